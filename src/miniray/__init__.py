@@ -1,0 +1,51 @@
+"""miniray: Ray's actor API on one machine with nothing to start, and training on top of it."""
+
+from miniray import errors
+from miniray.core.engine import RuntimeContext
+from miniray.core.refs import ObjectRef, ObjectRefGenerator
+from miniray.core.remote import ActorClass, ActorHandle, RemoteFunction, method, remote
+from miniray.core.session import (
+    available_resources,
+    cancel,
+    cluster_resources,
+    get,
+    get_actor,
+    get_gpu_ids,
+    get_runtime_context,
+    init,
+    is_initialized,
+    kill,
+    nodes,
+    put,
+    shutdown,
+    wait,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ActorClass",
+    "ActorHandle",
+    "ObjectRef",
+    "ObjectRefGenerator",
+    "RemoteFunction",
+    "RuntimeContext",
+    "__version__",
+    "available_resources",
+    "cancel",
+    "cluster_resources",
+    "errors",
+    "get",
+    "get_actor",
+    "get_gpu_ids",
+    "get_runtime_context",
+    "init",
+    "is_initialized",
+    "kill",
+    "method",
+    "nodes",
+    "put",
+    "remote",
+    "shutdown",
+    "wait",
+]

@@ -1,0 +1,206 @@
+"""The Engine contract: what an implementation must provide to run miniray programs.
+
+There are three: ``inline`` (the calling process), ``local`` (processes of this machine) and ``ray``
+(a Ray cluster). Everything above this file talks to an ``Engine`` and to nothing below it.
+
+To write another one: subclass ``Engine``, ``ObjectRef`` and pass your own state object to
+``ActorHandle``; declare honestly what you cannot do in ``capabilities``; run
+``tests/conformance``. Semantics are Ray's wherever Ray has a word for it. Do not emulate a missing
+capability half-way: raise ``CapabilityError``.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from miniray.core.options import Options
+    from miniray.core.refs import ObjectRef, ObjectRefGenerator
+    from miniray.core.remote import ActorHandle, ClassSpec, FunctionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Capabilities:
+    """What an engine can do. The conformance suite skips a behaviour only by one of these."""
+
+    #: Remote code runs in other processes: it can be killed, can crash, has its own pid and output.
+    processes: bool
+    #: Several calls make progress at once; a call returns before the remote code has run.
+    concurrent: bool
+    #: Arrays of 100 KB and more arrive without a copy.
+    zero_copy: bool
+    #: ``object_store_memory`` is enforced, with spilling to disk.
+    object_store_limit: bool
+    #: The engine may span several machines.
+    multi_node: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class InitConfig:
+    """Arguments of ``miniray.init`` after validation; ``None`` means "engine's default"."""
+
+    num_workers: int | None = None
+    address: str | None = None
+    num_cpus: float | None = None
+    num_gpus: float | None = None
+    object_store_memory: int | None = None
+    namespace: str | None = None
+    log_to_driver: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class RuntimeContext:
+    """Who and where the running code is. Ids are hex strings; None where there is no such thing."""
+
+    node_id: str
+    worker_id: str
+    job_id: str
+    namespace: str
+    actor_id: str | None = None
+    actor_name: str | None = None
+    task_id: str | None = None
+    was_current_actor_reconstructed: bool = False
+    #: A handle to the actor whose method is running; None outside of one.
+    current_actor: ActorHandle[Any] | None = None
+
+    def get_node_id(self) -> str:
+        return self.node_id
+
+    def get_worker_id(self) -> str:
+        return self.worker_id
+
+    def get_job_id(self) -> str:
+        return self.job_id
+
+    def get_actor_id(self) -> str | None:
+        return self.actor_id
+
+    def get_actor_name(self) -> str | None:
+        return self.actor_name
+
+    def get_task_id(self) -> str | None:
+        return self.task_id
+
+
+class Engine(abc.ABC):
+    """One running engine. All methods may be called from any thread and from inside remote code.
+
+    A method that waits must stay interruptible by signals (Ctrl-C) in the main thread.
+    """
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+
+    # -- running code ---------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def submit(
+        self, spec: FunctionSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    ) -> ObjectRef[Any] | list[ObjectRef[Any]] | ObjectRefGenerator | None:
+        """Start a task and return at once.
+
+        Returns one ref, a list for ``num_returns > 1``, a generator for ``"streaming"`` (also the
+        default for generator functions) and None for ``num_returns=0``. Arguments are pickled
+        before this returns, so later changes by the caller are not seen, and what cannot be pickled
+        raises ``NotSerializableError`` here. A top-level ``ObjectRef`` argument is replaced by its
+        value before the function runs; if that value is an error, the task fails with it.
+        A request for more than the machine has raises ``ActorUnschedulableError`` here.
+        """
+
+    @abc.abstractmethod
+    def create_actor(
+        self, spec: ClassSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    ) -> ActorHandle[Any]:
+        """Start an actor and return its handle at once.
+
+        An exception in ``__init__`` surfaces as ``ActorDiedError`` (showing the remote traceback)
+        at every call. A taken name raises ``ValueError`` here, or gives the existing actor with
+        ``get_if_exists``. The actor ends when the last handle anywhere is gone and its calls are
+        done, unless ``lifetime="detached"``.
+        """
+
+    @abc.abstractmethod
+    def call(
+        self,
+        actor: Any,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        num_returns: int | str,
+    ) -> ObjectRef[Any] | list[ObjectRef[Any]] | ObjectRefGenerator | None:
+        """Call a method on ``actor``, the engine's own state from an ``ActorHandle``.
+
+        Calls from one caller to one actor run in the order they were made. Arguments as in
+        ``submit``. Raises only for bad arguments; a dead actor surfaces at ``get``.
+        """
+
+    # -- objects --------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def put(self, value: Any) -> ObjectRef[Any]:
+        """Store ``value`` and return a ref to it. Raises ``ObjectStoreFullError``."""
+
+    @abc.abstractmethod
+    def get(self, refs: Sequence[ObjectRef[Any]], timeout: float | None) -> list[Any]:
+        """The values, in order. Raises the first error found, ``GetTimeoutError`` on time-out."""
+
+    @abc.abstractmethod
+    def wait(
+        self, refs: Sequence[ObjectRef[Any]], num_returns: int, timeout: float | None
+    ) -> tuple[list[ObjectRef[Any]], list[ObjectRef[Any]]]:
+        """(ready, not ready), each in the order given; at most ``num_returns`` are ready."""
+
+    @abc.abstractmethod
+    def on_ready(self, ref: ObjectRef[Any], callback: Callable[[], None]) -> None:
+        """Call ``callback`` once, from any thread, when ``get`` on ``ref`` would not block.
+
+        Called at once if that is so already. The callback does not block and does not raise.
+        """
+
+    # -- control --------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def kill(self, actor: Any, no_restart: bool) -> None:
+        """End an actor's process now. Calls in flight fail with ``ActorDiedError``."""
+
+    @abc.abstractmethod
+    def cancel(self, ref: ObjectRef[Any], force: bool) -> None:
+        """Cancel the call behind ``ref``; if it has finished already, do nothing.
+
+        A queued call does not run. A running task gets ``KeyboardInterrupt``, an async method
+        ``CancelledError``; ``force`` ends the process of a task and is refused for actor calls.
+        """
+
+    @abc.abstractmethod
+    def get_actor(self, name: str, namespace: str | None) -> ActorHandle[Any]:
+        """The handle of a named actor. Raises ``ValueError`` when there is none alive."""
+
+    @abc.abstractmethod
+    def nodes(self) -> list[dict[str, Any]]:
+        """A dict a machine: NodeID, Alive, NodeManagerHostname, Resources."""
+
+    @abc.abstractmethod
+    def cluster_resources(self) -> dict[str, float]:
+        """What there is in total: CPU, GPU, memory."""
+
+    @abc.abstractmethod
+    def available_resources(self) -> dict[str, float]:
+        """What is not taken now."""
+
+    @abc.abstractmethod
+    def runtime_context(self) -> RuntimeContext:
+        """Who and where the calling code is."""
+
+    @abc.abstractmethod
+    def gpu_ids(self) -> list[int]:
+        """GPUs assigned to the calling worker (all of them on the driver)."""
+
+    @abc.abstractmethod
+    def shutdown(self) -> None:
+        """End everything this engine started and free its memory. Safe to call twice.
+
+        Pending ``get`` calls in other threads raise. Afterwards refs and handles are dead.
+        """

@@ -1,0 +1,115 @@
+"""Futures of remote values: ``ObjectRef`` and the stream of them a generator gives."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Generator, Iterator
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+# asyncio and concurrent.futures are imported where used: they would double `import miniray`.
+if TYPE_CHECKING:
+    import asyncio
+    import concurrent.futures
+
+    from miniray.core.engine import Engine
+
+T = TypeVar("T")
+
+
+class ObjectRef(Generic[T]):
+    """A reference to a value that exists, or will exist, somewhere.
+
+    Pass it to other calls, put it in containers, return it; ``miniray.get(ref)`` or ``await ref``
+    gives the value. The value is freed when the last ref to it, in any process, is gone.
+
+    Each engine subclasses this and provides ``_engine`` and ``_id``.
+    """
+
+    __slots__ = ("__weakref__",)
+
+    @property
+    def _engine(self) -> Engine:
+        raise NotImplementedError("provided by the engine's own subclass")
+
+    @property
+    def _id(self) -> bytes:
+        raise NotImplementedError("provided by the engine's own subclass")
+
+    def hex(self) -> str:
+        return self._id.hex()
+
+    def binary(self) -> bytes:
+        return self._id
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ObjectRef) and self._id == other._id
+
+    def __hash__(self) -> int:
+        return hash(self._id)
+
+    def __repr__(self) -> str:
+        return f"ObjectRef({self.hex()})"
+
+    def future(self) -> concurrent.futures.Future[T]:
+        """A ``concurrent.futures.Future`` that completes with the value or the error."""
+        import concurrent.futures
+
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def finish() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                value = self._engine.get([self], None)[0]
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(value)
+
+        self._engine.on_ready(self, finish)
+        return future
+
+    def __await__(self) -> Generator[Any, None, T]:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not ready.done():
+                ready.set_result(None)
+
+        def notify() -> None:
+            # The loop may be closed by the time a result nobody waits for any more arrives.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(wake)
+
+        self._engine.on_ready(self, notify)
+        yield from ready.__await__()
+        value: T = self._engine.get([self], None)[0]
+        return value
+
+
+class ObjectRefGenerator(Iterator[ObjectRef[Any]], AsyncIterator[ObjectRef[Any]]):
+    """Refs to the items of a remote generator, each available as soon as it was yielded.
+
+    Iterate with ``for`` or ``async for``. An exception in the generator is raised by ``get`` on the
+    item where it happened; iteration ends after it. Each engine subclasses this.
+    """
+
+    def __next__(self) -> ObjectRef[Any]:
+        raise NotImplementedError("provided by the engine's own subclass")
+
+    async def __anext__(self) -> ObjectRef[Any]:
+        import asyncio
+
+        # StopIteration cannot cross a future, so the thread hands back a sentinel instead.
+        ref = await asyncio.get_running_loop().run_in_executor(None, next, self, None)
+        if ref is None:
+            raise StopAsyncIteration
+        return ref
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an ObjectRefGenerator cannot be sent to another process; send its refs")
+
+
+__all__ = ["ObjectRef", "ObjectRefGenerator"]

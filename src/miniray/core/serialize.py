@@ -1,0 +1,222 @@
+"""Values to bytes and back: cloudpickle with pickle-5 buffers kept out of the stream.
+
+``pack`` gives a ``Packed``: the pickle stream, the large buffers as views on the original memory (no
+copy yet), and the refs and handles found inside. ``unpack`` rebuilds the value over any memory that
+holds the buffers. How that memory travels is the engine's business.
+
+Refs and handles are not in the stream: it holds an index into ``Packed.refs``. So an engine can
+forward a value without unpickling it and still know which refs travel with it.
+
+A torch tensor's buffer is marked *private*: the engine hands ``unpack`` writable memory nobody else
+sees, or read-only memory, which is then copied. All others are handed over read-only, and numpy
+makes read-only arrays of them, as with Ray.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import cloudpickle
+
+from miniray.errors import NotSerializableError
+
+
+@dataclasses.dataclass
+class Packed:
+    """A pickled value. ``buffers[i]`` must be private memory at the receiver where ``private[i]``.
+
+    ``refs`` are the ObjectRefs and ActorHandles inside, in the order the stream counts them.
+    """
+
+    data: bytes | memoryview
+    buffers: list[memoryview]
+    private: list[bool]
+    refs: list[Any]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data) + sum(b.nbytes for b in self.buffers)
+
+
+class _Loading(threading.local):
+    """The refs of the value being unpickled in this thread."""
+
+    refs: Sequence[Any] = ()
+
+
+_loading = _Loading()
+
+
+def take_ref(index: int) -> Any:
+    """Called by the pickle stream: the ref or handle at ``index`` of the value being loaded."""
+    return _loading.refs[index]
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
+    """cloudpickle with out-of-band buffers, refs by index and torch tensors as buffers."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5, buffer_callback=self._keep_buffer)
+        self.buffers: list[memoryview] = []
+        self.private: list[bool] = []
+        self.refs: list[Any] = []
+        # By id, with the buffer itself as value so that the id is not used again meanwhile.
+        self._private_ids: dict[int, pickle.PickleBuffer] = {}
+
+    def _keep_buffer(self, buffer: pickle.PickleBuffer) -> None:
+        # Also small ones: in the stream they would arrive writable, large ones read-only.
+        self.buffers.append(buffer.raw())
+        self.private.append(id(buffer) in self._private_ids)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, _ref_types()):
+            self.refs.append(obj)
+            return take_ref, (len(self.refs) - 1,)
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(obj, getattr(torch, "Tensor", ())):
+            reduced = self._reduce_tensor(torch, obj)
+            if reduced is not None:
+                return reduced
+        return super().reducer_override(obj)
+
+    def _reduce_tensor(self, torch: Any, tensor: Any) -> Any:
+        """A dense CPU tensor as one private buffer; None leaves the others to torch's own way."""
+        kind = type(tensor)
+        if (
+            kind not in (torch.Tensor, torch.nn.Parameter)
+            or tensor.layout is not torch.strided
+            or tensor.device.type != "cpu"
+            or tensor.is_quantized
+            or getattr(tensor, "__dict__", None)
+        ):
+            return None
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        raw = flat.view(torch.uint8).numpy() if flat.numel() else b""
+        buffer = pickle.PickleBuffer(raw)
+        self._private_ids[id(buffer)] = buffer
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        shape = tuple(tensor.shape)
+        is_parameter = kind is torch.nn.Parameter
+        return _rebuild_tensor, (buffer, dtype, shape, tensor.requires_grad, is_parameter)
+
+
+def _rebuild_tensor(
+    buffer: Any, dtype_name: str, shape: tuple[int, ...], requires_grad: bool, is_parameter: bool
+) -> Any:
+    import torch
+
+    dtype = getattr(torch, dtype_name)
+    view = memoryview(buffer)
+    if view.nbytes == 0:
+        tensor = torch.empty(shape, dtype=dtype)
+    else:
+        if view.readonly:  # a small tensor that came inside a message, as immutable bytes
+            view = memoryview(bytearray(view))
+        tensor = torch.frombuffer(view, dtype=dtype).reshape(shape)
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    return tensor.requires_grad_(requires_grad) if requires_grad else tensor
+
+
+def _ref_types() -> tuple[type, ...]:
+    global _ref_types_cache
+    if not _ref_types_cache:
+        from miniray.core.refs import ObjectRef
+        from miniray.core.remote import ActorHandle
+
+        _ref_types_cache = (ObjectRef, ActorHandle)
+    return _ref_types_cache
+
+
+_ref_types_cache: tuple[type, ...] = ()
+
+
+def pack(value: Any, what: str = "value") -> Packed:
+    """Pickle ``value``. ``what`` names it in the error.
+
+    Raises ``NotSerializableError`` with the path to the offending attribute. The returned buffers
+    are views on the caller's memory: copy or send them before the caller can change it.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    try:
+        pickler.dump(value)
+    except Exception as error:  # pickling runs arbitrary user code: anything may be raised
+        raise _explain(value, what, error) from error
+    return Packed(file.getvalue(), pickler.buffers, pickler.private, pickler.refs)
+
+
+def unpack(
+    data: bytes | memoryview, buffers: Sequence[Any] = (), refs: Sequence[Any] = ()
+) -> Any:
+    """The value. ``buffers`` stay referenced by what is built over them."""
+    previous = _loading.refs
+    _loading.refs = refs
+    try:
+        return pickle.loads(data, buffers=buffers)
+    finally:
+        _loading.refs = previous
+
+
+# -- explaining what cannot be pickled -------------------------------------------------------------
+
+
+def _explain(value: Any, what: str, error: Exception) -> NotSerializableError:
+    path, culprit = _find_culprit(value, what, depth=8)
+    message = (
+        f"{path} cannot be sent to another process: "
+        f"{type(culprit).__module__}.{type(culprit).__qualname__} object: {error}"
+    )
+    if path != what:
+        message += f"\n  in {what}, of type {type(value).__qualname__}"
+    message += "\n  Create it inside the worker instead, or leave it out with __getstate__."
+    return NotSerializableError(message, path)
+
+
+def _find_culprit(value: Any, path: str, depth: int) -> tuple[str, Any]:
+    """The innermost part of ``value`` that fails to pickle by itself, and the way to it."""
+    if depth:
+        for step, child in _children(value):
+            if not _pickles(child):
+                return _find_culprit(child, path + step, depth - 1)
+    return path, value
+
+
+def _pickles(value: Any) -> bool:
+    try:
+        _Pickler(io.BytesIO()).dump(value)
+    except Exception:  # the question is only whether it fails
+        return False
+    return True
+
+
+def _children(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", item) for key, item in value.items()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [(f"[{i}]", item) for i, item in enumerate(value)]
+    found: list[tuple[str, Any]] = []
+    closure = getattr(value, "__closure__", None)
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        for name, cell in zip(code.co_freevars, closure or (), strict=False):
+            try:
+                found.append((f" (captured variable {name!r})", cell.cell_contents))
+            except ValueError:  # an empty cell
+                continue
+        namespace = getattr(value, "__globals__", {})
+        found += [
+            (f" (global {name!r})", namespace[name]) for name in code.co_names if name in namespace
+        ]
+    if hasattr(value, "__self__") and not isinstance(value.__self__, type(sys)):
+        found.append((".__self__", value.__self__))
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        found += [(f".{name}", item) for name, item in attributes.items()]
+    return found

@@ -1,0 +1,259 @@
+"""The process's current engine, and the public verbs that act on it."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from miniray.core.engine import Engine, InitConfig, RuntimeContext
+
+if TYPE_CHECKING:
+    from miniray.core.refs import ObjectRef
+    from miniray.core.remote import ActorHandle
+
+T = TypeVar("T")
+
+#: Where each engine lives; imported when first asked for, so that Ray is not needed otherwise.
+BACKENDS = {
+    "inline": "miniray.core.inline",
+    "local": "miniray.core.local",
+    "ray": "miniray.core.ray",
+}
+
+_lock = threading.RLock()
+_engine: Engine | None = None
+
+
+class Session:
+    """What ``init`` returns. As a context manager it shuts the engine down at the end."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.backend = engine.name
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if _engine is self.engine:
+            shutdown()
+
+    def __repr__(self) -> str:
+        return f"<miniray session on the {self.backend} engine>"
+
+
+def init(
+    num_workers: int | None = None,
+    *,
+    backend: str | None = None,
+    address: str | None = None,
+    num_cpus: float | None = None,
+    num_gpus: float | None = None,
+    object_store_memory: int | None = None,
+    namespace: str | None = None,
+    log_to_driver: bool = True,
+    ignore_reinit_error: bool = False,
+) -> Session:
+    """Start an engine for this process. Optional: first use starts the default one.
+
+    Args:
+        num_workers: processes in the pool that runs tasks (default: one a core). It never limits
+            how many actors may exist.
+        backend: ``"local"`` (default), ``"inline"`` or ``"ray"``; the environment variable
+            ``MINIRAY_BACKEND`` overrides it.
+        address: a Ray cluster (``"auto"``, ``"ray://host:port"``); implies ``backend="ray"``.
+        num_cpus, num_gpus: what to count as available, where it differs from what is found.
+        object_store_memory: limit in bytes on objects in shared memory (default: 30 % of the
+            machine's); beyond it objects go to disk.
+        namespace: where actor names live (default: one of this session's own).
+        log_to_driver: show what workers print on this terminal.
+        ignore_reinit_error: return the running session instead of raising.
+
+    Raises:
+        RuntimeError: an engine is running already.
+        ValueError: a bad argument.
+        EngineStartError: the engine could not start; nothing was left behind.
+    """
+    global _engine
+    with _lock:
+        if _engine is not None:
+            if ignore_reinit_error:
+                return Session(_engine)
+            raise RuntimeError(
+                f"miniray is already running (backend {_engine.name!r}): call miniray.shutdown() "
+                "first, or pass ignore_reinit_error=True to keep using it"
+            )
+        name = _choose_backend(backend, address)
+        config = InitConfig(
+            num_workers=_positive("num_workers", num_workers),
+            address=address,
+            num_cpus=_positive("num_cpus", num_cpus),
+            num_gpus=_positive("num_gpus", num_gpus, zero=True),
+            object_store_memory=_positive("object_store_memory", object_store_memory),
+            namespace=namespace,
+            log_to_driver=log_to_driver,
+        )
+        _engine = importlib.import_module(BACKENDS[name]).start(config)
+        return Session(_engine)
+
+
+def _choose_backend(backend: str | None, address: str | None) -> str:
+    source = "backend"
+    if os.environ.get("MINIRAY_BACKEND"):
+        backend, source = os.environ["MINIRAY_BACKEND"], "MINIRAY_BACKEND"
+    if backend is None:
+        backend = "ray" if address is not None else "local"
+    if backend not in BACKENDS:
+        raise ValueError(f"{source} is {backend!r}; it must be one of {', '.join(BACKENDS)}")
+    if address is not None and backend != "ray":
+        raise ValueError(f"address={address!r} needs backend 'ray', but {source} is {backend!r}")
+    return backend
+
+
+def _positive(name: str, value: Any, zero: bool = False) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name} must be a number, not {value!r}")
+    if value < 0 or (value == 0 and not zero):
+        raise ValueError(f"{name} must be {'>= 0' if zero else 'above 0'}, not {value!r}")
+    return value
+
+
+def engine() -> Engine:
+    """The running engine; the default one is started if there is none."""
+    current = _engine
+    if current is None:
+        with _lock:
+            if _engine is None:
+                init()
+            current = _engine
+            assert current is not None
+    return current
+
+
+def install(new: Engine | None) -> None:
+    """Make ``new`` the process's engine: for workers, which are born with one, and after fork."""
+    global _engine
+    _engine = new
+
+
+def is_initialized() -> bool:
+    """Whether an engine is running in this process."""
+    return _engine is not None
+
+
+def shutdown() -> None:
+    """End all actors and workers and free all memory. Does nothing when no engine is running."""
+    global _engine
+    with _lock:
+        current, _engine = _engine, None
+    if current is not None:
+        current.shutdown()
+
+
+atexit.register(shutdown)
+
+
+@overload
+def get(refs: ObjectRef[T], timeout: float | None = None) -> T: ...
+@overload
+def get(refs: Sequence[ObjectRef[T]], timeout: float | None = None) -> list[T]: ...
+def get(refs: Any, timeout: float | None = None) -> Any:
+    """The value of a ref, or the values of a list of refs, waiting as long as it takes.
+
+    Raises what the remote code raised, ``GetTimeoutError`` after ``timeout`` seconds, and
+    ``ActorDiedError``/``WorkerCrashedError`` when the process is gone. With several refs the first
+    error in list order is raised.
+    """
+    from miniray.core.refs import ObjectRef
+
+    if isinstance(refs, ObjectRef):
+        return refs._engine.get((refs,), timeout)[0]
+    _check_refs("get", refs)
+    return engine().get(refs, timeout) if refs else []
+
+
+def put(value: Any) -> ObjectRef[Any]:
+    """Store a value once, to pass to many calls without copying it each time."""
+    from miniray.core.refs import ObjectRef
+
+    if isinstance(value, ObjectRef):
+        raise TypeError("put() of an ObjectRef: pass the ref itself, or a list holding it")
+    return engine().put(value)
+
+
+def wait(
+    refs: Sequence[ObjectRef[Any]], *, num_returns: int = 1, timeout: float | None = None
+) -> tuple[list[ObjectRef[Any]], list[ObjectRef[Any]]]:
+    """Wait until ``num_returns`` of ``refs`` are ready, or for ``timeout`` seconds.
+
+    Returns (ready, the others); a failed call counts as ready.
+    """
+    _check_refs("wait", refs)
+    if len(set(refs)) != len(refs):
+        raise ValueError("wait() got the same ref twice")
+    if not isinstance(num_returns, int) or not 1 <= num_returns <= max(len(refs), 1):
+        raise ValueError(f"num_returns must be between 1 and {len(refs)}, not {num_returns!r}")
+    if not refs:
+        return [], []
+    return engine().wait(refs, num_returns, timeout)
+
+
+def _check_refs(verb: str, refs: Any) -> None:
+    from miniray.core.refs import ObjectRef
+
+    if not isinstance(refs, (list, tuple)):
+        raise TypeError(f"{verb}() takes a list of ObjectRefs, not {type(refs).__name__}")
+    for i, ref in enumerate(refs):
+        if not isinstance(ref, ObjectRef):
+            raise TypeError(f"{verb}(): element {i} is not an ObjectRef but {ref!r}")
+
+
+def kill(actor: ActorHandle[Any], *, no_restart: bool = True) -> None:
+    """End an actor's process at once; with ``no_restart=False`` it may restart."""
+    from miniray.core.remote import ActorHandle
+
+    if not isinstance(actor, ActorHandle):
+        raise TypeError(f"kill() takes an actor handle, not {actor!r}; for a call use cancel(ref)")
+    engine().kill(actor._actor, no_restart)
+
+
+def cancel(ref: ObjectRef[Any], *, force: bool = False) -> None:
+    """Cancel a call: queued, it never runs; running, a task is interrupted."""
+    _check_refs("cancel", [ref])
+    engine().cancel(ref, force)
+
+
+def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
+    """The handle of a named actor; ``ValueError`` when there is none."""
+    return engine().get_actor(name, namespace)
+
+
+def nodes() -> list[dict[str, Any]]:
+    """The machines of the session."""
+    return engine().nodes()
+
+
+def cluster_resources() -> dict[str, float]:
+    """CPUs, GPUs and memory in total."""
+    return engine().cluster_resources()
+
+
+def available_resources() -> dict[str, float]:
+    """CPUs, GPUs and memory not taken by tasks or actors now."""
+    return engine().available_resources()
+
+
+def get_runtime_context() -> RuntimeContext:
+    """Ids of the node, worker, actor and task the calling code runs in."""
+    return engine().runtime_context()
+
+
+def get_gpu_ids() -> list[int]:
+    """The GPUs assigned to this worker."""
+    return engine().gpu_ids()

@@ -1,0 +1,184 @@
+"""Every exception a miniray user can meet, in one hierarchy.
+
+``except MinirayError`` catches all of them. Those with a counterpart in the standard library are
+also instances of it (``GetTimeoutError`` is a ``TimeoutError``), and an exception raised by remote
+code is, at ``get``, also an instance of the user's own exception type.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from functools import lru_cache
+from typing import Any
+
+__all__ = [
+    "ActorDiedError",
+    "ActorUnschedulableError",
+    "CapabilityError",
+    "EngineStartError",
+    "GetTimeoutError",
+    "MinirayError",
+    "NotSerializableError",
+    "ObjectLostError",
+    "ObjectStoreFullError",
+    "TaskCancelledError",
+    "TaskError",
+    "WorkerCrashedError",
+]
+
+
+class MinirayError(Exception):
+    """Base of every error miniray raises on its own account."""
+
+
+class EngineStartError(MinirayError, RuntimeError):
+    """The engine could not be started; nothing was left running."""
+
+
+class CapabilityError(MinirayError, NotImplementedError):
+    """The chosen engine cannot do what was asked. The message names engines that can."""
+
+
+class NotSerializableError(MinirayError, TypeError):
+    """A value cannot travel to another process.
+
+    Raised at the call, before anything is sent. ``path`` leads to the offending attribute.
+    """
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.args[0], self.path)
+
+
+class GetTimeoutError(MinirayError, TimeoutError):
+    """``get`` ran out of its time limit. The call itself goes on; ``get`` may be tried again."""
+
+
+class ObjectStoreFullError(MinirayError, MemoryError):
+    """Neither memory within ``object_store_memory`` nor disk for spilling is left."""
+
+
+class ObjectLostError(MinirayError):
+    """The process that owned the object is gone, and the value with it."""
+
+
+class TaskCancelledError(MinirayError):
+    """The call was cancelled with ``miniray.cancel`` before it produced a result."""
+
+
+class ActorUnschedulableError(MinirayError):
+    """The request exceeds what the machine (or cluster) has in total; waiting cannot help."""
+
+
+class WorkerCrashedError(MinirayError):
+    """The process running a task ended (exit code or signal named) and retries are used up."""
+
+
+class ActorDiedError(MinirayError):
+    """The actor's process is gone: it was killed, crashed, exited, or its ``__init__`` raised.
+
+    The message names the exit code or signal and shows the last lines the process printed. Calls
+    in flight at that moment may or may not have run.
+    """
+
+
+class TaskError(MinirayError):
+    """User code raised in another process.
+
+    At ``get`` the exception is also an instance of the original type, so ``except ValueError``
+    works; its attributes are reachable and the text shows the remote traceback.
+
+    Attributes:
+        cause: the original exception, or None where it could not be pickled.
+        remote_traceback: the traceback as formatted where it was raised.
+        function: what was called, as ``Class.method`` or a function's name.
+        worker: name of the actor or pool worker; ``pid``: its process.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        worker: str,
+        pid: int,
+        remote_traceback: str,
+        cause: BaseException | None = None,
+    ) -> None:
+        # Set before anything else: a user's exception type may define properties or __str__.
+        self.function = function
+        self.worker = worker
+        self.pid = pid
+        self.remote_traceback = remote_traceback
+        self.cause = cause
+        super().__init__(function, worker, pid, remote_traceback, cause)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.function} failed in {self.worker} (pid {self.pid})\n\n"
+            f"{self.remote_traceback.rstrip()}"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        plain = (self.function, self.worker, self.pid, self.remote_traceback, self.cause)
+        return _rebuild_task_error, plain
+
+    @classmethod
+    def capture(cls, exc: BaseException, function: str, worker: str, pid: int) -> TaskError:
+        """Make the error that travels back from ``exc``, which is being handled now.
+
+        An error that already came from further away (an actor calling an actor) keeps its own
+        traceback in front, so the reader sees the whole chain. A cause that does not survive
+        pickling is replaced by None: the traceback text still carries its type and message.
+        """
+        text = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__))
+        return cls(function, worker, pid, text, _picklable(exc))
+
+    def as_cause_type(self) -> TaskError:
+        """This error as an instance of the user's exception type too, where that is possible."""
+        cause = self.cause.cause if isinstance(self.cause, TaskError) else self.cause
+        if cause is None or isinstance(cause, MinirayError):
+            return self
+        dual = _dual_type(type(cause))
+        if dual is None:
+            return self
+        error = dual.__new__(dual)
+        TaskError.__init__(error, *self._fields())
+        # Attributes of the original (errno, response, ...) are what handlers look at.
+        for key, value in getattr(cause, "__dict__", {}).items():
+            error.__dict__.setdefault(key, value)
+        error.args = cause.args
+        return error
+
+    def _fields(self) -> tuple[str, str, int, str, BaseException | None]:
+        return self.function, self.worker, self.pid, self.remote_traceback, self.cause
+
+
+def _rebuild_task_error(*fields: Any) -> TaskError:
+    return TaskError(*fields).as_cause_type()
+
+
+def _picklable(exc: BaseException) -> BaseException | None:
+    import cloudpickle
+
+    try:
+        return pickle.loads(cloudpickle.dumps(exc))  # type: ignore[no-any-return]
+    except Exception:  # whatever a user's __reduce__ or __init__ raises
+        return None
+
+
+@lru_cache(maxsize=256)
+def _dual_type(cause_type: type[BaseException]) -> type[TaskError] | None:
+    """A class deriving from TaskError and ``cause_type``; None where Python cannot lay it out."""
+    if issubclass(cause_type, TaskError):
+        return None
+    try:
+        return type(
+            f"TaskError({cause_type.__name__})",
+            (TaskError, cause_type),
+            {"__str__": TaskError.__str__, "__module__": TaskError.__module__},
+        )
+    except TypeError:
+        return None
