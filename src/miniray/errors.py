@@ -107,7 +107,6 @@ class TaskError(MinirayError):
         remote_traceback: str,
         cause: BaseException | None = None,
     ) -> None:
-        # Set before anything else: a user's exception type may define properties or __str__.
         self.function = function
         self.worker = worker
         self.pid = pid
@@ -138,22 +137,20 @@ class TaskError(MinirayError):
 
     def as_cause_type(self) -> TaskError:
         """This error as an instance of the user's exception type too, where that is possible."""
-        cause = self.cause.cause if isinstance(self.cause, TaskError) else self.cause
-        if cause is None or isinstance(cause, MinirayError):
+        cause = self.cause
+        while isinstance(cause, TaskError):  # it came through a chain of calls
+            cause = cause.cause
+        if cause is None:
             return self
-        dual = _dual_type(type(cause))
+        dual = _dual_type(type(cause))  # type: ignore[arg-type]  # classes are hashable
         if dual is None:
             return self
-        error = dual.__new__(dual)
-        TaskError.__init__(error, *self._fields())
-        # Attributes of the original (errno, response, ...) are what handlers look at.
-        for key, value in getattr(cause, "__dict__", {}).items():
-            error.__dict__.setdefault(key, value)
-        error.args = cause.args
+        try:
+            error = _copy_of(cause, dual)
+        except Exception:  # a type with an odd layout or descriptors: the text still says it all
+            return self
+        error.__dict__.update(self.__dict__)
         return error
-
-    def _fields(self) -> tuple[str, str, int, str, BaseException | None]:
-        return self.function, self.worker, self.pid, self.remote_traceback, self.cause
 
 
 def _rebuild_task_error(*fields: Any) -> TaskError:
@@ -167,6 +164,26 @@ def _picklable(exc: BaseException) -> BaseException | None:
         return pickle.loads(cloudpickle.dumps(exc))  # type: ignore[no-any-return]
     except Exception:  # whatever a user's __reduce__ or __init__ raises
         return None
+
+
+def _copy_of(cause: BaseException, dual: type[TaskError]) -> TaskError:
+    """``cause`` as an instance of ``dual``, with its arguments and attributes.
+
+    The user's ``__init__`` is not run: it may want arguments nobody kept, or do things. The builtin
+    type below it is what holds state outside of ``__dict__`` (errno, code, value, ...), so its
+    ``__new__`` and ``__init__`` are called with what its own ``__reduce__`` says.
+    """
+    builtin: Any = next(t for t in type(cause).__mro__ if t.__module__ == "builtins")
+    _, args, *state = builtin.__reduce__(cause)
+    try:
+        error = builtin.__new__(dual, *args)
+    except TypeError:  # MemoryError, whose __new__ refuses types that are also something else
+        error = Exception.__new__(dual, *args)
+    builtin.__init__(error, *args)
+    for key, value in (state[0] if state and state[0] else {}).items():
+        setattr(error, key, value)
+    error.args = cause.args
+    return error  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=256)

@@ -63,8 +63,13 @@ class RuntimeContext:
     actor_name: str | None = None
     task_id: str | None = None
     was_current_actor_reconstructed: bool = False
-    #: A handle to the actor whose method is running; None outside of one.
-    current_actor: ActorHandle[Any] | None = None
+    #: Makes a handle of the running actor. Not the handle itself: it would keep the actor alive.
+    make_handle: Callable[[], ActorHandle[Any]] | None = None
+
+    @property
+    def current_actor(self) -> ActorHandle[Any] | None:
+        """A handle to the actor whose method is running; None outside of one."""
+        return None if self.make_handle is None else self.make_handle()
 
     def get_node_id(self) -> str:
         return self.node_id
@@ -177,6 +182,13 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def get_actor(self, name: str, namespace: str | None) -> ActorHandle[Any]:
         """The handle of a named actor. Raises ``ValueError`` when there is none alive."""
+
+    def reduce_handle(self, handle: ActorHandle[Any]) -> Any:
+        """``__reduce__`` of a handle for a pickler that is not miniray's own."""
+        raise TypeError(
+            f"{handle!r} means nothing outside of this session: pass it to a call, put it or "
+            "return it, but do not pickle it yourself"
+        )
 
     @abc.abstractmethod
     def nodes(self) -> list[dict[str, Any]]:

@@ -49,6 +49,13 @@ class ObjectRef(Generic[T]):
     def __repr__(self) -> str:
         return f"ObjectRef({self.hex()})"
 
+    def __reduce__(self) -> Any:
+        # miniray's own pickler (core/serialize.py) does not come this way.
+        raise TypeError(
+            f"{self!r} means nothing outside of this session: pass it to a call, put it in a "
+            "container or return it, but do not pickle it yourself"
+        )
+
     def future(self) -> concurrent.futures.Future[T]:
         """A ``concurrent.futures.Future`` that completes with the value or the error."""
         import concurrent.futures

@@ -49,7 +49,7 @@ class CallSpec:
         signature = _bare_signature(function, bound)
         low, high = 0, -1
         if signature is not None:
-            low, high = _positional_range(signature)
+            low, high = positional_range(signature)
         return cls(
             name=name,
             signature=signature,
@@ -88,7 +88,7 @@ def _bare_signature(function: Callable[..., Any], bound: bool) -> inspect.Signat
     )
 
 
-def _positional_range(signature: inspect.Signature) -> tuple[int, int]:
+def positional_range(signature: inspect.Signature) -> tuple[int, int]:
     """(fewest, most) arguments of a call with positional arguments only; most < 0: bind instead."""
     low = high = 0
     for p in signature.parameters.values():
@@ -102,14 +102,21 @@ def _positional_range(signature: inspect.Signature) -> tuple[int, int]:
     return low, high
 
 
+# The specs look at the user's code when first used, not when made: code that refers to itself is
+# unpickled as an empty shell first, and its spec is made while it is still empty.
+
+
 class FunctionSpec:
     """A user's function and what engines cache about it (``cache`` is theirs, keyed by engine)."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.name: str = getattr(function, "__qualname__", repr(function))
-        self.call = CallSpec.of(function, self.name, bound=False)
         self.cache: dict[Any, Any] = {}
+
+    @functools.cached_property
+    def call(self) -> CallSpec:
+        return CallSpec.of(self.function, self.name, bound=False)
 
 
 class ClassSpec:
@@ -117,9 +124,20 @@ class ClassSpec:
 
     def __init__(self, cls: type) -> None:
         self.cls = cls
-        self.name: str = cls.__qualname__
-        self.init = CallSpec.of(cls.__init__, self.name, bound=True)
-        self.info = ActorInfo(
+        self.cache: dict[Any, Any] = {}
+
+    @functools.cached_property
+    def name(self) -> str:
+        return self.cls.__qualname__
+
+    @functools.cached_property
+    def init(self) -> CallSpec:
+        return CallSpec.of(_constructor(self.cls), self.name, bound=True)
+
+    @functools.cached_property
+    def info(self) -> ActorInfo:
+        cls = self.cls
+        return ActorInfo(
             cls.__name__,
             {
                 name: _method_spec(cls, name, function)
@@ -127,8 +145,19 @@ class ClassSpec:
                 if not (name.startswith("__") and name != "__call__") and name != "__class__"
             },
         )
-        self.is_async = any(m.is_async for m in self.info.methods.values())
-        self.cache: dict[Any, Any] = {}
+
+    @functools.cached_property
+    def is_async(self) -> bool:
+        return any(m.is_async for m in self.info.methods.values())
+
+
+def _constructor(cls: type) -> Callable[..., Any]:
+    """What checks the arguments of ``cls(...)``."""
+    init: Any = cls.__init__  # type: ignore[misc]
+    new: Any = cls.__new__
+    if init is object.__init__ and new is object.__new__:
+        return lambda self: None  # object's own signature claims to take anything
+    return init  # type: ignore[no-any-return]
 
 
 def _method_spec(cls: type, name: str, function: Callable[..., Any]) -> CallSpec:
@@ -284,6 +313,9 @@ class ActorHandle(Generic[T]):
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._info.methods]
+
+    def __reduce__(self) -> Any:
+        return self._engine.reduce_handle(self)
 
 
 def _rebuild_function(function: Callable[..., Any], options: Options) -> RemoteFunction:

@@ -19,6 +19,7 @@ import io
 import pickle
 import sys
 import threading
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,17 +63,23 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
     """cloudpickle with out-of-band buffers, refs by index and torch tensors as buffers."""
 
     def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=5, buffer_callback=self._keep_buffer)
-        self.buffers: list[memoryview] = []
-        self.private: list[bool] = []
+        buffers: list[memoryview] = []
+        private: list[bool] = []
+        private_ids: dict[int, pickle.PickleBuffer] = {}
+
+        # A method instead would make a cycle: everything pickled, handles and arrays included,
+        # would stay alive in the pickler's memo until the garbage collector comes by.
+        def keep_buffer(buffer: pickle.PickleBuffer) -> None:
+            # Also small ones: in the stream they would arrive writable, large ones read-only.
+            buffers.append(buffer.raw())
+            private.append(id(buffer) in private_ids)
+
+        super().__init__(file, protocol=5, buffer_callback=keep_buffer)
+        self.buffers = buffers
+        self.private = private
         self.refs: list[Any] = []
         # By id, with the buffer itself as value so that the id is not used again meanwhile.
-        self._private_ids: dict[int, pickle.PickleBuffer] = {}
-
-    def _keep_buffer(self, buffer: pickle.PickleBuffer) -> None:
-        # Also small ones: in the stream they would arrive writable, large ones read-only.
-        self.buffers.append(buffer.raw())
-        self.private.append(id(buffer) in self._private_ids)
+        self._private_ids = private_ids
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, _ref_types()):
@@ -217,6 +224,6 @@ def _children(value: Any) -> list[tuple[str, Any]]:
     if hasattr(value, "__self__") and not isinstance(value.__self__, type(sys)):
         found.append((".__self__", value.__self__))
     attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict):
+    if isinstance(attributes, (dict, types.MappingProxyType)):  # the latter: of a class
         found += [(f".{name}", item) for name, item in attributes.items()]
     return found

@@ -1,0 +1,163 @@
+"""``miniray status``: what is installed, what the machine has, which engines can run."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import click
+
+from miniray.core import machine
+
+#: What miniray needs, then what it can use.
+PACKAGES = ("numpy", "cloudpickle", "psutil", "torch", "pyarrow", "ray")
+RAY_MINIMUM = (2, 40)
+
+EPILOG = """\b
+Examples:
+  miniray status
+  miniray status --json | python -m json.tool
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """Whether an engine can run here; ``reason`` says what is missing, or what it is."""
+
+    name: str
+    available: bool
+    reason: str
+
+
+@click.command(epilog=EPILOG)
+@click.option("--json", "as_json", is_flag=True, help="Write JSON for a program.")
+def status(as_json: bool) -> None:
+    """Show versions, hardware and usable engines.
+
+    Starts nothing and imports neither torch nor Ray.
+    """
+    found = collect()
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        _show(found)
+
+
+def collect() -> dict[str, Any]:
+    """Everything ``status`` shows, as plain data."""
+    import psutil
+
+    from miniray import __version__
+
+    return {
+        "miniray": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "cpus": machine.cpu_count(),
+        "memory_bytes": machine.memory_total(),
+        "memory_available_bytes": psutil.virtual_memory().available,
+        "gpus": gpus(),
+        "backends": [dataclasses.asdict(b) for b in backends()],
+    }
+
+
+def gpus() -> list[dict[str, Any]]:
+    """The GPUs the engine would hand out, with what nvidia-smi knows about each."""
+    known = _ask_nvidia_smi()
+    nothing: dict[str, Any] = {"name": None, "memory_bytes": None}
+    return [{"id": gpu, **known.get(gpu, nothing)} for gpu in machine.gpu_ids()]
+
+
+def _ask_nvidia_smi() -> dict[str, dict[str, Any]]:
+    """Name and memory by index and by UUID; empty where the tool is missing, broken or stuck."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return {}
+    query = [tool, "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    known = {}
+    for line in answer.stdout.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == 4 and fields[3].isdigit():
+            index, uuid, name, mebibytes = fields
+            known[index] = known[uuid] = {"name": name, "memory_bytes": int(mebibytes) << 20}
+    return known
+
+
+def backends() -> list[Backend]:
+    """The engines, in the order of a user's life with them."""
+    return [
+        Backend("inline", True, "this process; for debugging"),
+        _local(),
+        _ray(),
+    ]
+
+
+def _local() -> Backend:
+    if sys.platform == "win32":
+        return Backend("local", False, "needs Linux or macOS")
+    return Backend("local", True, "processes and shared memory; the default")
+
+
+def _ray() -> Backend:
+    version = _version("ray")
+    if version is None:
+        return Backend("ray", False, "Ray is not installed: pip install 'miniray[ray]'")
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if numbers < RAY_MINIMUM:
+        minimum = ".".join(map(str, RAY_MINIMUM))
+        return Backend("ray", False, f"Ray {version} is too old: {minimum} or newer is needed")
+    return Backend("ray", True, f"Ray {version}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold")
+    facts.add_column()
+    packages = ", ".join(f"{k} {v}" for k, v in found["packages"].items() if v)
+    missing = ", ".join(k for k, v in found["packages"].items() if not v)
+    free, total = found["memory_available_bytes"], found["memory_bytes"]
+    facts.add_row("miniray", f"{found['miniray']} on Python {found['python']}")
+    facts.add_row("platform", found["platform"])
+    facts.add_row("packages", packages)
+    if missing:
+        facts.add_row("not installed", missing)
+    facts.add_row("cores", str(found["cpus"]))
+    facts.add_row("memory", f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB available")
+    facts.add_row("GPUs", "\n".join(map(_card, found["gpus"])) or "none")
+    console.print(facts)
+    console.print()
+    engines = Table()
+    for name in ("engine", "usable", "notes"):
+        engines.add_column(name)
+    for backend in found["backends"]:
+        mark = "[green]yes[/]" if backend["available"] else "[red]no[/]"
+        engines.add_row(backend["name"], mark, backend["reason"].replace("[", "\\["))
+    console.print(engines)
+
+
+def _card(gpu: dict[str, Any]) -> str:
+    if gpu["name"] is None:
+        return str(gpu["id"])
+    return f"{gpu['id']}: {gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB"

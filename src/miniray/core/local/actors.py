@@ -1,0 +1,260 @@
+"""Handles of actors in one process, and the client that sends their calls in order."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from miniray.core.local.calls import Call, Channel, LocalGenerator, make_sink, sink_entries
+from miniray.core.local.objects import BLOB, FAILED, PENDING, PLAIN, Blob, Entry, LocalRef, is_plain
+from miniray.core.local.sharing import Shared
+from miniray.core.local.wire import Closed
+from miniray.core.remote import ActorInfo
+from miniray.errors import ActorDiedError, TaskCancelledError
+
+if TYPE_CHECKING:
+    from miniray.core.local.node import Node
+
+_DRIVER = 0
+
+
+class ActorEntry(Shared):
+    """What a process knows about one actor. All handles of it in the process share this.
+
+    The driver's entry is the root: its parent is the driver itself, so that "given back to the
+    driver" means the last handle anywhere is gone.
+    """
+
+    __slots__ = ("client", "info_bytes", "proc", "retries", "sequential", "unpacked_info")
+
+    sharing: Node
+
+    def __init__(
+        self,
+        node: Node,
+        id: int,
+        parent: int,
+        proc: int,
+        info_bytes: bytes,
+        retries: int,
+        sequential: bool,
+    ) -> None:
+        super().__init__(node, id, parent)
+        self.proc = proc
+        self.info_bytes = info_bytes
+        self.retries = retries
+        self.sequential = sequential
+        self.unpacked_info: ActorInfo | None = None
+        self.client = ActorClient(node, id, proc, retries, sequential)
+
+    @property
+    def info(self) -> ActorInfo:
+        if self.unpacked_info is None:
+            self.unpacked_info = pickle.loads(self.info_bytes)
+        assert self.unpacked_info is not None
+        return self.unpacked_info
+
+    def describe(self) -> tuple[Any, ...]:
+        return self.id, self.client.proc, self.info_bytes, self.retries, self.sequential
+
+    @classmethod
+    def from_wire(cls, node: Node, wire: tuple[Any, ...], parent: int) -> ActorEntry:
+        id, proc, info_bytes, retries, sequential = wire
+        return cls(node, id, parent, proc, info_bytes, retries, sequential)
+
+    def __del__(self) -> None:
+        client = getattr(self, "client", None)
+        if client is not None:
+            self.sharing.post(client.retire)
+        super().__del__()
+
+
+class ActorClient:
+    """Sends calls to one actor, in order, wherever its process currently is.
+
+    While a call waits for an argument, or the actor is being restarted, later calls queue behind
+    it. When the process dies, calls in flight fail with ``ActorDiedError``, or are sent again if
+    they have retries left and the actor comes back.
+    """
+
+    def __init__(self, node: Node, id: int, proc: int, retries: int, sequential: bool) -> None:
+        self.node = node
+        self.id = id
+        self.proc = proc
+        self._retries = retries
+        self._sequential = sequential
+        self._lock = threading.RLock()
+        self._queue: deque[Call] = deque()
+        self._channel: Channel | None = None
+        self._locating = False
+        self._death: Blob | None = None
+        # Keeps the actor alive while answers are due, though the last handle may be gone.
+        self._keep: ActorEntry | None = None
+
+    def call(
+        self,
+        actor: ActorEntry,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        num_returns: int | str,
+    ) -> Any:
+        node = self.node
+        id = next(node.ids)
+        if num_returns == 1:
+            sink: Any = Entry(node, id)
+            result: Any = LocalRef(sink)
+        else:
+            sink, result = make_sink(node, id, num_returns)
+        call = Call(id, sink, method, num_returns)
+        call.retries = self._retries
+        fill_arguments(node, call, args, kwargs)
+        if num_returns == "streaming":
+            result = LocalGenerator(sink, lambda: self.cancel(id))
+        else:
+            for entry in (sink,) if type(sink) is Entry else sink_entries(sink):
+                entry.origin = (self, id)
+        with self._lock:
+            self._keep = actor
+            channel = self._channel
+            if channel is not None and not self._queue and not call.deps:
+                try:
+                    channel.submit(call)
+                    return result
+                except Closed:
+                    self._queue.append(call)
+                    channel.lost()
+                    return result
+            self._queue.append(call)
+        for entry in call.pending_deps():
+            node.fetch(entry)
+            entry.add_waiter(self._pump)
+        self._pump()
+        return result
+
+    def _pump(self) -> None:
+        """Send queued calls as far as they are ready."""
+        with self._lock:
+            while self._queue and not self._locating:
+                call = self._queue[0]
+                if self._death is not None:
+                    self._queue.popleft().sink.resolve(FAILED, self._death)
+                    continue
+                if call.pending_deps():
+                    return
+                failed = call.failed_dep()
+                if failed is not None:
+                    self._queue.popleft().sink.resolve(FAILED, failed.value)
+                    continue
+                try:
+                    if self._channel is None:
+                        self._channel = Channel(
+                            self.node, self.proc, self._sequential, self._lost, self._result
+                        )
+                    self._channel.submit(call)
+                except Closed:
+                    if self._channel is not None:
+                        self._channel.lost()
+                        self._channel = None
+                        self._locating = True
+                    else:
+                        self._locate([])
+                    return
+                self._queue.popleft()
+
+    def _result(self, channel: Channel) -> None:
+        if not channel.pending:
+            with self._lock:
+                if not channel.pending and not self._queue:
+                    self._keep = None
+
+    def _lost(self, channel: Channel, calls: list[Call]) -> None:
+        with self._lock:
+            if self._channel is channel:
+                self._channel = None
+        self._locate(calls)
+
+    def _locate(self, calls: list[Call]) -> None:
+        """Ask the driver what became of the actor; then retry or fail ``calls``."""
+        self._locating = True
+        proc = self.proc
+
+        def then(ok: bool, answer: Any, blobs: list[Blob]) -> None:
+            with self._lock:
+                if not ok:
+                    self._death = Blob.of(self.node, ActorDiedError(str(answer)))
+                else:
+                    alive, self.proc, _ = answer
+                    cause = blobs[0] if blobs else None
+                    if not alive:
+                        self._death = cause
+                    assert cause is not None
+                    for call in reversed(calls):
+                        # A stream cannot be taken up again where it broke off.
+                        if alive and call.retries and call.num_returns != "streaming":
+                            call.retries -= call.retries > 0
+                            self._queue.appendleft(call)
+                        else:
+                            call.sink.resolve(FAILED, cause)
+                self._locating = False
+            if not ok:
+                for call in calls:
+                    call.sink.resolve(FAILED, self._death)
+            self._pump()
+            if not self._queue:
+                self._keep = None
+
+        self.node.ask(_DRIVER, "actor_lost", (self.id, proc), [], then)
+
+    def cancel(self, id: int) -> None:
+        """Cancel the call with this id: dropped if queued here, else its worker is told."""
+        from miniray.core.local.node import CANCEL
+
+        with self._lock:
+            for call in self._queue:
+                if call.id == id:
+                    self._queue.remove(call)
+                    call.sink.fail(TaskCancelledError(f"{call.label} was cancelled"))
+                    return
+        self.node.flush_calls()
+        self.node.tell(self.proc, CANCEL, (id, False))
+
+    def retire(self) -> None:
+        with self._lock:
+            channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.retire()
+
+
+def fill_arguments(
+    node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Pickle the arguments into ``call``; top-level refs become its dependencies."""
+    plain = True
+    refs = False
+    for value in args:
+        if not is_plain(value):
+            plain = False
+            refs = refs or isinstance(value, LocalRef)
+    for value in kwargs.values():
+        if not is_plain(value):
+            plain = False
+            refs = refs or isinstance(value, LocalRef)
+    if plain:
+        call.body = pickle.dumps((call.id, call.method, call.num_returns, args, kwargs), 5)
+        return
+    if refs:
+        for i, value in enumerate(args):
+            if isinstance(value, LocalRef):
+                call.deps.append((i, value._entry))
+        for key, value in kwargs.items():
+            if isinstance(value, LocalRef):
+                call.deps.append((key, value._entry))
+        args = tuple(None if isinstance(v, LocalRef) else v for v in args)
+        kwargs = {k: None if isinstance(v, LocalRef) else v for k, v in kwargs.items()}
+    call.args = Blob.of(node, (args, kwargs), f"arguments of {call.label}")
+
+
+__all__ = ["BLOB", "PENDING", "PLAIN", "ActorClient", "ActorEntry"]

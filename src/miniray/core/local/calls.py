@@ -1,0 +1,410 @@
+"""The caller's side of calls: what is sent, where results go, and who reads them.
+
+A thread that waits for a result reads the connection itself (*leads* it), so a synchronous call
+costs no thread switch. When nobody leads and more than one result is due, the I/O thread reads
+(the channel is *armed*). With exactly one result due and nobody asking, it may lie in the socket.
+
+Calls to a worker that runs one at a time are held back while it is busy and sent together; every
+wait, every result and a full buffer send them.
+"""
+
+from __future__ import annotations
+
+import pickle
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from miniray.core.local import system
+from miniray.core.local.objects import BLOB, FAILED, PENDING, PLAIN, Blob, Entry, LocalRef
+from miniray.core.local.wire import Closed, Stream, frame
+from miniray.core.refs import ObjectRefGenerator
+
+if TYPE_CHECKING:
+    from miniray.core.local.node import Node
+
+# Kinds of frame on a call connection: calls one way, results the other.
+CALL_PLAIN, CALL, FUNCTION, R_PLAIN, R_ONE, R_MANY, R_ITEM, R_END = range(1, 9)
+
+_BATCH_BYTES = 8192
+
+
+class Sink(Protocol):
+    """Where the result of a call goes."""
+
+    def resolve(self, state: int, value: Any) -> None: ...
+    def fail(self, error: BaseException) -> None: ...
+
+
+class Call:
+    """One call. ``body`` is its frame body when all arguments are plain, else ``args`` holds them.
+
+    ``deps`` are the top-level refs among the arguments, by position or keyword: they are resolved
+    before the call is sent. ``retries`` is how often it may be sent again when the worker dies.
+    A task has the id of its function as ``method`` and the function itself as ``spec``.
+    """
+
+    __slots__ = ("args", "body", "deps", "id", "method", "num_returns", "retries", "sink", "spec")
+
+    def __init__(self, id: int, sink: Any, method: str | int, num_returns: int | str) -> None:
+        self.id = id
+        self.sink = sink
+        self.method = method
+        self.num_returns = num_returns
+        self.retries = 0
+        self.body: bytes | None = None
+        self.args: Blob | None = None
+        self.deps: list[tuple[int | str, Entry]] = []
+        self.spec: Any = None
+
+    @property
+    def label(self) -> str:
+        """What the user calls it."""
+        return self.spec.name if self.spec is not None else str(self.method)
+
+    def pending_deps(self) -> list[Entry]:
+        return [entry for _, entry in self.deps if entry.state == PENDING]
+
+    def failed_dep(self) -> Entry | None:
+        return next((entry for _, entry in self.deps if entry.state == FAILED), None)
+
+    def encode(self, node: Node, proc: int) -> tuple[bytes, list[int]]:
+        """The frame to send to ``proc``; gives it credits on what is inside. Raises ``Closed``."""
+        if self.body is not None:
+            return frame(CALL_PLAIN, self.body), []
+        assert self.args is not None
+        fds: list[int] = []
+        wires = [self.args.to_wire(node, proc, fds)]
+        wires += [entry.blob().to_wire(node, proc, fds) for _, entry in self.deps]
+        places = [place for place, _ in self.deps]
+        body = pickle.dumps((self.id, self.method, self.num_returns, wires, places), 5)
+        return frame(CALL, body, len(fds)), fds
+
+
+class Many:
+    """The sink of a call with several return values."""
+
+    def __init__(self, entries: list[Entry]) -> None:
+        self.entries = entries
+
+    def resolve(self, state: int, value: Any) -> None:
+        if state == FAILED:
+            for entry in self.entries:
+                entry.resolve(FAILED, value)
+        else:
+            for entry, blob in zip(self.entries, value, strict=True):
+                entry.resolve(BLOB, blob)
+
+    def fail(self, error: BaseException) -> None:
+        for entry in self.entries:
+            entry.fail(error)
+
+
+class Nowhere:
+    """The sink of a call with ``num_returns=0``."""
+
+    def resolve(self, state: int, value: Any) -> None:
+        return
+
+    def fail(self, error: BaseException) -> None:
+        return
+
+
+class StreamState:
+    """The sink of a streaming call: items as they come, then an end.
+
+    Held by the channel while the call runs; the generator the user has is a separate object, so
+    that dropping it is noticed and stops the remote generator.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.items: deque[Entry] = deque()
+        self.ended = False
+        self.abandoned = False
+        self.channel: Channel | None = None
+        self.condition = threading.Condition()
+
+    def add(self, blob: Blob) -> None:
+        entry = Entry(self.node, next(self.node.ids))
+        entry.resolve(BLOB, blob)
+        with self.condition:
+            self.items.append(entry)
+            self.condition.notify_all()
+
+    def resolve(self, state: int, value: Any) -> None:
+        """The end; with ``FAILED``, the error becomes the last item."""
+        with self.condition:
+            if self.ended:
+                return
+            if state == FAILED:
+                entry = Entry(self.node, next(self.node.ids))
+                entry.resolve(FAILED, value)
+                self.items.append(entry)
+            self.ended = True
+            self.condition.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        self.resolve(FAILED, Blob.of(self.node, error))
+
+
+class LocalGenerator(ObjectRefGenerator):
+    """Refs to the items of a remote generator."""
+
+    def __init__(self, state: StreamState, stop: Callable[[], None]) -> None:
+        self._state = state
+        self._stop = stop
+
+    def __next__(self) -> LocalRef:
+        state = self._state
+        state.node.flush_calls()
+        with state.condition:
+            while not state.items and not state.ended:
+                state.condition.wait()
+            if state.items:
+                return LocalRef(state.items.popleft())
+        raise StopIteration
+
+    def __del__(self) -> None:
+        if not self._state.ended:
+            self._state.abandoned = True
+            self._state.node.post(self._stop)
+
+
+def make_sink(node: Node, id: int, num_returns: int | str) -> tuple[Any, Any]:
+    """(sink, what the user gets) for a call. A streaming call's user part is made by the caller."""
+    if num_returns == 1:
+        entry = Entry(node, id)
+        return entry, LocalRef(entry)
+    if num_returns == "streaming":
+        return StreamState(node), None
+    if num_returns == 0:
+        return Nowhere(), None
+    assert isinstance(num_returns, int)
+    entries = [Entry(node, id), *(Entry(node, next(node.ids)) for _ in range(num_returns - 1))]
+    return Many(entries), [LocalRef(entry) for entry in entries]
+
+
+def sink_entries(sink: Any) -> Sequence[Entry]:
+    """The entries a sink resolves, to note on them where the result will come from."""
+    if isinstance(sink, Entry):
+        return (sink,)
+    return sink.entries if isinstance(sink, Many) else ()
+
+
+class Channel(Stream):
+    """The caller's end of a call connection to one worker.
+
+    ``on_lost(channel, calls)`` is called once, in the I/O thread, when the worker is gone, with the
+    calls that were not answered. ``on_idle`` is called whenever no answer is due any more.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        proc: int,
+        batching: bool,
+        on_lost: Callable[[Channel, list[Call]], None],
+        on_result: Callable[[Channel], None],
+    ) -> None:
+        super().__init__(node.dial(proc, 1), proc, node.watch_output)
+        self.node = node
+        self.handler = self._on_events
+        self.pending: dict[int, Call] = {}
+        #: For tasks: functions this worker knows, and what the last read brought.
+        self.functions: set[int] = set()
+        self.taken = 0
+        self.last_function: Any = None
+        self._batching = batching
+        self._on_lost = on_lost
+        self._on_result = on_result
+        self._batch: list[bytes] = []
+        self._batch_bytes = 0
+        self._call_lock = threading.Lock()
+        self._mode_lock = threading.Lock()
+        self._led = False
+        self._lost = False
+        node.channels.setdefault(proc, set()).add(self)
+
+    # -- sending --------------------------------------------------------------------------------
+
+    def submit(self, call: Call) -> None:
+        """Send ``call``, or hold it back to go with others. Raises ``Closed``: it was not sent."""
+        data, fds = call.encode(self.node, self.peer)
+        sink = call.sink
+        with self._call_lock:
+            pending = self.pending
+            pending[call.id] = call
+            busy = len(pending) > 1
+            if type(sink) is Entry:
+                sink.channel = self
+                must_read = busy or sink.waiters
+            else:
+                for entry in sink_entries(sink):
+                    entry.channel = self
+                # Streams and several returns are always read by the I/O thread.
+                must_read = True
+            try:
+                if busy and self._batching and not fds:
+                    self._batch.append(data)
+                    self._batch_bytes += len(data)
+                    if self._batch_bytes >= _BATCH_BYTES:
+                        self._send_batch()
+                    else:
+                        self.node.dirty.add(self)
+                else:
+                    if self._batch:
+                        self._send_batch()
+                    self.send(data, fds)
+            except Closed:
+                del pending[call.id]
+                raise
+        if must_read and not self.events & system.IN:
+            self.arm()
+
+    def send_ahead(self, kind: int, body: bytes, fds: Sequence[int] = ()) -> None:
+        """Send a frame before the calls that follow. Raises ``Closed``."""
+        with self._call_lock:
+            if self._batch:
+                self._send_batch()
+            self.send(frame(kind, body, len(fds)), fds)
+
+    def flush_batch(self) -> None:
+        with self._call_lock:
+            if self._batch:
+                try:
+                    self._send_batch()
+                except Closed:
+                    self.lost()
+
+    def _send_batch(self) -> None:
+        data = b"".join(self._batch)
+        self._batch.clear()
+        self._batch_bytes = 0
+        self.send(data)
+
+    # -- receiving ------------------------------------------------------------------------------
+
+    def arm(self) -> None:
+        """Have the I/O thread read results, unless a waiting thread is reading them."""
+        with self._mode_lock:
+            if self._led or self._lost or self.events & system.IN:
+                return
+            self.node.rewatch(self, add=system.IN)
+
+    def lead_until(self, entry: Entry, deadline: float | None) -> bool:
+        """Read results in this thread until ``entry`` has one; False if somebody else reads.
+
+        Returns True also when the time is up or the worker is gone: the caller looks at the entry.
+        """
+        if not self.read_lock.acquire(blocking=False):
+            return False
+        try:
+            with self._mode_lock:
+                if self._lost:
+                    return False
+                self._led = True
+                if self.events & system.IN:
+                    self.node.rewatch(self, remove=system.IN)
+            while entry.state == PENDING:
+                if deadline is not None and not self._readable(deadline):
+                    return True
+                self._take(self.read(wait=True))
+        except Closed:
+            self.lost()
+        finally:
+            self._led = False
+            self.read_lock.release()
+            if self.pending and not self._lost:
+                self.arm()
+        return True
+
+    def _readable(self, deadline: float) -> bool:
+        left = deadline - time.monotonic()
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        return bool(poll.poll(max(left, 0) * 1000))
+
+    def _on_events(self, events: int) -> None:
+        try:
+            if events & system.OUT:
+                self.node.flush_output(self)
+            if events & ~system.OUT and self.read_lock.acquire(blocking=False):
+                try:
+                    self._take(self.read(wait=False))
+                finally:
+                    self.read_lock.release()
+        except Closed:
+            self.lost()
+
+    def _take(self, frames: Sequence[Any]) -> None:
+        node, peer, pending = self.node, self.peer, self.pending
+        call: Call | None = None
+        for kind, body, fds in frames:
+            if kind == R_PLAIN:
+                id, value = pickle.loads(body)
+                call = pending.pop(id, None)
+                if call is not None:
+                    call.sink.resolve(PLAIN, value)
+                continue
+            id, state, wires = pickle.loads(body)
+            taken = iter(fds)
+            # Decoded even if nobody wants it: its credits and descriptors must be given back.
+            blobs = [Blob.from_wire(node, wire, peer, taken) for wire in wires]
+            if kind == R_ITEM:
+                call = pending.get(id)
+                if call is not None:
+                    call.sink.add(blobs[0])
+                continue
+            call = pending.pop(id, None)
+            if call is None:
+                continue
+            if kind == R_MANY:
+                call.sink.resolve(BLOB, blobs)
+            else:  # R_ONE, or R_END with or without an error
+                call.sink.resolve(state, blobs[0] if blobs else None)
+        if self._batch:
+            self.flush_batch()
+        if frames:
+            self.taken = len(frames)
+            self.last_function = call.spec if call is not None else None
+            self._on_result(self)
+
+    def lost(self) -> None:
+        """The worker is gone. Safe to call from anywhere, more than once."""
+        with self._mode_lock:
+            if self._lost:
+                return
+            self._lost = True
+        self.close()
+        self.node.post(self._report_lost)
+
+    def _report_lost(self) -> None:
+        self._unregister()
+        with self.read_lock:
+            try:  # answers that arrived before the end still count
+                while frames := self.read(wait=False):
+                    self._take(frames)
+            except Closed:
+                pass
+            calls = list(self.pending.values())
+            self.pending.clear()
+        self._on_lost(self, calls)
+
+    def retire(self) -> None:
+        """Close without reporting: nothing is due any more."""
+        with self._mode_lock:
+            if self._lost:
+                return
+            self._lost = True
+        self._unregister()
+        self.close()
+
+    def _unregister(self) -> None:
+        self.node.rewatch(self, remove=self.events)
+        self.handler = None  # it refers to the channel: no cycle, so the socket closes now
+        self.node.channels.get(self.peer, set()).discard(self)
+        self.node.dirty.discard(self)

@@ -1,0 +1,327 @@
+"""The local engine as programs see it: the same object in the driver and in every worker."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from miniray.core import machine
+from miniray.core.engine import Capabilities, Engine, RuntimeContext
+from miniray.core.local.actors import ActorEntry, fill_arguments
+from miniray.core.local.calls import Call
+from miniray.core.local.executors import current_call
+from miniray.core.local.node import DRIVER, RECALL, STOLEN, Node
+from miniray.core.local.objects import (
+    BLOB,
+    FAILED,
+    PENDING,
+    PLAIN,
+    Blob,
+    Entry,
+    LocalRef,
+)
+from miniray.core.local.tasks import TaskClient
+from miniray.core.options import Options
+from miniray.core.refs import ObjectRef
+from miniray.core.remote import ActorHandle, ClassSpec, FunctionSpec
+from miniray.core.resources import Resources
+from miniray.errors import GetTimeoutError, TaskError
+
+
+class LocalEngine(Engine):
+    """Runs code in processes of this machine. ``close`` is set by the driver's ``start``."""
+
+    name = "local"
+    capabilities = Capabilities(
+        processes=True, concurrent=True, zero_copy=True, object_store_limit=True, multi_node=False
+    )
+
+    def __init__(self, node: Node, gpu_ids: Sequence[int]) -> None:
+        self.node = node
+        self.close: Callable[[], None] = node.close
+        #: Entered around waits inside a task.
+        self.on_block: Callable[[], Any] = contextlib.nullcontext
+        self._gpu_ids = list(gpu_ids)
+        totals = node.info.resources
+        self._totals = Resources(totals["CPU"], int(totals.get("GPU", 0)))
+        self._tasks = TaskClient(node, max(1, int(node.info.resources["CPU"])))
+        self._actor: tuple[int, str, int] | None = None
+        node.messages[STOLEN] = lambda proc, meta, _: self._tasks.stolen(proc, *meta)
+        node.messages[RECALL] = lambda _, proc, __: self._tasks.recall(proc)
+
+    def _check(self) -> None:
+        if self.node.closing:
+            raise RuntimeError(
+                "this miniray session has ended (or belongs to the process this one was forked "
+                "from): call miniray.init() and create what you need again"
+            )
+
+    # -- running code -----------------------------------------------------------------------------
+
+    def submit(
+        self, spec: FunctionSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    ) -> Any:
+        self._check()
+        cpus = 1.0 if options.num_cpus is None else options.num_cpus
+        self._totals.check(spec.name, cpus, options.num_gpus or 0.0)
+        return self._tasks.submit(spec, args, kwargs, options)
+
+    def create_actor(
+        self, spec: ClassSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    ) -> ActorHandle[Any]:
+        self._check()
+        node = self.node
+        self._totals.check(spec.name, options.num_cpus or 0.0, options.num_gpus or 0.0)
+        cached = spec.cache.get(node)
+        if cached is None:
+            spec.cache.clear()  # what an earlier session left
+            info_bytes = pickle.dumps(spec.info, 5)
+            cached = spec.cache[node] = (Blob.of(node, spec.cls, f"class {spec.name}"), info_bytes)
+        blob, info_bytes = cached
+        call = Call(0, None, f"{spec.name}.__init__", 1)
+        fill_arguments(node, call, args, kwargs)
+        if call.args is None:
+            call.args = Blob(data=pickle.dumps((args, kwargs), 5))
+        meta = (spec.info.class_name, info_bytes, spec.is_async, options)
+        new, blobs = node.ask_and_wait(DRIVER, "create_actor", meta, [blob])
+        handle: ActorHandle[Any] = blobs[0].load(node)
+        if new:
+            self._start_actor(handle._actor, call)
+        return handle
+
+    def _start_actor(self, actor: ActorEntry, call: Call) -> None:
+        """Send the arguments once those that are refs have values."""
+        started: list[bool] = []
+        id, node = actor.id, self.node
+
+        def check() -> None:
+            if started or call.pending_deps():
+                return
+            started.append(True)
+            failed = call.failed_dep()
+            reason = ""
+            if failed is not None:
+                reason = f"an argument of {call.label} failed:\n{failed.value.load(node)}"
+            assert call.args is not None
+            blobs = [] if failed else [call.args, *(entry.blob() for _, entry in call.deps)]
+            meta = (id, [place for place, _ in call.deps], reason)
+            node.ask(DRIVER, "start_actor", meta, blobs, lambda *_: None)
+
+        for entry in call.pending_deps():
+            node.fetch(entry)
+            entry.add_waiter(check)
+        check()
+
+    def call(
+        self,
+        actor: Any,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        num_returns: int | str,
+    ) -> Any:
+        if self.node.closing:
+            self._check()
+        return actor.client.call(actor, method, args, kwargs, num_returns)
+
+    # -- objects ----------------------------------------------------------------------------------
+
+    def put(self, value: Any) -> LocalRef:
+        self._check()
+        entry = Entry(self.node, next(self.node.ids))
+        entry.resolve(BLOB, Blob.of(self.node, value))
+        return LocalRef(entry)
+
+    def get(self, refs: Sequence[ObjectRef[Any]], timeout: float | None) -> list[Any]:
+        if self.node.closing:
+            self._check()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        entries = [self._entry(ref) for ref in refs]
+        if len(entries) == 1:
+            if entries[0].state == PENDING:
+                self._wait_one(entries[0], deadline)
+        else:
+            self._wait_many(entries, len(entries), deadline, stop_on_failure=True)
+        for entry in entries:
+            if entry.state == FAILED:
+                self._raise(entry)
+        for i, entry in enumerate(entries):
+            if entry.state == PENDING:
+                raise GetTimeoutError(
+                    f"get() had no result after {timeout:g} s for {refs[i]!r}"
+                    + (f" ({i + 1} of {len(refs)})" if len(refs) > 1 else "")
+                    + "; the call goes on and get() may be tried again"
+                )
+        return [e.value if e.state == PLAIN else e.value.load(self.node) for e in entries]
+
+    def _entry(self, ref: ObjectRef[Any]) -> Entry:
+        if not isinstance(ref, LocalRef) or ref._entry.sharing is not self.node:
+            raise ValueError(f"{ref!r} belongs to another session, which has ended")
+        return ref._entry
+
+    def _raise(self, entry: Entry) -> NoReturn:
+        error = entry.value.load(self.node)
+        if isinstance(error, TaskError):
+            # Shown as part of the message; the local cause would repeat it.
+            raise error.as_cause_type() from None
+        raise error
+
+    def _wait_one(self, entry: Entry, deadline: float | None) -> None:
+        node = self.node
+        if node.dirty:
+            node.flush_calls()
+        with self.on_block():
+            channel = entry.channel
+            if (
+                channel is not None
+                and channel.lead_until(entry, deadline)
+                and (entry.state != PENDING or (deadline and time.monotonic() >= deadline))
+            ):
+                return
+            self._wait_many([entry], 1, deadline, stop_on_failure=True, block=False)
+
+    def _wait_many(
+        self,
+        entries: Sequence[Entry],
+        count: int,
+        deadline: float | None,
+        stop_on_failure: bool,
+        block: bool = True,
+    ) -> None:
+        """Wait until ``count`` of ``entries`` have an outcome, or (optionally) one failed."""
+        pending = [entry for entry in entries if entry.state == PENDING]
+        missing = count - (len(entries) - len(pending))
+        failed = stop_on_failure and any(entry.state == FAILED for entry in entries)
+        if missing <= 0 or failed:
+            return
+        node = self.node
+        node.flush_calls()
+        done = threading.Lock()
+        done.acquire()
+        lock = threading.Lock()
+        left = missing
+
+        def notify(entry: Entry) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                finished = left == 0 or (stop_on_failure and entry.state == FAILED)
+                if finished and done.locked():
+                    done.release()
+
+        for entry in pending:
+            node.fetch(entry)
+            entry.add_waiter(lambda entry=entry: notify(entry))  # type: ignore[misc]
+        with self.on_block() if block else contextlib.nullcontext():
+            if deadline is None:
+                done.acquire()
+            else:
+                done.acquire(timeout=max(0.0, deadline - time.monotonic()))
+        self._check()
+
+    def wait(
+        self, refs: Sequence[ObjectRef[Any]], num_returns: int, timeout: float | None
+    ) -> tuple[list[ObjectRef[Any]], list[ObjectRef[Any]]]:
+        self._check()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        entries = [self._entry(ref) for ref in refs]
+        self._wait_many(entries, num_returns, deadline, stop_on_failure=False)
+        ready: list[ObjectRef[Any]] = []
+        rest: list[ObjectRef[Any]] = []
+        for ref, entry in zip(refs, entries, strict=True):
+            done = entry.state != PENDING and len(ready) < num_returns
+            (ready if done else rest).append(ref)
+        return ready, rest
+
+    def on_ready(self, ref: ObjectRef[Any], callback: Callable[[], None]) -> None:
+        self._check()
+        entry = self._entry(ref)
+        self.node.flush_calls()
+        self.node.fetch(entry)
+        entry.add_waiter(callback)
+
+    # -- control ----------------------------------------------------------------------------------
+
+    def kill(self, actor: Any, no_restart: bool) -> None:
+        self._check()
+        self.node.flush_calls()
+        self.node.ask_and_wait(DRIVER, "kill", (actor.id, no_restart))
+
+    def cancel(self, ref: ObjectRef[Any], force: bool) -> None:
+        self._check()
+        entry = self._entry(ref)
+        origin = entry.origin
+        if entry.state != PENDING or origin is None:
+            return
+        if origin == "fetching" or entry.parent is not None:
+            raise ValueError("only the process that made the call can cancel it")
+        client, id = origin
+        if isinstance(client, TaskClient):
+            client.cancel(id, force)
+        elif force:
+            raise ValueError("cancel(force=True) is for tasks; end an actor with miniray.kill()")
+        else:
+            client.cancel(id)
+
+    def get_actor(self, name: str, namespace: str | None) -> ActorHandle[Any]:
+        self._check()
+        _, blobs = self.node.ask_and_wait(DRIVER, "get_actor", (name, namespace))
+        handle: ActorHandle[Any] = blobs[0].load(self.node)
+        return handle
+
+    def nodes(self) -> list[dict[str, Any]]:
+        self._check()
+        return [
+            {
+                "NodeID": machine.node_id(),
+                "Alive": True,
+                "NodeManagerHostname": machine.hostname(),
+                "Resources": self.cluster_resources(),
+            }
+        ]
+
+    def cluster_resources(self) -> dict[str, float]:
+        self._check()
+        return dict(self.node.info.resources)
+
+    def available_resources(self) -> dict[str, float]:
+        self._check()
+        answer, _ = self.node.ask_and_wait(DRIVER, "available", None)
+        available: dict[str, float] = answer
+        return available
+
+    # -- who am I ---------------------------------------------------------------------------------
+
+    def set_actor(self, id: int, name: str, restarts: int) -> None:
+        self._actor = (id, name, restarts)
+
+    def runtime_context(self) -> RuntimeContext:
+        self._check()
+        call = current_call.get()
+        actor_id, actor_name, restarts = self._actor or (None, None, 0)
+        return RuntimeContext(
+            node_id=machine.node_id(),
+            worker_id=f"{self.node.info.session_id}{self.node.proc:08x}",
+            job_id=self.node.info.session_id,
+            namespace=self.node.info.namespace,
+            actor_id=None if actor_id is None else f"{actor_id:x}",
+            actor_name=actor_name,
+            task_id=None if call is None else f"{call:x}",
+            was_current_actor_reconstructed=restarts > 0,
+            make_handle=None if actor_id is None else lambda: self._own_handle(actor_id),
+        )
+
+    def _own_handle(self, actor_id: int) -> ActorHandle[Any]:
+        _, blobs = self.node.ask_and_wait(DRIVER, "current_actor", actor_id)
+        handle: ActorHandle[Any] = blobs[0].load(self.node)
+        return handle
+
+    def gpu_ids(self) -> list[int]:
+        return list(self._gpu_ids)
+
+    def shutdown(self) -> None:
+        self.close()

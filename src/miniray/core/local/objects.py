@@ -1,0 +1,283 @@
+"""Objects, their refs, and their bytes on the way between processes.
+
+An ``Entry`` is what a process knows about one object: pending, or a small plain value, or a
+``Blob`` (pickled, inline or in shared memory), or a failure (a pickled exception). The process that
+made the ref owns the object: others who hold it ask the owner for the value.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from miniray.core.local.sharing import Shared
+from miniray.core.local.store import Lease, aligned
+from miniray.core.refs import ObjectRef
+from miniray.core.remote import ActorHandle
+from miniray.core.serialize import Packed, pack, unpack
+
+if TYPE_CHECKING:
+    from miniray.core.local.actors import ActorEntry
+    from miniray.core.local.calls import Channel
+    from miniray.core.local.node import Node
+
+#: From this size on a value goes through shared memory.
+LARGE = 100_000
+#: Values of these types are immutable and pickle to themselves: no need for cloudpickle, nor for
+#: unpickling anew at each get.
+PLAIN_TYPES = frozenset({type(None), bool, int, float, complex})
+_TEXT_TYPES = frozenset({str, bytes})
+_MAX_TEXT = 16384
+
+PENDING, PLAIN, BLOB, FAILED = range(4)
+
+Wire = tuple[Any, ...]
+
+
+def is_plain(value: Any) -> bool:
+    kind = type(value)
+    return kind in PLAIN_TYPES or (kind in _TEXT_TYPES and len(value) <= _MAX_TEXT)
+
+
+class Entry(Shared):
+    """One object. ``value`` is the plain value or the Blob, by ``state``.
+
+    While pending, ``channel`` is the connection the result will come on, if it is on its way, so
+    that a waiting thread can read it there itself; ``origin`` is who to ask about the call behind
+    it (for cancel and retry).
+    """
+
+    __slots__ = ("channel", "origin", "state", "value", "waiters")
+
+    sharing: Node
+
+    def __init__(self, node: Node, id: int, parent: int | None = None) -> None:
+        self.sharing = node
+        self.id = id
+        self.parent = parent
+        self.given = {}
+        self.state = PENDING
+        self.value: Any = None
+        self.waiters: list[Callable[[], None]] | None = None
+        self.channel: Channel | None = None
+        self.origin: Any = None
+
+    def resolve(self, state: int, value: Any) -> None:
+        """Set the outcome, once, and tell who waits. A second outcome is ignored."""
+        if self.state != PENDING:
+            return
+        self.value = value
+        self.state = state
+        self.channel = None
+        self.origin = None
+        # Order matters: `add_waiter` appends and then looks at the state, so one of us sees it.
+        if self.waiters:
+            self._notify()
+
+    def fail(self, error: BaseException) -> None:
+        self.resolve(FAILED, Blob.of(self.sharing, error))
+
+    def add_waiter(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when there is an outcome; at once if there is one."""
+        with self.sharing.lock:
+            if self.waiters is None:
+                self.waiters = []
+            self.waiters.append(callback)
+        if self.state != PENDING:
+            self._notify()
+            return
+        channel = self.channel
+        if channel is not None:
+            channel.arm()  # nobody may be reading there: have the I/O thread do it
+
+    def _notify(self) -> None:
+        with self.sharing.lock:
+            waiters, self.waiters = self.waiters, None
+        for callback in waiters or ():
+            callback()
+
+    def blob(self) -> Blob:
+        """The outcome as a Blob, to send on."""
+        if self.state == PLAIN:
+            return Blob(data=pickle.dumps(self.value, 5))
+        blob: Blob = self.value
+        return blob
+
+
+class LocalRef(ObjectRef[Any]):
+    """A ref of the local engine."""
+
+    __slots__ = ("_entry",)
+
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
+
+    @property
+    def _engine(self) -> Any:
+        return self._entry.sharing.engine
+
+    @property
+    def _id(self) -> bytes:
+        return self._entry.id.to_bytes(12, "big")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LocalRef) and self._entry.id == other._entry.id
+
+    def __hash__(self) -> int:
+        return self._entry.id
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "an ObjectRef can only travel inside miniray calls, returns and put(); "
+            "to save the value itself, use miniray.get(ref)"
+        )
+
+
+class Blob:
+    """A pickled value: inline (``data``, ``buffers``) or in shared memory (``lease``, ``layout``).
+
+    ``layout`` has (offset, length) of the pickle stream and then of each buffer. ``refs`` are the
+    entries of objects and actors inside; the blob keeps them alive.
+    """
+
+    __slots__ = ("buffers", "data", "layout", "lease", "private", "refs")
+
+    def __init__(
+        self,
+        data: bytes | None = None,
+        buffers: Sequence[bytes] = (),
+        private: Sequence[bool] = (),
+        refs: Sequence[Shared] = (),
+        lease: Lease | None = None,
+        layout: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        self.data = data
+        self.buffers = buffers
+        self.private = private
+        self.refs = refs
+        self.lease = lease
+        self.layout = layout
+
+    @classmethod
+    def of(cls, node: Node, value: Any, what: str = "value") -> Blob:
+        """Pickle ``value``. Raises ``NotSerializableError``, ``ObjectStoreFullError``."""
+        packed = pack(value, what)
+        refs = [_entry_of(r) for r in packed.refs]
+        if packed.nbytes < LARGE:
+            buffers = [bytes(b) for b in packed.buffers]
+            return cls(bytes(packed.data), buffers, packed.private, refs)
+        lease, layout = _write(node, packed)
+        return cls(private=packed.private, refs=refs, lease=lease, layout=layout)
+
+    def load(self, node: Node) -> Any:
+        """The value, over the shared memory itself where it is large."""
+        refs = [_public(node, r) for r in self.refs] if self.refs else ()
+        if self.lease is None:
+            assert self.data is not None
+            return unpack(self.data, self.buffers, refs)
+        private = self.lease.segment.private_map() if any(self.private) else None
+        (offset, length), *places = self.layout
+        stream = memoryview(self.lease.segment.map)[offset : offset + length]
+        buffers = [
+            _view(self.lease, private if own else self.lease.segment.map, at, size, own)
+            for (at, size), own in zip(places, self.private, strict=True)
+        ]
+        return unpack(stream, buffers, refs)
+
+    def to_wire(self, node: Node, proc: int, fds: list[int]) -> Wire:
+        """What to send to ``proc``: gives it credits on all that is inside. Raises ``Closed``."""
+        refs = [_describe(node, r, proc) for r in self.refs] if self.refs else ()
+        if self.lease is None:
+            return refs, self.private, self.data, self.buffers
+        node.give(self.lease, proc)
+        segment = self.lease.segment
+        fds.append(segment.fd)
+        return refs, self.private, self.lease.id, segment.id, segment.size, self.layout
+
+    @classmethod
+    def from_wire(cls, node: Node, wire: Wire, proc: int, fds: Iterator[int]) -> Blob:
+        """The blob that ``proc`` sent; takes over its credits."""
+        refs = [_receive(node, r, proc) for r in wire[0]] if wire[0] else ()
+        if len(wire) == 4:
+            return cls(wire[2], wire[3], wire[1], refs)
+        _, private, lease_id, segment_id, size, layout = wire
+        return cls(
+            private=private,
+            refs=refs,
+            lease=node.receive_lease(lease_id, segment_id, size, next(fds), proc),
+            layout=layout,
+        )
+
+
+def _write(node: Node, packed: Packed) -> tuple[Lease, list[tuple[int, int]]]:
+    import numpy as np
+
+    layout = [(0, len(packed.data))]
+    offset = aligned(len(packed.data))
+    for buffer in packed.buffers:
+        layout.append((offset, buffer.nbytes))
+        offset = aligned(offset + buffer.nbytes)
+    lease = node.store.allocate(max(offset, 1))
+    target = np.frombuffer(lease.segment.map, np.uint8)
+    for (at, size), buffer in zip(layout, [packed.data, *packed.buffers], strict=True):
+        if size:  # numpy copies with the interpreter's lock released
+            target[at : at + size] = np.frombuffer(buffer, np.uint8)
+    return lease, layout
+
+
+def _view(lease: Lease, memory: Any, offset: int, size: int, writable: bool) -> Any:
+    """A buffer over ``memory`` that keeps ``lease`` alive as long as anything is built on it."""
+    if not size:
+        return b""
+    view = _leased_array()(memory, offset, size)
+    view.lease = lease
+    view.flags.writeable = writable
+    return view
+
+
+def _leased_array() -> Any:
+    """An array type with room for the lease: plain arrays, and Python before 3.12, have no way to
+    export a buffer together with an owner. Made on first use, since it needs numpy."""
+    global _leased_array_cache
+    if _leased_array_cache is None:
+        import numpy as np
+
+        class LeasedArray(np.ndarray):  # type: ignore[type-arg]
+            lease: Lease
+
+        def make(memory: Any, offset: int, size: int) -> Any:
+            return np.frombuffer(memory, np.uint8, size, offset).view(LeasedArray)
+
+        _leased_array_cache = make
+    return _leased_array_cache
+
+
+_leased_array_cache: Any = None
+
+
+def _entry_of(public: Any) -> Shared:
+    entry: Shared
+    entry = public._entry if isinstance(public, ObjectRef) else public._actor
+    return entry
+
+
+def _public(node: Node, entry: Shared) -> Any:
+    if isinstance(entry, Entry):
+        return LocalRef(entry)
+    return public_handle(node, entry)  # type: ignore[arg-type]
+
+
+def public_handle(node: Node, actor: ActorEntry) -> ActorHandle[Any]:
+    return ActorHandle(node.engine, actor, f"{actor.id:x}", actor.info)
+
+
+def _describe(node: Node, entry: Shared, proc: int) -> Wire:
+    node.give(entry, proc)
+    if isinstance(entry, Entry):
+        return (entry.id,)
+    return entry.describe()  # type: ignore[attr-defined, no-any-return]
+
+
+def _receive(node: Node, wire: Wire, proc: int) -> Shared:
+    return node.receive_ref(wire[0], proc) if len(wire) == 1 else node.receive_actor(wire, proc)

@@ -1,0 +1,246 @@
+"""Shared memory: segments that hold one large object each, recycled while their pages are warm.
+
+The process that writes an object allocates its segment and is the segment's home. Receivers map
+the same memory. When the last use anywhere is gone the home uses the segment again: touching fresh
+pages costs about ten times a copy into warm ones. If any holder died the segment is not used again,
+because somebody unknown may still read it; the kernel frees it with its last mapping.
+
+Beyond the session's memory limit segments are files on disk instead, unlinked from the start, and
+otherwise the same: mapped, passed on and freed alike.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from miniray.core.local import system
+from miniray.core.local.sharing import Shared, Sharing
+from miniray.errors import ObjectStoreFullError
+
+_PAGE = mmap.PAGESIZE
+_ALIGN = 64
+_NO_DUP: dict[str, bool] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+
+#: A segment unused for this long is given back to the system.
+IDLE_SECONDS = 10.0
+#: Receivers keep this many bytes of other processes' segments mapped for the next use.
+MAPPED_CACHE_BYTES = 1 << 30
+
+
+class Segment:
+    """The memory itself: a descriptor and one mapping of it. Lives as long as anyone refers to it.
+
+    ``id`` stays the same over all uses, so a receiver recognises a segment it has mapped already.
+    """
+
+    __slots__ = ("fd", "id", "map", "on_disk", "size", "used_at")
+
+    def __init__(self, id: int, fd: int, size: int, *, writable: bool, on_disk: bool) -> None:
+        self.fd = fd
+        self.id = id
+        self.size = size
+        self.on_disk = on_disk
+        self.used_at = 0.0
+        prot = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        self.map = mmap.mmap(fd, size, mmap.MAP_SHARED, prot, **_NO_DUP)
+
+    def private_map(self) -> mmap.mmap:
+        """Another mapping whose writes nobody else sees (copy on write)."""
+        prot = mmap.PROT_READ | mmap.PROT_WRITE
+        return mmap.mmap(self.fd, self.size, mmap.MAP_PRIVATE, prot, **_NO_DUP)
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            os.close(self.fd)
+
+
+class Lease(Shared):
+    """One use of a segment, from being written to the end of its last reader anywhere.
+
+    Values built over the memory keep the lease alive through their buffers (see ``view``).
+    """
+
+    __slots__ = ("abandoned", "segment", "store")
+
+    def __init__(
+        self, sharing: Sharing, id: int, parent: int | None, segment: Segment, store: Store
+    ) -> None:
+        super().__init__(sharing, id, parent)
+        self.segment = segment
+        self.store = store
+        self.abandoned = False
+
+    def holder_lost(self) -> None:
+        self.abandoned = True
+
+    def __del__(self) -> None:
+        self.store.returned.append((self.segment, self.parent is None, self.abandoned))
+        super().__del__()
+
+
+class Store:
+    """The segments of one process: its own, and others' it has mapped."""
+
+    def __init__(self, sharing: Sharing, next_id: Any, usage: Usage, spill_dir: str) -> None:
+        self.returned: deque[tuple[Segment, bool, bool]] = deque()
+        self._sharing = sharing
+        self._next_id = next_id
+        self._usage = usage
+        self._spill_dir = spill_dir
+        self._lock = threading.Lock()
+        self._free: list[Segment] = []
+        self._mapped: dict[int, Segment] = {}
+
+    def allocate(self, size: int) -> Lease:
+        """A segment of at least ``size`` bytes to write one object into.
+
+        Raises ``ObjectStoreFullError`` when neither memory nor disk has room.
+        """
+        size = -(-size // _PAGE) * _PAGE
+        with self._lock:
+            self._collect()
+            segment = self._reuse(size) or self._fresh(size)
+        return Lease(self._sharing, next(self._next_id), None, segment, self)
+
+    def adopt(self, lease_id: int, segment_id: int, fd: int, size: int, parent: int) -> Lease:
+        """A lease on another process's segment, which came as ``fd`` (owned from now on)."""
+        with self._lock:
+            self._collect()
+            segment = self._mapped.pop(segment_id, None)
+            if segment is None:
+                segment = Segment(segment_id, fd, size, writable=False, on_disk=False)
+            else:
+                os.close(fd)
+        return Lease(self._sharing, lease_id, parent, segment, self)
+
+    def _reuse(self, size: int) -> Segment | None:
+        """The smallest free segment that fits without wasting half of itself."""
+        fitting = [s for s in self._free if size <= s.size <= 2 * size]
+        if not fitting:
+            return None
+        best = min(fitting, key=lambda s: (s.size, -s.used_at))
+        self._free.remove(best)
+        return best
+
+    def _fresh(self, size: int) -> Segment:
+        while self._free and not self._usage.fits(size):
+            self._release(self._free.pop(0))
+        on_disk = not self._usage.fits(size)
+        try:
+            if on_disk:
+                fd = system.anonymous_file(self._spill_dir, size)
+            else:
+                fd = system.anonymous_memory(size)
+        except OSError as error:
+            raise self._full(size, on_disk, error) from error
+        segment = Segment(next(self._next_id), fd, size, writable=True, on_disk=on_disk)
+        if not on_disk:
+            self._usage.add(size)
+        return segment
+
+    def _full(self, size: int, on_disk: bool, error: OSError) -> ObjectStoreFullError:
+        if error.errno == errno.EMFILE:
+            return ObjectStoreFullError(
+                "too many large objects at once: each holds a file descriptor and the limit of "
+                "this process is reached; raise it with `ulimit -n` or drop refs you no longer need"
+            )
+        place = f"on the disk of {self._spill_dir}" if on_disk else "in memory"
+        hint = (
+            "Free disk space, set MINIRAY_SPILL_DIR to a larger disk, raise object_store_memory, "
+            "or drop refs you no longer need."
+        )
+        return ObjectStoreFullError(
+            f"no room for an object of {size / 1e6:.1f} MB {place} ({error.strerror}); objects in "
+            f"memory now: {self._usage.total() / 1e6:.1f} MB of "
+            f"{self._usage.limit / 1e6:.1f} MB. {hint}"
+        )
+
+    def _collect(self) -> None:
+        """Sort what leases gave up since last time: to use again, to keep mapped, or to drop."""
+        now = time.monotonic()
+        while self.returned:
+            segment, home, abandoned = self.returned.popleft()
+            segment.used_at = now
+            if not home:
+                self._mapped[segment.id] = segment
+            elif abandoned or segment.on_disk:
+                self._release(segment)
+            else:
+                self._free.append(segment)
+        mapped = sum(s.size for s in self._mapped.values())
+        while mapped > MAPPED_CACHE_BYTES:
+            oldest = self._mapped.pop(next(iter(self._mapped)))
+            mapped -= oldest.size
+
+    def _release(self, segment: Segment) -> None:
+        if not segment.on_disk:
+            self._usage.add(-segment.size)
+
+    def trim(self) -> bool:
+        """Give back segments idle for long; True while some are left to look at later."""
+        before = time.monotonic() - IDLE_SECONDS
+        with self._lock:
+            self._collect()
+            for segment in [s for s in self._free if s.used_at < before]:
+                self._free.remove(segment)
+                self._release(segment)
+            for segment in [s for s in self._mapped.values() if s.used_at < before]:
+                del self._mapped[segment.id]
+            return bool(self._free or self._mapped)
+
+    def forget_home(self, proc: int) -> None:
+        """Drop cached mappings of a dead process's segments: they can never be used again."""
+        with self._lock:
+            self._collect()
+            for id in [id for id in self._mapped if id >> 40 == proc]:
+                del self._mapped[id]
+
+
+class Usage:
+    """Bytes of shared memory in use, by process, in a small shared table.
+
+    Each process writes only its own slot, so no lock crosses processes.
+    """
+
+    SLOTS = 4096
+
+    def __init__(self, fd: int, slot: int, limit: int) -> None:
+        self.fd = fd
+        self.limit = limit
+        self._slot = slot
+        self._table = memoryview(mmap.mmap(fd, self.SLOTS * 8, mmap.MAP_SHARED)).cast("q")
+        if slot >= self._table[0]:
+            self._table[0] = slot + 1  # slot 0 holds how many slots were ever used
+
+    @classmethod
+    def create(cls, limit: int) -> Usage:
+        return cls(system.anonymous_memory(cls.SLOTS * 8), 1, limit)
+
+    def add(self, size: int) -> None:
+        self._table[self._slot] += size
+
+    def clear(self, slot: int) -> None:
+        """Forget a dead process's use."""
+        self._table[slot] = 0
+
+    def total(self) -> int:
+        return sum(self._table[1 : self._table[0]])
+
+    def fits(self, size: int) -> bool:
+        return self.total() + size <= self.limit
+
+
+def default_spill_dir() -> str:
+    return os.environ.get("MINIRAY_SPILL_DIR") or tempfile.gettempdir()
+
+
+def aligned(offset: int) -> int:
+    return -(-offset // _ALIGN) * _ALIGN

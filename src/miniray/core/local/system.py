@@ -1,0 +1,174 @@
+"""What the kernel gives us, with the substitutes for systems that lack it.
+
+Linux is the platform: memfd, epoll, eventfd, pidfd, parent-death signal. macOS has none of these;
+the substitutes here (named shared memory unlinked at once, kqueue, a pipe, polling) are written for
+it but were never run on it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import selectors
+import signal
+import socket
+import struct
+import sys
+from typing import Any
+
+LINUX = sys.platform == "linux"
+
+#: Received file descriptors must not leak into programs the user's code starts.
+CLOEXEC_FLAG: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+IN = select.EPOLLIN if LINUX else selectors.EVENT_READ
+OUT = select.EPOLLOUT if LINUX else selectors.EVENT_WRITE
+
+
+def anonymous_memory(size: int) -> int:
+    """A file descriptor of ``size`` bytes of shared memory that no name leads to.
+
+    The kernel frees it with the last descriptor and mapping. Pages are reserved here, so that a
+    machine without enough memory says ``OSError`` now and not ``SIGBUS`` at the first write.
+    """
+    if LINUX:
+        fd = os.memfd_create("miniray", os.MFD_CLOEXEC)
+    else:
+        import _posixshmem
+
+        name = f"/miniray-{secrets.token_hex(8)}"
+        fd = _posixshmem.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
+        _posixshmem.shm_unlink(name)
+    return _sized(fd, size)
+
+
+def anonymous_file(directory: str, size: int) -> int:
+    """Like ``anonymous_memory``, on the disk that holds ``directory``."""
+    if hasattr(os, "O_TMPFILE"):
+        try:
+            return _sized(os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), size)
+        except OSError as error:
+            # Some filesystems (NFS, older overlayfs) cannot; a full disk is not that case.
+            import errno
+
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                raise
+    import tempfile
+
+    fd, path = tempfile.mkstemp(dir=directory)
+    os.unlink(path)
+    return _sized(fd, size)
+
+
+def _sized(fd: int, size: int) -> int:
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, size)
+        else:
+            os.ftruncate(fd, size)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """The user at the other end of a Unix socket, as the kernel knows it."""
+    if LINUX:
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        return int(struct.unpack("3i", raw)[1])
+    local_peercred = 0x001  # LOCAL_PEERCRED of sys/un.h: struct xucred {version, uid, ...}
+    raw = sock.getsockopt(0, local_peercred, 76)
+    return int(struct.unpack_from("II", raw)[1])
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the process that forked it ends."""
+    if LINUX:
+        import ctypes
+
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent ended (Linux only)."""
+    if LINUX:
+        import ctypes
+
+        pr_set_child_subreaper = 36
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
+
+
+def raise_descriptor_limit() -> None:
+    """Use all file descriptors we may: every large object in use holds one."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError):
+            return  # macOS reports a hard limit it does not grant; the soft one stays
+
+
+class Waker:
+    """A descriptor that becomes readable when any thread calls ``wake``."""
+
+    def __init__(self) -> None:
+        if LINUX and hasattr(os, "eventfd"):
+            self.fd = self._write_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        else:
+            self.fd, self._write_fd = os.pipe()
+            os.set_blocking(self.fd, False)
+            os.set_blocking(self._write_fd, False)
+
+    def wake(self) -> None:
+        try:
+            os.write(self._write_fd, b"\1\0\0\0\0\0\0\0")
+        except BlockingIOError:
+            return  # so many wake-ups are pending that one more changes nothing
+
+    def clear(self) -> None:
+        try:
+            os.read(self.fd, 4096)
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        os.close(self.fd)
+        if self._write_fd != self.fd:
+            os.close(self._write_fd)
+
+
+class Poller:
+    """Readiness of many descriptors; registration may change from any thread while one polls."""
+
+    def __init__(self) -> None:
+        self._epoll: Any = select.epoll() if LINUX else None
+        self._selector = None if LINUX else selectors.DefaultSelector()
+
+    def set(self, fd: int, old: int, new: int) -> None:
+        """Change what ``fd`` is watched for from ``old`` to ``new`` (0: not watched)."""
+        if old == new:
+            return
+        target: Any = self._epoll if self._epoll is not None else self._selector
+        if not old:
+            target.register(fd, new)
+        elif not new:
+            target.unregister(fd)
+        else:
+            target.modify(fd, new)
+
+    def poll(self, timeout: float | None = None) -> list[tuple[int, int]]:
+        """(descriptor, events) of those ready; hang-ups and errors count as readable."""
+        if self._epoll is not None:
+            return self._epoll.poll(-1 if timeout is None else timeout)  # type: ignore[no-any-return]
+        assert self._selector is not None
+        return [(key.fd, events) for key, events in self._selector.select(timeout)]
+
+    def close(self) -> None:
+        if self._epoll is not None:
+            self._epoll.close()
+        elif self._selector is not None:
+            self._selector.close()

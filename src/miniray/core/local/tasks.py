@@ -1,0 +1,322 @@
+"""Tasks: the submitting side. Leases pool workers from the driver and sends them tasks directly.
+
+A submitter asks for one worker a queued task, up to what the machine can run at once, keeps each
+lease while it has tasks for it, and returns it as soon as it has none. Tasks that turn out to be
+short are sent several at a time; a worker that gets stuck on one gives the rest back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from miniray.core.local.actors import fill_arguments
+from miniray.core.local.calls import (
+    FUNCTION,
+    Call,
+    Channel,
+    LocalGenerator,
+    make_sink,
+    sink_entries,
+)
+from miniray.core.local.node import CANCEL, DRIVER, STEAL
+from miniray.core.local.objects import FAILED, Blob
+from miniray.core.local.wire import Closed
+from miniray.errors import TaskCancelledError
+
+if TYPE_CHECKING:
+    from miniray.core.local.node import Node
+    from miniray.core.options import Options
+    from miniray.core.remote import FunctionSpec
+
+DEFAULT_RETRIES = 3
+#: Tasks shorter than this are sent several at a time.
+_SHORT_SECONDS = 0.002
+_DEPTH = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Demand:
+    """What a task needs of its worker; tasks that need the same share workers."""
+
+    cpus: float
+    gpus: float
+    env: tuple[tuple[str, str], ...]
+
+
+class Function:
+    """A user's function as this session ships it: pickled once, sent once to each worker."""
+
+    def __init__(self, node: Node, spec: FunctionSpec) -> None:
+        self.id = next(node.ids)
+        self.name = spec.name
+        self.blob = Blob.of(node, spec.function, f"function {spec.name}")
+        self.seconds: float | None = None  # running mean of how long it takes
+
+
+class Lane:
+    """The queue and the leased workers of one kind of demand."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Call] = deque()
+        self.leased: dict[int, Channel] = {}
+        self.asked = 0
+        self.last_event: dict[int, float] = {}
+        self.stealing: set[int] = set()
+        self.recalled: set[int] = set()  # workers the driver wants back for somebody else
+
+
+class TaskClient:
+    """Submits this process's tasks."""
+
+    def __init__(self, node: Node, max_parallel: int) -> None:
+        self.node = node
+        self._max_parallel = max_parallel
+        self._lock = threading.RLock()
+        self._lanes: dict[Demand, Lane] = {}
+        self._demands: dict[int, Demand] = {}  # by leased worker
+        self._channels: dict[int, Channel] = {}  # kept after the lease, for the next one
+
+    def submit(
+        self, spec: FunctionSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    ) -> Any:
+        node = self.node
+        function = spec.cache.get(node)
+        if function is None:
+            spec.cache.clear()  # what an earlier session left
+            function = spec.cache[node] = Function(node, spec)
+        num_returns = options.num_returns
+        if num_returns is None:
+            num_returns = spec.call.num_returns  # type: ignore[assignment]
+        assert num_returns is not None
+        id = next(node.ids)
+        sink, result = make_sink(node, id, num_returns)
+        call = Call(id, sink, function.id, num_returns)
+        call.spec = function
+        call.retries = DEFAULT_RETRIES if options.max_retries is None else options.max_retries
+        fill_arguments(node, call, args, kwargs)
+        cpus = 1.0 if options.num_cpus is None else float(options.num_cpus)
+        env = tuple(sorted(options.env_vars.items()))
+        demand = Demand(cpus, float(options.num_gpus or 0), env)
+        if num_returns == "streaming":
+            result = LocalGenerator(sink, lambda: self.cancel(id, False))
+        for entry in sink_entries(sink):
+            entry.origin = (self, id)
+        waiting = call.pending_deps()
+        if waiting:
+            self._when_ready(call, demand, waiting)
+        else:
+            self._enqueue(call, demand)
+        return result
+
+    def _when_ready(self, call: Call, demand: Demand, waiting: list[Any]) -> None:
+        def check() -> None:
+            if not call.pending_deps() and not started:
+                started.append(True)
+                self._enqueue(call, demand)
+
+        started: list[bool] = []
+        for entry in waiting:
+            self.node.fetch(entry)
+            entry.add_waiter(check)
+
+    def _enqueue(self, call: Call, demand: Demand) -> None:
+        failed = call.failed_dep()
+        if failed is not None:
+            call.sink.resolve(FAILED, failed.value)
+            return
+        with self._lock:
+            lane = self._lanes.get(demand)
+            if lane is None:
+                lane = self._lanes[demand] = Lane()
+            lane.queue.append(call)
+            self._dispatch(demand, lane)
+
+    # -- dispatching ------------------------------------------------------------------------------
+
+    def _dispatch(self, demand: Demand, lane: Lane) -> None:
+        """Send queued tasks to leased workers with room, and ask for more workers."""
+        while lane.queue:
+            usable = [c for proc, c in lane.leased.items() if proc not in lane.recalled]
+            channel = min(usable, key=lambda c: len(c.pending), default=None)
+            if channel is None:
+                break
+            call = lane.queue[0]
+            seconds = call.spec.seconds
+            depth = _DEPTH if seconds is not None and seconds < _SHORT_SECONDS else 1
+            if len(channel.pending) >= depth:
+                break
+            lane.queue.popleft()
+            if not channel.pending:
+                lane.last_event[channel.peer] = time.monotonic()
+            try:
+                self._send(channel, call)
+            except Closed:
+                lane.queue.appendleft(call)
+                del lane.leased[channel.peer]
+                channel.lost()
+        while lane.asked < min(len(lane.queue), self._max_parallel):
+            lane.asked += 1
+            self.node.ask(
+                DRIVER, "lease", demand, [], lambda ok, proc, _: self._granted(demand, ok, proc)
+            )
+
+    def _send(self, channel: Channel, call: Call) -> None:
+        function: Function = call.spec
+        if function.id not in channel.functions:
+            fds: list[int] = []
+            wire = function.blob.to_wire(self.node, channel.peer, fds)
+            channel.send_ahead(FUNCTION, pickle.dumps((function.id, function.name, wire)), fds)
+            channel.functions.add(function.id)
+        channel.submit(call)
+        if len(channel.pending) == 1 and self._lanes[self._demands[channel.peer]].queue:
+            channel.arm()  # its result makes room for the next task: somebody must read it
+
+    def _granted(self, demand: Demand, ok: bool, proc: Any) -> None:
+        with self._lock:
+            lane = self._lanes[demand]
+            lane.asked -= 1
+            if not ok:
+                while lane.queue:
+                    lane.queue.popleft().sink.fail(proc)
+                return
+            channel = self._channels.get(proc)
+            if channel is None or channel.closed:
+                try:
+                    channel = Channel(self.node, proc, True, self._lost, self._result)
+                except Closed:  # it died between the grant and now
+                    self._return(proc)
+                    self._dispatch(demand, lane)
+                    return
+                self._channels[proc] = channel
+            lane.leased[proc] = channel
+            self._demands[proc] = demand
+            self._dispatch(demand, lane)
+            self._settle(demand, lane, channel)
+
+    def _result(self, channel: Channel) -> None:
+        with self._lock:
+            demand = self._demands.get(channel.peer)
+            if demand is None:
+                return
+            lane = self._lanes[demand]
+            self._measure(lane, channel)
+            if lane.queue:
+                self._dispatch(demand, lane)
+            if not channel.pending:
+                self._settle(demand, lane, channel)
+
+    def _measure(self, lane: Lane, channel: Channel) -> None:
+        now = time.monotonic()
+        elapsed = now - lane.last_event.get(channel.peer, now)
+        lane.last_event[channel.peer] = now
+        function = channel.last_function
+        if function is not None:
+            seconds = elapsed / max(channel.taken, 1)
+            known = function.seconds
+            function.seconds = seconds if known is None else 0.7 * known + 0.3 * seconds
+
+    def _settle(self, demand: Demand, lane: Lane, channel: Channel) -> None:
+        """A leased worker with nothing to do: take over from a busy one, or give it back."""
+        proc = channel.peer
+        if channel.pending or proc not in lane.leased or proc in lane.stealing:
+            return
+        others = () if proc in lane.recalled else lane.leased.values()
+        for other in others:
+            if len(other.pending) > 1 and self.node.tell(other.peer, STEAL, proc):
+                lane.stealing.add(proc)
+                return
+        del lane.leased[proc]
+        del self._demands[proc]
+        lane.recalled.discard(proc)
+        self._return(proc)
+
+    def recall(self, proc: int) -> None:
+        """The driver wants ``proc`` back: send it nothing more, return it when it is idle."""
+        with self._lock:
+            demand = self._demands.get(proc)
+            if demand is not None:
+                lane = self._lanes[demand]
+                lane.recalled.add(proc)
+                self._settle(demand, lane, lane.leased[proc])
+
+    def _return(self, proc: int) -> None:
+        self.node.ask(DRIVER, "return_worker", proc, [], lambda *_: None)
+
+    def stolen(self, victim: int, thief: int | None, ids: list[int]) -> None:
+        """``victim`` gave back tasks it had not started; ``thief`` was waiting for them."""
+        with self._lock:
+            demand = self._demands.get(victim)
+            channel = self._channels.get(victim)
+            if demand is not None and channel is not None:
+                lane = self._lanes[demand]
+                calls = [channel.pending.pop(id) for id in ids if id in channel.pending]
+                for call in reversed(calls):
+                    for entry in sink_entries(call.sink):
+                        entry.channel = None
+                    lane.queue.appendleft(call)
+            if thief is not None and thief in self._demands:
+                demand = self._demands[thief]
+                lane = self._lanes[demand]
+                lane.stealing.discard(thief)
+                self._dispatch(demand, lane)
+                if thief in lane.leased:
+                    self._settle(demand, lane, lane.leased[thief])
+            elif demand is not None:
+                self._dispatch(demand, self._lanes[demand])
+
+    # -- failure and cancellation -------------------------------------------------------------------
+
+    def _lost(self, channel: Channel, calls: list[Call]) -> None:
+        proc = channel.peer
+        with self._lock:
+            self._channels.pop(proc, None)
+            demand = self._demands.pop(proc, None)
+            if demand is None:
+                return
+            lane = self._lanes[demand]
+            lane.leased.pop(proc, None)
+            lane.recalled.discard(proc)
+            lane.stealing.clear()
+            for idle in list(lane.leased.values()):
+                self._settle(demand, lane, idle)
+
+        def then(ok: bool, answer: Any, blobs: list[Blob]) -> None:
+            cancelled = set(answer) if ok else set()
+            with self._lock:
+                for number, call in enumerate(calls):
+                    running = number == 0
+                    if call.id in cancelled:
+                        call.sink.fail(TaskCancelledError(f"{call.label} was cancelled"))
+                    elif call.retries or not running:
+                        # Only the first can have been running; the others lose no retry.
+                        call.retries -= running and call.retries > 0
+                        lane.queue.append(call)
+                    else:
+                        call.sink.resolve(FAILED, blobs[0])
+                self._dispatch(demand, lane)
+
+        self.node.ask(DRIVER, "worker_lost", proc, [], then)
+
+    def cancel(self, id: int, force: bool) -> None:
+        with self._lock:
+            for lane in self._lanes.values():
+                for call in lane.queue:
+                    if call.id == id:
+                        lane.queue.remove(call)
+                        call.sink.fail(TaskCancelledError(f"{call.label} was cancelled"))
+                        return
+            for proc, channel in self._channels.items():
+                call_ = channel.pending.get(id)
+                if call_ is not None:
+                    channel.flush_batch()
+                    if force:
+                        self.node.ask(DRIVER, "kill_worker", (proc, id), [], lambda *_: None)
+                    else:
+                        call_.retries = 0
+                        self.node.tell(proc, CANCEL, (id, False))
+                    return

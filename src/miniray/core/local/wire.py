@@ -1,0 +1,181 @@
+"""Frames over Unix sockets: ordered, non-blocking to send, with file descriptors attached.
+
+A frame is a header (body length, kind, number of descriptors) and a body. Sending never blocks:
+what the kernel does not take at once is queued and goes out when the socket is writable again.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from miniray.core.local.system import CLOEXEC_FLAG
+
+HEADER = struct.Struct("<IBxH")
+_HEADER_SIZE = HEADER.size
+_MAX_FDS = 200  # the kernel's limit for one message is 253
+_ANCILLARY = socket.CMSG_SPACE(_MAX_FDS * 4)
+_SEND_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
+_READ_SIZE = 65536
+
+Frame = tuple[int, bytearray, Sequence[int]]
+
+
+def frame(kind: int, body: bytes, nfds: int = 0) -> bytes:
+    return HEADER.pack(len(body), kind, nfds) + body
+
+
+class Closed(Exception):
+    """The other end is gone. Internal: callers turn it into the error a user understands."""
+
+
+class Stream:
+    """One end of a connection.
+
+    ``send`` may be called from any thread. ``read`` only by whoever holds ``read_lock``.
+    ``on_backlog`` is called (under the send lock) when output had to be queued: the owner then
+    watches the socket for writability and calls ``flush``.
+    """
+
+    def __init__(
+        self, sock: socket.socket, peer: int, on_backlog: Callable[[Stream], None]
+    ) -> None:
+        self.sock = sock
+        self.fd = sock.fileno()
+        self.peer = peer
+        self.read_lock = threading.Lock()
+        self.closed = False
+        #: What the I/O thread watches the socket for, and what it calls; kept by ``Node.rewatch``.
+        self.events = 0
+        self.handler: Callable[[int], None] | None = None
+        self._on_backlog = on_backlog
+        self._send_lock = threading.Lock()
+        self._out: deque[tuple[memoryview, Sequence[int]]] = deque()
+        self._buffer = bytearray(_READ_SIZE)
+        self._start = 0
+        self._end = 0
+        self._fds: deque[int] = deque()
+
+    # -- sending --------------------------------------------------------------------------------
+
+    def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        """Send or queue one or more whole frames. Raises ``Closed`` if the peer is known gone."""
+        with self._send_lock:
+            if self.closed:
+                raise Closed
+            if self._out:
+                self._out.append((memoryview(data), fds))
+                return
+            if not fds:
+                try:
+                    sent = self.sock.send(data, _SEND_FLAGS)
+                except BlockingIOError:
+                    sent = 0
+                except OSError as error:
+                    raise Closed from error
+                if sent == len(data):
+                    return
+                self._out.append((memoryview(data)[sent:], ()))
+            else:
+                self._out.append((memoryview(data), fds))
+                if self._flush():
+                    return
+            self._on_backlog(self)
+
+    def flush(self) -> bool:
+        """Send what is queued; True when nothing is left."""
+        with self._send_lock:
+            return self._flush()
+
+    def _flush(self) -> bool:
+        while self._out:
+            data, fds = self._out.popleft()
+            ancillary = []
+            piece = data
+            if fds:
+                now, later = fds[:_MAX_FDS], fds[_MAX_FDS:]
+                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", now))]
+                if later:  # descriptors ride on bytes: keep some for the next lot
+                    piece = data[:1]
+                    self._out.appendleft((data[1:], later))
+            try:
+                sent = self.sock.sendmsg([piece], ancillary, _SEND_FLAGS)
+            except BlockingIOError:
+                if fds and later:
+                    self._out.popleft()
+                self._out.appendleft((data, fds))
+                return False
+            except OSError as error:
+                raise Closed from error
+            if sent < len(piece):
+                self._out.appendleft((piece[sent:], ()))
+        return True
+
+    # -- receiving ------------------------------------------------------------------------------
+
+    def read(self, wait: bool) -> list[Frame]:
+        """Whole frames that have arrived; with ``wait``, blocks until some bytes come.
+
+        Raises ``Closed`` at the end of the stream. The descriptors of a frame belong to the caller.
+        """
+        buffer, start, end = self._buffer, self._start, self._end
+        if start == end:
+            start = end = 0
+        elif start and len(buffer) - end < _READ_SIZE // 2:
+            buffer[: end - start] = buffer[start:end]
+            start, end = 0, end - start
+        if len(buffer) - end < _READ_SIZE // 2:
+            buffer.extend(bytes(len(buffer)))
+        flags = CLOEXEC_FLAG if wait else CLOEXEC_FLAG | socket.MSG_DONTWAIT
+        self._start, self._end = start, end
+        try:
+            with memoryview(buffer) as view:
+                count, ancillary, _, _ = self.sock.recvmsg_into([view[end:]], _ANCILLARY, flags)
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            raise Closed from error
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                whole = len(data) - len(data) % 4
+                self._fds.extend(array.array("i", data[:whole]))
+        if count == 0:
+            raise Closed
+        end += count
+        frames: list[Frame] = []
+        while end - start >= _HEADER_SIZE:
+            length, kind, nfds = HEADER.unpack_from(buffer, start)
+            stop = start + _HEADER_SIZE + length
+            if stop > end:
+                if stop - start > len(buffer):
+                    buffer.extend(bytes(stop - start - len(buffer) + _READ_SIZE))
+                break
+            fds = [self._fds.popleft() for _ in range(nfds)] if nfds else ()
+            frames.append((kind, buffer[start + _HEADER_SIZE : stop], fds))
+            start = stop
+        self._start, self._end = start, end
+        return frames
+
+    def close(self) -> None:
+        """End the connection: both ends see it closed, a thread blocked in ``read`` wakes up.
+
+        The descriptor itself is closed with the object, when no thread can be using it any more.
+        """
+        with self._send_lock:
+            if self.closed:
+                return
+            self.closed = True
+            self._out.clear()
+            with contextlib.suppress(OSError):  # not connected any more: nothing to shut down
+                self.sock.shutdown(socket.SHUT_RDWR)
+
+    def __del__(self) -> None:
+        while self._fds:
+            os.close(self._fds.popleft())
+        self.sock.close()

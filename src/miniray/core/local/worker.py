@@ -1,0 +1,270 @@
+"""A worker process: takes calls, runs them, sends results.
+
+The main thread reads call connections itself and runs the user's code (signals, debuggers and
+libraries that insist on the main thread work). Actors with ``max_concurrency`` run their calls in
+threads, actors with ``async def`` methods in an event loop; see ``executors``.
+
+The process ends when told to, when the driver is gone, or when user code ends it. What it was
+running is then lost; callers learn of it by the connection closing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from types import FrameType
+from typing import Any
+
+from miniray.core import session
+from miniray.core.local import system
+from miniray.core.local.calls import CALL, CALL_PLAIN, FUNCTION
+from miniray.core.local.engine import LocalEngine
+from miniray.core.local.executors import AsyncExecutor, Executor, Job, ThreadExecutor
+from miniray.core.local.node import (
+    BLOCKED,
+    CANCEL,
+    DRIVER,
+    EXIT,
+    INIT,
+    STEAL,
+    STOLEN,
+    Node,
+    SessionInfo,
+)
+from miniray.core.local.objects import Blob
+from miniray.core.local.wire import Closed, Stream
+from miniray.errors import TaskError
+
+
+def worker_main(info: SessionInfo, request: dict[str, Any], listener: socket.socket) -> int:
+    """Run a worker until its end; returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    _use_threads(request["env"])
+    node = Node(info, request["proc"], request["slot"], listener)
+    node.on_peer_lost = lambda proc: os._exit(1) if proc == DRIVER else None
+    engine = LocalEngine(node, request["gpu_ids"])
+    node.engine = engine
+    session.install(engine)
+    server = Server(node, engine, request["name"], request["is_actor"])
+    node.start()
+    return server.run()
+
+
+def _use_threads(env: dict[str, str]) -> None:
+    """OpenMP read its number of threads in the zygote; torch can be told again."""
+    torch = sys.modules.get("torch")
+    if torch is not None and env.get("OMP_NUM_THREADS", "").isdigit():
+        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+
+
+class Server:
+    """The calls of one worker."""
+
+    def __init__(self, node: Node, engine: LocalEngine, name: str, is_actor: bool) -> None:
+        self.node = node
+        self.engine = engine
+        self.name = name
+        self.executor = Executor(node, name)
+        self._is_actor = is_actor
+        self._backlog: deque[Job] = deque()
+        self._poller = system.Poller()
+        self._waker = system.Waker()
+        self._poller.set(self._waker.fd, 0, system.IN)
+        self._connections: dict[int, Stream] = {}
+        self._init: queue.SimpleQueue[tuple[Any, list[Blob]]] = queue.SimpleQueue()
+        self._exiting = False
+        self._async: AsyncExecutor | None = None
+        node.on_calls = self._connected
+        node.messages[EXIT] = lambda *_: self._exit()
+        node.messages[INIT] = lambda _, meta, blobs: self._init.put((meta, blobs))
+        node.messages[CANCEL] = lambda _, meta, __: self.executor.cancel(meta[0])
+        node.messages[STEAL] = lambda proc, thief, _: self._give_back(proc, thief)
+        if not is_actor:
+            engine.on_block = self._on_block
+
+    def run(self) -> int:
+        signal.signal(signal.SIGINT, self._on_interrupt)
+        # Forked children (a DataLoader's, say) must not act as this worker.
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+        try:
+            if self._is_actor and not self._construct():
+                return 1
+            if self._async is not None:
+                return self._async.run(self._connections)
+            self._loop()
+        except SystemExit as error:
+            code = error.code
+            return code if isinstance(code, int) else int(code is not None)
+        return 0
+
+    # -- the actor itself -------------------------------------------------------------------------
+
+    def _construct(self) -> bool:
+        """Wait for the class and its arguments and make the instance; False if that failed."""
+        meta, (spec, *blobs) = self._init.get()
+        self.engine.set_actor(meta["actor_id"], meta["name"], meta["restarts"])
+        label = meta["name"]
+        make: Any = None
+
+        def construct() -> Any:
+            cls = spec.load(self.node)
+            nonlocal label
+            label = cls.__name__
+            args, kwargs = _arguments(self.node, blobs, meta["places"])
+            return cls(*args, **kwargs)
+
+        try:
+            if meta["is_async"]:
+                limit = meta["max_concurrency"] or 1000
+                self._async = AsyncExecutor(self.node, self.name, limit, self._read)
+                self.executor = self._async
+                make = self._async.construct(construct)
+            else:
+                make = construct()
+        except SystemExit:
+            raise
+        except BaseException as error:
+            failure = TaskError.capture(error, f"{label}.__init__", self.name, os.getpid())
+            self.node.ask_and_wait(DRIVER, "actor_failed", (meta["actor_id"], str(failure)))
+            return False
+        if not meta["is_async"] and (meta["max_concurrency"] or 1) > 1:
+            self.executor = ThreadExecutor(self.node, self.name, meta["max_concurrency"])
+        self.executor.instance = make
+        self.executor.class_name = label
+        return True
+
+    # -- reading calls ----------------------------------------------------------------------------
+
+    def _connected(self, sock: socket.socket, proc: int) -> None:
+        """A caller connected (I/O thread). Its calls are read by the main thread."""
+        stream = Stream(sock, proc, self.node.watch_output)
+        stream.handler = lambda _: self._flush(stream)
+        self._connections[stream.fd] = stream
+        self._poller.set(stream.fd, 0, system.IN)
+        if self._async is not None:
+            self._async.add(stream)
+
+    def _flush(self, stream: Stream) -> None:
+        try:
+            self.node.flush_output(stream)
+        except Closed:
+            self.node.rewatch(stream, remove=stream.events)
+
+    def _loop(self) -> None:
+        backlog, node, executor = self._backlog, self.node, self.executor
+        while True:
+            while backlog:
+                try:
+                    job = backlog.popleft()
+                except IndexError:
+                    break  # given back by the I/O thread in this very moment
+                executor.run(job)
+            if node.dirty:
+                node.flush_calls()
+            ready = self._poller.poll(0 if self._exiting else None)
+            if self._exiting and not ready:
+                executor.finish()
+                return
+            for fd, _ in ready:
+                if fd == self._waker.fd:
+                    self._waker.clear()
+                    continue
+                backlog.extend(self._read(self._connections[fd]))
+
+    def _read(self, stream: Stream) -> list[Job]:
+        """Calls that arrived on ``stream``; a caller that is gone is dropped."""
+        try:
+            with stream.read_lock:
+                frames = stream.read(wait=False)
+        except Closed:
+            self._poller.set(stream.fd, system.IN, 0)
+            del self._connections[stream.fd]
+            self.node.rewatch(stream, remove=stream.events)
+            stream.handler = None
+            stream.close()
+            if self._async is not None:
+                self._async.remove(stream)
+            return []
+        jobs = []
+        for kind, body, fds in frames:
+            if kind == CALL_PLAIN:
+                jobs.append(Job(stream, *pickle.loads(body)))
+            elif kind == CALL:
+                id, method, num_returns, wires, places = pickle.loads(body)
+                taken = iter(fds)
+                blobs = [Blob.from_wire(self.node, w, stream.peer, taken) for w in wires]
+                jobs.append(Job(stream, id, method, num_returns, (), {}, blobs, places))
+            elif kind == FUNCTION:
+                id, name, wire = pickle.loads(body)
+                blob = Blob.from_wire(self.node, wire, stream.peer, iter(fds))
+                self.executor.functions[id] = (name, blob, None)
+        return jobs
+
+    def _exit(self) -> None:
+        self._exiting = True
+        self._waker.wake()
+        if self._async is not None:
+            self._async.stop()
+
+    # -- tasks that wait ---------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _on_block(self) -> Any:
+        """Around a wait inside a task: others may use the CPU and run what is queued here."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        for proc in {job.stream.peer for job in self._backlog}:
+            self._give_back(proc, None)
+        self.node.tell(DRIVER, BLOCKED, True)
+        try:
+            yield
+        finally:
+            self.node.tell(DRIVER, BLOCKED, False)
+
+    def _give_back(self, proc: int, thief: int | None) -> None:
+        """Return tasks of ``proc`` that have not started: half of them, or all (no thief)."""
+        for stream in list(self._connections.values()):
+            # While the main thread runs a task nobody reads: look for more that lies there.
+            if stream.peer == proc and not self._async:
+                with contextlib.suppress(KeyError):
+                    self._backlog.extend(self._read(stream))
+        mine = [job for job in list(self._backlog) if job.stream.peer == proc]
+        take = mine if thief is None else mine[len(mine) // 2 :]
+        returned = []
+        for job in take:
+            try:
+                self._backlog.remove(job)
+            except ValueError:
+                continue  # the main thread started it meanwhile
+            returned.append(job.id)
+        if returned or thief is not None:
+            self.node.tell(proc, STOLEN, (thief, returned))
+
+    def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
+        """SIGINT comes from ``cancel`` only (the terminal's goes to the driver alone)."""
+        if self.executor.interrupted():
+            raise KeyboardInterrupt
+
+
+def _arguments(
+    node: Node, blobs: list[Blob], places: list[Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) with the values of top-level refs put in their places."""
+    args, kwargs = blobs[0].load(node)
+    if places:
+        args = list(args)
+        for place, blob in zip(places, blobs[1:], strict=True):
+            if isinstance(place, int):
+                args[place] = blob.load(node)
+            else:
+                kwargs[place] = blob.load(node)
+    return tuple(args), kwargs

@@ -1,0 +1,316 @@
+"""The zygote: a small single-threaded process that forks the workers.
+
+Forking the driver itself would copy its threads' locks in any state; starting a fresh interpreter
+for each worker costs its imports each time. The zygote has the imports and nothing else, so a fork
+is safe and takes milliseconds.
+
+It also is what ends the workers: it watches the driver's process (not a pipe, which a forked child
+of the driver would hold open) and kills every worker's process group when the driver is gone. If
+the zygote itself is killed, the kernel kills the workers (parent-death signal).
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import gc
+import importlib
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from miniray.core.local import system
+from miniray.core.local.node import SessionInfo
+
+_MAX_MESSAGE = 1 << 16
+
+#: Imports worth sharing by fork: loaded in the zygote once the driver has them. None of these
+#: starts a thread on import.
+PRELOAD = ("numpy", "torch", "pandas", "pyarrow", "scipy", "sklearn", "transformers")
+
+_BOOT = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from miniray.core.local.zygote import main; main({fd}, {usage_fd})"
+)
+
+
+class Zygote:
+    """The driver's end: start, kill and hear about worker processes."""
+
+    def __init__(self, info: SessionInfo) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sock = ours
+        # Reports of many exits may queue up while the driver is busy; spawning is not blocked by it.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        self._lock = threading.Lock()
+        boot = _BOOT.format(path=sys.path, fd=theirs.fileno(), usage_fd=info.usage_fd)
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        # Its own session: Ctrl-C in the terminal reaches the driver, which decides.
+        self._process = subprocess.Popen(
+            [sys.executable, *flags, "-c", boot],
+            pass_fds=(theirs.fileno(), info.usage_fd),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        self._send(("session", info, os.getpid()))
+        self._preloaded: set[str] = set()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def spawn(self, request: dict[str, Any], fds: Sequence[int]) -> None:
+        """Fork a worker with the descriptors (listener, stdout, stderr)."""
+        wanted = [m for m in PRELOAD if m in sys.modules and m not in self._preloaded]
+        self._preloaded.update(wanted)
+        self._send(("spawn", request, wanted), fds)
+
+    def kill(self, proc: int) -> None:
+        """Kill a worker and whatever it started."""
+        self._send(("kill", proc))
+
+    def _send(self, message: Any, fds: Sequence[int] = ()) -> None:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        with self._lock:
+            # A zygote that is gone is noticed by whoever reads from it, with all its workers.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self.sock.sendmsg([pickle.dumps(message, 5)], ancillary)
+
+    def receive(self) -> list[Any] | None:
+        """Reports that have come: ("exited", proc, status), ...; None when the zygote is gone."""
+        reports = []
+        while True:
+            try:
+                data = self.sock.recv(_MAX_MESSAGE, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return reports
+            except OSError:
+                data = b""
+            if not data:
+                return reports or None
+            reports.append(pickle.loads(data))
+
+    def close(self) -> None:
+        """End all workers and the zygote, and wait until they are gone."""
+        self._send(("exit",))
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self.sock.close()
+
+
+# -- in the zygote process -------------------------------------------------------------------------
+
+
+def main(fd: int, usage_fd: int) -> None:
+    """Serve until told to exit or until the driver is gone."""
+    system.adopt_orphans()
+    system.raise_descriptor_limit()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Read by OpenMP when numpy or torch is loaded. Many workers with as many threads each as there
+    # are cores would fight over them; a worker that asked for more CPUs gets more threads.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sock = socket.socket(fileno=fd)
+    os.set_inheritable(fd, False)
+    os.set_inheritable(usage_fd, False)
+    import miniray.core.local.worker  # noqa: F401  # what every worker needs, before the first fork
+
+    _, info, driver_pid = pickle.loads(sock.recv(_MAX_MESSAGE))
+    _Server(sock, info, driver_pid).run()
+
+
+class _Server:
+    def __init__(self, sock: socket.socket, info: SessionInfo, driver_pid: int) -> None:
+        self._sock = sock
+        self._info = info
+        self._driver_pid = driver_pid
+        self._pids: dict[int, int] = {}  # by proc
+        self._procs: dict[int, int] = {}  # by pid
+
+    def run(self) -> None:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        driver_fd = -1
+        if hasattr(os, "pidfd_open"):
+            try:
+                driver_fd = os.pidfd_open(self._driver_pid)
+                poll.register(driver_fd, select.POLLIN)
+            except ProcessLookupError:
+                self._finish()
+        wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_read, False)
+        os.set_blocking(wake_write, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        poll.register(wake_read, select.POLLIN)
+        gc.freeze()  # what is here is shared with the workers: do not write to it
+        while True:
+            # Without pidfd (macOS) the driver's end shows as our being adopted by somebody else.
+            for ready, _ in poll.poll(None if driver_fd >= 0 else 1000):
+                if ready == driver_fd:
+                    self._finish()
+                elif ready == wake_read:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(wake_read, 4096)
+                elif not self._serve():
+                    self._finish()
+            self._reap()
+            if driver_fd < 0 and os.getppid() != self._driver_pid:
+                self._finish()
+
+    def _serve(self) -> bool:
+        """Handle one request; False when the driver wants no more or is gone."""
+        try:
+            data, ancillary, _, _ = self._sock.recvmsg(
+                _MAX_MESSAGE, socket.CMSG_SPACE(16), system.CLOEXEC_FLAG
+            )
+        except ConnectionResetError:
+            return False
+        fds: list[int] = []
+        for _, _, raw in ancillary:
+            fds.extend(array.array("i", raw[: len(raw) - len(raw) % 4]))
+        if not data:
+            return False
+        kind, *rest = pickle.loads(data)
+        if kind == "exit":
+            return False
+        if kind == "kill":
+            if rest[0] in self._pids:
+                _kill_group(self._pids[rest[0]])
+            return True
+        request, modules = rest
+        for name in modules:
+            # A module that fails here fails in the worker again, where the user can see it.
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+        if modules:
+            gc.freeze()
+        self._fork(request, fds)
+        return True
+
+    def _fork(self, request: dict[str, Any], fds: list[int]) -> None:
+        proc: int = request["proc"]
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become_worker(request, fds, parent)
+        # Both sides do it: whoever comes first, the group exists before anyone needs it.
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
+        for fd in fds:
+            os.close(fd)
+        self._pids[proc] = pid
+        self._procs[pid] = proc
+        self._report(("spawned", proc, pid))
+
+    def _become_worker(self, request: dict[str, Any], fds: list[int], parent: int) -> None:
+        """In the forked child; never returns."""
+        status = 1
+        try:
+            with contextlib.suppress(OSError):
+                os.setpgid(0, 0)
+            system.die_with_parent()
+            if os.getppid() != parent:
+                os._exit(1)  # it died before the line above took effect
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._sock.close()
+            listener_fd, out_fd, err_fd = fds
+            os.dup2(out_fd, 1)
+            os.dup2(err_fd, 2)
+            os.close(out_fd)
+            os.close(err_fd)
+            os.environ.update(request["env"])
+            sys.path[:] = request["path"]
+            with contextlib.suppress(OSError):
+                os.chdir(request["cwd"])
+            from miniray.core.local.worker import worker_main
+
+            status = worker_main(self._info, request, socket.socket(fileno=listener_fd))
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(status)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            proc = self._procs.pop(pid, None)
+            if proc is not None:  # else: an orphan of a worker, adopted
+                # What it started and left behind. Not its own pid, which may be another's by now.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+                del self._pids[proc]
+                self._report(("exited", proc, status))
+
+    def _report(self, message: Any) -> None:
+        # Blocks while the driver is behind with reading; if it is gone, the next poll says so.
+        with contextlib.suppress(OSError):
+            self._sock.send(pickle.dumps(message, 5))
+
+    def _finish(self) -> None:
+        """Kill and reap every worker and everything they left, remove the sockets, exit."""
+        self._sock.close()
+        for pid in self._procs:
+            _kill_group(pid)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _kill_descendants(os.getpid())
+        shutil.rmtree(self._info.directory, ignore_errors=True)
+        os._exit(0)
+
+
+def _kill_group(pid: int) -> None:
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+
+
+def _kill_descendants(pid: int) -> None:
+    """Kill and reap children until there are none; orphans of theirs come to us and go next."""
+    while True:
+        try:
+            done, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if done:
+            continue
+        children = _children(pid)
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        os.waitpid(-1, 0)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            return [int(word) for word in file.read().split()]
+    except FileNotFoundError:  # no /proc, or a kernel without this file
+        import psutil
+
+        return [child.pid for child in psutil.Process(pid).children()]
+
+
+__all__ = ["Zygote", "main"]

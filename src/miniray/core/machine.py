@@ -1,0 +1,93 @@
+"""What this machine has: cores, memory, GPUs, and an identity. Needs neither torch nor psutil.
+
+Every figure is what *this process* may use: a container's limits and CPU affinity count, because a
+pool sized by the host's cores is slow in a container and one sized by its memory is killed there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import socket
+from functools import lru_cache
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+_NVIDIA = Path("/proc/driver/nvidia/gpus")
+
+
+def cpu_count() -> int:
+    """Cores this process may use: the affinity mask, further limited by the cgroup's CPU quota."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        cores = os.cpu_count() or 1
+    quota = _cpu_quota()
+    return max(1, cores if quota is None else min(cores, math.ceil(quota)))
+
+
+def _cpu_quota() -> float | None:
+    """CPUs' worth of time the cgroup grants; None where there is no limit."""
+    fields = _read(_CGROUP / "cpu.max").split()  # version 2: "max 100000" or "150000 100000"
+    if len(fields) != 2:  # version 1, where -1 means no limit
+        fields = [
+            _read(_CGROUP / "cpu" / "cpu.cfs_quota_us").strip(),
+            _read(_CGROUP / "cpu" / "cpu.cfs_period_us").strip(),
+        ]
+    if all(field.isdigit() for field in fields) and int(fields[1]) > 0:
+        return int(fields[0]) / int(fields[1])
+    return None
+
+
+def memory_total() -> int:
+    """Bytes of memory this process may use: the machine's, further limited by the cgroup."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        limit = _read(_CGROUP / name).strip()
+        if limit.isdigit():  # "max" is no limit; version 1 says so with a huge number
+            total = min(total, int(limit))
+    return total
+
+
+def gpu_ids() -> list[str]:
+    """The GPUs this process may use, as ``CUDA_VISIBLE_DEVICES`` names them.
+
+    Without that variable: one for each card the NVIDIA driver lists, counted from 0. No CUDA
+    context is made, which would cost seconds and memory and could not survive a fork.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        try:
+            return [str(i) for i in range(len(list(_NVIDIA.iterdir())))]
+        except OSError:  # no driver
+            return []
+    ids = []
+    for part in (part.strip() for part in visible.split(",")):
+        if not part or part == "-1" or part == "NoDevFiles":
+            break  # CUDA, too, ignores what comes after an invalid entry
+        ids.append(part)
+    return ids
+
+
+def hostname() -> str:
+    return socket.gethostname()
+
+
+@lru_cache(maxsize=1)
+def node_id() -> str:
+    """A name for this machine as 56 hex digits, the same in all processes until it reboots.
+
+    A hash, since the machine's own id is not meant to be shown around.
+    """
+    boot = _read(Path("/proc/sys/kernel/random/boot_id"))
+    machine = _read(Path("/etc/machine-id"))
+    return hashlib.sha224(f"{machine}|{boot}|{hostname()}".encode()).hexdigest()
+
+
+def _read(path: Path) -> str:
+    """The file's text; empty where it cannot be read, which every caller takes for "no limit"."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,316 @@
+"""The Engine contract on top of Ray's API."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from miniray.core import serialize, session
+from miniray.core.engine import Capabilities, Engine, RuntimeContext
+from miniray.core.options import Options
+from miniray.core.ray.errors import translate
+from miniray.core.ray.host import guard_function, host_class
+from miniray.core.ray.refs import RayRef, unwrap_refs, wrap, wrap_handle
+from miniray.core.refs import ObjectRef, ObjectRefGenerator
+from miniray.core.remote import ActorHandle, ClassSpec, FunctionSpec
+from miniray.errors import (
+    ActorDiedError,
+    ActorUnschedulableError,
+    CapabilityError,
+    GetTimeoutError,
+    ObjectLostError,
+)
+
+_CACHE_KEY = "ray"  # in a spec's cache; Ray itself exports again for a new cluster or job
+
+
+class RayEngine(Engine):
+    """This process's connection to Ray: the driver's, or that of a worker running user code."""
+
+    name = "ray"
+    capabilities = Capabilities(
+        processes=True,
+        concurrent=True,
+        zero_copy=True,
+        object_store_limit=True,
+        multi_node=True,
+    )
+
+    def __init__(self, *, owned: bool, client: bool = False, in_worker: bool = False) -> None:
+        self._owned = owned
+        self._client = client
+        self._in_worker = in_worker
+        self._closed = False
+        #: Actors to end at shutdown where Ray itself goes on without us.
+        self._created: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._fitting: set[tuple[float, ...]] = set()  # requests that some node can meet
+
+    # -- running code ---------------------------------------------------------------------------
+
+    def submit(
+        self, spec: FunctionSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    ) -> ObjectRef[Any] | list[ObjectRef[Any]] | ObjectRefGenerator | None:
+        self._check_open(ActorDiedError)
+        self._check_fits(spec.name, 1 if options.num_cpus is None else options.num_cpus, options)
+        remote = spec.cache.get(_CACHE_KEY)
+        if remote is None:
+            remote = spec.cache[_CACHE_KEY] = ray.remote(guard_function(spec, attach))
+        chosen = _ray_options(options, ("num_cpus", "num_gpus", "max_retries", "name"))
+        num_returns = options.num_returns
+        if num_returns is None:
+            num_returns = spec.call.num_returns  # type: ignore[assignment]
+        if num_returns != 1:
+            self._check_streaming(num_returns)
+            chosen["num_returns"] = num_returns
+        if chosen:
+            remote = remote.options(**chosen)
+        return wrap(self, _send(remote, args, kwargs, spec.function, spec.name))  # type: ignore[no-any-return]
+
+    def create_actor(
+        self, spec: ClassSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    ) -> ActorHandle[Any]:
+        self._check_open(ActorDiedError)
+        self._check_fits(spec.name, options.num_cpus or 0, options)
+        actor_class = spec.cache.get(_CACHE_KEY)
+        if actor_class is None:
+            actor_class = spec.cache[_CACHE_KEY] = ray.remote(host_class(spec, attach))
+        chosen = _ray_options(
+            options,
+            (
+                "num_gpus",
+                "max_restarts",
+                "max_task_retries",
+                "max_concurrency",
+                "name",
+                "namespace",
+                "lifetime",
+            ),
+        )
+        # Said in any case: Ray's own default wants a free CPU to start on.
+        chosen["num_cpus"] = options.num_cpus or 0
+        if options.get_if_exists:
+            chosen["get_if_exists"] = True
+        handle = _send(actor_class.options(**chosen), args, kwargs, spec.cls, spec.name)
+        if options.lifetime is None and not options.get_if_exists:
+            self._created.add(handle)
+        # With get_if_exists the actor may be of another class than this one.
+        return wrap_handle(self, handle, None if options.get_if_exists else spec.info)
+
+    def call(
+        self,
+        actor: Any,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        num_returns: int | str,
+    ) -> ObjectRef[Any] | list[ObjectRef[Any]] | ObjectRefGenerator | None:
+        self._check_open(ActorDiedError)
+        remote = getattr(actor, method)
+        # Our host classes declare it for every method; options() costs as much as the call.
+        declared = getattr(actor, "_ray_method_num_returns", {}).get(method)
+        if num_returns != declared:
+            self._check_streaming(num_returns)
+            remote = remote.options(num_returns=num_returns)
+        return wrap(self, _send(remote, args, kwargs, None, method))  # type: ignore[no-any-return]
+
+    def _check_open(self, kind: type[Exception]) -> None:
+        if self._closed:
+            raise kind("this miniray session was shut down")
+
+    def _check_streaming(self, num_returns: int | str | None) -> None:
+        if self._client and num_returns == "streaming":
+            raise CapabilityError(
+                "generators do not stream through Ray's client (ray://): run the driver on a node "
+                "of the cluster and connect with address='auto'"
+            )
+
+    def _check_fits(self, name: str, cpus: float, options: Options) -> None:
+        """Raise where no node has what is asked for.
+
+        An autoscaling cluster might grow a larger node; no such promise is waited for here.
+        """
+        request = {"CPU": cpus, "GPU": options.num_gpus or 0}
+        key = tuple(request.values())
+        if key in self._fitting:
+            return
+        alive = [node["Resources"] for node in self.nodes() if node["Alive"]]
+        if any(all(n <= has.get(kind, 0) for kind, n in request.items()) for has in alive):
+            self._fitting.add(key)
+            return
+        asked = ", ".join(f"{amount:g} {kind}" for kind, amount in request.items() if amount)
+        there = "; ".join(f"{has.get('CPU', 0):g} CPU, {has.get('GPU', 0):g} GPU" for has in alive)
+        raise ActorUnschedulableError(
+            f"{name} asks for {asked} on one node, but the cluster's nodes have: {there or 'none'}"
+        )
+
+    # -- objects --------------------------------------------------------------------------------
+
+    def put(self, value: Any) -> ObjectRef[Any]:
+        self._check_open(ObjectLostError)
+        try:
+            return RayRef(self, ray.put(value))
+        except RayError as error:
+            raise translate(error) from None
+        except Exception:  # pickling runs arbitrary user code: anything may be raised
+            serialize.pack(value)  # our own pickler fails in the same place and says where
+            raise
+
+    def get(self, refs: Sequence[ObjectRef[Any]], timeout: float | None) -> list[Any]:
+        self._check_open(ObjectLostError)
+        ray_refs = _ray_refs(refs)
+        try:
+            return ray.get(ray_refs, timeout=timeout)  # type: ignore[no-any-return]
+        except ray.exceptions.GetTimeoutError:
+            ready, _ = ray.wait(ray_refs, num_returns=len(ray_refs), timeout=0)
+            raise GetTimeoutError(
+                f"{len(ray_refs) - len(ready)} of {len(ray_refs)} not ready after {timeout:g} s"
+            ) from None
+        except RayError as error:
+            self._check_open(ObjectLostError)
+            raise translate(error) from None
+        except SystemExit:  # how Ray ends a wait when another thread shuts it down
+            self._check_open(ObjectLostError)
+            raise
+
+    def wait(
+        self, refs: Sequence[ObjectRef[Any]], num_returns: int, timeout: float | None
+    ) -> tuple[list[ObjectRef[Any]], list[ObjectRef[Any]]]:
+        self._check_open(ObjectLostError)
+        done, _ = ray.wait(_ray_refs(refs), num_returns=num_returns, timeout=timeout)
+        finished = {ref.binary() for ref in done}
+        ready = [ref for ref in refs if ref.binary() in finished]
+        return ready, [ref for ref in refs if ref.binary() not in finished]
+
+    def on_ready(self, ref: ObjectRef[Any], callback: Callable[[], None]) -> None:
+        self._check_open(ObjectLostError)
+        _ray_refs([ref])[0].future().add_done_callback(lambda _: callback())
+
+    # -- control --------------------------------------------------------------------------------
+
+    def kill(self, actor: Any, no_restart: bool) -> None:
+        self._check_open(ActorDiedError)
+        ray.kill(actor, no_restart=no_restart)
+
+    def cancel(self, ref: ObjectRef[Any], force: bool) -> None:
+        self._check_open(ObjectLostError)
+        ray.cancel(_ray_refs([ref])[0], force=force)
+
+    def get_actor(self, name: str, namespace: str | None) -> ActorHandle[Any]:
+        return wrap_handle(self, ray.get_actor(name, namespace))
+
+    def reduce_handle(self, handle: ActorHandle[Any]) -> Any:
+        return load_handle, (handle._actor,)
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return ray.nodes()  # type: ignore[no-any-return]
+
+    def cluster_resources(self) -> dict[str, float]:
+        return dict(ray.cluster_resources())
+
+    def available_resources(self) -> dict[str, float]:
+        return dict(ray.available_resources())
+
+    def runtime_context(self) -> RuntimeContext:
+        context = ray.get_runtime_context()
+        actor_id = context.get_actor_id() if self._in_worker else None
+        in_actor = actor_id is not None
+        return RuntimeContext(
+            node_id=context.get_node_id(),
+            worker_id=context.get_worker_id(),
+            job_id=context.get_job_id(),
+            namespace=context.namespace,
+            actor_id=actor_id,
+            actor_name=(context.get_actor_name() or None) if in_actor else None,
+            task_id=context.get_task_id() if self._in_worker else None,
+            was_current_actor_reconstructed=in_actor and _was_restarted(),
+            make_handle=(lambda: wrap_handle(self, context.current_actor)) if in_actor else None,
+        )
+
+    def gpu_ids(self) -> list[int]:
+        if self._in_worker:
+            return [int(gpu) for gpu in ray.get_gpu_ids()]
+        here = ray.get_runtime_context().get_node_id()
+        counts = [
+            node["Resources"].get("GPU", 0) for node in self.nodes() if node["NodeID"] == here
+        ]
+        return list(range(int(sum(counts))))
+
+    def shutdown(self) -> None:
+        if self._closed or self._in_worker:
+            return
+        self._closed = True
+        if self._owned:
+            ray.shutdown()
+        elif ray.is_initialized():
+            for actor in list(self._created):
+                ray.kill(actor)
+
+
+@functools.lru_cache(maxsize=1)
+def _was_restarted() -> bool:
+    """Asked once a process: Ray looks it up in its control store each time."""
+    with warnings.catch_warnings():  # the property uses another one that Ray deprecated
+        warnings.simplefilter("ignore")
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+
+def attach() -> RayEngine:
+    """This process's Ray engine; in a Ray worker it becomes the session's engine at first use."""
+    current = session._engine
+    if isinstance(current, RayEngine):
+        return current
+    mode = ray._private.worker.global_worker.mode
+    engine = RayEngine(owned=False, in_worker=mode == ray._private.worker.WORKER_MODE)
+    if current is None:
+        session.install(engine)
+    return engine
+
+
+def load_ref(ray_ref: Any) -> RayRef[Any]:
+    """Unpickle a ``RayRef``."""
+    return RayRef(attach(), ray_ref)
+
+
+def load_handle(ray_handle: Any) -> ActorHandle[Any]:
+    """Unpickle an ``ActorHandle`` of this engine."""
+    return wrap_handle(attach(), ray_handle)
+
+
+def _send(remote: Any, args: tuple[Any, ...], kwargs: dict[str, Any], code: Any, name: str) -> Any:
+    """``remote.remote(...)`` with Ray's errors as ours; ``code`` is the user's, sent along."""
+    ray_args, ray_kwargs = unwrap_refs(args, kwargs)
+    try:
+        return remote.remote(*ray_args, **ray_kwargs)
+    except RayError as error:
+        raise translate(error) from None
+    except Exception:  # pickling runs arbitrary user code: anything may be raised
+        # Our own pickler fails in the same place and says where that is.
+        serialize.pack(code, name)
+        for i, value in enumerate(args):
+            serialize.pack(value, f"argument {i} of {name}")
+        for key, value in kwargs.items():
+            serialize.pack(value, f"argument {key!r} of {name}")
+        raise  # it was not about pickling
+
+
+def _ray_refs(refs: Sequence[ObjectRef[Any]]) -> list[Any]:
+    for ref in refs:
+        if not isinstance(ref, RayRef):
+            raise TypeError(f"{ref!r} belongs to another engine, not to this Ray session")
+    return [ref.ray_ref for ref in refs]  # type: ignore[attr-defined]
+
+
+def _ray_options(options: Options, names: tuple[str, ...]) -> dict[str, Any]:
+    """Those of ``names`` that differ from the default, and the environment variables."""
+    chosen = {
+        name: value for name in names if (value := getattr(options, name)) != getattr(Options, name)
+    }
+    if options.env_vars:
+        chosen["runtime_env"] = {"env_vars": options.env_vars}
+    return chosen

@@ -1,0 +1,172 @@
+"""miniray's refs, generators and handles over Ray's.
+
+Pickling any of them pickles the Ray object inside, so Ray's reference counting sees it; unpickling
+attaches the process to the running Ray, so that what arrives can be used at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import inspect
+from collections.abc import Generator
+from typing import Any, TypeVar
+
+import ray
+
+from miniray.core.engine import Engine
+from miniray.core.ray.errors import translate
+from miniray.core.refs import ObjectRef, ObjectRefGenerator
+from miniray.core.remote import ActorHandle, ActorInfo, CallSpec, positional_range
+
+T = TypeVar("T")
+
+
+class RayRef(ObjectRef[T]):
+    """An ObjectRef around ``ray.ObjectRef``."""
+
+    __slots__ = ("_ray_engine", "ray_ref")
+
+    def __init__(self, engine: Engine, ray_ref: Any) -> None:
+        self._ray_engine = engine
+        self.ray_ref = ray_ref
+
+    @property
+    def _engine(self) -> Engine:
+        return self._ray_engine
+
+    @property
+    def _id(self) -> bytes:
+        return self.ray_ref.binary()  # type: ignore[no-any-return]
+
+    def __reduce__(self) -> Any:
+        from miniray.core.ray.engine import load_ref
+
+        return load_ref, (self.ray_ref,)
+
+    def future(self) -> concurrent.futures.Future[T]:
+        # Not the inherited way, a ``get`` in the callback: that runs in Ray's I/O thread, which
+        # the ``get`` would wait for.
+        own: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def finish(ray_future: concurrent.futures.Future[Any]) -> None:
+            if not own.set_running_or_notify_cancel():
+                return
+            error = ray_future.exception()
+            if error is None:
+                own.set_result(ray_future.result())
+            else:
+                own.set_exception(translate(error) if isinstance(error, Exception) else error)
+
+        self.ray_ref.future().add_done_callback(finish)
+        return own
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return asyncio.wrap_future(self.future()).__await__()
+
+
+class RayStream(ObjectRefGenerator):
+    """The refs of a streaming call, around ``ray.ObjectRefGenerator``."""
+
+    def __init__(self, engine: Engine, ray_generator: Any) -> None:
+        self._engine = engine
+        self._ray_generator = ray_generator
+
+    def __next__(self) -> ObjectRef[Any]:
+        try:
+            return RayRef(self._engine, next(self._ray_generator))
+        except ray.exceptions.RayError as error:
+            raise translate(error) from None
+
+    async def __anext__(self) -> ObjectRef[Any]:
+        try:
+            return RayRef(self._engine, await anext(self._ray_generator))
+        except ray.exceptions.RayError as error:
+            raise translate(error) from None
+
+
+def wrap(engine: Engine, result: Any) -> Any:
+    """What a Ray call returned, as what the Engine contract promises."""
+    if result is None:
+        return None
+    if isinstance(result, list):
+        return [RayRef(engine, ref) for ref in result]
+    if hasattr(result, "__next__"):
+        return RayStream(engine, result)
+    return RayRef(engine, result)
+
+
+def unwrap_refs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments with top-level refs as Ray's, which it replaces by their values; nested stay."""
+    return (
+        [value.ray_ref if isinstance(value, RayRef) else value for value in args],
+        {
+            key: value.ray_ref if isinstance(value, RayRef) else value
+            for key, value in kwargs.items()
+        },
+    )
+
+
+def wrap_handle(engine: Engine, ray_handle: Any, info: ActorInfo | None = None) -> ActorHandle[Any]:
+    """A handle around Ray's; what its actor can do is read off the Ray handle where not given."""
+    return ActorHandle(engine, ray_handle, ray_handle._actor_id.hex(), info or _info_of(ray_handle))
+
+
+_infos: dict[Any, ActorInfo] = {}  # by Ray's descriptor of the class: there are not many
+
+
+def _info_of(handle: Any) -> ActorInfo:
+    if not isinstance(handle, ray.actor.ActorHandle):  # a handle of Ray's client, for ray://
+        return _make_info(
+            "actor",
+            {
+                name: list(handle._method_signatures[name].parameters.values())
+                for name in dir(handle)
+            },
+            handle._method_num_returns,
+            {},
+        )
+    descriptor = handle._ray_actor_creation_function_descriptor
+    info = _infos.get(descriptor)
+    if info is None:
+        info = _infos[descriptor] = _make_info(
+            descriptor.class_name.rpartition(".")[2],
+            handle._ray_method_signatures,
+            handle._ray_method_num_returns,
+            handle._ray_method_is_generator,
+        )
+    return info
+
+
+def _make_info(
+    class_name: str,
+    signatures: dict[str, list[inspect.Parameter]],
+    num_returns: dict[str, int | str | None],
+    generators: dict[str, bool],
+) -> ActorInfo:
+    methods = {}
+    for name, parameters in signatures.items():
+        if name.startswith("__") and name != "__call__":
+            continue
+        signature = inspect.Signature(parameters)
+        low, high = positional_range(signature)
+        generator = bool(generators.get(name))
+        methods[name] = CallSpec(
+            name=f"{class_name}.{name}",
+            signature=signature,
+            min_positional=low,
+            max_positional=high,
+            is_generator=generator,
+            is_async=False,  # matters only where the class itself is at hand
+            num_returns=_declared(num_returns.get(name), generator),
+        )
+    return ActorInfo(class_name, methods)
+
+
+def _declared(num_returns: int | str | None, generator: bool) -> int | str:
+    if num_returns is None:
+        return "streaming" if generator else 1
+    return num_returns
+
+
+__all__ = ["RayRef", "RayStream", "unwrap_refs", "wrap", "wrap_handle"]

@@ -1,0 +1,1 @@
+"""Complete small programs, run by ``miniray demo``. Their readable twins are in ``examples/``."""

@@ -1,0 +1,240 @@
+"""π by throwing darts: the area of a quarter circle, estimated by actors in parallel.
+
+Shows the things a parameter server needs later: an actor whose handle is given to other actors,
+calls from actor to actor without the driver in between, and a driver that keeps every worker busy
+with ``wait``. The result depends on the seed only, not on the engine or on who was faster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import platform
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import miniray
+from miniray.demos import chart, rundir
+from miniray.demos.progress import Progress
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to run. Every actor draws ``batches`` batches of ``batch_size`` points."""
+
+    actors: int = 4
+    batches: int = 400
+    batch_size: int = 1_000_000
+    seed: int = 0
+
+
+@dataclasses.dataclass
+class Tally:
+    """Points drawn and how many fell inside the circle."""
+
+    points: int = 0
+    hits: int = 0
+    batches: int = 0
+    seconds: float = 0.0
+
+    def add(self, points: int, hits: int, seconds: float) -> None:
+        self.points += points
+        self.hits += hits
+        self.batches += 1
+        self.seconds += seconds
+
+    @property
+    def estimate(self) -> float:
+        """4 × the share of hits."""
+        return 4 * self.hits / self.points
+
+    @property
+    def error(self) -> float:
+        """One standard deviation of ``estimate``: 4 √(p(1-p)/n), the binomial's."""
+        share = self.hits / self.points
+        return 4 * math.sqrt(share * (1 - share) / self.points)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run found: one tally an actor, their sum, and how the estimate converged."""
+
+    config: Config
+    backend: str
+    wall_seconds: float
+    tallies: list[Tally]
+    total: Tally
+    convergence: list[tuple[int, float, float]]  # points so far, estimate, error
+
+
+class Scoreboard:
+    """An actor that the darts players report to."""
+
+    def __init__(self, players: int) -> None:
+        self._tallies = [Tally() for _ in range(players)]
+        self._total = Tally()
+        self._history: list[tuple[int, float, float]] = []
+
+    def add(self, player: int, points: int, hits: int, seconds: float) -> tuple[float, float]:
+        """Count a batch; returns the estimate of all players together, and its error."""
+        self._tallies[player].add(points, hits, seconds)
+        total = self._total
+        total.add(points, hits, seconds)
+        self._history.append((total.points, total.estimate, total.error))
+        return total.estimate, total.error
+
+    def scores(self) -> tuple[list[Tally], Tally, list[tuple[int, float, float]]]:
+        return self._tallies, self._total, self._history
+
+
+class Player:
+    """An actor that draws points. It holds the scoreboard's handle and calls it directly."""
+
+    def __init__(self, player: int, seed: int, scoreboard: Any) -> None:
+        import numpy as np
+
+        self._player = player
+        self._scoreboard = scoreboard
+        self._random = np.random.default_rng([seed, player])  # a stream of its own for each actor
+
+    def play(self, points: int) -> tuple[float, float]:
+        """Draw a batch, report it, and return the joint estimate so far with its error."""
+        start = time.perf_counter()
+        xy = self._random.random((2, points))
+        xy *= xy
+        hits = int(((xy[0] + xy[1]) < 1).sum())
+        seconds = time.perf_counter() - start
+        report = self._scoreboard.add.remote(self._player, points, hits, seconds)
+        answer: tuple[float, float] = miniray.get(report)
+        return answer
+
+
+def run(config: Config, backend: str | None = None) -> Result:
+    """Run it on an engine of its own, with progress on the terminal."""
+    with miniray.init(backend=backend) as session:
+        scoreboard = miniray.remote(Scoreboard).remote(config.actors)
+        make_player = miniray.remote(Player).remote
+        players = [make_player(i, config.seed, scoreboard) for i in range(config.actors)]
+        start = time.perf_counter()
+        _play(players, config)
+        wall_seconds = time.perf_counter() - start
+        tallies, total, history = miniray.get(scoreboard.scores.remote())
+        return Result(config, session.backend, wall_seconds, tallies, total, _thinned(history))
+
+
+def _play(players: list[Any], config: Config) -> None:
+    """Keep one batch in flight at every player until each has drawn all of its batches."""
+    remaining = [config.batches - 1] * len(players)
+    running = {p.play.remote(config.batch_size): i for i, p in enumerate(players)}
+    with Progress(config.actors * config.batches, "darts", "batches") as progress:
+        while running:
+            ready, _ = miniray.wait(list(running))
+            estimate, error = miniray.get(ready[0])
+            player = running.pop(ready[0])
+            if remaining[player]:
+                remaining[player] -= 1
+                running[players[player].play.remote(config.batch_size)] = player
+            progress.advance(1, f"π ≈ {estimate:.5f} ± {error:.5f}")
+
+
+def _thinned(history: list[Any], most: int = 200) -> list[Any]:
+    """At most ``most`` entries, evenly spread in the logarithm of their position; ends are kept."""
+    if len(history) <= most:
+        return history
+    ratio = len(history) ** (1 / (most - 1))
+    picks = sorted({round(ratio**i) - 1 for i in range(most)})
+    return [history[min(i, len(history) - 1)] for i in picks]
+
+
+# -- showing it --------------------------------------------------------------------------------
+
+
+def table(result: Result) -> Table:
+    """The run as a table for the terminal."""
+    from rich.table import Table
+
+    shown = Table()
+    header, *actors, total = _rows(result)
+    for name in header:
+        shown.add_column(name, justify="left" if name == "actor" else "right")
+    for row in actors:
+        shown.add_row(*row)
+    shown.add_section()
+    shown.add_row(*total, style="bold")
+    return shown
+
+
+def write_report(folder: Path, result: Result) -> Path:
+    """Write ``run.json`` and ``report.html`` into ``folder``; returns the report's path."""
+    rundir.write_json(folder / "run.json", as_dict(result))
+    page = chart.page(
+        title="π by parallel Monte-Carlo",
+        headline=headline(result),
+        figure=chart.convergence(result.convergence, truth=math.pi),
+        caption="Estimate by number of points drawn (logarithmic); the band is two standard "
+        "errors, the dashed line is π.",
+        rows=_rows(result),
+        facts={
+            "engine": result.backend,
+            "actors": str(result.config.actors),
+            "batches an actor": str(result.config.batches),
+            "points a batch": f"{result.config.batch_size:,}",
+            "seed": str(result.config.seed),
+            "wall time": f"{result.wall_seconds:.1f} s",
+            "miniray": miniray.__version__,
+            "Python": platform.python_version(),
+        },
+    )
+    return rundir.write_text(folder / "report.html", page)
+
+
+def as_dict(result: Result) -> dict[str, Any]:
+    """The run for ``run.json``: configuration, versions, seed, and what came out."""
+    return {
+        "kind": "monte-carlo",
+        "config": dataclasses.asdict(result.config),
+        "backend": result.backend,
+        "versions": {"miniray": miniray.__version__, "python": platform.python_version()},
+        "wall_seconds": round(result.wall_seconds, 3),
+        "estimate": result.total.estimate,
+        "error": result.total.error,
+        "points": result.total.points,
+        "hits": result.total.hits,
+        "actors": [
+            {"actor": i, **dataclasses.asdict(t), "estimate": t.estimate, "error": t.error}
+            for i, t in enumerate(result.tallies)
+        ],
+        "convergence": [list(point) for point in result.convergence],
+    }
+
+
+def headline(result: Result) -> str:
+    """The outcome in one line."""
+    total = result.total
+    sigmas = abs(total.estimate - math.pi) / total.error if total.error else math.nan
+    return (
+        f"π ≈ {total.estimate:.6f} ± {total.error:.6f}, {sigmas:.1f} standard errors from π; "
+        f"{total.points / result.wall_seconds / 1e6:.0f} M points/s"
+    )
+
+
+def _rows(result: Result) -> list[list[str]]:
+    """Header, a row an actor, and the sum."""
+    rows = [["actor", "points", "batches/s", "estimate", "± error"]]
+    named = [*((str(i), t) for i, t in enumerate(result.tallies)), ("all", result.total)]
+    for name, tally in named:
+        rate = tally.batches / result.wall_seconds
+        rows.append(
+            [
+                name,
+                f"{tally.points:,}",
+                f"{rate:.1f}",
+                f"{tally.estimate:.6f}",
+                f"{tally.error:.6f}",
+            ]
+        )
+    return rows

@@ -1,0 +1,183 @@
+"""The command line as a whole: what it shows, how it fails."""
+
+import re
+import signal
+import subprocess
+import sys
+
+import click
+import pytest
+
+import miniray
+from miniray.cli import COMMANDS, _in_short, _run, cli
+from miniray.errors import TaskError
+from tests.cli.conftest import environment
+
+COLOUR = re.compile(r"\x1b\[(?:\d+;)*3\d(?:;\d+)*m")
+
+
+def test_no_argument_shows_what_one_can_do(miniray_cli):
+    done = miniray_cli()
+    assert done.returncode == 0
+    for name in COMMANDS:
+        assert re.search(rf"^  {name} ", done.stdout, re.MULTILINE)
+    assert "Examples:" in done.stdout
+
+
+def test_version(miniray_cli):
+    done = miniray_cli("--version")
+    assert (done.returncode, done.stdout) == (0, f"miniray, version {miniray.__version__}\n")
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_has_help_with_an_example(name):
+    with click.Context(cli) as ctx:
+        command = cli.get_command(ctx, name)
+        assert command.name == name
+        text = command.get_help(click.Context(command, parent=ctx, info_name=name))
+    assert f"  miniray {name}" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (["nonsense"], "No such command 'nonsense'"),
+        (["--nonsense"], "--nonsense"),
+        (["demo", "--actors", "0"], "--actors"),
+        (["demo", "--backend", "cloud"], "cloud"),
+    ],
+)
+def test_wrong_usage_is_said_in_a_line_with_exit_code_2(miniray_cli, args, complaint):
+    done = miniray_cli(*args)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_an_error_is_one_line_without_traceback(miniray_cli, tmp_path):
+    (tmp_path / "runs" / "taken").mkdir(parents=True)
+    done = miniray_cli("demo", "--name", "taken")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "taken exists already" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--debug", "demo", "--name", "taken"],
+        ["demo", "--name", "taken", "--debug"],
+    ],
+    ids=["before", "after"],
+)
+def test_debug_gives_the_traceback(miniray_cli, tmp_path, args):
+    (tmp_path / "runs" / "taken").mkdir(parents=True)
+    done = miniray_cli(*args)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "FileExistsError" in done.stderr
+
+
+def test_a_wrong_backend_in_the_environment_is_named(miniray_cli, tmp_path):
+    done = miniray_cli("demo", MINIRAY_BACKEND="clod")
+    assert done.returncode == 1
+    assert "MINIRAY_BACKEND is 'clod'" in done.stderr
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_remote_error_is_shown_by_its_last_line():
+    error = TaskError("Player.play", "Player", 12, "Traceback ...\n  File x\nValueError: no\n")
+    assert _in_short(error) == "Player.play failed in Player (pid 12): ValueError: no"
+
+
+def test_an_error_without_a_message_is_shown_by_its_type():
+    assert _in_short(AssertionError()) == "AssertionError"
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [
+        (KeyboardInterrupt(), 130),
+        (click.Abort(), 130),
+        (click.ClickException("no"), 1),
+        (click.UsageError("no"), 2),
+        (RuntimeError("no"), 1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_exit_codes(monkeypatch, capsys, raised, code):
+    def fail(*args, **kwargs):
+        raised.__traceback__ = None
+        raise raised
+
+    monkeypatch.setattr(cli, "main", fail)
+    assert _run([], debug=False) == code
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_colours_on_a_terminal(miniray_on_terminal):
+    code, screen = miniray_on_terminal("status")
+    assert code == 0
+    assert COLOUR.search(screen)
+
+
+def test_no_color_is_honoured(miniray_on_terminal):
+    code, screen = miniray_on_terminal("status", NO_COLOR="1")
+    assert code == 0
+    assert "inline" in screen
+    assert not COLOUR.search(screen)
+
+
+def test_no_color_is_honoured_by_errors(miniray_on_terminal):
+    _, plain = miniray_on_terminal("demo", NO_COLOR="1", MINIRAY_BACKEND="clod")
+    _, coloured = miniray_on_terminal("demo", MINIRAY_BACKEND="clod")
+    assert "error: " in plain
+    assert not COLOUR.search(plain)
+    assert COLOUR.search(coloured)
+
+
+def test_no_colours_in_a_pipe(miniray_cli):
+    done = miniray_cli("status")
+    assert "inline" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_a_reader_that_leaves_causes_no_traceback():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "miniray", "status", "--json"],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait(timeout=50) == 1
+    assert errors == b""
+
+
+def test_ctrl_c_ends_the_demo_quietly(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "miniray", "demo", "--batches", "100000", "--batch-size", "1000"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert "batches" in process.stderr.readline()  # it is running
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=50)
+    assert process.returncode == 130
+    assert errors.endswith("interrupted\n")
+    assert "Traceback" not in errors
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_terminal_without_pi_gets_a_question_mark(miniray_cli):
+    small = ["--batches", "1", "--batch-size", "100", "--backend", "inline"]
+    done = miniray_cli("demo", *small, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert re.search(r"^\? \? 3\.", done.stdout, re.MULTILINE)

@@ -1,0 +1,62 @@
+"""One suite, every engine: each test that takes ``engine`` runs on inline, local and ray.
+
+An engine is started once and shared by all its tests; a test that shuts it down (``no_engine``)
+costs the next one a new start. Test modules are ordinary modules of the ``tests`` package, so
+workers can import them; what is decorated with ``@miniray.remote`` travels by value.
+"""
+
+import gc
+import itertools
+
+import pytest
+
+import miniray
+from miniray.core import session
+
+ENGINES = ("inline", "local", "ray")
+
+#: What every engine is told to have, whatever the machine has.
+SIZE = {"num_workers": 4, "num_cpus": 8, "num_gpus": 2}
+
+_serial = itertools.count()
+
+
+def pytest_generate_tests(metafunc):
+    if "backend" in metafunc.fixturenames:
+        chosen = metafunc.config.getoption("engine") or ENGINES
+        # With session scope pytest runs all tests of one engine before those of the next.
+        metafunc.parametrize("backend", chosen, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def backend(request):
+    if request.param == "ray":
+        pytest.importorskip("ray")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MINIRAY_BACKEND", raising=False)
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        yield request.param
+        miniray.shutdown()
+
+
+@pytest.fixture
+def engine(backend):
+    """The running engine, started if need be."""
+    if not miniray.is_initialized():
+        miniray.init(backend=backend, **SIZE)
+    yield session.engine()
+    gc.collect()  # a failed test's traceback keeps handles, and so actors, in cycles
+
+
+@pytest.fixture
+def no_engine(backend):
+    """The name of the engine, which is not running; nor is it afterwards."""
+    miniray.shutdown()
+    yield backend
+    miniray.shutdown()
+
+
+@pytest.fixture
+def unique():
+    """A name nobody else in this run has: a failed test may leave its actors behind."""
+    return f"actor-{next(_serial)}"

@@ -1,0 +1,243 @@
+"""The Ray engine on several nodes (raylets on this machine), and beside a program's own Ray."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import miniray
+from miniray import errors
+
+ray = pytest.importorskip("ray")
+cluster_utils = pytest.importorskip("ray.cluster_utils")
+
+pytestmark = pytest.mark.timeout(180)  # starting three raylets on a busy machine takes its time
+
+STORE = 100 * 1024 * 1024
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Three nodes with one CPU each."""
+    cluster = cluster_utils.Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": STORE}
+    )
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1, object_store_memory=STORE)
+        cluster.wait_for_nodes()
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@pytest.fixture
+def session(cluster: Any) -> Iterator[None]:
+    with miniray.init(address=cluster.address):
+        yield
+    assert not ray.is_initialized()
+
+
+@miniray.remote(num_cpus=1)
+class Worker:
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.weights = np.full(200_000, float(rank))
+
+    def node(self) -> str:
+        return miniray.get_runtime_context().node_id
+
+    def get_weights(self) -> np.ndarray:
+        return self.weights
+
+    def put_weights(self) -> list[Any]:
+        return [miniray.put(self.weights)]
+
+    def sum_of(self, refs: list[Any]) -> float:
+        return float(sum(miniray.get(ref).sum() for ref in refs))
+
+    def average(self, workers: list[Any]) -> float:
+        weights = miniray.get([worker.get_weights.remote() for worker in workers])
+        return float(np.mean(weights))
+
+    def keep(self, other: Any) -> None:
+        self.other = other
+
+    def ask_other(self) -> str:
+        return miniray.get(self.other.node.remote())
+
+    def fail(self) -> None:
+        raise KeyError("lost")
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+def _workers(count: int) -> list[Any]:
+    workers = [Worker.remote(rank) for rank in range(count)]
+    miniray.get([worker.node.remote() for worker in workers])
+    return workers
+
+
+def _call_for_a_minute(worker: Any) -> None:
+    """A process outlives its raylet for a moment and may still answer."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        miniray.get(worker.node.remote(), timeout=60)
+        time.sleep(0.1)
+
+
+@pytest.mark.usefixtures("session")
+def test_actors_spread_over_the_nodes_that_nodes_lists() -> None:
+    workers = _workers(3)
+    used = miniray.get([worker.node.remote() for worker in workers])
+    alive = [node for node in miniray.nodes() if node["Alive"]]
+    assert set(used) == {node["NodeID"] for node in alive}
+    assert len(alive) == 3
+    assert all(node["Resources"]["CPU"] == 1 for node in alive)
+    assert miniray.cluster_resources()["CPU"] == 3
+
+
+@pytest.mark.usefixtures("session")
+def test_a_handle_held_by_an_actor_on_another_node_works() -> None:
+    here, there = _workers(2)
+    miniray.get(here.keep.remote(there))
+    assert miniray.get(here.ask_other.remote()) == miniray.get(there.node.remote())
+    assert miniray.get(here.node.remote()) != miniray.get(there.node.remote())
+
+
+@pytest.mark.usefixtures("session")
+def test_refs_travel_between_nodes_nested_and_resolved() -> None:
+    first, second = _workers(2)
+    refs = miniray.get(second.put_weights.remote())
+    assert miniray.get(first.sum_of.remote(refs)) == 200_000
+    assert miniray.get(first.sum_of.remote([second.get_weights.remote()])) == 200_000
+    assert miniray.get(refs[0]).sum() == 200_000
+
+
+@pytest.mark.usefixtures("session")
+def test_one_actor_collects_from_workers_on_all_nodes() -> None:
+    workers = _workers(3)
+    server = miniray.remote(Worker.__wrapped__).remote()
+    assert miniray.get(server.average.remote(workers)) == pytest.approx(1.0)
+
+
+@pytest.mark.usefixtures("session")
+def test_an_error_names_the_actor_on_the_other_node() -> None:
+    worker = Worker.options(name="far away").remote()
+    with pytest.raises(KeyError) as caught:
+        miniray.get(worker.fail.remote())
+    assert isinstance(caught.value, errors.TaskError)
+    assert caught.value.worker == "far away"
+    assert caught.value.pid > 0
+    assert 'raise KeyError("lost")' in caught.value.remote_traceback
+
+
+@pytest.mark.usefixtures("session")
+def test_a_request_no_single_node_can_meet_is_refused_at_once() -> None:
+    started = time.monotonic()
+    with pytest.raises(errors.ActorUnschedulableError, match=r"asks for 2 CPU.*1 CPU"):
+        Worker.options(num_cpus=2).remote()
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.usefixtures("session")
+def test_a_killed_node_gives_actor_died_and_object_lost(cluster: Any) -> None:
+    extra = cluster.add_node(num_cpus=1, object_store_memory=STORE, resources={"extra": 1})
+    cluster.wait_for_nodes()
+    workers = _workers(4)
+    where = miniray.get([worker.node.remote() for worker in workers])
+    victim = workers[where.index(extra.node_id)]
+    owned = miniray.get(victim.put_weights.remote())[0]
+
+    cluster.remove_node(extra, allow_graceful=False)
+
+    with pytest.raises(errors.ActorDiedError):
+        _call_for_a_minute(victim)
+    with pytest.raises(errors.ObjectLostError):
+        miniray.get(owned, timeout=60)
+    alive = {node["NodeID"] for node in miniray.nodes() if node["Alive"]}
+    assert extra.node_id not in alive
+    assert len(alive) == 3
+
+
+def test_the_size_of_a_running_cluster_cannot_be_asked_for(cluster: Any) -> None:
+    with pytest.raises(ValueError, match="num_cpus"):
+        miniray.init(address=cluster.address, num_cpus=4)
+    assert not miniray.is_initialized()
+
+
+@pytest.fixture
+def users_ray() -> Iterator[None]:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, namespace="users")
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.usefixtures("users_ray")
+def test_a_ray_the_program_started_is_used_and_left_running() -> None:
+    kept = ray.put("kept")
+    with miniray.init(backend="ray"):
+        worker = Worker.remote(1)
+        assert miniray.get(worker.sum_of.remote([miniray.put(np.ones(3))])) == 3
+        ray_handle = worker._actor
+    assert ray.is_initialized()
+    assert ray.get(kept) == "kept"
+    # What miniray started is ended all the same.
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(ray_handle.node.remote(), timeout=30)
+    with pytest.raises(errors.ActorDiedError, match="shut down"):
+        worker.node.remote()
+
+
+@pytest.mark.usefixtures("users_ray")
+def test_actors_of_plain_ray_code_can_be_called() -> None:
+    class Plain:
+        def add(self, a: int, b: int = 1) -> int:
+            return a + b
+
+        def fail(self) -> None:
+            raise KeyError("plain")
+
+    keep = ray.remote(Plain).options(name="plain").remote()
+    with miniray.init(backend="ray"):
+        actor = miniray.get_actor("plain")
+        assert miniray.get(actor.add.remote(1, b=2)) == 3
+        with pytest.raises(TypeError):
+            actor.add.remote()
+        with pytest.raises(KeyError) as caught:
+            miniray.get(actor.fail.remote())
+        assert isinstance(caught.value, errors.TaskError)
+        assert "Plain.fail" in caught.value.function
+    assert ray.get(keep.add.remote(1)) == 2
+
+
+def test_shutdown_ends_a_get_in_another_thread_and_all_refs() -> None:
+    miniray.init(backend="ray", num_cpus=1, object_store_memory=STORE)
+    worker = Worker.remote()
+    done = worker.node.remote()
+    miniray.get(done)
+    raised: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            miniray.get(worker.sleep.remote(60))
+        except BaseException as error:  # which one is the question
+            raised.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.5)
+    miniray.shutdown()
+    thread.join(timeout=30)
+    assert isinstance(raised[0], errors.ObjectLostError)
+    with pytest.raises(errors.ObjectLostError, match="shut down"):
+        miniray.get(done)
+    assert not ray.is_initialized()

@@ -1,0 +1,133 @@
+"""The error hierarchy: what catches what, what survives the trip between processes."""
+
+import pickle
+
+import pytest
+
+from miniray import errors
+from miniray.errors import MinirayError, TaskError
+
+
+class CustomError(Exception):
+    def __init__(self, message, code):
+        super().__init__(message)
+        self.code = code
+
+    def __reduce__(self):
+        return CustomError, (self.args[0], self.code)
+
+
+class UnpicklableError(Exception):
+    def __init__(self, message):
+        super().__init__(message)
+        self.callback = lambda: (yield)
+        self.generator = (i for i in ())
+
+
+class FinalStrError(Exception):
+    def __str__(self):
+        raise RuntimeError("an exception whose text cannot be had")
+
+
+def caught(error, function="Worker.step", worker="Worker", pid=123):
+    """``error`` raised, captured and looked at on the other side."""
+    try:
+        raise error
+    except type(error) as seen:
+        captured = TaskError.capture(seen, function, worker, pid)
+    return pickle.loads(pickle.dumps(captured))
+
+
+@pytest.mark.parametrize(
+    ("name", "also"),
+    [
+        ("EngineStartError", RuntimeError),
+        ("CapabilityError", NotImplementedError),
+        ("NotSerializableError", TypeError),
+        ("GetTimeoutError", TimeoutError),
+        ("ObjectStoreFullError", MemoryError),
+    ],
+)
+def test_errors_with_a_counterpart_are_caught_as_it(name, also):
+    with pytest.raises(also):
+        raise getattr(errors, name)("message")
+
+
+def test_every_error_has_one_base():
+    for name in errors.__all__:
+        assert issubclass(getattr(errors, name), MinirayError), name
+
+
+def test_a_task_error_is_also_the_users_type():
+    error = caught(ValueError("bad input"))
+    assert isinstance(error, TaskError)
+    assert isinstance(error, ValueError)
+    assert error.args == ("bad input",)
+
+
+def test_its_text_says_where_and_shows_the_remote_traceback():
+    text = str(caught(ValueError("bad input"), "Worker.step", "Worker(rank=3)", 4567))
+    assert text.startswith("Worker.step failed in Worker(rank=3) (pid 4567)")
+    assert "Traceback (most recent call last)" in text
+    assert "raise error" in text
+    assert text.endswith("ValueError: bad input")
+
+
+def test_attributes_of_the_original_are_reachable():
+    error = caught(CustomError("quota", 42))
+    assert isinstance(error, CustomError)
+    assert error.code == 42
+    assert isinstance(error.cause, CustomError)
+
+
+def test_os_errors_keep_their_number():
+    error = caught(FileNotFoundError(2, "No such file", "x.txt"))
+    assert isinstance(error, FileNotFoundError)
+    assert (error.errno, error.filename) == (2, "x.txt")
+
+
+def test_the_fields_survive_a_second_trip():
+    once = caught(KeyError("k"))
+    twice = pickle.loads(pickle.dumps(once))
+    assert isinstance(twice, KeyError)
+    assert str(twice) == str(once)
+    assert (twice.function, twice.worker, twice.pid) == ("Worker.step", "Worker", 123)
+
+
+def test_an_error_that_cannot_be_pickled_keeps_its_text():
+    error = caught(UnpicklableError("the message"))
+    assert error.cause is None
+    assert type(error) is TaskError
+    assert "UnpicklableError: the message" in str(error)
+
+
+def test_an_error_through_two_actors_is_still_the_users_type():
+    inner = caught(ValueError("deep"), "Server.sync", "Server", 1)
+    outer = caught(inner, "Worker.step", "Worker", 2)
+    assert isinstance(outer, ValueError)
+    assert (outer.function, outer.pid) == ("Worker.step", 2)
+    assert "Server.sync failed in Server (pid 1)" in str(outer)
+
+
+def test_errors_of_our_own_keep_their_type_at_the_cause():
+    error = caught(errors.GetTimeoutError("too slow"))
+    assert isinstance(error, TaskError)
+    assert isinstance(error.cause, errors.GetTimeoutError)
+
+
+def test_an_exception_without_a_text_is_reported_all_the_same():
+    error = caught(FinalStrError())
+    assert isinstance(error, FinalStrError)
+    assert "FinalStrError" in str(error)
+
+
+@pytest.mark.parametrize(
+    "error_type", [KeyboardInterrupt, SystemExit, StopIteration, UnicodeError, MemoryError]
+)
+def test_builtin_types_can_be_combined(error_type):
+    assert isinstance(caught(error_type("x")), error_type)
+
+
+def test_catching_the_base_type_works_across_the_trip():
+    with pytest.raises(LookupError):
+        raise caught(IndexError("i"))
