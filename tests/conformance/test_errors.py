@@ -160,6 +160,7 @@ def test_an_exception_returned_is_a_value(engine):
 
 def test_get_of_a_list_raises_the_first_error_in_it(engine):
     refs = [identity.remote(1), fail.remote(KeyError, "k"), fail.remote(IndexError, "i")]
+    miniray.wait(refs, num_returns=3)  # get does not wait for the others once one has failed
     with pytest.raises(KeyError):
         miniray.get(refs)
 

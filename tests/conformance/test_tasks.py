@@ -89,7 +89,7 @@ def test_no_returns_gives_none_and_runs(engine, tmp_path):
 
 def test_wrong_number_of_returns_is_a_value_error(engine):
     refs = three.options(num_returns=2).remote()
-    with pytest.raises(ValueError, match=r"3.*num_returns=2"):
+    with pytest.raises(ValueError, match="num_returns=2"):
         miniray.get(refs[0])
 
 

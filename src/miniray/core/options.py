@@ -55,6 +55,13 @@ class Options:
     def env_vars(self) -> dict[str, str]:
         return dict((self.runtime_env or {}).get("env_vars", {}))
 
+    def inheriting(self, env_vars: Mapping[str, str]) -> Options:
+        """These options in a worker that has ``env_vars``: what it starts gets them too."""
+        if not env_vars:
+            return self
+        merged = {**env_vars, **self.env_vars}
+        return dataclasses.replace(self, runtime_env={"env_vars": merged})
+
     def merged(self, kind: str, changes: Mapping[str, Any]) -> Options:
         """These options with ``changes`` applied. Raises on an unknown option or a bad value."""
         allowed = ALLOWED[kind]

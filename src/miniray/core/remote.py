@@ -327,7 +327,7 @@ def _rebuild_class(cls: type, options: Options) -> ActorClass[Any]:
 
 
 @overload
-def remote(target: type[T], /) -> ActorClass[T]: ...
+def remote(target: type[T], /) -> ActorClass[T]: ...  # type: ignore[overload-overlap]
 @overload
 def remote(target: Callable[..., Any], /) -> RemoteFunction: ...
 @overload
@@ -348,7 +348,7 @@ def remote(*args: Any, **options: Any) -> Any:
 
 def _make(target: Any, options: dict[str, Any]) -> Any:
     if isinstance(target, (RemoteFunction, ActorClass)):
-        raise TypeError(f"{target.__name__} is remote already")
+        raise TypeError(f"{target!r} is remote already")
     if inspect.isclass(target):
         return ActorClass(ClassSpec(target), Options().merged("class", options))
     if callable(target):

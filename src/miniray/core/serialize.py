@@ -1,8 +1,8 @@
 """Values to bytes and back: cloudpickle with pickle-5 buffers kept out of the stream.
 
-``pack`` gives a ``Packed``: the pickle stream, the large buffers as views on the original memory (no
-copy yet), and the refs and handles found inside. ``unpack`` rebuilds the value over any memory that
-holds the buffers. How that memory travels is the engine's business.
+``pack`` gives a ``Packed``: the pickle stream, the buffers as views on the original memory (no copy
+yet), and the refs and handles found inside. ``unpack`` rebuilds the value over any memory that holds
+the buffers. How that memory travels is the engine's business.
 
 Refs and handles are not in the stream: it holds an index into ``Packed.refs``. So an engine can
 forward a value without unpickling it and still know which refs travel with it.
@@ -59,7 +59,7 @@ def take_ref(index: int) -> Any:
     return _loading.refs[index]
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle with out-of-band buffers, refs by index and torch tensors as buffers."""
 
     def __init__(self, file: io.BytesIO) -> None:

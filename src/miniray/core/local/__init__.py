@@ -78,7 +78,6 @@ def _start(config: InitConfig) -> LocalEngine:
     node.start()
     control = Control(node, LogReader(info.log_dir, config.log_to_driver), num_workers)
     node.on_peer_lost = control.peer_lost
-    engine.control = control
 
     def close() -> None:
         if node.closing:

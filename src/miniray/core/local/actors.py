@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from miniray.core.local.calls import Call, Channel, LocalGenerator, make_sink, sink_entries
+from miniray.core.local.calls import Call, Channel, make_sink, sink_entries
 from miniray.core.local.objects import BLOB, FAILED, PENDING, PLAIN, Blob, Entry, LocalRef, is_plain
 from miniray.core.local.sharing import Shared
 from miniray.core.local.wire import Closed
@@ -111,11 +111,8 @@ class ActorClient:
         call = Call(id, sink, method, num_returns)
         call.retries = self._retries
         fill_arguments(node, call, args, kwargs)
-        if num_returns == "streaming":
-            result = LocalGenerator(sink, lambda: self.cancel(id))
-        else:
-            for entry in (sink,) if type(sink) is Entry else sink_entries(sink):
-                entry.origin = (self, id)
+        for entry in (sink,) if type(sink) is Entry else sink_entries(sink):
+            entry.origin = (self, id)
         with self._lock:
             self._keep = actor
             channel = self._channel
@@ -228,9 +225,7 @@ class ActorClient:
             channel.retire()
 
 
-def fill_arguments(
-    node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def fill_arguments(node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Pickle the arguments into ``call``; top-level refs become its dependencies."""
     plain = True
     refs = False

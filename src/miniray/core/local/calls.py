@@ -117,7 +117,7 @@ class StreamState:
     """The sink of a streaming call: items as they come, then an end.
 
     Held by the channel while the call runs; the generator the user has is a separate object, so
-    that dropping it is noticed and stops the remote generator.
+    that dropping it is noticed: items that come after that are let go at once.
     """
 
     def __init__(self, node: Node) -> None:
@@ -125,10 +125,11 @@ class StreamState:
         self.items: deque[Entry] = deque()
         self.ended = False
         self.abandoned = False
-        self.channel: Channel | None = None
         self.condition = threading.Condition()
 
     def add(self, blob: Blob) -> None:
+        if self.abandoned:
+            return
         entry = Entry(self.node, next(self.node.ids))
         entry.resolve(BLOB, blob)
         with self.condition:
@@ -154,9 +155,8 @@ class StreamState:
 class LocalGenerator(ObjectRefGenerator):
     """Refs to the items of a remote generator."""
 
-    def __init__(self, state: StreamState, stop: Callable[[], None]) -> None:
+    def __init__(self, state: StreamState) -> None:
         self._state = state
-        self._stop = stop
 
     def __next__(self) -> LocalRef:
         state = self._state
@@ -169,18 +169,17 @@ class LocalGenerator(ObjectRefGenerator):
         raise StopIteration
 
     def __del__(self) -> None:
-        if not self._state.ended:
-            self._state.abandoned = True
-            self._state.node.post(self._stop)
+        self._state.abandoned = True
 
 
 def make_sink(node: Node, id: int, num_returns: int | str) -> tuple[Any, Any]:
-    """(sink, what the user gets) for a call. A streaming call's user part is made by the caller."""
+    """(sink, what the user gets) for a call."""
     if num_returns == 1:
         entry = Entry(node, id)
         return entry, LocalRef(entry)
     if num_returns == "streaming":
-        return StreamState(node), None
+        state = StreamState(node)
+        return state, LocalGenerator(state)
     if num_returns == 0:
         return Nowhere(), None
     assert isinstance(num_returns, int)

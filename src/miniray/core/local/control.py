@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from miniray.core import machine
@@ -33,7 +34,17 @@ from miniray.core.resources import Grant, Resources
 from miniray.core.serialize import take_ref
 from miniray.errors import WorkerCrashedError
 
-Action = Callable[[], None]
+Action = Callable[[], object]
+
+
+def _plain(action: Callable[..., None]) -> Callable[[int, Any, list[Blob], Reply], None]:
+    """An answer to a question that only wants something done."""
+
+    def answer(_: int, meta: Any, __: list[Blob], reply: Reply) -> None:
+        action(*meta)
+        reply(None, ())
+
+    return answer
 
 
 class _FirstRef:
@@ -122,14 +133,14 @@ class Control:
             create_actor=self._answer_create,
             start_actor=lambda _, meta, blobs, reply: self._answer_start(meta, blobs, reply),
             actor_failed=self._answer_failed,
-            actor_lost=lambda _, meta, __, reply: self._answer_lost(*meta, reply),
+            actor_lost=lambda _, meta, __, reply: self._answer_lost(meta[0], meta[1], reply),
             get_actor=lambda _, meta, __, reply: reply(None, [handle_blob(self.find(*meta))]),
             current_actor=lambda _, id, __, reply: reply(None, [handle_blob(self._by_id(id))]),
-            kill=lambda _, meta, __, reply: reply(self.kill(*meta), ()),
+            kill=_plain(self.kill),
             lease=lambda proc, demand, _, reply: self._lease(proc, demand, reply),
-            return_worker=lambda _, proc, __, reply: reply(self._return(proc), ()),
+            return_worker=_plain(self._return),
             worker_lost=lambda _, proc, __, reply: self._answer_worker_lost(proc, reply),
-            kill_worker=lambda _, meta, __, reply: reply(self._kill_worker(*meta), ()),
+            kill_worker=_plain(self._kill_worker),
             available=lambda _, __, ___, reply: reply(self.available(), ()),
         )
         self._start_zygote()
@@ -179,6 +190,7 @@ class Control:
             "slot": worker.slot,
             "name": worker.name,
             "env": env,
+            "runtime_env": worker.env,
             "path": sys.path,
             "cwd": os.getcwd(),
             "gpu_ids": worker.grant.gpus if worker.grant else (),
@@ -298,7 +310,8 @@ class Control:
             return entry, True
 
     def _answer_create(self, _: int, meta: Any, blobs: list[Blob], reply: Reply) -> None:
-        entry, new = self.create(*meta, blobs[0])
+        class_name, info_bytes, is_async, options = meta
+        entry, new = self.create(class_name, info_bytes, is_async, options, blobs[0])
         reply(new, [handle_blob(entry)])
 
     def start(self, id: int, places: list[Any], blobs: list[Blob]) -> None:
@@ -455,7 +468,7 @@ class Control:
                 actor.leaving = "Its last handle was gone."
                 if actor.launched:
                     proc = actor.worker.proc
-                    self._do.append(lambda proc=proc: self.node.tell(proc, EXIT, None))  # type: ignore[misc]
+                    self._do.append(partial(self.node.tell, proc, EXIT, None))
                 else:
                     self._bury(actor, "its last handle was gone before it started")
 
@@ -495,23 +508,21 @@ class Control:
         for worker in self._workers.values():
             if worker.holder not in (None, proc) and not (worker.recalled or worker.blocked):
                 worker.recalled = True
-                holder, number = worker.holder, worker.proc
-                assert holder is not None
-                if holder == DRIVER:
-                    self._do.append(
-                        lambda: self.node.post(lambda: self.node.messages[RECALL](0, number, []))
-                    )
-                else:
-                    self._do.append(lambda: self.node.tell(holder, RECALL, number) and None)
+                assert worker.holder is not None
+                self._do.append(partial(self._recall, worker.holder, worker.proc))
                 return
+
+    def _recall(self, holder: int, proc: int) -> None:
+        if holder == DRIVER:
+            self.node.post(lambda: self.node.messages[RECALL](DRIVER, proc, []))
+        else:
+            self.node.tell(holder, RECALL, proc)
 
     def _serve_asks(self) -> None:
         """Lease workers to those who asked, in order, as far as resources and the pool go."""
         for ask in list(self._asks):
             proc, demand, reply = ask
-            running = sum(
-                w.holder is not None and not w.blocked for w in self._workers.values()
-            )
+            running = sum(w.holder is not None and not w.blocked for w in self._workers.values())
             if running >= self.num_workers:
                 return
             grant = self.resources.take(demand.cpus, demand.gpus)
@@ -522,17 +533,21 @@ class Control:
             worker.holder = proc
             worker.demand = demand
             number = worker.proc
-            self._do.append(lambda reply=reply, number=number: reply(number, ()))  # type: ignore[misc]
+            self._do.append(partial(reply, number, ()))
 
     def _pool_worker(self, demand: Demand, grant: Grant) -> Worker:
-        ordinary = not demand.env and not demand.gpus and demand.cpus <= 1
-        if ordinary and self._idle:
-            worker = self._idle.pop()
-            worker.grant = grant
-            return worker
+        env = dict(demand.env)
+        # GPUs and threads are fixed when a process starts: those workers serve once.
+        reused = not demand.gpus and demand.cpus <= 1
+        if reused:
+            for worker in reversed(self._idle):
+                if worker.env == env:
+                    self._idle.remove(worker)
+                    worker.grant = grant
+                    return worker
         worker = self._reserve("worker")
-        worker.reused = ordinary
-        worker.env = dict(demand.env)
+        worker.reused = reused
+        worker.env = env
         worker.grant = grant
         self._launch(worker)
         return worker
@@ -547,10 +562,12 @@ class Control:
             assert worker.grant is not None
             self.resources.give_back(worker.grant)
             worker.grant = None
-            if worker.reused and len(self._idle) < self.num_workers:
+            surplus: Worker | None = worker
+            if worker.reused:
                 self._idle.append(worker)
-            elif self._zygote is not None:
-                self._zygote.kill(proc)
+                surplus = self._idle.pop(0) if len(self._idle) > self.num_workers else None
+            if surplus is not None and self._zygote is not None:
+                self._zygote.kill(surplus.proc)
             self._place()
 
     def _blocked(self, proc: int, blocked: bool) -> None:
@@ -571,7 +588,7 @@ class Control:
         while len(self._crashes) > 1000:
             del self._crashes[next(iter(self._crashes))]
         for reply in self._lost_waiting.pop(worker.proc, []):
-            self._do.append(lambda reply=reply: reply(worker.cancelled, [cause]))  # type: ignore[misc]
+            self._do.append(partial(reply, worker.cancelled, [cause]))
 
     def _answer_worker_lost(self, proc: int, reply: Reply) -> None:
         with self._locked():

@@ -40,7 +40,9 @@ class LocalEngine(Engine):
         processes=True, concurrent=True, zero_copy=True, object_store_limit=True, multi_node=False
     )
 
-    def __init__(self, node: Node, gpu_ids: Sequence[int]) -> None:
+    def __init__(
+        self, node: Node, gpu_ids: Sequence[int], env: dict[str, str] | None = None
+    ) -> None:
         self.node = node
         self.close: Callable[[], None] = node.close
         #: Entered around waits inside a task.
@@ -48,7 +50,7 @@ class LocalEngine(Engine):
         self._gpu_ids = list(gpu_ids)
         totals = node.info.resources
         self._totals = Resources(totals["CPU"], int(totals.get("GPU", 0)))
-        self._tasks = TaskClient(node, max(1, int(node.info.resources["CPU"])))
+        self._tasks = TaskClient(node, max(1, int(totals["CPU"])), env or {})
         self._actor: tuple[int, str, int] | None = None
         node.messages[STOLEN] = lambda proc, meta, _: self._tasks.stolen(proc, *meta)
         node.messages[RECALL] = lambda _, proc, __: self._tasks.recall(proc)
@@ -86,6 +88,7 @@ class LocalEngine(Engine):
         fill_arguments(node, call, args, kwargs)
         if call.args is None:
             call.args = Blob(data=pickle.dumps((args, kwargs), 5))
+        options = options.inheriting(self._tasks.env)
         meta = (spec.info.class_name, info_bytes, spec.is_async, options)
         new, blobs = node.ask_and_wait(DRIVER, "create_actor", meta, [blob])
         handle: ActorHandle[Any] = blobs[0].load(node)

@@ -36,8 +36,8 @@ _HELLO = struct.Struct("<32sII")
 CALLS, CONTROL = 1, 2  # what a new connection is for
 
 # Kinds of control message.
-FETCH, VALUE, RETURNS, DEAD, ASK, ANSWER, INIT, EXIT, CANCEL, STEAL, STOLEN, RECALL, BLOCKED = range(
-    1, 14
+FETCH, VALUE, RETURNS, DEAD, ASK, ANSWER, INIT, EXIT, CANCEL, STEAL, STOLEN, RECALL, BLOCKED = (
+    range(1, 14)
 )
 
 Reply = Callable[[Any, Sequence[Blob]], None]
@@ -356,9 +356,7 @@ class Node(Sharing):
         except (MinirayError, ValueError, TypeError) as error:
             reply(error, ())
 
-    def _answer(
-        self, proc: int, question: str, meta: Any, blobs: list[Blob], reply: Reply
-    ) -> None:
+    def _answer(self, proc: int, question: str, meta: Any, blobs: list[Blob], reply: Reply) -> None:
         self.answers[question](proc, meta, blobs, reply)
 
     def _on_answer(self, proc: int, meta: Any, blobs: list[Blob]) -> None:
@@ -446,7 +444,7 @@ class Node(Sharing):
             self.borrowed[id] = lease
         return lease
 
-    # -- death --------------------------------------------------------------------------------------
+    # -- death ------------------------------------------------------------------------------------
 
     def declare_dead(self, proc: int) -> None:
         """``proc`` ended: void its credits, fail what waits for it, drop its memory."""

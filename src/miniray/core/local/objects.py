@@ -220,9 +220,10 @@ def _write(node: Node, packed: Packed) -> tuple[Lease, list[tuple[int, int]]]:
         offset = aligned(offset + buffer.nbytes)
     lease = node.store.allocate(max(offset, 1))
     target = np.frombuffer(lease.segment.map, np.uint8)
-    for (at, size), buffer in zip(layout, [packed.data, *packed.buffers], strict=True):
+    parts: list[Any] = [packed.data, *packed.buffers]
+    for (at, size), part in zip(layout, parts, strict=True):
         if size:  # numpy copies with the interpreter's lock released
-            target[at : at + size] = np.frombuffer(buffer, np.uint8)
+            target[at : at + size] = np.frombuffer(part, np.uint8)
     return lease, layout
 
 
@@ -233,7 +234,8 @@ def _view(lease: Lease, memory: Any, offset: int, size: int, writable: bool) -> 
     view = _leased_array()(memory, offset, size)
     view.lease = lease
     view.flags.writeable = writable
-    return view
+    # Not the array itself: numpy would skip it and refer to the memory below, losing the lease.
+    return memoryview(view)
 
 
 def _leased_array() -> Any:
@@ -243,7 +245,7 @@ def _leased_array() -> Any:
     if _leased_array_cache is None:
         import numpy as np
 
-        class LeasedArray(np.ndarray):  # type: ignore[type-arg]
+        class LeasedArray(np.ndarray[Any, Any]):
             lease: Lease
 
         def make(memory: Any, offset: int, size: int) -> Any:
@@ -257,8 +259,7 @@ _leased_array_cache: Any = None
 
 
 def _entry_of(public: Any) -> Shared:
-    entry: Shared
-    entry = public._entry if isinstance(public, ObjectRef) else public._actor
+    entry: Shared = public._entry if isinstance(public, LocalRef) else public._actor
     return entry
 
 

@@ -34,7 +34,7 @@ def anonymous_memory(size: int) -> int:
     if LINUX:
         fd = os.memfd_create("miniray", os.MFD_CLOEXEC)
     else:
-        import _posixshmem
+        import _posixshmem  # type: ignore[import-not-found, unused-ignore]
 
         name = f"/miniray-{secrets.token_hex(8)}"
         fd = _posixshmem.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)

@@ -19,7 +19,6 @@ from miniray.core.local.calls import (
     FUNCTION,
     Call,
     Channel,
-    LocalGenerator,
     make_sink,
     sink_entries,
 )
@@ -73,8 +72,9 @@ class Lane:
 class TaskClient:
     """Submits this process's tasks."""
 
-    def __init__(self, node: Node, max_parallel: int) -> None:
+    def __init__(self, node: Node, max_parallel: int, env: dict[str, str]) -> None:
         self.node = node
+        self.env = env  # what this worker was given: its tasks inherit it
         self._max_parallel = max_parallel
         self._lock = threading.RLock()
         self._lanes: dict[Demand, Lane] = {}
@@ -100,10 +100,8 @@ class TaskClient:
         call.retries = DEFAULT_RETRIES if options.max_retries is None else options.max_retries
         fill_arguments(node, call, args, kwargs)
         cpus = 1.0 if options.num_cpus is None else float(options.num_cpus)
-        env = tuple(sorted(options.env_vars.items()))
+        env = tuple(sorted({**self.env, **options.env_vars}.items()))
         demand = Demand(cpus, float(options.num_gpus or 0), env)
-        if num_returns == "streaming":
-            result = LocalGenerator(sink, lambda: self.cancel(id, False))
         for entry in sink_entries(sink):
             entry.origin = (self, id)
         waiting = call.pending_deps()
@@ -245,7 +243,7 @@ class TaskClient:
                 self._settle(demand, lane, lane.leased[proc])
 
     def _return(self, proc: int) -> None:
-        self.node.ask(DRIVER, "return_worker", proc, [], lambda *_: None)
+        self.node.ask(DRIVER, "return_worker", (proc,), [], lambda *_: None)
 
     def stolen(self, victim: int, thief: int | None, ids: list[int]) -> None:
         """``victim`` gave back tasks it had not started; ``thief`` was waiting for them."""
@@ -269,7 +267,7 @@ class TaskClient:
             elif demand is not None:
                 self._dispatch(demand, self._lanes[demand])
 
-    # -- failure and cancellation -------------------------------------------------------------------
+    # -- failure and cancellation -----------------------------------------------------------------
 
     def _lost(self, channel: Channel, calls: list[Call]) -> None:
         proc = channel.peer

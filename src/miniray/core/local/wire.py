@@ -31,7 +31,7 @@ def frame(kind: int, body: bytes, nfds: int = 0) -> bytes:
     return HEADER.pack(len(body), kind, nfds) + body
 
 
-class Closed(Exception):
+class Closed(Exception):  # noqa: N818  # a signal between our own functions, not an error
     """The other end is gone. Internal: callers turn it into the error a user understands."""
 
 

@@ -31,6 +31,8 @@ from miniray.core.local import system
 from miniray.core.local.node import SessionInfo
 
 _MAX_MESSAGE = 1 << 16
+# Messages with boundaries; macOS has only the second for Unix sockets.
+_SOCKET_KIND = socket.SOCK_SEQPACKET if system.LINUX else socket.SOCK_DGRAM
 
 #: Imports worth sharing by fork: loaded in the zygote once the driver has them. None of these
 #: starts a thread on import.
@@ -46,9 +48,9 @@ class Zygote:
     """The driver's end: start, kill and hear about worker processes."""
 
     def __init__(self, info: SessionInfo) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, _SOCKET_KIND)
         self.sock = ours
-        # Reports of many exits may queue up while the driver is busy; spawning is not blocked by it.
+        # Reports of many exits may queue up while the driver is busy: spawning must not wait.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         self._lock = threading.Lock()
@@ -81,14 +83,13 @@ class Zygote:
 
     def _send(self, message: Any, fds: Sequence[int] = ()) -> None:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        with self._lock:
-            # A zygote that is gone is noticed by whoever reads from it, with all its workers.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self.sock.sendmsg([pickle.dumps(message, 5)], ancillary)
+        # A zygote that is gone is noticed by whoever reads from it, with all its workers.
+        with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.sock.sendmsg([pickle.dumps(message, 5)], ancillary)
 
     def receive(self) -> list[Any] | None:
         """Reports that have come: ("exited", proc, status), ...; None when the zygote is gone."""
-        reports = []
+        reports: list[Any] = []
         while True:
             try:
                 data = self.sock.recv(_MAX_MESSAGE, socket.MSG_DONTWAIT)

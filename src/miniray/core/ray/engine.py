@@ -16,7 +16,14 @@ from miniray.core.engine import Capabilities, Engine, RuntimeContext
 from miniray.core.options import Options
 from miniray.core.ray.errors import translate
 from miniray.core.ray.host import guard_function, host_class
-from miniray.core.ray.refs import RayRef, unwrap_refs, wrap, wrap_handle
+from miniray.core.ray.refs import (
+    RayRef,
+    first_error,
+    ray_refs_of,
+    unwrap_refs,
+    wrap,
+    wrap_handle,
+)
 from miniray.core.refs import ObjectRef, ObjectRefGenerator
 from miniray.core.remote import ActorHandle, ClassSpec, FunctionSpec
 from miniray.errors import (
@@ -163,7 +170,7 @@ class RayEngine(Engine):
 
     def get(self, refs: Sequence[ObjectRef[Any]], timeout: float | None) -> list[Any]:
         self._check_open(ObjectLostError)
-        ray_refs = _ray_refs(refs)
+        ray_refs = ray_refs_of(refs)
         try:
             return ray.get(ray_refs, timeout=timeout)  # type: ignore[no-any-return]
         except ray.exceptions.GetTimeoutError:
@@ -173,7 +180,7 @@ class RayEngine(Engine):
             ) from None
         except RayError as error:
             self._check_open(ObjectLostError)
-            raise translate(error) from None
+            raise translate(first_error(ray_refs) or error) from None
         except SystemExit:  # how Ray ends a wait when another thread shuts it down
             self._check_open(ObjectLostError)
             raise
@@ -182,14 +189,14 @@ class RayEngine(Engine):
         self, refs: Sequence[ObjectRef[Any]], num_returns: int, timeout: float | None
     ) -> tuple[list[ObjectRef[Any]], list[ObjectRef[Any]]]:
         self._check_open(ObjectLostError)
-        done, _ = ray.wait(_ray_refs(refs), num_returns=num_returns, timeout=timeout)
+        done, _ = ray.wait(ray_refs_of(refs), num_returns=num_returns, timeout=timeout)
         finished = {ref.binary() for ref in done}
         ready = [ref for ref in refs if ref.binary() in finished]
         return ready, [ref for ref in refs if ref.binary() not in finished]
 
     def on_ready(self, ref: ObjectRef[Any], callback: Callable[[], None]) -> None:
         self._check_open(ObjectLostError)
-        _ray_refs([ref])[0].future().add_done_callback(lambda _: callback())
+        ray_refs_of([ref])[0].future().add_done_callback(lambda _: callback())
 
     # -- control --------------------------------------------------------------------------------
 
@@ -199,7 +206,7 @@ class RayEngine(Engine):
 
     def cancel(self, ref: ObjectRef[Any], force: bool) -> None:
         self._check_open(ObjectLostError)
-        ray.cancel(_ray_refs([ref])[0], force=force)
+        ray.cancel(ray_refs_of([ref])[0], force=force)
 
     def get_actor(self, name: str, namespace: str | None) -> ActorHandle[Any]:
         return wrap_handle(self, ray.get_actor(name, namespace))
@@ -297,13 +304,6 @@ def _send(remote: Any, args: tuple[Any, ...], kwargs: dict[str, Any], code: Any,
         for key, value in kwargs.items():
             serialize.pack(value, f"argument {key!r} of {name}")
         raise  # it was not about pickling
-
-
-def _ray_refs(refs: Sequence[ObjectRef[Any]]) -> list[Any]:
-    for ref in refs:
-        if not isinstance(ref, RayRef):
-            raise TypeError(f"{ref!r} belongs to another engine, not to this Ray session")
-    return [ref.ray_ref for ref in refs]  # type: ignore[attr-defined]
 
 
 def _ray_options(options: Options, names: tuple[str, ...]) -> dict[str, Any]:

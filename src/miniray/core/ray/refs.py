@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import inspect
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -107,6 +107,31 @@ def unwrap_refs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any
     )
 
 
+def ray_refs_of(refs: Sequence[ObjectRef[Any]]) -> list[Any]:
+    """The Ray refs inside; ``TypeError`` for one of another engine."""
+    for ref in refs:
+        if not isinstance(ref, RayRef):
+            raise TypeError(f"{ref!r} belongs to another engine, not to this Ray session")
+    return [ref.ray_ref for ref in refs]  # type: ignore[attr-defined]
+
+
+def first_error(ray_refs: list[Any]) -> ray.exceptions.RayError | None:
+    """The first error in list order among those known by now.
+
+    Ray raises as soon as any of the refs has failed, which is right (the others may be waiting for
+    the one that failed), but not the same one each time where several have.
+    """
+    if len(ray_refs) == 1:
+        return None
+    ready, _ = ray.wait(ray_refs, num_returns=len(ray_refs), timeout=0, fetch_local=False)
+    for ray_ref in ready:
+        try:
+            ray.get(ray_ref, timeout=1)
+        except ray.exceptions.RayError as error:
+            return None if isinstance(error, ray.exceptions.GetTimeoutError) else error
+    return None
+
+
 def wrap_handle(engine: Engine, ray_handle: Any, info: ActorInfo | None = None) -> ActorHandle[Any]:
     """A handle around Ray's; what its actor can do is read off the Ray handle where not given."""
     return ActorHandle(engine, ray_handle, ray_handle._actor_id.hex(), info or _info_of(ray_handle))
@@ -169,4 +194,12 @@ def _declared(num_returns: int | str | None, generator: bool) -> int | str:
     return num_returns
 
 
-__all__ = ["RayRef", "RayStream", "unwrap_refs", "wrap", "wrap_handle"]
+__all__ = [
+    "RayRef",
+    "RayStream",
+    "first_error",
+    "ray_refs_of",
+    "unwrap_refs",
+    "wrap",
+    "wrap_handle",
+]
