@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -56,7 +57,7 @@ def versions(*packages: str) -> dict[str, str]:
     return found
 
 
-def run_measured(script: Path, arguments: Sequence[str], timeout: float = 600) -> dict[str, Any]:
+def run_measured(script: Path, arguments: Sequence[str], timeout: float = 300) -> dict[str, Any]:
     """Run ``script`` in a fresh interpreter and return the JSON it wrote to its ``--out``.
 
     Its output is shown only when it fails. The checkout's own miniray is the one imported.
@@ -67,21 +68,33 @@ def run_measured(script: Path, arguments: Sequence[str], timeout: float = 600) -
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "samples.json"
         command = [sys.executable, str(script), *arguments, "--out", str(out)]
-        done = subprocess.run(
-            command,
-            env=environment,
-            timeout=timeout,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-        if done.returncode != 0 or not out.exists():
-            raise RuntimeError(
-                f"{' '.join(command)} ended with status {done.returncode}:\n{done.stdout[-4000:]}"
-            )
+        status, output = _run(command, environment, timeout)
+        if status != 0 or not out.exists():
+            raise RuntimeError(f"{' '.join(command)} ended with {status}:\n{output[-4000:]}")
         samples: dict[str, Any] = json.loads(out.read_text())
         return samples
+
+
+def _run(command: list[str], environment: dict[str, str], timeout: float) -> tuple[int | str, str]:
+    """(exit status, output); whatever ends the wait, no process of the command is left."""
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+        return process.returncode, output
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)  # the script shows where its threads are
+        output, _ = process.communicate(timeout=10)
+        return f"no answer after {timeout:g} s", output
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @dataclasses.dataclass

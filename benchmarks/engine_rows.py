@@ -7,6 +7,7 @@ returns its raw samples. Imports are kept out of the top of this file: the first
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import json
 import sys
@@ -255,6 +256,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
 
+    faulthandler.enable()  # SIGABRT, when this takes too long, shows where
     api, seconds = startup(arguments.api)
     samples = {"startup": [seconds]}
     for row, measure in GROUPS[arguments.group].items():

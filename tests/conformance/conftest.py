@@ -5,7 +5,6 @@ costs the next one a new start. Test modules are ordinary modules of the ``tests
 workers can import them; what is decorated with ``@miniray.remote`` travels by value.
 """
 
-import gc
 import itertools
 
 import pytest
@@ -24,11 +23,11 @@ _serial = itertools.count()
 def pytest_generate_tests(metafunc):
     if "backend" in metafunc.fixturenames:
         chosen = metafunc.config.getoption("engine") or ENGINES
-        # With session scope pytest runs all tests of one engine before those of the next.
-        metafunc.parametrize("backend", chosen, indirect=True, scope="session")
+        # With package scope pytest runs all tests of one engine before those of the next.
+        metafunc.parametrize("backend", chosen, indirect=True, scope="package")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def backend(request):
     if request.param == "ray":
         pytest.importorskip("ray")
@@ -44,8 +43,7 @@ def engine(backend):
     """The running engine, started if need be."""
     if not miniray.is_initialized():
         miniray.init(backend=backend, **SIZE)
-    yield session.engine()
-    gc.collect()  # a failed test's traceback keeps handles, and so actors, in cycles
+    return session.engine()
 
 
 @pytest.fixture

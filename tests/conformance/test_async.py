@@ -172,7 +172,11 @@ def test_an_async_actor_gathers_refs(engine):
 
 def test_all_methods_of_an_async_actor_share_its_loop(engine):
     actor = Async.remote()
-    loops = [actor.same_loop.remote(), actor.same_loop.remote(), actor.loop_in_plain_method.remote()]
+    loops = [
+        actor.same_loop.remote(),
+        actor.same_loop.remote(),
+        actor.loop_in_plain_method.remote(),
+    ]
     assert len(set(miniray.get(loops))) == 1
 
 

@@ -3,6 +3,7 @@
 The session has 8 CPUs and 2 GPUs, whatever the machine has.
 """
 
+import gc
 import os
 
 import pytest
@@ -44,6 +45,7 @@ def free(kind):
 @pytest.fixture
 def all_free(engine):
     """Actors of earlier tests have ended; on some engines that takes a moment."""
+    gc.collect()  # a failed test's traceback keeps handles, and so actors, in cycles
     eventually(lambda: free("CPU") == 8 and free("GPU") == 2)
 
 

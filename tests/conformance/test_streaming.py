@@ -38,7 +38,6 @@ class Producer:
         return self.produced
 
 
-
 def values(stream):
     return [miniray.get(ref) for ref in stream]
 

@@ -159,9 +159,7 @@ def pack(value: Any, what: str = "value") -> Packed:
     return Packed(file.getvalue(), pickler.buffers, pickler.private, pickler.refs)
 
 
-def unpack(
-    data: bytes | memoryview, buffers: Sequence[Any] = (), refs: Sequence[Any] = ()
-) -> Any:
+def unpack(data: bytes | memoryview, buffers: Sequence[Any] = (), refs: Sequence[Any] = ()) -> Any:
     """The value. ``buffers`` stay referenced by what is built over them."""
     previous = _loading.refs
     _loading.refs = refs

@@ -2,7 +2,8 @@
 
 A thread that waits for a result reads the connection itself (*leads* it), so a synchronous call
 costs no thread switch. When nobody leads and more than one result is due, the I/O thread reads
-(the channel is *armed*). With exactly one result due and nobody asking, it may lie in the socket.
+(the channel is *armed*). With exactly one result due, a thread will most likely ask for it next:
+the I/O thread gives it a moment before it takes over.
 
 Calls to a worker that runs one at a time are held back while it is busy and sent together; every
 wait, every result and a full buffer send them.
@@ -240,12 +241,11 @@ class Channel(Stream):
             busy = len(pending) > 1
             if type(sink) is Entry:
                 sink.channel = self
-                must_read = busy or sink.waiters
+                read_now = busy or sink.waiters
             else:
                 for entry in sink_entries(sink):
                     entry.channel = self
-                # Streams and several returns are always read by the I/O thread.
-                must_read = True
+                read_now = True
             try:
                 if busy and self._batching and not fds:
                     self._batch.append(data)
@@ -261,8 +261,11 @@ class Channel(Stream):
             except Closed:
                 del pending[call.id]
                 raise
-        if must_read and not self.events & system.IN:
-            self.arm()
+        if not self.events & system.IN:
+            if read_now:
+                self.arm()
+            else:
+                self.node.look_later(self)
 
     def send_ahead(self, kind: int, body: bytes, fds: Sequence[int] = ()) -> None:
         """Send a frame before the calls that follow. Raises ``Closed``."""
@@ -389,8 +392,9 @@ class Channel(Stream):
                     self._take(frames)
             except Closed:
                 pass
-            calls = list(self.pending.values())
-            self.pending.clear()
+            with self._call_lock:  # a call being sent is among them or raises Closed, not neither
+                calls = list(self.pending.values())
+                self.pending.clear()
         self._on_lost(self, calls)
 
     def retire(self) -> None:

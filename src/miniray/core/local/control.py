@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import os
 import pickle
+import signal
 import socket
 import sys
 import threading
@@ -224,12 +225,15 @@ class Control:
         self.node.unwatch(zygote.sock.fileno())
         with self._lock:
             self._zygote = None
-            running = [w.proc for w in self._workers.values() if w.listener is None]
+            running = [w for w in self._workers.values() if w.listener is None]
         if self._closing:
             return
         zygote.close()
-        for proc in running:
-            self._exited(proc, int(death.KILLED_WITH_ZYGOTE))
+        for worker in running:
+            if worker.pid:  # the kernel killed the worker itself, not what it had started
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(worker.pid, signal.SIGKILL)
+            self._exited(worker.proc, int(death.KILLED_WITH_ZYGOTE))
 
     def _exited(self, proc: int, status: int) -> None:
         """A process ended: tell everybody, free what it had, restart or fail its work."""
@@ -245,10 +249,7 @@ class Control:
                 os.unlink(self.node.info.path(proc))
             if worker in self._idle:
                 self._idle.remove(worker)
-            if worker.grant is not None and not worker.blocked:
-                self.resources.give_back(worker.grant)
-            elif worker.grant is not None:
-                self.resources.give_back(dataclasses.replace(worker.grant, cpus=0.0))
+            self._free(worker)
             text = death.describe(worker.name, worker.pid, status, lines, log_path)
             if worker.actor is not None:
                 self._actor_exited(worker.actor, text, status)
@@ -258,6 +259,15 @@ class Control:
             others = [w.proc for w in self._workers.values() if w.listener is None]
             self._do.append(lambda: self._announce(proc, others))
             self._place()
+
+    def _free(self, worker: Worker) -> None:
+        """Take back what a worker had. The CPUs of one that waits in ``get`` are free already."""
+        grant, worker.grant = worker.grant, None
+        if grant is not None:
+            self.resources.give_back(
+                dataclasses.replace(grant, cpus=0.0) if worker.blocked else grant
+            )
+        worker.blocked = False
 
     def _announce(self, proc: int, others: list[int]) -> None:
         self.node.declare_dead(proc)
@@ -358,7 +368,7 @@ class Control:
         options = actor.options
         meta = {
             "actor_id": actor.id,
-            "name": actor.name,
+            "name": options.name,
             "places": places,
             "is_async": actor.is_async,
             "max_concurrency": options.max_concurrency,
@@ -559,9 +569,7 @@ class Control:
                 return
             worker.holder = None
             worker.recalled = False
-            assert worker.grant is not None
-            self.resources.give_back(worker.grant)
-            worker.grant = None
+            self._free(worker)
             surplus: Worker | None = worker
             if worker.reused:
                 self._idle.append(worker)

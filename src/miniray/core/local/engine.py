@@ -51,7 +51,7 @@ class LocalEngine(Engine):
         totals = node.info.resources
         self._totals = Resources(totals["CPU"], int(totals.get("GPU", 0)))
         self._tasks = TaskClient(node, max(1, int(totals["CPU"])), env or {})
-        self._actor: tuple[int, str, int] | None = None
+        self._actor: tuple[int, str | None, int] | None = None
         node.messages[STOLEN] = lambda proc, meta, _: self._tasks.stolen(proc, *meta)
         node.messages[RECALL] = lambda _, proc, __: self._tasks.recall(proc)
 
@@ -299,7 +299,7 @@ class LocalEngine(Engine):
 
     # -- who am I ---------------------------------------------------------------------------------
 
-    def set_actor(self, id: int, name: str, restarts: int) -> None:
+    def set_actor(self, id: int, name: str | None, restarts: int) -> None:
         self._actor = (id, name, restarts)
 
     def runtime_context(self) -> RuntimeContext:

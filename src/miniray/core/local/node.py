@@ -18,6 +18,7 @@ import pickle
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +32,8 @@ from miniray.core.local.wire import Closed, Stream, frame
 from miniray.errors import MinirayError, ObjectLostError
 
 DRIVER = 0
+_MOMENT = 0.02
+_TRIM_SECONDS = 3.0
 _ID_BITS = 40
 _HELLO = struct.Struct("<32sII")
 CALLS, CONTROL = 1, 2  # what a new connection is for
@@ -73,7 +76,7 @@ class Node(Sharing):
         self.proc = proc
         self.ids = itertools.count((proc << _ID_BITS) + 1)
         self.usage = Usage(info.usage_fd, slot, info.memory_limit)
-        self.store = Store(self, self.ids, self.usage, info.spill_dir)
+        self.store = Store(self, self.ids, self.usage, info.spill_dir, self.wake)
         self.poller = system.Poller()
         self.dirty: set[Any] = set()  # channels with calls not yet written to the socket
         self.channels: dict[int, set[Any]] = {}
@@ -98,6 +101,8 @@ class Node(Sharing):
         self._asked: dict[int, tuple[int, Callable[[bool, Any, list[Blob]], None]]] = {}
         self._posted: deque[Callable[[], None]] = deque()
         self._woken = False
+        self._later: set[Any] = set()
+        self._ticking = False
         self._thread = threading.Thread(target=self._run, name="miniray-io", daemon=True)
 
     def start(self) -> None:
@@ -118,6 +123,22 @@ class Node(Sharing):
             self._woken = True
             if not self.closing:
                 self._waker.wake()
+
+    def look_later(self, channel: Any) -> None:
+        """Have the I/O thread read ``channel`` in a moment if no waiting thread does by then."""
+        self._later.add(channel)
+        if not self._ticking:  # the I/O thread clears this before it looks: one of us notices
+            self._ticking = True
+            self.wake()
+
+    def _look(self) -> None:
+        self._ticking = False
+        later, self._later = self._later, set()
+        if later:
+            self._ticking = True
+        for channel in later:
+            if channel.pending:
+                channel.arm()
 
     def post(self, action: Callable[[], None]) -> None:
         """Run ``action`` in the I/O thread soon."""
@@ -153,13 +174,13 @@ class Node(Sharing):
 
     def flush_output(self, stream: Stream) -> None:
         """The socket is writable: send what is queued, and stop watching when all is out."""
-        if stream.flush():
-            self.rewatch(stream, remove=system.OUT)
+        stream.flush(lambda: self.rewatch(stream, remove=system.OUT))
 
     def _run(self) -> None:
-        keeping = False
+        look_at = trim_at = 0.0
         while not self.closing:
-            for fd, events in self.poller.poll(3.0 if keeping else None):
+            timeout = _MOMENT if self._ticking else _TRIM_SECONDS if self.store.watched else None
+            for fd, events in self.poller.poll(timeout):
                 handler = self._handlers.get(fd)
                 if handler is not None:
                     handler(events)
@@ -169,7 +190,13 @@ class Node(Sharing):
                 self._posted.popleft()()
             for parent, returned in self.pop_returns().items():
                 self._return(parent, returned)
-            keeping = self.store.trim()
+            now = time.monotonic()
+            if self._ticking and now >= look_at:
+                self._look()
+                look_at = now + _MOMENT
+            if self.store.watched and now >= trim_at:
+                self.store.trim()
+                trim_at = now + _TRIM_SECONDS
 
     def _return(self, parent: int, returned: list[tuple[int, int]]) -> None:
         if parent == self.proc:
@@ -450,6 +477,10 @@ class Node(Sharing):
         """``proc`` ended: void its credits, fail what waits for it, drop its memory."""
         super().declare_dead(proc)
         self.store.forget_home(proc)
+        peer = self._peers.get(proc)
+        if peer is not None:
+            # A child it forked may hold its end open: what is sent there would never be answered.
+            peer.close()
         for channel in list(self.channels.get(proc, ())):
             channel.lost()
         for number, (asked, then) in list(self._asked.items()):

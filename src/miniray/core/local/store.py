@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from miniray.core.local import system
@@ -89,7 +90,18 @@ class Lease(Shared):
 class Store:
     """The segments of one process: its own, and others' it has mapped."""
 
-    def __init__(self, sharing: Sharing, next_id: Any, usage: Usage, spill_dir: str) -> None:
+    def __init__(
+        self,
+        sharing: Sharing,
+        next_id: Any,
+        usage: Usage,
+        spill_dir: str,
+        wake: Callable[[], None],
+    ) -> None:
+        #: Whether there is anything that `trim` may have to look at later.
+        self.watched = False
+        self._wake = wake
+        self._live = 0
         self.returned: deque[tuple[Segment, bool, bool]] = deque()
         self._sharing = sharing
         self._next_id = next_id
@@ -108,6 +120,8 @@ class Store:
         with self._lock:
             self._collect()
             segment = self._reuse(size) or self._fresh(size)
+            self._live += 1
+        self._watch()
         return Lease(self._sharing, next(self._next_id), None, segment, self)
 
     def adopt(self, lease_id: int, segment_id: int, fd: int, size: int, parent: int) -> Lease:
@@ -119,7 +133,14 @@ class Store:
                 segment = Segment(segment_id, fd, size, writable=False, on_disk=False)
             else:
                 os.close(fd)
+            self._live += 1
+        self._watch()
         return Lease(self._sharing, lease_id, parent, segment, self)
+
+    def _watch(self) -> None:
+        if not self.watched:
+            self.watched = True
+            self._wake()
 
     def _reuse(self, size: int) -> Segment | None:
         """The smallest free segment that fits without wasting half of itself."""
@@ -169,6 +190,7 @@ class Store:
         while self.returned:
             segment, home, abandoned = self.returned.popleft()
             segment.used_at = now
+            self._live -= 1
             if not home:
                 self._mapped[segment.id] = segment
             elif abandoned or segment.on_disk:
@@ -184,8 +206,8 @@ class Store:
         if not segment.on_disk:
             self._usage.add(-segment.size)
 
-    def trim(self) -> bool:
-        """Give back segments idle for long; True while some are left to look at later."""
+    def trim(self) -> None:
+        """Give back segments idle for long."""
         before = time.monotonic() - IDLE_SECONDS
         with self._lock:
             self._collect()
@@ -194,7 +216,7 @@ class Store:
                 self._release(segment)
             for segment in [s for s in self._mapped.values() if s.used_at < before]:
                 del self._mapped[segment.id]
-            return bool(self._free or self._mapped)
+            self.watched = bool(self._live or self._free or self._mapped)
 
     def forget_home(self, proc: int) -> None:
         """Drop cached mappings of a dead process's segments: they can never be used again."""

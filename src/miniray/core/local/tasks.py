@@ -77,6 +77,7 @@ class TaskClient:
         self.env = env  # what this worker was given: its tasks inherit it
         self._max_parallel = max_parallel
         self._lock = threading.RLock()
+        self._waiting: dict[int, Call] = {}  # for arguments that are still being computed
         self._lanes: dict[Demand, Lane] = {}
         self._demands: dict[int, Demand] = {}  # by leased worker
         self._channels: dict[int, Channel] = {}  # kept after the lease, for the next one
@@ -113,11 +114,11 @@ class TaskClient:
 
     def _when_ready(self, call: Call, demand: Demand, waiting: list[Any]) -> None:
         def check() -> None:
-            if not call.pending_deps() and not started:
-                started.append(True)
+            # Whoever removes it goes on with it: several arguments may become ready at once.
+            if not call.pending_deps() and self._waiting.pop(call.id, None) is not None:
                 self._enqueue(call, demand)
 
-        started: list[bool] = []
+        self._waiting[call.id] = call
         for entry in waiting:
             self.node.fetch(entry)
             entry.add_waiter(check)
@@ -186,8 +187,10 @@ class TaskClient:
             if channel is None or channel.closed:
                 try:
                     channel = Channel(self.node, proc, True, self._lost, self._result)
-                except Closed:  # it died between the grant and now
-                    self._return(proc)
+                except Closed:
+                    # It died between the grant and now. Returned, it would be granted again at
+                    # once: the lease ends when its death is noticed.
+                    self.node.ask(DRIVER, "kill_worker", (proc, 0), [], lambda *_: None)
                     self._dispatch(demand, lane)
                     return
                 self._channels[proc] = channel
@@ -301,6 +304,11 @@ class TaskClient:
         self.node.ask(DRIVER, "worker_lost", proc, [], then)
 
     def cancel(self, id: int, force: bool) -> None:
+        """Cancel a task: not sent yet, it never is; running, it is interrupted or killed."""
+        waiting = self._waiting.pop(id, None)
+        if waiting is not None:
+            waiting.sink.fail(TaskCancelledError(f"{waiting.label} was cancelled"))
+            return
         with self._lock:
             for lane in self._lanes.values():
                 for call in lane.queue:

@@ -88,10 +88,15 @@ class Stream:
                     return
             self._on_backlog(self)
 
-    def flush(self) -> bool:
-        """Send what is queued; True when nothing is left."""
+    def flush(self, on_empty: Callable[[], None]) -> None:
+        """Send what is queued; when nothing is left, ``on_empty`` is called.
+
+        That happens under the send lock: a backlog that another thread makes a moment later calls
+        ``on_backlog`` after it, so the two cannot undo each other in the wrong order.
+        """
         with self._send_lock:
-            return self._flush()
+            if self._flush():
+                on_empty()
 
     def _flush(self) -> bool:
         while self._out:

@@ -111,7 +111,7 @@ class Server:
         """Wait for the class and its arguments and make the instance; False if that failed."""
         meta, (spec, *blobs) = self._init.get()
         self.engine.set_actor(meta["actor_id"], meta["name"], meta["restarts"])
-        label = meta["name"]
+        label = self.name
         make: Any = None
 
         def construct() -> Any:
@@ -237,6 +237,7 @@ class Server:
             if stream.peer == proc and not self._async:
                 with contextlib.suppress(KeyError):
                     self._backlog.extend(self._read(stream))
+                    self._waker.wake()  # the main thread may be waiting for just these
         mine = [job for job in list(self._backlog) if job.stream.peer == proc]
         take = mine if thief is None else mine[len(mine) // 2 :]
         returned = []

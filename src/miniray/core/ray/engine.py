@@ -103,6 +103,8 @@ class RayEngine(Engine):
         chosen["num_cpus"] = options.num_cpus or 0
         if options.get_if_exists:
             chosen["get_if_exists"] = True
+        if options.name is not None:
+            self._find(options.name, options.namespace)  # for what it does to a dead one
         handle = _send(actor_class.options(**chosen), args, kwargs, spec.cls, spec.name)
         if options.lifetime is None and not options.get_if_exists:
             self._created.add(handle)
@@ -206,10 +208,35 @@ class RayEngine(Engine):
 
     def cancel(self, ref: ObjectRef[Any], force: bool) -> None:
         self._check_open(ObjectLostError)
-        ray.cancel(ray_refs_of([ref])[0], force=force)
+        ray_ref = ray_refs_of([ref])[0]
+        # Ray crashes the whole process (ray-project/ray#56123 fixed it for actor calls only) when
+        # a task is cancelled before its I/O thread has begun to look at the task's arguments.
+        ray.wait([ray_ref], timeout=0.05, fetch_local=False)
+        ray.cancel(ray_ref, force=force)
 
     def get_actor(self, name: str, namespace: str | None) -> ActorHandle[Any]:
-        return wrap_handle(self, ray.get_actor(name, namespace))
+        ray_handle = self._find(name, namespace)
+        if ray_handle is None:
+            raise ValueError(f"there is no actor named {name!r}")
+        return wrap_handle(self, ray_handle)
+
+    def _find(self, name: str, namespace: str | None) -> Any:
+        """Ray's handle of a named actor that is not dead, or None.
+
+        An actor whose ``__init__`` raised keeps its name in Ray while there are handles to it;
+        killing it, dead as it is, frees the name.
+        """
+        try:
+            ray_handle = ray.get_actor(name, namespace)
+        except ValueError:
+            return None
+        if self._client:  # the cluster's records cannot be read from there
+            return ray_handle
+        record = ray._private.state.actors(ray_handle._actor_id.hex())
+        if record and record.get("State") == "DEAD":
+            ray.kill(ray_handle)
+            return None
+        return ray_handle
 
     def reduce_handle(self, handle: ActorHandle[Any]) -> Any:
         return load_handle, (handle._actor,)

@@ -1,0 +1,394 @@
+"""How actors and calls end: last handle, kill, crash, restart, retry, cancel."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+import miniray
+from miniray.errors import ActorDiedError, TaskCancelledError, WorkerCrashedError
+from tests.conformance.helpers import Gate, eventually, exists, is_process, needs
+
+
+@miniray.remote
+class Actor:
+    def __init__(self, fail_with=None):
+        if fail_with is not None:
+            raise ValueError(fail_with)
+        self.calls = 0
+
+    def call(self):
+        self.calls += 1
+        return self.calls
+
+    def pid(self):
+        return os.getpid()
+
+    def crash(self, code=3):
+        os._exit(code)
+
+    def signal_self(self, number):
+        os.kill(os.getpid(), number)
+        time.sleep(30)
+
+    def exit(self):
+        sys.exit(0)
+
+    def crash_until(self, path, attempts):
+        return count_up_to(path, attempts)
+
+    def block(self, gate):
+        gate.announce()
+        gate.wait()
+        return "unblocked"
+
+    def reconstructed(self):
+        return miniray.get_runtime_context().was_current_actor_reconstructed
+
+
+def count_up_to(path, attempts):
+    """Crash in each of the first ``attempts`` runs; the number of this run after that."""
+    with open(path, "a") as file:
+        file.write("x")
+    run = os.path.getsize(path)
+    if run <= attempts:
+        os._exit(1)
+    return run
+
+
+@miniray.remote
+def crash_until(path, attempts):
+    return count_up_to(path, attempts)
+
+
+def dead(actor):
+    """Whether calls fail; those of a restarting actor do so for a while."""
+    try:
+        miniray.get(actor.call.remote())
+    except ActorDiedError:
+        return True
+    return False
+
+
+def restarted(actor):
+    """Whether the actor is up again; calls fail from the crash until then."""
+    try:
+        return miniray.get(actor.reconstructed.remote())
+    except ActorDiedError:
+        return False
+
+
+# -- the end of an actor ---------------------------------------------------------------------------
+
+
+def test_an_actor_ends_with_its_last_handle(engine):
+    needs(engine, "processes")
+    actor = Actor.remote()
+    pid = miniray.get(actor.pid.remote())
+    copy = miniray.get(miniray.put([actor]))
+    del actor
+    assert is_process(pid)
+    assert miniray.get(copy[0].call.remote()) == 1
+    del copy
+    eventually(lambda: not is_process(pid))
+
+
+def test_calls_made_before_the_last_handle_went_are_done(engine):
+    @miniray.remote
+    def last_words():
+        return "heard"
+
+    @miniray.remote
+    class Brief:
+        def say(self, words):
+            return words
+
+    assert miniray.get(Brief.remote().say.remote(last_words.remote())) == "heard"
+
+
+def test_a_failed_init_is_told_at_every_call(engine):
+    actor = Actor.remote("bad config")
+    for _ in range(2):
+        with pytest.raises(ActorDiedError, match="bad config") as caught:
+            miniray.get(actor.call.remote())
+    assert "ValueError" in str(caught.value)
+    assert "__init__" in str(caught.value)
+
+
+def test_a_failed_init_frees_the_name(engine, unique):
+    actor = Actor.options(name=unique).remote("no")
+    with pytest.raises(ActorDiedError):
+        miniray.get(actor.call.remote())
+    del actor  # Ray keeps the name of a dead actor that somebody still holds
+    eventually(lambda: not exists(unique))
+
+
+def test_calls_after_kill_fail(engine):
+    actor = Actor.remote()
+    assert miniray.get(actor.call.remote()) == 1
+    miniray.kill(actor)
+    for _ in range(2):
+        with pytest.raises(ActorDiedError):
+            miniray.get(actor.call.remote())
+
+
+def test_killing_twice_is_harmless(engine):
+    actor = Actor.remote()
+    miniray.get(actor.call.remote())
+    miniray.kill(actor)
+    miniray.kill(actor)
+
+
+def test_results_from_before_the_kill_remain(engine):
+    actor = Actor.remote()
+    ref = actor.call.remote()
+    miniray.get(ref)
+    miniray.kill(actor)
+    assert miniray.get(ref) == 1
+
+
+def test_kill_ends_the_process(engine):
+    needs(engine, "processes")
+    actor = Actor.remote()
+    pid = miniray.get(actor.pid.remote())
+    miniray.kill(actor)
+    eventually(lambda: not is_process(pid))
+
+
+def test_kill_fails_the_call_in_flight(engine, tmp_path):
+    needs(engine, "concurrent", "processes")
+    gate = Gate(tmp_path)
+    actor = Actor.remote()
+    ref = actor.block.remote(gate)
+    eventually(gate.arrived)
+    miniray.kill(actor)
+    with pytest.raises(ActorDiedError):
+        miniray.get(ref)
+
+
+def test_sys_exit_ends_the_actor(engine):
+    actor = Actor.remote()
+    with pytest.raises(ActorDiedError):
+        miniray.get(actor.exit.remote())
+    with pytest.raises(ActorDiedError):
+        miniray.get(actor.call.remote())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=["SIGKILL", "SIGSEGV"])
+def test_a_signal_ends_the_actor(engine, number):
+    needs(engine, "processes")
+    actor = Actor.remote()
+    with pytest.raises(ActorDiedError):
+        miniray.get(actor.signal_self.remote(number))
+
+
+def test_a_crash_fails_the_calls_queued_behind_it(engine):
+    needs(engine, "processes")
+    actor = Actor.remote()
+    refs = [actor.crash.remote(), actor.call.remote(), actor.call.remote()]
+    for ref in refs:
+        with pytest.raises(ActorDiedError):
+            miniray.get(ref)
+
+
+def test_a_crash_is_seen_by_another_actor_that_waits(engine):
+    needs(engine, "processes")
+
+    @miniray.remote
+    class Caller:
+        def call(self, actor):
+            try:
+                miniray.get(actor.crash.remote())
+            except ActorDiedError:
+                return "noticed"
+
+    assert miniray.get(Caller.remote().call.remote(Actor.remote())) == "noticed"
+
+
+# -- restart and retry -----------------------------------------------------------------------------
+
+
+def test_without_max_restarts_a_crash_is_final(engine):
+    needs(engine, "processes")
+    actor = Actor.remote()
+    with pytest.raises(ActorDiedError):
+        miniray.get(actor.crash.remote())
+    assert dead(actor)
+
+
+def test_an_actor_restarts_as_often_as_allowed(engine):
+    needs(engine, "processes")
+    actor = Actor.options(max_restarts=1).remote()
+    assert miniray.get([actor.call.remote(), actor.call.remote()]) == [1, 2]
+    with pytest.raises(ActorDiedError):
+        miniray.get(actor.crash.remote())
+    eventually(lambda: restarted(actor))
+    assert miniray.get(actor.call.remote()) == 1  # its state is gone
+    with pytest.raises(ActorDiedError):
+        miniray.get(actor.crash.remote())
+    assert dead(actor)
+
+
+def test_kill_with_restart_starts_over(engine):
+    actor = Actor.options(max_restarts=1).remote()
+    assert miniray.get([actor.call.remote(), actor.call.remote()]) == [1, 2]
+    miniray.kill(actor, no_restart=False)
+    eventually(lambda: restarted(actor))
+    assert miniray.get(actor.call.remote()) == 1
+    miniray.kill(actor, no_restart=False)
+    eventually(lambda: dead(actor))
+
+
+def test_kill_without_restart_ignores_max_restarts(engine):
+    actor = Actor.options(max_restarts=5).remote()
+    miniray.get(actor.call.remote())
+    miniray.kill(actor)
+    with pytest.raises(ActorDiedError):
+        miniray.get(actor.call.remote())
+
+
+def test_max_task_retries_runs_the_call_again(engine, tmp_path):
+    needs(engine, "processes")
+    actor = Actor.options(max_restarts=3, max_task_retries=3).remote()
+    assert miniray.get(actor.crash_until.remote(str(tmp_path / "runs"), 2)) == 3
+
+
+def test_a_crashed_task_is_retried(engine, tmp_path):
+    needs(engine, "processes")
+    assert miniray.get(crash_until.remote(str(tmp_path / "runs"), 2)) == 3
+
+
+def test_max_retries_limits_the_retries(engine, tmp_path):
+    needs(engine, "processes")
+    path = tmp_path / "runs"
+    with pytest.raises(WorkerCrashedError):
+        miniray.get(crash_until.options(max_retries=1).remote(str(path), 10))
+    assert path.stat().st_size == 2
+
+
+def test_an_exception_is_not_retried(engine, tmp_path):
+    path = tmp_path / "runs"
+
+    @miniray.remote(max_retries=3)
+    def fail():
+        with open(path, "a") as file:
+            file.write("x")
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        miniray.get(fail.remote())
+    assert path.stat().st_size == 1
+
+
+# -- cancel ----------------------------------------------------------------------------------------
+
+
+def test_cancelling_what_is_done_does_nothing(engine):
+    actor = Actor.remote()
+    ref = actor.call.remote()
+    miniray.get(ref)
+    miniray.cancel(ref)
+    assert miniray.get(ref) == 1
+    assert miniray.get(actor.call.remote()) == 2
+
+
+def test_cancelling_a_running_task(engine, tmp_path):
+    needs(engine, "concurrent", "processes")
+    gate = Gate(tmp_path)
+
+    @miniray.remote
+    def blocked():
+        gate.announce()
+        gate.wait()
+
+    ref = blocked.remote()
+    eventually(gate.arrived)
+    miniray.cancel(ref)
+    with pytest.raises(TaskCancelledError):
+        miniray.get(ref)
+
+
+def test_cancelling_a_running_task_by_force(engine, tmp_path):
+    needs(engine, "concurrent", "processes")
+    gate = Gate(tmp_path)
+
+    @miniray.remote(max_retries=0)
+    def stubborn():
+        gate.announce()
+        while True:
+            try:
+                time.sleep(0.01)
+            except KeyboardInterrupt:
+                pass
+
+    ref = stubborn.remote()
+    eventually(gate.arrived)
+    miniray.cancel(ref, force=True)
+    with pytest.raises((TaskCancelledError, WorkerCrashedError)):
+        miniray.get(ref)
+
+
+def test_cancelling_a_task_in_the_queue(engine, tmp_path):
+    needs(engine, "concurrent")
+    gate, ran = Gate(tmp_path), Gate(tmp_path, "ran")
+
+    @miniray.remote(num_cpus=8)  # all there are
+    def blocked():
+        gate.announce()
+        gate.wait()
+
+    @miniray.remote(num_cpus=8)
+    def queued():
+        ran.open()
+
+    first = blocked.remote()
+    eventually(gate.arrived)
+    second = queued.remote()
+    miniray.cancel(second)
+    with pytest.raises(TaskCancelledError):
+        miniray.get(second)
+    gate.open()
+    miniray.get(first)
+    assert not ran.is_open()
+
+
+def test_cancelling_an_async_method(engine, tmp_path):
+    needs(engine, "concurrent")
+
+    @miniray.remote
+    class Waiter:
+        def __init__(self):
+            self.seen = "nothing"
+
+        async def wait(self, gate):
+            gate.announce()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.seen = "cancelled"
+                raise
+
+        async def what(self):
+            return self.seen
+
+    gate, waiter = Gate(tmp_path), Waiter.remote()
+    ref = waiter.wait.remote(gate)
+    eventually(gate.arrived)
+    miniray.cancel(ref)
+    with pytest.raises(TaskCancelledError):
+        miniray.get(ref)
+    assert miniray.get(waiter.what.remote()) == "cancelled"
+
+
+def test_force_is_refused_for_actor_calls(engine, tmp_path):
+    needs(engine, "concurrent")
+    gate, actor = Gate(tmp_path), Actor.remote()
+    ref = actor.block.remote(gate)
+    eventually(gate.arrived)
+    with pytest.raises(ValueError, match="force"):
+        miniray.cancel(ref, force=True)
+    gate.open()
+    assert miniray.get(ref) == "unblocked"

@@ -1,0 +1,106 @@
+"""What the machine has, as this process may use it; and counting what was given out."""
+
+import os
+
+import pytest
+
+from miniray.core import machine
+from miniray.core.resources import Resources
+from miniray.errors import ActorUnschedulableError
+
+
+@pytest.fixture
+def cgroup(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+
+    def write(name, text):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    return write
+
+
+def test_cpus_by_affinity(cgroup):
+    assert machine.cpu_count() == 16
+
+
+@pytest.mark.parametrize(
+    ("quota", "cpus"), [("max 100000", 16), ("150000 100000", 2), ("50000 100000", 1), ("", 16)]
+)
+def test_cpus_by_quota(cgroup, quota, cpus):
+    cgroup("cpu.max", quota)
+    assert machine.cpu_count() == cpus
+
+
+@pytest.mark.parametrize(("quota", "cpus"), [("-1", 16), ("400000", 4)])
+def test_cpus_by_quota_of_version_1(cgroup, quota, cpus):
+    cgroup("cpu/cpu.cfs_quota_us", quota)
+    cgroup("cpu/cpu.cfs_period_us", "100000")
+    assert machine.cpu_count() == cpus
+
+
+def test_memory_is_limited_by_the_cgroup(cgroup):
+    everything = machine.memory_total()
+    cgroup("memory.max", "max\n")
+    assert machine.memory_total() == everything
+    cgroup("memory.max", "1000000\n")
+    assert machine.memory_total() == 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("visible", "ids"),
+    [
+        ("", []),
+        ("-1", []),
+        ("0", ["0"]),
+        ("3,1", ["3", "1"]),
+        ("2,-1,4", ["2"]),
+        ("GPU-a", ["GPU-a"]),
+    ],
+)
+def test_gpus_by_environment(monkeypatch, visible, ids):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert machine.gpu_ids() == ids
+
+
+def test_gpus_by_driver(monkeypatch, tmp_path):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(machine, "_NVIDIA", tmp_path / "none")
+    assert machine.gpu_ids() == []
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / "cards" / name).mkdir(parents=True)
+    monkeypatch.setattr(machine, "_NVIDIA", tmp_path / "cards")
+    assert machine.gpu_ids() == ["0", "1"]
+
+
+def test_the_node_has_a_stable_id():
+    assert machine.node_id() == machine.node_id()
+    assert len(bytes.fromhex(machine.node_id())) == 28
+
+
+def test_what_was_taken_is_not_free_until_given_back():
+    resources = Resources(4, 2)
+    grant = resources.take(3, 1)
+    assert (resources.free_cpus, resources.free_gpus) == (1, 1)
+    assert resources.take(2, 0) is None
+    assert resources.take(0, 2) is None
+    resources.give_back(grant)
+    assert (resources.free_cpus, resources.free_gpus) == (4, 2)
+
+
+def test_fractions_fill_one_gpu_before_the_next():
+    resources = Resources(0, 2)
+    grants = [resources.take(0, 0.3) for _ in range(4)]
+    assert [grant.gpus for grant in grants] == [(0,), (0,), (0,), (1,)]
+    assert resources.take(0, 1) is None
+    for grant in grants:
+        resources.give_back(grant)
+    assert resources.free_gpus == 2
+    assert resources.take(0, 2).gpus == (0, 1)
+
+
+def test_what_can_never_fit_is_told_with_what_there_is():
+    with pytest.raises(ActorUnschedulableError, match=r"f asks for 5 CPUs.*has 4 CPUs and 1 GPU "):
+        Resources(4, 1).check("f", 5, 0)
+    Resources(4, 1).check("f", 4, 1)
