@@ -22,6 +22,7 @@ __all__ = [
     "NotSerializableError",
     "ObjectLostError",
     "ObjectStoreFullError",
+    "SessionEndedError",
     "TaskCancelledError",
     "TaskError",
     "WorkerCrashedError",
@@ -34,6 +35,10 @@ class MinirayError(Exception):
 
 class EngineStartError(MinirayError, RuntimeError):
     """The engine could not be started; nothing was left running."""
+
+
+class SessionEndedError(MinirayError, RuntimeError):
+    """The session of this ref, handle or engine was shut down, or belongs to the forking parent."""
 
 
 class CapabilityError(MinirayError, NotImplementedError):

@@ -11,8 +11,7 @@ import pytest
 
 import miniray
 from miniray.core import session
-
-ENGINES = ("inline", "local", "ray")
+from tests.conftest import ENGINES
 
 #: What every engine is told to have, whatever the machine has.
 SIZE = {"num_workers": 4, "num_cpus": 8, "num_gpus": 2}

@@ -1,7 +1,7 @@
 """Values to bytes and back: cloudpickle with pickle-5 buffers kept out of the stream.
 
 ``pack`` gives a ``Packed``: the pickle stream, the buffers as views on the original memory (no copy
-yet), and the refs and handles found inside. ``unpack`` rebuilds the value over any memory that holds
+yet), and the refs and handles found inside. ``unpack`` rebuilds the value over memory that holds
 the buffers. How that memory travels is the engine's business.
 
 Refs and handles are not in the stream: it holds an index into ``Packed.refs``. So an engine can

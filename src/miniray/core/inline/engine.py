@@ -32,7 +32,7 @@ from miniray.core.inline.ledger import Ledger
 from miniray.core.options import Options
 from miniray.core.refs import ObjectRef, ObjectRefGenerator
 from miniray.core.remote import ActorHandle, ClassSpec, FunctionSpec
-from miniray.errors import ActorDiedError, MinirayError
+from miniray.errors import ActorDiedError, SessionEndedError
 
 Returned = ObjectRef[Any] | list[ObjectRef[Any]] | ObjectRefGenerator | None
 
@@ -297,7 +297,9 @@ class InlineEngine(Engine):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise MinirayError("this miniray session was shut down; its refs and actors are gone")
+            raise SessionEndedError(
+                "this miniray session was shut down; its refs and actors are gone"
+            )
 
 
 def _own(ref: ObjectRef[Any]) -> InlineRef:

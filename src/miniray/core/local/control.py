@@ -79,6 +79,7 @@ class Worker:
     recalled: bool = False
     reused: bool = True
     cancelled: list[int] = dataclasses.field(default_factory=list)
+    at_exit: list[Action] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -137,7 +138,7 @@ class Control:
             actor_lost=lambda _, meta, __, reply: self._answer_lost(meta[0], meta[1], reply),
             get_actor=lambda _, meta, __, reply: reply(None, [handle_blob(self.find(*meta))]),
             current_actor=lambda _, id, __, reply: reply(None, [handle_blob(self._by_id(id))]),
-            kill=_plain(self.kill),
+            kill=lambda _, meta, __, reply: self.kill(meta[0], meta[1], reply),
             lease=lambda proc, demand, _, reply: self._lease(proc, demand, reply),
             return_worker=_plain(self._return),
             worker_lost=lambda _, proc, __, reply: self._answer_worker_lost(proc, reply),
@@ -258,6 +259,7 @@ class Control:
             self._drop_submitter(proc)
             others = [w.proc for w in self._workers.values() if w.listener is None]
             self._do.append(lambda: self._announce(proc, others))
+            self._do.extend(worker.at_exit)
             self._place()
 
     def _free(self, worker: Worker) -> None:
@@ -453,19 +455,23 @@ class Control:
             else:
                 actor.waiting.append(reply)
 
-    def kill(self, id: int, no_restart: bool) -> None:
+    def kill(self, id: int, no_restart: bool, reply: Reply) -> None:
+        """End an actor's process; answered when it is gone, so that no later call reaches it."""
         with self._locked():
             actor = self.actors.get(id)
             if actor is None or actor.dead:
+                self._do.append(partial(reply, None, ()))
                 return
             if no_restart:
                 actor.leaving = "It was ended with miniray.kill()."
                 self._free_name(actor)
-            if actor.launched:
-                if self._zygote is not None:
-                    self._zygote.kill(actor.worker.proc)
-            elif no_restart:
+            if actor.launched and self._zygote is not None:
+                actor.worker.at_exit.append(partial(reply, None, ()))
+                self._zygote.kill(actor.worker.proc)
+                return
+            if no_restart:
                 self._bury(actor, f"{actor.name} was ended with miniray.kill() before it started")
+            self._do.append(partial(reply, None, ()))
 
     def _released(self, ids: list[int]) -> None:
         """The last handle of these actors anywhere is gone, and so are their pending calls."""

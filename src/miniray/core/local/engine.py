@@ -29,7 +29,7 @@ from miniray.core.options import Options
 from miniray.core.refs import ObjectRef
 from miniray.core.remote import ActorHandle, ClassSpec, FunctionSpec
 from miniray.core.resources import Resources
-from miniray.errors import GetTimeoutError, TaskError
+from miniray.errors import GetTimeoutError, SessionEndedError, TaskError
 
 
 class LocalEngine(Engine):
@@ -57,7 +57,7 @@ class LocalEngine(Engine):
 
     def _check(self) -> None:
         if self.node.closing:
-            raise RuntimeError(
+            raise SessionEndedError(
                 "this miniray session has ended (or belongs to the process this one was forked "
                 "from): call miniray.init() and create what you need again"
             )
@@ -163,7 +163,7 @@ class LocalEngine(Engine):
 
     def _entry(self, ref: ObjectRef[Any]) -> Entry:
         if not isinstance(ref, LocalRef) or ref._entry.sharing is not self.node:
-            raise ValueError(f"{ref!r} belongs to another session, which has ended")
+            raise SessionEndedError(f"{ref!r} belongs to another session, which has ended")
         return ref._entry
 
     def _raise(self, entry: Entry) -> NoReturn:

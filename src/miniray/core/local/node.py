@@ -46,6 +46,11 @@ FETCH, VALUE, RETURNS, DEAD, ASK, ANSWER, INIT, EXIT, CANCEL, STEAL, STOLEN, REC
 Reply = Callable[[Any, Sequence[Blob]], None]
 
 
+def owner_of(id: int) -> int:
+    """The process that made the id, and so the object or the call."""
+    return id >> _ID_BITS
+
+
 @dataclasses.dataclass(frozen=True)
 class SessionInfo:
     """What every process of a session knows from birth."""
@@ -399,7 +404,7 @@ class Node(Sharing):
         if entry.parent is None or entry.origin is not None or entry.state != PENDING:
             return
         entry.origin = "fetching"
-        owner = entry.id >> _ID_BITS
+        owner = owner_of(entry.id)
 
         def then(ok: bool, answer: Any, blobs: list[Blob]) -> None:
             if not ok:

@@ -67,6 +67,7 @@ class Lane:
         self.last_event: dict[int, float] = {}
         self.stealing: set[int] = set()
         self.recalled: set[int] = set()  # workers the driver wants back for somebody else
+        self.blocked: set[int] = set()  # workers whose task waits for others
 
 
 class TaskClient:
@@ -140,7 +141,8 @@ class TaskClient:
     def _dispatch(self, demand: Demand, lane: Lane) -> None:
         """Send queued tasks to leased workers with room, and ask for more workers."""
         while lane.queue:
-            usable = [c for proc, c in lane.leased.items() if proc not in lane.recalled]
+            shunned = lane.recalled | lane.blocked
+            usable = [c for proc, c in lane.leased.items() if proc not in shunned]
             channel = min(usable, key=lambda c: len(c.pending), default=None)
             if channel is None:
                 break
@@ -205,6 +207,7 @@ class TaskClient:
             if demand is None:
                 return
             lane = self._lanes[demand]
+            lane.blocked.discard(channel.peer)
             self._measure(lane, channel)
             if lane.queue:
                 self._dispatch(demand, lane)
@@ -228,12 +231,15 @@ class TaskClient:
             return
         others = () if proc in lane.recalled else lane.leased.values()
         for other in others:
-            if len(other.pending) > 1 and self.node.tell(other.peer, STEAL, proc):
-                lane.stealing.add(proc)
-                return
+            if len(other.pending) > 1:
+                other.flush_batch()  # it can give back only what it has
+                if self.node.tell(other.peer, STEAL, proc):
+                    lane.stealing.add(proc)
+                    return
         del lane.leased[proc]
         del self._demands[proc]
         lane.recalled.discard(proc)
+        lane.blocked.discard(proc)
         self._return(proc)
 
     def recall(self, proc: int) -> None:
@@ -243,13 +249,19 @@ class TaskClient:
             if demand is not None:
                 lane = self._lanes[demand]
                 lane.recalled.add(proc)
-                self._settle(demand, lane, lane.leased[proc])
+                channel = lane.leased.get(proc)
+                if channel is not None:  # else its death is just being noticed
+                    self._settle(demand, lane, channel)
 
     def _return(self, proc: int) -> None:
         self.node.ask(DRIVER, "return_worker", (proc,), [], lambda *_: None)
 
     def stolen(self, victim: int, thief: int | None, ids: list[int]) -> None:
-        """``victim`` gave back tasks it had not started; ``thief`` was waiting for them."""
+        """``victim`` gave back tasks it had not started; ``thief`` was waiting for them.
+
+        Without a thief, ``victim`` waits inside a task, perhaps for one of those behind it: it gets
+        no more until it has finished, and what was sent meanwhile is asked back too.
+        """
         with self._lock:
             demand = self._demands.get(victim)
             channel = self._channels.get(victim)
@@ -260,6 +272,11 @@ class TaskClient:
                     for entry in sink_entries(call.sink):
                         entry.channel = None
                     lane.queue.appendleft(call)
+                if thief is None:
+                    lane.blocked.add(victim)
+                    if len(channel.pending) > 1:
+                        channel.flush_batch()
+                        self.node.tell(victim, STEAL, victim)
             if thief is not None and thief in self._demands:
                 demand = self._demands[thief]
                 lane = self._lanes[demand]
@@ -282,6 +299,7 @@ class TaskClient:
             lane = self._lanes[demand]
             lane.leased.pop(proc, None)
             lane.recalled.discard(proc)
+            lane.blocked.discard(proc)
             lane.stealing.clear()
             for idle in list(lane.leased.values()):
                 self._settle(demand, lane, idle)

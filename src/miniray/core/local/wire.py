@@ -181,6 +181,8 @@ class Stream:
                 self.sock.shutdown(socket.SHUT_RDWR)
 
     def __del__(self) -> None:
+        if not hasattr(self, "_fds"):
+            return  # never connected
         while self._fds:
             os.close(self._fds.popleft())
         self.sock.close()

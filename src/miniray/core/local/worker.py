@@ -26,7 +26,7 @@ from miniray.core import session
 from miniray.core.local import system
 from miniray.core.local.calls import CALL, CALL_PLAIN, FUNCTION
 from miniray.core.local.engine import LocalEngine
-from miniray.core.local.executors import AsyncExecutor, Executor, Job, ThreadExecutor
+from miniray.core.local.executors import AsyncExecutor, Executor, Job, ThreadExecutor, current_call
 from miniray.core.local.node import (
     BLOCKED,
     CANCEL,
@@ -37,6 +37,7 @@ from miniray.core.local.node import (
     STOLEN,
     Node,
     SessionInfo,
+    owner_of,
 )
 from miniray.core.local.objects import Blob
 from miniray.core.local.wire import Closed, Stream
@@ -81,6 +82,8 @@ class Server:
         self._connections: dict[int, Stream] = {}
         self._init: queue.SimpleQueue[tuple[Any, list[Blob]]] = queue.SimpleQueue()
         self._exiting = False
+        self._waiting = False  # in `get`, inside a task
+        self._told: int | None = None
         self._async: AsyncExecutor | None = None
         node.on_calls = self._connected
         node.messages[EXIT] = lambda *_: self._exit()
@@ -222,16 +225,23 @@ class Server:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        for proc in {job.stream.peer for job in self._backlog}:
+        self._waiting = True
+        call = current_call.get()
+        submitters = {job.stream.peer for job in self._backlog}
+        if call is not None and call != self._told:
+            self._told = call  # once a task: its submitter sends nothing more until it is done
+            submitters.add(owner_of(call))
+        for proc in submitters:
             self._give_back(proc, None)
         self.node.tell(DRIVER, BLOCKED, True)
         try:
             yield
         finally:
+            self._waiting = False
             self.node.tell(DRIVER, BLOCKED, False)
 
     def _give_back(self, proc: int, thief: int | None) -> None:
-        """Return tasks of ``proc`` that have not started: half of them, or all (no thief)."""
+        """Return tasks of ``proc`` that have not started: half, or all if the running one waits."""
         for stream in list(self._connections.values()):
             # While the main thread runs a task nobody reads: look for more that lies there.
             if stream.peer == proc and not self._async:
@@ -239,7 +249,7 @@ class Server:
                     self._backlog.extend(self._read(stream))
                     self._waker.wake()  # the main thread may be waiting for just these
         mine = [job for job in list(self._backlog) if job.stream.peer == proc]
-        take = mine if thief is None else mine[len(mine) // 2 :]
+        take = mine if self._waiting else mine[len(mine) // 2 :]
         returned = []
         for job in take:
             try:
@@ -247,8 +257,7 @@ class Server:
             except ValueError:
                 continue  # the main thread started it meanwhile
             returned.append(job.id)
-        if returned or thief is not None:
-            self.node.tell(proc, STOLEN, (thief, returned))
+        self.node.tell(proc, STOLEN, (thief, returned))
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
         """SIGINT comes from ``cancel`` only (the terminal's goes to the driver alone)."""
