@@ -122,7 +122,7 @@ class Driver:
     def __init__(self, process, mark, runtime_dir):
         self.process = process
         self.mark = mark
-        self._runtime_dir = runtime_dir
+        self.runtime_dir = runtime_dir
 
     def expect(self, word):
         """Read its output up to a line that starts with ``word``; that line's other words."""
@@ -144,10 +144,10 @@ class Driver:
         deadline = time.monotonic() + GONE
         while time.monotonic() < deadline:
             left = {pid: command for pid, command in marked(self.mark).items() if pid not in but}
-            if not left and not session_directories(self._runtime_dir):
+            if not left and not session_directories(self.runtime_dir):
                 return
             time.sleep(0.02)
-        raise AssertionError(f"left: {left}, {session_directories(self._runtime_dir)}")
+        raise AssertionError(f"left: {left}, {session_directories(self.runtime_dir)}")
 
 
 __all__ = ["GONE", "MARK", "SOON", "Driver", "Drivers", "eventually", "fails_soon", "is_process"]

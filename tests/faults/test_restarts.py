@@ -138,6 +138,7 @@ def test_kill_may_allow_a_restart(engine):
     eventually(lambda: first not in pids(engine), SOON)
     assert miniray.get(actor.pid.remote(), timeout=SOON) != first
     miniray.kill(actor)
+    eventually(lambda: len(pids(engine)) == 1, SOON)
     fails_soon(actor.pid.remote(), ActorDiedError, "kill")
 
 

@@ -86,6 +86,8 @@ def _check(key: str, value: Any) -> None:
     if key in ("num_cpus", "num_gpus"):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
             raise ValueError(f"{key} must be a number >= 0, not {value!r}")
+        if key == "num_gpus" and value > 1 and value != int(value):
+            raise ValueError(f"num_gpus above 1 must be a whole number, not {value!r}")
     elif key == "num_returns":
         if value in ("streaming", "dynamic"):
             if value == "dynamic":

@@ -40,11 +40,7 @@ def _start(config: InitConfig) -> LocalEngine:
     system.raise_descriptor_limit()
     base = _private_directory()
     _sweep(base)
-    session_id = secrets.token_hex(6)
-    directory = os.path.join(base, session_id)
-    os.mkdir(directory, 0o700)
-    lock_fd = os.open(os.path.join(directory, "lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock_fd, fcntl.LOCK_EX)
+    session_id, directory, lock_fd = _session_directory(base)
     log_parent = os.path.join(base, "logs")
     os.makedirs(log_parent, mode=0o700, exist_ok=True)
     remove_old_logs(log_parent)
@@ -107,6 +103,20 @@ def _private_directory() -> str:
             "(somebody else made it, or its mode is not 0700); remove it or set TMPDIR"
         )
     return base
+
+
+def _session_directory(base: str) -> tuple[str, str, int]:
+    """A new session's id, its directory, and the lock in it, which says that it is alive."""
+    while True:
+        session_id = secrets.token_hex(6)
+        directory = os.path.join(base, session_id)
+        os.mkdir(directory, 0o700)
+        path = os.path.join(directory, "lock")
+        lock_fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock_fd, fcntl.LOCK_EX)
+        if os.path.exists(path):
+            return session_id, directory, lock_fd
+        os.close(lock_fd)  # somebody swept it before we had the lock
 
 
 def _sweep(base: str) -> None:

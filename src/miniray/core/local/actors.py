@@ -12,7 +12,7 @@ from miniray.core.local.objects import BLOB, FAILED, PENDING, PLAIN, Blob, Entry
 from miniray.core.local.sharing import Shared
 from miniray.core.local.wire import Closed
 from miniray.core.remote import ActorInfo
-from miniray.errors import ActorDiedError, TaskCancelledError
+from miniray.errors import ActorDiedError, MinirayError, TaskCancelledError
 
 if TYPE_CHECKING:
     from miniray.core.local.node import Node
@@ -171,7 +171,16 @@ class ActorClient:
         with self._lock:
             if self._channel is channel:
                 self._channel = None
-        self._locate(calls)
+        if channel.interrupted:
+            for call in calls:
+                call.sink.fail(
+                    MinirayError(f"the result of {call.label} was lost by an interrupt (Ctrl-C)")
+                )
+            with self._lock:
+                self._locating = False
+            self._pump()
+        else:
+            self._locate(calls)
 
     def _locate(self, calls: list[Call]) -> None:
         """Ask the driver what became of the actor; then retry or fail ``calls``."""

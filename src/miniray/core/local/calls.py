@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from miniray.core.local.node import Node
 
 # Kinds of frame on a call connection: calls one way, results the other.
-CALL_PLAIN, CALL, FUNCTION, R_PLAIN, R_ONE, R_MANY, R_ITEM, R_END = range(1, 9)
+CALL_PLAIN, CALL, FUNCTION, R_PLAIN, R_ONE, R_MANY, R_ITEM, R_END, R_STOLEN = range(1, 10)
 
 _BATCH_BYTES = 8192
 
@@ -216,6 +216,7 @@ class Channel(Stream):
         self.pending: dict[int, Call] = {}
         #: For tasks: functions this worker knows, and what the last read brought.
         self.functions: set[int] = set()
+        self.on_stolen: Callable[[Channel, int | None, list[int]], None] = lambda *_: None
         self.taken = 0
         self.last_function: Any = None
         self._batching = batching
@@ -227,6 +228,9 @@ class Channel(Stream):
         self._mode_lock = threading.Lock()
         self._led = False
         self._lost = False
+        self.interrupted = False
+        self._readiness = select.poll()
+        self._readiness.register(self.fd, select.POLLIN)
         node.channels.setdefault(proc, set()).add(self)
 
     # -- sending --------------------------------------------------------------------------------
@@ -300,10 +304,12 @@ class Channel(Stream):
     def lead_until(self, entry: Entry, deadline: float | None) -> bool:
         """Read results in this thread until ``entry`` has one; False if somebody else reads.
 
-        Returns True also when the time is up or the worker is gone: the caller looks at the entry.
+        Returns True also when the time is up, the worker is gone or the call went to another one:
+        the caller looks at the entry.
         """
         if not self.read_lock.acquire(blocking=False):
             return False
+        reading = False
         try:
             with self._mode_lock:
                 if self._lost:
@@ -311,12 +317,21 @@ class Channel(Stream):
                 self._led = True
                 if self.events & system.IN:
                     self.node.rewatch(self, remove=system.IN)
-            while entry.state == PENDING:
-                if deadline is not None and not self._readable(deadline):
+            while entry.state == PENDING and entry.channel is self:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+                if not self._readiness.poll(left):
                     return True
-                self._take(self.read(wait=True))
+                reading = True
+                self._take(self.read())
+                reading = False
         except Closed:
             self.lost()
+        except BaseException:
+            # Ctrl-C while waiting is harmless. Between reading and taking it loses a result: then
+            # the connection is of no use any more, and those who wait on it must hear of it.
+            if reading:
+                self.lost(interrupted=True)
+            raise
         finally:
             self._led = False
             self.read_lock.release()
@@ -324,19 +339,13 @@ class Channel(Stream):
                 self.arm()
         return True
 
-    def _readable(self, deadline: float) -> bool:
-        left = deadline - time.monotonic()
-        poll = select.poll()
-        poll.register(self.fd, select.POLLIN)
-        return bool(poll.poll(max(left, 0) * 1000))
-
     def _on_events(self, events: int) -> None:
         try:
             if events & system.OUT:
                 self.node.flush_output(self)
             if events & ~system.OUT and self.read_lock.acquire(blocking=False):
                 try:
-                    self._take(self.read(wait=False))
+                    self._take(self.read())
                 finally:
                     self.read_lock.release()
         except Closed:
@@ -351,6 +360,9 @@ class Channel(Stream):
                 call = pending.pop(id, None)
                 if call is not None:
                     call.sink.resolve(PLAIN, value)
+                continue
+            if kind == R_STOLEN:
+                self.on_stolen(self, *pickle.loads(body))
                 continue
             id, state, wires = pickle.loads(body)
             taken = iter(fds)
@@ -375,12 +387,16 @@ class Channel(Stream):
             self.last_function = call.spec if call is not None else None
             self._on_result(self)
 
-    def lost(self) -> None:
-        """The worker is gone. Safe to call from anywhere, more than once."""
+    def lost(self, interrupted: bool = False) -> None:
+        """The worker is gone, or (``interrupted``) only this connection to it is of no use.
+
+        Safe to call from anywhere, more than once.
+        """
         with self._mode_lock:
             if self._lost:
                 return
             self._lost = True
+            self.interrupted = interrupted
         self.close()
         self.node.post(self._report_lost)
 
@@ -388,7 +404,7 @@ class Channel(Stream):
         self._unregister()
         with self.read_lock:
             try:  # answers that arrived before the end still count
-                while frames := self.read(wait=False):
+                while frames := self.read():
                     self._take(frames)
             except Closed:
                 pass

@@ -609,7 +609,8 @@ class Control:
             if proc in self._workers:
                 self._lost_waiting.setdefault(proc, []).append(reply)
                 return
-            cancelled, cause = self._crashes[proc]
+            unknown = Blob.of(self.node, WorkerCrashedError("the worker ended long ago"))
+            cancelled, cause = self._crashes.get(proc, ([], unknown))
             self._do.append(lambda: reply(cancelled, [cause]))
 
     def _kill_worker(self, proc: int, call_id: int) -> None:

@@ -14,7 +14,7 @@ from miniray.core.engine import Capabilities, Engine, RuntimeContext
 from miniray.core.local.actors import ActorEntry, fill_arguments
 from miniray.core.local.calls import Call
 from miniray.core.local.executors import current_call
-from miniray.core.local.node import DRIVER, RECALL, STOLEN, Node
+from miniray.core.local.node import DRIVER, RECALL, Node
 from miniray.core.local.objects import (
     BLOB,
     FAILED,
@@ -52,7 +52,6 @@ class LocalEngine(Engine):
         self._totals = Resources(totals["CPU"], int(totals.get("GPU", 0)))
         self._tasks = TaskClient(node, max(1, int(totals["CPU"])), env or {})
         self._actor: tuple[int, str | None, int] | None = None
-        node.messages[STOLEN] = lambda proc, meta, _: self._tasks.stolen(proc, *meta)
         node.messages[RECALL] = lambda _, proc, __: self._tasks.recall(proc)
 
     def _check(self) -> None:

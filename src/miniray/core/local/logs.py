@@ -18,6 +18,7 @@ from miniray.core.local import system
 
 _TAIL_LINES = 20
 _MAX_LINE = 65536
+_MAX_READS = 17  # a pipe holds 1 MB at most
 _KEEP_SESSIONS = 10
 
 
@@ -115,15 +116,24 @@ class LogReader:
         """Write to the terminal, without the lock: the terminal may be slow or paused."""
         while self._output:
             is_error, text = self._output.popleft()
-            target: IO[str] = sys.stderr if is_error else sys.stdout
+            target: IO[str] | None = sys.stderr if is_error else sys.stdout
+            if target is None:
+                continue
             # A closed terminal is no reason to stop training.
             with contextlib.suppress(OSError, ValueError):
-                target.write(text)
+                try:
+                    target.write(text)
+                except UnicodeEncodeError:  # a terminal that is not UTF-8: no line is lost for it
+                    target.write(text.encode("ascii", "backslashreplace").decode())
                 target.flush()
 
     def _drain(self, pipe: _Pipe) -> None:
-        """Read what is there; at the end of the stream, close it."""
-        while True:
+        """Read what is there; at the end of the stream, close it.
+
+        More than a pipe holds, but not without end: a worker may write faster than we read, and
+        others have their turn in between.
+        """
+        for _ in range(_MAX_READS):
             try:
                 data = os.read(pipe.fd, 65536)
             except BlockingIOError:
@@ -158,7 +168,7 @@ class LogReader:
             return
         target = sys.stderr if pipe.is_error else sys.stdout
         prefix = f"({worker.name} pid={worker.pid})"
-        if target.isatty() and not os.environ.get("NO_COLOR"):
+        if _is_terminal(target) and not os.environ.get("NO_COLOR"):
             prefix = f"\033[36m{prefix}\033[0m"
         # Whole lines in one piece, so that those of several processes never mix.
         text = "".join(f"{prefix} {text}\n" for text in texts)
@@ -183,11 +193,19 @@ class LogReader:
         self._waker.close()
 
 
+def _is_terminal(target: IO[str] | None) -> bool:
+    try:
+        return target is not None and target.isatty()
+    except ValueError:  # closed
+        return False
+
+
 def remove_old_logs(parent: str) -> None:
-    """Keep the logs of the last few sessions."""
+    """Keep the logs of the last few sessions, and of all that still run."""
     import shutil
 
     with contextlib.suppress(OSError):
         kept = sorted(os.scandir(parent), key=lambda e: e.stat().st_mtime, reverse=True)
         for entry in kept[_KEEP_SESSIONS:]:
-            shutil.rmtree(entry.path, ignore_errors=True)
+            if not os.path.exists(os.path.join(os.path.dirname(parent), entry.name)):
+                shutil.rmtree(entry.path, ignore_errors=True)

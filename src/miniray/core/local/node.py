@@ -39,9 +39,7 @@ _HELLO = struct.Struct("<32sII")
 CALLS, CONTROL = 1, 2  # what a new connection is for
 
 # Kinds of control message.
-FETCH, VALUE, RETURNS, DEAD, ASK, ANSWER, INIT, EXIT, CANCEL, STEAL, STOLEN, RECALL, BLOCKED = (
-    range(1, 14)
-)
+FETCH, VALUE, RETURNS, DEAD, ASK, ANSWER, INIT, EXIT, CANCEL, STEAL, RECALL, BLOCKED = range(1, 13)
 
 Reply = Callable[[Any, Sequence[Blob]], None]
 
@@ -303,7 +301,7 @@ class Node(Sharing):
             if events & system.OUT:
                 self.flush_output(peer)
             if events & ~system.OUT:
-                for kind, body, fds in peer.read(wait=False):
+                for kind, body, fds in peer.read():
                     self._on_message(peer.peer, kind, body, fds)
         except Closed:
             self._drop_peer(peer)
@@ -486,7 +484,7 @@ class Node(Sharing):
         if peer is not None:
             # A child it forked may hold its end open: what is sent there would never be answered.
             peer.close()
-        for channel in list(self.channels.get(proc, ())):
+        for channel in self.channels.pop(proc, set()).copy():
             channel.lost()
         for number, (asked, then) in list(self._asked.items()):
             if asked == proc and self._asked.pop(number, None) is not None:

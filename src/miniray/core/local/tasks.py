@@ -195,6 +195,7 @@ class TaskClient:
                     self.node.ask(DRIVER, "kill_worker", (proc, 0), [], lambda *_: None)
                     self._dispatch(demand, lane)
                     return
+                channel.on_stolen = self._stolen
                 self._channels[proc] = channel
             lane.leased[proc] = channel
             self._demands[proc] = demand
@@ -256,16 +257,19 @@ class TaskClient:
     def _return(self, proc: int) -> None:
         self.node.ask(DRIVER, "return_worker", (proc,), [], lambda *_: None)
 
-    def stolen(self, victim: int, thief: int | None, ids: list[int]) -> None:
-        """``victim`` gave back tasks it had not started; ``thief`` was waiting for them.
+    def _stolen(self, channel: Channel, thief: int | None, ids: list[int]) -> None:
+        """A worker gave back tasks it had not started; ``thief`` was waiting for them.
 
-        Without a thief, ``victim`` waits inside a task, perhaps for one of those behind it: it gets
+        Without a thief, the worker waits inside a task, perhaps for one of those behind it: it gets
         no more until it has finished, and what was sent meanwhile is asked back too.
+
+        The answer comes among the results, so that a thread that reads there for one of these
+        tasks notices that it has moved.
         """
+        victim = channel.peer
         with self._lock:
             demand = self._demands.get(victim)
-            channel = self._channels.get(victim)
-            if demand is not None and channel is not None:
+            if demand is not None:
                 lane = self._lanes[demand]
                 calls = [channel.pending.pop(id) for id in ids if id in channel.pending]
                 for call in reversed(calls):
@@ -319,6 +323,9 @@ class TaskClient:
                         call.sink.resolve(FAILED, blobs[0])
                 self._dispatch(demand, lane)
 
+        if channel.interrupted:
+            # The worker still runs what nobody can hear about any more.
+            self.node.ask(DRIVER, "kill_worker", (proc, 0), [], lambda *_: None)
         self.node.ask(DRIVER, "worker_lost", proc, [], then)
 
     def cancel(self, id: int, force: bool) -> None:

@@ -22,6 +22,7 @@ _HEADER_SIZE = HEADER.size
 _MAX_FDS = 200  # the kernel's limit for one message is 253
 _ANCILLARY = socket.CMSG_SPACE(_MAX_FDS * 4)
 _SEND_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
+_READ_FLAGS = socket.MSG_DONTWAIT | CLOEXEC_FLAG
 _READ_SIZE = 65536
 
 Frame = tuple[int, bytearray, Sequence[int]]
@@ -124,8 +125,8 @@ class Stream:
 
     # -- receiving ------------------------------------------------------------------------------
 
-    def read(self, wait: bool) -> list[Frame]:
-        """Whole frames that have arrived; with ``wait``, blocks until some bytes come.
+    def read(self) -> list[Frame]:
+        """Whole frames that have arrived; none if there are none. Never blocks.
 
         Raises ``Closed`` at the end of the stream. The descriptors of a frame belong to the caller.
         """
@@ -137,11 +138,12 @@ class Stream:
             start, end = 0, end - start
         if len(buffer) - end < _READ_SIZE // 2:
             buffer.extend(bytes(len(buffer)))
-        flags = CLOEXEC_FLAG if wait else CLOEXEC_FLAG | socket.MSG_DONTWAIT
         self._start, self._end = start, end
         try:
             with memoryview(buffer) as view:
-                count, ancillary, _, _ = self.sock.recvmsg_into([view[end:]], _ANCILLARY, flags)
+                count, ancillary, _, _ = self.sock.recvmsg_into(
+                    [view[end:]], _ANCILLARY, _READ_FLAGS
+                )
         except BlockingIOError:
             return []
         except OSError as error:

@@ -24,7 +24,7 @@ from typing import Any
 
 from miniray.core import session
 from miniray.core.local import system
-from miniray.core.local.calls import CALL, CALL_PLAIN, FUNCTION
+from miniray.core.local.calls import CALL, CALL_PLAIN, FUNCTION, R_STOLEN
 from miniray.core.local.engine import LocalEngine
 from miniray.core.local.executors import AsyncExecutor, Executor, Job, ThreadExecutor, current_call
 from miniray.core.local.node import (
@@ -34,13 +34,12 @@ from miniray.core.local.node import (
     EXIT,
     INIT,
     STEAL,
-    STOLEN,
     Node,
     SessionInfo,
     owner_of,
 )
 from miniray.core.local.objects import Blob
-from miniray.core.local.wire import Closed, Stream
+from miniray.core.local.wire import Closed, Stream, frame
 from miniray.errors import TaskError
 
 
@@ -186,7 +185,7 @@ class Server:
         """Calls that arrived on ``stream``; a caller that is gone is dropped."""
         try:
             with stream.read_lock:
-                frames = stream.read(wait=False)
+                frames = stream.read()
         except Closed:
             self._poller.set(stream.fd, system.IN, 0)
             del self._connections[stream.fd]
@@ -242,12 +241,12 @@ class Server:
 
     def _give_back(self, proc: int, thief: int | None) -> None:
         """Return tasks of ``proc`` that have not started: half, or all if the running one waits."""
-        for stream in list(self._connections.values()):
+        streams = [s for s in list(self._connections.values()) if s.peer == proc]
+        for stream in streams:
             # While the main thread runs a task nobody reads: look for more that lies there.
-            if stream.peer == proc and not self._async:
-                with contextlib.suppress(KeyError):
-                    self._backlog.extend(self._read(stream))
-                    self._waker.wake()  # the main thread may be waiting for just these
+            with contextlib.suppress(KeyError):
+                self._backlog.extend(self._read(stream))
+                self._waker.wake()  # the main thread may be waiting for just these
         mine = [job for job in list(self._backlog) if job.stream.peer == proc]
         take = mine if self._waiting else mine[len(mine) // 2 :]
         returned = []
@@ -257,7 +256,9 @@ class Server:
             except ValueError:
                 continue  # the main thread started it meanwhile
             returned.append(job.id)
-        self.node.tell(proc, STOLEN, (thief, returned))
+        # Not as a control message: a thread that waits for one of these results reads there.
+        with contextlib.suppress(Closed, IndexError):  # its submitter is gone
+            streams[0].send(frame(R_STOLEN, pickle.dumps((thief, returned), 5)))
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
         """SIGINT comes from ``cancel`` only (the terminal's goes to the driver alone)."""

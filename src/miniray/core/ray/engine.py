@@ -209,8 +209,9 @@ class RayEngine(Engine):
     def cancel(self, ref: ObjectRef[Any], force: bool) -> None:
         self._check_open(ObjectLostError)
         ray_ref = ray_refs_of([ref])[0]
-        # Ray crashes the whole process (ray-project/ray#56123 fixed it for actor calls only) when
-        # a task is cancelled before its I/O thread has begun to look at the task's arguments.
+        # Ray 2.60 aborts the whole process when a task is cancelled right after it was submitted
+        # with a ref that is not ready (a race like the one in ray-project/ray#56123). The wait
+        # gives its I/O thread time to take up the task; it makes the crash unlikely, no more.
         ray.wait([ray_ref], timeout=0.05, fetch_local=False)
         ray.cancel(ray_ref, force=force)
 
