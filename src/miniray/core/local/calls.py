@@ -229,8 +229,9 @@ class Channel(Stream):
         self._led = False
         self._lost = False
         self.interrupted = False
-        self._readiness = select.poll()
-        self._readiness.register(self.fd, select.POLLIN)
+        readiness = select.poll()
+        readiness.register(self.fd, select.POLLIN)
+        self._patience = system.Patience(readiness.poll)
         node.channels.setdefault(proc, set()).add(self)
 
     # -- sending --------------------------------------------------------------------------------
@@ -319,7 +320,7 @@ class Channel(Stream):
                     self.node.rewatch(self, remove=system.IN)
             while entry.state == PENDING and entry.channel is self:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
-                if not self._readiness.poll(left):
+                if not self._patience.wait(left):
                     return True
                 reading = True
                 self._take(self.read())

@@ -15,6 +15,8 @@ import signal
 import socket
 import struct
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 LINUX = sys.platform == "linux"
@@ -139,6 +141,35 @@ class Waker:
         os.close(self.fd)
         if self._write_fd != self.fd:
             os.close(self._write_fd)
+
+
+class Patience:
+    """Waits for a descriptor by looking again and again for some microseconds before sleeping.
+
+    To be woken from sleep costs more than a whole call takes. So where the last sleep was short,
+    the next answer is probably near: look for it (as often as takes about 50 us) and sleep only
+    then. Where sleeps are long the looking stops, so idle processes cost nothing.
+    """
+
+    LOOKS = 80 if (os.cpu_count() or 1) > 1 else 0  # with one core the other side could not run
+    SHORT_SECONDS = 0.0001
+
+    def __init__(self, poll: Callable[[float | None], list[Any]]) -> None:
+        self._poll = poll
+        self._looks = 0
+
+    def wait(self, timeout: float | None) -> list[Any]:
+        """What ``poll`` gives, empty at the time-out (in ``poll``'s own unit)."""
+        poll = self._poll
+        for _ in range(self._looks):
+            ready = poll(0)
+            if ready:
+                return ready
+        started = time.monotonic()
+        ready = poll(timeout)
+        short = time.monotonic() - started < self.SHORT_SECONDS
+        self._looks = self.LOOKS if short else self._looks // 2
+        return ready
 
 
 class Poller:

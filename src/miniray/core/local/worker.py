@@ -162,6 +162,7 @@ class Server:
 
     def _loop(self) -> None:
         backlog, node, executor = self._backlog, self.node, self.executor
+        patience = system.Patience(self._poller.poll)
         while True:
             while backlog:
                 try:
@@ -171,7 +172,7 @@ class Server:
                 executor.run(job)
             if node.dirty:
                 node.flush_calls()
-            ready = self._poller.poll(0 if self._exiting else None)
+            ready = patience.wait(0 if self._exiting else None)
             if self._exiting and not ready:
                 executor.finish()
                 return
