@@ -6,7 +6,6 @@ pool sized by the host's cores is slow in a container and one sized by its memor
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import socket
@@ -80,6 +79,8 @@ def node_id() -> str:
 
     A hash, since the machine's own id is not meant to be shown around.
     """
+    import hashlib  # here: it takes milliseconds to load
+
     boot = _read(Path("/proc/sys/kernel/random/boot_id"))
     machine = _read(Path("/etc/machine-id"))
     return hashlib.sha224(f"{machine}|{boot}|{hostname()}".encode()).hexdigest()

@@ -27,9 +27,9 @@ from miniray.core.local.actors import ActorEntry
 from miniray.core.local.logs import LogReader
 from miniray.core.local.node import BLOCKED, DEAD, DRIVER, EXIT, INIT, RECALL, Node, Reply
 from miniray.core.local.objects import Blob
+from miniray.core.local.spawner import Zygote
 from miniray.core.local.store import Usage
 from miniray.core.local.tasks import Demand
-from miniray.core.local.zygote import Zygote
 from miniray.core.options import Options
 from miniray.core.resources import Grant, Resources
 from miniray.core.serialize import take_ref
@@ -108,7 +108,7 @@ class Actor:
 class Control:
     """See the module's docstring. ``node`` is the driver's."""
 
-    def __init__(self, node: Node, logs: LogReader, num_workers: int) -> None:
+    def __init__(self, node: Node, logs: LogReader, num_workers: int, zygote: Zygote) -> None:
         self.node = node
         self.logs = logs
         self.num_workers = num_workers
@@ -145,7 +145,7 @@ class Control:
             kill_worker=_plain(self._kill_worker),
             available=lambda _, __, ___, reply: reply(self.available(), ()),
         )
-        self._start_zygote()
+        self._use(zygote)
 
     @contextlib.contextmanager
     def _locked(self) -> Any:
@@ -158,9 +158,11 @@ class Control:
 
     # -- processes --------------------------------------------------------------------------------
 
-    def _start_zygote(self) -> None:
-        self._zygote = Zygote(self.node.info)
-        self.node.watch(self._zygote.sock.fileno(), lambda _: self._on_zygote())
+    def _use(self, zygote: Zygote) -> Zygote:
+        zygote.begin(self.node.info)
+        self.node.watch(zygote.sock.fileno(), lambda _: self._on_zygote())
+        self._zygote = zygote
+        return zygote
 
     def _reserve(self, name: str) -> Worker:
         """A new process's number and socket; callers can connect before it runs."""
@@ -175,9 +177,7 @@ class Control:
 
     def _launch(self, worker: Worker) -> None:
         assert worker.listener is not None
-        if self._zygote is None:
-            self._start_zygote()
-        assert self._zygote is not None
+        zygote = self._zygote or self._use(Zygote())
         out_fd, err_fd = self.logs.add(worker.proc, worker.name)
         env = dict(worker.env)
         if worker.grant is not None and worker.grant.gpus:
@@ -198,7 +198,8 @@ class Control:
             "gpu_ids": worker.grant.gpus if worker.grant else (),
             "is_actor": worker.actor is not None,
         }
-        self._zygote.spawn(request, (worker.listener.fileno(), out_fd, err_fd))
+        modules = ["asyncio"] if worker.actor is not None and worker.actor.is_async else []
+        zygote.spawn(request, (worker.listener.fileno(), out_fd, err_fd), modules)
         os.close(out_fd)
         os.close(err_fd)
         worker.listener.close()

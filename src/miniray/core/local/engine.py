@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from miniray.core import machine
+from miniray.core import machine, session
 from miniray.core.engine import Capabilities, Engine, RuntimeContext
 from miniray.core.local.actors import ActorEntry, fill_arguments
 from miniray.core.local.calls import Call
@@ -327,3 +328,14 @@ class LocalEngine(Engine):
 
     def shutdown(self) -> None:
         self.close()
+
+
+def _after_fork_in_child() -> None:
+    """A forked child has the driver's memory but not its threads: it must not act as the driver."""
+    engine = session._engine
+    if isinstance(engine, LocalEngine):
+        engine.node.closing = True
+        session.install(None)
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -10,8 +10,6 @@ The I/O thread never runs user code and never blocks on a peer.
 
 from __future__ import annotations
 
-import dataclasses
-import hmac
 import itertools
 import os
 import pickle
@@ -19,13 +17,15 @@ import socket
 import struct
 import threading
 import time
+from _operator import _compare_digest as compare_digest  # hmac's, without loading hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from miniray.core.local import system
 from miniray.core.local.actors import ActorEntry
-from miniray.core.local.objects import FAILED, PENDING, PLAIN, Blob, Entry
+from miniray.core.local.info import SessionInfo
+from miniray.core.local.objects import PENDING, PLAIN, Blob, Entry
 from miniray.core.local.sharing import Sharing
 from miniray.core.local.store import Lease, Store, Usage
 from miniray.core.local.wire import Closed, Stream, frame
@@ -47,24 +47,6 @@ Reply = Callable[[Any, Sequence[Blob]], None]
 def owner_of(id: int) -> int:
     """The process that made the id, and so the object or the call."""
     return id >> _ID_BITS
-
-
-@dataclasses.dataclass(frozen=True)
-class SessionInfo:
-    """What every process of a session knows from birth."""
-
-    session_id: str
-    directory: str
-    token: bytes
-    namespace: str
-    resources: dict[str, float]
-    usage_fd: int
-    memory_limit: int
-    spill_dir: str
-    log_dir: str
-
-    def path(self, proc: int) -> str:
-        return f"{self.directory}/{proc}"
 
 
 class Node(Sharing):
@@ -264,7 +246,7 @@ class Node(Sharing):
             if data and len(received) < _HELLO.size:
                 return
             self.unwatch(sock.fileno())
-            if not data or not hmac.compare_digest(received[:32], self.info.token):
+            if not data or not compare_digest(received[:32], self.info.token):
                 sock.close()
                 return
             _, proc, purpose = _HELLO.unpack(received)
@@ -494,6 +476,3 @@ class Node(Sharing):
         """Write out calls that were held back to go together; before any wait."""
         while self.dirty:
             self.dirty.pop().flush_batch()
-
-
-__all__ = ["FAILED", "Node", "SessionInfo"]

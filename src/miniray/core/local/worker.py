@@ -27,6 +27,7 @@ from miniray.core.local import system
 from miniray.core.local.calls import CALL, CALL_PLAIN, FUNCTION, R_STOLEN
 from miniray.core.local.engine import LocalEngine
 from miniray.core.local.executors import AsyncExecutor, Executor, Job, ThreadExecutor, current_call
+from miniray.core.local.info import SessionInfo
 from miniray.core.local.node import (
     BLOCKED,
     CANCEL,
@@ -35,7 +36,6 @@ from miniray.core.local.node import (
     INIT,
     STEAL,
     Node,
-    SessionInfo,
     owner_of,
 )
 from miniray.core.local.objects import Blob

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import dataclasses
 import gc
 import importlib
 import os
@@ -21,101 +22,15 @@ import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-import threading
-from collections.abc import Sequence
 from typing import Any
 
 from miniray.core.local import system
-from miniray.core.local.node import SessionInfo
-
-_MAX_MESSAGE = 1 << 16
-# Messages with boundaries; macOS has only the second for Unix sockets.
-_SOCKET_KIND = socket.SOCK_SEQPACKET if system.LINUX else socket.SOCK_DGRAM
-
-#: Imports worth sharing by fork: loaded in the zygote once the driver has them. None of these
-#: starts a thread on import.
-PRELOAD = ("numpy", "torch", "pandas", "pyarrow", "scipy", "sklearn", "transformers")
-
-_BOOT = (
-    "import sys; sys.path[:] = {path!r}; "
-    "from miniray.core.local.zygote import main; main({fd}, {usage_fd})"
-)
+from miniray.core.local.info import SessionInfo
+from miniray.core.local.spawner import MAX_MESSAGE
 
 
-class Zygote:
-    """The driver's end: start, kill and hear about worker processes."""
-
-    def __init__(self, info: SessionInfo) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, _SOCKET_KIND)
-        self.sock = ours
-        # Reports of many exits may queue up while the driver is busy: spawning must not wait.
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        self._lock = threading.Lock()
-        boot = _BOOT.format(path=sys.path, fd=theirs.fileno(), usage_fd=info.usage_fd)
-        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        # Its own session: Ctrl-C in the terminal reaches the driver, which decides.
-        self._process = subprocess.Popen(
-            [sys.executable, *flags, "-c", boot],
-            pass_fds=(theirs.fileno(), info.usage_fd),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
-        self._send(("session", info, os.getpid()))
-        self._preloaded: set[str] = set()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def spawn(self, request: dict[str, Any], fds: Sequence[int]) -> None:
-        """Fork a worker with the descriptors (listener, stdout, stderr)."""
-        wanted = [m for m in PRELOAD if m in sys.modules and m not in self._preloaded]
-        self._preloaded.update(wanted)
-        self._send(("spawn", request, wanted), fds)
-
-    def kill(self, proc: int) -> None:
-        """Kill a worker and whatever it started."""
-        self._send(("kill", proc))
-
-    def _send(self, message: Any, fds: Sequence[int] = ()) -> None:
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        # A zygote that is gone is noticed by whoever reads from it, with all its workers.
-        with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.sock.sendmsg([pickle.dumps(message, 5)], ancillary)
-
-    def receive(self) -> list[Any] | None:
-        """Reports that have come: ("exited", proc, status), ...; None when the zygote is gone."""
-        reports: list[Any] = []
-        while True:
-            try:
-                data = self.sock.recv(_MAX_MESSAGE, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return reports
-            except OSError:
-                data = b""
-            if not data:
-                return reports or None
-            reports.append(pickle.loads(data))
-
-    def close(self) -> None:
-        """End all workers and the zygote, and wait until they are gone."""
-        self._send(("exit",))
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self.sock.close()
-
-
-# -- in the zygote process -------------------------------------------------------------------------
-
-
-def main(fd: int, usage_fd: int) -> None:
+def main(fd: int) -> None:
     """Serve until told to exit or until the driver is gone."""
     system.adopt_orphans()
     system.raise_descriptor_limit()
@@ -125,10 +40,14 @@ def main(fd: int, usage_fd: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sock = socket.socket(fileno=fd)
     os.set_inheritable(fd, False)
-    os.set_inheritable(usage_fd, False)
     import miniray.core.local.worker  # noqa: F401  # what every worker needs, before the first fork
 
-    _, info, driver_pid = pickle.loads(sock.recv(_MAX_MESSAGE))
+    data, ancillary, _, _ = sock.recvmsg(MAX_MESSAGE, socket.CMSG_SPACE(4), system.CLOEXEC_FLAG)
+    kind, *rest = pickle.loads(data) if data else ("exit",)
+    if kind == "exit":
+        return  # the driver gave up before it began
+    info, driver_pid = rest
+    info = dataclasses.replace(info, usage_fd=array.array("i", ancillary[0][2])[0])
     _Server(sock, info, driver_pid).run()
 
 
@@ -175,7 +94,7 @@ class _Server:
         """Handle one request; False when the driver wants no more or is gone."""
         try:
             data, ancillary, _, _ = self._sock.recvmsg(
-                _MAX_MESSAGE, socket.CMSG_SPACE(16), system.CLOEXEC_FLAG
+                MAX_MESSAGE, socket.CMSG_SPACE(16), system.CLOEXEC_FLAG
             )
         except ConnectionResetError:
             return False
@@ -312,6 +231,3 @@ def _children(pid: int) -> list[int]:
         import psutil
 
         return [child.pid for child in psutil.Process(pid).children()]
-
-
-__all__ = ["Zygote", "main"]

@@ -1,0 +1,106 @@
+"""The driver's end of the zygote: starting, killing and hearing about worker processes.
+
+Imports little, so that the zygote can be started before the rest of the engine is loaded: both get
+ready at the same time.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from miniray.core.local import system
+from miniray.core.local.info import SessionInfo
+
+MAX_MESSAGE = 1 << 16
+# Messages with boundaries; macOS has only the second for Unix sockets.
+_SOCKET_KIND = socket.SOCK_SEQPACKET if system.LINUX else socket.SOCK_DGRAM
+
+#: Imports worth sharing by fork: loaded in the zygote once the driver has them. None of these
+#: starts a thread on import.
+PRELOAD = ("numpy", "torch", "pandas", "pyarrow", "scipy", "sklearn", "transformers")
+
+_BOOT = "import sys; sys.path[:] = {path!r}; from miniray.core.local.zygote import main; main({fd})"
+
+
+class Zygote:
+    """The driver's end: start, kill and hear about worker processes."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, _SOCKET_KIND)
+        self.sock = ours
+        # Reports of many exits may queue up while the driver is busy: spawning must not wait.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        self._lock = threading.Lock()
+        boot = _BOOT.format(path=sys.path, fd=theirs.fileno())
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        # Its own session: Ctrl-C in the terminal reaches the driver, which decides.
+        self._process = subprocess.Popen(
+            [sys.executable, *flags, "-c", boot],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        self._preloaded: set[str] = set()
+
+    def begin(self, info: SessionInfo) -> None:
+        """Tell it about its session. Before that it only gets ready."""
+        self._send(("session", info, os.getpid()), (info.usage_fd,))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def spawn(self, request: dict[str, Any], fds: Sequence[int], modules: Sequence[str]) -> None:
+        """Fork a worker with the descriptors (listener, stdout, stderr).
+
+        ``modules`` are loaded in the zygote first, for this worker and all later ones.
+        """
+        shared = [m for m in PRELOAD if m in sys.modules]
+        wanted = [m for m in (*shared, *modules) if m not in self._preloaded]
+        self._preloaded.update(wanted)
+        self._send(("spawn", request, wanted), fds)
+
+    def kill(self, proc: int) -> None:
+        """Kill a worker and whatever it started."""
+        self._send(("kill", proc))
+
+    def _send(self, message: Any, fds: Sequence[int] = ()) -> None:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        # A zygote that is gone is noticed by whoever reads from it, with all its workers.
+        with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.sock.sendmsg([pickle.dumps(message, 5)], ancillary)
+
+    def receive(self) -> list[Any] | None:
+        """Reports that have come: ("exited", proc, status), ...; None when the zygote is gone."""
+        reports: list[Any] = []
+        while True:
+            try:
+                data = self.sock.recv(MAX_MESSAGE, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return reports
+            except OSError:
+                data = b""
+            if not data:
+                return reports or None
+            reports.append(pickle.loads(data))
+
+    def close(self) -> None:
+        """End all workers and the zygote, and wait until they are gone."""
+        self._send(("exit",))
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self.sock.close()
