@@ -182,8 +182,9 @@ def test_many_threads_at_once(engine):
     def work(seed):
         rng = random.Random(seed)
         try:
-            own = Counter.remote()
-            for _ in range(30):
+            for i in range(30):
+                if i % 15 == 0:
+                    own = Counter.remote()  # and the one before goes
                 kind = rng.randrange(5)
                 if kind == 0:
                     array = rng.randrange(1000) + np.arange(rng.choice((10, 60_000)))
