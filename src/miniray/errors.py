@@ -16,9 +16,11 @@ __all__ = [
     "ActorDiedError",
     "ActorUnschedulableError",
     "CapabilityError",
+    "CheckpointError",
     "EngineStartError",
     "GetTimeoutError",
     "MinirayError",
+    "NonFiniteWeightsError",
     "NotSerializableError",
     "ObjectLostError",
     "ObjectStoreFullError",
@@ -26,6 +28,7 @@ __all__ = [
     "TaskCancelledError",
     "TaskError",
     "WorkerCrashedError",
+    "WorkerTimeoutError",
 ]
 
 
@@ -89,6 +92,56 @@ class ActorDiedError(MinirayError):
     The message names the exit code or signal and shows the last lines the process printed. Calls
     in flight at that moment may or may not have run.
     """
+
+
+class WorkerTimeoutError(MinirayError, TimeoutError):
+    """A training worker gave no result within ``worker_timeout`` and was ended."""
+
+
+class CheckpointError(MinirayError):
+    """A checkpoint could not be written, or none can be read.
+
+    A failed write leaves every earlier checkpoint as it was; ``__cause__`` is the system's error.
+    The message names the file or the entry.
+    """
+
+
+class WeightsMismatchError(MinirayError, ValueError):
+    """Weights of one worker differ from the others' in structure, shape or type.
+
+    The message names the worker and the entry. Nothing was combined.
+    """
+
+
+class NonFiniteWeightsError(MinirayError, ValueError):
+    """A worker's weights hold NaN or infinity. The message names the worker and the entry.
+
+    Nothing was combined. ``workers`` are the workers, as the server knows them.
+    """
+
+    def __init__(self, message: str, workers: tuple[Any, ...] = ()) -> None:
+        super().__init__(message)
+        self.workers = workers
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.args[0], self.workers)
+
+
+class SyncError(MinirayError, RuntimeError):
+    """A parameter sync did not complete: a worker raised, or its process is gone.
+
+    The server's weights are those from before. ``workers`` are the indexes of the workers that
+    failed; ``phase`` is "collect" (no worker was changed) or "distribute" (the workers that did not
+    fail may have the new weights already).
+    """
+
+    def __init__(self, message: str, workers: tuple[int, ...] = (), phase: str = "") -> None:
+        super().__init__(message)
+        self.workers = workers
+        self.phase = phase
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.args[0], self.workers, self.phase)
 
 
 class TaskError(MinirayError):

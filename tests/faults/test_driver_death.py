@@ -9,7 +9,7 @@ import time
 import pytest
 
 import miniray
-from miniray.core import local
+from miniray.core.local import driver as local_driver
 from tests.faults.helpers import GONE, eventually, is_process, session_directories
 
 #: A driver with everything at once: actors that call each other, tasks, large objects, a program
@@ -64,6 +64,8 @@ SCRIPT = """
             time.sleep(8)  # ends by itself: it is the user's own process, not ours
             os._exit(0)
         threading.Thread(target=lambda: miniray.get(running), daemon=True).start()
+        if end == "swallow":
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
         print("ready", flush=True)
         sys.stdin.readline()
         if end == "wait":
@@ -85,7 +87,6 @@ SCRIPT = """
         elif end == "exec":
             os.execvp("sleep", ["sleep", "600"])
         elif end == "swallow":
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
             time.sleep(600)
 
     main(sys.argv[1])
@@ -311,7 +312,7 @@ def test_a_session_is_not_swept_while_it_starts(own_directory, monkeypatch):
 
     def sweep_first(fd, how):
         monkeypatch.setattr(fcntl, "flock", take)
-        local._sweep(os.path.join(own_directory, f"miniray-{os.getuid()}"))
+        local_driver._sweep(os.path.join(own_directory, f"miniray-{os.getuid()}"))
         take(fd, how)
 
     monkeypatch.setattr(fcntl, "flock", sweep_first)

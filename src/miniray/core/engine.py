@@ -90,6 +90,17 @@ class RuntimeContext:
         return self.task_id
 
 
+def bytes_of(array: Any) -> Any:
+    """The memory of a contiguous array or CPU tensor, as a flat array of bytes."""
+    import numpy as np
+
+    if not isinstance(array, np.ndarray):
+        import torch
+
+        return array.detach().reshape(-1).view(torch.uint8).numpy()
+    return array.reshape(-1).view(np.uint8)
+
+
 class Engine(abc.ABC):
     """One running engine. All methods may be called from any thread and from inside remote code.
 
@@ -147,6 +158,20 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def put(self, value: Any) -> ObjectRef[Any]:
         """Store ``value`` and return a ref to it. Raises ``ObjectStoreFullError``."""
+
+    def put_filled(
+        self, value: Any, holes: Sequence[Any], fill: Callable[[list[Any]], None]
+    ) -> ObjectRef[Any]:
+        """Store ``value``, some of whose arrays are computed only now.
+
+        ``holes`` are contiguous arrays or CPU tensors inside ``value`` whose contents do not matter
+        yet. ``fill`` is called once with a flat writable array of bytes for each and writes them;
+        what it raises is raised here, and nothing is stored. An engine whose store can be written
+        to in place hands out that memory and saves a copy and the memory for it; this default
+        hands out the memory of the holes.
+        """
+        fill([bytes_of(hole) for hole in holes])
+        return self.put(value)
 
     @abc.abstractmethod
     def get(self, refs: Sequence[ObjectRef[Any]], timeout: float | None) -> list[Any]:

@@ -55,7 +55,7 @@ class Options:
     def env_vars(self) -> dict[str, str]:
         return dict((self.runtime_env or {}).get("env_vars", {}))
 
-    def inheriting(self, env_vars: Mapping[str, str]) -> Options:
+    def inheriting(self, env_vars: Mapping[str, str] | None) -> Options:
         """These options in a worker that has ``env_vars``: what it starts gets them too."""
         if not env_vars:
             return self

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, overload
 
-from miniray.core import session
+from miniray.core import seeding, session
 from miniray.core.engine import Engine
 from miniray.core.options import Options
 from miniray.core.refs import ObjectRef, ObjectRefGenerator
@@ -217,7 +217,8 @@ class ActorClass(Generic[T]):
     def remote(self, *args: Any, **kwargs: Any) -> ActorHandle[T]:
         """Start an actor; returns its handle at once."""
         self._spec.init.check(args, kwargs)
-        return session.engine().create_actor(self._spec, args, kwargs, self._options)
+        options = self._options.inheriting(seeding.environment())
+        return session.engine().create_actor(self._spec, args, kwargs, options)
 
     def options(self, **changes: Any) -> ActorClass[T]:
         """The same class with some options changed."""

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from miniray.core.local import system
+from miniray.core.local import interrupts, system
 from miniray.core.local.objects import BLOB, FAILED, PENDING, PLAIN, Blob, Entry, LocalRef
 from miniray.core.local.wire import Closed, Stream, frame
 from miniray.core.refs import ObjectRefGenerator
@@ -162,6 +162,9 @@ class LocalGenerator(ObjectRefGenerator):
     def __next__(self) -> LocalRef:
         state = self._state
         state.node.flush_calls()
+        state.node.awaited.add(state)
+        if state.node.closing:
+            state.node.fail_awaited()
         with state.condition:
             while not state.items and not state.ended:
                 state.condition.wait()
@@ -171,6 +174,7 @@ class LocalGenerator(ObjectRefGenerator):
 
     def __del__(self) -> None:
         self._state.abandoned = True
+        self._state.node.awaited.discard(self._state)
 
 
 def make_sink(node: Node, id: int, num_returns: int | str) -> tuple[Any, Any]:
@@ -320,8 +324,13 @@ class Channel(Stream):
                     self.node.rewatch(self, remove=system.IN)
             while entry.state == PENDING and entry.channel is self:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
-                if not self._patience.wait(left):
-                    return True
+                paused = interrupts.pause()
+                try:
+                    if not self._patience.wait(left):
+                        return True
+                finally:
+                    if paused:
+                        interrupts.resume()
                 reading = True
                 self._take(self.read())
                 reading = False

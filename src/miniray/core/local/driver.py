@@ -11,7 +11,7 @@ import tempfile
 
 from miniray.core import machine
 from miniray.core.engine import InitConfig
-from miniray.core.local import system
+from miniray.core.local import interrupts, system
 from miniray.core.local.control import Control
 from miniray.core.local.engine import LocalEngine
 from miniray.core.local.info import SessionInfo
@@ -70,6 +70,7 @@ def start(config: InitConfig, zygote: Zygote) -> LocalEngine:
         logs = LogReader(info.log_dir, config.log_to_driver)
         control = Control(node, logs, num_workers, zygote)
         stack.callback(control.close)
+        stack.callback(interrupts.restore)
         node.on_peer_lost = control.peer_lost
         engine.close = stack.pop_all().close
     return engine

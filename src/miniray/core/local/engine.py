@@ -8,10 +8,12 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from miniray.core import machine, session
 from miniray.core.engine import Capabilities, Engine, RuntimeContext
+from miniray.core.local import interrupts
 from miniray.core.local.actors import ActorEntry, fill_arguments
 from miniray.core.local.calls import Call
 from miniray.core.local.executors import current_call
@@ -175,17 +177,30 @@ class LocalEngine(Engine):
 
     def _wait_one(self, entry: Entry, deadline: float | None) -> None:
         node = self.node
-        if node.dirty:
-            node.flush_calls()
-        with self.on_block():
-            channel = entry.channel
-            if (
-                channel is not None
-                and channel.lead_until(entry, deadline)
-                and (entry.state != PENDING or (deadline and time.monotonic() >= deadline))
-            ):
-                return
-            self._wait_many([entry], 1, deadline, stop_on_failure=True, block=False)
+        self._check_may_wait()
+        held = interrupts.hold()
+        try:
+            if node.dirty:
+                node.flush_calls()
+            with self.on_block():
+                channel = entry.channel
+                if (
+                    channel is not None
+                    and channel.lead_until(entry, deadline)
+                    and (entry.state != PENDING or (deadline and time.monotonic() >= deadline))
+                ):
+                    return
+                self._wait_many([entry], 1, deadline, stop_on_failure=True, block=False)
+        finally:
+            if held:
+                interrupts.release()
+
+    def _check_may_wait(self) -> None:
+        if self.node.in_io_thread:
+            raise RuntimeError(
+                "get() or wait() in the callback of a future would wait for its own thread: "
+                "hand the work over to a thread of yours, or await the ref"
+            )
 
     def _wait_many(
         self,
@@ -202,7 +217,8 @@ class LocalEngine(Engine):
         if missing <= 0 or failed:
             return
         node = self.node
-        node.flush_calls()
+        self._check_may_wait()
+        held = interrupts.hold()
         done = threading.Lock()
         done.acquire()
         lock = threading.Lock()
@@ -216,14 +232,26 @@ class LocalEngine(Engine):
                 if finished and done.locked():
                     done.release()
 
-        for entry in pending:
-            node.fetch(entry)
-            entry.add_waiter(lambda entry=entry: notify(entry))  # type: ignore[misc]
-        with self.on_block() if block else contextlib.nullcontext():
-            if deadline is None:
-                done.acquire()
-            else:
-                done.acquire(timeout=max(0.0, deadline - time.monotonic()))
+        waiters = [(entry, partial(notify, entry)) for entry in pending]
+        try:
+            node.flush_calls()
+            for entry, waiter in waiters:
+                node.fetch(entry)
+                entry.add_waiter(waiter)
+            with self.on_block() if block else contextlib.nullcontext():
+                timeout = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
+                paused = interrupts.pause()
+                try:
+                    done.acquire(timeout=timeout)
+                finally:
+                    if paused:
+                        interrupts.resume()
+        finally:
+            for entry, waiter in waiters:
+                if entry.state == PENDING:
+                    entry.remove_waiter(waiter)
+            if held:
+                interrupts.release()
         self._check()
 
     def wait(

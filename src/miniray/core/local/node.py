@@ -29,7 +29,7 @@ from miniray.core.local.objects import PENDING, PLAIN, Blob, Entry
 from miniray.core.local.sharing import Sharing
 from miniray.core.local.store import Lease, Store, Usage
 from miniray.core.local.wire import Closed, Stream, frame
-from miniray.errors import MinirayError, ObjectLostError
+from miniray.errors import MinirayError, ObjectLostError, SessionEndedError
 
 DRIVER = 0
 _MOMENT = 0.02
@@ -65,6 +65,8 @@ class Node(Sharing):
         self.poller = system.Poller()
         self.dirty: set[Any] = set()  # channels with calls not yet written to the socket
         self.channels: dict[int, set[Any]] = {}
+        #: Objects and streams that somebody waits for.
+        self.awaited: set[Any] = set()
         self.closing = False
         #: What to do with a new call connection; only workers take calls.
         self.on_calls: Callable[[socket.socket, int], None] | None = None
@@ -207,6 +209,18 @@ class Node(Sharing):
         self._posted.clear()
         self.poller.close()
         self._waker.close()
+        self.store.close()
+        self.forget()
+        self.fail_awaited()
+
+    def fail_awaited(self) -> None:
+        """The session has ended: nothing will come any more for those who wait."""
+        error = SessionEndedError("this miniray session was shut down while somebody waited")
+        while self._asked:
+            _, (_, then) = self._asked.popitem()
+            then(False, error, [])
+        while self.awaited:
+            self.awaited.pop().fail(error)
 
     # -- connections ----------------------------------------------------------------------------
 
@@ -227,6 +241,9 @@ class Node(Sharing):
         try:
             sock, _ = self._listener.accept()
         except BlockingIOError:
+            return
+        except OSError:  # no descriptor left: it stays in the queue until there is one
+            time.sleep(0.01)
             return
         # Nothing is unpickled from a peer that has not proved to belong to the session.
         if system.peer_uid(sock) not in (os.getuid(), 0):
@@ -365,7 +382,7 @@ class Node(Sharing):
 
         try:
             self._answer(proc, question, inner, blobs, reply)
-        except (MinirayError, ValueError, TypeError) as error:
+        except (MinirayError, ValueError, TypeError, OSError) as error:
             reply(error, ())
 
     def _answer(self, proc: int, question: str, meta: Any, blobs: list[Blob], reply: Reply) -> None:
@@ -449,10 +466,15 @@ class Node(Sharing):
         with self.lock:
             known = self.find(id)
             if known is not None:
-                os.close(fd)
+                if fd >= 0:
+                    os.close(fd)
                 self.give_back(proc, id)
                 return known  # type: ignore[return-value]
-            lease = self.store.adopt(id, segment_id, fd, size, proc)
+            try:
+                lease = self.store.adopt(id, segment_id, fd, size, proc)
+            except OSError:
+                self.give_back(proc, id)
+                raise
             self.borrowed[id] = lease
         return lease
 

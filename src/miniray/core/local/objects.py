@@ -7,6 +7,7 @@ made the ref owns the object: others who hold it ask the owner for the value.
 
 from __future__ import annotations
 
+import errno
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from miniray.core.local.store import Lease, aligned
 from miniray.core.refs import ObjectRef
 from miniray.core.remote import ActorHandle
 from miniray.core.serialize import Packed, pack, unpack
+from miniray.errors import ObjectStoreFullError
 
 if TYPE_CHECKING:
     from miniray.core.local.actors import ActorEntry
@@ -80,19 +82,31 @@ class Entry(Shared):
 
     def add_waiter(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when there is an outcome; at once if there is one."""
-        with self.sharing.lock:
+        node = self.sharing
+        with node.lock:
             if self.waiters is None:
                 self.waiters = []
+                node.awaited.add(self)
             self.waiters.append(callback)
         if self.state != PENDING:
             self._notify()
+            return
+        if node.closing:
+            node.fail_awaited()
             return
         channel = self.channel
         if channel is not None:
             channel.arm()  # nobody may be reading there: have the I/O thread do it
 
+    def remove_waiter(self, callback: Callable[[], None]) -> None:
+        """Whoever gave up waiting leaves nothing behind, however often he comes back."""
+        with self.sharing.lock:
+            if self.waiters and callback in self.waiters:
+                self.waiters.remove(callback)
+
     def _notify(self) -> None:
         with self.sharing.lock:
+            self.sharing.awaited.discard(self)
             waiters, self.waiters = self.waiters, None
         for callback in waiters or ():
             callback()
@@ -202,12 +216,11 @@ class Blob:
         if len(wire) == 4:
             return cls(wire[2], wire[3], wire[1], refs)
         _, private, lease_id, segment_id, size, layout = wire
-        return cls(
-            private=private,
-            refs=refs,
-            lease=node.receive_lease(lease_id, segment_id, size, next(fds), proc),
-            layout=layout,
-        )
+        try:
+            lease = node.receive_lease(lease_id, segment_id, size, next(fds), proc)
+        except OSError as error:
+            return cls(_unreadable(size, error))
+        return cls(private=private, refs=refs, lease=lease, layout=layout)
 
 
 def _write(node: Node, packed: Packed) -> tuple[Lease, list[tuple[int, int]]]:
@@ -256,6 +269,30 @@ def _leased_array() -> Any:
 
 
 _leased_array_cache: Any = None
+
+
+class _Unreadable:
+    """Pickled in place of a value that came but could not be mapped: ``load`` raises."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __reduce__(self) -> Any:
+        return _raise_full, (self.text,)
+
+
+def _raise_full(text: str) -> None:
+    raise ObjectStoreFullError(text)
+
+
+def _unreadable(size: int, error: OSError) -> bytes:
+    text = f"an object of {size / 1e6:.1f} MB came but cannot be mapped here: {error.strerror}"
+    if error.errno == errno.EMFILE:
+        text += (
+            "; each large object in use holds a file descriptor: raise the limit with `ulimit -n` "
+            "or drop values you no longer need"
+        )
+    return pickle.dumps(_Unreadable(text), 5)
 
 
 def _entry_of(public: Any) -> Shared:

@@ -107,6 +107,14 @@ class Sharing:
         """The entry with this id, if this process still has it."""
         return self.shared.get(id) or self.borrowed.get(id)
 
+    def forget(self) -> None:
+        """The session ends: nobody holds anything of ours any more."""
+        with self.lock:
+            dropped = list(self.shared.values())
+            self.shared.clear()
+            self._given_to.clear()
+        del dropped
+
     def declare_dead(self, proc: int) -> None:
         """Void all credits of ``proc``."""
         dropped = []

@@ -125,13 +125,18 @@ class Store:
         return Lease(self._sharing, next(self._next_id), None, segment, self)
 
     def adopt(self, lease_id: int, segment_id: int, fd: int, size: int, parent: int) -> Lease:
-        """A lease on another process's segment, which came as ``fd`` (owned from now on)."""
+        """A lease on another process's segment, which came as ``fd`` (owned from now on).
+
+        Raises ``OSError`` when it cannot be mapped, also when ``fd`` got lost on the way (-1).
+        """
         with self._lock:
             self._collect()
             segment = self._mapped.pop(segment_id, None)
             if segment is None:
+                if fd < 0:
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
                 segment = Segment(segment_id, fd, size, writable=False, on_disk=False)
-            else:
+            elif fd >= 0:
                 os.close(fd)
             self._live += 1
         self._watch()
@@ -160,9 +165,9 @@ class Store:
                 fd = system.anonymous_file(self._spill_dir, size)
             else:
                 fd = system.anonymous_memory(size)
+            segment = Segment(next(self._next_id), fd, size, writable=True, on_disk=on_disk)
         except OSError as error:
             raise self._full(size, on_disk, error) from error
-        segment = Segment(next(self._next_id), fd, size, writable=True, on_disk=on_disk)
         if not on_disk:
             self._usage.add(size)
         return segment
@@ -217,6 +222,13 @@ class Store:
             for segment in [s for s in self._mapped.values() if s.used_at < before]:
                 del self._mapped[segment.id]
             self.watched = bool(self._live or self._free or self._mapped)
+
+    def close(self) -> None:
+        """The session ends: keep nothing, now or later, though somebody may still refer to us."""
+        self.returned = deque(maxlen=0)
+        with self._lock:
+            self._free.clear()
+            self._mapped.clear()
 
     def forget_home(self, proc: int) -> None:
         """Drop cached mappings of a dead process's segments: they can never be used again."""

@@ -24,6 +24,7 @@ _ANCILLARY = socket.CMSG_SPACE(_MAX_FDS * 4)
 _SEND_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 _READ_FLAGS = socket.MSG_DONTWAIT | CLOEXEC_FLAG
 _READ_SIZE = 65536
+_LOST = -1  # stands for the descriptors of a message that the kernel could not give us
 
 Frame = tuple[int, bytearray, Sequence[int]]
 
@@ -141,7 +142,7 @@ class Stream:
         self._start, self._end = start, end
         try:
             with memoryview(buffer) as view:
-                count, ancillary, _, _ = self.sock.recvmsg_into(
+                count, ancillary, flags, _ = self.sock.recvmsg_into(
                     [view[end:]], _ANCILLARY, _READ_FLAGS
                 )
         except BlockingIOError:
@@ -152,6 +153,8 @@ class Stream:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 whole = len(data) - len(data) % 4
                 self._fds.extend(array.array("i", data[:whole]))
+        if flags & socket.MSG_CTRUNC:
+            self._fds.append(_LOST)
         if count == 0:
             raise Closed
         end += count
@@ -163,11 +166,28 @@ class Stream:
                 if stop - start > len(buffer):
                     buffer.extend(bytes(stop - start - len(buffer) + _READ_SIZE))
                 break
-            fds = [self._fds.popleft() for _ in range(nfds)] if nfds else ()
+            fds = self._pop_fds(nfds) if nfds else ()
             frames.append((kind, buffer[start + _HEADER_SIZE : stop], fds))
             start = stop
         self._start, self._end = start, end
         return frames
+
+    def _pop_fds(self, count: int) -> list[int]:
+        """The descriptors of one frame, -1 for each that got lost.
+
+        When this process has no descriptor left the kernel drops those of a message from some
+        point on, and says so (``MSG_CTRUNC``). What follows must still find its own.
+        """
+        fds: list[int] = []
+        while len(fds) < count:
+            until = min(count, len(fds) + _MAX_FDS)  # as many as came with one message
+            while len(fds) < until:
+                fd = self._fds.popleft() if self._fds else _LOST
+                if fd == _LOST:
+                    fds.extend([-1] * (until - len(fds)))
+                else:
+                    fds.append(fd)
+        return fds
 
     def close(self) -> None:
         """End the connection: both ends see it closed, a thread blocked in ``read`` wakes up.
@@ -185,6 +205,7 @@ class Stream:
     def __del__(self) -> None:
         if not hasattr(self, "_fds"):
             return  # never connected
-        while self._fds:
-            os.close(self._fds.popleft())
+        for fd in self._fds:
+            if fd != _LOST:
+                os.close(fd)
         self.sock.close()

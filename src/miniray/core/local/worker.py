@@ -22,7 +22,7 @@ from collections import deque
 from types import FrameType
 from typing import Any
 
-from miniray.core import session
+from miniray.core import seeding, session
 from miniray.core.local import system
 from miniray.core.local.calls import CALL, CALL_PLAIN, FUNCTION, R_STOLEN
 from miniray.core.local.engine import LocalEngine
@@ -100,6 +100,8 @@ class Server:
             if self._is_actor and not self._construct():
                 return 1
             if self._async is not None:
+                if self._exiting:  # told so before there was a loop to stop
+                    self._async.stop()
                 return self._async.run(self._connections)
             self._loop()
         except SystemExit as error:
@@ -121,6 +123,7 @@ class Server:
             nonlocal label
             label = cls.__name__
             args, kwargs = _arguments(self.node, blobs, meta["places"])
+            seeding.apply()
             return cls(*args, **kwargs)
 
         try:

@@ -22,6 +22,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from miniray.core import seeding
 from miniray.core.remote import CallSpec, ClassSpec, FunctionSpec
 from miniray.errors import TaskError
 
@@ -184,6 +185,7 @@ def _start_actor(host: Any, cls: type, args: tuple[Any, ...], kwargs: dict[str, 
     global _host_class_name
     _host_class_name = cls.__name__
     try:
+        seeding.apply()
         host.__dict__[_USER_OBJECT] = cls(*args, **kwargs)
     except Exception as error:
         error.__traceback__ = _without_own_frames(error.__traceback__)

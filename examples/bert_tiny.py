@@ -1,0 +1,114 @@
+"""A small transformer encoder that learns to tell what kind of sentence it reads.
+
+The sentences are made up from a small grammar: is it about weather, food, travel or money? The words
+of a topic appear in all classes; what counts is which topic word goes with the verb, so that counting
+words is not enough and attention is.
+
+    python examples/bert_tiny.py
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import miniray
+from miniray.train import DataParallelTrainer
+
+TOPICS = {
+    "weather": ["rain", "wind", "snow", "sun"],
+    "food": ["bread", "soup", "rice", "cheese"],
+    "travel": ["train", "ship", "road", "plane"],
+    "money": ["coin", "bank", "price", "tax"],
+}
+VERBS = ["loves", "wants", "fears", "sees"]
+FILLERS = [
+    "today",
+    "not",
+    "the",
+    "a",
+    "with",
+    "under",
+    "near",
+    "old",
+    "and",
+    "while",
+    "nobody",
+    "says",
+]
+LENGTH = 12
+WORDS = ["[cls]", *VERBS, *FILLERS, *(w for words in TOPICS.values() for w in words)]
+INDEX = {word: i for i, word in enumerate(WORDS)}
+
+
+def make_sentences(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and labels. The label is the topic of the word right after the verb."""
+    rng = random.Random(seed)
+    nouns = [word for words in TOPICS.values() for word in words]
+    rows, labels = [], []
+    for _ in range(count):
+        label = rng.randrange(len(TOPICS))
+        words = [rng.choice(FILLERS + nouns) for _ in range(LENGTH - 1)]
+        at = rng.randrange(LENGTH - 2)
+        words[at], words[at + 1] = rng.choice(VERBS), rng.choice(list(TOPICS.values())[label])
+        rows.append([INDEX[word] for word in ["[cls]", *words]])
+        labels.append(label)
+    return torch.tensor(rows), torch.tensor(labels)
+
+
+class Encoder(nn.Module):
+    def __init__(self, width: int = 48):
+        super().__init__()
+        self.words = nn.Embedding(len(WORDS), width)
+        self.places = nn.Parameter(torch.randn(LENGTH, width) * 0.02)
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, 0.0, "gelu", batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(width, len(TOPICS))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.words(tokens) + self.places)[:, 0])
+
+
+@miniray.remote
+class TextWorker:
+    def __init__(self, worker_id: int):
+        self.model = Encoder()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 2e-3)
+
+    def load_data_shard(self, shard_id, num_shards, batch_size=64):
+        tokens, labels = make_sentences(6000, seed=1)
+        self.tokens, self.labels = tokens[shard_id::num_shards], labels[shard_id::num_shards]
+        self.batch_size = batch_size
+
+    def train_epoch(self, epoch):
+        total = 0.0
+        for rows in torch.randperm(len(self.labels)).split(self.batch_size):
+            loss = functional.cross_entropy(self.model(self.tokens[rows]), self.labels[rows])
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            total += loss.item() * len(rows)
+        return {"loss": total / len(self.labels), "num_samples": len(self.labels)}
+
+    @torch.no_grad()
+    def evaluate(self, data):
+        tokens, labels = data["tokens"], data["labels"]
+        return {"accuracy": ((self.model(tokens).argmax(1) == labels).sum().item(), len(labels))}
+
+    def get_weights(self):
+        return self.model.state_dict()
+
+    def set_weights(self, weights):
+        self.model.load_state_dict(weights)
+
+
+if __name__ == "__main__":
+    with DataParallelTrainer(num_workers=2, worker=TextWorker, seed=0) as trainer:
+        result = trainer.train(epochs=14)
+        tokens, labels = make_sentences(1000, seed=2)
+        scores = trainer.evaluate(data={"tokens": tokens, "labels": labels})
+        print(f"loss {result['loss']:.4f}, accuracy on new sentences {scores['accuracy']:.1%}")
+        print("curve:", result.plot())

@@ -1,0 +1,143 @@
+"""Work on large weights in pieces that fit the cache, on all cores.
+
+A plain ``stack().mean()`` reads and writes main memory once for every operation. Here one piece of
+half a megabyte is taken through all operations and all workers before the next one is touched, so
+memory is read once for each worker and written once. numpy releases the interpreter's lock inside
+each operation, so threads do run at the same time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from miniray.ps.weights import Array, Leaf
+
+#: Numbers in a piece: large enough that Python's share is small, small enough for the L2 cache.
+PIECE = 131_072
+#: Below this many numbers a second thread costs more than it brings.
+_WORTH_THREADS = 1_000_000
+
+
+class Range(NamedTuple):
+    """A part of a leaf: what one server is responsible for. Usually the whole leaf."""
+
+    leaf: int
+    start: int
+    stop: int
+
+
+class Piece(NamedTuple):
+    """A part of a range: what is computed at once. ``range`` is the range's number."""
+
+    number: int
+    range: int
+    leaf: int
+    start: int
+    stop: int
+    #: Where the range begins in its leaf; state of a strategy is kept by range.
+    base: int
+
+
+def whole(leaves: Iterable[int], all_leaves: list[Leaf]) -> list[Range]:
+    return [Range(i, 0, all_leaves[i].size) for i in leaves]
+
+
+def pieces_of(ranges: Iterable[Range]) -> list[Piece]:
+    cuts = (
+        (which, leaf, low, min(low + PIECE, stop), start)
+        for which, (leaf, start, stop) in enumerate(ranges)
+        for low in range(start, stop, PIECE)
+    )
+    return [Piece(number, *cut) for number, cut in enumerate(cuts)]
+
+
+def split(ranges: list[Range], leaves: list[Leaf], parts: int) -> list[list[Range]]:
+    """Cut ``ranges`` into ``parts`` lists of about the same number of bytes, large leaves too."""
+    width = [leaves[r.leaf].nbytes / max(leaves[r.leaf].size, 1) for r in ranges]
+    total = sum((r.stop - r.start) * w for r, w in zip(ranges, width, strict=True))
+    shares: list[list[Range]] = [[] for _ in range(parts)]
+    done = 0.0
+    for (leaf, start, stop), bytes_each in zip(ranges, width, strict=True):
+        while start < stop:
+            part = min(int(done * parts / total), parts - 1) if total else 0
+            room = (part + 1) * total / parts - done
+            # Not less than one number, and for the last part everything that is left.
+            count = stop - start if part == parts - 1 else max(1, round(room / bytes_each))
+            end = min(stop, start + count)
+            shares[part].append(Range(leaf, start, end))
+            done += (end - start) * bytes_each
+            start = end
+    return shares
+
+
+class Crew:
+    """Threads that work through pieces. Made when first needed, kept for the next time."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+        self.threads = threads or min(available or os.cpu_count() or 1, 8)
+        self._pool: ThreadPoolExecutor | None = None
+
+    def run(self, pieces: list[Piece], work: Callable[[Piece, Scratch], None]) -> None:
+        """Call ``work`` for every piece. The first exception stops all and is raised."""
+        total = sum(p.stop - p.start for p in pieces)
+        helpers = 0 if total < _WORTH_THREADS else min(self.threads, len(pieces)) - 1
+        left = deque(pieces)
+        failed = threading.Event()
+
+        def drain() -> None:
+            scratch = Scratch()
+            try:
+                # Overflow and NaN are looked for in the results; this setting is the thread's own.
+                with np.errstate(all="ignore"):
+                    while not failed.is_set():
+                        work(left.popleft(), scratch)
+            except IndexError:
+                if left:  # not the queue's own
+                    failed.set()
+                    raise
+            except BaseException:
+                failed.set()
+                raise
+
+        if helpers and self._pool is None:
+            self._pool = ThreadPoolExecutor(self.threads, "miniray-ps")
+        futures = [self._pool.submit(drain) for _ in range(helpers)] if self._pool else []
+        try:
+            drain()
+        finally:
+            errors = [f.exception() for f in futures]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"threads": self.threads, "_pool": None}
+
+
+class Scratch:
+    """Room for intermediate results of one thread, used again for every piece."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[tuple[Any, np.dtype[Any]], Array] = {}
+
+    def get(self, name: Any, size: int, dtype: np.dtype[Any]) -> Array:
+        array = self._arrays.get((name, dtype))
+        if array is None or len(array) < size:
+            array = self._arrays[name, dtype] = np.empty(max(size, min(PIECE, 4096)), dtype)
+        return array[:size]
+
+
+def all_finite(block: Array) -> bool:
+    """Whether there is neither NaN nor infinity in ``block``."""
+    # A sum of squares is finite only if all are; it is five times faster than asking each number,
+    # and merely overflows for numbers beyond 1e19, which are then looked at one by one.
+    total = float(np.dot(block, block))
+    return total - total == 0 or bool(np.isfinite(block).all())

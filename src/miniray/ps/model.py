@@ -1,0 +1,270 @@
+"""The server's weights: what they are now, and what they become.
+
+``Model.combined`` makes new weights of the workers' and changes nothing; ``adopt`` makes them the
+current ones. In between the workers are given them, and if that fails the old ones are still here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import miniray
+from miniray.core import session
+from miniray.errors import NonFiniteWeightsError
+from miniray.ps.blocks import Crew, whole
+from miniray.ps.combine import Combiner, NotFiniteError, Tally, typed
+from miniray.ps.strategies.base import Strategy
+from miniray.ps.weights import COUNT, REAL, Array, Layout, Source, combine_counts, flatten_leaf
+
+import numpy as np
+
+
+@dataclasses.dataclass
+class Given:
+    """The weights of one worker, as they came. ``ref`` is where others can get them, if known."""
+
+    worker: Hashable
+    weights: Any
+    ref: Any = None
+
+    @property
+    def who(self) -> str:
+        return f"worker {self.worker}"
+
+
+@dataclasses.dataclass
+class Combined:
+    """New weights, in the object store, not adopted yet."""
+
+    ref: Any
+    layout: Layout
+    tally: Tally
+    used: list[Hashable]
+    skipped: list[Hashable]
+
+
+class Model:
+    """The current weights, and how to combine others into new ones."""
+
+    def __init__(self, strategy: Strategy, on_nonfinite: str, threads: int | None) -> None:
+        self.strategy = strategy
+        self.layout: Layout | None = None
+        self.ref: Any = None
+        self.weights: Any = None
+        self._sources: list[Source] | None = None
+        self._on_nonfinite = on_nonfinite
+        self._crew = Crew(threads)
+        self._small: Combiner | None = None
+        self._large: Any = None
+        self._holes: list[Any] = []
+
+    # -- the current weights -----------------------------------------------------------------------
+
+    def set(self, weights: Any) -> None:
+        """Make ``weights`` the current ones. Raises ``TypeError`` for what cannot be combined.
+
+        The strategy starts anew if they are of another structure.
+        """
+        layout = Layout(weights)
+        self._prepare(layout)
+        self._take(layout, weights, None)
+
+    def adopt(self, new: Combined) -> None:
+        """Make ``new`` the current weights, and what the strategy remembered during it final."""
+        assert self._small is not None
+        self._small.commit()
+        self._large.commit()
+        self._take(new.layout, miniray.get(new.ref), new.ref)
+
+    def _take(self, layout: Layout, weights: Any, ref: Any) -> None:
+        assert self.layout is not None
+        self.weights, self.ref = weights, ref
+        self._sources = self.layout.extract(weights, "the server", "the server")
+
+    def _prepare(self, layout: Layout) -> None:
+        """Get ready for weights of this layout."""
+        if self.layout is not None and self.layout.same_as(layout):
+            return
+        self.layout = layout
+        real = [i for i, leaf in enumerate(layout.leaves) if leaf.role == REAL]
+        large = [i for i in real if layout.leaves[i].is_array and layout.leaves[i].size]
+        small = [i for i in real if i not in set(large)]
+        self._small = Combiner(self.strategy, layout, whole(small, layout.leaves), self._crew)
+        self._large = self._make_large(layout, whole(large, layout.leaves))
+        self._holes = [layout.empty(layout.leaves[i]) for i in large]
+
+    def _make_large(self, layout: Layout, ranges: list[Any]) -> Any:
+        return Combiner(self.strategy, layout, ranges, self._crew)
+
+    # -- combining ---------------------------------------------------------------------------------
+
+    def combined(self, given: Sequence[Given], weights: Sequence[float]) -> Combined:
+        """New weights of those given. Nothing changes but memory that is used again.
+
+        Raises ``WeightsMismatchError``, ``NonFiniteWeightsError`` and what the strategy raises.
+        """
+        layout, workers = self._checked(given)
+        chosen, skipped = list(range(len(given))), list[int]()
+        while True:
+            try:
+                ref, tally = self._combine(
+                    layout,
+                    [given[i] for i in chosen],
+                    [workers[i] for i in chosen],
+                    [weights[i] for i in chosen],
+                )
+                break
+            except NotFiniteError as error:
+                broken = self._find_broken(given, workers, chosen, error.place)
+                skipped += broken
+                chosen = [i for i in chosen if i not in broken]
+        return Combined(
+            ref, layout, tally, [given[i].worker for i in chosen], [given[i].worker for i in skipped]
+        )
+
+    def _checked(self, given: Sequence[Given]) -> tuple[Layout, list[list[Source]]]:
+        first = given[0]
+        if self.layout is None or self.weights is None:
+            self._prepare(Layout(first.weights, first.who))
+        assert self.layout is not None
+        layout = self.layout
+        reference = first.who if self.weights is None else "the server"
+        workers = [layout.extract(first.weights, first.who, reference)]
+        workers += [layout.extract(g.weights, g.who, first.who) for g in given[1:]]
+        return layout, workers
+
+    def _combine(
+        self,
+        layout: Layout,
+        given: Sequence[Given],
+        workers: Sequence[Sequence[Source]],
+        weights: Sequence[float],
+    ) -> tuple[Any, Tally]:
+        assert self._small is not None
+        used, shares = self._weighed(given, workers, weights)
+        workers = [workers[i] for i in used]
+        given = [given[i] for i in used]
+        values: list[Any] = [None] * len(layout.leaves)
+        for i, leaf in enumerate(layout.leaves):
+            if leaf.role == COUNT:
+                values[i] = layout.finished(leaf, combine_counts([w[i] for w in workers], shares))
+        small = {r.leaf: _room(layout, r.leaf) for r in self._small.ranges}
+        tally = self._small.combine(
+            self._sources, workers, shares, [flatten_leaf(room) for room in small.values()]
+        )
+        for i, room in small.items():
+            values[i] = layout.finished(layout.leaves[i], room)
+        large = [r.leaf for r in self._large.ranges]
+        for i, hole in zip(large, self._holes, strict=True):
+            values[i] = hole
+
+        def fill(memory: list[Array]) -> None:
+            nonlocal tally
+            places = [typed(m, layout.leaves[i]) for m, i in zip(memory, large, strict=True)]
+            tally += self._combine_large(given, workers, shares, places)
+
+        ref = session.engine().put_filled(layout.build(values), self._holes, fill)
+        distances = np.zeros(len(used))
+        distances[: len(tally.distances)] = tally.distances
+        return ref, Tally(tally.change, distances)
+
+    def _combine_large(
+        self,
+        given: Sequence[Given],
+        workers: Sequence[Sequence[Source]],
+        shares: Sequence[float],
+        places: list[Source],
+    ) -> Tally:
+        tally: Tally = self._large.combine(self._sources, workers, shares, places)
+        return tally
+
+    def _weighed(
+        self, given: Sequence[Given], workers: Sequence[Sequence[Source]], weights: Sequence[float]
+    ) -> tuple[list[int], list[float]]:
+        """Which of the workers count, and how much; the sum is 1."""
+        distances = None
+        if self.strategy.uses_distances:
+            distances = self._distances(given, workers)
+            if not np.isfinite(distances).all():
+                raise NotFiniteError("")
+        final = self.strategy.weigh(_shares(weights), distances)
+        used = [i for i, weight in enumerate(final) if weight]
+        return used, _shares([final[i] for i in used])
+
+    def _distances(self, given: Sequence[Given], workers: Sequence[Sequence[Source]]) -> Array:
+        assert self._small is not None
+        total: Array = self._small.distances(workers) + self._large.distances(workers)
+        return total
+
+    def _find_broken(
+        self,
+        given: Sequence[Given],
+        workers: Sequence[Sequence[Source]],
+        chosen: Sequence[int],
+        place: str,
+    ) -> list[int]:
+        """Which workers are not finite. Raises unless they may and can be left out."""
+        broken = {i: where for i in chosen if (where := self._broken(given[i], workers[i]))}
+        if not broken:
+            raise NonFiniteWeightsError(
+                f"the combined weights are not finite in entry {place}, although those of every "
+                "worker are: numbers became too large"
+            )
+        text = "; ".join(f"{given[i].who}: entry {p} has NaN or Inf" for i, p in broken.items())
+        names = tuple(given[i].worker for i in broken)
+        if self._on_nonfinite == "error":
+            raise NonFiniteWeightsError(f'{text} (on_nonfinite="skip" leaves such workers out)', names)
+        if len(broken) == len(chosen):
+            raise NonFiniteWeightsError(f"no worker has finite weights: {text}", names)
+        return list(broken)
+
+    def _broken(self, given: Given, sources: Sequence[Source]) -> str | None:
+        assert self._small is not None
+        found: str | None = self._small.broken(sources) or self._large.broken(sources)
+        return found
+
+    # -- for checkpoints ---------------------------------------------------------------------------
+
+    def buffers(self) -> dict[str, list[Array]]:
+        """The strategy's buffers by name, an array for each float entry in order."""
+        if self._small is None:
+            return {}
+        small, large = self._small.buffers.state(), self._large_buffers()
+        places = [r.leaf for r in self._small.ranges] + [r.leaf for r in self._large.ranges]
+        order = sorted(range(len(places)), key=places.__getitem__)
+        return {n: [(small[n] + large[n])[i] for i in order] for n in small}
+
+    def load_buffers(self, state: dict[str, list[Array]]) -> None:
+        assert self._small is not None
+        small = [r.leaf for r in self._small.ranges]
+        order = sorted(small + [r.leaf for r in self._large.ranges])
+        for name, arrays in state.items():
+            if len(arrays) != len(order):
+                raise ValueError(f"buffer {name!r} of the state does not fit the weights")
+        first = {n: [a[order.index(i)] for i in small] for n, a in state.items()}
+        rest = {
+            n: [a[order.index(r.leaf)] for r in self._large.ranges] for n, a in state.items()
+        }
+        self._small.buffers.load(first)
+        self._load_large(rest)
+
+    def _large_buffers(self) -> dict[str, list[Array]]:
+        state: dict[str, list[Array]] = self._large.buffers.state()
+        return state
+
+    def _load_large(self, state: dict[str, list[Array]]) -> None:
+        self._large.buffers.load(state)
+
+
+def _room(layout: Layout, which: int) -> Array:
+    leaf = layout.leaves[which]
+    return np.empty(leaf.shape or 1, leaf.dtype if leaf.type != "torch" else leaf.compute)
+
+
+def _shares(weights: Sequence[float]) -> list[float]:
+    total = sum(weights)
+    if not total:
+        raise ValueError("the weights of all workers are 0: there is nothing to combine")
+    return [float(w / total) for w in weights]

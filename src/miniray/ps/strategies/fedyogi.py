@@ -1,0 +1,32 @@
+"""``fedyogi``: Yogi on the server: like Adam, but v changes by at most (1 − β₂)·d² at a time.
+
+    v ← v − (1 − β₂)·d²·sign(v − d²)
+
+Reddi et al., "Adaptive Federated Optimization", https://arxiv.org/abs/2003.00295; the rest of the
+rule is in ``adaptive.py``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from miniray.ps.strategies.adaptive import Adaptive
+from miniray.ps.strategies.checks import share
+from miniray.ps.strategies.registry import register_strategy
+from miniray.ps.weights import Array
+
+
+@register_strategy("fedyogi")
+class FedYogi(Adaptive):
+    """Yogi on the averaged change. Options as for ``fedadam``."""
+
+    def __init__(
+        self, lr: float = 0.01, beta_1: float = 0.9, beta_2: float = 0.99, tau: float = 1e-3
+    ) -> None:
+        super().__init__(lr, beta_1, tau)
+        self.beta_2 = share("beta_2", beta_2)
+
+    def second_moment(self, square: Array, old: Array, new: Array) -> None:
+        np.sign(np.subtract(old, square, out=new), out=new)
+        np.multiply(new, np.multiply(square, 1 - self.beta_2, out=square), out=new)
+        np.subtract(old, new, out=new)

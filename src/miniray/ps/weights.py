@@ -1,0 +1,329 @@
+"""Weights as users have them, and as the server computes with them.
+
+Weights are a nested list, tuple or dict of torch tensors, numpy arrays and Python numbers. A
+``Layout`` describes one such structure; ``extract`` checks another worker's weights against it and
+gives its leaves as flat arrays over the same memory, without a copy.
+
+Leaves have one of three roles:
+
+* *real* (floats; complex numbers as pairs of them): the strategy combines them. Types narrower than
+  float32 are computed with in float32 and rounded once at the end.
+* *count* (integers and booleans, such as BatchNorm's counters): never given to a strategy, because
+  momentum or a median of counters means nothing. They become the weighted mean of the same workers,
+  rounded to the nearest integer (halves up); a boolean is true where at least half of the weight
+  says so. Where all workers agree the value is kept exactly.
+* *none* (``None``): must be ``None`` everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from miniray.errors import WeightsMismatchError
+
+REAL, COUNT, NONE = "real", "count", "none"
+
+#: A flat leaf: a numpy array, or a torch tensor of a type that numpy does not have (bfloat16).
+Source = Any
+Array = np.ndarray[Any, np.dtype[Any]]
+
+#: Turns a worker's number (None: the server's own weights) into words for an error.
+Who = str
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One entry of the weights. ``type`` is ``numpy``, ``scalar``, ``torch``, ``float``, ...
+
+    ``size`` counts numbers of ``compute``, the type to compute in: a complex entry has two each.
+    """
+
+    path: str
+    role: str
+    type: str
+    dtype: Any
+    shape: tuple[int, ...]
+    size: int
+    nbytes: int
+    compute: np.dtype[Any]
+
+    @property
+    def is_array(self) -> bool:
+        return self.type in ("numpy", "torch")
+
+
+class Layout:
+    """The structure of some weights: where each leaf is, its shape and its type.
+
+    Raises ``TypeError`` naming the entry when there is something that cannot be combined.
+    """
+
+    def __init__(self, weights: Any, who: Who = "weights") -> None:
+        self.leaves: list[Leaf] = []
+        if not isinstance(weights, (list, tuple, dict)):
+            raise TypeError(
+                f"{who}: weights must be a list, tuple or dict of arrays, tensors and numbers, "
+                f"not {type(weights).__name__}"
+            )
+        self.skeleton = self._describe(weights, "", who)
+        self.nbytes = sum(leaf.nbytes for leaf in self.leaves)
+        if not self.leaves:
+            raise ValueError(f"{who}: weights are empty")
+
+    def _describe(self, node: Any, path: str, who: Who) -> Any:
+        if isinstance(node, dict):
+            keys = list(node)
+            return dict, type(node), keys, [self._describe(node[k], f"{path}[{k!r}]", who) for k in keys]
+        if isinstance(node, (list, tuple)):
+            parts = [self._describe(item, f"{path}[{i}]", who) for i, item in enumerate(node)]
+            return list if isinstance(node, list) else tuple, type(node), None, parts
+        self.leaves.append(_leaf(node, path, who))
+        return len(self.leaves) - 1
+
+    # -- another worker's weights ------------------------------------------------------------------
+
+    def extract(self, weights: Any, who: Who, reference: Who) -> list[Source]:
+        """The leaves of ``weights`` as flat arrays, in order; small ones may be copies.
+
+        Raises ``WeightsMismatchError`` naming ``who``, the entry and what ``reference`` has there.
+        """
+        found: list[Source] = []
+        self._walk(self.skeleton, weights, "", found, who, reference)
+        return found
+
+    def _walk(
+        self, part: Any, node: Any, path: str, found: list[Source], who: Who, reference: Who
+    ) -> None:
+        if isinstance(part, int):
+            found.append(_checked(self.leaves[part], node, who, reference))
+            return
+        kind, _, keys, parts = part
+        if not isinstance(node, kind):
+            raise _mismatch(who, path, type(node).__name__, reference, kind.__name__)
+        if len(node) != len(parts):
+            entries = f"{len(node)} entries"
+            raise _mismatch(who, path, entries, reference, str(len(parts)), _difference(node, keys))
+        if keys is not None:
+            # Their order too: a worker may zip its parameters with ``weights.values()``.
+            if list(node) != keys:
+                at = next(i for i, (a, b) in enumerate(zip(node, keys, strict=True)) if a != b)
+                mine = f"the key {list(node)[at]!r} at position {at}"
+                raise _mismatch(who, path, mine, reference, repr(keys[at]))
+            node = node.values()
+        for i, (child, value) in enumerate(zip(parts, node, strict=True)):
+            if isinstance(child, int):
+                found.append(_checked(self.leaves[child], value, who, reference))
+            else:
+                step = f"[{keys[i]!r}]" if keys is not None else f"[{i}]"
+                self._walk(child, value, path + step, found, who, reference)
+
+    def same_as(self, other: Layout) -> bool:
+        return self.leaves == other.leaves and _shape_of(self.skeleton) == _shape_of(other.skeleton)
+
+    # -- building weights --------------------------------------------------------------------------
+
+    def build(self, values: Sequence[Any]) -> Any:
+        """The structure with ``values`` as its leaves."""
+        return _build(self.skeleton, values)
+
+    def empty(self, leaf: Leaf) -> Any:
+        """An uninitialised array or tensor like ``leaf``."""
+        if leaf.type == "torch":
+            return sys.modules["torch"].empty(leaf.shape, dtype=leaf.dtype)
+        return np.empty(leaf.shape, leaf.dtype)
+
+    def finished(self, leaf: Leaf, flat: Array) -> Any:
+        """What the user sees of a leaf whose numbers are ``flat``, of the leaf's own type."""
+        if leaf.type == "none":
+            return None
+        if leaf.type in _PYTHON:
+            return _PYTHON[leaf.type](flat[0])
+        if leaf.type == "torch":
+            return sys.modules["torch"].from_numpy(flat).reshape(leaf.shape)
+        array = flat.astype(leaf.dtype, copy=False).reshape(leaf.shape)
+        return array[()] if leaf.type == "scalar" else array
+
+
+# -- leaves ----------------------------------------------------------------------------------------
+
+_PYTHON: dict[str, Callable[[Any], Any]] = {
+    "float": float,
+    "int": int,
+    "bool": bool,
+}
+
+
+def _leaf(node: Any, path: str, who: Who) -> Leaf:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(node, torch.Tensor):
+        if node.layout is not torch.strided or node.is_quantized:
+            raise TypeError(f"{who}: entry {path} is a {node.layout} tensor; only dense ones work")
+        sample = flatten_leaf(node)
+        role, compute, factor = _role(sample, who, path)
+        size, nbytes = node.numel() * factor, node.numel() * node.element_size()
+        return Leaf(path, role, "torch", node.dtype, tuple(node.shape), size, nbytes, compute)
+    if node is None:
+        return Leaf(path, NONE, "none", None, (), 0, 0, np.dtype(bool))
+    if isinstance(node, (np.ndarray, np.generic)):
+        kind = "numpy" if isinstance(node, np.ndarray) else "scalar"
+        role, compute, factor = _role(np.asarray(node), who, path)
+        return Leaf(
+            path, role, kind, node.dtype, node.shape, node.size * factor, node.nbytes, compute
+        )
+    if isinstance(node, bool):
+        return Leaf(path, COUNT, "bool", bool, (), 1, 1, np.dtype(bool))
+    if isinstance(node, int):
+        return Leaf(path, COUNT, "int", int, (), 1, 8, np.dtype(np.int64))
+    if isinstance(node, float):
+        return Leaf(path, REAL, "float", float, (), 1, 8, np.dtype(np.float64))
+    raise TypeError(
+        f"{who}: entry {path} is a {type(node).__qualname__}; weights are torch tensors, numpy "
+        "arrays and numbers in lists, tuples and dicts"
+    )
+
+
+def _role(flat: Source, who: Who, path: str) -> tuple[str, np.dtype[Any], int]:
+    """(role, type to compute in, numbers an element)."""
+    if not isinstance(flat, np.ndarray):  # a narrow float that only torch has
+        return REAL, np.dtype(np.float32), 1
+    dtype = flat.dtype
+    if dtype.kind in "biu":
+        return COUNT, dtype.newbyteorder("="), 1
+    if dtype.kind == "f":
+        return REAL, np.dtype(np.float32) if dtype.itemsize < 4 else dtype.newbyteorder("="), 1
+    if dtype.kind == "c":
+        return REAL, np.dtype(f"f{dtype.itemsize // 2}"), 2
+    raise TypeError(f"{who}: entry {path} is an array of {dtype}; it must hold numbers")
+
+
+def _checked(leaf: Leaf, node: Any, who: Who, reference: Who) -> Source:
+    """``node`` as a flat array if it is like ``leaf``."""
+    if leaf.type == "torch":
+        torch = sys.modules["torch"]
+        if isinstance(node, torch.Tensor) and node.dtype is leaf.dtype and node.shape == leaf.shape:
+            return flatten_leaf(node)
+    elif leaf.type == "numpy":
+        if isinstance(node, np.ndarray) and node.dtype == leaf.dtype and node.shape == leaf.shape:
+            return flatten_leaf(node)
+    other = _leaf(node, leaf.path, who)
+    if (other.type, other.dtype, other.shape) != (leaf.type, leaf.dtype, leaf.shape):
+        raise _mismatch(who, leaf.path, _words(other, leaf), reference, _words(leaf, other))
+    if leaf.type == "none":
+        return np.empty(0)
+    try:
+        return np.array([node], leaf.compute) if leaf.type in _PYTHON else flatten_leaf(np.asarray(node))
+    except OverflowError:
+        raise TypeError(f"{who}: entry {leaf.path} is {node}, beyond 64 bits") from None
+
+
+def flatten_leaf(node: Any) -> Source:
+    """An array or tensor as one flat array over the same memory; complex as pairs of floats."""
+    if not isinstance(node, np.ndarray):
+        flat = node.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+        try:
+            node = flat.numpy()
+        except TypeError:
+            if not flat.is_floating_point():
+                raise
+            return flat
+    flat = node.reshape(-1)
+    if flat.dtype.kind == "c":
+        return flat.astype(flat.dtype.newbyteorder("="), copy=False).view(f"f{flat.itemsize // 2}")
+    return flat
+
+
+def read(source: Source, start: int, stop: int, compute: np.dtype[Any]) -> Array:
+    """A piece to compute with: a view where the type is the same, otherwise converted."""
+    part = source[start:stop]
+    if isinstance(part, np.ndarray):
+        return part if part.dtype == compute else part.astype(compute)
+    converted: Array = part.float().numpy()
+    return converted
+
+
+def write(target: Source, start: int, block: Array) -> None:
+    """Put a computed piece in its place, rounded to the type it has there."""
+    part = target[start : start + len(block)]
+    if isinstance(part, np.ndarray):
+        np.copyto(part, block, casting="unsafe")
+    else:
+        part.copy_(sys.modules["torch"].from_numpy(np.ascontiguousarray(block)))
+
+
+def combine_counts(values: Sequence[Array], weights: Sequence[float]) -> Array:
+    """Integers and booleans of several workers: see the top of the module."""
+    first = values[0]
+    if all(np.array_equal(first, other) for other in values[1:]):
+        return first.copy()
+    total = sum(weights)
+    shares = [weight / total for weight in weights]
+    if first.dtype.kind == "b":
+        yes: Any = sum(v * share for v, share in zip(values, shares, strict=True))
+        agreed: Array = yes >= 0.5
+        return agreed
+    # Distances from the smallest, as unsigned numbers: exact, and they cannot overflow.
+    low = np.minimum.reduce(values)
+    unsigned = np.dtype(f"u{first.dtype.itemsize}")
+    above = [(v - low).view(unsigned).astype(np.float64) for v in values]
+    mean: Any = sum(a * share for a, share in zip(above, shares, strict=True))
+    most = (np.maximum.reduce(values) - low).view(unsigned)
+    # As a float the largest 64-bit distance rounds up to one that does not fit.
+    fits = np.floor(mean + 0.5) < most.astype(np.float64)
+    step = np.where(fits, np.floor(np.where(fits, mean, 0) + 0.5).astype(unsigned), most)
+    combined: Array = (low.view(unsigned) + step).view(first.dtype)
+    return combined
+
+
+# -- words -----------------------------------------------------------------------------------------
+
+
+def _words(leaf: Leaf, other: Leaf) -> str:
+    if leaf.type != other.type:
+        article = {"torch": "a torch tensor", "numpy": "a numpy array", "none": "None"}
+        return article.get(leaf.type, f"a {leaf.type}")
+    if leaf.shape != other.shape:
+        return f"shape {leaf.shape}"
+    return f"dtype {leaf.dtype}"
+
+
+def _mismatch(
+    who: Who, path: str, mine: str, reference: Who, theirs: str, extra: str = ""
+) -> WeightsMismatchError:
+    place = f"entry {path}" if path else "the whole"
+    return WeightsMismatchError(f"{who}: {place} has {mine}, {reference} has {theirs}{extra}")
+
+
+def _difference(node: Any, keys: list[Any] | None) -> str:
+    if keys is None:
+        return ""
+    missing = [k for k in keys if k not in node]
+    added = [k for k in node if k not in keys]
+    parts = [f"missing {missing[:5]}"] if missing else []
+    parts += [f"unexpected {added[:5]}"] if added else []
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _shape_of(part: Any) -> Any:
+    if isinstance(part, int):
+        return part
+    kind, _, keys, parts = part
+    return kind, keys, [_shape_of(p) for p in parts]
+
+
+def _build(part: Any, values: Sequence[Any]) -> Any:
+    if isinstance(part, int):
+        return values[part]
+    kind, cls, keys, parts = part
+    built = [_build(p, values) for p in parts]
+    if kind is dict:
+        pairs = zip(keys, built, strict=True)
+        return OrderedDict(pairs) if issubclass(cls, OrderedDict) else dict(pairs)
+    if kind is list:
+        return built
+    return cls(*built) if hasattr(cls, "_fields") else tuple(built)

@@ -1,0 +1,272 @@
+"""Small classes over the four hooks that trainers call; write your own the same way.
+
+An exception in a callback ends the run, like one in a trainer's own hook. Callbacks are called in
+the order given, after the trainer's own hook. All of them run on the driver.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import miniray
+from miniray.train import files, records
+from miniray.train.results import better_direction
+
+__all__ = ["CSVLogger", "Callback", "Checkpoint", "EarlyStopping", "LRSchedule", "TensorBoard"]
+
+
+class Callback:
+    """Override what you need. ``kwargs`` are those of ``train()``.
+
+    ``get_state`` and ``set_state`` are for callbacks whose memory should survive a resume: a dict
+    of plain values, stored in checkpoints.
+    """
+
+    def on_train_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Workers are there, no epoch was trained yet."""
+
+    def on_epoch_start(self, trainer: Any, epoch: int, **kwargs: Any) -> None:
+        """Before each epoch."""
+
+    def on_epoch_end(self, trainer: Any, epoch: int, result: dict[str, Any], **kwargs: Any) -> None:
+        """After each epoch, with its result."""
+
+    def on_train_end(self, trainer: Any, history: Any, **kwargs: Any) -> None:
+        """After the last epoch, with the result of the run. Not called where the run failed."""
+
+    def get_state(self) -> dict[str, Any]:
+        return {}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+class Checkpoint(Callback):
+    """Saves a checkpoint every ``every`` epochs, and after the last one.
+
+    Args:
+        keep_last: how many of the newest to keep; None keeps all.
+        keep_best: keep the best one too, by ``monitor``: the lowest with ``mode="min"``, the
+            highest with ``"max"``; ``"auto"`` goes by the metric's name (``better_direction``).
+    """
+
+    def __init__(
+        self,
+        every: int = 1,
+        keep_last: int | None = 3,
+        keep_best: bool = False,
+        monitor: str = "loss",
+        mode: str = "auto",
+    ) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be an int >= 1, not {every!r}")
+        self.every = every
+        self.keep_last = keep_last
+        self.keep_best = (monitor, _direction(monitor, mode)) if keep_best else None
+        self._saved: int | None = None
+        self._last: int | None = None
+
+    def on_train_start(self, trainer: Any, **kwargs: Any) -> None:
+        trainer.checkpoints.configure(keep_last=self.keep_last, keep_best=self.keep_best)
+
+    def on_epoch_end(self, trainer: Any, epoch: int, result: dict[str, Any], **kwargs: Any) -> None:
+        self._last = epoch
+        if (epoch + 1) % self.every == 0:
+            trainer.save_checkpoint(epoch)
+            self._saved = epoch
+
+    def on_train_end(self, trainer: Any, history: Any, **kwargs: Any) -> None:
+        if self._last is not None and self._saved != self._last:
+            trainer.save_checkpoint(self._last)
+            self._saved = self._last
+
+
+class EarlyStopping(Callback):
+    """Ends the run after ``patience`` epochs in which ``monitor`` has not improved.
+
+    Improved means: better than the best by more than ``min_delta``. Sets ``trainer.should_stop``
+    and says why in ``trainer.stop_reason`` and in the last record of the history. NaN is no
+    improvement. Epochs without the metric (it may come from an evaluation every few epochs) do not
+    count; a metric that never came is warned of at the end. ``mode``: ``"min"``, ``"max"`` or
+    ``"auto"``, by the metric's name.
+    """
+
+    def __init__(
+        self, monitor: str = "loss", patience: int = 3, mode: str = "auto", min_delta: float = 0.0
+    ) -> None:
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+            raise ValueError(f"patience must be an int >= 1, not {patience!r}")
+        if not min_delta >= 0:
+            raise ValueError(f"min_delta must be a number >= 0, not {min_delta!r}")
+        self.monitor = monitor
+        self.patience = patience
+        self.mode = _direction(monitor, mode)
+        self.min_delta = min_delta
+        self.best: float | None = None
+        self.waited = 0
+
+    def on_epoch_end(self, trainer: Any, epoch: int, result: dict[str, Any], **kwargs: Any) -> None:
+        value = records.number(result.get(self.monitor))
+        if value is None:
+            if self.monitor in result:
+                kind = type(result[self.monitor]).__name__
+                raise TypeError(f"EarlyStopping: {self.monitor!r} is no number but a {kind}")
+            return
+        if self._improved(value):
+            self.best, self.waited = value, 0
+            return
+        self.waited += 1
+        if self.waited >= self.patience:
+            best = "never was a number" if self.best is None else f"is {self.best:.6g} at best"
+            reason = f"early stopping: {self.monitor} {best}, {self.waited} epochs without better"
+            trainer.should_stop = True
+            trainer.stop_reason = reason
+            if trainer.history:
+                trainer.history[-1]["stop_reason"] = reason
+
+    def _improved(self, value: float) -> bool:
+        if math.isnan(value):
+            return False
+        if self.best is None:
+            return True
+        gain = self.best - value if self.mode == "min" else value - self.best
+        return gain > self.min_delta
+
+    def on_train_end(self, trainer: Any, history: Any, **kwargs: Any) -> None:
+        if self.best is None and not self.waited and trainer.history:
+            known = ", ".join(trainer.history[-1])
+            text = f"EarlyStopping never stopped: no epoch had {self.monitor!r}, only {known}"
+            warnings.warn(text, stacklevel=2)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"best": self.best, "waited": self.waited}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self.best, self.waited = state["best"], state["waited"]
+
+
+class CSVLogger(Callback):
+    """Writes a table with a row an epoch (default: ``metrics.csv`` in the run directory).
+
+    Columns may appear later: the file is then replaced whole, with empty cells above. Rows of
+    epochs that are done again (a resumed run, or a new one with the same path) are replaced. Lists
+    and dicts are written as JSON.
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self._given = path
+        self._path: Path | None = None
+        self._columns: list[str] = []
+
+    def on_train_start(self, trainer: Any, **kwargs: Any) -> None:
+        self._path = Path(self._given) if self._given is not None else None
+        self._columns = []
+
+    def on_epoch_end(self, trainer: Any, epoch: int, result: dict[str, Any], **kwargs: Any) -> None:
+        path = self._path = self._path or Path(trainer.run.path) / "metrics.csv"
+        row = {"epoch": str(epoch), **{k: _cell(v) for k, v in result.items() if k != "epoch"}}
+        new = [name for name in row if name not in self._columns]
+        if not new and path.exists():
+            with open(path, "a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, self._columns).writerow(row)
+            return
+        before = _rows_before(path, epoch)
+        older = list(before[0]) if before else []
+        self._columns = list(dict.fromkeys([*older, *self._columns, *row]))
+        text = io.StringIO(newline="")
+        table = csv.DictWriter(text, self._columns, restval="")
+        table.writeheader()
+        table.writerows([*before, row])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.replace_text(path, text.getvalue())
+
+
+class TensorBoard(Callback):
+    """Writes the numbers of every epoch as TensorBoard scalars (default: in the run directory).
+
+    ``ImportError`` at the start of training where tensorboard is not installed.
+    """
+
+    def __init__(self, directory: str | Path | None = None) -> None:
+        self._directory = directory
+        self._writer: Any = None
+
+    def on_train_start(self, trainer: Any, **kwargs: Any) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                f"the TensorBoard callback needs torch and tensorboard ({error}): "
+                "pip install torch tensorboard"
+            ) from None
+        directory = self._directory or Path(trainer.run.path) / "tensorboard"
+        self._writer = SummaryWriter(str(directory))
+
+    def on_epoch_end(self, trainer: Any, epoch: int, result: dict[str, Any], **kwargs: Any) -> None:
+        for key, value in result.items():
+            plain = records.number(value)
+            if plain is not None:
+                self._writer.add_scalar(key, plain, epoch)
+        self._writer.flush()  # so that a run that is killed later can be looked at
+
+    def on_train_end(self, trainer: Any, history: Any, **kwargs: Any) -> None:
+        self._writer.close()
+
+
+class LRSchedule(Callback):
+    """Calls ``set_lr(schedule(epoch))`` on every worker before each epoch.
+
+    Workers without ``set_lr`` are refused at the start of training with ``TypeError``. ``lr`` is
+    the current value.
+    """
+
+    def __init__(self, schedule: Callable[[int], float]) -> None:
+        if not callable(schedule):
+            raise TypeError(f"schedule must be a function of the epoch, not {schedule!r}")
+        self.schedule = schedule
+        self.lr: float | None = None
+
+    def on_train_start(self, trainer: Any, **kwargs: Any) -> None:
+        for worker_id, worker in enumerate(trainer.workers):
+            if not hasattr(worker, "set_lr"):
+                raise TypeError(
+                    f"LRSchedule needs workers with a method set_lr(self, lr); worker {worker_id} "
+                    f"({worker!r}) has none"
+                )
+
+    def on_epoch_start(self, trainer: Any, epoch: int, **kwargs: Any) -> None:
+        value = records.finite(self.schedule(epoch))
+        if value is None or value < 0:
+            raise ValueError(f"schedule({epoch}) must give a number >= 0")
+        self.lr = value
+        miniray.get([worker.set_lr.remote(value) for worker in trainer.workers])
+
+
+def _direction(monitor: str, mode: str) -> str:
+    if mode not in ("auto", "min", "max"):
+        raise ValueError(f'mode must be "auto", "min" or "max", not {mode!r}')
+    return better_direction(monitor) if mode == "auto" else mode
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    plain = records.to_json(value)
+    return json.dumps(plain) if isinstance(plain, (dict, list, bool)) else str(plain)
+
+
+def _rows_before(path: Path, epoch: int) -> list[dict[str, str]]:
+    """The table's rows of earlier epochs, as they are."""
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file, restval=""))
+    except FileNotFoundError:
+        return []
+    return [row for row in rows if row.get("epoch", "").isdigit() and int(row["epoch"]) < epoch]

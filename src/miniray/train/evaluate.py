@@ -1,0 +1,118 @@
+"""Distributed evaluation: every sample exactly once, sums and counts instead of means of means.
+
+A worker's ``evaluate`` returns a dict. Each value is either a pair ``(sum, count)``, combined as the
+sum of sums over the sum of counts, or a mean over the worker's samples, weighted by how many there
+were: ``num_samples`` in the result, or the length of the shard where the trainer cut the data. So no
+padding and no unequal shards can shift the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import miniray
+from miniray.train.workers import accepted, in_context, method_spec
+
+if TYPE_CHECKING:
+    from miniray.train.workers import WorkerGroup
+
+
+def shard_bounds(n: int, shard_id: int, num_shards: int) -> tuple[int, int]:
+    """[low, high) of a contiguous shard; sizes differ by one at most, the larger ones first."""
+    size, extra = divmod(n, num_shards)
+    low = shard_id * size + min(shard_id, extra)
+    return low, low + size + (shard_id < extra)
+
+
+def cut(data: Any, shard_id: int, num_shards: int) -> tuple[Any, int]:
+    """(one shard of ``data``, its length). Columns of a dict are cut alike."""
+    if isinstance(data, Mapping):
+        lengths = {key: len(column) for key, column in data.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"the columns of data differ in length: {lengths}")
+        low, high = shard_bounds(next(iter(lengths.values()), 0), shard_id, num_shards)
+        return {key: _slice(column, low, high) for key, column in data.items()}, high - low
+    low, high = shard_bounds(len(data), shard_id, num_shards)
+    return _slice(data, low, high), high - low
+
+
+def _slice(data: Any, low: int, high: int) -> Any:
+    try:
+        return data[low:high]
+    except (TypeError, KeyError, IndexError):  # a dataset that knows single rows only
+        return [data[i] for i in range(low, high)]
+
+
+def evaluate_on(group: WorkerGroup, data: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Call ``evaluate`` on all workers that have samples, and combine what they return.
+
+    Raises what a worker raised, with its id; ``TypeError`` where workers cannot evaluate and
+    ``ValueError`` where a mean comes without the number of samples behind it.
+    """
+    if not group.has("evaluate"):
+        name = group.handles[0]._info.class_name
+        raise TypeError(
+            f"worker class {name} has no evaluate(); give it one that returns "
+            '{"loss": (sum, count), ...} or means together with "num_samples"'
+        )
+    calls = []
+    count = len(group.handles)
+    for worker_id, worker in enumerate(group.handles):
+        spec = method_spec(worker, "evaluate")
+        given = {**kwargs, "shard_id": worker_id, "num_shards": count}
+        samples = None
+        args: tuple[Any, ...] = ()
+        if data is not None:
+            shard, samples = cut(data, worker_id, count)
+            if samples == 0:
+                continue  # nothing to evaluate, and a mean over nothing is no number
+            args = (shard,)
+            given.pop("data", None)
+        taken = accepted(spec.signature if spec else None, given)
+        calls.append((worker_id, samples, worker.evaluate.remote(*args, **taken)))
+    results = []
+    for worker_id, samples, ref in calls:
+        try:
+            scores = miniray.get(ref)
+        except Exception as error:
+            raise in_context(error, worker_id, "evaluate", None) from error.__cause__
+        results.append((worker_id, samples, scores))
+    return combine(results)
+
+
+def combine(results: Sequence[tuple[int, int | None, Any]]) -> dict[str, Any]:
+    """One result of (worker id, length of its shard if known, what it returned)."""
+    totals: dict[str, list[tuple[float, float]]] = {}
+    for worker_id, samples, scores in results:
+        if not isinstance(scores, Mapping):
+            raise TypeError(f"worker {worker_id}: evaluate() must return a dict, not {scores!r}")
+        weight = scores.get("num_samples", samples)
+        for key, value in scores.items():
+            if key == "num_samples":
+                continue
+            totals.setdefault(key, []).append(_sum_and_count(worker_id, key, value, weight))
+    combined: dict[str, Any] = {}
+    for key, pairs in totals.items():
+        if len(pairs) != len(results):
+            raise ValueError(
+                f"evaluate(): only {len(pairs)} of {len(results)} workers gave {key!r}"
+            )
+        number = math.fsum(c for _, c in pairs)
+        combined[key] = math.fsum(s for s, _ in pairs) / number if number else math.nan
+    known = [scores.get("num_samples", samples) for _, samples, scores in results]
+    if results and all(n is not None for n in known):
+        combined["num_samples"] = int(sum(known))
+    return combined
+
+
+def _sum_and_count(worker_id: int, key: str, value: Any, weight: Any) -> tuple[float, float]:
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        return float(value[0]), float(value[1])
+    if weight is None:
+        raise ValueError(
+            f"worker {worker_id}: evaluate() gave {key!r} without the number of samples behind it; "
+            'return (sum, count) or add "num_samples"'
+        )
+    return float(value) * float(weight), float(weight)

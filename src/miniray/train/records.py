@@ -1,0 +1,177 @@
+"""Lines of JSON: one record a line, one ``write(2)`` a record, readable while being written.
+
+A killed process leaves at most the last line torn. Readers pass over it, and the next writer
+begins on a line of its own. Written lines survive SIGKILL of the writer; those of the last seconds
+may be lost in a power cut.
+
+What JSON lacks is written by these rules, which ``from_json`` turns round:
+
+- NaN and the infinities are the strings ``"NaN"``, ``"Infinity"``, ``"-Infinity"``, so that any
+  JSON reader can take the line. A text that looks like one of them gets a backslash in front.
+- numpy and torch scalars, also as arrays of no dimension, become numbers.
+
+These come back as something simpler: tuples and small arrays (up to 1000 numbers) as lists, larger
+ones and other objects as a short text, keys as text. A record is never refused: an odd metric must
+not end a run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import os
+import re
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_LOOKS_LIKE_A_WORD = re.compile(r"\\*(NaN|-?Infinity)")
+_LARGEST_ARRAY = 1000
+_LONGEST_TEXT = 200
+_LONGEST_INT = 10_000
+_DEEPEST = 50
+
+
+def number(value: Any) -> int | float | None:
+    """``value`` as a Python number if it is one, else None. Booleans count as 0 and 1.
+
+    Python's, numpy's and torch's numbers are, and their arrays of no dimension; complex ones,
+    texts and arrays of one element are not.
+    """
+    if isinstance(value, (int, float)):
+        return value + 0  # of a subclass, or of bool: a plain number
+    if isinstance(value, numbers.Integral):  # numpy's too
+        return int(value)
+    if isinstance(value, numbers.Real):
+        real: Any = value
+        try:
+            return float(real)
+        except OverflowError:  # a fraction beyond the range of floats
+            return math.inf if real > 0 else -math.inf
+    if _array_shape(value) == ():
+        value = value.item()
+        return value + 0 if isinstance(value, (int, float)) else None
+    return None
+
+
+def finite(value: Any) -> float | None:
+    """``value`` as a float if it is a finite number, else None."""
+    plain = number(value)
+    try:
+        return float(plain) if plain is not None and math.isfinite(plain) else None
+    except OverflowError:  # an integer beyond the range of floats
+        return None
+
+
+def _array_shape(value: Any) -> tuple[int, ...] | None:
+    """The shape of a numpy array, numpy scalar or torch tensor; None for anything else."""
+    for module, name in (("numpy", "ndarray"), ("numpy", "generic"), ("torch", "Tensor")):
+        # No object of a library that is not loaded can have come here.
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None and isinstance(value, kind):
+            return tuple(value.shape)
+    return None
+
+
+def to_json(value: Any, depth: int = 0) -> Any:
+    """``value`` as JSON can hold it; see the module for the rules. Never raises."""
+    if value is None or isinstance(value, bool):
+        return value
+    plain = number(value)
+    if isinstance(plain, float) and not math.isfinite(plain):
+        return "NaN" if math.isnan(plain) else "Infinity" if plain > 0 else "-Infinity"
+    if isinstance(plain, int) and plain.bit_length() > _LONGEST_INT:
+        return hex(plain)  # Python refuses to write these in decimal
+    if plain is not None:
+        return plain
+    if isinstance(value, str):
+        return "\\" + value if _LOOKS_LIKE_A_WORD.fullmatch(value) else str(value)
+    if depth < _DEEPEST:
+        if isinstance(value, Mapping):
+            return {str(key): to_json(item, depth + 1) for key, item in value.items()}
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return [to_json(item, depth + 1) for item in value]
+    shape = _array_shape(value)
+    if shape is not None:
+        try:
+            if math.prod(shape) <= _LARGEST_ARRAY:
+                return to_json(value.tolist(), depth + 1)
+        except Exception:  # sparse, quantised, on a device that is gone: it is named instead
+            pass
+        return f"<{type(value).__name__} {value.dtype} {list(shape)}>"
+    return _short_text(value)
+
+
+def _short_text(value: Any) -> str:
+    if isinstance(value, os.PathLike):
+        return str(value)
+    try:
+        text = repr(value)
+    except Exception:  # a user's __repr__
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 1] + "…"
+
+
+def from_json(value: Any) -> Any:
+    """The reverse of ``to_json``."""
+    if isinstance(value, str):
+        if value in _WORDS:
+            return _WORDS[value]
+        return value[1:] if _LOOKS_LIKE_A_WORD.fullmatch(value) else value
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    if isinstance(value, dict):
+        return {key: from_json(item) for key, item in value.items()}
+    return value
+
+
+def dump_line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(to_json(record), allow_nan=False).encode() + b"\n"
+
+
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Add a line. Raises ``OSError`` naming ``path`` where the disk is full."""
+    line = dump_line(record)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line  # a writer before was killed in mid-line
+        written = os.write(descriptor, line)
+        if written < len(line):  # the rest of the reason comes with the rest of the line
+            os.write(descriptor, line[written:])
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        os.close(descriptor)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """All whole records; none where there is no file. Damaged lines inside are named in a warning.
+
+    May be called while another process writes.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    found: list[dict[str, Any]] = []
+    damaged: list[int] = []
+    for i, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict):
+            found.append(from_json(record))
+        elif i < len(lines) - 1:  # the last one is being written, or its writer was killed
+            damaged.append(i + 1)
+    if damaged:
+        warnings.warn(f"{path}: passed over damaged lines {damaged}", stacklevel=2)
+    return found

@@ -1,0 +1,118 @@
+"""What goes into a checkpoint and how a run is taken up from it.
+
+A checkpoint has the weights (one copy if all workers are in sync, else every worker's own), what the
+workers' ``get_state`` gave, the state of the sync strategy, and the history. With the same number of
+workers, a fixed seed and workers that save what they need (optimizer, random numbers, position in
+the data), going on gives the same bits as never having stopped.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import miniray
+from miniray.errors import CheckpointError
+from miniray.train.checkpoint import CheckpointStore
+
+if TYPE_CHECKING:
+    from miniray.train.base import BaseTrainer
+
+_FORMAT = 1
+
+
+def collect(trainer: BaseTrainer) -> dict[str, Any]:
+    """The state of a run between two epochs."""
+    group = trainer._group
+    assert group is not None
+    state: dict[str, Any] = {
+        "format": _FORMAT,
+        "num_workers": len(group.handles),
+        "history": trainer.history,
+        "weights": None,
+        "worker_states": None,
+        "extra": trainer._extra_state(),
+    }
+    if group.has("get_weights"):
+        if trainer._workers_in_sync():
+            state["weights"] = [trainer.model_weights()]
+        else:
+            state["weights"] = group.call("get_weights", lambda _: (), {})
+    if group.has("get_state"):
+        state["worker_states"] = group.call("get_state", lambda _: (), {})
+    return state
+
+
+def apply(trainer: BaseTrainer, state: dict[str, Any]) -> None:
+    """Give the workers what was saved. Says so where their number is another than then."""
+    workers = trainer.workers
+    if state.get("format") != _FORMAT:
+        raise CheckpointError(f"the checkpoint has format {state.get('format')!r}, not {_FORMAT}")
+    weights, states = state["weights"], state["worker_states"]
+    before = state["num_workers"]
+    if before != len(workers):
+        kept = min(before, len(workers))
+        text = f"resuming a run of {before} workers on {len(workers)}: data is sharded anew"
+        if weights is not None and len(weights) > 1:
+            text += ", the workers' weights are averaged"
+        if states is not None:
+            text += f", workers 0 to {kept - 1} take up their own state and the others start fresh"
+        warnings.warn(text, stacklevel=2)
+        trainer._on_worker_event({"event": "resumed_on_other_size", "message": text})
+    trainer._load_extra_state(state["extra"])
+    if weights is not None:
+        if len(weights) == len(workers):
+            given = weights
+        else:
+            given = [_mean(weights)] * len(workers)
+        miniray.get([w.set_weights.remote(x) for w, x in zip(workers, given, strict=True)])
+    if states is not None:
+        pairs = zip(workers, states, strict=False)
+        miniray.get([w.set_state.remote(saved) for w, saved in pairs])
+
+
+def _mean(weights: list[Any]) -> Any:
+    if len(weights) == 1:
+        return weights[0]
+    from miniray.ps.weights import mean
+
+    return mean(weights)
+
+
+def find(
+    resume: bool | str | Path, run_dir: str | Path | None, name: str | None, trainer: str
+) -> str | Path:
+    """The checkpoint (or directory of checkpoints) that ``resume`` means."""
+    if resume is not True:
+        return resume
+    if run_dir is not None:
+        return Path(run_dir) / "checkpoints"
+    if name is not None:
+        return Path("runs") / name / "checkpoints"
+    runs = [p for p in Path("runs").glob(f"{trainer}-*/checkpoints") if any(p.iterdir())]
+    if not runs:
+        raise CheckpointError(
+            f"resume=True, but there is no run of {trainer} with a checkpoint in {Path('runs').resolve()}; "
+            "name the run with run_dir=, name= or resume=PATH"
+        )
+    return max(runs, key=lambda p: p.stat().st_mtime)
+
+
+def locate(
+    path: str | Path,
+    store: CheckpointStore | None,
+    run_dir: str | Path | None,
+    name: str | None,
+) -> tuple[CheckpointStore, str | Path]:
+    """(the store, what to load from it) for what a user may call a checkpoint."""
+    if str(path) == "latest":
+        if store is not None:
+            return store, "latest"
+        path = find(True, run_dir, name, "*")
+    where = Path(path)
+    if where.name == "checkpoints":
+        return CheckpointStore(where), "latest"
+    if (where / "checkpoints").is_dir():
+        return CheckpointStore(where / "checkpoints"), "latest"
+    return CheckpointStore(where.parent), where

@@ -1,0 +1,264 @@
+"""The run directory: what a run leaves behind, readable at any time and whatever ended the run.
+
+::
+
+    runs/<name>/
+      run.json          what ran, with which versions, where; how it ended
+      metrics.jsonl     a line an epoch or step
+      events.jsonl      failures, restarts, truncations: what happened and when
+      checkpoints/…     see ``checkpoint``
+
+``run.json`` is replaced whole. The ``.jsonl`` files grow by one ``write(2)`` a line and follow the
+rules of ``records`` (NaN is ``"NaN"``). Nothing here needs the run's process to read: a run whose
+process was killed still says ``"state": "running"``, and ``status()`` tells that from the truth.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from miniray.train import files, records
+
+FORMAT = 1
+#: What is kept of an attempt when the run is taken up again.
+_ATTEMPT = ("started", "ended", "state", "error", "pid", "host", "world_size", "stop_reason")
+
+
+class RunDirectory:
+    """One run's directory. ``open`` makes a new one, ``reopen`` goes on with one that is there.
+
+    ``RunDirectory(path)`` is for reading: it makes nothing and raises ``FileNotFoundError`` where
+    there is no such directory. One process writes at a time.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise FileNotFoundError(f"there is no run directory {self.path}")
+        self.run_file = self.path / "run.json"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.events_file = self.path / "events.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+
+    @classmethod
+    def open(
+        cls,
+        run_dir: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        prefix: str = "run",
+        *,
+        root: str | os.PathLike[str] = "runs",
+    ) -> RunDirectory:
+        """Make the directory of a new run: ``run_dir``, else ``root/name``, else one by the time.
+
+        Without a name it is ``<prefix>-<YYYYmmdd-HHMMSS>``, with ``-2`` and so on for runs of the
+        same second. Another run is never overwritten: a directory that holds one is refused with
+        ``FileExistsError``. A name that is no plain folder name is a ``ValueError``.
+        """
+        if run_dir is not None:
+            return cls._claim(Path(run_dir))
+        if name is not None:
+            if name in ("", ".", "..") or Path(name).name != name:
+                raise ValueError(f"{name!r} cannot name a run: it must be a plain folder name")
+            return cls._claim(Path(root) / name)
+        clean = re.sub(r"[^\w.-]+", "_", prefix).lstrip(".-") or "run"
+        base = f"{clean}-{time.strftime('%Y%m%d-%H%M%S')}"
+        attempt = 1
+        while True:
+            path = Path(root) / (base if attempt == 1 else f"{base}-{attempt}")
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                attempt += 1  # mkdir is what decides between two processes in one second
+            else:
+                return cls(path)
+
+    @classmethod
+    def _claim(cls, path: Path) -> RunDirectory:
+        path.mkdir(parents=True, exist_ok=True)
+        run = cls(path)
+        for taken in (run.run_file, run.metrics_file, run.checkpoints):
+            if taken.exists():
+                raise FileExistsError(
+                    f"{path} already holds a run: choose another name, or go on with that run "
+                    "by resume=True"
+                )
+        return run
+
+    @classmethod
+    def reopen(cls, path: str | os.PathLike[str]) -> RunDirectory:
+        """Go on with the run at ``path``; ``RuntimeError`` while another process runs it.
+
+        Only a process of this machine can be seen to run.
+        """
+        run = cls(path)
+        if run.status() == "running" and run.read_run().get("pid") != os.getpid():
+            pid = run.read_run().get("pid")
+            raise RuntimeError(f"the run {path} is still going on, in process {pid}")
+        return run
+
+    # -- run.json ---------------------------------------------------------------------------------
+
+    def write_run(self, config: Mapping[str, Any]) -> None:
+        """Write ``run.json``, state ``running``. Values JSON cannot hold are written as text.
+
+        ``seed`` and ``world_size`` (or ``num_workers``) are taken from ``config``. Where the run
+        was written before, that attempt is kept under ``attempts``, with how it ended.
+        """
+        import psutil
+
+        before = self.read_run()
+        attempts = before.pop("attempts", [])
+        if before:
+            if before.get("state") == "running" and before.get("pid") != os.getpid():
+                before["state"] = "died"  # it wrote no end, and somebody else goes on with the run
+            attempts.append({key: before[key] for key in _ATTEMPT if before.get(key) is not None})
+        self._write(
+            {
+                "format": FORMAT,
+                "name": self.path.name,
+                "state": "running",
+                "started": _now(),
+                "ended": None,
+                "error": None,
+                "seed": config.get("seed"),
+                "world_size": config.get("world_size", config.get("num_workers")),
+                "config": dict(config),
+                "versions": _versions(),
+                "host": socket.gethostname(),
+                "platform": platform.platform(),
+                "pid": os.getpid(),
+                "process_started": psutil.Process().create_time(),
+                "command": shlex.join(sys.orig_argv),
+                "attempts": attempts,
+            }
+        )
+
+    def finish(
+        self, state: str = "finished", error: BaseException | str | None = None, **fields: Any
+    ) -> None:
+        """Say how the run ended: ``finished``, ``failed`` or ``interrupted``, and why.
+
+        ``fields`` are added to ``run.json``. An error's type, text and traceback are kept.
+        """
+        run = self.read_run()
+        run.update(fields)
+        run.update(state=state, ended=_now())
+        if isinstance(error, BaseException):
+            shown = traceback.format_exception(type(error), error, error.__traceback__)
+            run["error"] = {
+                "type": type(error).__qualname__,
+                "message": str(error),
+                "traceback": "".join(shown),
+            }
+        elif error is not None:
+            run["error"] = {"type": None, "message": error, "traceback": None}
+        self._write(run)
+
+    def read_run(self) -> dict[str, Any]:
+        """What ``run.json`` says; empty where it is not there yet. ``ValueError`` if damaged."""
+        try:
+            text = self.run_file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return {}
+        try:
+            run = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{self.run_file} is damaged: {error}") from None
+        return dict(records.from_json(run))
+
+    def status(self) -> str:
+        """The state in ``run.json``, or ``died`` where its process is gone, or ``unknown``.
+
+        Of a run on another machine one only knows what it wrote.
+        """
+        run = self.read_run()
+        state = str(run.get("state", "unknown"))
+        if state == "running" and run.get("host") == socket.gethostname() and not _alive(run):
+            return "died"
+        return state
+
+    def _write(self, run: Mapping[str, Any]) -> None:
+        text = json.dumps(records.to_json(run), indent=2, ensure_ascii=False, allow_nan=False)
+        files.replace_text(self.run_file, text + "\n")
+
+    # -- metrics.jsonl, events.jsonl --------------------------------------------------------------
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        """Add a line to ``metrics.jsonl``; see ``records`` for what becomes of odd values."""
+        records.append_record(self.metrics_file, record)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All whole lines; a torn last one is passed over."""
+        return records.read_records(self.metrics_file)
+
+    def truncate_metrics(self, epoch: int) -> int:
+        """Take back the lines of epochs after ``epoch``, which are about to be done again.
+
+        They are moved to ``metrics.discarded.jsonl`` and the move is an event, so the history still
+        says what happened. Lines without an epoch stay. Returns how many went. A process killed in
+        here leaves ``metrics.jsonl`` as it was, or truncated; never in between.
+        """
+        kept: list[dict[str, Any]] = []
+        dropped: list[dict[str, Any]] = []
+        for record in self.read_metrics():
+            number = records.number(record.get("epoch"))
+            (dropped if number is not None and number > epoch else kept).append(record)
+        if not dropped:
+            return 0
+        for record in dropped:
+            records.append_record(self.path / "metrics.discarded.jsonl", record)
+        lines = b"".join(records.dump_line(record) for record in kept)
+        files.replace_file(self.metrics_file, lambda file: file.write(lines))
+        self.append_event({"event": "metrics_truncated", "epoch": epoch, "lines": len(dropped)})
+        return len(dropped)
+
+    def append_event(self, event: Mapping[str, Any]) -> None:
+        """Add a line to ``events.jsonl``, with the time. ``event["event"]`` says what happened."""
+        records.append_record(self.events_file, {"time": _now(), **event})
+
+    def read_events(self) -> list[dict[str, Any]]:
+        return records.read_records(self.events_file)
+
+    def __repr__(self) -> str:
+        return f"RunDirectory({str(self.path)!r})"
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+
+
+def _versions() -> dict[str, str | None]:
+    """Versions without importing anything: torch alone would cost a second."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("miniray", "torch", "numpy"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _alive(run: Mapping[str, Any]) -> bool:
+    import psutil
+
+    try:
+        process = psutil.Process(int(run["pid"]))
+        # Process ids are used again; the time a process began tells the two apart.
+        same = abs(process.create_time() - float(run["process_started"])) < 1.0
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, KeyError, TypeError, ValueError):
+        return False

@@ -1,0 +1,187 @@
+"""The workers of a trainer: made, checked, called together, replaced when they die.
+
+An exception in a worker's code ends the run: it reaches the caller as it was raised, with worker id,
+epoch and remote traceback. A worker whose process dies, or that takes longer than ``worker_timeout``
+for one call, is replaced up to ``max_failures`` times in the run: the new one is set up like the old
+one and repeats its call; what the others did is kept.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import miniray
+from miniray.core.remote import ActorHandle, CallSpec
+from miniray.errors import ActorDiedError, MinirayError, TaskError, WorkerTimeoutError
+
+#: What every worker must have; ``load_data_shard`` and others may be absent.
+REQUIRED_METHODS = ("train_epoch", "get_weights", "set_weights")
+
+Handle = ActorHandle[Any]
+
+
+def accepted(parameters: inspect.Signature | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``kwargs`` that a function with this signature takes."""
+    if parameters is None:
+        return dict(kwargs)
+    kinds = {name: p.kind for name, p in parameters.parameters.items()}
+    if inspect.Parameter.VAR_KEYWORD in kinds.values():
+        return dict(kwargs)
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {k: v for k, v in kwargs.items() if kinds.get(k) in named}
+
+
+def method_spec(worker: Handle, name: str) -> CallSpec | None:
+    """How a worker's method may be called; None where it has none of that name."""
+    return worker._info.methods.get(name)
+
+
+def check_worker(worker: Any, worker_id: int, required: Sequence[str]) -> None:
+    """Refuse what cannot be trained, before anything is."""
+    if not isinstance(worker, ActorHandle):
+        raise TypeError(
+            f"create_worker({worker_id}) must return an actor handle, as MyWorker.remote(...) gives, "
+            f"not {worker!r}"
+        )
+    missing = [name for name in required if method_spec(worker, name) is None]
+    if missing:
+        raise TypeError(
+            f"worker class {worker._info.class_name} lacks {', '.join(f'{m}()' for m in missing)}; "
+            f"a worker needs {', '.join(f'{m}()' for m in required)}"
+        )
+
+
+class WorkerGroup:
+    """See the module's docstring.
+
+    ``create`` makes worker i; ``set_up`` brings a replacement to where the one before it was;
+    ``on_event`` hears of every failure and replacement.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        create: Callable[[int], Any],
+        set_up: Callable[[int], None],
+        required: Sequence[str],
+        max_failures: int,
+        timeout: float | None,
+        on_event: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.handles: list[Handle] = []
+        self.failures = 0
+        self._count = count
+        self._create = create
+        self._set_up = set_up
+        self._required = required
+        self._max_failures = max_failures
+        self._timeout = timeout
+        self._on_event = on_event
+
+    def start(self) -> None:
+        """Make all workers. They start up at the same time."""
+        for worker_id in range(self._count):
+            worker = self._create(worker_id)
+            check_worker(worker, worker_id, self._required)
+            self.handles.append(worker)
+
+    def has(self, method: str) -> bool:
+        return method_spec(self.handles[0], method) is not None
+
+    def call(
+        self,
+        method: str,
+        arguments: Callable[[int], tuple[Any, ...]],
+        kwargs: Mapping[str, Any],
+        epoch: int | None = None,
+    ) -> list[Any]:
+        """Call ``method`` on all workers at once; results by worker id.
+
+        ``arguments(i)`` are worker i's own; of ``kwargs`` each gets what its method takes. Raises
+        the first worker's error; the others' calls go on, the caller ends them.
+        """
+
+        def submit(worker_id: int) -> Any:
+            worker = self.handles[worker_id]
+            spec = method_spec(worker, method)
+            taken = accepted(spec.signature if spec else None, kwargs)
+            return getattr(worker, method).remote(*arguments(worker_id), **taken)
+
+        pending = {submit(i): i for i in range(len(self.handles))}
+        started = dict.fromkeys(range(len(self.handles)), time.monotonic())
+        results: list[Any] = [None] * len(self.handles)
+        while pending:
+            for ref in self._some_ready(pending, started):
+                worker_id = pending.pop(ref)
+                try:
+                    results[worker_id] = miniray.get(ref, timeout=0 if self._timeout else None)
+                except Exception as error:
+                    self._handle(error, worker_id, method, epoch)
+                    started[worker_id] = time.monotonic()
+                    pending[submit(worker_id)] = worker_id
+        return results
+
+    def _some_ready(self, pending: dict[Any, int], started: dict[int, float]) -> list[Any]:
+        """Refs that have an outcome, or whose worker has run out of time."""
+        refs = list(pending)
+        if self._timeout is None:
+            return miniray.wait(refs)[0]
+        limits = {ref: started[pending[ref]] + self._timeout for ref in refs}
+        left = max(0.0, min(limits.values()) - time.monotonic())
+        ready = miniray.wait(refs, timeout=left)[0]
+        return ready or [ref for ref in refs if limits[ref] <= time.monotonic()]
+
+    # -- failure ----------------------------------------------------------------------------------
+
+    def _handle(self, error: Exception, worker_id: int, method: str, epoch: int | None) -> None:
+        """Replace the worker, or raise what the caller should see."""
+        hung = isinstance(error, miniray.errors.GetTimeoutError)
+        died = isinstance(error, ActorDiedError) and not isinstance(error, TaskError)
+        if not hung and not died:
+            raise in_context(error, worker_id, method, epoch) from error.__cause__
+        if hung:
+            error = WorkerTimeoutError(f"gave no result in {self._timeout:g} s")
+        self.failures += 1
+        self._on_event(
+            {"event": "worker_failed", "worker": worker_id, "epoch": epoch, "reason": str(error)}
+        )
+        if self.failures > self._max_failures:
+            raise in_context(error, worker_id, method, epoch) from None
+        self.replace(worker_id)
+        self._on_event({"event": "worker_replaced", "worker": worker_id, "epoch": epoch})
+
+    def replace(self, worker_id: int) -> None:
+        """End a worker if it still runs, make another in its place and set it up."""
+        miniray.kill(self.handles[worker_id])
+        self.handles[worker_id] = self._create(worker_id)
+        check_worker(self.handles[worker_id], worker_id, self._required)
+        self._set_up(worker_id)
+
+    def stop(self) -> None:
+        """End all workers."""
+        for worker in self.handles:
+            miniray.kill(worker)
+        self.handles.clear()
+
+
+def in_context(error: Exception, worker_id: int, method: str, epoch: int | None) -> Exception:
+    """``error`` saying which worker it came from, and when; of the same types as before."""
+    when = "" if epoch is None else f" in epoch {epoch}"
+    if isinstance(error, TaskError):
+        told: Exception = TaskError(
+            f"worker {worker_id}{when}: {error.function}",
+            error.worker,
+            error.pid,
+            error.remote_traceback,
+            error.cause,
+        ).as_cause_type()
+    elif isinstance(error, MinirayError):
+        told = type(error)(f"worker {worker_id}, {method}(){when}: {error}")
+    else:
+        return error
+    told.worker_id = worker_id  # type: ignore[attr-defined]
+    told.epoch = epoch  # type: ignore[attr-defined]
+    return told

@@ -1,0 +1,168 @@
+"""The safetensors format, checked against the package that defines it."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+import safetensors.torch
+import torch
+
+from miniray.errors import CheckpointError
+from miniray.train import load_model, save_model
+from miniray.train.tensorfile import DTYPES
+
+TORCH_TYPES = [getattr(torch, name) for _, _, name in DTYPES.values() if hasattr(torch, name)]
+
+
+def example(dtype, shape=(3, 5)):
+    bits = torch.arange(shape[0] * shape[1] * 16, dtype=torch.uint8)
+    if dtype is torch.bool:
+        return (bits[: shape[0] * shape[1]] % 2).bool().reshape(shape)
+    return bits[: shape[0] * shape[1] * dtype.itemsize].view(dtype).reshape(shape)
+
+
+def same(a, b):
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(
+            a.contiguous().reshape(-1).view(torch.uint8),
+            b.contiguous().reshape(-1).view(torch.uint8),
+        )
+    )
+
+
+@pytest.mark.parametrize("dtype", TORCH_TYPES, ids=str)
+def test_the_package_reads_every_type_we_write(dtype, tmp_path):
+    weights = {"a": example(dtype), "b": example(torch.bool), "none": torch.empty(0, dtype=dtype)}
+    path = save_model(tmp_path / "model.safetensors", weights)
+    read = safetensors.torch.load_file(path)
+    assert set(read) == set(weights)
+    assert all(same(read[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("dtype", TORCH_TYPES, ids=str)
+def test_we_read_every_type_the_package_writes(dtype, tmp_path):
+    weights = {"a": example(dtype), "b": example(torch.bool), "none": torch.empty(0, dtype=dtype)}
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    read = load_model(tmp_path / "model.safetensors")
+    assert set(read) == set(weights)
+    assert all(same(read[name], weights[name]) for name in weights)
+
+
+def test_numpy_files_go_both_ways(tmp_path):
+    weights = {"w": np.arange(6, dtype=np.float64).reshape(2, 3), "n": np.array(7, np.int64)}
+    ours = save_model(tmp_path / "ours.safetensors", weights)
+    read = safetensors.numpy.load_file(ours)
+    safetensors.numpy.save_file(weights, tmp_path / "theirs.safetensors")
+    again = load_model(tmp_path / "theirs.safetensors")
+    for found in (read, again):
+        assert isinstance(found["w"], np.ndarray)
+        np.testing.assert_array_equal(found["w"], weights["w"])
+        assert found["n"].shape == ()
+        assert found["n"] == 7
+
+
+def test_arrays_lie_aligned_in_the_file(tmp_path):
+    weights = {"flag": np.array([True]), "wide": np.ones(3), "half": np.ones(1, np.float16)}
+    path = save_model(tmp_path / "m.safetensors", weights)
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    assert (8 + length) % 8 == 0
+    assert header["wide"]["data_offsets"] == [0, 24]
+    assert header["half"]["data_offsets"] == [24, 26]
+    assert header["flag"]["data_offsets"] == [26, 27]
+
+
+def test_a_model_comes_back_in_the_form_it_had(tmp_path):
+    first, second = torch.ones(2), torch.zeros(1, dtype=torch.bfloat16)
+    for weights in ([first, second], (first, second), {"a": {"b": [first]}, "c": second}):
+        read = load_model(save_model(tmp_path / "m.safetensors", weights))
+        assert type(read) is type(weights)
+    assert same(read["a"]["b"][0], first)
+    assert same(read["c"], second)
+
+
+def test_names_are_positions_in_a_list_and_keys_in_a_dict(tmp_path):
+    save_model(tmp_path / "list.safetensors", [np.ones(1), np.ones(2)])
+    save_model(tmp_path / "dict.safetensors", {"encoder": [np.ones(1)], "a.b": np.ones(1)})
+    assert set(safetensors.numpy.load_file(tmp_path / "list.safetensors")) == {"0", "1"}
+    assert set(safetensors.numpy.load_file(tmp_path / "dict.safetensors")) == {"encoder.0", "a.b"}
+
+
+def test_equal_names_do_not_collide(tmp_path):
+    weights = {"a": {"b": np.zeros(1)}, "a.b": np.ones(1), "__metadata__": np.full(1, 2.0)}
+    read = load_model(save_model(tmp_path / "m.safetensors", weights))
+    assert read["a"]["b"][0] == 0
+    assert read["a.b"][0] == 1
+    assert read["__metadata__"][0] == 2
+
+
+def test_loaded_arrays_are_writable_and_apart(tmp_path):
+    read = load_model(save_model(tmp_path / "m.safetensors", [np.zeros(2), torch.zeros(2)]))
+    read[0][0] = 5
+    read[1][0] = 6
+    assert read[0].tolist() == [5, 0]
+    assert read[1].tolist() == [6, 0]
+
+
+def header_of(path):
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def with_header(path, header, data):
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h: h["0"].update(data_offsets=[8, 40]),
+        lambda h: h["0"].update(shape=[10**12]),
+        lambda h: h["0"].update(shape=[-4]),
+        lambda h: h["0"].update(dtype="F99"),
+        lambda h: h["0"].pop("dtype"),
+        lambda h: h.update(more={"dtype": "U8", "shape": [10**15], "data_offsets": [32, 10**15]}),
+        lambda h: h.update({"0": 5}),
+        lambda h: h.update(__metadata__=3),
+    ],
+)
+def test_an_inconsistent_header_is_refused_before_memory_is_taken(change, tmp_path):
+    path = save_model(tmp_path / "m.safetensors", [np.arange(4.0)])
+    header, data = header_of(path)
+    change(header)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_model(with_header(path, header, data))
+
+
+def test_a_file_cut_anywhere_is_refused(tmp_path):
+    path = save_model(tmp_path / "m.safetensors", [np.arange(4.0)])
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=r"m\.safetensors cannot be read"):
+            load_model(path)
+    path.write_bytes(whole + b"x")
+    with pytest.raises(CheckpointError):
+        load_model(path)
+
+
+def test_no_file_is_said_so(tmp_path):
+    with pytest.raises(CheckpointError, match="No such file"):
+        load_model(tmp_path / "absent.safetensors")
+
+
+def test_a_failed_write_leaves_the_model_before(tmp_path):
+    path = save_model(tmp_path / "m.safetensors", [np.ones(1)])
+    with pytest.raises(CheckpointError, match=r"state\['f'\]"):
+        save_model(path, {"f": open})
+    assert load_model(path)[0][0] == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
