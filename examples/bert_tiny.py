@@ -1,7 +1,7 @@
 """A small transformer encoder that learns to tell what kind of sentence it reads.
 
-The sentences are made up from a small grammar: is it about weather, food, travel or money? The words
-of a topic appear in all classes; what counts is which topic word goes with the verb, so that counting
+The sentences are made up from a small grammar: is it about weather, food, travel or money? Words
+of every topic appear in all of them; what counts is the one that follows the verb, so that counting
 words is not enough and attention is.
 
     python examples/bert_tiny.py

@@ -1,4 +1,4 @@
-"""Images for the examples: CIFAR-10 where a local copy lies, else scikit-learn's handwritten digits."""
+"""Images for the examples: CIFAR-10 where a copy lies, else scikit-learn's handwritten digits."""
 
 from __future__ import annotations
 

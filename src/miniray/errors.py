@@ -25,9 +25,12 @@ __all__ = [
     "ObjectLostError",
     "ObjectStoreFullError",
     "SessionEndedError",
+    "SyncError",
     "TaskCancelledError",
     "TaskError",
+    "WeightsMismatchError",
     "WorkerCrashedError",
+    "WorkerLostError",
     "WorkerTimeoutError",
 ]
 
@@ -142,6 +145,10 @@ class SyncError(MinirayError, RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.args[0], self.workers, self.phase)
+
+
+class WorkerLostError(SyncError, ActorDiedError):
+    """A parameter sync did not complete because the process of a worker is gone."""
 
 
 class TaskError(MinirayError):

@@ -66,7 +66,7 @@ SCRIPT = """
         threading.Thread(target=lambda: miniray.get(running), daemon=True).start()
         if end == "swallow":
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-        print("ready", flush=True)
+        os.write(1, b"ready\\n")  # in one piece: the child writes to the same pipe
         sys.stdin.readline()
         if end == "wait":
             miniray.get(running)

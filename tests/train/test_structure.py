@@ -277,7 +277,7 @@ def test_a_state_too_deep_is_refused():
 
 def test_a_state_of_fair_depth_is_not():
     state = 1
-    for i in range(90):
+    for i in range(60):
         state = {i: (state,)} if i % 2 else [state]
     through(state)
 

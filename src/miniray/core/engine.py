@@ -177,6 +177,14 @@ class Engine(abc.ABC):
     def get(self, refs: Sequence[ObjectRef[Any]], timeout: float | None) -> list[Any]:
         """The values, in order. Raises the first error found, ``GetTimeoutError`` on time-out."""
 
+    def peek(self, ref: ObjectRef[Any]) -> Any:
+        """The value, as ``get`` gives it, for a caller that only reads: it must never write to it.
+
+        An engine may hand out torch tensors over memory that others see too, or that is read-only,
+        and so save what it costs to give each caller tensors of its own.
+        """
+        return self.get([ref], None)[0]
+
     @abc.abstractmethod
     def wait(
         self, refs: Sequence[ObjectRef[Any]], num_returns: int, timeout: float | None

@@ -46,9 +46,7 @@ class Tally:
 class Combiner:
     """Combines some ranges of the weights with a strategy."""
 
-    def __init__(
-        self, strategy: Strategy, layout: Layout, ranges: list[Range], crew: Crew
-    ) -> None:
+    def __init__(self, strategy: Strategy, layout: Layout, ranges: list[Range], crew: Crew) -> None:
         self.ranges = ranges
         self.buffers = Buffers(strategy.buffers, ranges, layout.leaves)
         self._strategy = strategy

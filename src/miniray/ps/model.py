@@ -10,15 +10,14 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import miniray
+import numpy as np
+
 from miniray.core import session
 from miniray.errors import NonFiniteWeightsError
 from miniray.ps.blocks import Crew, whole
 from miniray.ps.combine import Combiner, NotFiniteError, Tally, typed
 from miniray.ps.strategies.base import Strategy
 from miniray.ps.weights import COUNT, REAL, Array, Layout, Source, combine_counts, flatten_leaf
-
-import numpy as np
 
 
 @dataclasses.dataclass
@@ -54,6 +53,8 @@ class Model:
         self.ref: Any = None
         self.weights: Any = None
         self._sources: list[Source] | None = None
+        #: The current weights are memory of our own and not part of an object in the store.
+        self._owned = False
         self._on_nonfinite = on_nonfinite
         self._crew = Crew(threads)
         self._small: Combiner | None = None
@@ -76,11 +77,11 @@ class Model:
         assert self._small is not None
         self._small.commit()
         self._large.commit()
-        self._take(new.layout, miniray.get(new.ref), new.ref)
+        self._take(new.layout, session.engine().peek(new.ref), new.ref)
 
     def _take(self, layout: Layout, weights: Any, ref: Any) -> None:
         assert self.layout is not None
-        self.weights, self.ref = weights, ref
+        self.weights, self.ref, self._owned = weights, ref, False
         self._sources = self.layout.extract(weights, "the server", "the server")
 
     def _prepare(self, layout: Layout) -> None:
@@ -88,9 +89,9 @@ class Model:
         if self.layout is not None and self.layout.same_as(layout):
             return
         self.layout = layout
-        real = [i for i, leaf in enumerate(layout.leaves) if leaf.role == REAL]
-        large = [i for i in real if layout.leaves[i].is_array and layout.leaves[i].size]
-        small = [i for i in real if i not in set(large)]
+        real = [i for i, leaf in enumerate(layout.leaves) if leaf.role == REAL and leaf.size]
+        large = [i for i in real if layout.leaves[i].is_array]
+        small = [i for i in real if not layout.leaves[i].is_array]
         self._small = Combiner(self.strategy, layout, whole(small, layout.leaves), self._crew)
         self._large = self._make_large(layout, whole(large, layout.leaves))
         self._holes = [layout.empty(layout.leaves[i]) for i in large]
@@ -121,7 +122,11 @@ class Model:
                 skipped += broken
                 chosen = [i for i in chosen if i not in broken]
         return Combined(
-            ref, layout, tally, [given[i].worker for i in chosen], [given[i].worker for i in skipped]
+            ref,
+            layout,
+            tally,
+            [given[i].worker for i in chosen],
+            [given[i].worker for i in skipped],
         )
 
     def _checked(self, given: Sequence[Given]) -> tuple[Layout, list[list[Source]]]:
@@ -143,12 +148,14 @@ class Model:
         weights: Sequence[float],
     ) -> tuple[Any, Tally]:
         assert self._small is not None
-        used, shares = self._weighed(given, workers, weights)
+        used, shares, apart = self._weighed(given, workers, weights)
         workers = [workers[i] for i in used]
         given = [given[i] for i in used]
         values: list[Any] = [None] * len(layout.leaves)
         for i, leaf in enumerate(layout.leaves):
-            if leaf.role == COUNT:
+            if leaf.is_array and not leaf.size:
+                values[i] = layout.empty(leaf)
+            elif leaf.role == COUNT:
                 values[i] = layout.finished(leaf, combine_counts([w[i] for w in workers], shares))
         small = {r.leaf: _room(layout, r.leaf) for r in self._small.ranges}
         tally = self._small.combine(
@@ -166,9 +173,7 @@ class Model:
             tally += self._combine_large(given, workers, shares, places)
 
         ref = session.engine().put_filled(layout.build(values), self._holes, fill)
-        distances = np.zeros(len(used))
-        distances[: len(tally.distances)] = tally.distances
-        return ref, Tally(tally.change, distances)
+        return ref, tally if apart is None else Tally(tally.change, apart)
 
     def _combine_large(
         self,
@@ -182,16 +187,20 @@ class Model:
 
     def _weighed(
         self, given: Sequence[Given], workers: Sequence[Sequence[Source]], weights: Sequence[float]
-    ) -> tuple[list[int], list[float]]:
-        """Which of the workers count, and how much; the sum is 1."""
-        distances = None
+    ) -> tuple[list[int], list[float], Array | None]:
+        """Which of the workers count, and how much; the sum is 1.
+
+        Where distances between workers are known, so are those of all workers to their mean.
+        """
+        distances = apart = None
         if self.strategy.uses_distances:
             distances = self._distances(given, workers)
             if not np.isfinite(distances).all():
                 raise NotFiniteError("")
+            apart = distances.mean(axis=1) - distances.mean() / 2
         final = self.strategy.weigh(_shares(weights), distances)
         used = [i for i, weight in enumerate(final) if weight]
-        return used, _shares([final[i] for i in used])
+        return used, _shares([final[i] for i in used]), apart
 
     def _distances(self, given: Sequence[Given], workers: Sequence[Sequence[Source]]) -> Array:
         assert self._small is not None
@@ -215,7 +224,9 @@ class Model:
         text = "; ".join(f"{given[i].who}: entry {p} has NaN or Inf" for i, p in broken.items())
         names = tuple(given[i].worker for i in broken)
         if self._on_nonfinite == "error":
-            raise NonFiniteWeightsError(f'{text} (on_nonfinite="skip" leaves such workers out)', names)
+            raise NonFiniteWeightsError(
+                f'{text} (on_nonfinite="skip" leaves such workers out)', names
+            )
         if len(broken) == len(chosen):
             raise NonFiniteWeightsError(f"no worker has finite weights: {text}", names)
         return list(broken)
@@ -224,6 +235,58 @@ class Model:
         assert self._small is not None
         found: str | None = self._small.broken(sources) or self._large.broken(sources)
         return found
+
+    # -- one worker at a time ----------------------------------------------------------------------
+
+    def moved(self, worker: Hashable, weights: Any, rate: float) -> Tally | None:
+        """Move the current weights towards one worker's, in place. The first become the current.
+
+        Returns None when they are not finite and are to be skipped. What raises changes nothing.
+        """
+        given = Given(worker, weights)
+        layout, workers = self._checked([given])
+        assert self._small is not None
+        # Looked at first: once the current weights are partly overwritten it would be too late.
+        where = self._broken(given, workers[0])
+        if where is not None:
+            if self._on_nonfinite == "skip":
+                return None
+            raise NonFiniteWeightsError(
+                f"{given.who}: entry {where} has NaN or Inf", (given.worker,)
+            )
+        if self.weights is None:
+            self._own(layout, weights)
+            return Tally(0.0, np.zeros(1))
+        if not self._owned:
+            self._own(layout, self.weights)
+        assert self._sources is not None
+        tally = Tally(0.0, np.zeros(1))
+        for combiner in (self._small, self._large):
+            targets = [self._sources[r.leaf] for r in combiner.ranges]
+            tally += combiner.combine(self._sources, workers, [1.0], targets, rate)
+            combiner.commit()
+        for i, leaf in enumerate(layout.leaves):
+            if leaf.role == COUNT and leaf.size:
+                both = [self._sources[i], workers[0][i]]
+                self._sources[i][:] = combine_counts(both, [1 - rate, rate])
+        self._show()
+        return tally
+
+    def _own(self, layout: Layout, weights: Any) -> None:
+        """Make ``weights`` the current ones, as memory of our own that may be written to."""
+        self._sources = [
+            s.copy() if isinstance(s, np.ndarray) else s.clone()
+            for s in layout.extract(weights, "the server", "the server")
+        ]
+        self._owned = True
+        self._show()
+
+    def _show(self) -> None:
+        assert self.layout is not None
+        assert self._sources is not None
+        pairs = zip(self.layout.leaves, self._sources, strict=True)
+        self.weights = self.layout.build([self.layout.shown(leaf, s) for leaf, s in pairs])
+        self.ref = None
 
     # -- for checkpoints ---------------------------------------------------------------------------
 
@@ -244,9 +307,7 @@ class Model:
             if len(arrays) != len(order):
                 raise ValueError(f"buffer {name!r} of the state does not fit the weights")
         first = {n: [a[order.index(i)] for i in small] for n, a in state.items()}
-        rest = {
-            n: [a[order.index(r.leaf)] for r in self._large.ranges] for n, a in state.items()
-        }
+        rest = {n: [a[order.index(r.leaf)] for r in self._large.ranges] for n, a in state.items()}
         self._small.buffers.load(first)
         self._load_large(rest)
 
@@ -259,8 +320,7 @@ class Model:
 
 
 def _room(layout: Layout, which: int) -> Array:
-    leaf = layout.leaves[which]
-    return np.empty(leaf.shape or 1, leaf.dtype if leaf.type != "torch" else leaf.compute)
+    return np.empty(1, layout.leaves[which].dtype)
 
 
 def _shares(weights: Sequence[float]) -> list[float]:

@@ -5,14 +5,16 @@ What fails leaves everything as it was: the weights, their version, and what the
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import miniray
+from miniray.core import session
 from miniray.core.remote import ActorHandle
-from miniray.errors import SyncError
+from miniray.errors import ActorDiedError, SyncError, WorkerLostError
 from miniray.ps import state
 from miniray.ps.compression import Compressed
 from miniray.ps.model import Combined, Given, Model
@@ -57,7 +59,8 @@ class Server:
         Returns what this sync did: ``synced`` (True), ``version``, ``num_workers``, ``bytes``,
         ``seconds``, ``change_norm``, ``divergence`` and ``skipped``.
 
-        A worker that raises or dies is a ``SyncError`` naming it; weights that do not fit are a
+        A worker that raises is a ``SyncError`` naming it, one that died a ``WorkerLostError`` (also
+        an ``ActorDiedError``); weights that do not fit are a
         ``WeightsMismatchError``, NaN a ``NonFiniteWeightsError``. Each leaves the server's weights
         as they were and is in ``get_stats()["last_error"]``. Until all workers have been given the
         new weights none is changed; if one then fails to take them, the others may have them.
@@ -75,7 +78,7 @@ class Server:
         except BaseException as error:
             self._stats.failed(error)
             raise
-        seconds = dict(zip(PHASES, (b - a for a, b in zip(times, times[1:])), strict=True))
+        seconds = dict(zip(PHASES, (b - a for a, b in itertools.pairwise(times)), strict=True))
         self._adopt(new, len(workers), seconds, moved=2 * len(workers))
         return {
             "synced": True,
@@ -98,7 +101,7 @@ class Server:
             for ref in ready:
                 index = refs.index(ref)
                 try:
-                    values[index] = miniray.get(ref)
+                    values[index] = session.engine().peek(ref)
                 except Exception as error:  # whatever the worker's code raises
                     raise _failure({index: error}, "get_weights", "collect") from error
         return [Given(i, values[i], refs[i]) for i in range(len(refs))]
@@ -259,4 +262,5 @@ def _check_workers(workers: Any) -> None:
 
 def _failure(errors: dict[int, Exception], method: str, phase: str) -> SyncError:
     lines = [f"worker {i}: {method} failed: {error}" for i, error in errors.items()]
-    return SyncError("\n".join(lines), tuple(errors), phase)
+    lost = any(isinstance(error, ActorDiedError) for error in errors.values())
+    return (WorkerLostError if lost else SyncError)("\n".join(lines), tuple(errors), phase)

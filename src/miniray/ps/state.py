@@ -50,11 +50,11 @@ def load(model: Model, saved: Mapping[str, Any]) -> tuple[int, dict[Hashable, fl
         model.set(weights)
         model.load_buffers({n: [np.asarray(a) for a in b] for n, b in saved["buffers"].items()})
     model.strategy.load_state_dict(saved["strategy_state"])
-    return int(saved["version"]), {worker: weight for worker, weight in saved["worker_weights"]}
+    return int(saved["version"]), dict(saved["worker_weights"])
 
 
 def _check_buffers(model: Model, layout: Layout, buffers: Mapping[str, Any]) -> None:
-    sizes = [leaf.size for leaf in layout.leaves if leaf.role == "real"]
+    sizes = [leaf.size for leaf in layout.leaves if leaf.role == "real" and leaf.size]
     if set(buffers) != set(model.strategy.buffers):
         raise ValueError(
             f"the state has buffers {sorted(buffers)}, strategy {model.strategy.name!r} has "

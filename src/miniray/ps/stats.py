@@ -22,7 +22,9 @@ class Stats:
     num_workers: int = 0
     bytes: int = 0
     last_bytes: int = 0
-    seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    seconds: dict[str, float] = dataclasses.field(
+        default_factory=lambda: dict.fromkeys(PHASES, 0.0)
+    )
     last_seconds: dict[str, float] = dataclasses.field(
         default_factory=lambda: dict.fromkeys(PHASES, 0.0)
     )
@@ -34,7 +36,7 @@ class Stats:
     def measured(self, tally: Tally, first: bool) -> None:
         """The last change is unknown after the first sync: there was nothing to change."""
         self.last_change_norm = None if first else math.sqrt(tally.change)
-        apart = [math.sqrt(square) for square in tally.distances]
+        apart = [math.sqrt(max(square, 0.0)) for square in tally.distances]
         self.divergence = {"max": max(apart), "mean": sum(apart) / len(apart)}
 
     def synced(self, workers: int, bytes: int, seconds: dict[str, float]) -> None:

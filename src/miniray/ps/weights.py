@@ -79,7 +79,12 @@ class Layout:
     def _describe(self, node: Any, path: str, who: Who) -> Any:
         if isinstance(node, dict):
             keys = list(node)
-            return dict, type(node), keys, [self._describe(node[k], f"{path}[{k!r}]", who) for k in keys]
+            return (
+                dict,
+                type(node),
+                keys,
+                [self._describe(node[k], f"{path}[{k!r}]", who) for k in keys],
+            )
         if isinstance(node, (list, tuple)):
             parts = [self._describe(item, f"{path}[{i}]", who) for i, item in enumerate(node)]
             return list if isinstance(node, list) else tuple, type(node), None, parts
@@ -149,6 +154,16 @@ class Layout:
         array = flat.astype(leaf.dtype, copy=False).reshape(leaf.shape)
         return array[()] if leaf.type == "scalar" else array
 
+    def shown(self, leaf: Leaf, source: Source) -> Any:
+        """What the user sees of a leaf, over the memory of its flat array."""
+        if not isinstance(source, np.ndarray):
+            return source.reshape(leaf.shape)
+        if source.dtype != leaf.dtype and leaf.type in ("numpy", "scalar"):
+            source = source.view(leaf.dtype)  # complex numbers
+        elif leaf.type == "torch" and leaf.dtype.is_complex:
+            source = source.view(f"c{2 * source.itemsize}")
+        return self.finished(leaf, source)
+
 
 # -- leaves ----------------------------------------------------------------------------------------
 
@@ -204,20 +219,21 @@ def _role(flat: Source, who: Who, path: str) -> tuple[str, np.dtype[Any], int]:
 
 def _checked(leaf: Leaf, node: Any, who: Who, reference: Who) -> Source:
     """``node`` as a flat array if it is like ``leaf``."""
-    if leaf.type == "torch":
-        torch = sys.modules["torch"]
-        if isinstance(node, torch.Tensor) and node.dtype is leaf.dtype and node.shape == leaf.shape:
-            return flatten_leaf(node)
-    elif leaf.type == "numpy":
-        if isinstance(node, np.ndarray) and node.dtype == leaf.dtype and node.shape == leaf.shape:
-            return flatten_leaf(node)
+    # Tensors and arrays of the right kind, quickly: there may be hundreds in each of many workers.
+    kind = np.ndarray if leaf.type == "numpy" else getattr(sys.modules.get("torch"), "Tensor", ())
+    if isinstance(node, kind) and node.dtype == leaf.dtype and node.shape == leaf.shape:
+        return flatten_leaf(node)
     other = _leaf(node, leaf.path, who)
     if (other.type, other.dtype, other.shape) != (leaf.type, leaf.dtype, leaf.shape):
         raise _mismatch(who, leaf.path, _words(other, leaf), reference, _words(leaf, other))
     if leaf.type == "none":
         return np.empty(0)
     try:
-        return np.array([node], leaf.compute) if leaf.type in _PYTHON else flatten_leaf(np.asarray(node))
+        return (
+            np.array([node], leaf.compute)
+            if leaf.type in _PYTHON
+            else flatten_leaf(np.asarray(node))
+        )
     except OverflowError:
         raise TypeError(f"{who}: entry {leaf.path} is {node}, beyond 64 bits") from None
 
@@ -260,13 +276,14 @@ def combine_counts(values: Sequence[Array], weights: Sequence[float]) -> Array:
     """Integers and booleans of several workers: see the top of the module."""
     first = values[0]
     if all(np.array_equal(first, other) for other in values[1:]):
-        return first.copy()
+        agreed: Array = first.copy()
+        return agreed
     total = sum(weights)
     shares = [weight / total for weight in weights]
     if first.dtype.kind == "b":
         yes: Any = sum(v * share for v, share in zip(values, shares, strict=True))
-        agreed: Array = yes >= 0.5
-        return agreed
+        majority: Array = yes >= 0.5
+        return majority
     # Distances from the smallest, as unsigned numbers: exact, and they cannot overflow.
     low = np.minimum.reduce(values)
     unsigned = np.dtype(f"u{first.dtype.itemsize}")
@@ -278,6 +295,35 @@ def combine_counts(values: Sequence[Array], weights: Sequence[float]) -> Array:
     step = np.where(fits, np.floor(np.where(fits, mean, 0) + 0.5).astype(unsigned), most)
     combined: Array = (low.view(unsigned) + step).view(first.dtype)
     return combined
+
+
+def mean(weights: Sequence[Any]) -> Any:
+    """The plain mean of several workers' weights, with the checks and rules of a server.
+
+    Raises ``WeightsMismatchError`` naming the worker by its position.
+    """
+    layout = Layout(weights[0], "worker 0")
+    workers = [layout.extract(w, f"worker {i}", "worker 0") for i, w in enumerate(weights)]
+    values: list[Any] = []
+    for i, leaf in enumerate(layout.leaves):
+        sources = [worker[i] for worker in workers]
+        if leaf.role == REAL and leaf.size:
+            total = read(sources[0], 0, leaf.size, leaf.compute).copy()
+            for source in sources[1:]:
+                total += read(source, 0, leaf.size, leaf.compute)
+            total /= len(sources)
+            result = (
+                np.empty_like(sources[0])
+                if isinstance(sources[0], np.ndarray)
+                else sources[0].clone()
+            )
+            write(result, 0, total)
+            values.append(layout.shown(leaf, result))
+        elif leaf.size:
+            values.append(layout.finished(leaf, combine_counts(sources, [1.0] * len(sources))))
+        else:
+            values.append(layout.empty(leaf) if leaf.is_array else None)
+    return layout.build(values)
 
 
 # -- words -----------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """``BaseTrainer``: lifecycle, workers, epoch loop, hooks. The loop is written once, here.
 
-What a run leaves behind is in its run directory (``rundir``), whatever ended it. If anything raises,
-the workers are ended, and so is the engine if the trainer started it; the error goes to the caller.
+What a run leaves behind is in its run directory (``rundir``), whatever ended it. If anything
+raises, the workers are ended, and so is the engine if the trainer started it; the error goes to the
+caller.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from miniray.train.workers import WorkerGroup, accepted
 
 
 class BaseTrainer:
-    """Runs ``train_epoch`` on several workers, epoch after epoch. Subclass it and say how to make one.
+    """Runs ``train_epoch`` on several workers, epoch after epoch. Subclasses say how to make one.
 
     Constructing a trainer starts nothing; ``train`` does. It may be called again and goes on from
     where it was. ``shutdown`` (or ``with``) ends the workers.
@@ -102,7 +103,7 @@ class BaseTrainer:
         self._group: WorkerGroup | None = None
         self._kwargs: dict[str, Any] = {}
         self._owned_session: session.Session | None = None
-        self._checkpoints: CheckpointStore | None = None
+        self.checkpoints: CheckpointStore | None = None
         self._loaded: dict[str, Any] | None = None  # a checkpoint to apply when workers are there
 
     # -- what users override ----------------------------------------------------------------------
@@ -118,7 +119,9 @@ class BaseTrainer:
                 "returning MyWorker.remote(worker_id); or pass worker=MyWorker"
             )
         cls = self._worker_class.options(**self._resources)
-        return cls.remote(worker_id, **accepted(cls._spec.init.signature, kwargs))
+        init = cls._spec.init
+        own = (worker_id,) if init.max_positional else ()  # a class may do without its id
+        return cls.remote(*own, **accepted(init.signature, kwargs))
 
     def train_epoch(self, epoch: int, **kwargs: Any) -> dict[str, Any]:
         """One epoch on all workers; returns their results aggregated. May be overridden."""
@@ -178,9 +181,7 @@ class BaseTrainer:
             for epoch in range(self.epoch, self.epoch + epochs):
                 started = time.monotonic()
                 self._emit("on_epoch_start", epoch)
-                result = self.train_epoch(
-                    epoch, **accepted(_signature(self.train_epoch), self._kwargs)
-                )
+                result = self.train_epoch(epoch, **self._taken(self.train_epoch))
                 if not isinstance(result, dict):
                     raise TypeError(
                         f"{type(self).__name__}.train_epoch() must return a dict of results, "
@@ -209,14 +210,18 @@ class BaseTrainer:
     def _emit(self, hook: str, *arguments: Any) -> None:
         """Call the trainer's own hook and then the callbacks'."""
         own = getattr(self, hook)
-        own(*arguments, **accepted(_signature(own), self._kwargs))
+        own(*arguments, **self._taken(own))
         for callback in self.callbacks:
             theirs = getattr(callback, hook)
-            theirs(self, *arguments, **accepted(_signature(theirs), self._kwargs))
+            theirs(self, *arguments, **self._taken(theirs))
+
+    def _taken(self, function: Any) -> dict[str, Any]:
+        """Those of ``train``'s keyword arguments that ``function`` takes."""
+        return accepted(inspect.signature(function), self._kwargs)
 
     def _make_result(self, wall_time: float) -> TrainResult:
         assert self.run is not None
-        newest = self._checkpoints.newest() if self._checkpoints is not None else None
+        newest = self.checkpoints.newest() if self.checkpoints is not None else None
         return TrainResult(
             history=list(self.history),
             epochs=self.epoch,
@@ -236,8 +241,8 @@ class BaseTrainer:
     ) -> list[Any]:
         """Call a method on all workers at once; results by worker id.
 
-        Of ``kwargs`` each worker gets what its method takes. A worker that dies or hangs is replaced
-        within ``max_failures``; an exception is raised with worker id and epoch.
+        Of ``kwargs`` each worker gets what its method takes. A worker that dies or hangs is
+        replaced within ``max_failures``; an exception is raised with worker id and epoch.
         """
         if self._group is None:
             raise RuntimeError("there are no workers before train()")
@@ -252,9 +257,8 @@ class BaseTrainer:
                 f"backend={self._backend!r}, but miniray is running on {session.engine().name!r}"
             )
         if resume:
-            self.load_checkpoint(
-                resuming.find(resume, self._run_dir, self._name, type(self).__name__)
-            )
+            kind = type(self).__name__
+            self.load_checkpoint(resuming.find(resume, self._run_dir, self._name, kind))
         self._open_run()
         if self._group is None:
             required = list(self.required_methods)
@@ -278,9 +282,7 @@ class BaseTrainer:
     def _create(self, worker_id: int) -> Any:
         seed = None if self._seed is None else self._seed + worker_id
         with seeding.seeded(seed):
-            return self.create_worker(
-                worker_id, **accepted(_signature(self.create_worker), self._kwargs)
-            )
+            return self.create_worker(worker_id, **self._taken(self.create_worker))
 
     def _set_up_all(self) -> None:
         """Bring new workers to where training can start."""
@@ -297,11 +299,17 @@ class BaseTrainer:
     def _open_run(self) -> None:
         if self.run is None:
             self.run = RunDirectory.open(self._run_dir, self._name, type(self).__name__)
-        if self._checkpoints is None:
-            self._checkpoints = CheckpointStore(
-                self.run.path / "checkpoints", keep_last=self._keep_last, keep_best=self._keep_best
-            )
+        if self.checkpoints is None:
+            self.checkpoints = self._store(self.run.checkpoints)
         self.run.write_run(self._describe())
+
+    def _store(self, directory: Path) -> CheckpointStore:
+        return CheckpointStore(
+            directory,
+            keep_last=self._keep_last,
+            keep_best=self._keep_best,
+            on_event=self._on_worker_event,
+        )
 
     def _describe(self) -> dict[str, Any]:
         return {
@@ -314,20 +322,18 @@ class BaseTrainer:
 
     def save_checkpoint(self, epoch: int | None = None) -> Path:
         """Write all there is to go on from here; returns where. Call it from ``on_epoch_end``."""
-        if self._checkpoints is None:
+        if self.checkpoints is None:
             raise RuntimeError("there is nothing to save before train()")
         epoch = self.epoch - 1 if epoch is None else epoch
-        return self._checkpoints.save(epoch, resuming.collect(self))
+        return self.checkpoints.save(epoch, resuming.collect(self))
 
     def load_checkpoint(self, path: str | Path = "latest") -> int:
         """Take up a checkpoint, now or when ``train`` starts the workers; returns its epoch."""
-        store, where = resuming.locate(path, self._checkpoints, self._run_dir, self._name)
+        store, where = resuming.locate(path, self.checkpoints, self._run_dir, self._name)
         epoch, state = store.load(where)
         if self.run is None:
             self.run = RunDirectory.reopen(store.directory.parent)
-        self._checkpoints = self._checkpoints or CheckpointStore(
-            store.directory, keep_last=self._keep_last, keep_best=self._keep_best
-        )
+        self.checkpoints = self.checkpoints or self._store(store.directory)
         self.epoch = epoch + 1
         self.history = list(state["history"])
         self.run.truncate_metrics(epoch)
@@ -376,8 +382,8 @@ class BaseTrainer:
     def shutdown(self) -> None:
         """End the workers, and the engine if ``train`` started it. Safe to call twice."""
         group, self._group = self._group, None
-        if self._checkpoints is not None:
-            self._checkpoints.close()
+        if self.checkpoints is not None:
+            self.checkpoints.close()
         if self._owned_session is not None:
             owned, self._owned_session = self._owned_session, None
             if session.is_initialized() and session.engine() is owned.engine:
@@ -395,7 +401,3 @@ class BaseTrainer:
         tb: TracebackType | None,
     ) -> None:
         self.shutdown()
-
-
-def _signature(function: Any) -> inspect.Signature:
-    return inspect.signature(function)

@@ -16,6 +16,7 @@ removes. Reading checks every byte. Nothing is unpickled unless asked for.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import itertools
 import os
@@ -58,8 +59,9 @@ class CheckpointStore:
             Where it is missing or NaN, that checkpoint is not a candidate.
         background: ``save`` takes a copy of all arrays and returns; a thread writes it. The next
             ``save`` waits for it, and so do ``load``, ``list`` and ``close``. If it failed, the
-            next ``save`` (which then writes nothing), ``wait`` or ``close`` raises the error, once.
-            The program does not end before it is written.
+            next ``save`` (which then writes nothing), ``wait`` or ``close`` raises the error, once;
+            without any of them, a warning says so at the end of the program, which does not come
+            before it is written.
         allow_pickle: store what has no other form with pickle, and read such parts.
         on_event: called with a dict for what a run's history should say: ``checkpoint_corrupt``,
             ``checkpoint_failed``.
@@ -135,8 +137,11 @@ class CheckpointStore:
             self._write(path, contents)
         except BaseException as error:  # it is raised in the thread that saves or closes next
             self._failure = error
-            if not threading.main_thread().is_alive():  # nobody will
-                warnings.warn(str(error), stacklevel=1)
+            atexit.register(self._tell_unraised)
+
+    def _tell_unraised(self) -> None:
+        if self._failure is not None:
+            warnings.warn(str(self._failure), stacklevel=1)
 
     def _next(self, epoch: int) -> tuple[Path, int]:
         """Where the next checkpoint goes and its number, which says which one is newest.

@@ -1,4 +1,4 @@
-"""``DataParallelTrainer``: every worker trains on its own shard, a parameter server combines them."""
+"""``DataParallelTrainer``: every worker trains on its shard, a parameter server combines them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import miniray
-from miniray.errors import ActorDiedError, GetTimeoutError
+from miniray.errors import ActorDiedError, GetTimeoutError, SyncError
 from miniray.ps import check_strategy, create_parameter_server
 from miniray.train.base import BaseTrainer
 from miniray.train.results import aggregate
@@ -29,7 +29,7 @@ class DataParallelTrainer(BaseTrainer):
         initial_sync: begin with worker 0's weights on every worker. Averaging networks that began
             differently is useless.
 
-    What is reported as synced was synced: the trainer waits for it, and an error in it ends the run.
+    What is reported as synced was synced: the trainer waits for it, and an error ends the run.
     """
 
     required_methods = REQUIRED_METHODS
@@ -98,10 +98,12 @@ class DataParallelTrainer(BaseTrainer):
             ref = self.param_server.sync_from_workers.remote(self.workers)
             try:
                 stats: dict[str, Any] = miniray.get(ref, timeout=self._worker_timeout)
-            except (ActorDiedError, GetTimeoutError):
-                miniray.get(self.param_server.get_stats.remote(), timeout=self._worker_timeout)
+            except (ActorDiedError, GetTimeoutError, SyncError):
+                before = self._group.failures
                 # Finds out who it is, replaces it or raises what the user should see.
                 self._group.call("get_weights", lambda _: (), {}, epoch)
+                if self._group.failures == before:
+                    raise  # all workers are well: it is an error of their code, or the server's end
             else:
                 return stats
 

@@ -1,9 +1,9 @@
 """Distributed evaluation: every sample exactly once, sums and counts instead of means of means.
 
-A worker's ``evaluate`` returns a dict. Each value is either a pair ``(sum, count)``, combined as the
-sum of sums over the sum of counts, or a mean over the worker's samples, weighted by how many there
-were: ``num_samples`` in the result, or the length of the shard where the trainer cut the data. So no
-padding and no unequal shards can shift the result.
+A worker's ``evaluate`` returns a dict. Each value is either a pair ``(sum, count)``, combined as
+the sum of sums over the sum of counts, or a mean over the worker's samples, weighted by how many
+there were: ``num_samples`` in the result, or the length of the shard where the trainer cut the
+data. So no padding and no unequal shards can shift the result.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What goes into a checkpoint and how a run is taken up from it.
 
-A checkpoint has the weights (one copy if all workers are in sync, else every worker's own), what the
-workers' ``get_state`` gave, the state of the sync strategy, and the history. With the same number of
-workers, a fixed seed and workers that save what they need (optimizer, random numbers, position in
-the data), going on gives the same bits as never having stopped.
+A checkpoint has the weights (one copy if all workers are in sync, else every worker's own), what
+the workers' ``get_state`` gave, the state of the sync strategy, and the history. With the same
+number of workers, a fixed seed and workers that save what they need (optimizer, random numbers,
+position in the data), going on gives the same bits as never having stopped.
 """
 
 from __future__ import annotations
@@ -62,10 +62,8 @@ def apply(trainer: BaseTrainer, state: dict[str, Any]) -> None:
         trainer._on_worker_event({"event": "resumed_on_other_size", "message": text})
     trainer._load_extra_state(state["extra"])
     if weights is not None:
-        if len(weights) == len(workers):
-            given = weights
-        else:
-            given = [_mean(weights)] * len(workers)
+        count = len(workers)
+        given = weights if len(weights) == count else [_mean(weights)] * count
         miniray.get([w.set_weights.remote(x) for w, x in zip(workers, given, strict=True)])
     if states is not None:
         pairs = zip(workers, states, strict=False)
@@ -93,7 +91,7 @@ def find(
     runs = [p for p in Path("runs").glob(f"{trainer}-*/checkpoints") if any(p.iterdir())]
     if not runs:
         raise CheckpointError(
-            f"resume=True, but there is no run of {trainer} with a checkpoint in {Path('runs').resolve()}; "
+            f"resume=True, but {Path('runs').resolve()} has no run of {trainer} with a checkpoint; "
             "name the run with run_dir=, name= or resume=PATH"
         )
     return max(runs, key=lambda p: p.stat().st_mtime)

@@ -1,9 +1,9 @@
 """The workers of a trainer: made, checked, called together, replaced when they die.
 
-An exception in a worker's code ends the run: it reaches the caller as it was raised, with worker id,
-epoch and remote traceback. A worker whose process dies, or that takes longer than ``worker_timeout``
-for one call, is replaced up to ``max_failures`` times in the run: the new one is set up like the old
-one and repeats its call; what the others did is kept.
+An exception in a worker's code ends the run: it reaches the caller as it was raised, with worker
+id, epoch and remote traceback. A worker whose process dies, or that takes longer than
+``worker_timeout`` for one call, is replaced up to ``max_failures`` times in the run: the new one is
+set up like the old one and repeats its call; what the others did is kept.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def check_worker(worker: Any, worker_id: int, required: Sequence[str]) -> None:
     """Refuse what cannot be trained, before anything is."""
     if not isinstance(worker, ActorHandle):
         raise TypeError(
-            f"create_worker({worker_id}) must return an actor handle, as MyWorker.remote(...) gives, "
-            f"not {worker!r}"
+            f"create_worker({worker_id}) must return an actor handle, as MyWorker.remote(...) "
+            f"gives, not {worker!r}"
         )
     missing = [name for name in required if method_spec(worker, name) is None]
     if missing:

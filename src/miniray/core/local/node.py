@@ -171,6 +171,7 @@ class Node(Sharing):
                 handler = self._handlers.get(fd)
                 if handler is not None:
                     handler(events)
+                handler = None  # it may be the last to hold a connection that just ended
             # Cleared before the queues are read: what is added later wakes us again.
             self._woken = False
             while self._posted:

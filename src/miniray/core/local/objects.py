@@ -103,6 +103,9 @@ class Entry(Shared):
         with self.sharing.lock:
             if self.waiters and callback in self.waiters:
                 self.waiters.remove(callback)
+                if not self.waiters:
+                    self.waiters = None
+                    self.sharing.awaited.discard(self)
 
     def _notify(self) -> None:
         with self.sharing.lock:

@@ -14,11 +14,17 @@ from miniray.ps.strategies import (
     weighted,
 )
 from miniray.ps.strategies.base import Strategy
-from miniray.ps.strategies.registry import make_strategy, register_strategy, strategy_names
+from miniray.ps.strategies.registry import (
+    check_strategy,
+    make_strategy,
+    register_strategy,
+    strategy_names,
+)
 
 __all__ = [
     "Strategy",
     "average",
+    "check_strategy",
     "diloco",
     "ema",
     "fedadagrad",

@@ -123,7 +123,9 @@ class Strategy(abc.ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave."""
+        """Take over what ``state_dict`` gave. Raises ``ValueError`` for what it does not know."""
+        if state:
+            raise ValueError(f"strategy {self.name!r} has no state, but was given {sorted(state)}")
 
     @property
     def _now(self) -> Context:

@@ -15,7 +15,9 @@ def _number(name: str, value: Any) -> float:
 def at_least(name: str, value: Any, low: float, *, strictly: bool = False) -> float:
     number = _number(name, value)
     if number < low or (strictly and number == low):
-        raise ValueError(f"{name} must be {'above' if strictly else 'at least'} {low:g}, not {value}")
+        raise ValueError(
+            f"{name} must be {'above' if strictly else 'at least'} {low:g}, not {value}"
+        )
     return number
 
 

@@ -37,6 +37,11 @@ def strategy_names() -> list[str]:
     return sorted(_strategies)
 
 
+def check_strategy(strategy: str | Strategy, options: dict[str, Any]) -> None:
+    """Raise what ``create_parameter_server`` would raise about a strategy and its options."""
+    make_strategy(strategy, options)
+
+
 def make_strategy(strategy: str | Strategy, options: dict[str, Any]) -> Strategy:
     """The strategy of that name with ``options``; a ``Strategy`` object is taken as it is.
 

@@ -1,0 +1,143 @@
+"""Starting servers. What is wrong with the arguments is said here, before an actor is started."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from miniray.core.options import Options
+from miniray.core.remote import ActorClass, ActorHandle, ClassSpec
+from miniray.ps.asynchronous import AsyncServer
+from miniray.ps.compression import CODECS
+from miniray.ps.server import Server
+from miniray.ps.sharded import Coordinator
+from miniray.ps.strategies import Strategy, make_strategy
+from miniray.ps.strategies.checks import at_least, whole_number
+
+MODES = ("sync", "async")
+NONFINITE = ("error", "skip")
+
+
+def create_parameter_server(
+    strategy: str | Strategy = "average",
+    *,
+    num_servers: int = 1,
+    mode: str = "sync",
+    compression: str | None = None,
+    on_nonfinite: str = "error",
+    num_workers: int | None = None,
+    max_staleness: int | None = None,
+    staleness_power: float = 0.0,
+    threads: int | None = None,
+    **strategy_kwargs: Any,
+) -> ActorHandle[Any]:
+    """Start a parameter server and return its handle.
+
+    Args:
+        strategy: a name (``strategy_names()`` lists them) or a ``Strategy``.
+        num_servers: actors that share the work; above 1 for models too large for one.
+        mode: ``"sync"``, or ``"async"``: pushes take effect one by one.
+        compression: ``"bf16"`` or ``"int8"`` for what ``Client.push`` sends.
+        on_nonfinite: what to do with a worker that has NaN or Inf: ``"error"`` or ``"skip"`` it.
+        num_workers: how many workers push, if known: see ``push_weights``.
+        max_staleness: with ``mode="async"``, how many pushes a worker may be ahead of the slowest.
+        staleness_power: with ``mode="async"``, how much less a stale push counts.
+        threads: for combining; all cores (at most 8) if not said.
+        **strategy_kwargs: options of the strategy.
+
+    Raises:
+        ValueError: an unknown strategy, or a bad value.
+        TypeError: an option that the strategy does not have.
+    """
+    given = {k: v for k, v in locals().items() if k != "strategy_kwargs"}
+    return ParameterServer.remote(**given, **strategy_kwargs)
+
+
+class ServerClass(ActorClass[Server]):
+    """The actor class ``ParameterServer``.
+
+    ``ParameterServer.remote(...)`` takes what ``create_parameter_server`` takes, and
+    ``ParameterServer.options(name="ps").remote(...)`` works as for any actor class.
+    """
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(ClassSpec(Server), options)
+        self.__name__ = self.__qualname__ = "ParameterServer"
+        self.__module__ = "miniray.ps"
+
+    def remote(self, *args: Any, **kwargs: Any) -> ActorHandle[Server]:
+        """Start a server; ``create_parameter_server`` describes the arguments."""
+        bound = _SIGNATURE.bind(*args, **kwargs)
+        bound.apply_defaults()
+        cls, arguments = _checked(**bound.arguments)
+        plain: ActorClass[Server] = ActorClass(ClassSpec(cls), self._options)
+        return plain.remote(**arguments)
+
+    def options(self, **changes: Any) -> ServerClass:
+        return ServerClass(self._options.merged("class", changes))
+
+    def __reduce__(self) -> Any:
+        return ServerClass, (self._options,)
+
+
+_SIGNATURE = inspect.signature(create_parameter_server)
+
+ParameterServer = ServerClass(Options())
+
+
+def _checked(
+    strategy: str | Strategy,
+    num_servers: int,
+    mode: str,
+    compression: str | None,
+    on_nonfinite: str,
+    num_workers: int | None,
+    max_staleness: int | None,
+    staleness_power: float,
+    threads: int | None,
+    strategy_kwargs: dict[str, Any],
+) -> tuple[type[Server], dict[str, Any]]:
+    """(class of the server, its arguments)."""
+    made = make_strategy(strategy, strategy_kwargs)
+    _one_of("mode", mode, MODES)
+    _one_of("on_nonfinite", on_nonfinite, NONFINITE)
+    _one_of("compression", compression, (None, *CODECS))
+    whole_number("num_servers", num_servers, 1)
+    for name, value, low in (
+        ("num_workers", num_workers, 1),
+        ("max_staleness", max_staleness, 0),
+        ("threads", threads, 1),
+    ):
+        if value is not None:
+            whole_number(name, value, low)
+    arguments: dict[str, Any] = {
+        "strategy": made,
+        "on_nonfinite": on_nonfinite,
+        "compression": compression,
+        "num_workers": num_workers,
+        "threads": threads,
+    }
+    if mode == "sync":
+        if max_staleness is not None or staleness_power:
+            raise ValueError('max_staleness and staleness_power need mode="async"')
+        if num_servers == 1:
+            return Server, arguments
+        return Coordinator, {**arguments, "num_servers": num_servers}
+    if num_servers > 1:
+        raise ValueError('num_servers above 1 needs mode="sync"')
+    if made.compares_workers:
+        raise ValueError(
+            f"strategy {made.name!r} compares workers and cannot take them one by one: "
+            'mode="async" needs average, weighted or another one that is based on the mean'
+        )
+    power = at_least("staleness_power", staleness_power, 0)
+    return AsyncServer, {
+        **arguments,
+        "max_staleness": max_staleness,
+        "staleness_power": power,
+    }
+
+
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")

@@ -1,0 +1,213 @@
+"""DataParallelTrainer: sharding, aggregation and syncing, with numbers computed by hand."""
+
+import statistics
+
+import numpy as np
+import pytest
+
+import miniray
+from miniray.train import DataParallelTrainer
+from tests.train.workers_for_tests import Counter
+
+
+class CounterTrainer(DataParallelTrainer):
+    def create_worker(self, worker_id, **kwargs):
+        return Counter.remote(worker_id)
+
+
+def weights_of(trainer):
+    return [float(w[0][0]) for w in miniray.get([w.get_weights.remote() for w in trainer.workers])]
+
+
+def test_an_epoch_on_every_engine(backend):
+    with CounterTrainer(num_workers=4, backend=backend, progress=False) as trainer:
+        result = trainer.train(epochs=1)
+        # All begin with worker 0's 0.0, add 1, 2, 3 and 4, and are averaged.
+        assert weights_of(trainer) == [2.5] * 4
+        stats = trainer.get_sync_stats()
+    assert result["loss"] == pytest.approx(2.5)  # mean of 1, 2, 3, 4
+    assert result["accuracy"] == pytest.approx(0.15)
+    assert result["synced"] is True
+    assert stats["num_syncs"] == 1
+    assert stats["strategy"] == "average"
+
+
+def test_sync_happens_every_so_many_epochs():
+    with CounterTrainer(2, sync_interval=3, backend="inline", progress=False) as trainer:
+        history = trainer.train(epochs=2).history
+        assert weights_of(trainer) == [2.0, 4.0]  # 2 x 1 and 2 x 2, still apart
+        assert [record["synced"] for record in history] == [False, False]
+        result = trainer.train(epochs=1)
+        assert weights_of(trainer) == [4.5, 4.5]  # mean of 3 and 6
+        assert result["synced"]
+        assert result.sync["num_syncs"] == 1
+
+
+def test_training_starts_from_worker_0s_weights_unless_told_otherwise():
+    with CounterTrainer(3, sync_interval=9, backend="inline", progress=False) as trainer:
+        trainer.train(epochs=0)
+        assert weights_of(trainer) == [0.0, 0.0, 0.0]
+    with CounterTrainer(
+        3, sync_interval=9, backend="inline", progress=False, initial_sync=False
+    ) as trainer:
+        trainer.train(epochs=0)
+        assert weights_of(trainer) == [0.0, 1.0, 2.0]
+
+
+def test_every_worker_gets_its_shard_and_the_arguments_of_train():
+    with CounterTrainer(3, backend="inline", progress=False) as trainer:
+        trainer.train(epochs=1, batch_size=128, dataset="cifar10", unknown_to_workers=1)
+        seen = miniray.get([w.seen.remote() for w in trainer.workers])
+    assert [s["shard"] for s in seen] == [(i, 3, 128, "cifar10") for i in range(3)]
+
+
+def test_an_error_while_loading_a_shard_is_not_taken_for_no_sharding():
+    @miniray.remote
+    class NoData(Counter.__wrapped__):
+        def load_data_shard(self, shard_id, num_shards):
+            if shard_id == 1:
+                raise FileNotFoundError("part-1.parquet")
+
+    with pytest.raises(FileNotFoundError, match="worker 1: NoData.load_data_shard"):
+        DataParallelTrainer(2, worker=NoData, backend="local", progress=False).train(epochs=1)
+
+
+def test_loading_shards_is_optional_in_that_the_method_may_be_absent():
+    @miniray.remote
+    class Bare:
+        def __init__(self):
+            self.w = np.zeros(1)
+
+        def train_epoch(self, epoch):
+            return {"loss": 0.0}
+
+        def get_weights(self):
+            return [self.w]
+
+        def set_weights(self, weights):
+            self.w = weights[0]
+
+    with DataParallelTrainer(2, worker=Bare, backend="inline", progress=False) as trainer:
+        assert trainer.train(epochs=1)["loss"] == 0
+
+
+@pytest.mark.parametrize("missing", ["train_epoch", "get_weights", "set_weights"])
+def test_a_worker_that_lacks_a_required_method_is_refused_before_training(missing):
+    members = {name: lambda self, *args: None for name in ("train_epoch", "get_weights")}
+    members["set_weights"] = members["train_epoch"]
+    del members[missing]
+    incomplete = miniray.remote(type("Incomplete", (), members))
+    with pytest.raises(TypeError, match=rf"Incomplete lacks {missing}\(\)"):
+        DataParallelTrainer(2, worker=incomplete, backend="inline", progress=False).train(epochs=1)
+
+
+def test_weights_of_workers_count_whether_given_before_or_after_the_start():
+    with CounterTrainer(
+        2, sync_strategy="weighted", backend="inline", progress=False
+    ) as trainer:
+        trainer.set_worker_weight(0, 1.0)
+        trainer.set_worker_weight(1, 3.0)
+        trainer.train(epochs=1)
+        assert weights_of(trainer) == [1.75, 1.75]  # (1 x 1 + 3 x 2) / 4
+        trainer.set_worker_weight(1, 0.0)
+        trainer.train(epochs=1)
+        assert weights_of(trainer) == [2.75, 2.75]  # worker 0's 1.75 + 1
+
+
+def test_worker_weights_are_refused_where_they_would_do_nothing():
+    with pytest.raises(ValueError, match='needs sync_strategy="weighted"'):
+        CounterTrainer(2).set_worker_weight(0, 1.0)
+    weighted = CounterTrainer(2, sync_strategy="weighted")
+    with pytest.raises(ValueError, match="there is no worker 2"):
+        weighted.set_worker_weight(2, 1.0)
+    with pytest.raises(ValueError, match="must be a number >= 0"):
+        weighted.set_worker_weight(0, -1.0)
+
+
+def test_arguments_of_the_strategy_are_given_by_keyword():
+    with CounterTrainer(
+        2, sync_strategy="momentum", momentum=0.5, lr=1.0, backend="inline", progress=False
+    ) as trainer:
+        trainer.train(epochs=2)
+        # Epoch 1: change 1.5, velocity 1.5, weights 1.5.
+        # Epoch 2: the workers add 1 and 2 again: change 1.5, velocity 0.75 + 1.5, weights 3.75.
+        assert weights_of(trainer) == pytest.approx([3.75, 3.75])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sync_strategy": "averaged"}, "average"),
+        ({"sync_strategy": "average", "momentun": 0.9}, "momentun"),
+        ({"sync_interval": 0}, "sync_interval must be an int >= 1"),
+    ],
+)
+def test_unknown_strategies_and_arguments_are_refused_at_once(arguments, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        CounterTrainer(2, **arguments)
+
+
+def test_a_loop_of_ones_own_that_takes_medians_and_syncs_by_itself(backend):
+    class Median(CounterTrainer):
+        def train_epoch(self, epoch, **kwargs):
+            results = miniray.get([w.train_epoch.remote(epoch) for w in self.workers])
+            miniray.get(self.param_server.sync_from_workers.remote(self.workers))
+            return {
+                "loss": statistics.median(r["loss"] for r in results),
+                "accuracy": max(r["accuracy"] for r in results),
+            }
+
+    with Median(num_workers=3, backend=backend, progress=False) as trainer:
+        result = trainer.train(epochs=2)
+        assert weights_of(trainer) == [4.0, 4.0, 4.0]  # mean of 1, 2, 3, twice
+    assert result["loss"] == 1.5  # median of 0.5, 1.5, 2.5
+    assert result["accuracy"] == 0.2
+    assert result.sync["num_syncs"] == 2
+
+
+def test_a_sync_nobody_waited_for_is_waited_for():
+    class Careless(CounterTrainer):
+        def train_epoch(self, epoch, **kwargs):
+            refs = [w.train_epoch.remote(epoch) for w in self.workers]
+            self.param_server.sync_from_workers.remote(self.workers)
+            return {"loss": miniray.get(refs)[0]["loss"]}
+
+    with Careless(2, backend="local", progress=False) as trainer:
+        result = trainer.train(epochs=3)
+        assert result["synced"] is True
+        assert result.sync["num_syncs"] == 3
+        assert weights_of(trainer) == [4.5, 4.5]
+
+
+def test_a_sync_that_failed_is_not_reported_as_synced():
+    @miniray.remote
+    class Stubborn(Counter.__wrapped__):
+        def set_weights(self, weights):
+            if self.epochs:
+                raise RuntimeError("will not")
+            super().set_weights(weights)
+
+    trainer = DataParallelTrainer(2, worker=Stubborn, backend="local", progress=False)
+    with pytest.raises(RuntimeError, match="will not"):
+        trainer.train(epochs=1)
+    assert trainer.history == []
+
+
+def test_the_model_is_saved_from_the_hooks(tmp_path):
+    class Saving(CounterTrainer):
+        def on_epoch_end(self, epoch, result, **kwargs):
+            super().on_epoch_end(epoch, result, **kwargs)
+            self.save_checkpoint(epoch)
+
+        def on_train_end(self, history, **kwargs):
+            super().on_train_end(history)
+            self.saved = self.save_final_model()
+
+    with Saving(2, backend="inline", progress=False, run_dir=tmp_path / "run") as trainer:
+        result = trainer.train(epochs=2)
+    from miniray.train import load_model
+
+    assert trainer.saved == tmp_path / "run" / "final_model.safetensors"
+    np.testing.assert_array_equal(load_model(trainer.saved)[0], [3.0])
+    assert result.checkpoint is not None
+    assert result.checkpoint.is_dir()
