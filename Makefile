@@ -8,8 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-# Two installations in one environment: the core is enough for the demo, the rest is for developers.
-CORE := $(VENV)/.core-installed
+# Two installations in one environment: what the demo needs, and the rest for developers.
+DEMO := $(VENV)/.demo-installed
 DEV := $(VENV)/.dev-installed
 
 .DEFAULT_GOAL := help
@@ -18,8 +18,8 @@ DEV := $(VENV)/.dev-installed
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
-demo: $(CORE) ## Estimate pi with four actors and write a report
-	$(BIN)/miniray demo $(ARGS)
+demo: $(DEMO) ## Train a classifier on four workers and write a report
+	$(BIN)/python examples/train_framework_demo.py classification $(ARGS)
 
 test: $(DEV) ## Run the test suite
 	$(BIN)/python -m pytest $(ARGS)
@@ -50,12 +50,12 @@ clean: ## Remove the environment, caches and build results (runs/ is kept)
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(CORE): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing miniray into $(VENV)"
-	$(PIP_INSTALL) -e .
+$(DEMO): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing miniray and torch into $(VENV)"
+	$(PIP_INSTALL) -e '.[examples]'
 	@touch $@
 
 $(DEV): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing miniray and what its tests need into $(VENV) (torch and Ray are large)"
-	$(PIP_INSTALL) -e '.[torch,data,ray,dashboard,dev]'
-	@touch $(CORE) $@
+	$(PIP_INSTALL) -e '.[torch,data,ray,dashboard,examples,dev]'
+	@touch $(DEMO) $@

@@ -96,14 +96,15 @@ class GANTrainer(DataParallelTrainer):
 
 
 def save_grid(images: np.ndarray, path):
-    """Eight by eight pictures in one."""
+    """Eight by eight pictures in one, with a line between them."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    grid = images.reshape(8, 8, 8, 8).transpose(0, 2, 1, 3).reshape(64, 64)
-    pyplot.imsave(path, np.kron(grid, np.ones((6, 6))), cmap="gray", vmin=-1, vmax=1)
+    framed = np.pad(images[:, 0], ((0, 0), (1, 1), (1, 1)), constant_values=0.2)
+    grid = framed.reshape(8, 8, 10, 10).transpose(0, 2, 1, 3).reshape(80, 80)
+    pyplot.imsave(path, np.kron(grid, np.ones((5, 5))), cmap="gray", vmin=-1, vmax=1)
     return path
 
 

@@ -168,6 +168,7 @@ def show(result) -> None:
     for record in result.history:
         print("  ".join(f"{record[key]:>12.4g}" for key in keys))
     print("curves:", result.plot())
+    print("report:", result.report())
     print("run:   ", result.run_dir)
 
 

@@ -181,7 +181,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, name
     assert loaded["weights"][0].tolist() == [0.0] * 100
     assert [(e["event"], e["path"]) for e in events] == [("checkpoint_corrupt", str(newest))]
     assert name in events[0]["reason"]
-    with pytest.raises(CheckpointError, match="epoch-00000001.*there are: epoch-00000000"):
+    with pytest.raises(CheckpointError, match=r"epoch-00000001.*there are: epoch-00000000"):
         store.load(newest)
     assert [found.epoch for found in store.list(verify=True)] == [0]
 
@@ -207,7 +207,10 @@ def test_when_all_are_damaged_the_error_says_so(tmp_path):
     store = CheckpointStore(tmp_path)
     for epoch in range(2):
         flip_a_bit(store.save(epoch, state(epoch)) / "state.json", 40)
-    with pytest.warns(UserWarning), pytest.raises(CheckpointError, match="no intact checkpoint"):
+    with (
+        pytest.warns(UserWarning, match="damaged"),
+        pytest.raises(CheckpointError, match="no intact checkpoint"),
+    ):
         store.load()
 
 
@@ -340,6 +343,7 @@ def test_close_raises_a_background_failure(tmp_path):
 
 
 def test_a_refused_state_is_refused_at_once_in_the_background_too(tmp_path):
-    with CheckpointStore(tmp_path, background=True) as store:
-        with pytest.raises(CheckpointError, match=r"state\['f'\]"):
-            store.save(0, {"f": object()})
+    store = CheckpointStore(tmp_path, background=True)
+    with pytest.raises(CheckpointError, match=r"state\['f'\]"):
+        store.save(0, {"f": object()})
+    store.close()

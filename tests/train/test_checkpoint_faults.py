@@ -52,7 +52,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(small_disk, background):
     )
     store.save(0, {"w": np.zeros(50_000)})
     store.wait()
-    with pytest.raises(CheckpointError, match="No space left on device.*8,000,.* bytes") as caught:
+    with pytest.raises(CheckpointError, match=r"No space left on device.*8,000,.* bytes") as caught:
         store.save(1, {"w": np.zeros(1_000_000)})
         store.close()
     assert str(small_disk / "c" / "epoch-00000001") in str(caught.value)
@@ -108,7 +108,7 @@ def test_a_limit_on_file_size_is_told_like_a_full_disk(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with pytest.raises(CheckpointError, match="File too large.*it takes 80,0"):
+        with pytest.raises(CheckpointError, match=r"File too large.*it takes 80,0"):
             store.save(1, {"w": np.zeros(10_000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -124,7 +124,8 @@ KILLER = """
     from miniray.train.checkpoint import CheckpointStore
     warnings.simplefilter("error")  # a damaged checkpoint would be a warning
 
-    directory, background, rounds, seed = sys.argv[1], sys.argv[2] == "True", *map(int, sys.argv[3:])
+    directory, background = sys.argv[1], sys.argv[2] == "True"
+    rounds, seed = map(int, sys.argv[3:])
     rng = random.Random(seed)
 
     def state(epoch):
@@ -182,7 +183,7 @@ KILLER = """
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 def test_sigkill_at_any_moment_never_loses_a_completed_checkpoint(tmp_path, background, seed):
     torn, saved = map(int, run(KILLER, tmp_path / "c", background, 25, seed).split())
     assert torn > 0  # some were really killed in mid-write
@@ -242,13 +243,13 @@ def test_readers_at_the_same_time_always_get_an_intact_one(tmp_path):
         warnings.simplefilter("error")
         for thread in threads:
             thread.start()
-        for epoch in range(1, 150):
+        for epoch in range(1, 60):
             store.save(epoch, {"w": np.full(2000, float(epoch))})
         stop.set()
         for thread in threads:
             thread.join()
     assert errors == []
-    assert reads[0] > 5
+    assert reads[0] > 0
 
 
 def test_two_stores_of_one_process_do_not_disturb_each_other(tmp_path):

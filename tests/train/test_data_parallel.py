@@ -102,9 +102,7 @@ def test_a_worker_that_lacks_a_required_method_is_refused_before_training(missin
 
 
 def test_weights_of_workers_count_whether_given_before_or_after_the_start():
-    with CounterTrainer(
-        2, sync_strategy="weighted", backend="inline", progress=False
-    ) as trainer:
+    with CounterTrainer(2, sync_strategy="weighted", backend="inline", progress=False) as trainer:
         trainer.set_worker_weight(0, 1.0)
         trainer.set_worker_weight(1, 3.0)
         trainer.train(epochs=1)

@@ -32,7 +32,9 @@ def make(run_dir, num_workers=2, **options):
 
 def outcome(trainer, result):
     """Weights, bit by bit, and metrics without what depends on the clock."""
-    weights = [w[0].tobytes() for w in miniray.get([w.get_weights.remote() for w in trainer.workers])]
+    weights = [
+        w[0].tobytes() for w in miniray.get([w.get_weights.remote() for w in trainer.workers])
+    ]
     history = [{k: v for k, v in r.items() if k != "seconds"} for r in result.history]
     return weights, history
 

@@ -8,8 +8,9 @@ Refs and handles are not in the stream: it holds an index into ``Packed.refs``. 
 forward a value without unpickling it and still know which refs travel with it.
 
 A torch tensor's buffer is marked *private*: the engine hands ``unpack`` writable memory nobody else
-sees, or read-only memory, which is then copied. All others are handed over read-only, and numpy
-makes read-only arrays of them, as with Ray.
+sees, or read-only memory, which is then copied. A CUDA tensor is copied to the host through pinned
+memory and arrives as a CPU tensor, so that a receiver needs no GPU. All other buffers are handed
+over read-only, and numpy makes read-only arrays of them, as with Ray.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.buffers = buffers
         self.private = private
         self.refs: list[Any] = []
+        #: CUDA devices from which copies are still under way.
+        self.devices: set[Any] = set()
         # By id, with the buffer itself as value so that the id is not used again meanwhile.
         self._private_ids = private_ids
 
@@ -93,17 +96,20 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
     def _reduce_tensor(self, torch: Any, tensor: Any) -> Any:
-        """A dense CPU tensor as one private buffer; None leaves the others to torch's own way."""
+        """A dense tensor as one private buffer; None leaves the others to torch's own way."""
         kind = type(tensor)
         if (
             kind not in (torch.Tensor, torch.nn.Parameter)
             or tensor.layout is not torch.strided
-            or tensor.device.type != "cpu"
+            or tensor.device.type not in ("cpu", "cuda")
             or tensor.is_quantized
             or getattr(tensor, "__dict__", None)
         ):
             return None
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        if flat.device.type == "cuda":
+            self.devices.add(flat.device)
+            flat = _start_copy_to_host(torch, flat)
         raw = flat.view(torch.uint8).numpy() if flat.numel() else b""
         buffer = pickle.PickleBuffer(raw)
         self._private_ids[id(buffer)] = buffer
@@ -111,6 +117,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         shape = tuple(tensor.shape)
         is_parameter = kind is torch.nn.Parameter
         return _rebuild_tensor, (buffer, dtype, shape, tensor.requires_grad, is_parameter)
+
+
+def _start_copy_to_host(torch: Any, tensor: Any) -> Any:
+    """A CPU tensor that has the numbers once the device's stream is synchronized."""
+    try:
+        # torch keeps pinned memory that is given up and hands it out again: pinning is slow.
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    except RuntimeError:  # the system's limit on locked memory
+        return tensor.cpu()
+    return host.copy_(tensor, non_blocking=True)
 
 
 def _rebuild_tensor(
@@ -156,6 +172,8 @@ def pack(value: Any, what: str = "value") -> Packed:
         pickler.dump(value)
     except Exception as error:  # pickling runs arbitrary user code: anything may be raised
         raise _explain(value, what, error) from error
+    for device in pickler.devices:  # all copies run at once; here is where they must be complete
+        sys.modules["torch"].cuda.current_stream(device).synchronize()
     return Packed(file.getvalue(), pickler.buffers, pickler.private, pickler.refs)
 
 

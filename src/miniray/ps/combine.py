@@ -16,9 +16,9 @@ from miniray.ps.blocks import Crew, Piece, Range, Scratch, all_finite, pieces_of
 from miniray.ps.strategies.base import Buffers, Context, Strategy
 from miniray.ps.weights import Array, Layout, Source, read, write
 
-#: Up to this many numbers norms are exact; beyond, an eighth of each piece is looked at.
+#: Up to this many numbers norms are exact; beyond, a quarter of every fourth piece is looked at.
 EXACT = 4_000_000
-_SHARE = 8
+_SAMPLE = 4
 
 
 class NotFiniteError(Exception):
@@ -33,7 +33,7 @@ class NotFiniteError(Exception):
 class Tally:
     """Sums of squares: of the change, and of each worker's distance to the mean of the workers.
 
-    Above ``EXACT`` numbers they are estimates from the first eighth of each piece of 131,072.
+    Above ``EXACT`` numbers they are estimates from the first quarter of every fourth piece.
     """
 
     change: float
@@ -54,7 +54,9 @@ class Combiner:
         self._pieces = pieces_of(ranges)
         self._crew = crew
         total = sum(r.stop - r.start for r in ranges)
-        self._share = 1 if total <= EXACT else _SHARE
+        self._sample = 1 if total <= EXACT else _SAMPLE
+        measured = sum(map(self._measured, self._pieces))
+        self._scale = total / measured if measured else 1.0
 
     def distances(self, workers: Sequence[Sequence[Source]]) -> Array:
         """Squared distances of each two workers, over these ranges."""
@@ -104,8 +106,10 @@ class Combiner:
             out = target[at : at + size] if direct else scratch.get("out", size, leaf.compute)
             if not strategy.shows_nonfinite and not all(map(all_finite, blocks)):
                 raise NotFiniteError(leaf.path)
-            change_at = scratch.get("change", size, leaf.compute)
-            self._distances(blocks, apart[piece.number], change_at)
+            part = self._measured(piece)
+            gap = scratch.get("gap", part, leaf.compute)
+            if part and count > 1:
+                _distances([block[:part] for block in blocks], gap, apart[piece.number])
             if rate is not None:
                 blocks = [_towards(old, blocks[0], rate, scratch.get("rate", size, leaf.compute))]
             strategy.enter(Context(out, scratch, *self.buffers.of(piece)))
@@ -116,10 +120,8 @@ class Combiner:
                 result = strategy.combine(old, blocks, weights)
             if not all_finite(result):
                 raise NotFiniteError(leaf.path)
-            if old is not None:
-                part = self._part(size)
-                np.subtract(result[:part], old[:part], out=change_at[:part])
-                change[piece.number] = _square(change_at[:part]) * size / part
+            if part and old is not None:
+                change[piece.number] = _square(np.subtract(result[:part], old[:part], out=gap))
             if result is not out:
                 if result.shape != out.shape:
                     raise ValueError(
@@ -131,7 +133,7 @@ class Combiner:
                 write(target, at, out)
 
         self._crew.run(self._pieces, work)
-        return Tally(float(change.sum()), apart.sum(axis=0))
+        return Tally(float(change.sum()) * self._scale, apart.sum(axis=0) * self._scale)
 
     def broken(self, sources: Sequence[Source]) -> str | None:
         """The first entry of one worker's that holds NaN or infinity; None if there is none."""
@@ -154,21 +156,20 @@ class Combiner:
         compute = self._leaves[which].compute
         return [read(sources[which], start, stop, compute) for sources in workers]
 
-    def _part(self, size: int) -> int:
-        return max(1, size // self._share)
+    def _measured(self, piece: Piece) -> int:
+        """How many numbers of a piece are looked at for the norms."""
+        size = piece.stop - piece.start
+        return 0 if piece.number % self._sample else max(1, size // self._sample)
 
-    def _distances(self, blocks: list[Array], apart: Array, room: Array) -> None:
-        """Each worker's squared distance to the plain mean of all."""
-        if len(blocks) == 1:
-            return
-        size = len(blocks[0])
-        part = self._part(size)
-        center, gap = np.add(blocks[0][:part], blocks[1][:part]), room[:part]
-        for block in blocks[2:]:
-            np.add(center, block[:part], out=center)
-        np.multiply(center, 1 / len(blocks), out=center)
-        for i, block in enumerate(blocks):
-            apart[i] = _square(np.subtract(block[:part], center, out=gap)) * size / part
+
+def _distances(blocks: list[Array], gap: Array, squares: Array) -> None:
+    """Write each worker's squared distance to the plain mean of all to ``squares``."""
+    center = np.add(blocks[0], blocks[1])
+    for block in blocks[2:]:
+        np.add(center, block, out=center)
+    np.multiply(center, 1 / len(blocks), out=center)
+    for i, block in enumerate(blocks):
+        squares[i] = _square(np.subtract(block, center, out=gap))
 
 
 def _square(block: Array) -> float:

@@ -260,7 +260,14 @@ def _check_workers(workers: Any) -> None:
                 raise TypeError(f"worker {i} ({worker!r}) has no method {method}")
 
 
+def _last_line(error: Exception) -> str:
+    return str(error).rstrip().rpartition("\n")[2] or type(error).__name__
+
+
 def _failure(errors: dict[int, Exception], method: str, phase: str) -> SyncError:
-    lines = [f"worker {i}: {method} failed: {error}" for i, error in errors.items()]
+    (first, error), *others = errors.items()
+    # One traceback is enough to read; of the others what they are.
+    lines = [f"worker {first}: {method} failed: {error}"]
+    lines += [f"worker {i}: {method} failed: {_last_line(other)}" for i, other in others]
     lost = any(isinstance(error, ActorDiedError) for error in errors.values())
     return (WorkerLostError if lost else SyncError)("\n".join(lines), tuple(errors), phase)

@@ -42,10 +42,10 @@ def number(value: Any) -> int | float | None:
     Python's, numpy's and torch's numbers are, and their arrays of no dimension; complex ones,
     texts and arrays of one element are not.
     """
-    if isinstance(value, (int, float)):
-        return value + 0  # of a subclass, or of bool: a plain number
-    if isinstance(value, numbers.Integral):  # numpy's too
+    if isinstance(value, numbers.Integral):  # also bool, and numpy's
         return int(value)
+    if isinstance(value, float):
+        return float(value)
     if isinstance(value, numbers.Real):
         real: Any = value
         try:
@@ -54,7 +54,7 @@ def number(value: Any) -> int | float | None:
             return math.inf if real > 0 else -math.inf
     if _array_shape(value) == ():
         value = value.item()
-        return value + 0 if isinstance(value, (int, float)) else None
+        return number(value) if isinstance(value, (int, float)) else None
     return None
 
 
@@ -127,6 +127,11 @@ def from_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: from_json(item) for key, item in value.items()}
     return value
+
+
+def simplify(value: Any) -> Any:
+    """``value`` as it would come back from a record: plain values only, fit for a checkpoint."""
+    return from_json(to_json(value))
 
 
 def dump_line(record: Mapping[str, Any]) -> bytes:

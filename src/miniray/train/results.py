@@ -21,7 +21,7 @@ _MORE_IS_BETTER = re.compile(
     r"acc|accuracy|auc|auroc|bleu|correct|dice|f1|iou|map|precision|psnr|r2|recall|returns?"
     r"|rewards?|rouge|scores?|speedup|ssim|success|throughput|top\d+"
 )
-_NOT_A_SCORE = ("epoch", "seconds", "num_samples")
+_NOT_A_SCORE = ("epoch", "seconds", "num_samples", "synced")
 
 
 def better_direction(metric: str) -> str:
@@ -185,6 +185,12 @@ class TrainResult(Mapping[str, Any]):
         axes.set_xlabel("epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
+
+    def report(self, path: str | Path | None = None) -> Path:
+        """Write the run as one self-contained page (default: ``report.html`` beside it)."""
+        from miniray.train.report import write_report
+
+        return write_report(self, path)
 
     def to_frame(self) -> pandas.DataFrame:
         """The history as a pandas table, a row an epoch. ``ImportError`` without pandas."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import miniray
 from miniray.errors import CheckpointError
 from miniray.train.checkpoint import CheckpointStore
+from miniray.train.records import simplify
 
 if TYPE_CHECKING:
     from miniray.train.base import BaseTrainer
@@ -29,7 +30,8 @@ def collect(trainer: BaseTrainer) -> dict[str, Any]:
     state: dict[str, Any] = {
         "format": _FORMAT,
         "num_workers": len(group.handles),
-        "history": trainer.history,
+        "history": [simplify(record) for record in trainer.history],
+        "callbacks": [callback.get_state() for callback in trainer.callbacks],
         "weights": None,
         "worker_states": None,
         "extra": trainer._extra_state(),
@@ -60,6 +62,8 @@ def apply(trainer: BaseTrainer, state: dict[str, Any]) -> None:
             text += f", workers 0 to {kept - 1} take up their own state and the others start fresh"
         warnings.warn(text, stacklevel=2)
         trainer._on_worker_event({"event": "resumed_on_other_size", "message": text})
+    for callback, saved in zip(trainer.callbacks, state["callbacks"], strict=False):
+        callback.set_state(saved)
     trainer._load_extra_state(state["extra"])
     if weights is not None:
         count = len(workers)
@@ -82,7 +86,7 @@ def find(
     resume: bool | str | Path, run_dir: str | Path | None, name: str | None, trainer: str
 ) -> str | Path:
     """The checkpoint (or directory of checkpoints) that ``resume`` means."""
-    if resume is not True:
+    if not isinstance(resume, bool):
         return resume
     if run_dir is not None:
         return Path(run_dir) / "checkpoints"

@@ -1,0 +1,278 @@
+"""Callbacks, driven as a trainer drives them."""
+
+import csv
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+import miniray
+from miniray.train import (
+    Callback,
+    Checkpoint,
+    CheckpointStore,
+    CSVLogger,
+    EarlyStopping,
+    LRSchedule,
+    RunDirectory,
+    TensorBoard,
+)
+
+
+class Trainer:
+    """What callbacks use of a trainer, and the order in which hooks are called."""
+
+    def __init__(self, tmp_path, workers=()):
+        self.run = RunDirectory.open(tmp_path / "run")
+        self.checkpoints = CheckpointStore(self.run.checkpoints)
+        self.workers = list(workers)
+        self.should_stop = False
+        self.stop_reason = ""
+        self.history = []
+
+    def save_checkpoint(self, epoch):
+        return self.checkpoints.save(epoch, {"history": self.history})
+
+    def train(self, callback, results, first=0, **kwargs):
+        callback.on_train_start(self, **kwargs)
+        for epoch, result in enumerate(results, start=first):
+            callback.on_epoch_start(self, epoch, **kwargs)
+            self.history.append({"epoch": epoch, **result})
+            callback.on_epoch_end(self, epoch, result, **kwargs)
+            if self.should_stop:
+                break
+        callback.on_train_end(self, self.history, **kwargs)
+
+
+def losses(*values):
+    return [{"loss": value} for value in values]
+
+
+def test_the_base_has_four_hooks_and_does_nothing(tmp_path):
+    Trainer(tmp_path).train(Callback(), losses(1, 2), batch_size=3)
+    assert Callback().get_state() == {}
+
+
+# -- Checkpoint ------------------------------------------------------------------------------------
+
+
+def test_checkpoints_every_so_many_epochs_and_at_the_end(tmp_path):
+    trainer = Trainer(tmp_path)
+    trainer.train(Checkpoint(every=2, keep_last=None), losses(*range(5)))
+    assert [found.epoch for found in trainer.checkpoints.list()] == [1, 3, 4]
+
+
+def test_checkpoints_keep_the_last_and_the_best(tmp_path):
+    trainer = Trainer(tmp_path)
+    callback = Checkpoint(keep_last=1, keep_best=True)
+    trainer.train(callback, losses(0.5, 0.1, 0.9, 0.7))
+    assert [found.epoch for found in trainer.checkpoints.list()] == [1, 3]
+
+
+def test_best_by_name_or_by_choice():
+    assert Checkpoint(keep_best=True, monitor="accuracy").keep_best == ("accuracy", "max")
+    assert Checkpoint(keep_best=True, monitor="accuracy", mode="min").keep_best[1] == "min"
+    assert Checkpoint().keep_best is None
+    for bad in ({"every": 0}, {"mode": "best", "keep_best": True}):
+        with pytest.raises(ValueError):
+            Checkpoint(**bad)
+
+
+# -- EarlyStopping ---------------------------------------------------------------------------------
+
+
+def test_it_stops_after_patience_epochs_without_improvement(tmp_path):
+    trainer = Trainer(tmp_path)
+    trainer.train(EarlyStopping("loss", patience=2), losses(0.5, 0.4, 0.45, 0.4, 0.1))
+    assert len(trainer.history) == 4
+    assert trainer.should_stop
+    assert trainer.stop_reason == ("early stopping: loss is 0.4 at best, 2 epochs without better")
+    assert trainer.history[-1]["stop_reason"] == trainer.stop_reason
+
+
+def test_it_goes_on_while_it_improves_by_enough(tmp_path):
+    trainer = Trainer(tmp_path)
+    trainer.train(EarlyStopping("loss", 1, min_delta=0.1), losses(1.0, 0.8, 0.65, 0.6, 0.1))
+    assert [record["loss"] for record in trainer.history] == [1.0, 0.8, 0.65, 0.6]
+
+
+def test_highest_is_best_for_an_accuracy(tmp_path):
+    trainer = Trainer(tmp_path)
+    values = [{"accuracy": torch.tensor(v)} for v in (0.1, 0.2, 0.3, 0.3)]
+    trainer.train(EarlyStopping("accuracy", 1), values)
+    assert len(trainer.history) == 4
+
+
+def test_nan_is_no_improvement_and_the_first_number_is(tmp_path):
+    trainer = Trainer(tmp_path)
+    nan = float("nan")
+    trainer.train(EarlyStopping("loss", 2), losses(nan, 5.0, nan, np.float32("nan"), 1.0))
+    assert len(trainer.history) == 4
+    other = Trainer(tmp_path / "b")
+    other.train(EarlyStopping("loss", 2), losses(nan, nan, 1.0))
+    assert other.stop_reason == "early stopping: loss never was a number, 2 epochs without better"
+
+
+def test_epochs_without_the_metric_do_not_count(tmp_path):
+    trainer = Trainer(tmp_path)
+    results = [{"val_loss": 1.0}, {}, {}, {"val_loss": 2.0}, {}, {"val_loss": 0.5}, {}]
+    trainer.train(EarlyStopping("val_loss", 2), results)
+    assert not trainer.should_stop
+
+
+def test_a_metric_that_never_comes_is_warned_of_and_one_that_is_no_number_refused(tmp_path):
+    trainer = Trainer(tmp_path)
+    with pytest.warns(UserWarning, match="no epoch had 'lss', only epoch, loss"):
+        trainer.train(EarlyStopping("lss"), losses(1, 2))
+    with pytest.raises(TypeError, match="'loss' is no number but a list"):
+        trainer.train(EarlyStopping("loss"), losses([1]))
+
+
+def test_its_memory_survives_a_resume():
+    first = EarlyStopping("loss", 3)
+    first.best, first.waited = 0.25, 2
+    second = EarlyStopping("loss", 3)
+    second.set_state(first.get_state())
+    assert (second.best, second.waited) == (0.25, 2)
+
+
+def test_bad_arguments_are_refused():
+    for bad in ({"patience": 0}, {"min_delta": -1}, {"min_delta": float("nan")}, {"mode": "x"}):
+        with pytest.raises(ValueError):
+            EarlyStopping("loss", **bad)
+
+
+# -- CSVLogger -------------------------------------------------------------------------------------
+
+
+def table(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_row_an_epoch_in_the_run_directory(tmp_path):
+    trainer = Trainer(tmp_path)
+    trainer.train(CSVLogger(), losses(0.5, np.float64(0.25)))
+    assert (trainer.run.path / "metrics.csv").read_text().split() == [
+        "epoch,loss",
+        "0,0.5",
+        "1,0.25",
+    ]
+
+
+def test_columns_may_come_and_go(tmp_path):
+    path = tmp_path / "deep" / "log.csv"
+    results = [{"loss": 1}, {"loss": 2, "val": 3}, {"val": float("nan")}, {"ids": [1, "a,b"]}]
+    Trainer(tmp_path).train(CSVLogger(path), results)
+    rows = table(path)
+    assert list(rows[0]) == ["epoch", "loss", "val", "ids"]
+    assert [list(row.values()) for row in rows] == [
+        ["0", "1", "", ""],
+        ["1", "2", "3", ""],
+        ["2", "", "NaN", ""],
+        ["3", "", "", '[1, "a,b"]'],
+    ]
+    assert [p.name for p in path.parent.iterdir()] == ["log.csv"]
+
+
+def test_a_resumed_run_goes_on_in_the_same_table(tmp_path):
+    path = tmp_path / "log.csv"
+    trainer = Trainer(tmp_path)
+    trainer.train(CSVLogger(path), losses(1, 2, 3))
+    trainer.train(CSVLogger(path), [{"loss": 20, "acc": 0.5}], first=2)
+    assert [(r["epoch"], r["loss"], r["acc"]) for r in table(path)] == [
+        ("0", "1", ""),
+        ("1", "2", ""),
+        ("2", "20", "0.5"),
+    ]
+    trainer.train(CSVLogger(path), losses(7))
+    assert [r["loss"] for r in table(path)] == ["7"]
+
+
+# -- TensorBoard -----------------------------------------------------------------------------------
+
+
+def test_numbers_become_scalars(tmp_path, monkeypatch):
+    calls = []
+
+    class Writer:
+        def __init__(self, directory):
+            calls.append(directory)
+
+        def add_scalar(self, *arguments):
+            calls.append(arguments)
+
+        def flush(self):
+            calls.append("flush")
+
+        def close(self):
+            calls.append("close")
+
+    fake = types.ModuleType("torch.utils.tensorboard")
+    fake.SummaryWriter = Writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    trainer = Trainer(tmp_path)
+    trainer.train(TensorBoard(), [{"loss": torch.tensor(0.5), "name": "x"}])
+    directory = str(trainer.run.path / "tensorboard")
+    assert calls == [directory, ("loss", 0.5, 0), "flush", "close"]
+
+
+def test_without_tensorboard_it_is_refused_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match="pip install torch tensorboard"):
+        Trainer(tmp_path).train(TensorBoard(), losses(1))
+
+
+# -- LRSchedule ------------------------------------------------------------------------------------
+
+
+@miniray.remote
+class Worker:
+    def __init__(self):
+        self.rates = []
+
+    def set_lr(self, lr):
+        self.rates.append(lr)
+
+    def seen(self):
+        return self.rates
+
+
+@miniray.remote
+class Fixed:
+    def ping(self):
+        return 1
+
+
+@pytest.fixture
+def engine():
+    with miniray.init(backend="inline"):
+        yield
+
+
+def test_every_worker_gets_the_rate_before_each_epoch(tmp_path, engine):
+    workers = [Worker.remote(), Worker.remote()]
+    schedule = LRSchedule(lambda epoch: 0.5 ** (epoch + 1))
+    Trainer(tmp_path, workers).train(schedule, losses(1, 1))
+    assert miniray.get([w.seen.remote() for w in workers]) == [[0.5, 0.25]] * 2
+    assert schedule.lr == 0.25
+
+
+def test_workers_without_set_lr_are_refused_before_training(tmp_path, engine):
+    trainer = Trainer(tmp_path, [Worker.remote(), Fixed.remote()])
+    with pytest.raises(TypeError, match=r"set_lr\(self, lr\); worker 1 .*Fixed"):
+        trainer.train(LRSchedule(lambda epoch: 0.1), losses(1))
+    assert trainer.history == []
+
+
+@pytest.mark.parametrize("bad", [None, -1, float("nan"), "fast"])
+def test_a_rate_is_a_number_from_zero(tmp_path, engine, bad):
+    with pytest.raises(ValueError, match=r"schedule\(0\) must give"):
+        Trainer(tmp_path, [Worker.remote()]).train(LRSchedule(lambda epoch: bad), losses(1))
+
+
+def test_a_schedule_is_a_function():
+    with pytest.raises(TypeError, match="function of the epoch"):
+        LRSchedule(0.1)

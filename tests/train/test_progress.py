@@ -1,0 +1,120 @@
+"""The bar on a terminal, lines elsewhere, silence by choice."""
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+
+import tqdm
+
+from miniray.train.progress import Progress, describe
+
+
+def lines(epochs, start=0, **options):
+    stream = io.StringIO()
+    with Progress(start, epochs, stream=stream, **options) as progress:
+        for epoch in range(start, start + epochs):
+            progress.update(epoch, {"loss": 1 / (epoch + 1), "num_samples": 5, "name": "x"})
+    return stream.getvalue().splitlines()
+
+
+def test_elsewhere_it_is_a_line_an_epoch():
+    found = lines(3)
+    assert len(found) == 3
+    assert re.fullmatch(r"epoch 1/3  loss=1  \[\S+ s/epoch, \d:\d\d left\]", found[0])
+    assert found[2].startswith("epoch 3/3  loss=0.3333  [")
+
+
+def test_a_run_that_goes_on_counts_on():
+    assert lines(2, start=5)[0].startswith("epoch 6/7")
+
+
+def test_long_runs_write_about_a_hundred_lines():
+    found = lines(1000)
+    assert len(found) == 100
+    assert found[-1].startswith("epoch 1000/1000")
+
+
+def test_off_is_off():
+    assert lines(3, enabled=False) == []
+
+
+def test_a_note_is_a_line():
+    stream = io.StringIO()
+    Progress(0, 2, stream=stream).note("worker 1 was replaced")
+    assert stream.getvalue() == "worker 1 was replaced\n"
+
+
+def test_numbers_only_and_nan_shows():
+    assert describe({"loss": float("nan"), "x": 12345.678, "nonfinite": {"loss": [1]}}) == (
+        "loss=nan x=1.235e+04"
+    )
+
+
+def test_a_closed_stream_does_not_end_the_run():
+    stream = io.StringIO()
+    progress = Progress(0, 2, stream=stream)
+    stream.close()
+    progress.update(0, {})
+    progress.update(1, {})
+    progress.close()
+
+
+def on_terminal(code):
+    """What a program writes to a terminal on its stderr."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stderr=theirs)
+    os.close(theirs)
+    text = b""
+    while True:
+        try:
+            piece = os.read(ours, 4096)
+        except OSError:  # the last one closed it
+            break
+        if not piece:
+            break
+        text += piece
+    os.close(ours)
+    assert process.wait(30) == 0
+    return text.decode()
+
+
+def test_on_a_terminal_it_is_one_bar():
+    text = on_terminal("""
+        from miniray.train.progress import Progress
+        with Progress(2, 3) as progress:
+            for epoch in range(2, 5):
+                progress.update(epoch, {"loss": 0.5})
+                progress.note("noted")
+    """)
+    assert text.count("\n") == 4  # three notes, and the end of the one bar
+    assert "5/5" in text
+    assert "loss=0.5" in text
+    assert "100%" in text
+
+
+def test_the_bar_has_no_lock_of_other_processes_and_no_thread():
+    text = on_terminal("""
+        import sys, threading
+        from miniray.train.progress import Progress
+        with Progress(0, 1) as progress:
+            progress.update(0, {})
+            kind = type(progress._bar)
+            assert type(kind.get_lock()) is type(threading.RLock()), kind.get_lock()
+            assert threading.active_count() == 1
+            assert "multiprocessing.synchronize" not in sys.modules
+        print("fine", file=sys.stderr)
+    """)
+    assert "fine" in text
+
+
+def test_bars_of_the_user_keep_their_lock():
+    before = tqdm.tqdm.get_lock()
+    lines(1)
+    assert tqdm.tqdm.get_lock() is before
+    assert tqdm.tqdm.monitor_interval != 0
+    assert threading.active_count() >= 1
