@@ -11,18 +11,68 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
-def test_monte_carlo():
+def run(folder, script, *arguments):
     done = subprocess.run(
-        [sys.executable, EXAMPLES / "monte_carlo.py", "5000"],
+        [sys.executable, EXAMPLES / script, *arguments],
+        cwd=folder,
         capture_output=True,
         text=True,
-        timeout=50,
-        check=True,
+        timeout=110,
     )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_monte_carlo(tmp_path):
+    shown = run(tmp_path, "monte_carlo.py", "5000")
     hits = 0
     for seed in range(4):
         x, y = np.random.default_rng(seed).random((2, 5000))
         hits += int(np.count_nonzero(x**2 + y**2 < 1))
-    value, error = re.fullmatch(r"pi is ([\d.]+) \+- ([\d.]+)\n", done.stdout).groups()
+    value, error = re.fullmatch(r"pi is ([\d.]+) \+- ([\d.]+)\n", shown).groups()
     assert float(value) == pytest.approx(4 * hits / 20_000, abs=1e-5)
     assert float(error) == pytest.approx(0.0116, abs=1e-3)  # 4 √(π/4 (1 - π/4) / 20000)
+
+
+@pytest.mark.timeout(120)
+def test_classification_reaches_95_percent_and_leaves_a_report(tmp_path):
+    pytest.importorskip("sklearn")
+    shown = run(tmp_path, "train_framework_demo.py", "classification")
+    assert float(re.search(r"held-out accuracy: ([\d.]+)%", shown)[1]) > 95
+    (folder,) = (tmp_path / "runs").iterdir()
+    left = {path.name for path in folder.iterdir()}
+    assert {"report.html", "curves.png", "final_model.safetensors", "metrics.jsonl"} <= left
+    assert "ClassificationTrainer" in (folder / "report.html").read_text("utf-8")
+
+
+def test_regression_finds_the_line_and_the_custom_loop_the_top(tmp_path):
+    pytest.importorskip("sklearn")
+    shown = run(tmp_path, "train_framework_demo.py", "regression", "custom")
+    slope, offset = re.search(r"y = ([\d.]+) x (-[\d.]+)", shown).groups()
+    assert float(slope) == pytest.approx(3, abs=0.05)
+    assert float(offset) == pytest.approx(-1, abs=0.05)
+    # The hill exp(-(x-2)^2) + 0.1 cos 8x has its top where its derivative is 0, at 2.27.
+    assert float(re.search(r"top at x = ([\d.]+)", shown)[1]) == pytest.approx(2.27, abs=0.02)
+
+
+def test_a_model_without_torch(tmp_path):
+    pytest.importorskip("sklearn")
+    shown = run(tmp_path, "plain_numpy.py")
+    assert float(re.search(r"held-out accuracy ([\d.]+)%", shown)[1]) > 95
+
+
+@pytest.mark.timeout(120)
+def test_the_transformer_reads_new_sentences(tmp_path):
+    pytest.importorskip("torch")
+    shown = run(tmp_path, "bert_tiny.py")
+    assert float(re.search(r"new sentences ([\d.]+)%", shown)[1]) > 95
+
+
+@pytest.mark.timeout(120)
+def test_the_gan_draws_its_samples(tmp_path):
+    pytest.importorskip("sklearn")
+    shown = run(tmp_path, "distributed_gan_v2.py", "--epochs", "10", "--workers", "2")
+    assert "g_loss" in shown
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert (folder / "samples-010.png").stat().st_size > 1000
+    assert list((folder / "checkpoints").iterdir())

@@ -18,7 +18,7 @@ BUILT_IN = [
 def midrange():
     @register_strategy("midrange")
     class Midrange(Strategy):
-        buffers = {"seen": 0.0}
+        buffers = {"seen": 0.0}  # noqa: RUF012
 
         def combine(self, global_weights, worker_weights, weights):
             self.new_buffer("seen")[:] = self.buffer("seen") + 1
@@ -57,7 +57,7 @@ def test_a_wrong_shape_is_reported(engine):
 
 
 def test_an_unknown_name_is_refused_with_the_valid_ones():
-    with pytest.raises(ValueError, match="'avrage'; there are average, diloco, .*weighted"):
+    with pytest.raises(ValueError, match=r"'avrage'; there are average, diloco, .*weighted"):
         check_strategy("avrage", {})
 
 

@@ -1,0 +1,28 @@
+"""Ray Train: DistributedDataParallel averages the gradients in each step."""
+
+import torch
+from shared import make_data, make_model
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+# -- user code
+from ray.train import ScalingConfig
+from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
+
+
+def train():
+    model = prepare_model(make_model())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    loader = prepare_data_loader(DataLoader(make_data(), batch_size=64, shuffle=True))
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
+        for images, labels in loader:
+            loss = functional.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+if __name__ == "__main__":
+    TorchTrainer(train, scaling_config=ScalingConfig(num_workers=2)).fit()
+# -- end

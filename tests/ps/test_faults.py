@@ -1,0 +1,149 @@
+"""Workers that raise, die, hang or have NaN: named, and the server stays as it was."""
+
+import numpy as np
+import pytest
+
+import miniray
+from miniray.errors import ActorDiedError, NonFiniteWeightsError, SyncError
+from miniray.ps import create_parameter_server
+from tests.ps.helpers import call, weights_of, workers
+
+NAN, INF = float("nan"), float("inf")
+
+
+def prepared(strategy="momentum", **options):
+    """A server after one sync, with its state, and three workers at 1, 2 and 3."""
+    server = create_parameter_server(strategy, **options)
+    handles = workers(*([np.full(4, v)] for v in (1.0, 2.0, 3.0)))
+    call(server, "set_weights", [np.zeros(4)])
+    call(server, "sync_from_workers", handles)
+    return server, handles
+
+
+def unchanged(server, handles, error, message):
+    """A sync fails so, and nothing of the server's has changed."""
+    before = call(server, "get_state")
+    syncs = call(server, "get_stats")["num_syncs"]
+    with pytest.raises(error, match=message) as caught:
+        call(server, "sync_from_workers", handles)
+    after = call(server, "get_state")
+    assert after["version"] == before["version"]
+    assert np.array_equal(after["weights"][0], before["weights"][0])
+    for name, arrays in before["buffers"].items():
+        assert np.array_equal(after["buffers"][name][0], arrays[0])
+    stats = call(server, "get_stats")
+    assert (stats["num_syncs"], stats["failed_syncs"]) == (syncs, 1)
+    assert "worker" in stats["last_error"]
+    return caught.value
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("method", ["get_weights", "set_weights"])
+def test_an_exception_in_a_worker(engine, method, servers):
+    server, handles = prepared(num_servers=servers)
+    call(handles[1], "fail_in", method)
+    error = unchanged(server, handles, SyncError, f"worker 1: {method} failed")
+    assert error.workers == (1,)
+    assert error.phase == {"get_weights": "collect", "set_weights": "distribute"}[method]
+    assert "does not work" in str(error)  # the worker's own traceback
+    call(handles[1], "fail_in", "nothing")
+    assert call(server, "sync_from_workers", handles)["synced"]
+    assert call(server, "get_stats")["last_error"] is None
+
+
+@pytest.mark.parametrize("method", ["get_weights", "set_weights"])
+def test_a_worker_that_dies(local, method):
+    server, handles = prepared()
+    call(handles[2], "fail_in", method, "die")
+    error = unchanged(server, handles, SyncError, f"worker 2: {method} failed")
+    assert isinstance(error, ActorDiedError)
+    assert "SIGKILL" in str(error)
+    assert call(server, "sync_from_workers", handles[:2])["synced"]
+
+
+def test_a_worker_that_died_before(local):
+    server, handles = prepared()
+    miniray.kill(handles[0])
+    unchanged(server, handles, ActorDiedError, "worker 0: get_weights failed")
+
+
+def test_death_is_noticed_although_another_worker_is_slow(local):
+    server, handles = prepared()
+    call(handles[0], "fail_in", "get_weights", "50")
+    call(handles[1], "fail_in", "get_weights", "die")
+    with pytest.raises(SyncError, match="worker 1"):
+        miniray.get(server.sync_from_workers.remote(handles), timeout=20)
+
+
+def test_two_workers_that_fail_are_both_named(engine):
+    server, handles = prepared()
+    for i in (0, 2):
+        call(handles[i], "fail_in", "set_weights")
+    error = unchanged(server, handles, SyncError, "worker 0: set_weights failed")
+    assert error.workers == (0, 2)
+    assert "worker 2: set_weights failed" in str(error)
+
+
+@pytest.mark.parametrize("strategy", ["average", "momentum", "median", "trimmed_mean"])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_weights_that_are_not_finite(engine, strategy, bad):
+    server, handles = prepared(strategy)
+    call(handles[1], "set_weights", [np.array([1, 2, bad, 4])])
+    error = unchanged(server, handles, NonFiniteWeightsError, r"worker 1: entry \[0\] has NaN or I")
+    assert error.workers == (1,)
+
+
+@pytest.mark.parametrize("strategy", ["average", "median"])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_skipping_a_worker(engine, strategy, servers):
+    server, handles = prepared(strategy, on_nonfinite="skip", num_servers=servers)
+    for i, value in enumerate((1.0, NAN, 5.0)):
+        call(handles[i], "set_weights", [np.full(4, value)])
+    report = call(server, "sync_from_workers", handles)
+    assert (report["skipped"], report["num_workers"]) == ([1], 2)
+    assert [w[0].tolist() for w in weights_of(handles)] == [[3] * 4] * 3  # it, too, gets them
+    assert call(server, "get_stats")["skipped"] == {1: 1}
+    for handle in handles:
+        call(handle, "set_weights", [np.full(4, NAN)])
+    unchanged(server, handles, NonFiniteWeightsError, "no worker has finite weights: worker 0: ")
+
+
+def test_krum_finds_nan(engine):
+    server = create_parameter_server("krum", on_nonfinite="skip")
+    values = [[np.full(3, v)] for v in (1.0, 1.5, 2, 2.5, 3, NAN)]
+    assert call(server, "sync_from_workers", workers(*values))["skipped"] == [5]
+
+
+def test_nan_in_a_scalar_and_in_a_large_entry(engine):
+    big = np.zeros(1_500_000, np.float32)
+    broken = big.copy()
+    broken[-1] = NAN
+    handles = workers({"s": 1.0, "w": big}, {"s": NAN, "w": big}, {"s": 1.0, "w": broken})
+    server = create_parameter_server()
+    with pytest.raises(NonFiniteWeightsError) as caught:
+        call(server, "sync_from_workers", handles)
+    assert "worker 1: entry ['s'] has NaN or Inf" in str(caught.value)
+    assert "worker 2: entry ['w'] has NaN or Inf" in str(caught.value)
+
+
+def test_huge_numbers_are_finite(engine):
+    """Their squares are not, and neither is their sum: halves of it are."""
+    handles = workers([np.full(3, 1e30, np.float32)], [np.full(3, 3e30, np.float32)])
+    call(create_parameter_server(), "sync_from_workers", handles)
+    assert weights_of(handles)[0][0].tolist() == pytest.approx([2e30] * 3, rel=1e-6)
+
+
+def test_an_overflow_is_nobodys_fault(engine):
+    handles = workers(*([np.full(3, 3e38, np.float32)] for _ in range(4)))
+    with pytest.raises(NonFiniteWeightsError, match="although those of every worker are"):
+        call(create_parameter_server(), "sync_from_workers", handles)
+
+
+def test_a_bad_push_is_dropped(engine):
+    server = create_parameter_server()
+    call(server, "push_weights", "a", [np.array([1.0])])
+    call(server, "push_weights", "b", [np.array([NAN])])
+    with pytest.raises(NonFiniteWeightsError, match="worker b"):
+        call(server, "pull_weights")
+    call(server, "push_weights", "a", [np.array([5.0])])
+    assert call(server, "pull_weights")[0].tolist() == [5]

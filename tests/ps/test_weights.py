@@ -1,0 +1,236 @@
+"""What weights may be, what is checked, and the rule for counters."""
+
+from collections import OrderedDict, namedtuple
+
+import numpy as np
+import pytest
+
+from miniray.errors import WeightsMismatchError
+from miniray.ps import ParameterServer
+from miniray.ps.blocks import Range, split
+from miniray.ps.weights import Layout, combine_counts, mean
+from tests.ps.helpers import call, weights_of, workers
+
+Pair = namedtuple("Pair", "left right")
+
+
+def averaged(engine, *weights):
+    handles = workers(*weights)
+    call(ParameterServer.remote(), "sync_from_workers", handles)
+    return weights_of(handles)[0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "want"),
+    [
+        ("float16", 2.5),
+        ("float32", 2.5),
+        ("float64", 2.5),
+        (">f4", 2.5),
+        ("complex64", 2.5),
+        ("complex128", 2.5),
+        ("int8", 3),
+        ("int64", 3),
+        ("uint16", 3),
+    ],
+)
+def test_numpy_types(engine, dtype, want):
+    result = averaged(engine, [np.full(3, 2, dtype)], [np.full(3, 3, dtype)])[0]
+    assert result.dtype == np.dtype(dtype)
+    assert result.tolist() == [want] * 3
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "complex64"])
+def test_torch_types(engine, name):
+    torch = pytest.importorskip("torch")
+    dtype = getattr(torch, name)
+    result = averaged(engine, [torch.full((3, 2), 2, dtype=dtype)], [torch.ones(3, 2, dtype=dtype)])
+    assert result[0].dtype == dtype
+    assert result[0].shape == (3, 2)
+    assert (result[0] == 1.5).all()
+
+
+def test_narrow_floats_are_added_in_wider_ones(engine):
+    """In bfloat16 256 + 1 is 256; in float16 60,000 + 60,000 is infinite."""
+    torch = pytest.importorskip("torch")
+    narrow = [torch.tensor([v], dtype=torch.bfloat16) for v in (256, 1, 1, 2)]
+    assert averaged(engine, *([n] for n in narrow))[0].item() == 65  # 260 / 4
+    halves = [np.full(2, 60_000, np.float16)] * 2
+    assert averaged(engine, *([h] for h in halves))[0].tolist() == [60_000, 60_000]
+
+
+def test_structures(engine):
+    def make(v):
+        return OrderedDict(a=(np.array([v]), [v * 1.0]), b=Pair(np.float32(v), None), c={"n": v})
+
+    result = averaged(engine, make(2), make(4))
+    assert isinstance(result, OrderedDict)
+    assert result["a"][0].tolist() == [3]
+    assert result["a"][1] == [3.0]
+    assert type(result["b"]).__name__ == "Pair"
+    assert isinstance(result["b"].left, np.float32)
+    assert (result["b"].left, result["b"].right) == (3, None)
+    assert (result["c"]["n"], type(result["c"]["n"])) == (3, int)
+
+
+def test_odd_arrays(engine):
+    def make(v):
+        fortran = np.asfortranarray(np.arange(6.0).reshape(2, 3) * v)
+        return [fortran, np.arange(10.0)[::3] * v, np.zeros((0, 4)), np.array(v * 1.0)]
+
+    fortran, strided, empty, none = averaged(engine, make(1), make(3))
+    assert fortran.tolist() == [[0, 2, 4], [6, 8, 10]]
+    assert strided.tolist() == [0, 6, 12, 18]
+    assert empty.shape == (0, 4)
+    assert none.shape == ()
+    assert none == 2
+
+
+def test_a_module_with_batch_norm(engine):
+    torch = pytest.importorskip("torch")
+
+    def make(steps):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+        for _ in range(steps):
+            module(torch.randn(8, 4))
+        return module.state_dict()
+
+    result = averaged(engine, make(2), make(5))
+    assert list(result) == list(make(0))
+    assert result["1.num_batches_tracked"].item() == 4  # 3.5, halves up
+    assert result["1.num_batches_tracked"].dtype == torch.int64
+    torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)).load_state_dict(result)
+
+
+def test_parameters_and_tied_weights(engine):
+    torch = pytest.importorskip("torch")
+
+    def make(v):
+        tied = torch.nn.Parameter(torch.full((2,), float(v)))
+        return {"in": tied, "out": tied}
+
+    result = averaged(engine, make(1), make(3))
+    assert result["in"].tolist() == result["out"].tolist() == [2, 2]
+
+
+# -- counters --------------------------------------------------------------------------------------
+
+
+def test_counts_are_rounded_means():
+    def combined(values, weights, dtype=np.int64):
+        return combine_counts([np.array([v], dtype) for v in values], weights)[0]
+
+    assert combined([1, 2], [1, 1]) == 2  # halves up
+    assert combined([-1, -2], [1, 1]) == -1
+    assert combined([10, 20], [3, 1]) == 13  # 12.5
+    assert combined([7, 7, 7], [1, 2, 3]) == 7
+    assert combined([2**62 + 1] * 2, [1, 1]) == 2**62 + 1  # beyond what a float64 holds
+    assert combined([2**63 - 1, 2**63 - 3], [1, 1]) == 2**63 - 2
+    assert combined([-(2**63), 2**63 - 1], [1, 1]) in (-1, 0)
+    assert combined([2**64 - 1, 0], [1, 0], np.uint64) == 2**64 - 1
+    assert combined([-128, 127], [1, 1], np.int8) == 0  # -0.5
+
+
+def test_booleans_follow_the_majority(engine):
+    flags = [np.array(v) for v in ([1, 1, 0], [1, 0, 0], [1, 0, 1], [0, 1, 0])]
+    result = averaged(engine, *({"mask": f.astype(bool), "on": bool(f[0])} for f in flags))
+    assert result["mask"].tolist() == [True, True, False]  # 3, 2 and 1 of 4
+    assert result["on"] is True
+
+
+# -- mismatches ------------------------------------------------------------------------------------
+
+MISMATCHES = {
+    "shape": (
+        {"layer1.weight": np.zeros((4, 4))},
+        {"layer1.weight": np.zeros((3, 4))},
+        r"worker 1: entry \['layer1.weight'\] has shape \(3, 4\), worker 0 has shape \(4, 4\)",
+    ),
+    "dtype": ([np.zeros(2)], [np.zeros(2, "f4")], "entry \\[0\\] has dtype float32, worker 0"),
+    "count": ([np.zeros(1)] * 2, [np.zeros(1)], "the whole has 1 entries, worker 0 has 2"),
+    "nested count": ({"a": [1.0, 2.0]}, {"a": [1.0]}, r"entry \['a'\] has 1 entries"),
+    "keys": ({"a": 1.0}, {"b": 1.0}, "the key 'b' at position 0, worker 0 has 'a'"),
+    "order": ({"a": 1.0, "b": 2.0}, {"b": 2.0, "a": 1.0}, "the key 'b' at position 0"),
+    "missing": ({"a": 1.0, "b": 2.0}, {"a": 1.0}, r"1 entries, worker 0 has 2 \(missing \['b'\]\)"),
+    "kind": ([1.0], (1.0,), "has tuple, worker 0 has list"),
+    "number": ([1.0], [1], "entry \\[0\\] has a int, worker 0 has a float"),
+    "none": ([None], [1.0], "has a float, worker 0 has None"),
+    "array": ([np.zeros(1)], [0.0], "has a float, worker 0 has a numpy array"),
+}
+
+
+@pytest.mark.parametrize("kind", MISMATCHES)
+def test_a_mismatch_names_worker_and_entry(engine, kind):
+    first, second, message = MISMATCHES[kind]
+    server = ParameterServer.remote()
+    handles = workers(first, second)
+    with pytest.raises(WeightsMismatchError, match=message):
+        call(server, "sync_from_workers", handles)
+    stats = call(server, "get_stats")
+    assert (stats["version"], stats["num_syncs"], stats["failed_syncs"]) == (0, 0, 1)
+    assert "worker 1" in stats["last_error"]
+
+
+def test_torch_against_numpy(engine):
+    torch = pytest.importorskip("torch")
+    with pytest.raises(WeightsMismatchError, match="has a torch tensor, worker 0 has a numpy arr"):
+        averaged(engine, [np.zeros(2)], [torch.zeros(2)])
+
+
+def test_the_servers_own_weights_must_fit_too(engine):
+    server = ParameterServer.remote()
+    call(server, "set_weights", [np.zeros(3)])
+    with pytest.raises(
+        WeightsMismatchError, match=r"worker 0: entry \[0\] has shape \(2,\), the s"
+    ):
+        call(server, "sync_from_workers", workers([np.zeros(2)], [np.zeros(2)]))
+    assert call(server, "get_weights")[0].shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([np.zeros(2), "text"], r"worker 0: entry \[1\] is a str"),
+        ({"a": {"b": object()}}, r"entry \['a'\]\['b'\] is a object"),
+        ([np.array(["x"])], "entry \\[0\\] is an array of <U1"),
+        (np.zeros(3), "must be a list, tuple or dict"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused(engine, weights, message):
+    with pytest.raises(TypeError, match=message):
+        averaged(engine, weights, weights)
+
+
+def test_no_weights_at_all(engine):
+    with pytest.raises(ValueError, match="worker 0: weights are empty"):
+        averaged(engine, [], [])
+
+
+def test_sparse_tensors_are_refused():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError, match="only dense ones"):
+        Layout([torch.eye(3).to_sparse()])
+
+
+def test_mean_of_a_list():
+    assert mean([{"a": np.array([1.0]), "n": 3}, {"a": np.array([2.0]), "n": 4}]) == {
+        "a": 1.5,
+        "n": 4,
+    }
+    with pytest.raises(WeightsMismatchError, match="worker 1"):
+        mean([[1.0], [2.0, 3.0]])
+
+
+# -- cutting for several servers -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_splitting_keeps_every_number_once(parts):
+    layout = Layout([np.zeros(n) for n in (1, 1000, 3, 50_000, 17)])
+    ranges = [Range(i, 0, leaf.size) for i, leaf in enumerate(layout.leaves)]
+    shares = split(ranges, layout.leaves, parts)
+    seen = [(r.leaf, i) for share in shares for r in share for i in range(r.start, r.stop)]
+    assert sorted(seen) == [(r.leaf, i) for r in ranges for i in range(r.stop)]
+    sizes = [sum(r.stop - r.start for r in share) for share in shares]
+    assert max(sizes) - min(sizes) <= 2
