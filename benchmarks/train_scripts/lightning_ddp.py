@@ -1,12 +1,11 @@
 """Lightning: DistributedDataParallel averages the gradients in each step."""
 
+# -- user code
+import lightning
 import torch
 from shared import make_data, make_model
 from torch.nn import functional
 from torch.utils.data import DataLoader
-
-# -- user code
-import lightning
 
 
 class Module(lightning.LightningModule):

@@ -1,11 +1,11 @@
 """miniray: the parameter server averages the workers' weights after each epoch."""
 
+# -- user code
 import torch
 from shared import make_data, make_model
 from torch.nn import functional
 from torch.utils.data import DataLoader, Subset
 
-# -- user code
 import miniray
 from miniray.train import DataParallelTrainer
 

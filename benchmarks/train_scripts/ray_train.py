@@ -1,13 +1,12 @@
 """Ray Train: DistributedDataParallel averages the gradients in each step."""
 
+# -- user code
 import torch
+from ray.train import ScalingConfig
+from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
 from shared import make_data, make_model
 from torch.nn import functional
 from torch.utils.data import DataLoader
-
-# -- user code
-from ray.train import ScalingConfig
-from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
 
 
 def train():

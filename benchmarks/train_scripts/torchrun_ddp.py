@@ -1,13 +1,12 @@
 """Plain torch: DistributedDataParallel averages the gradients in each step."""
 
+# -- user code
 import torch
+import torch.distributed as dist
 from shared import make_data, make_model
 from torch.nn import functional
-from torch.utils.data import DataLoader
-
-# -- user code
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 dist.init_process_group("gloo")

@@ -1,5 +1,6 @@
 """What the fault tests share: waiting with a limit, looking into /proc, drivers as subprocesses."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import textwrap
 import time
 import uuid
 
+import psutil
 import pytest
 
 import miniray
@@ -40,14 +42,45 @@ def session_directories(folder):
         return []
 
 
-def control_of(engine):
-    """The driver's control plane, where the tests look up processes."""
-    return engine.node.on_peer_lost.__self__
-
-
 def pids(engine):
-    """Processes of the session, the driver aside."""
-    return list(control_of(engine).pids())
+    """Live processes of the session, the driver aside: the zygote first, then its children."""
+    zygotes = [c for c in psutil.Process().children() if "local.zygote" in _command(c)]
+    children = [c for z in zygotes for c in z.children() if is_process(c.pid)]
+    return [process.pid for process in zygotes + children]
+
+
+def _command(process):
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it ended meanwhile
+        return ""
+
+
+def counts(engine):
+    """What the driver's node keeps track of; all zero when nothing is in use."""
+    node = engine.node
+    return {
+        "shared": len(node.shared),
+        "borrowed": len(node.borrowed),
+        "asked": len(node._asked),
+        "awaited": len(node.awaited),
+    }
+
+
+def settles_to(engine, expected):
+    """The node's books come back to ``expected``; actors and refs of the test must be gone."""
+    gc.collect()
+    try:
+        eventually(lambda: counts(engine) == expected, 10)
+    except AssertionError:
+        assert counts(engine) == expected  # shows both
+        raise
+
+
+def used(engine):
+    """Bytes in shared memory apart from segments kept warm for the next use."""
+    engine.node.store.trim()
+    return engine.node.usage.total() - sum(s.size for s in engine.node.store._free)
 
 
 def marked(mark):

@@ -10,7 +10,7 @@ import time
 import pytest
 
 import miniray
-from tests.faults.helpers import control_of, eventually
+from tests.faults.helpers import eventually
 
 LINE = re.compile(r"^\((\w+) pid=(\d+)\) (.*)$")
 
@@ -283,7 +283,7 @@ def test_logs_of_a_live_session_are_kept(engine, drivers, own_directory):
             print("here")
 
     miniray.get(Speaker.remote().speak.remote())
-    mine = control_of(engine).logs.directory
+    mine = engine.node.info.log_dir
     os.utime(mine, (0, 0))
     status, _, err = drivers.run(
         """

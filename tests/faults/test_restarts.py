@@ -7,7 +7,7 @@ import pytest
 
 import miniray
 from miniray.errors import ActorDiedError, WorkerCrashedError
-from tests.faults.helpers import SOON, control_of, eventually, fails_soon, is_process, pids
+from tests.faults.helpers import SOON, eventually, fails_soon, is_process, pids
 
 
 @miniray.remote
@@ -50,11 +50,10 @@ def path(tmp_path):
 
 def crash(engine, actor):
     """Kill the actor's process from outside while it is idle, and wait until that is known."""
-    known = control_of(engine).actors[actor._actor.id]
-    proc = known.worker.proc
     pid = miniray.get(actor.pid.remote(), timeout=SOON)
+    proc = actor._actor.client.proc
     os.kill(pid, signal.SIGKILL)
-    eventually(lambda: known.dead or known.worker.proc != proc, SOON)
+    eventually(lambda: proc in engine.node.dead, SOON)
     return pid
 
 

@@ -14,7 +14,7 @@ import pytest
 import miniray
 from miniray.core.local import node as node_module
 from miniray.core.local.wire import frame
-from tests.faults.helpers import control_of, eventually
+from tests.faults.helpers import eventually, pids
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
@@ -93,7 +93,7 @@ def test_a_directory_of_somebody_else_is_refused(own_directory):
 def test_the_token_is_not_in_the_open(engine):
     """Neither in an argument nor in the environment, which other processes can read."""
     token = engine.node.info.token
-    for pid in control_of(engine).pids():
+    for pid in pids(engine):
         for name in ("cmdline", "environ"):
             with open(f"/proc/{pid}/{name}", "rb") as file:
                 text = file.read()

@@ -110,7 +110,7 @@ def test_skipping_a_worker(engine, strategy, servers):
 
 def test_krum_finds_nan(engine):
     server = create_parameter_server("krum", on_nonfinite="skip")
-    values = [[np.full(3, v)] for v in (1.0, 1.5, 2, 2.5, 3, NAN)]
+    values = [[np.full(3, v)] for v in (1.0, 1.5, 2.0, 2.5, 3.0, NAN)]
     assert call(server, "sync_from_workers", workers(*values))["skipped"] == [5]
 
 

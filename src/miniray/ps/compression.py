@@ -133,5 +133,6 @@ def decode(codec: str, entry: tuple[Array, ...], size: int) -> Array:
     levels, scale = entry
     factors = np.repeat(scale, CHUNK)[:size]
     # A chunk with NaN or infinity has such a scale, and 0·NaN is NaN.
-    numbers: Array = np.multiply(levels, factors, dtype=np.float32)
+    with np.errstate(invalid="ignore"):
+        numbers: Array = np.multiply(levels, factors, dtype=np.float32)
     return numbers

@@ -180,8 +180,8 @@ def _leaf(node: Any, path: str, who: Who) -> Leaf:
         if node.layout is not torch.strided or node.is_quantized:
             raise TypeError(f"{who}: entry {path} is a {node.layout} tensor; only dense ones work")
         sample = flatten_leaf(node)
-        role, compute, factor = _role(sample, who, path)
-        size, nbytes = node.numel() * factor, node.numel() * node.element_size()
+        role, compute, _ = _role(sample, who, path)
+        size, nbytes = len(sample), node.numel() * node.element_size()
         return Leaf(path, role, "torch", node.dtype, tuple(node.shape), size, nbytes, compute)
     if node is None:
         return Leaf(path, NONE, "none", None, (), 0, 0, np.dtype(bool))

@@ -220,6 +220,7 @@ class Channel(Stream):
         self.pending: dict[int, Call] = {}
         #: For tasks: functions this worker knows, and what the last read brought.
         self.functions: set[int] = set()
+        self.thieves = 0  # asked to give tasks back; an answer comes to each
         self.on_stolen: Callable[[Channel, int | None, list[int]], None] = lambda *_: None
         self.taken = 0
         self.last_function: Any = None
@@ -345,7 +346,7 @@ class Channel(Stream):
         finally:
             self._led = False
             self.read_lock.release()
-            if self.pending and not self._lost:
+            if (self.pending or self.thieves) and not self._lost:
                 self.arm()
         return True
 
@@ -372,7 +373,9 @@ class Channel(Stream):
                     call.sink.resolve(PLAIN, value)
                 continue
             if kind == R_STOLEN:
-                self.on_stolen(self, *pickle.loads(body))
+                thief, ids = pickle.loads(body)
+                self.thieves -= thief is not None
+                self.on_stolen(self, thief, ids)
                 continue
             id, state, wires = pickle.loads(body)
             taken = iter(fds)

@@ -234,9 +234,12 @@ class TaskClient:
         for other in others:
             if len(other.pending) > 1:
                 other.flush_batch()  # it can give back only what it has
+                other.thieves += 1
                 if self.node.tell(other.peer, STEAL, proc):
                     lane.stealing.add(proc)
+                    other.arm()  # the answer comes there, maybe after the last result
                     return
+                other.thieves -= 1
         del lane.leased[proc]
         del self._demands[proc]
         lane.recalled.discard(proc)
@@ -280,6 +283,7 @@ class TaskClient:
                     lane.blocked.add(victim)
                     if len(channel.pending) > 1:
                         channel.flush_batch()
+                        channel.thieves += 1
                         self.node.tell(victim, STEAL, victim)
             if thief is not None and thief in self._demands:
                 demand = self._demands[thief]

@@ -1,0 +1,261 @@
+"""The same small CNN trained by miniray and its peers on two workers, on this machine, in one run.
+
+    python benchmarks/train.py [--quick] [--only miniray,torchrun] [--json PATH] [--markdown]
+
+Each of ``train_scripts/`` is a whole program and runs as a user would start it, in fresh processes,
+taking turns: 1 M parameters, 4,096 samples, batches of 64 a worker, 3 epochs, a thread a process.
+They do not do the same for the model: miniray averages weights once an epoch, the others average
+gradients in every step; ``sync_interval.py`` says what that means for the loss.
+
+- wall: the whole command. First step: from its start to the end of every worker's first step.
+- samples/s: of all workers together, over the steps of an epoch without its first one.
+  Whole run: from the first step to the last, with all that happens between epochs.
+- lines: of the script, between its markers, without blank lines and comments.
+- memory: the sum of PSS over all processes at its highest, in a run of its own.
+
+Figures are medians; the JSON file has every sample. Peers that are not installed are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import common
+import psutil
+from common import Line, median
+
+SCRIPTS = Path(__file__).with_name("train_scripts")
+SAMPLES, BATCH, EPOCHS = 4096, 64, 3
+
+_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+# With --cpu it would start one process and not say so.
+_ACCELERATE = (
+    *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
+    *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
+)
+
+
+@dataclass(frozen=True)
+class Peer:
+    title: str
+    script: str
+    package: str
+    launcher: tuple[str, ...] = ()
+    workers: int = 2
+
+
+PEERS: dict[str, Peer] = {
+    "miniray": Peer("miniray", "miniray_train.py", "miniray"),
+    "torchrun": Peer("torchrun DDP", "torchrun_ddp.py", "torch", _TORCHRUN),
+    "lightning": Peer("Lightning", "lightning_ddp.py", "lightning"),
+    "accelerate": Peer("Accelerate", "accelerate_ddp.py", "accelerate", _ACCELERATE),
+    "ray": Peer("Ray Train", "ray_train.py", "ray"),
+    "one": Peer("one process", "one_process.py", "torch", workers=1),
+}
+
+#: Key, title, unit, whether more is better, and what is wanted: a share of the best peer.
+METRICS: list[tuple[str, str, str, bool, float | None]] = [
+    ("wall", "wall time of the command", "s", False, 1.0),
+    ("first_step", "time to first step", "s", False, 1.0),
+    ("rate", "samples/s in training steps", "", True, 0.98),
+    ("rate_whole", "samples/s, whole run", "", True, 0.98),
+    ("lines", "lines of code", "", False, 1.0),
+    ("memory", "memory, highest (PSS)", "MB", False, None),
+]
+
+Samples = dict[str, list[float]]
+
+
+def missing(peer: Peer) -> str | None:
+    """Why ``peer`` cannot run here, if so."""
+    needed = [peer.package, *(["pydantic", "pyarrow"] if peer.package == "ray" else [])]
+    absent = [name for name in needed if importlib.util.find_spec(name) is None]
+    return f"{' and '.join(absent)} not installed" if absent else None
+
+
+def run(peer: Peer, measure_memory: bool = False, timeout: float = 180) -> dict[str, float]:
+    """One run of ``peer``'s command. Raises ``RuntimeError`` if it did not do its work."""
+    with tempfile.TemporaryDirectory(prefix="bench-train-") as folder:
+        steps = Path(folder) / "steps"
+        steps.mkdir()
+        command = [sys.executable, *peer.launcher, str(SCRIPTS / peer.script)]
+        log = Path(folder) / "log"
+        memory = 0.0
+        with log.open("w") as file:
+            start = time.monotonic()
+            process = subprocess.Popen(
+                command,
+                env=_environment(folder, steps),
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                if measure_memory:
+                    while process.poll() is None and time.monotonic() < start + timeout:
+                        memory = max(memory, tree_pss(process.pid))
+                        time.sleep(0.1)
+                status: int | str = process.wait(max(0, start + timeout - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                status = f"no end after {timeout:g} s"
+            finally:
+                wall = time.monotonic() - start
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        times = [_read_times(path) for path in sorted(steps.glob("*.steps"))]
+        # A launcher that quietly starts one process, or does half of the batches, is not measured.
+        wanted = [SAMPLES // BATCH // peer.workers * EPOCHS] * peer.workers
+        if status != 0 or [len(t) for t in times] != wanted:
+            shown = log.read_text(errors="replace")[-4000:]
+            counts = [len(t) for t in times]
+            raise RuntimeError(
+                f"{' '.join(command)} ended with {status}, steps {counts}, not {wanted}:\n{shown}"
+            )
+    if measure_memory:
+        return {"memory": memory / 1e6}
+    first, last = max(t[0] for t in times), max(t[-1] for t in times)
+    return {
+        "wall": wall,
+        "first_step": first - start,
+        "rate": sum(_rate(t) for t in times),
+        "rate_whole": sum(len(t) - 1 for t in times) * BATCH / (last - min(t[0] for t in times)),
+        "after_last_step": start + wall - last,
+    }
+
+
+def _environment(home: str, steps: Path) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MINIRAY_", "RAY_"))}
+    paths = [str(common.ROOT / "src"), str(SCRIPTS), kept.get("PYTHONPATH", "")]
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        "BENCH_STEPS": str(steps),
+        "HOME": home,  # where Ray Train writes its results and Accelerate looks for its settings
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
+def _read_times(path: Path) -> list[float]:
+    data = path.read_bytes()
+    return list(struct.unpack(f"{len(data) // 8}d", data))
+
+
+def _rate(times: list[float]) -> float:
+    """Samples a second in one worker's steps, without the first of each epoch."""
+    per_epoch = len(times) // EPOCHS
+    epochs = [times[i : i + per_epoch] for i in range(0, len(times), per_epoch)]
+    return EPOCHS * (per_epoch - 1) * BATCH / sum(epoch[-1] - epoch[0] for epoch in epochs)
+
+
+def tree_pss(pid: int) -> float:
+    """Bytes of a process and all below it; what several share counts once."""
+    total = 0.0
+    try:
+        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.Error:
+        return 0.0
+    for process in processes:
+        try:
+            total += process.memory_full_info().pss
+        except (psutil.Error, AttributeError, FileNotFoundError):
+            continue
+    return total
+
+
+def user_lines(peer: Peer) -> int:
+    text = (SCRIPTS / peer.script).read_text()
+    code = text.partition("# -- user code\n")[2].partition("# -- end")[0].splitlines()
+    return sum(bool(line.strip()) and not line.strip().startswith("#") for line in code)
+
+
+def measure(names: list[str], repetitions: int, say: Callable[[str], None]) -> dict[str, Samples]:
+    samples: dict[str, Samples] = {name: {"lines": [user_lines(PEERS[name])]} for name in names}
+    for repetition in range(repetitions + 1):
+        memory = repetition == repetitions  # sampling takes time: in a run of its own
+        # Taking turns at being first, too.
+        for name in names if repetition % 2 == 0 else reversed(names):
+            found = run(PEERS[name], measure_memory=memory)
+            shown = ", ".join(f"{key} {value:.4g}" for key, value in found.items())
+            turn = "memory" if memory else f"{repetition + 1}/{repetitions}"
+            say(f"{turn}  {PEERS[name].title}: {shown}")
+            for key, value in found.items():
+                samples[name].setdefault(key, []).append(value)
+    return samples
+
+
+def summarise(samples: dict[str, Samples]) -> list[Line]:
+    """A line a metric; the last cell is miniray against the best of those with two workers."""
+    lines = []
+    for key, title, unit, more, goal in METRICS:
+        values = {name: median(of[key]) for name, of in samples.items()}
+        cells = [common.human(value, unit).strip() for value in values.values()]
+        peers = [v for name, v in values.items() if name != "miniray" and PEERS[name].workers > 1]
+        if "miniray" not in values or not peers:
+            lines.append(Line(title, [*cells, ""]))
+            continue
+        ratio = values["miniray"] / max(peers) if more else min(peers) / values["miniray"]
+        wanted = "" if goal is None else "first" if goal == 1 else f"{goal:g}×"
+        reached = None if goal is None else ratio >= goal
+        lines.append(Line(title, [*cells, f"{ratio:.2f}×"], wanted, reached))
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one repetition")
+    parser.add_argument("--only", metavar="PEERS", help=f"comma-separated: {', '.join(PEERS)}")
+    parser.add_argument("--repetitions", type=int, default=5, metavar="N")
+    parser.add_argument("--json", type=Path, default=common.RESULTS / "train.json", metavar="PATH")
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    arguments = parser.parse_args()
+    names = arguments.only.split(",") if arguments.only else list(PEERS)
+    unknown = sorted(set(names) - set(PEERS))
+    if unknown:
+        parser.error(f"unknown peers {', '.join(unknown)}; there are {', '.join(PEERS)}")
+    for name in list(names):
+        reason = missing(PEERS[name])
+        if reason:
+            print(f"without {PEERS[name].title}: {reason}")
+            names.remove(name)
+
+    repetitions = 1 if arguments.quick else arguments.repetitions
+    started = common.stamp()
+    samples = measure(names, repetitions, lambda text: print(text, flush=True))
+    lines = summarise(samples)
+    columns = [*(PEERS[name].title for name in names), "to the best"]
+    if arguments.markdown:
+        print(common.markdown_table(columns, lines))
+    else:
+        common.print_table("a CNN of 1 M parameters on two workers", columns, lines)
+    print("miniray averages weights once an epoch; its peers average gradients in every step")
+    record = {
+        "started": started,
+        "finished": common.stamp(),
+        "machine": common.machine(),
+        "versions": common.versions("miniray", "torch", "lightning", "accelerate", "ray"),
+        "repetitions": repetitions,
+        "samples": samples,
+        "table": [vars(line) for line in lines],
+    }
+    common.write_json(arguments.json, record)
+    print(f"all samples: {arguments.json}")
+
+
+if __name__ == "__main__":
+    main()
