@@ -18,7 +18,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     p
-    for p in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for p in [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "src").rglob("README.md")),
+    ]
     if p.exists()
 ]
 
@@ -40,7 +45,7 @@ class Block:
     output: str | None = None
 
     def __str__(self):
-        return f"{self.page.name}:{self.line}"
+        return f"{os.path.relpath(self.page, ROOT)}:{self.line}"
 
 
 def blocks_of(page, text):

@@ -21,8 +21,7 @@ class Module(lightning.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-if __name__ == "__main__":
-    loader = DataLoader(make_data(), batch_size=64, shuffle=True)
-    trainer = lightning.Trainer(max_epochs=3, accelerator="cpu", devices=2, strategy="ddp")
-    trainer.fit(Module(), loader)
+loader = DataLoader(make_data(), batch_size=64, shuffle=True)
+trainer = lightning.Trainer(max_epochs=3, accelerator="cpu", devices=2, strategy="ddp")
+trainer.fit(Module(), loader)
 # -- end

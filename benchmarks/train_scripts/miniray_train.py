@@ -35,7 +35,5 @@ class Worker:
         self.model.load_state_dict(weights)
 
 
-if __name__ == "__main__":
-    with DataParallelTrainer(num_workers=2, worker=Worker) as trainer:
-        trainer.train(epochs=3)
+DataParallelTrainer(num_workers=2, worker=Worker).train(epochs=3)
 # -- end

@@ -22,6 +22,5 @@ def train():
             optimizer.step()
 
 
-if __name__ == "__main__":
-    TorchTrainer(train, scaling_config=ScalingConfig(num_workers=2)).fit()
+TorchTrainer(train, scaling_config=ScalingConfig(num_workers=2)).fit()
 # -- end

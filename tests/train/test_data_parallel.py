@@ -68,7 +68,7 @@ def test_an_error_while_loading_a_shard_is_not_taken_for_no_sharding():
             if shard_id == 1:
                 raise FileNotFoundError("part-1.parquet")
 
-    with pytest.raises(FileNotFoundError, match="worker 1: NoData.load_data_shard"):
+    with pytest.raises(FileNotFoundError, match=r"worker 1: NoData\.load_data_shard"):
         DataParallelTrainer(2, worker=NoData, backend="local", progress=False).train(epochs=1)
 
 

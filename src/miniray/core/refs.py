@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Generator, Iterator
+import functools
+import os
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 # asyncio and concurrent.futures are imported where used: they would double `import miniray`.
 if TYPE_CHECKING:
     import asyncio
     import concurrent.futures
+    import queue
 
     from miniray.core.engine import Engine
 
@@ -72,7 +75,8 @@ class ObjectRef(Generic[T]):
             else:
                 future.set_result(value)
 
-        self._engine.on_ready(self, finish)
+        # Not in the engine's own thread: unpickling and what the user adds to the future may block.
+        self._engine.on_ready(self, lambda: _callbacks().put(finish))
         return future
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -94,6 +98,25 @@ class ObjectRef(Generic[T]):
         yield from ready.__await__()
         value: T = self._engine.get([self], None)[0]
         return value
+
+
+@functools.lru_cache(maxsize=1)
+def _callbacks() -> queue.SimpleQueue[Callable[[], None]]:
+    """A queue of things to do and the thread that does them, one after the other."""
+    import queue
+    import threading
+
+    tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def work() -> None:
+        while True:
+            tasks.get()()
+
+    threading.Thread(target=work, name="miniray-callbacks", daemon=True).start()
+    return tasks
+
+
+os.register_at_fork(after_in_child=_callbacks.cache_clear)  # the thread is not in the child
 
 
 class ObjectRefGenerator(Iterator[ObjectRef[Any]], AsyncIterator[ObjectRef[Any]]):

@@ -32,7 +32,7 @@ def environment() -> dict[str, str] | None:
 
 
 def apply() -> None:
-    """Seed ``random``, and numpy and torch where they are loaded, if this worker was given a seed."""
+    """Seed ``random``, and numpy and torch where they are loaded, if there is a seed to use."""
     text = os.environ.get(VARIABLE)
     if text is None:
         return

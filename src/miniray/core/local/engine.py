@@ -177,7 +177,6 @@ class LocalEngine(Engine):
 
     def _wait_one(self, entry: Entry, deadline: float | None) -> None:
         node = self.node
-        self._check_may_wait()
         held = interrupts.hold()
         try:
             if node.dirty:
@@ -195,13 +194,6 @@ class LocalEngine(Engine):
             if held:
                 interrupts.release()
 
-    def _check_may_wait(self) -> None:
-        if self.node.in_io_thread:
-            raise RuntimeError(
-                "get() or wait() in the callback of a future would wait for its own thread: "
-                "hand the work over to a thread of yours, or await the ref"
-            )
-
     def _wait_many(
         self,
         entries: Sequence[Entry],
@@ -217,7 +209,6 @@ class LocalEngine(Engine):
         if missing <= 0 or failed:
             return
         node = self.node
-        self._check_may_wait()
         held = interrupts.hold()
         done = threading.Lock()
         done.acquire()

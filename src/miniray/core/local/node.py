@@ -17,6 +17,7 @@ import socket
 import struct
 import threading
 import time
+import traceback
 from _operator import _compare_digest as compare_digest  # hmac's, without loading hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -164,6 +165,19 @@ class Node(Sharing):
         stream.flush(lambda: self.rewatch(stream, remove=system.OUT))
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            # A bug of ours. Without this thread everybody would wait for ever: better to end.
+            traceback.print_exc()
+            self.crashed(MinirayError(f"miniray's I/O thread failed: {error!r}"))
+
+    def crashed(self, error: MinirayError) -> None:
+        """Nothing works any more: whoever waits gets ``error``. A worker just ends."""
+        self.closing = True
+        self.fail_awaited(error)
+
+    def _serve(self) -> None:
         look_at = trim_at = 0.0
         while not self.closing:
             timeout = _MOMENT if self._ticking else _TRIM_SECONDS if self.store.watched else None
@@ -214,9 +228,10 @@ class Node(Sharing):
         self.forget()
         self.fail_awaited()
 
-    def fail_awaited(self) -> None:
+    def fail_awaited(self, error: MinirayError | None = None) -> None:
         """The session has ended: nothing will come any more for those who wait."""
-        error = SessionEndedError("this miniray session was shut down while somebody waited")
+        if error is None:
+            error = SessionEndedError("this miniray session was shut down while somebody waited")
         while self._asked:
             _, (_, then) = self._asked.popitem()
             then(False, error, [])

@@ -20,7 +20,7 @@ from typing import Any
 from miniray.core.local import system
 from miniray.core.local.info import SessionInfo
 
-MAX_MESSAGE = 1 << 16
+MAX_MESSAGE = 1 << 20
 # Messages with boundaries; macOS has only the second for Unix sockets.
 _SOCKET_KIND = socket.SOCK_SEQPACKET if system.LINUX else socket.SOCK_DGRAM
 
@@ -99,7 +99,7 @@ class Zygote:
         """End all workers and the zygote, and wait until they are gone."""
         self._send(("exit",))
         try:
-            self._process.wait(timeout=5)
+            self._process.wait(timeout=3)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -50,6 +50,7 @@ def worker_main(info: SessionInfo, request: dict[str, Any], listener: socket.soc
     _use_threads(request["env"])
     node = Node(info, request["proc"], request["slot"], listener)
     node.on_peer_lost = lambda proc: os._exit(1) if proc == DRIVER else None
+    node.crashed = lambda error: os._exit(1)  # type: ignore[method-assign]
     engine = LocalEngine(node, request["gpu_ids"], request["runtime_env"])
     node.engine = engine
     session.install(engine)
