@@ -126,9 +126,6 @@ class _Server:
         pid = os.fork()
         if pid == 0:
             self._become_worker(request, fds, parent)
-        # Both sides do it: whoever comes first, the group exists before anyone needs it.
-        with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)
         for fd in fds:
             os.close(fd)
         self._pids[proc] = pid
@@ -139,8 +136,9 @@ class _Server:
         """In the forked child; never returns."""
         status = 1
         try:
-            with contextlib.suppress(OSError):
-                os.setpgid(0, 0)
+            # A session, and so a process group, of its own: killing it takes along what it started,
+            # and Linux shares the CPU out by sessions, as it does for workers of other launchers.
+            os.setsid()
             system.die_with_parent()
             if os.getppid() != parent:
                 os._exit(1)  # it died before the line above took effect
