@@ -8,7 +8,8 @@ import pytest
 from miniray.errors import WeightsMismatchError
 from miniray.ps import ParameterServer
 from miniray.ps.blocks import Range, split
-from miniray.ps.weights import Layout, combine_counts, mean
+from miniray.ps.leaves import combine_counts
+from miniray.ps.weights import Layout, mean
 from tests.ps.helpers import call, weights_of, workers
 
 Pair = namedtuple("Pair", "left right")

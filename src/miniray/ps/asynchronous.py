@@ -26,6 +26,7 @@ from typing import Any
 from miniray.core import session
 from miniray.core.remote import ActorHandle
 from miniray.errors import CapabilityError
+from miniray.ps.moving import MovingModel
 from miniray.ps.server import Server
 from miniray.ps.strategies.base import Strategy
 
@@ -56,6 +57,9 @@ class AsyncServer(Server):
         self._seen: dict[Hashable, int] = {}
         self._moved = asyncio.Condition()
         self._waiting = 0
+
+    def _make_model(self, on_nonfinite: str, threads: int | None) -> MovingModel:
+        return MovingModel(self._strategy, on_nonfinite, threads)
 
     async def push_weights(self, worker_id: Hashable, weights: Any) -> int:  # type: ignore[override]
         """Move the weights towards the worker's, at once; returns the version.
@@ -88,6 +92,7 @@ class AsyncServer(Server):
         if self._staleness_power:
             rate *= (1 + staleness) ** -self._staleness_power
         self._stats.num_workers = len(self._clocks)
+        assert isinstance(self._model, MovingModel)
         tally = self._model.moved(worker_id, weights, rate)
         if tally is None:
             self._stats.skipped[worker_id] += 1

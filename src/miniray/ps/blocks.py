@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from miniray.ps.weights import Array, Leaf
+from miniray.ps.leaves import Array, Leaf
 
 #: Numbers in a piece: large enough that Python's share is small, small enough for the L2 cache.
 PIECE = 131_072

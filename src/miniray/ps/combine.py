@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from miniray.ps.blocks import Crew, Piece, Range, Scratch, all_finite, pieces_of
+from miniray.ps.leaves import Array, Source, read, write
 from miniray.ps.strategies.base import Buffers, Context, Strategy
-from miniray.ps.weights import Array, Layout, Source, read, write
+from miniray.ps.weights import Layout
 
 #: Up to this many numbers norms are exact; beyond, a quarter of every fourth piece is looked at.
 EXACT = 4_000_000

@@ -19,7 +19,8 @@ import numpy as np
 
 import miniray
 from miniray.core.remote import ActorHandle
-from miniray.ps.weights import REAL, Array, Layout, Source, read
+from miniray.ps.leaves import REAL, Array, Source, read
+from miniray.ps.weights import Layout
 
 #: Numbers that share a scale in int8.
 CHUNK = 4096

@@ -16,8 +16,9 @@ from miniray.core import session
 from miniray.errors import NonFiniteWeightsError
 from miniray.ps.blocks import Crew, whole
 from miniray.ps.combine import Combiner, NotFiniteError, Tally, typed
+from miniray.ps.leaves import COUNT, REAL, Array, Source, combine_counts, flatten_leaf
 from miniray.ps.strategies.base import Strategy
-from miniray.ps.weights import COUNT, REAL, Array, Layout, Source, combine_counts, flatten_leaf
+from miniray.ps.weights import Layout
 
 
 @dataclasses.dataclass
@@ -53,8 +54,6 @@ class Model:
         self.ref: Any = None
         self.weights: Any = None
         self._sources: list[Source] | None = None
-        #: The current weights are memory of our own and not part of an object in the store.
-        self._owned = False
         self._on_nonfinite = on_nonfinite
         self._crew = Crew(threads)
         self._small: Combiner | None = None
@@ -81,7 +80,7 @@ class Model:
 
     def _take(self, layout: Layout, weights: Any, ref: Any) -> None:
         assert self.layout is not None
-        self.weights, self.ref, self._owned = weights, ref, False
+        self.weights, self.ref = weights, ref
         self._sources = self.layout.extract(weights, "the server", "the server")
 
     def _prepare(self, layout: Layout) -> None:
@@ -235,58 +234,6 @@ class Model:
         assert self._small is not None
         found: str | None = self._small.broken(sources) or self._large.broken(sources)
         return found
-
-    # -- one worker at a time ----------------------------------------------------------------------
-
-    def moved(self, worker: Hashable, weights: Any, rate: float) -> Tally | None:
-        """Move the current weights towards one worker's, in place. The first become the current.
-
-        Returns None when they are not finite and are to be skipped. What raises changes nothing.
-        """
-        given = Given(worker, weights)
-        layout, workers = self._checked([given])
-        assert self._small is not None
-        # Looked at first: once the current weights are partly overwritten it would be too late.
-        where = self._broken(given, workers[0])
-        if where is not None:
-            if self._on_nonfinite == "skip":
-                return None
-            raise NonFiniteWeightsError(
-                f"{given.who}: entry {where} has NaN or Inf", (given.worker,)
-            )
-        if self.weights is None:
-            self._own(layout, weights)
-            return Tally(0.0, np.zeros(1))
-        if not self._owned:
-            self._own(layout, self.weights)
-        assert self._sources is not None
-        tally = Tally(0.0, np.zeros(1))
-        for combiner in (self._small, self._large):
-            targets = [self._sources[r.leaf] for r in combiner.ranges]
-            tally += combiner.combine(self._sources, workers, [1.0], targets, rate)
-            combiner.commit()
-        for i, leaf in enumerate(layout.leaves):
-            if leaf.role == COUNT and leaf.size:
-                both = [self._sources[i], workers[0][i]]
-                self._sources[i][:] = combine_counts(both, [1 - rate, rate])
-        self._show()
-        return tally
-
-    def _own(self, layout: Layout, weights: Any) -> None:
-        """Make ``weights`` the current ones, as memory of our own that may be written to."""
-        self._sources = [
-            s.copy() if isinstance(s, np.ndarray) else s.clone()
-            for s in layout.extract(weights, "the server", "the server")
-        ]
-        self._owned = True
-        self._show()
-
-    def _show(self) -> None:
-        assert self.layout is not None
-        assert self._sources is not None
-        pairs = zip(self.layout.leaves, self._sources, strict=True)
-        self.weights = self.layout.build([self.layout.shown(leaf, s) for leaf, s in pairs])
-        self.ref = None
 
     # -- for checkpoints ---------------------------------------------------------------------------
 

@@ -21,10 +21,11 @@ import miniray
 from miniray.core import session
 from miniray.ps.blocks import Crew, Range, split
 from miniray.ps.combine import Combiner, NotFiniteError, Tally
+from miniray.ps.leaves import Array, Source, flatten_leaf
 from miniray.ps.model import Given, Model
 from miniray.ps.server import Server
 from miniray.ps.strategies.base import Strategy
-from miniray.ps.weights import Array, Layout, Source, flatten_leaf
+from miniray.ps.weights import Layout
 
 
 class Shard:

@@ -17,45 +17,27 @@ Leaves have one of three roles:
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from miniray.errors import WeightsMismatchError
-
-REAL, COUNT, NONE = "real", "count", "none"
-
-#: A flat leaf: a numpy array, or a torch tensor of a type that numpy does not have (bfloat16).
-Source = Any
-Array = np.ndarray[Any, np.dtype[Any]]
-
-#: Turns a worker's number (None: the server's own weights) into words for an error.
-Who = str
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """One entry of the weights. ``type`` is ``numpy``, ``scalar``, ``torch``, ``float``, ...
-
-    ``size`` counts numbers of ``compute``, the type to compute in: a complex entry has two each.
-    """
-
-    path: str
-    role: str
-    type: str
-    dtype: Any
-    shape: tuple[int, ...]
-    size: int
-    nbytes: int
-    compute: np.dtype[Any]
-
-    @property
-    def is_array(self) -> bool:
-        return self.type in ("numpy", "torch")
+from miniray.ps.leaves import (
+    PYTHON,
+    REAL,
+    Array,
+    Leaf,
+    Source,
+    Who,
+    combine_counts,
+    describe,
+    flatten_leaf,
+    read,
+    write,
+)
 
 
 class Layout:
@@ -88,7 +70,7 @@ class Layout:
         if isinstance(node, (list, tuple)):
             parts = [self._describe(item, f"{path}[{i}]", who) for i, item in enumerate(node)]
             return list if isinstance(node, list) else tuple, type(node), None, parts
-        self.leaves.append(_leaf(node, path, who))
+        self.leaves.append(describe(node, path, who))
         return len(self.leaves) - 1
 
     # -- another worker's weights ------------------------------------------------------------------
@@ -147,8 +129,8 @@ class Layout:
         """What the user sees of a leaf whose numbers are ``flat``, of the leaf's own type."""
         if leaf.type == "none":
             return None
-        if leaf.type in _PYTHON:
-            return _PYTHON[leaf.type](flat[0])
+        if leaf.type in PYTHON:
+            return PYTHON[leaf.type](flat[0])
         if leaf.type == "torch":
             return sys.modules["torch"].from_numpy(flat).reshape(leaf.shape)
         array = flat.astype(leaf.dtype, copy=False).reshape(leaf.shape)
@@ -165,65 +147,13 @@ class Layout:
         return self.finished(leaf, source)
 
 
-# -- leaves ----------------------------------------------------------------------------------------
-
-_PYTHON: dict[str, Callable[[Any], Any]] = {
-    "float": float,
-    "int": int,
-    "bool": bool,
-}
-
-
-def _leaf(node: Any, path: str, who: Who) -> Leaf:
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(node, torch.Tensor):
-        if node.layout is not torch.strided or node.is_quantized:
-            raise TypeError(f"{who}: entry {path} is a {node.layout} tensor; only dense ones work")
-        sample = flatten_leaf(node)
-        role, compute, _ = _role(sample, who, path)
-        size, nbytes = len(sample), node.numel() * node.element_size()
-        return Leaf(path, role, "torch", node.dtype, tuple(node.shape), size, nbytes, compute)
-    if node is None:
-        return Leaf(path, NONE, "none", None, (), 0, 0, np.dtype(bool))
-    if isinstance(node, (np.ndarray, np.generic)):
-        kind = "numpy" if isinstance(node, np.ndarray) else "scalar"
-        role, compute, factor = _role(np.asarray(node), who, path)
-        return Leaf(
-            path, role, kind, node.dtype, node.shape, node.size * factor, node.nbytes, compute
-        )
-    if isinstance(node, bool):
-        return Leaf(path, COUNT, "bool", bool, (), 1, 1, np.dtype(bool))
-    if isinstance(node, int):
-        return Leaf(path, COUNT, "int", int, (), 1, 8, np.dtype(np.int64))
-    if isinstance(node, float):
-        return Leaf(path, REAL, "float", float, (), 1, 8, np.dtype(np.float64))
-    raise TypeError(
-        f"{who}: entry {path} is a {type(node).__qualname__}; weights are torch tensors, numpy "
-        "arrays and numbers in lists, tuples and dicts"
-    )
-
-
-def _role(flat: Source, who: Who, path: str) -> tuple[str, np.dtype[Any], int]:
-    """(role, type to compute in, numbers an element)."""
-    if not isinstance(flat, np.ndarray):  # a narrow float that only torch has
-        return REAL, np.dtype(np.float32), 1
-    dtype = flat.dtype
-    if dtype.kind in "biu":
-        return COUNT, dtype.newbyteorder("="), 1
-    if dtype.kind == "f":
-        return REAL, np.dtype(np.float32) if dtype.itemsize < 4 else dtype.newbyteorder("="), 1
-    if dtype.kind == "c":
-        return REAL, np.dtype(f"f{dtype.itemsize // 2}"), 2
-    raise TypeError(f"{who}: entry {path} is an array of {dtype}; it must hold numbers")
-
-
 def _checked(leaf: Leaf, node: Any, who: Who, reference: Who) -> Source:
     """``node`` as a flat array if it is like ``leaf``."""
     # Tensors and arrays of the right kind, quickly: there may be hundreds in each of many workers.
     kind = np.ndarray if leaf.type == "numpy" else getattr(sys.modules.get("torch"), "Tensor", ())
     if isinstance(node, kind) and node.dtype == leaf.dtype and node.shape == leaf.shape:
         return flatten_leaf(node)
-    other = _leaf(node, leaf.path, who)
+    other = describe(node, leaf.path, who)
     if (other.type, other.dtype, other.shape) != (leaf.type, leaf.dtype, leaf.shape):
         raise _mismatch(who, leaf.path, _words(other, leaf), reference, _words(leaf, other))
     if leaf.type == "none":
@@ -231,70 +161,11 @@ def _checked(leaf: Leaf, node: Any, who: Who, reference: Who) -> Source:
     try:
         return (
             np.array([node], leaf.compute)
-            if leaf.type in _PYTHON
+            if leaf.type in PYTHON
             else flatten_leaf(np.asarray(node))
         )
     except OverflowError:
         raise TypeError(f"{who}: entry {leaf.path} is {node}, beyond 64 bits") from None
-
-
-def flatten_leaf(node: Any) -> Source:
-    """An array or tensor as one flat array over the same memory; complex as pairs of floats."""
-    if not isinstance(node, np.ndarray):
-        flat = node.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
-        try:
-            node = flat.numpy()
-        except TypeError:
-            if not flat.is_floating_point():
-                raise
-            return flat
-    flat = node.reshape(-1)
-    if flat.dtype.kind == "c":
-        return flat.astype(flat.dtype.newbyteorder("="), copy=False).view(f"f{flat.itemsize // 2}")
-    return flat
-
-
-def read(source: Source, start: int, stop: int, compute: np.dtype[Any]) -> Array:
-    """A piece to compute with: a view where the type is the same, otherwise converted."""
-    part = source[start:stop]
-    if isinstance(part, np.ndarray):
-        return part if part.dtype == compute else part.astype(compute)
-    converted: Array = part.float().numpy()
-    return converted
-
-
-def write(target: Source, start: int, block: Array) -> None:
-    """Put a computed piece in its place, rounded to the type it has there."""
-    part = target[start : start + len(block)]
-    if isinstance(part, np.ndarray):
-        np.copyto(part, block, casting="unsafe")
-    else:
-        part.copy_(sys.modules["torch"].from_numpy(np.ascontiguousarray(block)))
-
-
-def combine_counts(values: Sequence[Array], weights: Sequence[float]) -> Array:
-    """Integers and booleans of several workers: see the top of the module."""
-    first = values[0]
-    if all(np.array_equal(first, other) for other in values[1:]):
-        agreed: Array = first.copy()
-        return agreed
-    total = sum(weights)
-    shares = [weight / total for weight in weights]
-    if first.dtype.kind == "b":
-        yes: Any = sum(v * share for v, share in zip(values, shares, strict=True))
-        majority: Array = yes >= 0.5
-        return majority
-    # Distances from the smallest, as unsigned numbers: exact, and they cannot overflow.
-    low = np.minimum.reduce(values)
-    unsigned = np.dtype(f"u{first.dtype.itemsize}")
-    above = [(v - low).view(unsigned).astype(np.float64) for v in values]
-    mean: Any = sum(a * share for a, share in zip(above, shares, strict=True))
-    most = (np.maximum.reduce(values) - low).view(unsigned)
-    # As a float the largest 64-bit distance rounds up to one that does not fit.
-    fits = np.floor(mean + 0.5) < most.astype(np.float64)
-    step = np.where(fits, np.floor(np.where(fits, mean, 0) + 0.5).astype(unsigned), most)
-    combined: Array = (low.view(unsigned) + step).view(first.dtype)
-    return combined
 
 
 def mean(weights: Sequence[Any]) -> Any:

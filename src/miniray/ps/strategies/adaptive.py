@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from miniray.ps.leaves import Array
 from miniray.ps.strategies.base import Strategy
 from miniray.ps.strategies.checks import at_least, share
-from miniray.ps.weights import Array
 
 
 class Adaptive(Strategy):

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from miniray.ps.blocks import Piece, Range, Scratch
-from miniray.ps.weights import Array, Leaf
+from miniray.ps.leaves import Array, Leaf
 
 
 class Strategy(abc.ABC):

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from miniray.ps.leaves import Array
 from miniray.ps.strategies.base import Strategy
 from miniray.ps.strategies.checks import at_least, share
 from miniray.ps.strategies.registry import register_strategy
-from miniray.ps.weights import Array
 
 
 @register_strategy("diloco")

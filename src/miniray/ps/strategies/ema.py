@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from miniray.ps.leaves import Array
 from miniray.ps.strategies.base import Strategy
 from miniray.ps.strategies.checks import share
 from miniray.ps.strategies.registry import register_strategy
-from miniray.ps.weights import Array
 
 
 @register_strategy("ema")

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from miniray.ps.leaves import Array
 from miniray.ps.strategies.adaptive import Adaptive
 from miniray.ps.strategies.registry import register_strategy
-from miniray.ps.weights import Array
 
 
 @register_strategy("fedadagrad")

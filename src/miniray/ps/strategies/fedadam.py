@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from miniray.ps.leaves import Array
 from miniray.ps.strategies.adaptive import Adaptive
 from miniray.ps.strategies.checks import share
 from miniray.ps.strategies.registry import register_strategy
-from miniray.ps.weights import Array
 
 
 @register_strategy("fedadam")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from miniray.ps.weights import Array
+from miniray.ps.leaves import Array
 
 #: Up to here whole rows are compared with each other, which is vectorised; beyond, a real sort.
 _FEW = 16

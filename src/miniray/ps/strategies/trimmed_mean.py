@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from miniray.ps.leaves import Array
 from miniray.ps.strategies.base import Strategy
 from miniray.ps.strategies.checks import within
 from miniray.ps.strategies.order import sorted_rows
 from miniray.ps.strategies.registry import register_strategy
-from miniray.ps.weights import Array
 
 
 @register_strategy("trimmed_mean")

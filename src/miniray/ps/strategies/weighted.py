@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from miniray.ps.leaves import Array
 from miniray.ps.strategies.base import Strategy
 from miniray.ps.strategies.registry import register_strategy
-from miniray.ps.weights import Array
 
 
 @register_strategy("weighted")
