@@ -6,6 +6,7 @@ workers can import them; what is decorated with ``@miniray.remote`` travels by v
 """
 
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,8 @@ from tests.conftest import ENGINES
 #: What every engine is told to have, whatever the machine has.
 SIZE = {"num_workers": 4, "num_cpus": 8, "num_gpus": 2}
 
+HERE = Path(__file__).parent
+
 _serial = itertools.count()
 
 
@@ -24,6 +27,20 @@ def pytest_generate_tests(metafunc):
         chosen = metafunc.config.getoption("engine") or ENGINES
         # With package scope pytest runs all tests of one engine before those of the next.
         metafunc.parametrize("backend", chosen, indirect=True, scope="package")
+
+
+def pytest_collection_modifyitems(config, items):
+    """On Ray, where every actor costs a second, two tests of three count as slow.
+
+    ``make test-slow`` runs them, and ``--engine ray`` runs all on Ray.
+    """
+    if config.getoption("engine"):
+        return
+    here = [i for i in items if i.path.parent == HERE and "backend" in i.fixturenames]
+    on_ray = [item for item in here if item.callspec.params["backend"] == "ray"]
+    for number, item in enumerate(on_ray):
+        if number % 3:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="package")

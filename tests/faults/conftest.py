@@ -20,6 +20,8 @@ def own_directory(monkeypatch):
     folder = tempfile.mkdtemp(prefix="mr-")
     monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
     monkeypatch.delenv("MINIRAY_BACKEND", raising=False)
+    # Other tests have loaded torch in this process; to load it in each zygote proves nothing.
+    monkeypatch.setattr("miniray.core.local.spawner.PRELOAD", ("numpy",))
     yield folder
     miniray.shutdown()
     left = session_directories(folder)

@@ -72,9 +72,7 @@ def start_and_stop(rounds):
 @pytest.mark.parametrize(
     "rounds", [40, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
 )
-def test_init_and_shutdown_in_a_loop(own_directory, rounds, monkeypatch):
-    # Other tests of this process have loaded torch and more, which every new zygote would load too.
-    monkeypatch.setattr("miniray.core.local.spawner.PRELOAD", ("numpy",))
+def test_init_and_shutdown_in_a_loop(own_directory, rounds):
     start_and_stop(5)
     fds, threads, memory = footprint()
     children = psutil.Process().children()

@@ -6,13 +6,15 @@ the user's code, check arguments early, and forward to the engine of the session
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar, overload
 
-from miniray.core import seeding, session
+from miniray.core import session, startup
 from miniray.core.engine import Engine
 from miniray.core.options import Options
 from miniray.core.refs import ObjectRef, ObjectRefGenerator
@@ -174,6 +176,24 @@ class ActorInfo:
     methods: dict[str, CallSpec]
 
 
+_adapt: contextvars.ContextVar[Callable[[ClassSpec], ClassSpec] | None] = contextvars.ContextVar(
+    "adapt", default=None
+)
+
+
+@contextlib.contextmanager
+def adapting(adapt: Callable[[ClassSpec], ClassSpec]) -> Iterator[None]:
+    """Actors created inside are made of what ``adapt`` gives for their class.
+
+    For trainers whose workers can do more than the user's class says.
+    """
+    token = _adapt.set(adapt)
+    try:
+        yield
+    finally:
+        _adapt.reset(token)
+
+
 class RemoteFunction:
     """A function that runs as a task: ``f.remote(...)``."""
 
@@ -216,9 +236,11 @@ class ActorClass(Generic[T]):
 
     def remote(self, *args: Any, **kwargs: Any) -> ActorHandle[T]:
         """Start an actor; returns its handle at once."""
-        self._spec.init.check(args, kwargs)
-        options = self._options.inheriting(seeding.environment())
-        return session.engine().create_actor(self._spec, args, kwargs, options)
+        adapt = _adapt.get()
+        spec = self._spec if adapt is None else adapt(self._spec)
+        spec.init.check(args, kwargs)
+        options = self._options.inheriting(startup.environment())
+        return session.engine().create_actor(spec, args, kwargs, options)
 
     def options(self, **changes: Any) -> ActorClass[T]:
         """The same class with some options changed."""

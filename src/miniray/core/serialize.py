@@ -16,6 +16,7 @@ over read-only, and numpy makes read-only arrays of them, as with Ray.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import pickle
 import sys
@@ -50,6 +51,8 @@ class _Loading(threading.local):
     """The refs of the value being unpickled in this thread."""
 
     refs: Sequence[Any] = ()
+    #: Tensors may be built over read-only memory; otherwise such memory is copied.
+    readonly_tensors = False
 
 
 _loading = _Loading()
@@ -106,17 +109,25 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             or getattr(tensor, "__dict__", None)
         ):
             return None
-        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        flat = tensor.detach() if tensor.requires_grad else tensor
+        if flat.is_conj() or flat.is_neg():
+            flat = flat.resolve_conj().resolve_neg()
+        flat = flat.reshape(-1)  # copies unless contiguous
         if flat.device.type == "cuda":
             self.devices.add(flat.device)
             flat = _start_copy_to_host(torch, flat)
         raw = flat.view(torch.uint8).numpy() if flat.numel() else b""
         buffer = pickle.PickleBuffer(raw)
         self._private_ids[id(buffer)] = buffer
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = _dtype_name(tensor.dtype)
         shape = tuple(tensor.shape)
         is_parameter = kind is torch.nn.Parameter
         return _rebuild_tensor, (buffer, dtype, shape, tensor.requires_grad, is_parameter)
+
+
+@functools.cache
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _start_copy_to_host(torch: Any, tensor: Any) -> Any:
@@ -139,12 +150,27 @@ def _rebuild_tensor(
     if view.nbytes == 0:
         tensor = torch.empty(shape, dtype=dtype)
     else:
-        if view.readonly:  # a small tensor that came inside a message, as immutable bytes
-            view = memoryview(bytearray(view))
-        tensor = torch.frombuffer(view, dtype=dtype).reshape(shape)
+        source: Any = view
+        if view.readonly and _loading.readonly_tensors:
+            source = _pretend_writable(view)
+        elif view.readonly:  # a small tensor that came inside a message, as immutable bytes
+            source = bytearray(view)
+        tensor = torch.frombuffer(source, dtype=dtype).reshape(shape)
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad=requires_grad)
     return tensor.requires_grad_(requires_grad) if requires_grad else tensor
+
+
+def _pretend_writable(view: memoryview) -> Any:
+    """The same memory as a buffer that torch takes without a warning; writing to it crashes."""
+    import ctypes
+
+    import numpy as np
+
+    address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    buffer = (ctypes.c_char * view.nbytes).from_address(address)
+    buffer.owner = view  # type: ignore[attr-defined]  # keeps the memory as long as the tensor
+    return buffer
 
 
 def _ref_types() -> tuple[type, ...]:
@@ -177,14 +203,23 @@ def pack(value: Any, what: str = "value") -> Packed:
     return Packed(file.getvalue(), pickler.buffers, pickler.private, pickler.refs)
 
 
-def unpack(data: bytes | memoryview, buffers: Sequence[Any] = (), refs: Sequence[Any] = ()) -> Any:
-    """The value. ``buffers`` stay referenced by what is built over them."""
-    previous = _loading.refs
-    _loading.refs = refs
+def unpack(
+    data: bytes | memoryview,
+    buffers: Sequence[Any] = (),
+    refs: Sequence[Any] = (),
+    *,
+    readonly_tensors: bool = False,
+) -> Any:
+    """The value. ``buffers`` stay referenced by what is built over them.
+
+    With ``readonly_tensors`` nobody may write to the tensors, and read-only buffers need no copy.
+    """
+    previous = _loading.refs, _loading.readonly_tensors
+    _loading.refs, _loading.readonly_tensors = refs, readonly_tensors
     try:
         return pickle.loads(data, buffers=buffers)
     finally:
-        _loading.refs = previous
+        _loading.refs, _loading.readonly_tensors = previous
 
 
 # -- explaining what cannot be pickled -------------------------------------------------------------

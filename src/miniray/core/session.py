@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
+import secrets
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from miniray.core import startup
 from miniray.core.engine import Engine, InitConfig, RuntimeContext
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ BACKENDS = {
 
 _lock = threading.RLock()
 _engine: Engine | None = None
+_own_run_seed = False  # whether the run's seed in the environment is this session's
 
 
 class Session:
@@ -97,8 +100,31 @@ def init(
             namespace=namespace,
             log_to_driver=log_to_driver,
         )
-        _engine = importlib.import_module(BACKENDS[name]).start(config)
+        _set_run_seed()
+        try:
+            _engine = importlib.import_module(BACKENDS[name]).start(config)
+        except BaseException:
+            _unset_run_seed()
+            raise
         return Session(_engine)
+
+
+def _set_run_seed() -> None:
+    """One random number that all processes of the session know, unless there is one already.
+
+    Whatever must be random and yet the same everywhere (which rows a run takes) goes by it.
+    """
+    global _own_run_seed
+    if startup.RUN_SEED not in os.environ:
+        os.environ[startup.RUN_SEED] = str(secrets.randbits(63))
+        _own_run_seed = True
+
+
+def _unset_run_seed() -> None:
+    global _own_run_seed
+    if _own_run_seed:
+        os.environ.pop(startup.RUN_SEED, None)
+        _own_run_seed = False
 
 
 def _choose_backend(backend: str | None, address: str | None) -> str:
@@ -154,6 +180,7 @@ def shutdown() -> None:
         current, _engine = _engine, None
     if current is not None:
         current.shutdown()
+        _unset_run_seed()
 
 
 atexit.register(shutdown)

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from miniray.core import machine, seeding
+from miniray.core import machine, startup
 from miniray.core.engine import Capabilities, Engine, InitConfig, RuntimeContext
 from miniray.core.inline.actor import InlineActor, InlineRef, InlineStream
 from miniray.core.inline.call import Arguments, Failure, Frame, Outcome, Stored, current, everywhere
@@ -150,8 +150,7 @@ class InlineEngine(Engine):
         made: list[Any] = []
 
         def construct(*args: Any, **kwargs: Any) -> None:
-            seeding.apply()
-            made.append(actor.spec.cls(*args, **kwargs))
+            made.append(startup.construct(actor.spec.cls, args, kwargs))
 
         frame = self._actor_frame(actor, f"{actor.spec.cls.__name__}.__init__")
         (outcome,) = self._execute(frame, construct, actor.init_args, 1, actor.loop)

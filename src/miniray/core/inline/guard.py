@@ -16,6 +16,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
+from miniray.core import startup
+
 T = TypeVar("T")
 
 
@@ -68,7 +70,8 @@ def users_part(traceback: TracebackType | None) -> TracebackType | None:
 
 def _is_plumbing(filename: str) -> bool:
     folder = os.path.dirname(filename)
-    return folder in (os.path.dirname(__file__), os.path.dirname(asyncio.__file__))
+    own = folder == os.path.dirname(__file__) or filename == startup.__file__
+    return own or folder == os.path.dirname(asyncio.__file__)
 
 
 class PrivateLoop:

@@ -326,12 +326,18 @@ class Channel(Stream):
             while entry.state == PENDING and entry.channel is self:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
                 paused = interrupts.pause()
+                if paused:
+                    longest = interrupts.LONGEST_SLEEP * 1000
+                    left = longest if left is None else min(left, longest)
                 try:
-                    if not self._patience.wait(left):
-                        return True
+                    ready = self._patience.wait(left)
                 finally:
                     if paused:
                         interrupts.resume()
+                if not ready:
+                    if deadline is not None and time.monotonic() >= deadline:
+                        return True
+                    continue
                 reading = True
                 self._take(self.read())
                 reading = False

@@ -141,6 +141,22 @@ class LocalEngine(Engine):
         entry.resolve(BLOB, Blob.of(self.node, value))
         return LocalRef(entry)
 
+    def put_filled(
+        self, value: Any, holes: Sequence[Any], fill: Callable[[list[Any]], None]
+    ) -> LocalRef:
+        self._check()
+        entry = Entry(self.node, next(self.node.ids))
+        entry.resolve(BLOB, Blob.filled(self.node, value, holes, fill))
+        return LocalRef(entry)
+
+    def peek(self, ref: ObjectRef[Any]) -> Any:
+        entry = self._entry(ref)
+        if entry.state != BLOB:
+            self.wait([ref], 1, None)
+        if entry.state != BLOB:
+            return self.get([ref], None)[0]
+        return entry.value.load(self.node, writable=False)
+
     def get(self, refs: Sequence[ObjectRef[Any]], timeout: float | None) -> list[Any]:
         if self.node.closing:
             self._check()
@@ -230,10 +246,15 @@ class LocalEngine(Engine):
                 node.fetch(entry)
                 entry.add_waiter(waiter)
             with self.on_block() if block else contextlib.nullcontext():
-                timeout = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
                 paused = interrupts.pause()
+                longest = interrupts.LONGEST_SLEEP if paused else threading.TIMEOUT_MAX
                 try:
-                    done.acquire(timeout=timeout)
+                    while True:
+                        left_s = longest if deadline is None else deadline - time.monotonic()
+                        if done.acquire(timeout=min(longest, max(0.0, left_s))):
+                            break
+                        if deadline is not None and time.monotonic() >= deadline:
+                            break
                 finally:
                     if paused:
                         interrupts.resume()

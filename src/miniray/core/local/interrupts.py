@@ -15,6 +15,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+#: Python's own handler only sets a flag. If that happens just before the main thread goes to sleep
+#: in the kernel, nothing wakes it. So the main thread never sleeps longer than this many seconds.
+LONGEST_SLEEP = 0.5
+
 _main = threading.main_thread().ident
 _held = False
 _noted: Callable[[int, Any], Any] | None = None

@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from miniray.core.engine import bytes_of
 from miniray.core.local.sharing import Shared
 from miniray.core.local.store import Lease, aligned
 from miniray.core.refs import ObjectRef
@@ -177,6 +178,30 @@ class Blob:
         self.layout = layout
 
     @classmethod
+    def filled(
+        cls, node: Node, value: Any, holes: Sequence[Any], fill: Callable[[list[Any]], None]
+    ) -> Blob:
+        """``value`` with ``holes``, arrays inside it, written by ``fill`` in shared memory."""
+        packed = pack(value)
+        if packed.nbytes < LARGE:
+            fill([bytes_of(hole) for hole in holes])
+            return cls.of(node, value)
+        lease, layout = _reserve(node, packed)
+        target = _writable(lease)
+        number = {_address(bytes_of(hole)): i for i, hole in enumerate(holes)}
+        memory: list[Any] = [None] * len(holes)
+        for (at, size), part in zip(layout, [packed.data, *packed.buffers], strict=True):
+            source = _array(part)
+            which = number.get(_address(source)) if size else None
+            if which is None:
+                target[at : at + size] = source
+            else:
+                memory[which] = target[at : at + size]
+        fill(memory)
+        refs = [_entry_of(r) for r in packed.refs]
+        return cls(private=packed.private, refs=refs, lease=lease, layout=layout)
+
+    @classmethod
     def of(cls, node: Node, value: Any, what: str = "value") -> Blob:
         """Pickle ``value``. Raises ``NotSerializableError``, ``ObjectStoreFullError``."""
         packed = pack(value, what)
@@ -187,20 +212,27 @@ class Blob:
         lease, layout = _write(node, packed)
         return cls(private=packed.private, refs=refs, lease=lease, layout=layout)
 
-    def load(self, node: Node) -> Any:
-        """The value, over the shared memory itself where it is large."""
+    def load(self, node: Node, *, writable: bool = True) -> Any:
+        """The value, over the shared memory itself where it is large.
+
+        Unless ``writable``, tensors are over read-only memory as well.
+        """
         refs = [_public(node, r) for r in self.refs] if self.refs else ()
         if self.lease is None:
             assert self.data is not None
             return unpack(self.data, self.buffers, refs)
-        private = self.lease.segment.private_map() if any(self.private) else None
         (offset, length), *places = self.layout
-        stream = memoryview(self.lease.segment.map)[offset : offset + length]
+        end = offset + length if not places else places[-1][0] + places[-1][1]
+        shared = private = _view(self.lease, self.lease.segment.map, end, False)
+        if writable and any(self.private):
+            private = _view(self.lease, self.lease.private_map(), end, True)
+        # Slices of one view: hundreds of tensors need not cost an array with a lease each.
         buffers = [
-            _view(self.lease, private if own else self.lease.segment.map, at, size, own)
+            (private if own else shared)[at : at + size]
             for (at, size), own in zip(places, self.private, strict=True)
         ]
-        return unpack(stream, buffers, refs)
+        stream = shared[offset : offset + length]
+        return unpack(stream, buffers, refs, readonly_tensors=not writable)
 
     def to_wire(self, node: Node, proc: int, fds: list[int]) -> Wire:
         """What to send to ``proc``: gives it credits on all that is inside. Raises ``Closed``."""
@@ -227,27 +259,41 @@ class Blob:
 
 
 def _write(node: Node, packed: Packed) -> tuple[Lease, list[tuple[int, int]]]:
-    import numpy as np
+    lease, layout = _reserve(node, packed)
+    target = _writable(lease)
+    for (at, size), part in zip(layout, [packed.data, *packed.buffers], strict=True):
+        if size:  # numpy copies with the interpreter's lock released
+            target[at : at + size] = _array(part)
+    return lease, layout
 
+
+def _reserve(node: Node, packed: Packed) -> tuple[Lease, list[tuple[int, int]]]:
     layout = [(0, len(packed.data))]
     offset = aligned(len(packed.data))
     for buffer in packed.buffers:
         layout.append((offset, buffer.nbytes))
         offset = aligned(offset + buffer.nbytes)
-    lease = node.store.allocate(max(offset, 1))
-    target = np.frombuffer(lease.segment.map, np.uint8)
-    parts: list[Any] = [packed.data, *packed.buffers]
-    for (at, size), part in zip(layout, parts, strict=True):
-        if size:  # numpy copies with the interpreter's lock released
-            target[at : at + size] = np.frombuffer(part, np.uint8)
-    return lease, layout
+    return node.store.allocate(max(offset, 1)), layout
 
 
-def _view(lease: Lease, memory: Any, offset: int, size: int, writable: bool) -> Any:
+def _writable(lease: Lease) -> Any:
+    return _array(lease.segment.map)
+
+
+def _array(memory: Any) -> Any:
+    import numpy as np
+
+    return np.frombuffer(memory, np.uint8)
+
+
+def _address(array: Any) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _view(lease: Lease, memory: Any, size: int, writable: bool) -> memoryview:
     """A buffer over ``memory`` that keeps ``lease`` alive as long as anything is built on it."""
-    if not size:
-        return b""
-    view = _leased_array()(memory, offset, size)
+    view = _leased_array()(memory, size)
     view.lease = lease
     view.flags.writeable = writable
     # Not the array itself: numpy would skip it and refer to the memory below, losing the lease.
@@ -264,8 +310,8 @@ def _leased_array() -> Any:
         class LeasedArray(np.ndarray[Any, Any]):
             lease: Lease
 
-        def make(memory: Any, offset: int, size: int) -> Any:
-            return np.frombuffer(memory, np.uint8, size, offset).view(LeasedArray)
+        def make(memory: Any, size: int) -> Any:
+            return np.frombuffer(memory, np.uint8, size).view(LeasedArray)
 
         _leased_array_cache = make
     return _leased_array_cache

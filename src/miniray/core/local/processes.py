@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from miniray.core import machine
+from miniray.core import machine, startup
 from miniray.core.local import death
 from miniray.core.local.logs import LogReader
 from miniray.core.local.node import DRIVER, Node
@@ -106,6 +106,7 @@ class Processes:
             "is_actor": worker.actor is not None,
         }
         modules = ["asyncio"] if worker.actor is not None and worker.actor.is_async else []
+        modules += worker.env.get(startup.PRELOAD, "").split()
         zygote.spawn(request, (worker.listener.fileno(), out_fd, err_fd), modules)
         os.close(out_fd)
         os.close(err_fd)

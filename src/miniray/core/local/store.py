@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +43,7 @@ class Segment:
     ``id`` stays the same over all uses, so a receiver recognises a segment it has mapped already.
     """
 
-    __slots__ = ("fd", "id", "map", "on_disk", "size", "used_at")
+    __slots__ = ("fd", "id", "kept", "map", "on_disk", "size", "used_at")
 
     def __init__(self, id: int, fd: int, size: int, *, writable: bool, on_disk: bool) -> None:
         self.fd = fd
@@ -50,11 +51,20 @@ class Segment:
         self.size = size
         self.on_disk = on_disk
         self.used_at = 0.0
+        #: A private mapping that nobody uses any more, and that still shows the segment itself.
+        self.kept: mmap.mmap | None = None
         prot = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
         self.map = mmap.mmap(fd, size, mmap.MAP_SHARED, prot, **_NO_DUP)
 
     def private_map(self) -> mmap.mmap:
-        """Another mapping whose writes nobody else sees (copy on write)."""
+        """Another mapping whose writes nobody else sees (copy on write).
+
+        The one of the last use serves again if nothing was written to it: filling a new one with
+        pages takes as long as copying them.
+        """
+        kept, self.kept = self.kept, None
+        if kept is not None:
+            return kept
         prot = mmap.PROT_READ | mmap.PROT_WRITE
         return mmap.mmap(self.fd, self.size, mmap.MAP_PRIVATE, prot, **_NO_DUP)
 
@@ -69,7 +79,7 @@ class Lease(Shared):
     Values built over the memory keep the lease alive through their buffers (see ``view``).
     """
 
-    __slots__ = ("abandoned", "segment", "store")
+    __slots__ = ("abandoned", "private", "segment", "store")
 
     def __init__(
         self, sharing: Sharing, id: int, parent: int | None, segment: Segment, store: Store
@@ -78,11 +88,21 @@ class Lease(Shared):
         self.segment = segment
         self.store = store
         self.abandoned = False
+        self.private: weakref.ref[mmap.mmap] | None = None
+
+    def private_map(self) -> mmap.mmap:
+        """Writable memory with the object in it, for one receiver. Views on it hold the lease."""
+        memory = self.segment.private_map()
+        # Weak: what a receiver wrote there takes memory, and is freed with its last view.
+        self.private = weakref.ref(memory)
+        return memory
 
     def holder_lost(self) -> None:
         self.abandoned = True
 
     def __del__(self) -> None:
+        # The mapping is still there if the last view on it is what held the lease until now.
+        self.segment.kept = None if self.private is None else self.private()
         self.store.returned.append((self.segment, self.parent is None, self.abandoned))
         super().__del__()
 
@@ -196,6 +216,8 @@ class Store:
             segment, home, abandoned = self.returned.popleft()
             segment.used_at = now
             self._live -= 1
+            if segment.kept is not None and not system.is_untouched(segment.kept):
+                segment.kept = None  # what the last receiver wrote there is nobody's business
             if not home:
                 self._mapped[segment.id] = segment
             elif abandoned or segment.on_disk:

@@ -22,7 +22,7 @@ from collections import deque
 from types import FrameType
 from typing import Any
 
-from miniray.core import seeding, session
+from miniray.core import session, startup
 from miniray.core.local import system
 from miniray.core.local.calls import CALL, CALL_PLAIN, FUNCTION, R_STOLEN
 from miniray.core.local.engine import LocalEngine
@@ -124,8 +124,7 @@ class Server:
             nonlocal label
             label = cls.__name__
             args, kwargs = _arguments(self.node, blobs, meta["places"])
-            seeding.apply()
-            return cls(*args, **kwargs)
+            return startup.construct(cls, args, kwargs)
 
         try:
             if meta["is_async"]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from miniray.core import serialize, session
+from miniray.core import serialize, session, startup
 from miniray.core.engine import Capabilities, Engine, RuntimeContext
 from miniray.core.options import Options
 from miniray.core.ray.errors import translate
@@ -304,7 +306,15 @@ def attach() -> RayEngine:
     engine = RayEngine(owned=False, in_worker=mode == ray._private.worker.WORKER_MODE)
     if current is None:
         session.install(engine)
+    os.environ.setdefault(startup.RUN_SEED, run_seed())
     return engine
+
+
+def run_seed() -> str:
+    """The run's seed on a cluster: what every process of this job can work out by itself."""
+    context = ray.get_runtime_context()
+    text = f"{context.gcs_address} {context.get_job_id()}"
+    return str(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
 
 
 def load_ref(ray_ref: Any) -> RayRef[Any]:

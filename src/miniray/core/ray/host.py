@@ -22,13 +22,14 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from miniray.core import seeding
+from miniray.core import startup
 from miniray.core.remote import CallSpec, ClassSpec, FunctionSpec
 from miniray.errors import TaskError
 
 #: Stands in the text of Ray's error in front of the traceback when an actor's __init__ raised.
 INIT_FAILED = "ActorInitError: "
 
+_OWN = (__file__, startup.__file__)  # whose frames are none of the user's business
 _USER_OBJECT = "the user's object"  # a key no attribute or method name can collide with
 
 
@@ -137,7 +138,7 @@ def _captured(error: Exception, function: str) -> TaskError:
 
 
 def _without_own_frames(tb: TracebackType | None) -> TracebackType | None:
-    while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code.co_filename == __file__:
+    while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code.co_filename in _OWN:
         tb = tb.tb_next
     return tb
 
@@ -185,8 +186,7 @@ def _start_actor(host: Any, cls: type, args: tuple[Any, ...], kwargs: dict[str, 
     global _host_class_name
     _host_class_name = cls.__name__
     try:
-        seeding.apply()
-        host.__dict__[_USER_OBJECT] = cls(*args, **kwargs)
+        host.__dict__[_USER_OBJECT] = startup.construct(cls, args, kwargs)
     except Exception as error:
         error.__traceback__ = _without_own_frames(error.__traceback__)
         raise ActorInitError("".join(traceback.format_exception(error))) from None

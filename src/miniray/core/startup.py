@@ -1,0 +1,77 @@
+"""What happens in an actor's process around the making of the user's object.
+
+Both parts travel as environment variables, so they work alike on every engine:
+
+- a seed, for ``random``, numpy and torch;
+- a set-up function (``"module:function"``), called before the object is made. What it returns, if
+  anything, is called with the object. Rooms above the core use it to watch their workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+SEED = "MINIRAY_SEED"
+#: Not the workers' own but one for the whole run; every process of it has it in its environment.
+RUN_SEED = "MINIRAY_RUN_SEED"
+SET_UP = "MINIRAY_SET_UP"
+#: Modules, space between them, that the local engine loads once for all workers, before it forks.
+PRELOAD = "MINIRAY_PRELOAD"
+
+_env: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar("env", default=None)
+
+
+@contextlib.contextmanager
+def actors_with(seed: int | None = None, env: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Actors created inside begin with this seed and these environment variables."""
+    own = dict(env or {})
+    if seed is not None:
+        own[SEED] = str(seed)
+    token = _env.set(own or None)
+    try:
+        yield
+    finally:
+        _env.reset(token)
+
+
+def environment() -> dict[str, str] | None:
+    """What an actor created here and now gets on top of its own environment variables."""
+    return _env.get()
+
+
+def construct(cls: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    """Make the user's object, seeded and set up. What any part raises is the actor's failure."""
+    _seed()
+    where = os.environ.get(SET_UP)
+    after: Callable[[Any], None] | None = None
+    if where is not None:
+        module, _, function = where.partition(":")
+        after = getattr(importlib.import_module(module), function)()
+    made = cls(*args, **kwargs)
+    if after is not None:
+        after(made)
+    return made
+
+
+def _seed() -> None:
+    text = os.environ.get(SEED)
+    if text is None:
+        return
+    seed = int(text)
+    import random
+
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(seed)
