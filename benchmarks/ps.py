@@ -4,8 +4,9 @@
 
 Weights of 100 MB in 10 and in 400 tensors on 2 and 4 workers. All systems run in turn in fresh
 processes, several times, so that a change of the machine's load meets all. gloo's figure is for one
-flat tensor of all bytes, in place: the best it can do. Figures are medians of all samples; the JSON
-file has every one.
+flat tensor of all bytes, in place: the best it can do. GB/s count what the workers give and get.
+Two servers that share the work, and compressed pushes, are measured once at the end. Figures are
+medians of all samples; the JSON file has every one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from common import Line, median
 
 ROWS_FILE = Path(__file__).with_name("ps_rows.py")
 CASES = [(2, 10), (2, 400), (4, 10), (4, 400)]
+VARIANTS = {"sharded": (4, 10), "compression": (1, 10)}
+MEGABYTES = 100
 
 #: Wanted: so many times faster than gloo (with 4 workers) and than the plain server on Ray; and the
 #: server's own memory at most so many times the weights.
@@ -36,12 +39,15 @@ def measure(
         for case in CASES:
             for system in systems if repetition % 2 == 0 else reversed(systems):
                 say(f"{repetition + 1}/{repetitions}  {system}: {_name(case)}")
-                arguments = ["--system", system, "--workers", case[0], "--tensors", case[1]]
-                arguments += ["--rounds", rounds, "--megabytes", size]
-                result = common.run_measured(ROWS_FILE, [str(a) for a in arguments])
-                for name, values in result.items():
+                for name, values in _run(system, case, rounds, size).items():
                     found[_name(case)][system].setdefault(name, []).extend(values)
     return found
+
+
+def _run(system: str, case: tuple[int, int], rounds: int, size: float) -> Samples:
+    arguments = ["--system", system, "--workers", case[0], "--tensors", case[1]]
+    arguments += ["--rounds", rounds, "--megabytes", size]
+    return common.run_measured(ROWS_FILE, [str(a) for a in arguments])
 
 
 def _name(case: tuple[int, int]) -> str:
@@ -55,8 +61,25 @@ def summarise(found: dict[str, dict[str, Samples]]) -> list[Line]:
         if "ray" in samples:
             lines.append(_factor_line("  and Ray", samples, "ray", RAY_FACTOR))
         lines.append(_phases_line(samples["miniray"]))
+        lines.append(_speed_line(samples["miniray"], workers))
         lines.append(_memory_line(samples["miniray"]))
     return lines
+
+
+def summarise_variants(variants: dict[str, Samples]) -> list[Line]:
+    sharded, pushes = variants["sharded"], variants["compression"]
+    cell = common.human(median(sharded["sync"]), "s")
+    lines = [Line("4 workers, 10 tensors, num_servers=2", [cell, "", ""])]
+    for codec in ("plain", "bf16", "int8"):
+        seconds = common.human(median(pushes[f"{codec}_push"]), "s")
+        size = f"{median(pushes[f'{codec}_bytes']):.3f}× the bytes"
+        lines.append(Line(f"push, {codec}", [seconds, "", size]))
+    return lines
+
+
+def _speed_line(samples: Samples, workers: int) -> Line:
+    speed = 2 * workers * MEGABYTES / 1000 / median(samples["sync"])
+    return Line("  to and from the workers", [f"{speed:.1f} GB/s", "", ""])
 
 
 def _factor_line(title: str, samples: dict[str, Samples], other: str, goal: float | None) -> Line:
@@ -90,8 +113,16 @@ def main() -> None:
     systems = ["miniray", "gloo"] if arguments.no_ray else ["miniray", "gloo", "ray"]
     repetitions, rounds = (1, 5) if arguments.quick else (3, 12)
     started = common.stamp()
-    found = measure(systems, repetitions, rounds, 100, lambda text: print(text, flush=True))
-    lines = summarise(found)
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    found = measure(systems, repetitions, rounds, MEGABYTES, say)
+    variants = {}
+    for system, case in VARIANTS.items():
+        say(f"{system}: {_name(case)}")
+        variants[system] = _run(system, case, rounds, MEGABYTES)
+    lines = summarise(found) + summarise_variants(variants)
     columns = ["miniray", "other", "ratio"]
     if arguments.markdown:
         print(common.markdown_table(columns, lines))
@@ -105,6 +136,7 @@ def main() -> None:
         "repetitions": repetitions,
         "rounds": rounds,
         "samples": found,
+        "variants": variants,
         "table": [vars(line) for line in lines],
     }
     common.write_json(arguments.json, record)

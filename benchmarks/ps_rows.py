@@ -64,14 +64,16 @@ def timed(sync: Any, rounds: int) -> list[float]:
     return samples
 
 
-def run_miniray(workers: int, tensors: int, numbers: int, rounds: int) -> Samples:
+def run_miniray(
+    workers: int, tensors: int, numbers: int, rounds: int, num_servers: int = 1
+) -> Samples:
     import miniray
     from miniray import ps
 
     miniray.init(num_workers=1, log_to_driver=False)
     actor = miniray.remote(Worker)
     handles = [actor.remote(i, tensors, numbers) for i in range(workers)]
-    server = ps.create_parameter_server("average")
+    server = ps.create_parameter_server("average", num_servers=num_servers)
     pid = server_pid(server)
     phases: list[dict[str, float]] = []
     memory = Memory(pid)
@@ -148,6 +150,38 @@ class Memory:
         return self._peak - self._before
 
 
+def run_sharded(workers: int, tensors: int, numbers: int, rounds: int) -> Samples:
+    """Two servers that share the work. ``server_memory`` is that of the coordinator alone."""
+    return run_miniray(workers, tensors, numbers, rounds, num_servers=2)
+
+
+def run_compression(workers: int, tensors: int, numbers: int, rounds: int) -> Samples:
+    """A worker's pushes: bytes of each over those of the weights, and seconds."""
+    import numpy as np
+
+    import miniray
+    from miniray import ps
+    from miniray.ps.compression import CODECS, encode
+
+    samples: Samples = {}
+    miniray.init(num_workers=1, log_to_driver=False)
+    generator = np.random.default_rng(0)
+    weights = [generator.standard_normal(numbers, np.float32) for _ in range(tensors)]
+    size = sum(w.nbytes for w in weights)
+    for codec in (None, *CODECS):
+        server = ps.create_parameter_server("average", compression=codec, num_workers=workers)
+        miniray.get(server.set_weights.remote([np.zeros_like(w) for w in weights]))
+        client = ps.Client(server, 0)
+        client.pull()
+        name = codec or "plain"
+        samples[f"{name}_push"] = timed(lambda client=client: client.push(weights), rounds)
+        sent = [weights] if codec is None else [encode(codec, w) for w in weights]
+        samples[f"{name}_bytes"] = [sum(a.nbytes for entry in sent for a in entry) / size]
+        miniray.kill(server)
+    miniray.shutdown()
+    return samples
+
+
 def run_ray(workers: int, tensors: int, numbers: int, rounds: int) -> Samples:
     import ray
 
@@ -201,7 +235,13 @@ def gloo_rank(
     dist.destroy_process_group()
 
 
-SYSTEMS = {"miniray": run_miniray, "gloo": run_gloo, "ray": run_ray}
+SYSTEMS = {
+    "miniray": run_miniray,
+    "gloo": run_gloo,
+    "ray": run_ray,
+    "sharded": run_sharded,
+    "compression": run_compression,
+}
 
 
 def main() -> None:

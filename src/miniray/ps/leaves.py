@@ -96,7 +96,10 @@ def _role(flat: Source, who: Who, path: str) -> tuple[str, np.dtype[Any], int]:
 def flatten_leaf(node: Any) -> Source:
     """An array or tensor as one flat array over the same memory; complex as pairs of floats."""
     if not isinstance(node, np.ndarray):
-        flat = node.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+        plain = node.device.type == "cpu" and not node.is_conj() and not node.is_neg()
+        # There may be hundreds of tensors on each of many workers: no call that is not needed.
+        flat = node.detach() if node.requires_grad else node
+        flat = (flat if plain else flat.cpu().resolve_conj().resolve_neg()).reshape(-1)
         try:
             node = flat.numpy()
         except TypeError:

@@ -81,7 +81,7 @@ class Model:
     def _take(self, layout: Layout, weights: Any, ref: Any) -> None:
         assert self.layout is not None
         self.weights, self.ref = weights, ref
-        self._sources = self.layout.extract(weights, "the server", "the server")
+        self._sources = _readonly(self.layout.extract(weights, "the server", "the server"))
 
     def _prepare(self, layout: Layout) -> None:
         """Get ready for weights of this layout."""
@@ -135,8 +135,8 @@ class Model:
         assert self.layout is not None
         layout = self.layout
         reference = first.who if self.weights is None else "the server"
-        workers = [layout.extract(first.weights, first.who, reference)]
-        workers += [layout.extract(g.weights, g.who, first.who) for g in given[1:]]
+        workers = [_readonly(layout.extract(first.weights, first.who, reference))]
+        workers += [_readonly(layout.extract(g.weights, g.who, first.who)) for g in given[1:]]
         return layout, workers
 
     def _combine(
@@ -264,6 +264,17 @@ class Model:
 
     def _load_large(self, state: dict[str, list[Array]]) -> None:
         self._large.buffers.load(state)
+
+
+def _readonly(sources: list[Source]) -> list[Source]:
+    """The same, so that a strategy that writes to them gets an error.
+
+    They are memory that others see too, and part of it must not be written to at all.
+    """
+    for source in sources:
+        if isinstance(source, np.ndarray):
+            source.flags.writeable = False
+    return sources
 
 
 def _room(layout: Layout, which: int) -> Array:
