@@ -15,15 +15,26 @@ from typing import Any
 __all__ = [
     "ActorDiedError",
     "ActorUnschedulableError",
+    "BarrierTimeoutError",
+    "BoxError",
     "CapabilityError",
     "CheckpointError",
+    "DataError",
     "EngineStartError",
     "GetTimeoutError",
+    "GroupError",
+    "HandlesError",
     "MinirayError",
+    "NoTokensError",
+    "NonFiniteError",
     "NonFiniteWeightsError",
     "NotSerializableError",
     "ObjectLostError",
     "ObjectStoreFullError",
+    "PeerLostError",
+    "RewardError",
+    "RewardTimeoutError",
+    "RowError",
     "SessionEndedError",
     "SyncError",
     "TaskCancelledError",
@@ -101,12 +112,82 @@ class WorkerTimeoutError(MinirayError, TimeoutError):
     """A training worker gave no result within ``worker_timeout`` and was ended."""
 
 
+class BarrierTimeoutError(MinirayError, TimeoutError):
+    """A named barrier did not complete: ranks are missing, ended, or at another barrier.
+
+    Raised on every rank that is at the barrier, and on one that comes late. ``missing`` are the
+    ranks that did not come; the message shows where each of them is and what it did last.
+    """
+
+    def __init__(self, message: str, name: str = "", missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.name = name
+        self.missing = missing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.args[0], self.name, self.missing)
+
+
+class BoxError(MinirayError):
+    """A rank's black box is not there, damaged, or of another version. The message names it."""
+
+
 class CheckpointError(MinirayError):
     """A checkpoint could not be written, or none can be read.
 
     A failed write leaves every earlier checkpoint as it was; ``__cause__`` is the system's error.
     The message names the file or the entry.
     """
+
+
+class DataError(MinirayError, ValueError):
+    """Data cannot be read or shared out as asked. The message names file and row group.
+
+    Raised where the dataset is made if a look at the files' metadata can tell, else at the row.
+    """
+
+
+class RowError(DataError):
+    """One row could not be read, filtered or transformed; ``__cause__`` is what was raised.
+
+    ``file`` and ``row`` (within the file, from 0) say which.
+    """
+
+    def __init__(self, message: str, file: str = "", row: int = -1) -> None:
+        super().__init__(message)
+        self.file = file
+        self.row = row
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.args[0], self.file, self.row)
+
+
+class GroupError(MinirayError, RuntimeError):
+    """A process group could not be formed. The message names the ranks that are missing."""
+
+
+class PeerLostError(MinirayError, RuntimeError):
+    """A rank could not reach the others any more. A consequence: the cause is elsewhere."""
+
+
+class HandlesError(MinirayError, ValueError):
+    """A dataset holds something that a loader's worker process must not inherit. It is named."""
+
+
+class RewardError(MinirayError):
+    """The reward function raised, or gave no finite number. The message names row and worker."""
+
+
+class RewardTimeoutError(RewardError, TimeoutError):
+    """The reward function took longer than ``reward_timeout`` for one response."""
+
+
+class NonFiniteError(MinirayError, ArithmeticError):
+    """Log-probs, values or gradients hold NaN or infinity. The weights are those from before."""
+
+
+class NoTokensError(MinirayError, ValueError):
+    """A step has nothing to learn from: all prompts were left out, or all responses are empty."""
 
 
 class WeightsMismatchError(MinirayError, ValueError):

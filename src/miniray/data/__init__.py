@@ -1,0 +1,57 @@
+"""Data for training: every rank reads its own rows, exactly once, in bounded memory.
+
+Needs nothing else of miniray, so it works in a torchrun, Lightning or Accelerate script. What a
+name needs (numpy, pyarrow, torch) is imported when the name is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from miniray.data.dataset import Dataset
+    from miniray.data.datasets import ArrowDataset, IndexedDataset, JsonlDataset, ParquetDataset
+    from miniray.data.loader import DataLoader
+    from miniray.data.mixture import Mixture
+    from miniray.data.plan import shard_indices
+    from miniray.data.progress import merge_states
+    from miniray.data.rlhf import RLHFDataset
+
+__all__ = [
+    "ArrowDataset",
+    "DataLoader",
+    "Dataset",
+    "IndexedDataset",
+    "JsonlDataset",
+    "Mixture",
+    "ParquetDataset",
+    "RLHFDataset",
+    "merge_states",
+    "shard_indices",
+]
+
+_WHERE = {
+    "ArrowDataset": "datasets",
+    "DataLoader": "loader",
+    "Dataset": "dataset",
+    "IndexedDataset": "datasets",
+    "JsonlDataset": "datasets",
+    "Mixture": "mixture",
+    "ParquetDataset": "datasets",
+    "RLHFDataset": "rlhf",
+    "merge_states": "progress",
+    "shard_indices": "plan",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

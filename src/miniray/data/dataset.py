@@ -1,0 +1,487 @@
+"""A rank's share of a source: which rows, in which order, how far it has come.
+
+Ranks of a run make the same dataset with their own ``rank`` and never talk to each other. Nothing
+is read until a row is asked for; metadata is looked at when the dataset is made, so that files
+which cannot work are refused before training starts.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from miniray.data import progress
+from miniray.data.gather import BlockCache, Places
+from miniray.data.groups import GroupedOrder, group_starts
+from miniray.data.order import (
+    GlobalOrder,
+    Order,
+    SequentialOrder,
+    Shuffle,
+    WindowOrder,
+    shuffle_kind,
+    window_bytes,
+)
+from miniray.data.permutation import Positions
+from miniray.data.plan import Even, check_rank, resolve_seed
+from miniray.data.row_ids import RowId, RowIds
+from miniray.data.selection import Kept, Selection
+from miniray.data.source import Source, parse_bytes, wanted
+from miniray.errors import DataError
+
+_ROWS_AT_A_TIME = 256
+
+Self = TypeVar("Self", bound="Dataset")
+
+
+class Dataset:
+    """Rows of ``source`` that are ``rank``'s of ``world_size``, in the order of the current epoch.
+
+    ``len(ds)``, ``ds[i]`` and iteration are about what this rank gets in this epoch: all of its
+    part, or what is left of it after ``load_state_dict``. Iterating to the end begins the next
+    epoch; a loop that was left starts the epoch again. See ``ParquetDataset`` for the arguments.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        max_samples: int = -1,
+        seed: int | None = None,
+        shuffle: Shuffle = False,
+        filter: Callable[[Any], bool] | None = None,
+        filter_columns: Sequence[str] | None = None,
+        filter_id: str | None = None,
+        filter_workers: int = 1,
+        group_by: str | None = None,
+        even: Even = "exact",
+        memory_budget: int | str = "256MB",
+    ) -> None:
+        check_rank(rank, world_size)
+        if max_samples < -1:
+            raise ValueError(f"max_samples must be -1 (all rows) or at least 0, not {max_samples}")
+        if even not in ("exact", "pad", "drop"):
+            raise ValueError(f"even must be 'exact', 'pad' or 'drop', not {even!r}")
+        if group_by is not None and even != "exact":
+            raise ValueError(
+                f"group_by keeps groups whole, so ranks cannot get equally many rows: leave out"
+                f" even={even!r}"
+            )
+        if group_by is not None and (names := source.column_names()) is not None:
+            wanted(names, [group_by], "the data")
+        self._source = source
+        self._group_by = group_by
+        self._rank, self._world_size = rank, world_size
+        self._max_samples = max_samples
+        self._shuffle = shuffle_kind(shuffle, source)
+        if filter_workers < 1:
+            raise ValueError(f"filter_workers must be at least 1, not {filter_workers}")
+        self._filter, self._filter_columns, self._filter_id = filter, filter_columns, filter_id
+        self._filter_workers = filter_workers
+        self._even: Even = even
+        self._budget = parse_bytes(memory_budget)
+        self._window = window_bytes(self._budget, source.blocks)
+        total = int(source.blocks.rows.sum())
+        drawn = -1 < max_samples < total
+        self._seed, self._seed_given = seed, seed is not None
+        if drawn or self._shuffle:
+            self._seed = resolve_seed(seed, world_size, "max_samples" if drawn else "shuffling")
+        self._chunk_left: progress.ChunkLeft | None = None
+        self._begin(0)
+        self._forget()
+
+    def _begin(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._history: list[list[Any]] = []
+        self._began_with = self._world_size
+        self._taken: Any = 0
+        self._alone = self._complete = False
+        self._part: tuple[progress.Intervals, progress.Intervals] | None = None
+        self._order: Order | None = None
+
+    def _forget(self) -> None:
+        self._selection: Selection | None = None
+        self._rows: int | None = None
+        self._groups: Positions | None = None
+        self._cache: BlockCache | None = None
+        self._order = None
+        self._part = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        forgotten = ("_selection", "_rows", "_groups", "_cache", "_order", "_part", "_chunk_left")
+        return {**self.__dict__, **dict.fromkeys(forgotten)}
+
+    # -- what it is ------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that iterating gives next, or is giving."""
+        return self._epoch
+
+    @property
+    def seed(self) -> int | None:
+        """The seed in use: the one given, the run's, the one drawn, or that of a loaded state."""
+        return self._seed
+
+    @property
+    def memory_budget(self) -> int:
+        """Bytes that may be held for this rank."""
+        return self._budget
+
+    @property
+    def sources(self) -> list[Source]:
+        return [self._source]
+
+    @property
+    def total_rows(self) -> int:
+        """Rows of all ranks in an epoch, after filter and ``max_samples``."""
+        return self._n()
+
+    @property
+    def distinct_rows(self) -> int:
+        """Rows there are, after filter and ``max_samples``; a mixture may repeat or leave some."""
+        return self._n()
+
+    @property
+    def kind(self) -> str:
+        return self._source.kind
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the data, wherever its files lie; changes with their names, sizes and rows."""
+        return self._source.fingerprint
+
+    @property
+    def column_names(self) -> list[str] | None:
+        return self._source.column_names()
+
+    def shard(self: Self, rank: int, world_size: int) -> Self:
+        """The same dataset as another rank sees it; cheap, nothing is read again."""
+        check_rank(rank, world_size)
+        other = copy.copy(self)
+        other._rank, other._world_size = rank, world_size
+        # A seed that is needed was found when this one was made, and holds for all its shards.
+        if not other._history:
+            other._began_with = world_size
+        other._taken, other._alone, other._complete = 0, False, False
+        other._cache = other._order = other._part = None
+        return other
+
+    def prepare(self: Self) -> Self:
+        """Do now what is otherwise done at the first row: the filter, or loading its answer."""
+        if self._selection is None:
+            blocks = self._source.blocks
+            self._selection = Selection(blocks.rows, self._kept(), self._max_samples, self._seed)
+            if self._group_by is not None:
+                self._groups = group_starts(self._source, self._group_by, self._selection)
+        return self
+
+    def _kept(self) -> Kept | None:
+        if self._filter is None:
+            return None
+        from miniray.data.filtering import FilterRun
+        from miniray.data.identity import filter_identity
+
+        columns = self._filter_columns
+        identity = filter_identity(self._filter, self._filter_id, self._source.kind, columns)
+        return FilterRun(
+            self._source,
+            self._filter,
+            columns,
+            identity,
+            rank=self._rank,
+            threads=self._filter_workers,
+        ).result()
+
+    @property
+    def _selected(self) -> Selection:
+        self.prepare()
+        assert self._selection is not None
+        return self._selection
+
+    # -- who gets what ---------------------------------------------------------------------------
+
+    def order_of(self, epoch: int, world_size: int) -> Order:
+        """The order of an epoch that ``world_size`` ranks begin."""
+        sizes, nbytes = self._selected.sizes, self._source.blocks.nbytes
+        if self._group_by is not None:
+            assert self._groups is not None
+            return GroupedOrder(
+                sizes, nbytes, self._groups, self._shuffle, self._seed, epoch, self._window
+            )
+        if self._shuffle is None:
+            return SequentialOrder(sizes)
+        assert self._seed is not None
+        if self._shuffle == "global":
+            return GlobalOrder(sizes, self._seed, epoch)
+        return WindowOrder(sizes, nbytes, self._seed, epoch, self._window, world_size)
+
+    def _n(self) -> int:
+        """Rows of the epoch, of all ranks."""
+        if self._rows is None:
+            self._rows = self._count()
+        return self._rows
+
+    def _count(self) -> int:
+        return self._selected.n
+
+    def _parts(self) -> tuple[progress.Intervals, progress.Intervals]:
+        """What is left of the epoch for all ranks, and this rank's part of it."""
+        if self._part is None:
+            order = self._current_order() if self._group_by else None
+            snap = order.snap if isinstance(order, GroupedOrder) else None
+            left = progress.remaining(self._n(), self._history, self._even, snap, self._chunk_left)
+            edges = progress.cuts(left, self._world_size, self._even, snap)
+            own = progress.portion(left, int(edges[self._rank]), int(edges[self._rank + 1]))
+            self._part = left, own
+        return self._part
+
+    def positions(self, index: npt.ArrayLike) -> Positions:
+        """Positions in the epoch's order of this rank's ``index``-th rows (padding included)."""
+        left, own = self._parts()
+        asked = np.array(index, dtype=np.int64)
+        count = progress.size(own)
+        if count:
+            asked[asked >= count] = 0
+            return progress.positions_at(own, asked)
+        asked[:] = self._rank % max(1, progress.size(left))
+        return progress.positions_at(left, asked)
+
+    def places(self, index: npt.ArrayLike) -> Places:
+        """Where this rank's ``index``-th rows are."""
+        return self.places_of(self.positions(index))
+
+    def places_of(self, positions: Positions) -> Places:
+        """Where the rows at ``positions`` of the epoch's order are."""
+        return self.places_in(self._current_order(), positions)
+
+    def _current_order(self) -> Order:
+        if self._order is None:
+            self._order = self.order_of(self._epoch, self._began_with)
+        return self._order
+
+    def ordinals(self, positions: Positions) -> Positions:
+        """The rows at ``positions`` by their number among all rows that take part, unshuffled."""
+        return self.ordinals_in(self._current_order(), positions)
+
+    def ordinals_in(self, order: Order, positions: Positions) -> Positions:
+        blocks, places = order.places(positions)
+        sizes = self._selected.sizes
+        found: Positions = (np.cumsum(sizes) - sizes)[blocks] + places
+        return found
+
+    def places_of_ordinals(self, ordinals: Positions) -> Places:
+        """Where rows are, by their number among all rows that take part."""
+        return self.places_in(SequentialOrder(self._selected.sizes), ordinals)
+
+    def places_in(self, order: Order, positions: Positions) -> Places:
+        """Where the rows at ``positions`` of any order of this dataset are."""
+        blocks, places = order.places(positions)
+        rows = self._selected.rows(blocks, places)
+        return Places(np.zeros_like(blocks), blocks, rows)
+
+    def __len__(self) -> int:
+        left, own = self._parts()
+        if self._even == "pad":
+            return (progress.size(left) + self._world_size - 1) // self._world_size
+        return progress.size(own)
+
+    def name_rows(self, places: Places) -> list[RowId]:
+        """Stable ids of rows: file, and row within the file."""
+        blocks = self._source.blocks
+        files = blocks.file[places.block].tolist()
+        rows = (blocks.first[places.block] + places.row).tolist()
+        return [(blocks.files[file], row) for file, row in zip(files, rows, strict=True)]
+
+    @property
+    def row_ids(self) -> RowIds:
+        """Ids ``(file, row)`` of this rank's rows in this epoch, in order; nothing is read."""
+        return RowIds(self)
+
+    @property
+    def padded(self) -> list[RowId]:
+        """Rows this rank gets although it or another rank has them (``even="pad"``)."""
+        own = progress.size(self._parts()[1])
+        return self.name_rows(self.places(np.arange(own, len(self))))
+
+    @property
+    def dropped(self) -> list[RowId]:
+        """Rows no rank gets in this epoch (``even="drop"``); the same on all ranks."""
+        left = self._parts()[0]
+        total = progress.size(left)
+        shared = total - total % self._world_size if self._even == "drop" else total
+        return self.name_rows(self.places_of(progress.positions_at(left, np.arange(shared, total))))
+
+    # -- rows ------------------------------------------------------------------------------------
+
+    def new_cache(
+        self, budget: int | None = None, columns: Sequence[str] | None = None
+    ) -> BlockCache:
+        """Memory for blocks of this dataset.
+
+        Two windows and a little, one to take rows from and one to read; less memory used is less
+        memory to be touched for the first time, which costs more than reading. Only where any
+        block may be needed again is more of the budget worth it.
+        """
+        largest = max(window_bytes(self._budget, source.blocks) for source in self.sources)
+        held = 2 * largest + self._budget // 32
+        if self._shuffle == "global":
+            held = self._budget * 3 // 4
+        return BlockCache(self.sources, budget or held, largest, columns)
+
+    def set_memory_budget(self, budget: int | str) -> None:
+        """Another budget. It decides how many blocks are mixed, so all ranks need the same."""
+        self._budget = parse_bytes(budget)
+        if not self._history:
+            self._window = window_bytes(self._budget, self._source.blocks)
+        self._cache = self._order = None
+
+    def rows_at(self, places: Places) -> list[Any]:
+        """Rows anywhere in the data, as Python objects."""
+        return self._blocks_held().rows(places)
+
+    def _blocks_held(self) -> BlockCache:
+        if self._cache is None or self._cache.pid != os.getpid():
+            self._cache = self.new_cache()
+        return self._cache
+
+    def __getitem__(self, index: int) -> Any:
+        """This rank's ``index``-th row of the epoch, as a dict. Reads its block if need be."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Several rows at once, as torch's loader asks for them."""
+        asked, count = np.array(indices, dtype=np.int64), len(self)
+        asked[asked < 0] += count
+        if len(asked) and (asked.min() < 0 or asked.max() >= count):
+            raise IndexError(f"rows {list(indices)} of {count}")
+        return self._blocks_held().rows(self.places(asked))
+
+    def __iter__(self) -> Iterator[Any]:
+        self.restart()
+        count, cache = len(self), self._blocks_held()
+        for start in range(0, count, _ROWS_AT_A_TIME):
+            stop = min(count, start + _ROWS_AT_A_TIME)
+            for number, row in enumerate(
+                cache.rows(self.places(np.arange(start, stop))), start + 1
+            ):
+                self.record(number, complete=number == count)
+                yield row
+        self.finish_epoch()
+
+    # -- progress --------------------------------------------------------------------------------
+
+    def is_at(self, epoch: int) -> bool:
+        """Whether this is the epoch under way or loaded, and not all of it delivered."""
+        return epoch == self._epoch and not self._complete
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; nothing happens in the midst of it or where it was loaded.
+
+        So a loop that calls it for every epoch goes on where a loaded state left off.
+        """
+        if not self.is_at(epoch):
+            self._begin(int(epoch))
+
+    def finish_epoch(self) -> None:
+        """Begin the next epoch."""
+        self._begin(self._epoch + 1)
+
+    def restart(self) -> None:
+        """Begin a pass: this epoch again, or the next if all of it has been delivered.
+
+        Some loops stop after ``len`` batches and never ask for the end.
+        """
+        if self._complete:
+            self.finish_epoch()
+        self._taken, self._alone = 0, False
+
+    def record(self, taken: Any, alone: bool = False, complete: bool = False) -> None:
+        """Remember that this rank has taken so many rows since the epoch was begun or loaded.
+
+        ``alone``: other ranks may have taken another number, so that states must be merged.
+        ``complete``: that was the last of them.
+        """
+        self._taken, self._alone, self._complete = taken, alone, complete
+
+    def set_chunks(self, chunk_left: progress.ChunkLeft) -> None:
+        """Say how to find out what an interrupted chunk of batches by tokens had left."""
+        self._chunk_left = chunk_left
+
+    def _plan(self) -> dict[str, Any]:
+        return {
+            "shuffle": self._shuffle or False,
+            "window": self._window if self._shuffle == "window" else 0,
+            "max_samples": self._max_samples,
+            "even": self._even,
+            "group_by": self._group_by,
+            "began_with": self._began_with,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the epoch has come, for all ranks: under 1 KB of JSON.
+
+        At a step boundary, where all ranks have taken as many rows, any one rank's state is the
+        run's. Where they have not, keep all and use ``merge_states``.
+        """
+        return {
+            "version": progress.STATE_VERSION,
+            "kind": self.kind,
+            "n": self._n(),
+            "fingerprint": self.fingerprint,
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "plan": self._plan(),
+            "history": [list(stage) for stage in self._history],
+            "world_size": self._world_size,
+            "rank": self._rank,
+            "taken": self._taken,
+            "alone": self._alone and self._world_size > 1,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken, on any number of ranks; all load the same state.
+
+        What is left of the epoch is cut into even parts for the ranks there are now. The seed is
+        that of the state. Refuses, with ``DataError``, a state of other data or of another plan,
+        and one that speaks for a single rank only.
+        """
+        progress.check_state(state, self.kind, self.fingerprint, self._plan())
+        if state["n"] != self._n():  # may run the filter
+            raise DataError(f"the state is of {state['n']} rows, and this dataset has {self._n()}")
+        self._seed, self._epoch = state["seed"], int(state["epoch"])
+        plan = state["plan"]
+        self._window = plan["window"] or self._window
+        self._began_with = int(plan["began_with"])
+        taken = state["taken"]
+        if isinstance(taken, list) and state["rank"] is not None:
+            taken = [taken]
+        stage = [state["world_size"], taken, *state.get("batching", ())[1:]]
+        self._history = progress.extended(
+            state["history"], stage, int(state["n"]), joinable=self._group_by is None
+        )
+        self._taken, self._alone, self._complete = 0, False, False
+        if not self._history:
+            self._began_with = self._world_size
+        self._forget()  # a subset depends on the seed
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__}: rank {self._rank} of {self._world_size},"
+            f" {len(self._source.blocks.files)} files, epoch {self._epoch}>"
+        )

@@ -1,0 +1,123 @@
+"""The datasets a user makes, one for each kind of source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from miniray.data.dataset import Dataset
+from miniray.data.files import Spec
+from miniray.data.order import Shuffle
+from miniray.data.plan import Even
+
+__all__ = ["ArrowDataset", "IndexedDataset", "JsonlDataset", "ParquetDataset"]
+
+
+class ParquetDataset(Dataset):
+    """Rows of parquet files, read in place: each rank its own row groups, never a whole file.
+
+    Args:
+        files: a file, a folder, a glob, an fsspec address (``s3://...``), or a list of these.
+        columns: those to read; all by default. A filter may use others.
+        rank, world_size: which part is ours: of 2099 rows on 2 ranks ``[0:1050]`` or
+            ``[1050:2099]``.
+        max_samples: a subset of this size, drawn once for the whole run and then sharded.
+        seed: for ``max_samples`` and ``shuffle``. ``None`` is the run's seed
+            (``MINIRAY_RUN_SEED``) or, for one rank alone, a fresh one (``ds.seed``).
+        shuffle: another order each epoch. ``True`` or ``"window"``: row groups in random order,
+            rows mixed within as many row groups as fit into 1/8 of the memory budget (1/4 if those
+            are fewer than four); each byte is read about once. ``"global"``: all rows in one random
+            order; a row costs the reading of its row group unless that is still in memory.
+        filter: ``filter(row) -> bool`` on a dict of ``filter_columns`` (by default ``columns``).
+            Runs once for the whole run, split over its ranks, and its answer is kept.
+        filter_id: names the filter instead of its code: change it when its answers change.
+        filter_workers: threads in this rank that filter, for filters that release the GIL.
+        group_by: a column; rows with the same value, which must lie next to each other, stay on one
+            rank and come one after the other. The column is read once by every rank.
+        even: ``"pad"`` or ``"drop"`` for equally many rows on every rank; see ``padded`` and
+            ``dropped``.
+        memory_budget: bytes this rank may hold. Row groups larger than fits are read in slices.
+        memory_map: map local files into memory (twice as fast). Turn it off where files may be
+            truncated while they are read: the system ends a process that reads a missing page.
+
+    Raises ``DataError`` naming file and row group, when it is made, for mixed schemas, a truncated
+    file, a missing column, an empty file; and later for a file that has gone or changed.
+    """
+
+    def __init__(
+        self,
+        files: Spec,
+        *,
+        columns: Sequence[str] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        max_samples: int = -1,
+        seed: int | None = None,
+        shuffle: Shuffle = False,
+        filter: Callable[[Any], bool] | None = None,
+        filter_columns: Sequence[str] | None = None,
+        filter_id: str | None = None,
+        filter_workers: int = 1,
+        group_by: str | None = None,
+        even: Even = "exact",
+        memory_budget: int | str = "256MB",
+        memory_map: bool = True,
+    ) -> None:
+        from miniray.data.parquet import ParquetSource
+
+        super().__init__(
+            ParquetSource(files, columns, memory_map=memory_map),
+            rank=rank,
+            world_size=world_size,
+            max_samples=max_samples,
+            seed=seed,
+            shuffle=shuffle,
+            filter=filter,
+            filter_columns=filter_columns,
+            filter_id=filter_id,
+            filter_workers=filter_workers,
+            group_by=group_by,
+            even=even,
+            memory_budget=memory_budget,
+        )
+
+
+class JsonlDataset(Dataset):
+    """Rows of files with a JSON document a line; arguments as those of ``ParquetDataset``.
+
+    The files are read through once when the dataset is made, to find the lines. A line that is not
+    JSON is a ``RowError`` with file and row when it is reached.
+    """
+
+    def __init__(
+        self, files: Spec, *, columns: Sequence[str] | None = None, **options: Any
+    ) -> None:
+        from miniray.data.jsonl import JsonlSource
+
+        super().__init__(JsonlSource(files, columns), **options)
+
+
+class ArrowDataset(Dataset):
+    """Rows of Arrow IPC files or of a table in memory; arguments as those of ``ParquetDataset``.
+
+    The cache files of Hugging Face datasets are such files. Only uncompressed ones are left unread
+    until rows are asked for.
+    """
+
+    def __init__(self, data: Any, *, columns: Sequence[str] | None = None, **options: Any) -> None:
+        from miniray.data.arrow import ArrowSource
+
+        super().__init__(ArrowSource(data, columns), **options)
+
+
+class IndexedDataset(Dataset):
+    """Rows of anything with ``len`` and ``[]``; arguments as those of ``ParquetDataset``.
+
+    Rows are what ``[]`` gives, asked for in the loader's threads. ``name`` stands for the file in
+    row ids. ``shuffle=True`` is a global shuffle here: any row costs the same.
+    """
+
+    def __init__(self, data: Any, *, name: str | None = None, **options: Any) -> None:
+        from miniray.data.indexed import IndexedSource
+
+        super().__init__(IndexedSource(data, name), **options)

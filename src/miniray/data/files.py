@@ -1,0 +1,136 @@
+"""Which files: globs, folders, lists and fsspec addresses made a list that pickles small."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from miniray.errors import DataError
+
+Spec = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+#: A list that is longer than this when compressed is pickled as its place among its folders' files.
+_LARGEST_LIST = 6000
+
+
+def is_remote(path: str) -> bool:
+    """Whether ``path`` is an address for fsspec (``s3://...``) and no file of this machine."""
+    return "://" in path and not path.startswith("file://")
+
+
+class FileList:
+    """The files a user named, in order: sorted within a glob or folder, else as given.
+
+    A pickled list of thousands of files stays under 10 KB: what does not compress is looked up
+    again where it is unpickled, and ``DataError`` says so if the folder's content has changed in
+    between.
+    """
+
+    def __init__(self, spec: Spec, suffixes: Sequence[str]) -> None:
+        self._suffixes = tuple(suffixes)
+        self.paths = self._resolve(spec)
+
+    def _resolve(self, spec: Spec) -> list[str]:
+        given = [spec] if isinstance(spec, (str, os.PathLike)) else list(spec)
+        if not given:
+            raise DataError("no files given: the list is empty")
+        paths: list[str] = []
+        for item in given:
+            paths += self._resolve_one(os.fspath(item))
+        return paths
+
+    def _resolve_one(self, item: str) -> list[str]:
+        if is_remote(item):
+            return self._resolve_remote(item)
+        item = os.path.abspath(os.path.expanduser(item.removeprefix("file://")))
+        if os.path.isdir(item):
+            found = sorted(self._within(item))
+            if not found:
+                kinds = " or ".join(f"*{s}" for s in self._suffixes)
+                raise DataError(f"folder {item} has no {kinds} file, nor has any folder in it")
+            return found
+        if glob.has_magic(item) and not os.path.exists(item):
+            found = sorted(p for p in glob.glob(item, recursive=True) if os.path.isfile(p))
+            if not found:
+                raise DataError(f"no file matches {item}")
+            return found
+        if not os.path.exists(item):
+            raise DataError(f"file {item} does not exist")
+        return [item]
+
+    def _within(self, folder: str) -> Iterable[str]:
+        for where, folders, names in os.walk(folder):
+            # Hidden ones, of which our own index folder is one, and those of unfinished writers.
+            folders[:] = [f for f in folders if not f.startswith((".", "_"))]
+            for name in names:
+                if name.endswith(self._suffixes) and not name.startswith((".", "_")):
+                    yield os.path.join(where, name)
+
+    def _resolve_remote(self, item: str) -> list[str]:
+        import fsspec
+
+        system, path = fsspec.core.url_to_fs(item)
+        protocol = item.split("://", 1)[0]
+        if glob.has_magic(path):
+            found = sorted(system.glob(path))
+        elif system.isdir(path):
+            found = sorted(p for p in system.find(path) if p.endswith(self._suffixes))
+        else:
+            return [item]
+        if not found:
+            raise DataError(f"no file matches {item}")
+        return [f"{protocol}://{p}" for p in found]
+
+    # -- pickling --------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        packed = zlib.compress("\n".join(self.paths).encode(), 9)
+        if len(packed) <= _LARGEST_LIST:
+            return {"packed": packed, "suffixes": self._suffixes}
+        folders = list(dict.fromkeys(os.path.dirname(path) for path in self.paths))
+        listing = [path for folder in folders for path in self._listing(folder)]
+        place = {path: i for i, path in enumerate(listing)}
+        chosen = [place.get(path, -1) for path in self.paths]
+        if len(set(chosen)) != len(chosen) or -1 in chosen or chosen != sorted(chosen):
+            # Not simply some of the folders' files in their order: nothing shorter describes it.
+            return {"packed": packed, "suffixes": self._suffixes}
+        bits = bytearray(len(listing))
+        for i in chosen:
+            bits[i] = 1
+        return {
+            "folders": folders,
+            "bits": zlib.compress(bytes(bits), 9),
+            "digest": self._digest(self.paths),
+            "suffixes": self._suffixes,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._suffixes = state["suffixes"]
+        if "packed" in state:
+            self.paths = zlib.decompress(state["packed"]).decode().split("\n")
+            return
+        listing = [path for folder in state["folders"] for path in self._listing(folder)]
+        bits = zlib.decompress(state["bits"])
+        self.paths = [path for path, bit in zip(listing, bits, strict=False) if bit]
+        if len(bits) != len(listing) or self._digest(self.paths) != state["digest"]:
+            raise DataError(
+                f"the content of {state['folders'][0]} has changed since the dataset was pickled,"
+                " or differs on this machine; files must not be added or removed while a run starts"
+            )
+
+    @staticmethod
+    def _listing(folder: str) -> list[str]:
+        if is_remote(folder):
+            import fsspec
+
+            system, path = fsspec.core.url_to_fs(folder)
+            return sorted(f"{folder}/{p.rsplit('/', 1)[-1]}" for p in system.ls(path, detail=False))
+        return sorted(entry.path for entry in os.scandir(folder) if entry.is_file())
+
+    @staticmethod
+    def _digest(paths: Sequence[str]) -> str:
+        return hashlib.blake2b("\n".join(paths).encode(), digest_size=8).hexdigest()

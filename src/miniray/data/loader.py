@@ -1,0 +1,311 @@
+"""Batches for a training loop, made in the process that uses them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+from miniray.data.batches import BatchPlan, FixedBatches, TokenBatches
+from miniray.data.dataset import Dataset
+from miniray.data.decode import Decoder, Format, Skipped, is_skipped
+from miniray.data.pipeline import Pipeline
+
+
+class DataLoader:
+    """Batches of a rank's share of ``dataset``, read and decoded ahead in threads of this process.
+
+    A batch is a dict of columns: numpy arrays for numbers, lists for bytes, text and nested values.
+
+    Args:
+        dataset: a dataset or mixture of ``miniray.data``, with its rank.
+        batch_size: rows in a batch; with ``batch_by="tokens"`` the tokens a padded batch may have.
+        collate_fn: makes the batch from a list of rows, in place of columns.
+        transform: ``transform(row)`` for each row (a dict), late and in the loader's threads:
+            decode an image here. Dicts it returns become columns again. For many rows at once use
+            ``collate_fn``.
+        drop_last: leave out a last batch that is not full.
+        memory_budget: bytes in flight, in place of the dataset's budget.
+        prefetch: batches made ahead. 0: nothing runs outside of the caller's thread.
+        decode_workers: threads that transform. 0: the reading thread does it.
+        decode_processes: use processes instead, for transforms that hold the GIL. They are started
+            by ``spawn``, never by fork, so ``transform`` must be picklable (cloudpickle).
+        batch_by: ``"tokens"`` makes batches of rows of similar length, cut so that longest × rows
+            stays within ``batch_size``. ``length`` is the column with the number of tokens (or
+            with the tokens), or a function of a row. ``bucket_rows`` are sorted at a time.
+        on_error: ``"skip"`` leaves out rows whose transform raises, and counts them
+            (``loader.skipped``); a batch then has fewer rows. ``"raise"``: ``RowError``.
+        format: ``"torch"`` makes tensors of numpy columns, ``"arrow"`` batches that are tables.
+
+    Leaving a loop early, an exception in it, or dropping the loader ends its threads. A new
+    ``iter()`` starts the epoch again; one that ran to the end begins the next epoch.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        drop_last: bool = False,
+        memory_budget: int | str | None = None,
+        prefetch: int = 2,
+        decode_workers: int = 0,
+        decode_processes: bool = False,
+        batch_by: Literal["tokens"] | None = None,
+        length: str | Callable[[Any], int] | None = None,
+        bucket_rows: int = 1024,
+        on_error: Literal["raise", "skip"] = "raise",
+        format: Format = "numpy",
+    ) -> None:
+        _check(
+            dataset, batch_size, transform, collate_fn, drop_last, prefetch, decode_workers,
+            decode_processes, batch_by, length, bucket_rows, on_error, format,
+        )  # fmt: skip
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.collate_fn, self.transform = collate_fn, transform
+        self.prefetch, self.decode_workers = prefetch, decode_workers
+        self._decode_processes = decode_processes
+        self._batch_by, self._length, self._bucket_rows = batch_by, length, bucket_rows
+        self._on_error, self._format = on_error, format
+        if memory_budget is not None:
+            dataset.set_memory_budget(memory_budget)
+        #: Rows left out in all epochs (``on_error="skip"``).
+        self.skipped = Skipped()
+        self._running: weakref.ref[LoaderIterator] | None = None
+        self._pool: Any = None
+        if self._batch_by:
+            dataset.set_chunks(self._chunk_left)
+
+    @property
+    def memory_budget(self) -> int:
+        return self.dataset.memory_budget
+
+    @property
+    def epoch(self) -> int:
+        return self.dataset.epoch
+
+    def _plan(self) -> BatchPlan:
+        if self._batch_by is None:
+            return FixedBatches(self.dataset, self.batch_size, self.drop_last)
+        assert self._length is not None
+        return TokenBatches(self.dataset, self.batch_size, self._length, self._bucket_rows)
+
+    def _chunk_left(self, positions: Any, batches: int) -> Any:
+        """Of a chunk of an earlier run, the positions that were not in its first batches."""
+        import numpy as np
+
+        plan = self._plan()
+        assert isinstance(plan, TokenBatches)
+        cut = plan.cut(positions)
+        return np.sort(positions[np.concatenate(cut[batches:])])
+
+    def __len__(self) -> int:
+        """Batches that iterating gives now: of the epoch, or of what a loaded state left of it."""
+        return len(self._plan())
+
+    def __iter__(self) -> LoaderIterator:
+        self._end_iteration()
+        iterator = LoaderIterator(self)
+        self._running = weakref.ref(iterator)
+        return iterator
+
+    def shard(self, rank: int, world_size: int) -> DataLoader:
+        """The same loader over another rank's share; cheap, nothing is read again."""
+        other = copy.copy(self)
+        other.dataset = self.dataset.shard(rank, world_size)
+        other.__setstate__(other.__getstate__())
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Threads, processes and counts belong to one loader in one process.
+        return {**self.__dict__, "_running": None, "_pool": None, "skipped": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.skipped = Skipped()
+        if self._batch_by:
+            self.dataset.set_chunks(self._chunk_left)
+
+    def _end_iteration(self) -> None:
+        running = None if self._running is None else self._running()
+        if running is not None:
+            running.close()
+        self._running = None
+
+    def _process_pool(self) -> Any:
+        if self._decode_processes and (self._pool is None or self._pool.pid != os.getpid()):
+            from miniray.data.processes import ProcessPool
+
+            self._pool = ProcessPool(self.transform, max(1, self.decode_workers))
+        return self._pool
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; nothing happens where that is the current one."""
+        if not self.dataset.is_at(epoch):
+            self.close()
+            self.dataset.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been delivered, whatever has been read ahead; under 1 KB of JSON.
+
+        At a step boundary (all ranks took as many batches) the state of any one rank is that of
+        the run. Elsewhere, and with batches by tokens, keep all and use ``merge_states``.
+        """
+        state = self.dataset.state_dict()
+        if self._batch_by:
+            state["batching"] = [self.batch_size, self._bucket_rows]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken, on any number of ranks; all load the same state."""
+        self.close()
+        batching = [self.batch_size, self._bucket_rows] if self._batch_by else None
+        if state.get("batching") != batching:
+            raise ValueError(
+                f"the state was taken with batches by tokens {state.get('batching')} (tokens,"
+                f" bucket_rows), and this loader has {batching}; make it with the same"
+            )
+        self.dataset.load_state_dict(state)
+
+    def close(self) -> None:
+        """End the threads of an iteration that is under way, and worker processes."""
+        self._end_iteration()
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+class LoaderIterator(Iterator[Any]):
+    """One pass over a loader's batches."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._loader = loader
+        dataset = loader.dataset
+        dataset.restart()
+        plan = loader._plan()
+        self._alone = plan.alone
+        budget = loader.memory_budget
+        cache = dataset.new_cache()
+        decoder = Decoder(
+            dataset,
+            cache,
+            transform=loader.transform,
+            collate_fn=loader.collate_fn,
+            format=loader._format,
+            on_error=loader._on_error,
+            skipped=loader.skipped,
+            pool=loader._process_pool(),
+        )
+        self._pipeline: Pipeline | None = Pipeline(
+            dataset,
+            iter(plan),
+            cache,
+            decoder,
+            prefetch=loader.prefetch,
+            workers=loader.decode_workers,
+            budget=budget // 2,
+        )
+        self._epoch = dataset.epoch
+        # The threads know the pipeline and not this object: once nobody has it, they end.
+        self._finalizer = weakref.finalize(self, Pipeline.close, self._pipeline)
+
+    def __iter__(self) -> LoaderIterator:
+        return self
+
+    def __next__(self) -> Any:
+        while self._pipeline is not None:
+            try:
+                task = self._pipeline.take()
+            except BaseException:
+                self.close()
+                raise
+            if task is None:
+                self.close()
+                self._finish()
+                break
+            # A batch less than other ranks: from here on they are apart.
+            self._alone = self._alone or is_skipped(task.result)
+            self._loader.dataset.record(task.batch.taken, self._alone, task.batch.last)
+            if not is_skipped(task.result):
+                return task.result
+        raise StopIteration
+
+    def _finish(self) -> None:
+        loader = self._loader
+        loader.dataset.finish_epoch()
+        if loader.skipped.count:
+            warnings.warn(
+                f"{loader.skipped.count} rows were skipped by epoch {self._epoch}'s end:"
+                f" {loader.skipped.by_file()}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def close(self) -> None:
+        """End the threads. What was delivered stays delivered."""
+        self._pipeline = None
+        self._finalizer()
+
+
+def _check(
+    dataset: Any,
+    batch_size: int,
+    transform: Any,
+    collate_fn: Any,
+    drop_last: bool,
+    prefetch: int,
+    decode_workers: int,
+    decode_processes: bool,
+    batch_by: Any,
+    length: Any,
+    bucket_rows: int,
+    on_error: Any,
+    format: Any,
+) -> None:
+    """Refuse what cannot work, before anything is started."""
+    if not isinstance(dataset, Dataset):
+        raise TypeError(
+            f"DataLoader takes a dataset of miniray.data, not {type(dataset).__name__}; put"
+            " anything with len and [] into IndexedDataset(...)"
+        )
+    for name, value, least in [
+        ("batch_size", batch_size, 1),
+        ("prefetch", prefetch, 0),
+        ("decode_workers", decode_workers, 0),
+        ("bucket_rows", bucket_rows, 1),
+    ]:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
+    if format not in ("numpy", "torch", "arrow"):
+        raise ValueError(f"format must be 'numpy', 'torch' or 'arrow', not {format!r}")
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f"on_error must be 'raise' or 'skip', not {on_error!r}")
+    if format == "arrow" and (transform is not None or collate_fn is not None):
+        raise ValueError("format='arrow' gives tables as they are read; it takes no transform")
+    if on_error == "skip" and transform is None:
+        raise ValueError("on_error='skip' is about rows whose transform fails; there is none")
+    if decode_processes and transform is None:
+        raise ValueError("decode_processes=True needs a transform to run in them")
+    if decode_workers and not prefetch:
+        raise ValueError("decode_workers need prefetch of at least 1: they work ahead")
+    if batch_by not in (None, "tokens"):
+        raise ValueError(f"batch_by must be None or 'tokens', not {batch_by!r}")
+    if batch_by == "tokens" and length is None:
+        raise ValueError(
+            "batch_by='tokens' needs length=: the column with the number of tokens of a row (or"
+            " with the tokens themselves), or a function of a row"
+        )
+    if batch_by is None and length is not None:
+        raise ValueError("length= is for batch_by='tokens'")
+    if batch_by == "tokens" and drop_last:
+        raise ValueError("drop_last has no meaning for batches by tokens: all differ in rows")

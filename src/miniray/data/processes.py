@@ -1,0 +1,82 @@
+"""A transform in worker processes, for one that holds the GIL.
+
+Processes are started with ``spawn``: a fork would copy the locks of this process's threads in any
+state. A worker that dies is a ``DataError``; workers end with this process, whatever ends it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection
+from typing import Any
+
+import cloudpickle
+
+from miniray.errors import DataError
+
+_transform: Callable[[Any], Any] | None = None
+
+
+class ProcessPool:
+    def __init__(self, transform: Callable[[Any], Any] | None, workers: int) -> None:
+        self.pid = os.getpid()
+        self._pool = ProcessPoolExecutor(
+            workers,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_begin,
+            initargs=(cloudpickle.dumps(transform),),
+        )
+
+    def apply(self, rows: list[Any]) -> list[tuple[Any, BaseException | None]]:
+        """(value, error) for each row."""
+        try:
+            return self._pool.submit(_apply, rows).result()
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a decode process ended while it transformed rows: it was killed (out of memory?),"
+                " or the transform cannot be loaded there. Scripts that use decode_processes need"
+                " `if __name__ == '__main__':` around what they run"
+            ) from error
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=self.pid == os.getpid(), cancel_futures=True)
+
+
+def _begin(pickled: bytes) -> None:
+    global _transform
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    watch = threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True)
+    watch.start()
+    _transform = pickle.loads(pickled)
+
+
+def _end_with(sentinel: int) -> None:
+    # The pool's own queues are held open by its other workers, so nothing else tells of its end.
+    connection.wait([sentinel])
+    os._exit(1)
+
+
+def _apply(rows: list[Any]) -> list[tuple[Any, BaseException | None]]:
+    assert _transform is not None
+    found: list[tuple[Any, BaseException | None]] = []
+    for row in rows:
+        try:
+            found.append((_transform(row), None))
+        except Exception as error:  # the user's code may raise anything
+            found.append((None, _that_travels(error)))
+    return found
+
+
+def _that_travels(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever a user's __reduce__ or __init__ raises
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,225 @@
+"""How far an epoch has come, as a few numbers that describe every rank, and what is left of it.
+
+An epoch is the positions ``0 .. n-1`` of its order. A stage of its history is ``[world_size,
+taken]``: what was left was cut into that many even parts, and each rank took that many rows from
+the front of its part. A run that goes on with another number of ranks adds a stage. So the
+intervals of positions that were consumed follow from the history, whose length depends neither on
+the rows nor on the ranks, and at a step boundary, where every rank has taken the same number of
+batches, any one rank can write it for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from miniray.data.permutation import Positions
+from miniray.data.plan import Even, part_bounds
+from miniray.errors import DataError
+
+#: Sorted, disjoint, half-open intervals of positions, one a row.
+Intervals = npt.NDArray[np.int64]
+
+#: [world_size, rows each rank took], or with a list where ranks took different numbers of rows.
+Stage = Sequence[Any]
+
+#: Moves positions that would split a group to where the next group starts.
+Snap = Callable[[Positions], Positions]
+
+#: Of the positions of a chunk of rows, sorted, those not in its first so many batches.
+ChunkLeft = Callable[[Positions, int], Positions]
+
+STATE_VERSION = 1
+
+
+def whole(n: int) -> Intervals:
+    """All positions of an epoch."""
+    return np.array([[0, n]] if n else np.empty((0, 2)), dtype=np.int64)
+
+
+def size(intervals: Intervals) -> int:
+    return int((intervals[:, 1] - intervals[:, 0]).sum())
+
+
+def portion(intervals: Intervals, start: int, stop: int) -> Intervals:
+    """The ``start``-th to ``stop``-th of the positions in ``intervals``."""
+    ends = np.cumsum(intervals[:, 1] - intervals[:, 0])
+    begins = ends - (intervals[:, 1] - intervals[:, 0])
+    low = np.clip(start - begins, 0, ends - begins)
+    high = np.clip(stop - begins, 0, ends - begins)
+    cut = np.stack([intervals[:, 0] + low, intervals[:, 0] + high], axis=1)
+    kept: Intervals = cut[low < high]
+    return kept
+
+
+def positions_at(intervals: Intervals, ordinals: npt.ArrayLike) -> Positions:
+    """The positions that are the ``ordinals``-th in ``intervals``."""
+    asked = np.asarray(ordinals, dtype=np.int64)
+    begins = np.cumsum(intervals[:, 1] - intervals[:, 0]) - (intervals[:, 1] - intervals[:, 0])
+    which = np.searchsorted(begins, asked, side="right") - 1
+    result: Positions = intervals[which, 0] + asked - begins[which]
+    return result
+
+
+def cuts(intervals: Intervals, world_size: int, even: Even, snap: Snap | None = None) -> Positions:
+    """Where parts of ``intervals`` begin and end, as ordinals: ``world_size + 1`` of them."""
+    total = size(intervals)
+    shared = total - total % world_size if even == "drop" else total
+    edges = [part_bounds(shared, rank, world_size)[0] for rank in range(world_size)]
+    found = np.array([*edges, shared], dtype=np.int64)
+    if snap is None or not total:
+        return found
+    inner = found[1:-1]
+    inside = inner < total
+    wanted = positions_at(intervals, inner[inside])
+    moved = snap(wanted)
+    # From positions back to ordinals: how many of the positions left come before.
+    lengths = intervals[:, 1] - intervals[:, 0]
+    begins = np.cumsum(lengths) - lengths
+    which = np.searchsorted(intervals[:, 0], moved, side="right") - 1
+    inner[inside] = begins[which] + np.minimum(moved - intervals[which, 0], lengths[which])
+    return found
+
+
+def after(
+    intervals: Intervals,
+    stage: Stage,
+    even: Even,
+    snap: Snap | None = None,
+    chunk_left: ChunkLeft | None = None,
+) -> Intervals:
+    """What is left of ``intervals`` after a stage."""
+    world_size, taken = int(stage[0]), stage[1]
+    edges = cuts(intervals, world_size, even, snap).tolist()
+    counts = taken if isinstance(taken, list) else [taken] * world_size
+    left: list[Intervals] = []
+    for start, end, count in zip(edges[:-1], edges[1:], counts, strict=True):
+        if isinstance(count, int):
+            left.append(portion(intervals, min(start + count, end), end))
+            continue
+        # In the midst of a chunk that was cut into batches by length: not an interval.
+        (rows, batches), chunk = count, int(stage[2])
+        assert chunk_left is not None
+        first = min(start + rows, end)
+        after_chunk = min(first + chunk, end)
+        positions = positions_at(intervals, np.arange(first, after_chunk))
+        some = chunk_left(positions, batches)
+        left += [np.stack([some, some + 1], axis=1), portion(intervals, after_chunk, end)]
+    left.append(portion(intervals, edges[-1], size(intervals)))
+    return _joined(np.concatenate(left))
+
+
+def remaining(
+    n: int,
+    history: Sequence[Stage],
+    even: Even = "exact",
+    snap: Snap | None = None,
+    chunk_left: ChunkLeft | None = None,
+) -> Intervals:
+    """The positions of an epoch of ``n`` rows that nobody has consumed, after ``history``."""
+    intervals = whole(n)
+    for stage in history:
+        intervals = after(intervals, stage, even, snap, chunk_left)
+    return intervals
+
+
+def _joined(intervals: Intervals) -> Intervals:
+    """Neighbours that touch made one."""
+    if len(intervals) < 2:
+        return intervals
+    first = np.concatenate([[True], intervals[1:, 0] != intervals[:-1, 1]])
+    last = np.concatenate([first[1:], [True]])
+    return np.stack([intervals[first, 0], intervals[last, 1]], axis=1)
+
+
+def extended(
+    history: Sequence[Stage], stage: Stage, n: int, joinable: bool = True
+) -> list[list[Any]]:
+    """``history`` with one more stage, joined to the last where that says the same.
+
+    Even parts from which all took the same number cut again into as many parts are themselves, as
+    long as none ran out.
+    """
+    stages = [list(earlier) for earlier in history]
+    world_size, taken = int(stage[0]), stage[1]
+    if taken == 0 or (isinstance(taken, list) and not any(taken)):
+        return stages
+    if isinstance(taken, list) and any(isinstance(count, list) for count in taken):
+        return [*stages, [world_size, taken, stage[2]]]
+    if stages and stages[-1][0] == world_size:
+        before = stages[-1][1]
+        if isinstance(before, int) and isinstance(taken, int) and joinable:
+            least = size(remaining(n, stages[:-1])) // world_size
+            if before + taken <= least:
+                stages[-1] = [world_size, before + taken]
+                return stages
+    return [*stages, [world_size, taken]]
+
+
+def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state for the whole run from the states of all its ranks, in any order.
+
+    Needed where ranks may have taken different numbers of batches (a run that was interrupted
+    between two steps, batches by tokens). At a step boundary the state of any one rank will do.
+    States of different runs, epochs or data are refused, and so is a missing rank: what it had
+    consumed would be delivered again.
+    """
+    if not states:
+        raise DataError("merge_states needs the states of all ranks, and got none")
+    first = states[0]
+    world_size = int(first["world_size"])
+    for state in states:
+        for key in _COMMON:
+            if state.get(key) != first.get(key):
+                raise DataError(
+                    f"states of different runs cannot be merged: {key} is {first.get(key)!r} on"
+                    f" rank {first.get('rank')} and {state.get(key)!r} on rank {state.get('rank')}"
+                )
+    by_rank: dict[int, Any] = {}
+    for state in states:
+        if state["rank"] is None:
+            raise DataError("a state that was merged already cannot be merged again")
+        if state["taken"] != by_rank.setdefault(int(state["rank"]), state["taken"]):
+            raise DataError(f"two states of rank {state['rank']} differ: give one of each rank")
+    missing = sorted(set(range(world_size)) - set(by_rank))
+    if missing:
+        raise DataError(
+            f"states of ranks {missing} are missing ({len(by_rank)} of {world_size} given): rows"
+            " these ranks consumed would be delivered again"
+        )
+    taken = [by_rank[rank] for rank in range(world_size)]
+    same = all(count == taken[0] for count in taken) and not isinstance(taken[0], list)
+    return {**first, "rank": None, "alone": False, "taken": taken[0] if same else taken}
+
+
+_COMMON = ("version", "kind", "n", "fingerprint", "seed", "epoch", "plan", "history", "world_size")
+
+
+def check_state(
+    state: Mapping[str, Any], kind: str, fingerprint: str, plan: Mapping[str, Any]
+) -> None:
+    """Refuse, with ``DataError``, a state that does not fit the data or the plan, or is partial."""
+    if state.get("version") != STATE_VERSION:
+        raise DataError(f"a state of version {state.get('version')!r} cannot be loaded")
+    if state["alone"] and state["rank"] is not None:
+        raise DataError(
+            f"the state of rank {state['rank']} says nothing about the other"
+            f" {state['world_size'] - 1} ranks, which take batches of their own sizes. Keep the"
+            " states of all ranks and load merge_states([...])"
+        )
+    if (state["kind"], state["fingerprint"]) != (kind, fingerprint):
+        raise DataError(
+            f"the state is of other data: {state['kind']} {state['fingerprint']}, and this is"
+            f" {kind} {fingerprint}. Names of files, their sizes or their rows have changed since"
+            " it was taken"
+        )
+    given = state["plan"]
+    for key in plan:
+        if key not in ("window", "began_with") and given.get(key) != plan[key]:
+            raise DataError(
+                f"the state was taken with {key}={given.get(key)!r}, and this dataset has"
+                f" {key}={plan[key]!r}; make it with the same"
+            )

@@ -1,0 +1,282 @@
+"""Prompts for reinforcement learning: verl's rows and configuration on ``ParquetDataset``.
+
+A rank reads its own rows in place and tokenizes them when they are asked for. Prompts that are too
+long are found once for the whole run and the answer is kept beside the data; ``max_samples`` are
+taken of what is left, so a run gets exactly that many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset as TorchDataset
+
+from miniray.data.datasets import ParquetDataset
+from miniray.data.loader import DataLoader
+from miniray.data.rlhf_config import RLHFConfig, read_config
+from miniray.data.rlhf_prompt import PromptEncoder, build_messages, cut, lazy_image, rgb
+from miniray.data.selection import Selection
+from miniray.errors import DataError, RowError
+
+__all__ = ["RLHFConfig", "RLHFDataset", "collate_fn"]
+
+logger = logging.getLogger(__name__)
+
+
+def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A batch as verl's own ``collate_fn`` makes it: tensors stacked, the rest object arrays.
+
+    Raises ``DataError`` if rows differ in their fields: columns of different lengths would put one
+    row's answer beside another row's question.
+    """
+    batch: dict[str, Any] = {}
+    for name in rows[0]:
+        try:
+            values = [row[name] for row in rows]
+        except KeyError:
+            lacking = sum(name not in row for row in rows)
+            raise DataError(f"{lacking} of {len(rows)} rows have no field {name!r}") from None
+        if isinstance(values[0], torch.Tensor):
+            batch[name] = torch.stack(values)
+        else:
+            batch[name] = np.fromiter(values, dtype=object, count=len(values))
+    extra = {name for row in rows for name in row} - set(batch)
+    if extra:
+        raise DataError(f"only some rows have the fields {sorted(extra)}")
+    return batch
+
+
+class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
+    """A rank's prompts, as verl's ``RLHFDataset`` gives them.
+
+    Args:
+        data_files: a parquet file, folder, glob or fsspec address, or a list of these.
+        tokenizer: anything with Hugging Face's ``apply_chat_template`` and call signature.
+        config: verl's ``data`` keys (see ``RLHFConfig``) in a dict, dataclass, namespace or
+            OmegaConf node.
+        processor: Hugging Face's, for models that see images.
+        max_samples: rows of the whole run, drawn once and then sharded; -1 is all.
+        rank, world_size: which part is ours.
+
+    ``ds[i]`` is a dict: the row's columns but prompt and images; ``input_ids``, ``attention_mask``
+    and ``position_ids``, padded on the left to ``max_prompt_length``; ``raw_prompt_ids``;
+    ``index``, ``tools_kwargs`` and ``interaction_kwargs`` from ``extra_info``; ``multi_modal_data``
+    with images not decoded yet and, with a processor, ``multi_modal_inputs``; ``raw_prompt`` and
+    ``full_prompts`` where asked for.
+
+    Raises ``DataError`` when it is made if a file or column is not as it should be, and
+    ``RowError`` with file and row for a row that cannot be used. A row that fails in the filter is
+    such an error too; it is never taken for one that is too long.
+    """
+
+    def __init__(
+        self,
+        data_files: Any,
+        tokenizer: Any,
+        config: Any = None,
+        processor: Any = None,
+        max_samples: int = -1,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.tokenizer, self.processor = tokenizer, processor
+        self.config = read_config(config)
+        self.encoder = PromptEncoder(tokenizer, processor, self.config)
+        self._tokenize = self.config.tokenize is not False
+        shuffled = self.config.shuffle
+        order = self.config.row_order or ("window" if shuffled else "file")
+        self._first_ones = not shuffled and max_samples >= 0
+        seed = self.config.seed
+        if self._first_ones and order == "file" and seed is None:
+            seed = 0  # nothing is drawn, so there is nothing ranks would have to agree on
+        filters = self.config.filter_overlong_prompts
+        super().__init__(
+            data_files if isinstance(data_files, (str, os.PathLike)) else list(data_files),
+            rank=rank,
+            world_size=world_size,
+            max_samples=-1 if max_samples is None or max_samples < 0 else max_samples,
+            seed=seed,
+            shuffle=False if order == "file" else order,
+            filter=self._fits if filters else None,
+            filter_columns=self._filter_columns_wanted() if filters else None,
+            filter_id=self._filter_identity() if filters else None,
+            filter_workers=self.config.filter_overlong_prompts_workers or 1,
+            memory_budget=self.config.memory_budget,
+        )
+        self._check_columns()
+
+    # -- for subclasses --------------------------------------------------------------------------
+
+    def build_messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The chat messages of a row. Override for other prompts; the filter sees them too."""
+        return build_messages(
+            row[self.config.prompt_key], self.images_of(row), structured=self.processor is not None
+        )
+
+    def position_ids(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, inputs: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """Positions of the tokens, 0 for padding. Override for models that count otherwise."""
+        if "image_grid_thw" in inputs:
+            raise DataError(
+                "models of the Qwen-VL kind take positions in three dimensions: override"
+                " position_ids(input_ids, attention_mask, inputs) with the model's get_rope_index,"
+                " or set tokenize=False and let the rollout do it"
+            )
+        return (attention_mask.cumsum(-1) - 1).clamp(min=0)
+
+    def images_of(self, row: Mapping[str, Any]) -> Sequence[Any]:
+        return row.get(self.config.image_key) or ()
+
+    # -- rows ------------------------------------------------------------------------------------
+
+    def encode(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What the model takes, from a row of the files: a ``transform`` for ``DataLoader``."""
+        config = self.config
+        if row.get(config.video_key):
+            raise DataError(f"videos (column {config.video_key!r}) are not supported")
+        messages = self.build_messages(row)
+        left_out = (config.prompt_key, config.image_key, config.video_key)
+        found = {key: value for key, value in row.items() if key not in left_out}
+        if self._tokenize:
+            self._add_tokens(found, messages, self.images_of(row))
+        else:
+            # verl's batches must not be empty of tensors, and its rollout brings all others.
+            found["dummy_tensor"] = torch.zeros(1, dtype=torch.uint8)
+        if config.return_raw_chat or not self._tokenize:
+            found["raw_prompt"] = messages
+        self._add_extra_info(found)
+        return found
+
+    def _add_tokens(
+        self, found: dict[str, Any], messages: list[dict[str, Any]], images: Sequence[Any]
+    ) -> None:
+        config, limit = self.config, self.config.max_prompt_length
+        text = self.encoder.text(messages)
+        raw_ids = self.encoder.ids(text)
+        inputs: dict[str, Any] = {}
+        ids = raw_ids
+        if self.processor is not None and images:
+            inputs = self.encoder.inputs(text, [lazy_image(image) for image in images])
+            ids = [int(i) for i in inputs.pop("input_ids")[0]]
+            inputs.pop("attention_mask", None)
+        if images:
+            # Opened anew: the images the processor has decoded go with it.
+            found["multi_modal_data"] = {"image": [lazy_image(image) for image in images]}
+            if self.processor is not None and config.return_multi_modal_inputs:
+                found["multi_modal_inputs"] = inputs
+        ids = cut(ids, limit, config.truncation)
+        padding = limit - len(ids)
+        input_ids = torch.tensor([self._pad_id()] * padding + ids, dtype=torch.long)
+        mask = torch.tensor([0] * padding + [1] * len(ids), dtype=torch.long)
+        found["input_ids"], found["attention_mask"] = input_ids, mask
+        found["position_ids"] = self.position_ids(input_ids, mask, inputs)
+        found["raw_prompt_ids"] = cut(raw_ids, limit, config.truncation)
+        if config.return_full_prompt:
+            found["full_prompts"] = text
+
+    def _pad_id(self) -> int:
+        for name in ("pad_token_id", "eos_token_id"):
+            number = getattr(self.tokenizer, name, None)
+            if number is not None:
+                return int(number)
+        raise DataError("the tokenizer has neither a pad nor an eos token to fill prompts with")
+
+    def _add_extra_info(self, found: dict[str, Any]) -> None:
+        extra = found["extra_info"] = dict(found.get("extra_info") or {})
+        found["index"] = extra.get("index", 0)
+        found["tools_kwargs"] = extra.get("tools_kwargs") or {}
+        found["interaction_kwargs"] = extra.get("interaction_kwargs") or {}
+        needs = extra.get("need_tools_kwargs", self.config.need_tools_kwargs)
+        if needs and not found["tools_kwargs"]:
+            logger.warning("row with index %s needs tools_kwargs and has none", found["index"])
+
+    def _encode_at(self, index: int, row: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return self.encode(row)
+        except Exception as error:  # a template, tokenizer or image decoder may raise anything
+            file, number = self.row_ids[index]
+            raise RowError(
+                f"{file}, row {number}: {type(error).__name__}: {error}", file, number
+            ) from error
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        rows = super().__getitems__(indices)
+        return [self._encode_at(i, row) for i, row in zip(indices, rows, strict=True)]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for index, row in enumerate(super().__iter__()):
+            yield self._encode_at(index, row)
+
+    def loader(self, batch_size: int, **options: Any) -> DataLoader:
+        """A ``DataLoader`` that gives batches as verl's; tokenizes and decodes late, in threads."""
+        return DataLoader(
+            self, batch_size, **{"transform": self.encode, "collate_fn": collate_fn, **options}
+        )
+
+    # -- which rows ------------------------------------------------------------------------------
+
+    def _fits(self, row: Mapping[str, Any]) -> bool:
+        images = self.images_of(row) if self.processor is not None else ()
+        messages = self.build_messages(row)
+        length = self.encoder.length(messages, [lazy_image(image) for image in images])
+        return length <= self.config.max_prompt_length
+
+    def _filter_columns_wanted(self) -> list[str] | None:
+        if type(self).build_messages is not RLHFDataset.build_messages:
+            return None  # all: it may look at any
+        # Without a processor an image takes no tokens, and its bytes need not be read.
+        return [self.config.prompt_key] if self.processor is None else None
+
+    def _filter_identity(self) -> str:
+        return self.encoder.identity(type(self).build_messages)
+
+    def prepare(self) -> RLHFDataset:
+        if self._selection is None and self._first_ones:
+            kept = self._kept()
+            chosen = Selection(self._source.blocks.rows, kept, -1, None)
+            before = np.cumsum(chosen.sizes) - chosen.sizes
+            chosen.sizes = np.clip(self._max_samples - before, 0, chosen.sizes)
+            chosen.n = int(chosen.sizes.sum())
+            self._selection = chosen
+        return super().prepare()
+
+    def _check_columns(self) -> None:
+        names = self.column_names or []
+        if self.config.prompt_key not in names:
+            raise DataError(
+                f"the files have no column {self.config.prompt_key!r} (prompt_key) but"
+                f" {', '.join(names)}"
+            )
+
+    # -- what verl's rollout asks of the class ---------------------------------------------------
+
+    @classmethod
+    async def process_multi_modal_info(
+        cls, messages: list[dict[str, Any]], image_patch_size: int, config: Any
+    ) -> tuple[list[Any] | None, None, None]:
+        """Images of messages, decoded in a thread so that other conversations go on meanwhile."""
+        images = [
+            part["image"]
+            for message in messages
+            if isinstance(message.get("content"), list)
+            for part in message["content"]
+            if part.get("type") == "image"
+        ]
+        decoded = await asyncio.to_thread(lambda: [rgb(lazy_image(image)) for image in images])
+        return decoded or None, None, None
+
+    @classmethod
+    async def process_vision_info(
+        cls, messages: list[dict[str, Any]], image_patch_size: int, config: Any
+    ) -> tuple[list[Any] | None, None]:
+        """The same for versions of verl that know images and videos only."""
+        images, videos, _ = await cls.process_multi_modal_info(messages, image_patch_size, config)
+        return images, videos

@@ -1,0 +1,159 @@
+"""The configuration of ``RLHFDataset``: verl's keys, from whatever holds them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Truncation = Literal["error", "left", "right", "middle"]
+
+#: Keys of verl's ``data`` section that are about something else than the rows of one dataset, or
+#: that have no meaning where files are read in place.
+_ELSEWHERE = frozenset(
+    {
+        "audio_key",
+        "cache_dir",
+        "chat_template_func",
+        "custom_cls",
+        "datagen",
+        "dataloader_num_workers",
+        "filter_prompts",
+        "gen_batch_size",
+        "image_patch_size",
+        "max_response_length",
+        "return_raw_input_ids",
+        "reward_fn_key",
+        "sampler",
+        "tokenizer",
+        "train_batch_size",
+        "train_files",
+        "train_max_samples",
+        "trust_remote_code",
+        "use_shm",
+        "val_batch_size",
+        "val_files",
+        "val_max_samples",
+        "validation_shuffle",
+    }
+)
+
+
+@dataclass(frozen=True)
+class RLHFConfig:
+    """verl's keys and their defaults, and three of ours at the end.
+
+    ``max_prompt_length``: prompts are padded on the left to this many tokens. Longer ones are left
+    out (``filter_overlong_prompts``) or cut as ``truncation`` says; ``"error"`` refuses them.
+
+    ``filter_overlong_prompts_workers``: threads in each rank that count tokens, 1 by default. The
+    ranks share the work, and it is done once for a run.
+
+    ``shuffle``: rows in another order each epoch; and ``max_samples`` of them are drawn by ``seed``
+    instead of being the first ones.
+
+    ``tokenize``: give token ids. ``False`` gives messages and leaves the rest to the rollout, as
+    verl wants it since 0.6. By default True, and inside such a verl False.
+
+    ``row_order``: ``"window"`` (each byte read about once), ``"global"`` or ``"file"``, where it
+    must differ from what ``shuffle`` means.
+    """
+
+    prompt_key: str = "prompt"
+    image_key: str = "images"
+    video_key: str = "videos"
+    max_prompt_length: int = 1024
+    truncation: Truncation = "error"
+    filter_overlong_prompts: bool = True
+    filter_overlong_prompts_workers: int | None = None
+    shuffle: bool = False
+    seed: int | None = None
+    return_raw_chat: bool = False
+    return_full_prompt: bool = False
+    return_multi_modal_inputs: bool = True
+    need_tools_kwargs: bool = False
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    mm_processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    tool_config_path: str | None = None
+    function_tool_path: str | None = None
+    tokenize: bool | None = None
+    row_order: Literal["window", "global", "file"] | None = None
+    memory_budget: int | str = "256MB"
+
+    def __post_init__(self) -> None:
+        if self.truncation not in ("error", "left", "right", "middle"):
+            raise ValueError(
+                f"truncation must be 'error', 'left', 'right' or 'middle', not {self.truncation!r}"
+            )
+        if self.row_order not in (None, "window", "global", "file"):
+            raise ValueError(
+                f"row_order must be 'window', 'global' or 'file', not {self.row_order!r}"
+            )
+        for name in ("max_prompt_length", "filter_overlong_prompts_workers"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be an int of at least 1, not {value!r}")
+        if self.tool_config_path or self.function_tool_path:
+            raise ValueError(
+                "tool_config_path and function_tool_path are read by verl's tool registry. Give the"
+                " schemas themselves: apply_chat_template_kwargs={'tools': [...]}"
+            )
+
+
+def read_config(config: Any) -> RLHFConfig:
+    """From a dict, a dataclass, a namespace, an OmegaConf node, an ``RLHFConfig`` or None.
+
+    Keys of verl's that concern others are passed over. One that nearly is one of ours is refused:
+    misspelt, it would change nothing and say nothing.
+    """
+    if isinstance(config, RLHFConfig):
+        return config
+    given = _as_dict(config)
+    known = {f.name: f for f in dataclasses.fields(RLHFConfig)}
+    for key in set(given) - set(known) - _ELSEWHERE:
+        close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.85)
+        if close:
+            raise ValueError(f"unknown key {key!r} in the configuration; {close[0]!r} is meant?")
+    # None is how YAML files say "the default"; where it is a value of its own, it is the default.
+    chosen = {key: given[key] for key in known if given.get(key) is not None}
+    if "tokenize" not in chosen and "custom_cls" in given and _verl_tokenizes():
+        chosen["tokenize"] = False
+    return RLHFConfig(**chosen)
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return {key: _plain(config[key]) for key in config}
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    if hasattr(config, "__dict__"):
+        return {key: _plain(value) for key, value in vars(config).items()}
+    raise TypeError(
+        f"config must be a dict, a dataclass, a namespace or an OmegaConf node, not {config!r}"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """OmegaConf's containers as dicts and lists, which pickle and compare without it."""
+    if isinstance(value, Mapping):
+        return {key: _plain(value[key]) for key in value}
+    if type(value).__name__ == "ListConfig":
+        return [_plain(item) for item in value]
+    return value
+
+
+def _verl_tokenizes() -> bool:
+    """Whether the installed verl is one that takes messages and tokenizes in its rollout."""
+    import importlib.metadata
+
+    try:
+        version = importlib.metadata.version("verl")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= (0, 6)

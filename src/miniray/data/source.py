@@ -1,0 +1,152 @@
+"""What a dataset reads from: rows in blocks, which is how disks and formats give them.
+
+A block is what can be read on its own (a row group, a record batch, a run of lines). A source says
+where its blocks are without reading them, and reads one, or part of one, on request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from miniray.data.permutation import Positions
+from miniray.data.slabs import Slabs
+from miniray.errors import DataError
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Where the rows of a source are; one entry a block, in the order of the data."""
+
+    files: Sequence[str]
+    file: npt.NDArray[np.int64]  # which file, as an index into ``files``
+    number: npt.NDArray[np.int64]  # which block within its file
+    first: npt.NDArray[np.int64]  # its first row within the file
+    rows: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.int64]  # in memory, of the columns that are read
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def fingerprint(self, extra: Sequence[Any] = ()) -> str:
+        """Changes when rows are added, removed or moved; not when the folder is."""
+        digest = hashlib.blake2b(digest_size=8)
+        for name in self.files:
+            digest.update(name.replace("\\", "/").rsplit("/", 1)[-1].encode() + b"\0")
+        digest.update(self.file.tobytes() + self.rows.tobytes())
+        digest.update(repr(list(extra)).encode())
+        return digest.hexdigest()
+
+
+class Rows(ABC):
+    """Rows of one block in memory. ``start`` is the block's row that is row 0 here."""
+
+    start: int
+    nbytes: int
+
+    @abstractmethod
+    def rows(self, index: Positions) -> list[Any]:
+        """Rows at ``index`` as Python objects, usually dicts."""
+
+    def arrow(self, index: Positions) -> Any:
+        """Rows at ``index`` as an Arrow table."""
+        import pyarrow as pa
+
+        return pa.Table.from_pylist(self.rows(index))
+
+
+class Source(ABC):
+    """Something with blocks. Cheap to make, picklable, opened when needed and again in a fork."""
+
+    #: Names the kind in states and messages.
+    kind: str
+
+    #: Whether any row can be read at the cost of one row; then a global shuffle costs nothing.
+    random_access = False
+
+    @property
+    @abstractmethod
+    def blocks(self) -> Blocks:
+        """Where the rows are; looked up once in a process. Raises ``DataError`` for bad files."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Identifies the data in states; the same wherever the files lie."""
+
+    @abstractmethod
+    def read(
+        self,
+        block: int,
+        start: int,
+        stop: int,
+        columns: Sequence[str] | None = None,
+        slabs: Slabs | None = None,
+    ) -> Rows:
+        """Rows ``start`` to ``stop`` of a block, or more; ``columns`` instead of the usual ones.
+
+        The memory may be taken from ``slabs``; then it is given back when the rows are dropped.
+
+        Raises ``DataError`` with file and block where that fails. May be called by several threads.
+        """
+
+    @abstractmethod
+    def column_names(self) -> list[str] | None:
+        """Names of what ``read`` gives, or None where only reading can tell."""
+
+    def identity(self, file: int) -> str:
+        """Changes whenever the content of a file may have; for what is cached about it."""
+        return f"{self.fingerprint}-{file}"
+
+    def folder(self, file: int) -> str | None:
+        """The folder a file lies in, if it is one of this machine."""
+        return None
+
+
+class ObjectRows(Rows):
+    """Rows that are Python objects already."""
+
+    def __init__(self, objects: Sequence[Any], start: int, nbytes: int) -> None:
+        self._objects = objects
+        self.start = start
+        self.nbytes = nbytes
+
+    def rows(self, index: Positions) -> list[Any]:
+        objects = self._objects
+        return [objects[i] for i in index.tolist()]
+
+
+def parse_bytes(value: int | float | str, name: str = "memory_budget") -> int:
+    """``"256MB"``, ``"1.5 GiB"`` or a number as bytes. KB, MB, GB are powers of 1000."""
+    if isinstance(value, str):
+        text = value.strip().lower().removesuffix("b")
+        binary = text.endswith("i")
+        text = text.removesuffix("i").strip()
+        power = "kmgt".find(text[-1:]) + 1 if text else 0
+        try:
+            amount = float(text[:-1] if power else text) * (1024 if binary else 1000) ** power
+        except ValueError:
+            raise ValueError(f"{name}={value!r} is no number of bytes; try '256MB'") from None
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        amount = float(value)
+    else:
+        raise ValueError(f"{name} must be bytes or text like '256MB', not {value!r}")
+    if not 1 <= amount < 2**62:
+        raise ValueError(f"{name}={value!r} is no usable number of bytes")
+    return int(amount)
+
+
+def wanted(names: Sequence[str], columns: Sequence[str] | None, where: str) -> list[str]:
+    """``columns``, or all; a missing one is refused with those there are."""
+    if columns is None:
+        return list(names)
+    missing = [name for name in columns if name not in names]
+    if missing:
+        raise DataError(f"{where} has no column {missing[0]!r}; it has {', '.join(names)}")
+    return list(columns)

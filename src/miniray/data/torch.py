@@ -1,0 +1,166 @@
+"""The same plan for torch's own loader: Lightning, Accelerate, plain DDP.
+
+- ``TorchDataset`` and ``ShardSampler``: map style, in place of ``DistributedSampler``.
+- ``TorchIterableDataset``: for loaders with worker processes, which share the rank's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch.utils.data as torch_data
+
+from miniray.data.dataset import Dataset
+
+_ROWS_AT_A_TIME = 256
+
+
+class TorchDataset(torch_data.Dataset[Any]):  # type: ignore[misc]
+    """All rows of a dataset in map style, in the order of the data and whatever its rank is.
+
+    Which rank gets which of them when is the sampler's business (``ShardSampler``).
+    """
+
+    def __init__(self, dataset: Dataset, transform: Any = None) -> None:
+        self.dataset = dataset.shard(0, 1)
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return self.dataset.distinct_rows
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        count = len(self)
+        asked = np.array(indices, dtype=np.int64)
+        asked[asked < 0] += count
+        if len(asked) and (asked.min() < 0 or asked.max() >= count):
+            raise IndexError(f"rows {list(indices)} of {count}")
+        rows = self.dataset.rows_at(self.dataset.places_of_ordinals(asked))
+        return rows if self.transform is None else [self.transform(row) for row in rows]
+
+
+class ShardSampler(torch_data.Sampler[int]):  # type: ignore[misc]
+    """In place of ``DistributedSampler``: a rank's rows, exactly once, resumable on other ranks.
+
+    ``data`` is a ``TorchDataset``. As with torch's, call ``set_epoch`` for each epoch. Rank and
+    world size are those of the process group where there is one, else given. State and epochs are
+    as of a dataset of ``miniray.data``; ``batch_size`` must be the loader's for the state to speak
+    for other ranks, and ``state_dict(batches=...)`` says how many batches the training loop has
+    had: a loader with workers asks for indices ahead of time.
+    """
+
+    def __init__(
+        self,
+        data: TorchDataset,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        batch_size: int = 1,
+    ) -> None:
+        self._data = data
+        rank, world_size = _process_group(rank, world_size)
+        self._shard = data.dataset.shard(rank, world_size)
+        self._batch_size = batch_size
+
+    @property
+    def epoch(self) -> int:
+        return self._shard.epoch
+
+    def __len__(self) -> int:
+        return len(self._shard)
+
+    def __iter__(self) -> Iterator[int]:
+        shard = self._shard
+        count = len(shard)
+        for start in range(0, count, 4096):
+            index = np.arange(start, min(count, start + 4096))
+            yield from shard.ordinals(shard.positions(index)).tolist()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; nothing happens where that is the current one."""
+        self._shard.set_epoch(int(epoch))
+
+    def state_dict(self, batches: int) -> dict[str, Any]:
+        """The state after the loop has had so many batches since the epoch was begun or loaded."""
+        self._shard.record(batches * self._batch_size)
+        return self._shard.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._shard.load_state_dict(state)
+
+
+class TorchIterableDataset(torch_data.IterableDataset[Any]):  # type: ignore[misc]
+    """A rank's rows in order, split over the worker processes of a torch ``DataLoader``.
+
+    Each worker reads a contiguous part of the rank's rows. State is exact without workers; with
+    ``torchdata.StatefulDataLoader`` it is, with the same number of workers.
+    """
+
+    def __init__(self, dataset: Dataset, transform: Any = None) -> None:
+        self.dataset = dataset
+        self.transform = transform
+        self._taken = 0
+        self._skip = 0
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch_data.get_worker_info()
+        if info is None:
+            self.dataset.restart()
+        count = len(self.dataset)
+        number, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        start = count * number // workers + self._skip
+        stop = count * (number + 1) // workers
+        self._taken, self._skip = self._skip, 0
+        for begin in range(start, stop, _ROWS_AT_A_TIME):
+            index = np.arange(begin, min(stop, begin + _ROWS_AT_A_TIME))
+            for row in self.dataset.rows_at(self.dataset.places(index)):
+                self._taken += 1
+                if info is None:
+                    self.dataset.record(self._taken, complete=self._taken == count)
+                yield row if self.transform is None else self.transform(row)
+        self._taken = 0
+        if info is None:
+            self.dataset.finish_epoch()
+
+    def state_dict(self) -> dict[str, Any]:
+        info = torch_data.get_worker_info()
+        if info is None:
+            return self.dataset.state_dict()
+        return {"worker": info.id, "workers": info.num_workers, "taken": self._taken}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        info = torch_data.get_worker_info()
+        if info is None:
+            self.dataset.load_state_dict(state)
+            return
+        if (state["worker"], state["workers"]) != (info.id, info.num_workers):
+            raise ValueError(
+                f"the state is of worker {state['worker']} of {state['workers']}, and this is"
+                f" {info.id} of {info.num_workers}: resume with as many worker processes"
+            )
+        self._skip = int(state["taken"])
+
+
+def _process_group(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    if (rank is None) != (world_size is None):
+        raise ValueError("give both rank and world_size, or none of them")
+    if rank is not None and world_size is not None:
+        return rank, world_size
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    raise ValueError(
+        "there is no process group to ask for the rank: call init_process_group first, or pass rank"
+        " and world_size"
+    )

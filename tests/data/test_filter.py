@@ -1,0 +1,370 @@
+"""Filters: once for a run, split over ranks, remembered, and whole whatever happens meanwhile."""
+
+import errno
+import functools
+import gc
+import io
+import operator
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from miniray.data import DataLoader, JsonlDataset, ParquetDataset, filtering, index
+from miniray.data.identity import filter_identity
+from miniray.errors import DataError, RowError
+from tests.data.conftest import write_parquet
+
+calls = []
+
+
+def multiple_of_three(row):
+    calls.append(row["id"])
+    return row["id"] % 3 == 0
+
+
+@pytest.fixture(autouse=True)
+def _count(monkeypatch):
+    calls.clear()
+    monkeypatch.setattr(filtering, "_LEAST_ROWS", 20)
+
+
+def filtered(folder, function=multiple_of_three, **options):
+    options = {"filter_id": "three", **options}  # the list of calls is part of its code
+    return ParquetDataset(folder, filter=function, filter_columns=["id"], **options)
+
+
+def ids(dataset):
+    return [row["id"] for row in dataset]
+
+
+def test_it_runs_once_and_the_second_start_only_reads(parquet_folder):
+    assert ids(filtered(parquet_folder)) == list(range(0, 237, 3))
+    assert sorted(calls) == list(range(237))
+    assert sorted(os.listdir(parquet_folder / ".miniray")) == [
+        f"filter-{filter_identity(multiple_of_three, 'three', 'parquet', ['id'])}.{kind}"
+        for kind in ("idx", "lock")
+    ]
+    calls.clear()
+    parts = [filtered(parquet_folder, rank=rank, world_size=4) for rank in range(4)]
+    assert sorted(functools.reduce(operator.iadd, map(ids, parts), [])) == list(range(0, 237, 3))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert calls == []
+
+
+def test_max_samples_and_shuffling_come_after_it(parquet_folder):
+    options = {"max_samples": 30, "seed": 4, "shuffle": True, "world_size": 3}
+    parts = [filtered(parquet_folder, rank=rank, **options) for rank in range(3)]
+    rows = functools.reduce(operator.iadd, map(ids, parts), [])
+    assert len(rows) == len(set(rows)) == 30
+    assert all(row % 3 == 0 for row in rows)
+    assert [len(part) for part in parts] == [10, 10, 10]
+    state = parts[0].state_dict()
+    assert state["n"] == 30
+
+
+def test_ranks_at_the_same_time_split_the_work(parquet_folder):
+    slow = threading.Event()
+
+    def one(rank):
+        def function(row):
+            calls.append((rank, row["id"]))
+            slow.wait(0.001)
+            return row["id"] % 3 == 0
+
+        found[rank] = ids(filtered(parquet_folder, function, rank=rank, world_size=4))
+
+    found = {}
+    workers = [threading.Thread(target=one, args=(rank,)) for rank in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert sorted(functools.reduce(operator.iadd, found.values(), [])) == list(range(0, 237, 3))
+    assert sorted(row for _, row in calls) == list(range(237))  # no row twice
+    assert len({rank for rank, _ in calls}) == 4
+
+
+def test_threads_of_one_rank(parquet_folder):
+    assert ids(filtered(parquet_folder, filter_workers=3)) == list(range(0, 237, 3))
+    assert sorted(calls) == list(range(237))
+
+
+def test_a_changed_file_is_noticed_and_only_that_is_filtered_again(parquet_folder):
+    len(filtered(parquet_folder))
+    calls.clear()
+    write_parquet(parquet_folder / "part-2.parquet", range(1000, 1050))
+    expected = [*range(0, 100, 3), *(i for i in range(1000, 1050) if i % 3 == 0)]
+    assert ids(filtered(parquet_folder)) == expected + [i for i in range(153, 237) if i % 3 == 0]
+    assert sorted(calls) == list(range(1000, 1050))
+
+
+def test_some_of_the_files_share_the_index(parquet_folder):
+    len(filtered(parquet_folder))
+    calls.clear()
+    assert ids(filtered(parquet_folder / "part-0.parquet")) == list(range(0, 100, 3))
+    assert calls == []
+
+
+def make_filter(limit):
+    return lambda row: row["id"] < limit
+
+
+def helper(row):
+    return row["id"] > 230
+
+
+def with_helper(row):
+    return helper(row)
+
+
+def test_a_changed_filter_is_noticed(parquet_folder, monkeypatch):
+    def rows(function):
+        return ids(ParquetDataset(parquet_folder, filter=function))
+
+    assert rows(make_filter(5)) == [0, 1, 2, 3, 4]
+    assert rows(make_filter(6)) == [0, 1, 2, 3, 4, 5]  # other values in the closure
+    assert rows(lambda row: row["id"] < 2) == [0, 1]  # other code
+    assert rows(with_helper) == list(range(231, 237))
+    monkeypatch.setitem(globals(), "helper", lambda row: row["id"] > 234)
+    assert rows(with_helper) == [235, 236]  # other code further down
+
+
+def test_the_same_filter_is_the_same_in_another_process():
+    code = """
+        from miniray.data.identity import filter_identity
+        words = {"a", "b", "c", "d"}
+        def keep(row, limit=3, *, more=(1, 2.5)):
+            return row["text"] in {"x", "y", "z"} or row["text"] in words or len(row) > limit
+        print(filter_identity(keep, None, "parquet"))
+    """
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=50,
+        ).stdout
+        for seed in "12"
+    }
+    assert len(found) == 1
+
+
+def test_a_filter_that_cannot_be_known_asks_for_a_name(parquet_folder):
+    stream = (i for i in range(3))
+    with pytest.raises(DataError, match=r"uses a generator that cannot be pickled.*filter_id="):
+        len(ParquetDataset(parquet_folder, filter=lambda row: stream is not None))
+    found = ParquetDataset(parquet_folder, filter=lambda row: stream is not None, filter_id="all")
+    assert len(found) == 237
+
+
+def test_a_row_that_makes_it_raise_is_named(parquet_folder):
+    def function(row):
+        return 1 / (row["id"] - 120) > 0
+
+    with pytest.raises(RowError, match=r"part-2\.parquet, row 20: the filter raised ZeroDiv") as e:
+        len(filtered(parquet_folder, function))
+    assert e.value.row == 20
+    assert isinstance(e.value.__cause__, ZeroDivisionError)
+    # What was done before is kept; a filter that does not raise does the rest.
+    assert len(filtered(parquet_folder, lambda row: row["id"] != 120)) > 0
+
+
+def test_a_filter_that_keeps_nothing(parquet_folder):
+    dataset = filtered(parquet_folder, lambda row: False, shuffle=True, seed=1)
+    assert (len(dataset), list(DataLoader(dataset, 3))) == (0, [])
+
+
+def test_a_folder_that_is_not_writable_falls_back_to_the_cache(parquet_folder, tmp_path):
+    (parquet_folder / ".miniray").write_text("a file in the way")
+    with pytest.warns(RuntimeWarning, match=r"cache.*is not writable"):
+        assert ids(filtered(parquet_folder)) == list(range(0, 237, 3))
+    assert len(os.listdir(tmp_path / "cache" / "filters")) == 2
+    calls.clear()
+    assert len(filtered(parquet_folder)) == 79
+    assert calls == []
+
+
+def test_an_index_that_is_there_needs_no_right_to_write(parquet_folder, monkeypatch):
+    len(filtered(parquet_folder))
+    calls.clear()
+    monkeypatch.setattr(index, "index_folder", None)
+    assert len(filtered(parquet_folder)) == 79
+    assert calls == []
+
+
+def test_it_works_on_other_sources(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(f'{{"id": {i}}}\n' for i in range(50)))
+    dataset = JsonlDataset(path, filter=multiple_of_three, filter_id="three")
+    assert ids(dataset) == list(range(0, 50, 3))
+    calls.clear()
+    assert len(JsonlDataset(path, filter=multiple_of_three, filter_id="three")) == 17
+    assert calls == []
+
+
+def test_progress_is_shown_on_a_terminal_of_rank_0(parquet_folder, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    len(filtered(parquet_folder))
+    assert "filter: 100%" in screen.getvalue()
+    assert "79 of 237 rows kept" in screen.getvalue()
+    assert "rows/s" in screen.getvalue()
+    other = Terminal()
+    monkeypatch.setattr(sys, "stderr", other)
+    len(filtered(parquet_folder, filter_id="again", rank=1, world_size=2))
+    assert other.getvalue() == ""
+
+
+# -- faults --------------------------------------------------------------------------------------
+
+
+def test_a_torn_index_is_not_believed(parquet_folder):
+    len(filtered(parquet_folder))
+    (path,) = (parquet_folder / ".miniray").glob("*.idx")
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:-1], whole[: len(whole) // 2], whole[:60] + b"!" + whole[61:]):
+        path.write_bytes(damaged)
+        calls.clear()
+        assert ids(filtered(parquet_folder)) == list(range(0, 237, 3))
+        assert len(calls) == 237
+
+
+def test_a_full_disk_is_a_clear_error_and_leaves_what_was_there(tmp_path):
+    bits = np.packbits(np.ones(100_000, bool))
+    path = tmp_path / "x.idx"
+    index.write(path, {"one": ("identity", 8, bits[:1])})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(
+            DataError, match=r"index could not be written.*Nothing torn is left"
+        ) as e:
+            index.write(path, {"two": ("identity", 100_000, bits)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert e.value.__cause__.errno == errno.EFBIG
+    assert os.listdir(tmp_path) == ["x.idx"]
+    assert list(index.read(path)) == ["one"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("no right to mount a file system")
+    yield disk
+    gc.collect()  # maps of files on it
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_disk_that_is_full_while_the_filter_runs(small_disk):
+    write_parquet(small_disk / "x.parquet", range(200))
+    ballast = open(small_disk / "ballast", "wb", buffering=0)
+    with ballast, pytest.raises(OSError, match="No space"):
+        while True:
+            ballast.write(b"x" * 512)
+    with pytest.raises(DataError, match="No space left on device"):
+        len(filtered(small_disk / "x.parquet"))
+    (small_disk / "ballast").unlink()
+    calls.clear()
+    assert ids(filtered(small_disk / "x.parquet")) == list(range(0, 200, 3))
+    left = os.listdir(small_disk / ".miniray")
+    assert sorted(name.rsplit(".", 1)[1] for name in left) == ["idx", "lock"]
+
+
+KILLED = """
+import os, random, signal, sys, time
+sys.path.insert(0, sys.argv[3])
+from miniray.data import ParquetDataset, filtering
+filtering._LEAST_ROWS = 20
+
+def keep(row):
+    time.sleep(0.0002)
+    return row["id"] % 3 == 0
+
+def rank(number, world):
+    dataset = ParquetDataset(sys.argv[1], filter=keep, filter_id=str(round_), rank=number,
+                             world_size=world)
+    return [row["id"] for row in dataset]
+
+rng = random.Random(int(sys.argv[2]))
+torn = 0
+for round_ in range(3):
+    for attempt in range(3):
+        pids = []
+        for number in range(2):
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    rank(number, 2)
+                finally:
+                    os._exit(0)
+            pids.append(pid)
+        time.sleep(rng.random() * 0.08)
+        for pid in pids[: 1 + attempt % 2]:
+            os.kill(pid, signal.SIGKILL)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        torn += codes[0] == -signal.SIGKILL
+    found = sorted(rank(0, 2) + rank(1, 2))
+    assert found == list(range(0, 237, 3)), found
+print(torn)
+"""
+
+
+def test_sigkill_at_any_moment_leaves_a_usable_index(parquet_folder):
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(parquet_folder), "1", root],
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0  # some were really killed at work
+
+
+def test_a_part_whose_rank_hangs_is_done_by_another(parquet_folder, monkeypatch):
+    monkeypatch.setattr(filtering, "_PATIENCE", 0.2)
+    go = threading.Event()
+    began = threading.Event()
+
+    def hangs(row):
+        began.set()
+        go.wait(30)
+        return row["id"] % 3 == 0
+
+    stuck = threading.Thread(target=lambda: len(filtered(parquet_folder, hangs)))
+    stuck.start()
+    began.wait(30)
+    try:
+        assert ids(filtered(parquet_folder, rank=1, world_size=2)) == list(range(0, 237, 3))[40:]
+    finally:
+        go.set()
+        stuck.join()
+    time.sleep(0)
+    calls.clear()
+    assert len(filtered(parquet_folder)) == 79
+    assert calls == []

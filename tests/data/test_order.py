@@ -1,0 +1,85 @@
+"""Orders are bijections, and ranks meet only at their borders."""
+
+import itertools
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miniray.data.groups import GroupedOrder
+from miniray.data.order import GlobalOrder, SequentialOrder, WindowOrder
+from miniray.data.plan import part_bounds
+
+blocks = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 500)), min_size=1, max_size=30)
+
+
+def split(blocks):
+    sizes = np.array([rows for rows, _ in blocks], dtype=np.int64)
+    return sizes, np.array([rows * each for rows, each in blocks], dtype=np.int64)
+
+
+def all_places(order):
+    block, row = order.places(np.arange(order.n))
+    return list(zip(block.tolist(), row.tolist(), strict=True))
+
+
+def expected(sizes):
+    return [(block, row) for block, size in enumerate(sizes.tolist()) for row in range(size)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(blocks, st.integers(), st.integers(0, 3), st.integers(1, 20_000), st.integers(1, 12))
+def test_every_place_once(blocks, seed, epoch, window, world):
+    sizes, nbytes = split(blocks)
+    assert all_places(SequentialOrder(sizes)) == expected(sizes)
+    assert sorted(all_places(GlobalOrder(sizes, seed, epoch))) == expected(sizes)
+    order = WindowOrder(sizes, nbytes, seed, epoch, window, world)
+    places = all_places(order)
+    assert sorted(places) == expected(sizes)
+    touched = []
+    for rank in range(world):
+        start, end = part_bounds(order.n, rank, world)
+        touched += {block for block, _ in places[start:end]}
+    assert len(touched) <= np.count_nonzero(sizes) + world - 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(blocks, st.integers(1, 20_000), st.integers(1, 8))
+def test_little_is_held_at_a_time(blocks, window, world):
+    """Between the first and the last row of a block there are no more bytes than a window has."""
+    sizes, nbytes = split(blocks)
+    order = WindowOrder(sizes, nbytes, 1, 0, window, world)
+    edges = order._edges.tolist()
+    block = order.places(np.arange(order.n))[0]
+    for start, end in itertools.pairwise(edges):
+        inside = np.unique(block[start:end])
+        if len(inside) > 1:
+            assert nbytes[inside].sum() <= window
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    blocks,
+    st.integers(1, 9),
+    st.integers(1, 20_000),
+    st.sampled_from([None, "window", "global"]),
+    st.data(),
+)
+def test_groups_stay_whole(blocks, largest, window, shuffle, data):
+    sizes, nbytes = split(blocks)
+    n = int(sizes.sum())
+    starts = [0] if n else []
+    while starts and starts[-1] + largest < n:
+        starts.append(starts[-1] + data.draw(st.integers(1, largest)))
+    order = GroupedOrder(sizes, nbytes, np.array(starts, dtype=np.int64), shuffle, 3, 1, window)
+    places = all_places(order)
+    assert sorted(places) == expected(sizes)
+    natural = {place: i for i, place in enumerate(expected(sizes))}
+    rows = [natural[place] for place in places]
+    begins = set(starts)
+    assert all(b == a + 1 or b in begins for a, b in itertools.pairwise(rows))
+    for position in range(n):
+        snapped = int(order.snap(np.array([position]))[0])
+        assert snapped == n or rows[snapped] in begins
+        assert snapped >= position
+        assert not begins & set(rows[position:snapped])

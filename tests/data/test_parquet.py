@@ -1,0 +1,401 @@
+"""Parquet in place: sharding by stable ids, locality, memory, pickling, wrong files."""
+
+import json
+import os
+import pickle
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miniray.data import DataLoader, ParquetDataset
+from miniray.data.parquet import ParquetSource
+from miniray.errors import DataError
+from tests.data.conftest import write_parquet
+
+
+def shards(folder, world, **options):
+    whole = ParquetDataset(folder, **options)
+    return [whole.shard(rank, world) for rank in range(world)]
+
+
+def test_2099_rows_on_two_workers(tmp_path):
+    path = write_parquet(tmp_path / "x.parquet", range(2099), rows=100)
+    first = ParquetDataset(path, rank=0, world_size=2)
+    second = ParquetDataset(path, rank=1, world_size=2)
+    assert list(first.row_ids) == [(str(path), row) for row in range(1050)]
+    assert list(second.row_ids) == [(str(path), row) for row in range(1050, 2099)]
+    assert [row["id"] for row in first] == list(range(1050))
+    assert second[0] == {"id": 1050, "data": b"1050" * 20}
+    assert second[-1]["id"] == 2098
+    with pytest.raises(IndexError):
+        first[1050]
+
+
+@pytest.mark.parametrize("shuffle", [False, "window", "global"])
+@pytest.mark.parametrize("world", [1, 2, 7, 300])
+def test_every_row_of_every_file_once(parquet_folder, world, shuffle):
+    parts = shards(parquet_folder, world, shuffle=shuffle, seed=3, memory_budget="20KB")
+    ids = [row_id for part in parts for row_id in part.row_ids]
+    assert len(ids) == len(set(ids)) == 237
+    lengths = [len(part) for part in parts]
+    assert max(lengths) - min(lengths) <= 1
+    rows = [row["id"] for part in parts for row in part]
+    assert sorted(rows) == list(range(237))
+
+
+def test_ids_are_those_of_the_rows(parquet_folder):
+    dataset = ParquetDataset(parquet_folder, shuffle=True, seed=1)
+    firsts = {"part-0.parquet": 0, "part-2.parquet": 100, "part-3.parquet": 153}
+    for (file, row), content in zip(dataset.row_ids, dataset, strict=True):
+        assert firsts[os.path.basename(file)] + row == content["id"]
+
+
+def test_ids_can_be_sliced(parquet_folder):
+    ids = ParquetDataset(parquet_folder).row_ids
+    assert ids[98:101] == [ids[98], ids[99], ids[100]]
+    assert ids[-1] == (str(parquet_folder / "part-3.parquet"), 83)
+    assert len(ids) == 237
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 9), st.integers(0, 300), st.integers(), st.sampled_from([False, True]))
+def test_max_samples_is_one_subset(pytestconfig, world, most, seed, shuffle):
+    folder = pytestconfig.cache_folder
+    parts = shards(folder, world, max_samples=most, seed=seed, shuffle=shuffle, columns=["id"])
+    ids = [row_id for part in parts for row_id in part.row_ids]
+    assert len(ids) == len(set(ids)) == min(most, 237)
+    other = shards(folder, 2, max_samples=most, seed=seed, columns=["id"])
+    assert {i for part in other for i in part.row_ids} == set(ids)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _folder_for_properties(tmp_path_factory, pytestconfig):
+    folder = tmp_path_factory.mktemp("properties")
+    write_parquet(folder / "a.parquet", range(100))
+    write_parquet(folder / "b.parquet", range(100, 237), rows=13)
+    pytestconfig.cache_folder = folder
+
+
+def test_a_subset_is_drawn_evenly(parquet_folder):
+    counts = np.zeros(237)
+    for seed in range(300):
+        for _, row in shards(parquet_folder, 1, max_samples=100, seed=seed)[0].row_ids:
+            counts[row] += 1  # by row within the file: three files' rows fall together
+    expected = np.zeros(237)
+    for rows in (100, 53, 84):
+        expected[:rows] += 300 * 100 / 237
+    z = (counts[:100] - expected[:100]) / np.sqrt(expected[:100] * (1 - 100 / 237))
+    assert np.abs(z).max() < 4.5
+    assert z.std() < 1.3
+
+
+def test_several_ranks_need_a_seed(parquet_folder, monkeypatch):
+    with pytest.raises(ValueError, match="MINIRAY_RUN_SEED"):
+        ParquetDataset(parquet_folder, shuffle=True, rank=0, world_size=2)
+    with pytest.raises(ValueError, match="MINIRAY_RUN_SEED"):
+        ParquetDataset(parquet_folder, max_samples=10, rank=0, world_size=2)
+    ParquetDataset(parquet_folder, max_samples=500, rank=0, world_size=2)  # nothing to draw
+    monkeypatch.setenv("MINIRAY_RUN_SEED", "12")
+    assert ParquetDataset(parquet_folder, shuffle=True, rank=0, world_size=2).seed == 12
+
+
+def test_a_seed_drawn_by_the_driver_holds_for_all_ranks(parquet_folder):
+    whole = ParquetDataset(parquet_folder, shuffle=True, max_samples=99)
+    parts = [pickle.loads(pickle.dumps(whole)).shard(rank, 3) for rank in range(3)]
+    ids = [i for part in parts for i in part.row_ids]
+    assert len(set(ids)) == len(ids) == 99
+
+
+# -- locality ------------------------------------------------------------------------------------
+
+
+class Counting(ParquetSource):
+    """Notes which blocks are read."""
+
+    def read(self, block, *arguments):
+        self.__dict__.setdefault("blocks_read", []).append(block)
+        return super().read(block, *arguments)
+
+
+@pytest.mark.parametrize("shuffle", [False, "window"])
+@pytest.mark.parametrize("world", [1, 3, 5])
+def test_ranks_read_their_own_blocks_and_two_more_at_most(parquet_folder, world, shuffle):
+    from miniray.data import Dataset
+
+    total = 0
+    for rank in range(world):
+        source = Counting(parquet_folder)
+        part = Dataset(
+            source, rank=rank, world_size=world, shuffle=shuffle, seed=4, memory_budget="30KB"
+        )
+        assert len(
+            [row for batch in DataLoader(part, 7) for row in batch["id"]]
+        ) == 237 // world + (rank < 237 % world)
+        assert len(source.blocks_read) == len(set(source.blocks_read))
+        own = len(part.row_ids) / 10
+        assert len(source.blocks_read) <= own + 4  # row groups at the ends of files are smaller
+        total += len(source.blocks_read)
+    assert total <= 25 + world - 1  # a block is shared at each border
+
+
+def test_windows_mix_blocks_and_the_whole_is_shuffled(tmp_path):
+    path = write_parquet(tmp_path / "x.parquet", range(4000), rows=100)
+    budget = 40 * 100 * 110 // 2  # a window holds a few of the 40 blocks
+    dataset = ParquetDataset(path, shuffle=True, seed=1, memory_budget=budget)
+    first, second = ([row["id"] for row in dataset] for _ in range(2))
+    blocks = np.array(first) // 100
+    assert (np.diff(blocks) != 0).mean() > 0.5  # neighbours come from different blocks
+    assert abs(np.corrcoef(first, np.arange(4000))[0, 1]) < 0.5
+    assert sorted(first) == sorted(second)
+    assert (np.array(first) == np.array(second)).mean() < 0.02
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+def test_a_row_group_larger_than_the_budget_is_read_in_slices(tmp_path):
+    path = write_parquet(tmp_path / "x.parquet", range(6000), rows=6000, payload=1000)
+    size = ParquetSource(path).blocks.nbytes[0]
+    for shuffle in (False, "window"):
+        dataset = ParquetDataset(path, shuffle=shuffle, seed=1, memory_budget=int(size // 3))
+        loader = DataLoader(dataset, 10)
+        iterator = iter(loader)
+        cache = iterator._pipeline._cache
+        rows = [i for batch in iterator for i in batch["id"].tolist()]
+        assert sorted(rows) == list(range(6000))
+        assert 0 < cache.peak <= size // 3
+    # Going forward it is read once, though in slices.
+    source = Counting(path)
+    starts = [source.read(0, start, start + 600).start for start in range(0, 6000, 600)]
+    assert starts == sorted(starts)
+
+
+def test_blocks_in_memory_stay_within_the_budget(tmp_path):
+    path = write_parquet(tmp_path / "x.parquet", range(20_000), rows=1000, payload=100)
+    total = int(ParquetSource(path).blocks.nbytes.sum())
+    budget = total // 3
+    loader = DataLoader(ParquetDataset(path, shuffle=True, seed=1, memory_budget=budget), 50)
+    iterator = iter(loader)
+    cache = iterator._pipeline._cache
+    assert sum(len(batch["id"]) for batch in iterator) == 20_000
+    assert total // 8 < cache.peak <= budget * 3 // 4 + total // 20
+
+
+def test_only_wanted_columns_are_read(parquet_folder):
+    dataset = ParquetDataset(parquet_folder, columns=["id"])
+    assert dataset[5] == {"id": 5}
+    assert dataset.column_names == ["id"]
+    every = ParquetDataset(parquet_folder).sources[0].blocks.nbytes.sum()
+    assert dataset.sources[0].blocks.nbytes.sum() < every / 3
+
+
+# -- travel --------------------------------------------------------------------------------------
+
+
+def test_a_pickled_dataset_is_small_and_opens_again(parquet_folder):
+    dataset = ParquetDataset(parquet_folder, shuffle=True, seed=1, rank=1, world_size=2)
+    expected = [row["id"] for row in dataset]
+    dataset.set_epoch(0)
+    data = pickle.dumps(dataset)
+    assert len(data) < 2000
+    assert [row["id"] for row in pickle.loads(data)] == expected
+
+
+def test_thousands_of_files_pickle_small(tmp_path):
+    content = write_parquet(tmp_path / "x", range(3)).read_bytes()
+    folder = tmp_path / "many"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for _ in range(700):  # names of no pattern, which do not compress
+        (folder / f"{rng.bytes(16).hex()}.parquet").write_bytes(content)
+    files = sorted(map(str, folder.iterdir()))
+    for chosen in (folder, files, files[::2]):
+        dataset = ParquetDataset(chosen, columns=["id"])
+        data = pickle.dumps(dataset)
+        assert len(data) < 10_000
+        again = pickle.loads(data)
+        assert again.sources[0]._list.paths == dataset.sources[0].blocks.files
+    data = pickle.dumps(ParquetDataset(files, columns=["id"]))
+    (folder / "new.parquet").write_bytes(content)
+    with pytest.raises(DataError, match="has changed since the dataset was pickled"):
+        pickle.loads(data)
+
+
+def test_a_dataset_works_on_in_a_forked_child(parquet_folder):
+    dataset = ParquetDataset(parquet_folder)
+    assert dataset[0]["id"] == 0  # open in the parent
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            found = [dataset[i]["id"] for i in range(0, 237, 50)]
+            os.write(writes, json.dumps(found).encode())
+        finally:
+            os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads) as pipe:
+        assert json.load(pipe) == [0, 50, 100, 150, 200]
+    os.waitpid(pid, 0)
+    assert dataset[236]["id"] == 236
+
+
+def test_files_that_change_between_pickling_and_use_are_noticed(parquet_folder):
+    data = pickle.dumps(ParquetDataset(parquet_folder))
+    write_parquet(parquet_folder / "part-3.parquet", range(153, 236))
+    with pytest.raises(DataError, match="not those the dataset was made with"):
+        len(pickle.loads(data))
+
+
+# -- where files are -----------------------------------------------------------------------------
+
+
+def test_globs_folders_lists_and_hidden_files(parquet_folder):
+    (parquet_folder / ".hidden.parquet").write_bytes(b"not parquet")
+    (parquet_folder / "sub").mkdir()
+    write_parquet(parquet_folder / "sub" / "z.parquet", range(237, 240))
+    assert len(ParquetDataset(parquet_folder)) == 240
+    assert len(ParquetDataset(str(parquet_folder / "*.parquet"))) == 237
+    assert len(ParquetDataset(str(parquet_folder / "**" / "*.parquet"))) == 240
+    two = [parquet_folder / "part-3.parquet", parquet_folder / "part-0.parquet"]
+    assert ParquetDataset(two)[0]["id"] == 153  # as given
+
+
+def test_fsspec_addresses(parquet_folder):
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    for path in sorted(parquet_folder.iterdir()):
+        memory.pipe(f"/miniray-test/{path.name}", path.read_bytes())
+    try:
+        for address in ["memory://miniray-test", "memory://miniray-test/part-*.parquet"]:
+            dataset = ParquetDataset(address, shuffle=True, seed=1)
+            assert sorted(row["id"] for row in dataset) == list(range(237))
+    finally:
+        memory.rm("/miniray-test", recursive=True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "complaint"),
+    [
+        ("nowhere.parquet", "nowhere.parquet does not exist"),
+        ("no-*.parquet", "no file matches"),
+        ([], "the list is empty"),
+        (".", r"has no \*.parquet or \*.pq file"),
+    ],
+)
+def test_files_that_are_not_there(spec, complaint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=complaint):
+        ParquetDataset(spec)
+
+
+# -- files that are wrong ------------------------------------------------------------------------
+
+
+def test_a_truncated_file_is_named_when_the_dataset_is_made(parquet_folder):
+    path = parquet_folder / "part-2.parquet"
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(DataError, match=r"part-2\.parquet cannot be opened.*truncated"):
+        ParquetDataset(parquet_folder)
+
+
+def test_a_file_of_no_bytes_is_named(parquet_folder):
+    (parquet_folder / "part-9.parquet").write_bytes(b"")
+    with pytest.raises(DataError, match=r"part-9\.parquet is empty \(0 bytes\)"):
+        ParquetDataset(parquet_folder)
+
+
+def test_something_else_is_named(parquet_folder):
+    (parquet_folder / "part-9.parquet").write_text("id,data\n1,x\n" * 10)
+    with pytest.raises(DataError, match=r"part-9\.parquet cannot be opened as parquet"):
+        ParquetDataset(parquet_folder)
+
+
+def test_damage_within_a_row_group_is_named_when_it_is_read(tmp_path):
+    path = write_parquet(tmp_path / "x.parquet", range(2000), rows=1000, payload=100)
+    meta = pq.read_metadata(path)
+    start = meta.row_group(1).column(1).data_page_offset
+    data = bytearray(path.read_bytes())
+    data[start : start + 40] = b"\xff" * 40
+    path.write_bytes(data)
+    dataset = ParquetDataset(path)
+    assert dataset[999]["id"] == 999
+    with pytest.raises(DataError, match=r"x\.parquet, row group 1 cannot be read"):
+        dataset[1000]
+
+
+def test_mixed_schemas_are_named(parquet_folder):
+    write_parquet(parquet_folder / "part-9.parquet", range(5), extra=[1] * 5)
+    with pytest.raises(DataError, match=r"part-9\.parquet has a column 'extra' and .*part-0"):
+        ParquetDataset(parquet_folder)
+    assert len(ParquetDataset(parquet_folder, columns=["id"])) == 242
+    pq.write_table(pa.table({"id": ["a"], "data": [b""]}), parquet_folder / "part-9.parquet")
+    with pytest.raises(
+        DataError, match=r"'id' is int64 in .*part-0\.parquet and string in .*part-9"
+    ):
+        ParquetDataset(parquet_folder)
+
+
+def test_a_missing_column_is_named(parquet_folder):
+    with pytest.raises(DataError, match=r"part-0\.parquet has no column 'image'; it has id, data"):
+        ParquetDataset(parquet_folder, columns=["id", "image"])
+    with pytest.raises(DataError, match="no column 'who'"):
+        ParquetDataset(parquet_folder, group_by="who")
+
+
+@pytest.mark.parametrize("memory_map", [True, False])
+def test_a_file_deleted_in_mid_epoch_is_named(parquet_folder, memory_map):
+    loader = DataLoader(
+        ParquetDataset(parquet_folder, memory_map=memory_map, memory_budget="8KB"), 5, prefetch=1
+    )
+    iterator = iter(loader)
+    seen = next(iterator)["id"].tolist()
+    (parquet_folder / "part-3.parquet").unlink()
+    with pytest.raises(DataError, match=r"part-3\.parquet does not exist any more"):
+        for batch in iterator:
+            seen += batch["id"].tolist()
+    assert seen == list(range(len(seen)))  # what came before it was delivered, in order
+    assert len(seen) >= 100
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error_and_no_crash(parquet_folder):
+    dataset = ParquetDataset(parquet_folder)
+    assert dataset[153]["id"] == 153
+    os.truncate(parquet_folder / "part-3.parquet", 100)
+    with pytest.raises(DataError, match=r"part-3\.parquet, row group 8: the file has changed"):
+        dataset[236]
+
+
+def test_no_rows_at_all(tmp_path):
+    path = write_parquet(tmp_path / "x.parquet", [])
+    for shuffle in (False, True, "global"):
+        dataset = ParquetDataset(path, shuffle=shuffle, seed=1, rank=1, world_size=2)
+        assert (len(dataset), list(dataset), list(DataLoader(dataset, 4))) == (0, [], [])
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"rank": 3, "world_size": 3}, "rank must be in 0..2"),
+        ({"shuffle": "some"}, "'window' or 'global'"),
+        ({"memory_budget": "lots"}, "no number of bytes"),
+        ({"memory_budget": 0}, "no usable number"),
+        ({"even": "odd"}, "even must be"),
+        ({"max_samples": -7}, "max_samples must be"),
+        ({"group_by": "id", "even": "pad"}, "group_by keeps groups whole"),
+    ],
+)
+def test_bad_options_are_refused(parquet_folder, options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        ParquetDataset(parquet_folder, **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("256MB", 256_000_000), ("1.5 GiB", 3 << 29), ("10k", 10_000), (77, 77), ("5", 5)],
+)
+def test_budgets_in_words(parquet_folder, text, expected):
+    assert ParquetDataset(parquet_folder, memory_budget=text).memory_budget == expected
