@@ -1,0 +1,41 @@
+"""One rank of one loader, in a process of its own. Started by ``benchmarks/data.py``."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import socket
+import sys
+from pathlib import Path
+
+# In place of this folder, whose modules must not hide packages of the same name.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from data_peers.common import Run, measure  # noqa: E402
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    channel = socket.socket(fileno=settings.pop("channel"))
+    action = settings.pop("action")
+    run = Run(**{**settings, "scratch": Path(settings["scratch"])})
+    peer = importlib.import_module(f"data_peers.{run.loader}")
+
+    def meet() -> None:
+        channel.sendall(b"r")
+        if not channel.recv(1):
+            raise SystemExit("the benchmark is gone")
+
+    if action == "prepare":
+        peer.prepare(run)
+        results = []
+    elif hasattr(peer, "drive"):
+        results = peer.drive(run, meet)
+    else:
+        results = [measure(peer.Loader(run), run, meet)]
+    with channel.makefile("wb") as answer:
+        answer.write(json.dumps(results).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""What the checks of this folder share: a few hundred rows, and being a good neighbour."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+CONFIG: dict[str, Any] = {"max_prompt_length": 256, "filter_overlong_prompts": True}
+
+
+def behave() -> None:
+    """Stand back behind whatever else the machine is doing: a training may be running."""
+    os.nice(10)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@contextlib.contextmanager
+def some_rows(data: Path | None, rows: int) -> Iterator[list[str]]:
+    """Training files in ``data``; without it, a small set that is removed again."""
+    if data is not None:
+        yield sorted(map(str, data.glob("train-*.parquet")))
+        return
+    import make_data
+
+    with tempfile.TemporaryDirectory(prefix="geoguessr-") as folder:
+        files = make_data.write_set(
+            folder, rows, rows_per_file=max(1, rows // 3), rows_per_group=32, processes=1
+        )
+        yield [str(path) for path in files["train"]]
+
+
+def compare(parts: list[list[Any]], total: int) -> None:
+    """Every row on exactly one rank, ranks within one row of each other. All ids are compared."""
+    sizes = [len(part) for part in parts]
+    assert sum(sizes) == total, f"{sum(sizes)} rows on all ranks together, not {total}: {sizes}"
+    assert max(sizes) - min(sizes) <= 1, f"uneven: {sizes}"
+    seen: dict[Any, int] = {}
+    for rank, part in enumerate(parts):
+        for number in part:
+            other = seen.setdefault(number, rank)
+            assert other == rank, f"row {number} is on ranks {other} and {rank}"
+    assert len(seen) == total, f"{len(seen)} different rows, not {total}"
