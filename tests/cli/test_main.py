@@ -55,12 +55,18 @@ def test_wrong_usage_is_said_in_a_line_with_exit_code_2(miniray_cli, args, compl
     assert done.stdout == ""
 
 
+def take(folder):
+    """Another run has the name already."""
+    (folder / "runs" / "taken").mkdir(parents=True)
+    (folder / "runs" / "taken" / "run.json").write_text("{}")
+
+
 def test_an_error_is_one_line_without_traceback(miniray_cli, tmp_path):
-    (tmp_path / "runs" / "taken").mkdir(parents=True)
+    take(tmp_path)
     done = miniray_cli("demo", "--name", "taken")
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
-    assert "taken exists already" in done.stderr
+    assert "taken already holds a run" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -73,7 +79,7 @@ def test_an_error_is_one_line_without_traceback(miniray_cli, tmp_path):
     ids=["before", "after"],
 )
 def test_debug_gives_the_traceback(miniray_cli, tmp_path, args):
-    (tmp_path / "runs" / "taken").mkdir(parents=True)
+    take(tmp_path)
     done = miniray_cli(*args)
     assert done.returncode == 1
     assert "Traceback" in done.stderr

@@ -21,7 +21,10 @@ from miniray.errors import TaskError
 #: listing the commands imports none of them.
 COMMANDS = {
     "demo": ("miniray.cli.demo:demo", "Estimate π with four actors and write a report."),
+    "doctor": ("miniray.cli.doctor:doctor", "Say what is wrong with a run, its data or its speed."),
+    "run": ("miniray.cli.run:run", "Run a script as several ranks and say why when it is stuck."),
     "status": ("miniray.cli.status:status", "Show versions, hardware and usable engines."),
+    "top": ("miniray.cli.top:top", "Show the ranks of a run, live."),
 }
 
 EPILOG = """\b

@@ -60,10 +60,11 @@ def demo(
     """
     from rich.console import Console
 
-    from miniray.demos import monte_carlo, rundir
+    from miniray.demos import monte_carlo
+    from miniray.train.rundir import RunDirectory
 
     config = monte_carlo.Config(actors, batches, batch_size, seed)
-    folder = rundir.create(runs_dir, name, prefix="monte-carlo")
+    folder = RunDirectory.open(None, name, "monte-carlo", root=runs_dir).path
     try:
         result = monte_carlo.run(config, backend=backend)
     except BaseException:

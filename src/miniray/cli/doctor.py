@@ -1,0 +1,198 @@
+"""``miniray doctor``: what is wrong with a run, with a script's data, with its speed-up."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from miniray.doctor.diagnose import Diagnosis
+
+EPILOG = """\b
+Examples:
+  miniray doctor latest                 the newest run under runs/
+  miniray doctor runs/my-run --json     for a program
+  miniray doctor 4711 --watch           the run of a process, again and again
+  miniray doctor data train.py --nproc 4
+  miniray doctor speedup train.py --nproc 1,2,4 -- --epochs 1
+\b
+Exit status: 0 healthy, 1 something was found, 2 nothing could be read.
+"""
+
+#: The command that is meant when none is named; no directory is likely to be called so.
+_THE_RUN = "run to look at"
+
+#: Seconds between two looks of ``--watch``.
+_PAUSE = 2.0
+
+
+class _Doctor(click.Group):
+    """``miniray doctor X``: X is one of our commands, or else the run to look at."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] not in ("-h", "--help")):
+            args = [_THE_RUN, *args]
+        return super().parse_args(ctx, args)
+
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_usage(ctx.command_path, "[RUN_DIR | PID | latest] [--watch] [--json]")
+        formatter.write_usage(ctx.command_path, "COMMAND ...")
+
+
+@click.group(cls=_Doctor, epilog=EPILOG)
+def doctor() -> None:
+    """Say what is wrong with a run: live, hung or dead.
+
+    Reads the run directory and asks nothing of the ranks but, where they live, for their stacks.
+    """
+
+
+@doctor.command(name=_THE_RUN, hidden=True)
+@click.argument("target", metavar="RUN_DIR | PID | latest", default="latest")
+@click.option("--watch", is_flag=True, help="Look again and again until the run has ended.")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON for a program.")
+@click.option(
+    "--hang-timeout",
+    type=click.FloatRange(0, min_open=True),
+    help="Seconds without movement that make a hang.  [default: the run's own, else 60]",
+)
+@click.option(
+    "--runs-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("runs"),
+    show_default=True,
+    help="Where `latest` and process ids are looked for.",
+)
+def examine(
+    target: str, watch: bool, as_json: bool, hang_timeout: float | None, runs_dir: Path
+) -> int:
+    """Diagnose one run (what `miniray doctor` does without a command)."""
+    from miniray.doctor.diagnose import diagnose, find_run
+
+    try:
+        run_dir = find_run(target, runs_dir)
+        diagnosis = diagnose(run_dir, hang_timeout=hang_timeout)
+        _show(diagnosis, as_json)
+        while watch and diagnosis.case.live:
+            time.sleep(_PAUSE)
+            before, diagnosis = diagnosis, diagnose(run_dir, hang_timeout=hang_timeout)
+            if as_json or _kinds(diagnosis) != _kinds(before):
+                _show(diagnosis, as_json)
+            else:
+                click.echo(f"{time.strftime('%H:%M:%S')} {diagnosis.verdict}")
+        return diagnosis.exit_code
+    except FileNotFoundError as error:
+        click.echo(f"error: {error}", err=True)
+        return 2
+
+
+def _kinds(diagnosis: Diagnosis) -> list[tuple[str, tuple[int, ...]]]:
+    """What must change for the whole to be worth showing again; seconds and steps always do."""
+    found = [(finding.code, finding.ranks) for finding in diagnosis.findings]
+    return [*found, ("live", tuple(facts.rank for facts in diagnosis.case.live))]
+
+
+def _show(diagnosis: Diagnosis, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(diagnosis.to_json(), ensure_ascii=False))
+        return
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    click.echo(diagnosis.text(color=colour))
+    sys.stdout.flush()
+
+
+@doctor.command(name="data", context_settings={"allow_interspersed_args": False})
+@click.option("--nproc", type=click.IntRange(1), default=2, show_default=True, help="Ranks.")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON for a program.")
+@click.option("--hang-timeout", type=click.FloatRange(0, min_open=True), default=60.0)
+@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def data(nproc: int, as_json: bool, hang_timeout: float, script: str, args: tuple[str, ...]) -> int:
+    """Say which rank of SCRIPT gets which samples, before anything is trained.
+
+    Runs the script on --nproc ranks up to its first iteration over a DataLoader, and no further.
+    """
+    from miniray.doctor import data_probe
+
+    with tempfile.TemporaryDirectory(prefix="miniray-data-") as folder:
+        run_dir = Path(folder) / "run"
+        command = ("-m", "miniray.doctor.data_probe", script, *args)
+        code = _launch(command, nproc, run_dir, hang_timeout)
+        reports = data_probe.read(run_dir, nproc)
+    if code or not reports:
+        why = "its ranks failed before" if code else "it never iterates"
+        click.echo(f"error: {script}: {why} a torch DataLoader", err=True)
+        return 2
+    if as_json:
+        click.echo(json.dumps([report.to_json() for report in reports], ensure_ascii=False))
+    else:
+        click.echo("\n\n".join(report.text() for report in reports))
+    # Of the loaders that are not trained with (yet) nobody knows what they are meant for.
+    return reports[0].exit_code
+
+
+def _launch(command: tuple[str, ...], nproc: int, run_dir: Path, hang_timeout: float) -> int:
+    """In a process of its own: a launcher takes signals and orphans of the whole process."""
+    import subprocess
+
+    full = [sys.executable, "-m", "miniray", "run", "--nproc", str(nproc)]
+    full += ["--run-dir", str(run_dir), "--hang-timeout", str(hang_timeout), *command]
+    return subprocess.run(full, stdout=sys.stderr, check=False).returncode
+
+
+@doctor.command(name="speedup", context_settings={"allow_interspersed_args": True})
+@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--nproc", "numbers", default="1,2,4", show_default=True, help="Numbers of ranks to compare."
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Threads a rank, in every run.",
+)
+@click.option("--hang-timeout", type=click.FloatRange(0, min_open=True), default=60.0)
+@click.option(
+    "--keep",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Keep run directories and output here.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Write JSON for a program.")
+def speedup(
+    script: str,
+    args: tuple[str, ...],
+    numbers: str,
+    threads: int,
+    hang_timeout: float,
+    keep: Path | None,
+    as_json: bool,
+) -> int:
+    """Measure how much faster SCRIPT is on several ranks than on one.
+
+    Runs it once for each number of ranks, with equal threads. ARGS come after `--`.
+    """
+    from miniray.core.machine import cpu_count
+    from miniray.doctor.speedup import measure
+
+    nprocs = _numbers(numbers)
+    with tempfile.TemporaryDirectory(prefix="miniray-speedup-") as temporary:
+        folder = keep or Path(temporary)
+        found = measure((script, *args), nprocs, folder, int(cpu_count()), threads, hang_timeout)
+    click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text())
+    return found.exit_code
+
+
+def _numbers(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise click.BadParameter(f"{text!r} is no list of numbers like 1,2,4", param_hint="--nproc")
+    return sorted({int(part) for part in parts})

@@ -1,0 +1,110 @@
+"""``miniray run``: torchrun's place taken by a launcher that says why a run is stuck."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+EPILOG = """\b
+Examples:
+  miniray run --nproc 4 train.py --epochs 3
+  miniray run --nproc 2 --hang-timeout 20 -m my.package.train
+  miniray run --nproc 8 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 29500 train.py
+"""
+
+
+@click.command(
+    epilog=EPILOG,
+    # What comes after the script is the script's, also what looks like an option of ours.
+    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+)
+@click.option(
+    "--nproc",
+    "--nproc-per-node",
+    "--nproc_per_node",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Ranks on this machine.",
+)
+@click.option("--nnodes", type=click.IntRange(1), default=1, show_default=True, help="Machines.")
+@click.option(
+    "--node-rank", "--node_rank", type=click.IntRange(0), default=0, help="Which of them this is."
+)
+@click.option(
+    "--master-addr",
+    "--master_addr",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address of machine 0.",
+)
+@click.option(
+    "--master-port",
+    "--master_port",
+    type=click.IntRange(1, 65535),
+    help="Port on machine 0.  [default: a free one]",
+)
+@click.option(
+    "--max-restarts",
+    "--max_restarts",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="How often all ranks are started again after a failure.",
+)
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where the run is recorded.  [default: runs/SCRIPT-DATE-TIME]",
+)
+@click.option(
+    "--hang-timeout",
+    type=float,
+    default=60.0,
+    show_default=True,
+    help="Seconds without any movement after which the run is diagnosed and ended.",
+)
+@click.option(
+    "--no-instrument", is_flag=True, help="Leave torch alone: only what the script itself records."
+)
+@click.option("-m", "--module", is_flag=True, help="Run a module, as python -m does.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def run(
+    nproc: int,
+    nnodes: int,
+    node_rank: int,
+    master_addr: str,
+    master_port: int | None,
+    max_restarts: int,
+    run_dir: Path | None,
+    hang_timeout: float,
+    no_instrument: bool,
+    module: bool,
+    script: str,
+    args: tuple[str, ...],
+) -> int:
+    """Run SCRIPT with ARGS as several ranks, with torchrun's environment.
+
+    Every rank is recorded. When nothing moves any more, a rank fails, or the ranks' collectives do
+    not match, the diagnosis is printed and kept in the run directory, every rank is ended, and the
+    exit status is not 0.
+    """
+    from miniray.doctor.launch import launch
+    from miniray.doctor.launch_options import Options
+
+    return launch(
+        Options(
+            command=("-m", script, *args) if module else (script, *args),
+            nproc=nproc,
+            nnodes=nnodes,
+            node_rank=node_rank,
+            master_addr=master_addr,
+            master_port=master_port,
+            max_restarts=max_restarts,
+            run_dir=run_dir,
+            hang_timeout=hang_timeout,
+            instrument=not no_instrument,
+        )
+    )

@@ -1,0 +1,84 @@
+"""``miniray top``: the ranks of a run, live."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from miniray.doctor.model import RunRecord
+
+EPILOG = """\b
+Examples:
+  miniray top                  the newest run under runs/
+  miniray top runs/my-run --interval 0.5
+  miniray top latest --once    one frame, for a script
+"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("target", metavar="RUN_DIR | PID | latest", default="latest")
+@click.option("--once", is_flag=True, help="Show one frame and end.")
+@click.option(
+    "--interval", type=click.FloatRange(0.1), default=1.0, show_default=True, help="Seconds."
+)
+@click.option(
+    "--runs-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("runs"),
+    show_default=True,
+    help="Where `latest` and process ids are looked for.",
+)
+def top(target: str, once: bool, interval: float, runs_dir: Path) -> int:
+    """Show the ranks of a run: step, phase, loss, memory, state.
+
+    Ends by itself when the run has ended, else with Ctrl-C. Nothing is asked of the ranks.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    from miniray.doctor.diagnose import find_run
+    from miniray.doctor.reader import read_run
+
+    try:
+        run_dir = find_run(target, runs_dir)
+    except FileNotFoundError as error:
+        click.echo(f"error: {error}", err=True)
+        return 2
+    console = Console(highlight=False)
+    run = read_run(run_dir)
+    if once or not console.is_terminal:
+        console.print(frame(run, None, console.width))
+        return 0
+    before = None
+    with Live(frame(run, None, console.width), console=console, auto_refresh=False) as live:
+        try:
+            while any(record.alive for record in run) or not run.ranks:
+                time.sleep(interval)
+                before, run = run, read_run(run_dir)
+                live.update(frame(run, before, console.width), refresh=True)
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+def frame(run: RunRecord, before: RunRecord | None, width: int) -> Group:
+    """The verdict, the facts and the table, from one reading."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from miniray.doctor import render
+    from miniray.doctor.diagnose import examine
+
+    diagnosis = examine(run, before)
+    parts: list[object] = [Text(render.wrapped(diagnosis.verdict, width), style="bold")]
+    if diagnosis.readable:
+        parts += [Text(render.facts_line(diagnosis.case), style="dim")]
+        parts += [render.rank_table(diagnosis.case, width)]
+        parts += [Text(line) for line in render.gpu_lines(diagnosis.case)]
+    return Group(*parts)  # type: ignore[arg-type]

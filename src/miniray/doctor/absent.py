@@ -1,0 +1,193 @@
+"""Ranks that do not come to where the others wait: what do they do instead?"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Sequence
+
+from miniray.doctor import loop
+from miniray.doctor.checks import bars
+from miniray.doctor.facts import Case, Facts
+from miniray.doctor.findings import Finding, Severity, named, seconds
+from miniray.doctor.model import BAR, Site
+from miniray.doctor.words import conjugated, positions, waiting_clause
+
+#: Share of a core that a rank uses which is not asleep.
+_BUSY = 0.2
+
+
+def explain_absent(case: Case, guilty: Sequence[int], waiting: Sequence[Facts]) -> Finding:
+    never = [rank for rank in guilty if rank in case.never_started]
+    suspects = [case.ranks[rank] for rank in guilty if rank in case.ranks]
+    if never or not suspects:
+        return _never_started(case, never or guilty, waiting)
+    able = [f for f in suspects if not f.record.process.stopped and not f.silent]
+    story = loop.explain(able, waiting) if len(able) == len(suspects) else None
+    if story is not None:
+        return story
+    suspects.sort(key=lambda f: (not f.record.process.stopped, not f.silent, not f.ended, f.rank))
+    worst = suspects[0]
+    alike = [f for f in suspects if _manner(f) == _manner(worst)]
+    clause = waiting_clause(waiting)
+    ranks = tuple(sorted(f.rank for f in alike))
+    code, what, cause, fix = _manner_story(worst, waiting)
+    return Finding(
+        code=code,
+        severity=Severity.STUCK,
+        title=f"{named(ranks)} {conjugated(what, len(ranks))}; {clause}",
+        ranks=ranks,
+        evidence=(*positions(alike), *positions(waiting)),
+        cause=cause,
+        fix=fix,
+        step=worst.record.step,
+        site=str(worst.place) if worst.place.file else "",
+    )
+
+
+def explain_idle(case: Case) -> Finding | None:
+    """No rank is in a collective, and none has done anything for longer than the limit."""
+    live = case.live
+    if not live or any(f.moved or f.idle < case.limit or _computes(f) for f in live):
+        return None  # nobody waits, and somebody works: a long step is no hang
+    worst = max(live, key=lambda f: f.idle)
+    code, what, cause, fix = _manner_story(worst, ())
+    alike = [f for f in live if _manner(f) == _manner(worst)]
+    return Finding(
+        code=code,
+        severity=Severity.STUCK,
+        title=f"{named(f.rank for f in alike)} {conjugated(what, len(alike))}",
+        ranks=tuple(f.rank for f in alike),
+        evidence=tuple(positions(live)),
+        cause=cause,
+        fix=fix,
+        step=worst.record.step,
+        site=str(worst.place) if worst.place.file else "",
+    )
+
+
+def _never_started(case: Case, never: Sequence[int], waiting: Sequence[Facts]) -> Finding:
+    there = not set(never) & set(case.never_started)
+    verb = "cannot be looked at: the box is damaged" if there else "never started"
+    return Finding(
+        code="missing-rank",
+        severity=Severity.STUCK,
+        title=f"{named(never)} {verb}; {waiting_clause(waiting)}",
+        ranks=tuple(never),
+        evidence=(
+            f"world size {case.run.world_size}, boxes of {named(case.ranks)} only",
+            *positions(waiting),
+        ),
+        cause="The others wait for all ranks to come together; a process was not launched, died "
+        "before it could record anything, or has another RANK than it should.",
+        fix="start as many processes as the world size says, each with its own RANK (miniray run "
+        "or torchrun does)",
+    )
+
+
+def _manner(facts: Facts) -> tuple[object, ...]:
+    record = facts.record
+    return record.process.stopped, facts.silent, facts.ended, facts.place
+
+
+def _manner_story(facts: Facts, waiting: Sequence[Facts]) -> tuple[str, str, str, str]:
+    """(code, what the rank does, cause, fix)"""
+    record, idle = facts.record, seconds(facts.idle)
+    if record.process.stopped:
+        return (
+            "stopped",
+            f"is stopped (SIGSTOP or a debugger), {idle} without a step",
+            "A stopped process does nothing until it is continued.",
+            f"kill -CONT {record.pid}, or end it",
+        )
+    if facts.finished and not waiting:
+        return (
+            "does-not-end",
+            f"is done, but the process does not end ({idle})",
+            "Something keeps the interpreter: a thread that is no daemon, a loader's worker "
+            "process, the process group.",
+            "end threads and pools before the script does; call dist.destroy_process_group()",
+        )
+    if facts.finished:
+        return (
+            "finished-early",
+            f"finished after step {record.step} and left",
+            "It will never come to what the others wait for.",
+            "let all ranks make the same calls before they end",
+        )
+    if facts.silent:
+        age = seconds(record.heartbeat_age(facts.now))
+        return (
+            "holds-gil",
+            f"is stuck in C code that holds Python's lock{_at(facts)}, no heartbeat for {age}",
+            "Not even its heartbeat thread can run: an extension does not release the GIL.",
+            "look at the stack below; the innermost line calls the C code that does not return",
+        )
+    bar = _bar_between_barriers(facts)
+    if bar is not None:
+        return (
+            "bar-between-barriers",
+            f"is stuck at its progress bar ({bar}), made between two barriers",
+            "tqdm takes a lock and writes to the terminal; between two barriers that blocks all "
+            "ranks.",
+            "make the bar on rank 0 only, after the last barrier before the loop",
+        )
+    if record.section is not None:
+        busy = _busy(facts)
+        return (
+            "slow-section",
+            f"is still in {record.section.name} ({seconds(facts.now - record.section.since)}), "
+            f"alive{busy}",
+            "The others wait until it is done. If it needs that long the limit is too short; if "
+            "not, see its stack.",
+            "do such work before the process group exists or on all ranks, or give the barrier a "
+            "longer timeout",
+        )
+    if record.phase.name == "data":
+        return (
+            "loader-stuck",
+            f"waits for its DataLoader{_at(facts)} ({idle})",
+            "The loader gives no batch: a worker process hangs (handles inherited by fork, a lock, "
+            "slow storage).",
+            "try num_workers=0; run doctor.check_dataset(dataset)",
+        )
+    if _computes(facts):
+        return (
+            "busy",
+            f"is busy{_at(facts)} ({idle}{_busy(facts)}) and does not come",
+            "It computes, or loops for ever, in code the others do not run.",
+            "look at that line: is its end condition met on this rank?",
+        )
+    line = _source(facts.user_frame)
+    return (
+        "blocked",
+        f"is blocked{_at(facts)} ({idle}){f': {line}' if line else ''}",
+        "It sleeps in something that is no collective: a lock, a queue, a file, the network, a "
+        "child process.",
+        "look at the innermost lines of its stack",
+    )
+
+
+def _bar_between_barriers(facts: Facts) -> Site | None:
+    """Where it makes the bar it is stuck in, if the last thing it did before was a barrier."""
+    if not any("tqdm" in frame.file for frame in facts.stack):
+        return None
+    last = next((e for e in reversed(facts.record.events) if e.kind != BAR), None)
+    return facts.user_frame if last is not None and bars.is_barrier(last) else None
+
+
+def _computes(facts: Facts) -> bool:
+    return facts.busy or (facts.cpu is not None and facts.cpu > _BUSY)
+
+
+def _busy(facts: Facts) -> str:
+    return "" if facts.cpu is None else f", {facts.cpu:.0%} CPU"
+
+
+def _at(facts: Facts) -> str:
+    frame = facts.user_frame or facts.record.phase.site
+    return f" at {frame} in {frame.function}" if frame.file else ""
+
+
+def _source(frame: Site | None) -> str:
+    """The line's text, where its file is at hand."""
+    return linecache.getline(frame.file, frame.line).strip()[:60] if frame is not None else ""

@@ -1,0 +1,79 @@
+"""What a script may tell the recorder by itself: ``step``, ``phase``.
+
+All of it does nothing in a process without a recorder, so that a script with these calls in it also
+runs without the doctor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from miniray.doctor import recorder, sites
+from miniray.doctor.layout import Cell
+
+
+def step(
+    loss: Any = None,
+    batch_size: int | None = None,
+    sample_ids: Sequence[int] | None = None,
+    epoch: int | None = None,
+) -> None:
+    """A training step is done. From the first call on, only these calls count as steps.
+
+    ``loss`` may be a number or a tensor of one; reading a tensor on a GPU waits for the GPU.
+    ``sample_ids`` are those of the step's batch on this rank: integers that mean the same sample on
+    every rank. ``TypeError`` where they are not.
+    """
+    current = recorder.current()
+    if current is None:
+        return
+    site = sites.call_site(sys._getframe(1))
+    if not current.explicit_steps:
+        current.explicit_steps = True
+        current.event("note", "steps are counted by doctor.step", site=site)
+    if epoch is not None and epoch != current.box.ints[Cell.EPOCH]:
+        current.set_epoch(epoch, site)
+    if sample_ids is not None:
+        ids = [int(number) for number in sample_ids]
+        current.own_pass()
+        current.add_samples(ids, len(ids))
+    if batch_size is not None:
+        current.box.ints[Cell.BATCH_SIZE] = batch_size
+        if sample_ids is None:
+            current.add_samples(None, batch_size)
+    if loss is not None:
+        current.set_loss(float(loss), site)
+    current.end_step()
+    current.flush_tally()  # it was told, so it is there
+
+
+class phase:  # noqa: N801  # called like a function, with or without ``with``
+    """What the rank does from here on: ``with doctor.phase("validate"): ...`` or a plain call.
+
+    In a ``with`` statement the phase around it comes back at its end; after a plain call it stays
+    until the next plain call. It shows in the doctor's table and in the reports of barriers.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = str(name)
+        self._site = sites.call_site(sys._getframe(1))
+        self._recorder = recorder.current()
+        if self._recorder is not None:
+            self._recorder.set_section(self.name, self._site)
+
+    def __enter__(self) -> phase:
+        if self._recorder is not None:
+            self._recorder.open_section()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._recorder is not None and self._recorder is recorder.current():
+            self._recorder.close_section(self.name, self._site)

@@ -1,0 +1,143 @@
+"""``attach``: one line that makes a script of any launcher a run the doctor can read."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+from miniray.doctor import env, instrument, processes, recorder, runfile
+from miniray.doctor.reader import BoxReader
+from miniray.doctor.recorder import Recorder
+from miniray.errors import BoxError
+
+
+def attach(
+    run_dir: str | os.PathLike[str] | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    heartbeat_interval: float = 1.0,
+    instrumented: bool = True,
+) -> Recorder | None:
+    """Record this process as a rank of a run. Put it at the top of the script, before torch.
+
+    Rank and world size come from the environment of ``miniray run``, torchrun, Lightning,
+    Accelerate, Ray Train, SLURM or Open MPI unless they are given; without any of these it is rank
+    0 of 1. The run directory is ``run_dir``, else ``MINIRAY_RUN_DIR``, else
+    ``runs/<script>-<time>``, on which all ranks of one launch agree (ranks of several machines do
+    only on a shared file system). ``instrumented=False`` records what is told by ``doctor.step``
+    and the like, and leaves torch as it is.
+
+    Calling it again gives the same recorder, and None in a process that the rank itself has started
+    (a spawned DataLoader worker imports the script again): that is part of the rank. Where an error
+    does not end the process, as in Ray's workers, ``with doctor.attach(): ...`` records it.
+
+    ``ValueError`` for an environment that contradicts itself, ``OSError`` where the run directory
+    cannot be written.
+    """
+    current = recorder.current()
+    if current is not None:
+        return current
+    place = env.find_place()
+    if (rank is None) != (world_size is None):
+        raise ValueError("give both rank and world_size, or neither")
+    if rank is not None and world_size is not None:
+        place = env.Place(rank, world_size, rank, world_size, "given")
+    folder = _directory(run_dir, place)
+    if _belongs_to_a_rank(folder / "ranks" / f"{place.rank}.box"):
+        return None
+    current = recorder.start(
+        folder,
+        place.rank,
+        place.world_size,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        launcher=place.launcher,
+        attempt=place.attempt,
+        heartbeat_interval=heartbeat_interval,
+    )
+    os.environ["MINIRAY_RUN_DIR"] = str(folder)  # ranks started from inside of this one (Lightning)
+    if place.rank == 0 and not (folder / "run.json").exists():
+        runfile.write_run(folder, place.world_size, place.launcher)
+        atexit.register(_finish, folder, os.getpid())
+    if instrumented:
+        instrument.install()
+    return current
+
+
+def _belongs_to_a_rank(box: Path) -> bool:
+    """Whether one of the processes above this one already is the rank."""
+    try:
+        with BoxReader(box) as reader:
+            info = reader.info()
+    except BoxError:  # nobody is yet
+        return False
+    owner, pid = info.get("pid"), os.getppid()
+    for _ in range(64):
+        if pid == owner:
+            return processes.start_ticks(pid) == info.get("started")
+        above = processes.parent(pid)
+        if not above or above == pid:
+            return False
+        pid = above
+    return False
+
+
+def _finish(folder: Path, pid: int) -> None:
+    if os.getpid() != pid:
+        return
+    current = recorder.current()
+    failed = current is not None and current.exit_kind not in ("", "finished")
+    runfile.finish_run(folder, "failed" if failed else "finished")
+
+
+def _directory(run_dir: str | os.PathLike[str] | None, place: env.Place) -> Path:
+    if run_dir is not None:
+        return Path(run_dir).absolute()
+    if os.environ.get("MINIRAY_RUN_DIR"):
+        return Path(os.environ["MINIRAY_RUN_DIR"]).absolute()
+    # Ray Train gives each worker a working directory of its own.
+    root = Path(os.environ.get("TUNE_ORIG_WORKING_DIR", ".")) / "runs"
+    script = re.sub(r"[^\w.-]+", "_", Path(sys.argv[0] or "run").stem).lstrip(".-") or "run"
+    if place.world_size == 1:
+        return runfile.new_directory(root, script).absolute()
+    return (root / f"{script}-{_launch_name(place)}").absolute()
+
+
+def _launch_name(place: env.Place) -> str:
+    """What all ranks of a launch have in common and no other launch has: its time, and a digest."""
+    get = os.environ.get
+    keys = [get("MASTER_ADDR", ""), get("MASTER_PORT", ""), get("TORCHELASTIC_RUN_ID", "")]
+    if place.launcher in ("slurm", "mpirun"):
+        keys += [
+            get("SLURM_JOB_ID", ""),
+            get("SLURM_STEP_ID", ""),
+            get("OMPI_MCA_ess_base_jobid", ""),
+        ]
+        return f"{place.launcher}-{_digest(keys)}"
+    if place.launcher == "ray":
+        return f"ray-{_digest([*keys, get('RAY_JOB_ID', '')])}"
+    if place.local_world_size < place.world_size:  # other machines have other parents and clocks
+        return _digest(keys)
+    parent = os.getppid()
+    ticks = processes.start_ticks(parent)
+    return f"{_started(ticks)}-{_digest([*keys, str(parent), str(ticks)])}"
+
+
+def _digest(keys: list[str]) -> str:
+    return hashlib.blake2b("\0".join(keys).encode(), digest_size=3).hexdigest()
+
+
+def _started(ticks: int | None) -> str:
+    """The time the launcher began, to the second, computed alike by all its children."""
+    if ticks is None:
+        return "launch"
+    import psutil
+
+    began = psutil.boot_time() + ticks // os.sysconf("SC_CLK_TCK")
+    return time.strftime("%Y%m%d-%H%M%S", time.localtime(int(began)))

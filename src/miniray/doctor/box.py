@@ -1,0 +1,268 @@
+"""A rank's black box, the writing side: a memory-mapped file only this process writes to.
+
+Nothing here makes a system call once the file is mapped, and updates take no lock. What was written
+is in the file's pages when the call returns, whatever kills the process afterwards, and may be read
+at any time by ``reader``. Any thread may write: an update is one store or one ``pack_into``, which
+Python does not interrupt. A forked child must not write; ``recorder`` sees to that.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import mmap
+import os
+import threading
+import time
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from miniray.doctor import layout
+from miniray.doctor.layout import Cell, Real
+
+# Looked up once: these are in the way of every event.
+_EVENTS_AT, _EVENT_SLOTS, _EVENT_SIZE = layout.EVENTS_AT, layout.EVENT_SLOTS, layout.EVENT.size
+_pack_event = layout.EVENT.pack_into
+_pack_step = layout.STEP.pack_into
+_monotonic = time.monotonic
+_monotonic_ns = time.monotonic_ns
+
+
+class Box:
+    """The box of one rank. ``Box.create`` makes the file; there is no way to reopen one.
+
+    ``ints`` and ``floats`` are the cells: ``box.ints[Cell.STEP] = 7``.
+    """
+
+    def __init__(self, path: Path, memory: mmap.mmap) -> None:
+        self.path = path
+        self.pid = os.getpid()
+        self._memory = memory
+        self.memory = view = memoryview(memory)
+        cells = view[layout.CELLS_AT : layout.CELLS_AT + layout.CELLS * 8]
+        self.ints = cells.cast("q")
+        self.floats = cells.cast("d")
+        self._words = view[: layout.BOX_SIZE // 8 * 8].cast("Q")
+        self._reals = view[: layout.BOX_SIZE // 8 * 8].cast("d")
+        self._texts: dict[str, int] = {}
+        # Counting this way is one step for Python: two threads never get the same number.
+        self._next_event = itertools.count(1).__next__
+        self._steps = [0] * len(layout.STEP_WIDTHS)
+        self._text_lock = threading.Lock()  # for new texts only, which are few
+        self._versions = {layout.INFO_AT: 0, layout.EXIT_AT: 0}
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str]) -> Box:
+        """Make the box at ``path``, in one piece: a reader finds a whole one or none.
+
+        Its pages are reserved, so a full disk is an ``OSError`` here and not a SIGBUS later.
+        """
+        path = Path(path)
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            _reserve(descriptor, layout.BOX_SIZE)
+            box = cls(path, mmap.mmap(descriptor, layout.BOX_SIZE))
+            for text in layout.FIRST_TEXTS:
+                box.intern(text)
+            box.floats[Real.CLOCK] = time.time() - time.monotonic()
+            box.floats[Real.ATTACHED] = time.time()
+            box.ints[Cell.EPOCH] = -1
+            box.ints[Cell.HEARTBEAT] = time.monotonic_ns()
+            box.floats[Real.LOSS] = float("nan")
+            box.ints[Cell.LOSS_STEP] = -1
+            box.memory[: len(layout.MAGIC)] = layout.MAGIC
+            os.rename(partial, path)
+        except BaseException:
+            os.unlink(partial)
+            raise
+        finally:
+            os.close(descriptor)
+        return box
+
+    # -- texts ------------------------------------------------------------------------------------
+
+    def intern(self, text: str) -> int:
+        """The index of ``text`` in the box. When the table is full: that of "(no room)"."""
+        index = self._texts.get(text)
+        if index is None:
+            with self._text_lock:
+                index = self._texts.get(text)
+                return self._add_text(text) if index is None else index
+        return index
+
+    def _add_text(self, text: str) -> int:
+        data = text.encode("utf-8", "replace")[:4096]
+        index, used = self.ints[Cell.TEXTS], self.ints[Cell.TEXT_BYTES]
+        if index >= layout.TEXT_SLOTS or used + len(data) > layout.HEAP_SIZE:
+            return layout.FULL_TEXT
+        start = layout.HEAP_AT + used
+        self.memory[start : start + len(data)] = data
+        layout.TEXT.pack_into(
+            self._memory, layout.TEXTS_AT + index * layout.TEXT.size, used, len(data)
+        )
+        self.ints[Cell.TEXT_BYTES] = used + len(data)
+        self.ints[Cell.TEXTS] = index + 1  # only now does a reader see it
+        self._texts[text] = index
+        return index
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def what(
+        self,
+        kind: str,
+        name: str,
+        op: str = "",
+        group: str = "",
+        dtype: str = "",
+        site: str = "",
+        sizes: tuple[int, ...] = (),
+        blocking: bool = False,
+    ) -> bytes:
+        """The part of an event that is the same each time; to be kept and given to ``event``."""
+        intern = self.intern
+        if len(sizes) > layout.EVENT_DIMENSIONS:
+            sizes = _squeezed(sizes)
+        padding = (0,) * (layout.EVENT_DIMENSIONS - len(sizes))
+        texts = intern(kind), intern(name), intern(op), intern(group), intern(dtype), intern(site)
+        return layout.WHAT.pack(*texts, blocking, len(sizes), *sizes, *padding)
+
+    def event(
+        self, what: bytes, sequence: int = -1, is_open: bool = False, blocking: bool = False
+    ) -> int:
+        """Add an event and return its number; an open one has no end yet.
+
+        A blocking open one is what the rank waits in, until ``end_event``.
+        """
+        count = self._next_event()
+        now = _monotonic()
+        ints = self.ints
+        # Plain numbers for cells here and below: Cell.STEP and the like would double the time.
+        _pack_event(
+            self._memory,
+            _EVENTS_AT + (count - 1) % _EVENT_SLOTS * _EVENT_SIZE,
+            count,
+            now,
+            0.0 if is_open else now,
+            sequence,
+            ints[4],
+            what,
+            count,
+        )
+        ints[0] = count
+        if blocking and is_open:
+            ints[1] = count
+        return count - 1
+
+    def end_event(self, number: int) -> None:
+        """Say that the open event ended now. One that the ring has lost is passed over."""
+        at = _EVENTS_AT + number % _EVENT_SLOTS * _EVENT_SIZE
+        if self._words[at >> 3] == number + 1:
+            self._reals[(at + 16) >> 3] = _monotonic()  # layout.EVENT_ENDED
+        if self.ints[1] == number + 1:
+            self.ints[1] = 0
+
+    def wait_for(self, number: int) -> None:
+        """The rank waits now for an open event that did not block when it was called."""
+        self.ints[1] = number + 1
+
+    # -- phases and steps -------------------------------------------------------------------------
+
+    def phase(self, text: int) -> None:
+        """The rank does now what ``text`` ("name\\0file\\0line\\0function") says."""
+        self.ints[2] = (_monotonic_ns() >> 10) << 16 | text
+
+    def add_step(
+        self,
+        level: int,
+        step: int,
+        epoch: int,
+        seconds: float,
+        data: float,
+        backward: float,
+        collective: float,
+        loss: float,
+        batch_size: int,
+        ended: float | None = None,
+    ) -> None:
+        """Add a record to one of the rings of steps; ``level`` is an index of ``STEP_WIDTHS``."""
+        self._steps[level] = count = self._steps[level] + 1
+        slot = level * layout.STEP_SLOTS + (count - 1) % layout.STEP_SLOTS
+        _pack_step(
+            self._memory,
+            layout.STEPS_AT + slot * layout.STEP.size,
+            count,
+            step,
+            layout.STEP_WIDTHS[level],
+            epoch,
+            _monotonic() if ended is None else ended,
+            seconds,
+            data,
+            backward,
+            collective,
+            loss,
+            batch_size,
+            count,
+        )
+        self.ints[27 + level] = count  # Cell.STEPS and the two after it
+
+    # -- blobs ------------------------------------------------------------------------------------
+
+    def write_info(self, info: Mapping[str, Any]) -> None:
+        """Replace the box's JSON. Entries that find no room are dropped, the last ones first."""
+        self._write_blob(layout.INFO_AT, layout.INFO_SIZE, _fitting(info, layout.INFO_SIZE))
+
+    def write_exit(self, exit_reason: Mapping[str, Any]) -> None:
+        self._write_blob(layout.EXIT_AT, layout.EXIT_SIZE, _fitting(exit_reason, layout.EXIT_SIZE))
+        self.ints[Cell.EXITED] = 1
+
+    def _write_blob(self, at: int, size: int, data: bytes) -> None:
+        self._versions[at] = version = self._versions[at] + 1
+        start = at + version % 2 * size
+        body = start + layout.BLOB_HEAD.size
+        self.memory[body : body + len(data)] = data
+        checksum = zlib.crc32(data, version)
+        layout.BLOB_HEAD.pack_into(self._memory, start, version, len(data), checksum)
+
+    def close(self) -> None:
+        """Unmap the file. It stays readable."""
+        for view in (self.ints, self.floats, self._words, self._reals, self.memory):
+            view.release()
+        try:
+            self._memory.close()
+        except BufferError:  # a numpy view of samples is still held somewhere; it ends with it
+            return
+
+
+def _squeezed(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    rest = 1
+    for size in sizes[layout.EVENT_DIMENSIONS - 1 :]:
+        rest *= size
+    return (*sizes[: layout.EVENT_DIMENSIONS - 1], rest)
+
+
+def _fitting(value: Mapping[str, Any], size: int) -> bytes:
+    room = size - layout.BLOB_HEAD.size
+    kept = dict(value)
+    dropped: list[str] = []
+    while True:
+        data = json.dumps(kept, separators=(",", ":"), default=str).encode()
+        if len(data) <= room or not kept:
+            return data
+        kept.pop("dropped", None)
+        dropped.append(kept.popitem()[0])
+        kept = {"dropped": dropped, **kept}
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that cannot
+                raise
+    os.ftruncate(descriptor, size)

@@ -1,0 +1,152 @@
+"""Does every rank get its own data, and another order every epoch? (P7)
+
+Ranks are compared by the ids of the samples they really got. A DistributedSampler repeats a few
+samples to make shards even, which is not overlap; and equal numbers with different contents (each
+rank has files of its own) are not overlap either.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from miniray.doctor import samples
+from miniray.doctor.facts import Case, Facts
+from miniray.doctor.findings import Finding, Severity, named
+from miniray.doctor.model import Loader, SamplePass
+
+#: Share of common samples from which on it is said.
+_OVERLAP = 0.10
+_MOST_RANKS = 32  # pairs grow with the square
+
+
+def check(case: Case) -> Iterator[Finding]:
+    if len(case.ranks) > 1:
+        yield from _overlap(case)
+    yield from _same_order(case)
+
+
+def _overlap(case: Case) -> Iterator[Finding]:
+    worst: tuple[float, Facts, Facts, SamplePass, SamplePass] | None = None
+    involved: set[int] = set()
+    for one, two in itertools.combinations(list(case)[:_MOST_RANKS], 2):
+        for mine, theirs in _comparable(one, two):
+            share = samples.overlap(mine, theirs)
+            if share * min(mine.count, theirs.count) <= len(case.world) or share < _OVERLAP:
+                continue
+            involved |= {one.rank, two.rank}
+            if worst is None or share > worst[0]:
+                worst = share, one, two, mine, theirs
+    if worst is None:
+        return
+    share, one, two, mine, theirs = worst
+    loader = _loader(one, mine)
+    severity = Severity.WRONG
+    if loader is not None and _may_be_own_parts(one, two, mine, theirs):
+        severity = Severity.NOTE
+    sampler = loader.sampler if loader is not None else ""
+    if loader is not None and loader.replicas is None:
+        cause = f"The loader uses {sampler}, not a DistributedSampler: every rank gets everything."
+        fix = "DataLoader(..., sampler=DistributedSampler(dataset)), without shuffle="
+    else:
+        cause = "The sampler gives several ranks the same share (same rank or num_replicas given)."
+        fix = "DistributedSampler(dataset) takes rank and world size from the process group"
+    if severity is Severity.NOTE:
+        cause = (
+            f"The loaders use {sampler} and number their samples alike. If each rank's dataset is "
+            "its own part this is as it should be; if not, every rank gets everything."
+        )
+    yield Finding(
+        code="same-data",
+        severity=severity,
+        title=f"ranks {one.rank} and {two.rank} share {share:.0%} of their samples",
+        ranks=tuple(sorted(involved)),
+        evidence=(
+            f"rank {one.rank}: {_first_ids(mine)}",
+            f"rank {two.rank}: {_first_ids(theirs)}",
+            *([f"{sampler} of {loader.length} samples at {loader.site}"] if loader else []),
+        ),
+        cause=cause,
+        fix=fix,
+        site=str(loader.site) if loader is not None and loader.site.file else "",
+    )
+
+
+def _comparable(one: Facts, two: Facts) -> Iterator[tuple[SamplePass, SamplePass]]:
+    """The newest pass of one epoch over each loader that is trained with, on both ranks."""
+    theirs = {(p.loader, p.epoch): p for p in two.record.passes}
+    done: set[int] = set()
+    for mine in reversed(one.record.passes):
+        other = theirs.get((mine.loader, mine.epoch))
+        if other is None or mine.loader in done or not mine.count or not other.count:
+            continue
+        done.add(mine.loader)
+        a, b = _loader(one, mine), _loader(two, other)
+        if (a is None) != (b is None):
+            continue
+        if a is not None and b is not None and not (a.trained and b.trained):
+            continue  # the same validation data on every rank is a choice
+        if a is not None and b is not None and _other_contents(a, b, mine, other):
+            continue
+        yield mine, other
+
+
+def _loader(facts: Facts, given: SamplePass) -> Loader | None:
+    return next((ld for ld in facts.record.loaders if ld.index == given.loader), None)
+
+
+def _other_contents(a: Loader, b: Loader, mine: SamplePass, theirs: SamplePass) -> bool:
+    """Whether equal ids stood for different samples in the first batch both ranks saw."""
+    size = max(1, a.batch_size or 1)
+    if not a.first_batch or not b.first_batch or mine.ids[:size] != theirs.ids[:size]:
+        return False
+    return a.first_batch != b.first_batch
+
+
+def _may_be_own_parts(one: Facts, two: Facts, mine: SamplePass, theirs: SamplePass) -> bool:
+    """Whether only the numbers are known to be equal: no DistributedSampler, orders differ."""
+    a, b = _loader(one, mine), _loader(two, theirs)
+    assert a is not None
+    assert b is not None
+    size = max(1, a.batch_size or 1)
+    proven = mine.ids[:size] == theirs.ids[:size] and a.first_batch == b.first_batch != ()
+    return a.replicas is None and b.replicas is None and not proven
+
+
+def _first_ids(given: SamplePass) -> str:
+    shown = ", ".join(map(str, given.ids[:8]))
+    return f"epoch {given.epoch}, {given.count} samples: {shown}{', …' * (given.count > 8)}"
+
+
+def _same_order(case: Case) -> Iterator[Finding]:
+    """A shuffling DistributedSampler that was never told the epoch repeats its first order."""
+    guilty: list[tuple[Facts, Loader, SamplePass]] = []
+    for facts in case:
+        passes = sorted(facts.record.passes, key=lambda p: (p.loader, p.epoch))
+        for first, second in itertools.pairwise(passes):
+            loader = _loader(facts, second)
+            if loader is None or first.loader != second.loader or not loader.shuffle:
+                continue
+            if second.epoch != first.epoch + 1 or loader.replicas is None or not loader.trained:
+                continue
+            if samples.same_order(first, second):
+                guilty.append((facts, loader, second))
+                break
+    if not guilty:
+        return
+    _, loader, again = guilty[0]
+    yield Finding(
+        code="set-epoch-forgotten",
+        severity=Severity.WRONG,
+        title=f"epoch {again.epoch} has epoch {again.epoch - 1}'s order on "
+        f"{named(f.rank for f, _, _ in guilty)}: set_epoch forgotten",
+        ranks=tuple(f.rank for f, _, _ in guilty),
+        evidence=(
+            f"first samples in both: {', '.join(map(str, again.ids[:8]))}, …",
+            f"set_epoch called {loader.set_epoch_calls} times in {loader.passes} epochs, "
+            f"loader at {loader.site}",
+        ),
+        cause="DistributedSampler shuffles by seed + epoch; the epoch is 0 until it is told.",
+        fix="call loader.sampler.set_epoch(epoch) at the beginning of each epoch",
+        site=str(loader.site) if loader.site.file else "",
+    )

@@ -1,0 +1,134 @@
+"""Stragglers, ranks that fell behind, and GPUs that are shared or idle. (P5, P9)"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from miniray.doctor import stragglers
+from miniray.doctor.facts import Case, Facts
+from miniray.doctor.findings import Finding, Severity, named, seconds
+from miniray.doctor.words import positions
+
+#: Steps behind the median, and behind half of it, from which on it is said.
+_BEHIND = 20
+
+#: Below this a GPU counts as idle, in per cent.
+_IDLE_GPU = 5
+
+
+def check(case: Case) -> Iterator[Finding]:
+    yield from _behind(case)
+    yield from _straggler(case)
+    yield from _shared_gpu(case)
+    yield from _idle_gpu(case)
+
+
+def _behind(case: Case) -> Iterator[Finding]:
+    """Ranks that live and are far behind, or have not begun, while nobody waits for them."""
+    if len(case.ranks) < 2:
+        return
+    usual = statistics.median(f.record.step for f in case)
+    behind = [
+        f
+        for f in case.live
+        if not f.finished and f.record.step < usual / 2 and usual - f.record.step >= _BEHIND
+    ]
+    if not behind:
+        return
+    idle = [f for f in behind if f.record.step == 0]
+    shown = idle or behind
+    what = "never entered the loop" if idle else "fell behind"
+    first = shown[0]
+    yield Finding(
+        code="behind",
+        severity=Severity.SLOW,
+        title=f"{named(f.rank for f in shown)} {what}: step {first.record.step}, the others at "
+        f"{usual:.0f}",
+        ranks=tuple(f.rank for f in shown),
+        evidence=tuple(positions(shown)),
+        cause="The ranks do not wait for each other, and this one does not keep up.",
+        fix="look at where it is, above, and at its log",
+        step=first.record.step,
+        site=str(first.place) if first.place.file else "",
+    )
+
+
+def _straggler(case: Case) -> Iterator[Finding]:
+    found = stragglers.find(case)
+    if found is None:
+        return
+    word = {"data": "data loading", "compute": "compute"}[found.where]
+    since = f" since step {found.since}" if found.since > 1 else ""
+    yield Finding(
+        code="straggler",
+        severity=Severity.SLOW,
+        title=f"rank {found.rank} is {found.factor:.1f}× slower than the median{since} ({word})",
+        ranks=(found.rank,),
+        evidence=(
+            f"rank {found.rank}: {seconds_ms(found.own)} a step, of it {seconds_ms(found.data)} "
+            "waiting for data",
+            f"median of the others: {seconds_ms(found.others)}, over {found.steps} steps",
+        ),
+        cause="All ranks wait for the slowest one in every backward."
+        + (
+            " Its DataLoader is late: slow disk, too few loader workers, larger samples."
+            if found.where == "data"
+            else " Its own code is slower: another load on its cores or GPU, throttling, extra "
+            "work on this rank."
+        ),
+        fix="more loader workers or faster storage for that rank"
+        if found.where == "data"
+        else "look at what else runs there, at threads per rank, and at work under `if rank == …`",
+        step=found.since,
+        explains=frozenset(),
+    )
+
+
+def seconds_ms(value: float) -> str:
+    return f"{value * 1000:.0f} ms" if value < 1 else seconds(value)
+
+
+def _shared_gpu(case: Case) -> Iterator[Finding]:
+    by_gpu: dict[tuple[str, str], list[Facts]] = {}
+    for facts in case:
+        if facts.record.gpu is not None:
+            by_gpu.setdefault((facts.record.host, facts.record.gpu.uuid), []).append(facts)
+    for (host, _), sharing in sorted(by_gpu.items()):
+        gpu = sharing[0].record.gpu
+        assert gpu is not None
+        there = sharing[0].record.notes.get("gpu_count")
+        used = len({uuid for other, uuid in by_gpu if other == host})
+        if len(sharing) < 2 or not isinstance(there, int) or there <= used:
+            continue
+        yield Finding(
+            code="gpu-shared",
+            severity=Severity.SLOW,
+            title=f"{named(f.rank for f in sharing)} share GPU {gpu.index} of {host}; "
+            f"{there - used} of its {there} GPUs are not used",
+            ranks=tuple(f.rank for f in sharing),
+            evidence=(f"GPU {gpu.index}: {gpu.name}, {gpu.utilisation} % used",),
+            cause="Ranks chose the same device.",
+            fix="torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before anything uses CUDA",
+        )
+
+
+def _idle_gpu(case: Case) -> Iterator[Finding]:
+    idle = [
+        f
+        for f in case.live
+        if f.record.gpu is not None
+        and f.record.step > 0
+        and f.record.gpu.utilisation < _IDLE_GPU
+        and f.record.gpu.process_memory == 0
+    ]
+    if idle:
+        yield Finding(
+            code="gpu-idle",
+            severity=Severity.SLOW,
+            title=f"{named(f.rank for f in idle)} {'trains' if len(idle) == 1 else 'train'} and "
+            "uses no GPU memory: is the model on the CPU?",
+            ranks=tuple(f.rank for f in idle),
+            cause="The process sees a GPU and torch has allocated nothing on it.",
+            fix="move model and batches to the device",
+        )

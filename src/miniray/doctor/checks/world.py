@@ -1,0 +1,135 @@
+"""Is this one run at all: every rank there once, all of one world, torch.distributed up? (P6)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from miniray.doctor.facts import Case
+from miniray.doctor.findings import Finding, Severity, named, plural
+from miniray.doctor.model import RankRecord
+
+_LAUNCH = "start them together: miniray run --nproc N script.py, or torchrun --nproc-per-node N"
+#: Steps a rank may train alone before it is said that nobody keeps it company.
+_ALONE_STEPS = 1
+
+
+def check(case: Case) -> Iterator[Finding]:
+    yield from _separate_worlds(case)
+    yield from _duplicates(case)
+    yield from _missing(case)
+    yield from _sizes_differ(case)
+
+
+def _separate_worlds(case: Case) -> Iterator[Finding]:
+    """Several processes, each of which believes to be the only one."""
+    every = [*case.run, *case.run.duplicates]
+    alone = [record for record in every if _believes_alone(record)]
+    if len(every) < 2 or len(alone) < len(every):
+        return
+    yield Finding(
+        code="separate-worlds",
+        severity=Severity.WRONG,
+        title=f"{len(every)} processes, each with world_size 1: not launched together",
+        ranks=tuple(sorted(record.rank for record in every)),
+        evidence=tuple(
+            f"pid {record.pid}: {_facts(record)}, step {record.step}" for record in every[:4]
+        ),
+        cause="Every process trains a model of its own on all the data. Nothing is averaged.",
+        fix=f"{_LAUNCH}; and call init_process_group with the RANK and WORLD_SIZE it sets",
+        explains=frozenset({"duplicate-rank", "same-data", "not-initialised"}),
+    )
+
+
+def _believes_alone(record: RankRecord) -> bool:
+    if record.group_size > 0:
+        return record.group_size == 1
+    return record.world_size == 1
+
+
+def _trains_outside(record: RankRecord) -> bool:
+    """Whether it trains with torch and no process group. miniray's own trainers need none."""
+    return (
+        record.group_size <= 0
+        and record.distributed_available is True
+        and record.launcher != "miniray"
+        and record.step > _ALONE_STEPS
+    )
+
+
+def _facts(record: RankRecord) -> str:
+    if record.group_size > 0:
+        return f"rank {record.group_rank} of {record.group_size}, {record.backend}"
+    return f"RANK {record.rank} of {record.world_size}, torch.distributed not initialised"
+
+
+def _duplicates(case: Case) -> Iterator[Finding]:
+    by_rank: dict[int, list[RankRecord]] = {}
+    for record in case.run.duplicates:
+        by_rank.setdefault(record.rank, []).append(record)
+    for rank, more in sorted(by_rank.items()):
+        first = case.run.ranks.get(rank)
+        claimants = [*([first] if first is not None else []), *more]
+        words = {2: "two", 3: "three", 4: "four"}
+        count = words.get(len(claimants), str(len(claimants)))
+        missing = case.never_started
+        lost = f"; {named(missing)} never started" if missing else ""
+        yield Finding(
+            code="duplicate-rank",
+            severity=Severity.STUCK if missing else Severity.WRONG,
+            title=f"{count} processes claim rank {rank}{lost}",
+            ranks=(rank, *missing),
+            evidence=tuple(f"pid {r.pid} on {r.host}: {r.command[:60]}" for r in claimants[:4]),
+            cause="Processes were started with the same RANK, or a process of an earlier run still "
+            "lives. The group can never be complete.",
+            fix=_LAUNCH,
+            explains=frozenset({"missing-rank"}),
+        )
+
+
+def _missing(case: Case) -> Iterator[Finding]:
+    """Ranks without a box when the others have long been there; a hang at the start says it too."""
+    missing = case.never_started
+    if not missing or not case.ranks:
+        return
+    oldest = min(record.attached for record in case.run)
+    if case.live and case.run.read_at - oldest < case.limit:
+        return
+    yield Finding(
+        code="missing-rank",
+        severity=Severity.STUCK,
+        title=f"{named(missing)} never started",
+        ranks=missing,
+        evidence=(f"world size {case.run.world_size}, boxes of {named(case.run.ranks)} only",),
+        cause="A process was not launched, died before it could record anything, or has another "
+        "RANK than it should.",
+        fix=_LAUNCH,
+    )
+
+
+def _sizes_differ(case: Case) -> Iterator[Finding]:
+    sizes = {f.rank: f.record.group_size for f in case if f.record.group_size > 0}
+    if len(set(sizes.values())) > 1:
+        said = ", ".join(f"rank {rank}: {size}" for rank, size in sorted(sizes.items())[:8])
+        yield Finding(
+            code="world-sizes-differ",
+            severity=Severity.WRONG,
+            title=f"ranks disagree about the world size ({said})",
+            ranks=tuple(sizes),
+            cause="They did not join one process group.",
+            fix=_LAUNCH,
+        )
+    outside = [f for f in case if _trains_outside(f.record)]
+    if outside and len(case.world) > 1:
+        ranks = [f.rank for f in outside]
+        yield Finding(
+            code="not-initialised",
+            severity=Severity.WRONG,
+            title=f"{named(ranks)} {'trains' if len(ranks) == 1 else 'train'} without a process "
+            "group (torch.distributed is not initialised)",
+            ranks=tuple(ranks),
+            evidence=(
+                f"{plural(outside[0].record.step, 'step')} done, no init_process_group seen",
+            ),
+            cause="Nothing is averaged between these ranks.",
+            fix="call torch.distributed.init_process_group() at the top and wrap the model in DDP",
+        )

@@ -1,0 +1,174 @@
+"""Ranks that all wait, for each other: where did their ways part, and which one strayed?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from miniray.doctor import collectives, loop
+from miniray.doctor.facts import Case, Facts
+from miniray.doctor.findings import Finding, Severity, listed, named
+from miniray.doctor.waiting import BUFFERS, GRADIENTS, NAMED_BARRIERS
+from miniray.doctor.words import is_or_are, name_of, now_at, position, positions, spot, wait_of
+
+_Classes = Mapping[tuple[str, int, str], Sequence[Facts]]
+
+
+def explain_crossed(case: Case, waiting: Sequence[Facts]) -> Finding:
+    classes: dict[tuple[str, int, str], list[Facts]] = {}
+    for facts in waiting:
+        assert facts.wait is not None
+        classes.setdefault((*facts.wait.key[:2], facts.wait.name), []).append(facts)
+    divergence = collectives.first_divergence(case)
+    if len(classes) == 1 and divergence is None:
+        return _does_not_complete(case, waiting)
+    story = loop.explain(waiting, [f for f in waiting if name_of(f.wait) in (GRADIENTS, BUFFERS)])
+    if story is not None:
+        return story
+    if len(classes) == 1 and divergence is not None:
+        return from_divergence(case, divergence, Severity.STUCK)
+    return _parted(case, classes, divergence)
+
+
+def _parted(case: Case, classes: _Classes, divergence: collectives.Divergence | None) -> Finding:
+    """Ranks are in different places, each waiting for the others."""
+    odd = _odd_class(case, classes)
+    parties = sorted(classes.values(), key=lambda fs: (fs is not odd, len(fs), fs[0].rank))
+    first, rest = parties[0], [f for party in parties[1:] for f in party]
+    wait = wait_of(first)
+    ranks = tuple(f.rank for f in first)
+    if odd is None:
+        ranks = tuple(sorted(f.rank for f in [*first, *rest]))
+    evidence = [position(party[0], party) for party in parties]
+    open_now = {(f.rank, wait_of([f]).event) for f in [*first, *rest]}
+    if divergence is not None and not open_now.issuperset(divergence.calls.items()):
+        evidence.append(_divergence_line(divergence))
+    cause, fix = _why_parted(parties)
+    return Finding(
+        code="collectives-parted",
+        severity=Severity.STUCK,
+        title=_parted_title(parties),
+        ranks=ranks,
+        evidence=tuple(evidence),
+        cause=cause,
+        fix=fix,
+        step=first[0].record.step,
+        site=str(wait.site) if wait.site.file else "",
+    )
+
+
+def _parted_title(parties: Sequence[Sequence[Facts]]) -> str:
+    first, rest = parties[0], [f for party in parties[1:] for f in party]
+    wait = wait_of(first)
+    ranks = [f.rank for f in first]
+    others = listed([now_at(party) for party in parties[1:]])
+    if _in_other_groups(parties):
+        theirs = wait_of(parties[1])
+        here = f"{named(ranks)} {is_or_are(ranks)} in {spot(wait)} of group {wait.group}"
+        return f"{here}, {others} of group {theirs.group}"
+    if wait.group == NAMED_BARRIERS or wait.name in ("barrier", "monitored_barrier"):
+        missing = f"{spot(wait)}: missing {named(f.rank for f in rest)}"
+        if len(parties) > 2:
+            return f"{missing}; {others}"
+        return f"{missing}, now in {spot(wait_of(rest))}"
+    if any(wait_of(party).name == BUFFERS for party in parties):
+        return f"{named(ranks)} {is_or_are(ranks)} in {spot(wait)}, {others}"
+    count, total = len(first), len(first) + len(rest)
+    return f"{spot(wait)} called by {count} of {total} ranks ({named(ranks)}); {others}"
+
+
+def _in_other_groups(parties: Sequence[Sequence[Facts]]) -> bool:
+    """Whether all make the same call, and differ only in the process group."""
+    waits = [wait_of(party) for party in parties]
+    return len({wait.name for wait in waits}) == 1 and len({wait.group for wait in waits}) > 1
+
+
+def _odd_class(case: Case, classes: _Classes) -> Sequence[Facts] | None:
+    """The party that strayed: the smallest; of equal ones that whose line no other rank ran."""
+    by_size = sorted(classes.values(), key=len)
+    if len(by_size) == 1 or len(by_size[0]) < len(by_size[1]):
+        return by_size[0]
+    equals = [party for party in by_size if len(party) == len(by_size[0])]
+    strangers = []
+    for party in equals:
+        wait = party[0].wait
+        assert wait is not None
+        others = [f for f in case if f not in party]
+        seen = any(event.site == wait.site for f in others for event in f.record.events)
+        if wait.site.file and not seen and wait.name != GRADIENTS:
+            strangers.append(party)
+    if len(strangers) == 1:
+        return strangers[0]
+    buffers = [p for p in equals if name_of(p[0].wait) == BUFFERS]
+    return buffers[0] if len(buffers) == 1 else None
+
+
+def _why_parted(parties: Sequence[Sequence[Facts]]) -> tuple[str, str]:
+    if any(wait_of(party).name == BUFFERS for party in parties):
+        return (
+            "The forward of a DDP model exchanges its buffers (BatchNorm statistics): all ranks "
+            "must call it. Validation on one rank must not go through the wrapper.",
+            "call model.module(x) there, or validate on all ranks",
+        )
+    if _in_other_groups(parties):
+        return (
+            "The same call, but in different process groups: each group waits for members that "
+            "are busy in the other.",
+            "pass the same group= on all of its ranks, and use groups in one order everywhere",
+        )
+    return (
+        "Ranks took different branches: a collective or barrier under `if rank == 0`, or in code "
+        "that only some ranks run.",
+        "move the call out of the branch so that every rank of the group makes it, in one order",
+    )
+
+
+def from_divergence(case: Case, divergence: collectives.Divergence, severity: Severity) -> Finding:
+    """Ranks whose n-th calls do not match, or came in swapped order."""
+    parties = divergence.parties()
+    ranks = divergence.odd or tuple(sorted(divergence.calls))
+    said = "; ".join(f"{named(who)} {call.describe()}" for who, call in parties)
+    step = min(event.step for event in divergence.calls.values())
+    if divergence.kind == collectives.ORDER:
+        title = f"{named(ranks)} called collectives in another order at step {step}: {said}"
+        cause = (
+            "The calls match in shape, so nothing hangs and nothing complains: each rank gets the "
+            "result of the other's line. Results are wrong."
+        )
+        fix = "make all ranks call them in one order"
+    else:
+        title = f"collectives do not match at step {step}: {said}"
+        cause = "All ranks of a group must make the same calls with the same shapes, in one order."
+        fix = "compare the two lines: which branch, or which size, differs between ranks?"
+    return Finding(
+        code="collectives-swapped" if divergence.kind == collectives.ORDER else "mismatch",
+        severity=severity,
+        title=title,
+        ranks=ranks,
+        evidence=(_divergence_line(divergence),),
+        cause=cause,
+        fix=fix,
+        step=step,
+        site=str(parties[0][1].site) if parties[0][1].site.file else "",
+    )
+
+
+def _divergence_line(divergence: collectives.Divergence) -> str:
+    said = "; ".join(f"{named(who)}: {call.describe()}" for who, call in divergence.parties())
+    return f"call {divergence.sequence + 1} of group {divergence.group}: {said}"
+
+
+def _does_not_complete(case: Case, waiting: Sequence[Facts]) -> Finding:
+    wait = waiting[0].wait
+    assert wait is not None
+    return Finding(
+        code="does-not-complete",
+        severity=Severity.STUCK,
+        title=f"all ranks are in {wait.short()} and it does not complete",
+        ranks=tuple(f.rank for f in waiting),
+        evidence=tuple(positions(waiting)),
+        cause="All ranks made the same call. What is left is below Python: the network, NCCL, a "
+        "GPU, or parameters that got no gradient on one rank.",
+        fix="check the network between hosts, NCCL_DEBUG=INFO, and find_unused_parameters=True",
+        step=min(f.record.step for f in waiting),
+        site=str(wait.site) if wait.site.file else "",
+    )

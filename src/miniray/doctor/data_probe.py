@@ -1,0 +1,141 @@
+"""What ``miniray doctor data`` runs in each rank: the script, up to the moment it would train.
+
+The script runs as it is until it begins to iterate its first DataLoader. There every loader it has
+made so far is looked at, what was found is left in the run directory, and the process ends. Nothing
+is loaded, trained or written by the script's loop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+from miniray.doctor import dataset_check, recorder, sites
+from miniray.doctor.findings import by_weight
+from miniray.doctor.handles import find_handles
+from miniray.doctor.model import SamplePass, Site
+from miniray.doctor.reader import site_from
+
+_loaders: list[Any] = []
+
+
+def probe_file(run_dir: Path, rank: int) -> Path:
+    return run_dir / "ranks" / f"{rank}.data.json"
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    sys.argv = arguments
+    _install()
+    sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _install() -> None:
+    from torch.utils.data import DataLoader
+
+    make, iterate = DataLoader.__init__, DataLoader.__iter__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self._miniray_made_at = sites.here()
+        _loaders.append(weakref.ref(self))
+
+    def first(self: Any) -> Any:
+        if recorder.current() is None:  # a loader worker: forked, and none of the ranks
+            return iterate(self)
+        _leave(self, sites.here())
+        raise SystemExit(0)
+
+    DataLoader.__init__ = init
+    DataLoader.__iter__ = first
+
+
+def _leave(iterated: Any, site: str) -> None:
+    """Write down what every loader would give, the iterated one first."""
+    current = recorder.current()
+    assert current is not None
+    others = [found for reference in _loaders if (found := reference()) is not None]
+    every = [iterated, *(loader for loader in others if loader is not iterated)]
+    found = [_describe(loader, site if loader is iterated else "") for loader in every]
+    path = probe_file(current.run_dir, current.rank)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(found), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _describe(loader: Any, site: str) -> dict[str, Any]:
+    sampler = dataset_check.sampler_of(loader)
+    ids = dataset_check.indices_of(sampler) if sampler is not None else []
+    given = dataset_check.pass_of(ids)
+    made = getattr(loader, "_miniray_made_at", "")
+    return {
+        "iterated": bool(site),
+        "site": list(site_from(site or made)),
+        "length": _length(loader.dataset),
+        "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+        "drop_last": bool(getattr(loader, "drop_last", False)),
+        "num_workers": loader.num_workers,
+        "sampler": type(sampler).__name__ if sampler is not None else "",
+        "distributed": getattr(sampler, "num_replicas", None) is not None,
+        "shuffle": getattr(sampler, "shuffle", None),
+        "epoch_set": bool(getattr(sampler, "_miniray_set_epoch", 0)),
+        "count": given.count,
+        "ids": list(given.ids),
+        "sketch": list(given.sketch),
+        "handles": [str(handle) for handle in find_handles(loader.dataset) if not handle.forks],
+    }
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def read(run_dir: Path, world_size: int) -> list[dataset_check.DataReport]:
+    """A report for each loader, from what the ranks left. Empty where no rank came to a loader."""
+    left: dict[int, list[dict[str, Any]]] = {}
+    for rank in range(world_size):
+        path = probe_file(run_dir, rank)
+        if path.exists():
+            left[rank] = json.loads(path.read_text(encoding="utf-8"))
+    reports = []
+    for index in range(max((len(found) for found in left.values()), default=0)):
+        ranks = {rank: found[index] for rank, found in left.items() if len(found) > index}
+        first = next(iter(ranks.values()))
+        site = Site(*first["site"])
+        setup = dataset_check.Setup(
+            length=first["length"],
+            world_size=world_size,
+            batch_size=first["batch_size"],
+            drop_last=first["drop_last"],
+            num_workers=first["num_workers"],
+            sampler=first["sampler"],
+            distributed=first["distributed"],
+            shuffle=first["shuffle"],
+            epoch_set=first["epoch_set"],
+            where=f"{'iterated' if first['iterated'] else 'made'} at {site}",
+        )
+        shares = []
+        for rank, said in ranks.items():
+            given = SamplePass(0, 0, said["count"], tuple(said["ids"]), tuple(said["sketch"]))
+            counted = range(given.count)
+            share = dataset_check.share_of(rank, counted, said["batch_size"], said["drop_last"])
+            shares.append(
+                dataset_check.Share(rank, given, share.batches, share.last_batch, share.dropped)
+            )
+        handles = sorted({handle for said in ranks.values() for handle in said["handles"]})
+        found = by_weight(dataset_check.judge(setup, shares, handles))
+        reports.append(dataset_check.report(setup, shares, found))
+    return reports
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Ranks that ended badly: which one was first, and who only went down with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from miniray.doctor.facts import Case, Facts
+from miniray.doctor.findings import Finding, Severity, named, plural, size
+
+_CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"}
+
+
+def explain(case: Case) -> Finding | None:
+    """The first failure that no other one caused; None where no rank failed of itself."""
+    return _of([facts for facts in case if facts.failed], case)
+
+
+def explain_any(case: Case) -> Finding | None:
+    """The first exception of all, although it looks like a consequence: nobody caused it."""
+    raised = [f for f in case if f.record.exit is not None and f.record.exit.kind == "exception"]
+    return _of(raised, case)
+
+
+def _of(failed: Sequence[Facts], case: Case) -> Finding | None:
+    if not failed:
+        return None
+    first = min(failed, key=_when)
+    together = [f for f in failed if f is first or _same(f, first)]
+    ended = first.record.exit
+    assert ended is not None
+    what, cause, fix = _story(first, case)
+    ranks = tuple(sorted(f.rank for f in together))
+    others = [f for f in case if f not in together]
+    evidence = [_evidence(first)]
+    if ended.traceback:
+        evidence += [_short(line.strip()) for line in _tail(ended.traceback)]
+    consequences = [f.rank for f in others if f.consequence or f.wait is not None]
+    if consequences:
+        state = "was" if len(consequences) == 1 else "were"
+        evidence.append(
+            f"{named(consequences)} {state} waiting for {'it' if len(ranks) == 1 else 'them'}: "
+            f"{'a consequence' if len(consequences) == 1 else 'consequences'}"
+        )
+    later = [f for f in others if f.failed]
+    if later:
+        evidence.append(f"{named(f.rank for f in later)} failed after that")
+    return Finding(
+        code=_code(first),
+        severity=Severity.FAILED,
+        title=f"{named(ranks)} {what}",
+        ranks=ranks,
+        evidence=tuple(evidence),
+        cause=cause,
+        fix=fix,
+        step=first.record.step,
+        site=str(ended.site) if ended.site.file else "",
+    )
+
+
+def _when(facts: Facts) -> tuple[bool, float, int]:
+    """By time. A process nobody saw end comes last: the others' launcher may have ended it."""
+    ended = facts.record.exit
+    assert ended is not None
+    return ended.kind == "gone", ended.at or facts.record.heartbeat, facts.rank
+
+
+def _same(one: Facts, two: Facts) -> bool:
+    a, b = one.record.exit, two.record.exit
+    assert a is not None
+    assert b is not None
+    alike = (a.kind, a.type, a.signal, a.code, a.site) == (b.kind, b.type, b.signal, b.code, b.site)
+    return alike and a.kind in ("exception", "exit", "code")
+
+
+def _code(facts: Facts) -> str:
+    ended = facts.record.exit
+    assert ended is not None
+    if _out_of_memory(facts):
+        return "out-of-memory"
+    return {"exception": "exception", "signal": "killed", "gone": "killed"}.get(ended.kind, "exit")
+
+
+def _out_of_memory(facts: Facts) -> bool:
+    ended = facts.record.exit
+    assert ended is not None
+    return ended.kind == "exception" and (
+        ended.type.rpartition(".")[2] in ("MemoryError", "OutOfMemoryError")
+        or "out of memory" in ended.message.lower()
+        or "can't allocate memory" in ended.message.lower()
+    )
+
+
+def _story(facts: Facts, case: Case) -> tuple[str, str, str]:
+    """(what happened, after "rank r"; cause; fix)"""
+    record = facts.record
+    ended = record.exit
+    assert ended is not None
+    memory = f"{size(record.rss)} resident, {size(record.peak_rss)} at most"
+    if ended.kind == "exception":
+        first_line = ended.message.strip().splitlines()[0] if ended.message.strip() else ""
+        said = _short(f"{ended.type}: {first_line}".rstrip(": "))
+        where = f" at {ended.site}" if ended.site.file else ""
+        if "address already in use" in ended.message:
+            return (
+                f"raised {said}{where}",
+                "The port on which the ranks meet (MASTER_PORT) belongs to another process.",
+                "another --master-port, or none: a free one is chosen then",
+            )
+        if _out_of_memory(facts):
+            return (
+                f"ran out of memory{where} ({memory}): {said}",
+                "The process asked for more memory than it may have.",
+                "a smaller batch, fewer loader workers, or a higher memory limit",
+            )
+        return (
+            f"raised {said}{where}",
+            "The exception is the root cause; what the other ranks say about connections or "
+            "time-outs only follows from it.",
+            "fix the error at that line; the whole traceback is in the rank's log",
+        )
+    if ended.kind in ("signal", "gone"):
+        if ended.signal == "SIGKILL" or ended.kind == "gone":
+            how = "was killed by SIGKILL" if ended.signal else "is gone, and nobody saw it end"
+            return (
+                f"{how} at step {record.step} ({memory})",
+                "SIGKILL comes from outside: the kernel's out-of-memory killer, a scheduler's "
+                "limit, or a person.",
+                "look for 'Out of memory' in `dmesg` and at the job's memory limit; compare with "
+                "the memory column",
+            )
+        if ended.signal in _CRASHES:
+            where = f" in {facts.doing()}" if facts.wait is not None else _last_place(facts)
+            return (
+                f"crashed with {ended.signal} at step {record.step}{where}",
+                "C code (an extension, a library, CUDA) crashed; Python had no chance to say why.",
+                "run with PYTHONFAULTHANDLER=1; try num_workers=0 and one rank; look at versions "
+                "of compiled packages",
+            )
+        return (
+            f"was ended by {ended.signal} at step {record.step}",
+            "The signal came from outside the run.",
+            "see who sent it: a scheduler, a time limit, a person",
+        )
+    code = "?" if ended.code is None else ended.code
+    where = f" at {ended.site}" if ended.site.file else _last_place(facts)
+    return (
+        f"exited with code {code} at step {record.step}{where}",
+        "The process ended itself (sys.exit, os._exit) or a library did, without an exception.",
+        "look at the last lines of the rank's log",
+    )
+
+
+def _short(text: str, limit: int = 100) -> str:
+    return text if len(text) <= limit else text[: limit - 2].rstrip() + " …"
+
+
+def _last_place(facts: Facts) -> str:
+    site = facts.record.phase.site
+    return f", last seen at {site} ({facts.record.phase.name})" if site.file else ""
+
+
+def _evidence(facts: Facts) -> str:
+    record = facts.record
+    return (
+        f"rank {record.rank}: pid {record.pid}, step {record.step}, "
+        f"{plural(record.batches, 'batch')} taken, log {record.path.with_suffix('.log').name}"
+    )
+
+
+def _tail(traceback: str) -> Sequence[str]:
+    """The last frame and the message."""
+    lines = [line for line in traceback.rstrip().splitlines() if line.strip(" ^~")]
+    return lines[-3:]

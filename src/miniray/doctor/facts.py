@@ -1,0 +1,282 @@
+"""What each rank is doing, worked out from its record: the ground the doctor reasons on.
+
+``gather`` makes a ``Case`` from one or two readings of a run. Two readings, a moment apart, tell
+what one cannot: who uses the CPU, who reads or writes, whose record moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+
+from miniray.doctor.findings import seconds
+from miniray.doctor.model import COLLECTIVE, RankRecord, RunRecord, Site, ThreadStack
+from miniray.doctor.sites import is_users
+from miniray.doctor.waiting import WRAP, Wait, is_consequence, wait_of
+
+#: Seconds without a sign of life, on top of its own interval, after which a heartbeat is missed.
+_HEARTBEAT_SLACK = 2.5
+
+#: Bytes read or written between the two readings that are work; the heartbeat's are some dozens.
+_MOVED_BYTES = 65536
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """One rank: its record and what follows from it at the time of reading."""
+
+    record: RankRecord
+    now: float
+    wait: Wait | None
+    cpu: float | None  #: share of one core between the two readings
+    busy: bool  #: its main thread wanted the CPU in both, whether it got it or not
+    moved: bool  #: its record changed, or it read or wrote, between the two readings
+    stack: tuple[Site, ...]  #: of its main thread, innermost first
+    consequence: bool  #: it ended because of another rank
+
+    @property
+    def rank(self) -> int:
+        return self.record.rank
+
+    @property
+    def ended(self) -> bool:
+        return not self.record.alive
+
+    @property
+    def finished(self) -> bool:
+        """It is through with its script; its process may still be there."""
+        ended = self.record.exit
+        return self.record.phase.name == "exit" if ended is None else not ended.failed
+
+    @property
+    def failed(self) -> bool:
+        """It ended, not well, and on its own account."""
+        ended = self.record.exit
+        return ended is not None and ended.failed and not self.consequence
+
+    @cached_property
+    def last_move(self) -> float:
+        """When its main thread last did anything that is recorded."""
+        record = self.record
+        times = [record.attached, record.phase.since]
+        if record.section is not None:
+            times.append(record.section.since)
+        if record.steps:
+            times.append(record.steps[-1].ended)
+        times += [e.at if e.ended is None else e.ended for e in record.events[-8:]]
+        return max(times)
+
+    @property
+    def idle(self) -> float:
+        return max(0.0, self.now - self.last_move)
+
+    @property
+    def silent(self) -> bool:
+        """It lives, and even its heartbeat thread cannot run: stopped, or C code holds the GIL."""
+        record = self.record
+        return (
+            record.alive
+            and record.heartbeat_age(self.now) > 2 * record.heartbeat_interval + _HEARTBEAT_SLACK
+        )
+
+    @property
+    def state(self) -> str:
+        """One word for the table."""
+        record = self.record
+        ended = record.exit
+        if ended is not None:
+            if not ended.failed:
+                return "finished"
+            if self.consequence:
+                return "ended"
+            return {"exception": "failed", "exit": "failed", "gone": "gone"}.get(ended.kind, "died")
+        if record.process.alive is False:
+            return "gone"
+        if record.process.stopped:
+            return "stopped"
+        if self.silent:
+            return "silent"
+        if self.wait is not None:
+            return "waiting"
+        return "starting" if record.phase.name == "start" and not record.step else "running"
+
+    @cached_property
+    def user_frame(self) -> Site | None:
+        """The innermost line of its stack that is the user's own."""
+        return next((f for f in self.stack if is_users(f.file)), None)
+
+    @property
+    def place(self) -> Site:
+        """The best known line: where it waits, where its stack is, where its phase began."""
+        if self.wait is not None and self.wait.site.file:
+            return self.wait.site
+        ended = self.record.exit
+        if ended is not None and ended.site.file:
+            return ended.site
+        return self.user_frame or self.record.phase.site
+
+    def doing(self) -> str:
+        """A clause for a sentence that begins with the rank: ``waits in … (12 s)``."""
+        record = self.record
+        ended = record.exit
+        if ended is not None and self.wait is None:
+            word = "finished" if not ended.failed else "ended"
+            return f"{word} after step {record.step}"
+        if self.wait is not None:
+            waited = max(0.0, (ended.at if ended and ended.at else self.now) - self.wait.since)
+            word = "waited" if ended is not None else "waits"
+            return f"{word} in {self.wait.describe()} for {seconds(waited)}"
+        if record.process.stopped:
+            return f"is stopped {self._where()}"
+        what = record.section.name if record.section is not None else _PHASES[record.phase.name]
+        return f"is {'in ' if record.section is not None else ''}{what} {self._where()}".rstrip()
+
+    def _where(self) -> str:
+        frame = self.user_frame or self.record.phase.site
+        if not frame.file:
+            return f"for {seconds(self.idle)}"
+        return f"at {frame} in {frame.function} for {seconds(self.idle)}"
+
+
+class _Phases(dict[str, str]):
+    def __missing__(self, name: str) -> str:
+        return name
+
+
+_PHASES = _Phases(
+    {
+        "start": "before its first step",
+        "init": "in init_process_group",
+        "data": "waiting for its DataLoader",
+        "compute": "in its own code",
+        "forward": "in forward",
+        "backward": "in backward",
+        "optimizer": "in the optimizer's step",
+        "between": "after its pass over the data",
+        "exit": "ending",
+        "": "before its first step",
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A run and what is known of its ranks; after ``limit`` seconds without movement it hangs."""
+
+    run: RunRecord
+    ranks: Mapping[int, Facts]
+    limit: float
+
+    @property
+    def world(self) -> tuple[int, ...]:
+        return tuple(range(self.run.world_size)) or tuple(sorted(self.ranks))
+
+    def __iter__(self) -> Iterator[Facts]:
+        return iter([self.ranks[rank] for rank in sorted(self.ranks)])
+
+    @property
+    def live(self) -> tuple[Facts, ...]:
+        return tuple(facts for facts in self if not facts.ended)
+
+    @property
+    def never_started(self) -> tuple[int, ...]:
+        """Ranks without a box; one that is there and cannot be read is another matter."""
+        return tuple(
+            rank for rank in self.run.missing if f"ranks/{rank}.box" not in self.run.damaged
+        )
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        done = [facts.record.step for facts in self]
+        return (min(done), max(done)) if done else (0, 0)
+
+    @cached_property
+    def members(self) -> Mapping[str, frozenset[int]]:
+        """Ranks of each process group that was used; from its name, else all."""
+        found: dict[str, frozenset[int]] = {}
+        for facts in self:
+            for event in facts.record.events:
+                if event.kind == COLLECTIVE and event.group and event.group not in found:
+                    named = _GROUP.match(event.group)
+                    ranks = named[1].split(",") if named else self.world
+                    found[event.group] = frozenset(map(int, ranks))
+        return found
+
+    @cached_property
+    def joined(self) -> bool:
+        """Whether the run uses ``Join``: ranks that are done answer for themselves, unrecorded."""
+        return any(facts.record.notes.get("join") for facts in self)
+
+
+_GROUP = re.compile(r"ranks (\d+(?:,\d+)*) \(#")
+
+
+def gather(
+    run: RunRecord,
+    before: RunRecord | None = None,
+    stacks: Mapping[int, tuple[ThreadStack, ...]] | None = None,
+    limit: float | None = None,
+) -> Case:
+    """Facts from a reading, and from one a moment before it where there is one."""
+    if limit is None:
+        config = run.run.get("config")
+        said = config.get("hang_timeout") if isinstance(config, Mapping) else None
+        limit = float(said) if isinstance(said, (int, float)) and said > 0 else 60.0
+    found = {}
+    for rank, record in run.ranks.items():
+        earlier = before.ranks.get(rank) if before is not None else None
+        found[rank] = Facts(
+            record=record,
+            now=run.read_at,
+            wait=wait_of(record),
+            cpu=_cpu(record, earlier, run.read_at - before.read_at if before else 0.0),
+            busy=_busy(record, earlier),
+            moved=_moved(record, earlier),
+            stack=main_stack((stacks or {}).get(rank, ())),
+            consequence=is_consequence(record),
+        )
+    return Case(run, found, limit)
+
+
+def _cpu(record: RankRecord, earlier: RankRecord | None, gap: float) -> float | None:
+    if earlier is None or gap <= 0.05:
+        return None
+    now, then = record.process.cpu_seconds, earlier.process.cpu_seconds
+    if now is None or then is None:
+        return None
+    return max(0.0, now - then) / gap
+
+
+def _busy(record: RankRecord, earlier: RankRecord | None) -> bool:
+    """On a crowded machine a rank that computes may get little CPU: it is runnable all the same."""
+    return earlier is not None and record.process.state == earlier.process.state == "R"
+
+
+def _moved(record: RankRecord, earlier: RankRecord | None) -> bool:
+    if earlier is None:
+        return False
+    if any(
+        getattr(record, name) != getattr(earlier, name)
+        for name in ("event_count", "step", "batches", "backwards")
+    ):
+        return True
+    phase, last = record.phase, earlier.phase
+    # Times are told by a clock that is set anew with every heartbeat: they tremble a little.
+    if (phase.name, phase.site) != (last.name, last.site) or phase.since - last.since > 0.1:
+        return True
+    waiting = record.waiting
+    if waiting is not None and waiting.name != WRAP:
+        return False  # what it reads and writes is some other thread's; DDP's start loads modules
+    now, then = record.process.io_bytes, earlier.process.io_bytes
+    return now is not None and then is not None and now - then > _MOVED_BYTES
+
+
+def main_stack(threads: Iterable[ThreadStack]) -> tuple[Site, ...]:
+    """The main thread's frames: its outermost one is no thread's start."""
+    every = tuple(threads)
+    for thread in every:
+        if thread.frames and not thread.frames[-1].function.startswith("_bootstrap"):
+            return thread.frames
+    return every[0].frames if every else ()

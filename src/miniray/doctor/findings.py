@@ -1,0 +1,124 @@
+"""A finding: something that is wrong with a run, with its evidence, its cause and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+class Severity(enum.IntEnum):
+    """How bad it is. Notes are worth knowing and say nothing against the run."""
+
+    NOTE = 0
+    SLOW = 1  #: right, but wasteful
+    WRONG = 2  #: it runs on and its result is not what was meant
+    STUCK = 3  #: it will never go on
+    FAILED = 4  #: a rank has ended that should not have
+
+    @property
+    def word(self) -> str:
+        return self.name
+
+    @property
+    def ends_run(self) -> bool:
+        return self >= Severity.STUCK
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong. ``title`` is a whole sentence a user can act on by itself.
+
+    Attributes:
+        code: stable name of the kind of finding, for programs.
+        ranks: the ranks it is about: for a hang those that must be looked at, not those that wait.
+        evidence: what was recorded, a line each, with rank, step, file:line and numbers.
+        explains: codes of findings that are consequences of this one and are not shown beside it.
+    """
+
+    code: str
+    severity: Severity
+    title: str
+    ranks: tuple[int, ...] = ()
+    evidence: tuple[str, ...] = ()
+    cause: str = ""
+    fix: str = ""
+    step: int | None = None
+    site: str = ""
+    explains: frozenset[str] = frozenset()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "code": self.code,
+            "severity": self.severity.word.lower(),
+            "title": self.title,
+            "ranks": list(self.ranks),
+            "step": self.step,
+            "site": self.site,
+            "evidence": list(self.evidence),
+            "cause": self.cause,
+            "fix": self.fix,
+        }
+
+
+def by_weight(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The worst first, one of each kind, without those that another one explains."""
+    every = list(findings)
+    hidden = frozenset[str]().union(*(finding.explains for finding in every))
+    kept: dict[str, Finding] = {}
+    for finding in sorted(every, key=lambda finding: -finding.severity):
+        if finding.code not in hidden:
+            kept.setdefault(finding.code, finding)
+    return tuple(kept.values())
+
+
+def numbers(ranks: Iterable[int]) -> str:
+    """``0``, ``1–3``, ``0, 2 and 5``"""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts: list[str] = []
+    for run in runs:
+        parts += [f"{run[0]}–{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
+    return listed(parts)
+
+
+def named(ranks: Iterable[int]) -> str:
+    """``rank 1``, ``ranks 1–3``; "no rank" for none."""
+    every = sorted(set(ranks))
+    if not every:
+        return "no rank"
+    return f"rank{'' if len(every) == 1 else 's'} {numbers(every)}"
+
+
+def listed(parts: Sequence[str]) -> str:
+    return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)
+
+
+def plural(count: int, word: str) -> str:
+    return (
+        f"{count} {word}" if count == 1 else f"{count} {word}{'es' if word[-2:] == 'ch' else 's'}"
+    )
+
+
+def seconds(value: float) -> str:
+    """``0.4 s``, ``12 s``, ``3 min 20 s``, ``2 h 5 min``"""
+    if value < 9.95:
+        return f"{value:.1f} s"
+    whole = round(value)
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def size(count: float) -> str:
+    """``512 MB``, ``1.5 GB``"""
+    if count < 1e9:
+        return f"{count / 1e6:.0f} MB"
+    return f"{count / 1e9:.1f} GB"

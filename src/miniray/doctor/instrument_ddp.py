@@ -1,0 +1,182 @@
+"""DistributedDataParallel: construction, forward, and parameters that get no gradient.
+
+DDP talks to the other ranks in C++, out of Python's sight: when it is made (shapes are compared,
+weights sent), in forward (buffers are sent), in backward (gradients are averaged). Each of these is
+recorded as a collective of DDP's group, in its place in the sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+import weakref
+from typing import Any
+
+from miniray.doctor import model, recorder, sites
+from miniray.doctor.instrument import failed, replace, works
+from miniray.doctor.instrument_collectives import group_name
+from miniray.doctor.instrument_training import state
+from miniray.doctor.reader import site_from
+from miniray.doctor.recorder import Recorder
+
+_MOST_NAMES = 64
+#: Looking for unused parameters may take this share of the time between two looks.
+_LOOK_SHARE = 0.001
+
+
+class Observed:
+    """What is known of one DDP model."""
+
+    def __init__(self, ddp: Any, group: str, info: dict[str, Any]) -> None:
+        self.ddp = weakref.ref(ddp)
+        self.group = group
+        self.info = info
+        self.parameters = [
+            (name, weakref.ref(p)) for name, p in ddp.module.named_parameters() if p.requires_grad
+        ]
+        self.next_look = 0.0
+        self.next_collective = ""
+
+
+_observed: weakref.WeakKeyDictionary[Any, Observed] = weakref.WeakKeyDictionary()
+
+
+def change_ddp(module: Any) -> None:
+    """``module`` is ``torch.nn.parallel.distributed``."""
+    ddp_class = module.DistributedDataParallel
+    replace(ddp_class, "__init__", _make_init)
+    replace(ddp_class, "forward", _make_forward)
+    state.after_backward = _look_for_unused
+
+
+def change_join(module: Any) -> None:
+    """``module`` is ``torch.distributed.algorithms.join``.
+
+    A rank that is out of data answers the others' collectives in C++: sequences of a run that uses
+    this must not be compared, and the box says so.
+    """
+    original = module.Join.__enter__
+
+    def enter(self: Any) -> Any:
+        if (current := recorder.current()) is not None:
+            current.note(join=True)
+        return original(self)
+
+    module.Join.__enter__ = enter
+
+
+def _make_init(original: Any) -> Any:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        current = recorder.current()
+        if current is None or not works("models"):
+            original(self, *args, **kwargs)
+            return
+        site = sites.call_site(sys._getframe(1))
+        number = -1
+        info: dict[str, Any] = {}
+        try:
+            info = _describe(args[0] if args else kwargs["module"], kwargs, site)
+            group = group_name(_c10d(), kwargs.get("process_group"))
+            current.models.append(info)
+            current.write_info()
+            said = f"{info['parameters']} parameters {info['digest']}"
+            number = current.collective("DDP.__init__", said, group, site=site)
+        except Exception as error:  # a module that counts its parameters in a way of its own
+            failed("models", error)
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            if number >= 0:
+                current.end(number)
+        if number >= 0:
+            info["device"] = str(getattr(self, "device", ""))
+            _observed[self] = Observed(self, group, info)
+            current.write_info()
+
+    return init
+
+
+def _describe(wrapped: Any, kwargs: dict[str, Any], site: str) -> dict[str, Any]:
+    names: list[str] = []
+    elements = 0
+    digest = hashlib.blake2b(digest_size=8)
+    for name, parameter in wrapped.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        line = f"{name} {tuple(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}"
+        names.append(line)
+        elements += parameter.numel()
+        digest.update(line.encode())
+    return {
+        "name": type(wrapped).__name__,
+        "parameters": len(names),
+        "elements": elements,
+        "digest": digest.hexdigest(),
+        "names": names[:_MOST_NAMES],
+        "buffers": sum(1 for _ in wrapped.buffers()),
+        "find_unused": bool(kwargs.get("find_unused_parameters", False)),
+        "static_graph": bool(kwargs.get("static_graph", False)),
+        "device": "",
+        "site": list(site_from(site)),
+        "unused": [],
+        "unused_step": -1,
+    }
+
+
+def _make_forward(original: Any) -> Any:
+    import torch
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        current = recorder._current
+        observed = _observed.get(self) if current is not None else None
+        if current is None or observed is None:
+            return original(self, *args, **kwargs)
+        site = sites.call_site(sys._getframe(1))
+        current.set_phase("forward", site)
+        number = -1
+        sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if self.will_sync_module_buffers():
+            number = current.collective("DDP.forward", "buffers", observed.group, site=site)
+        try:
+            output = original(self, *args, **kwargs)
+        finally:
+            if number >= 0:
+                current.end(number)
+            current.set_phase("compute", site)
+        if sync and observed not in state.pending:
+            state.pending.append(observed)
+        return output
+
+    return forward
+
+
+def _look_for_unused(current: Recorder, models: list[Observed]) -> None:
+    """After a backward: which parameters have no gradient at all?
+
+    With ``zero_grad(set_to_none=True)``, the default, these took no part. One of them is why DDP's
+    other ranks wait for ever, unless ``find_unused_parameters`` is on.
+    """
+    now = time.monotonic()
+    for observed in models:
+        if now < observed.next_look:
+            continue
+        unused = [
+            name
+            for name, reference in observed.parameters
+            if (parameter := reference()) is not None and parameter.grad is None
+        ]
+        if unused[:_MOST_NAMES] != observed.info["unused"]:
+            observed.info["unused"] = unused[:_MOST_NAMES]
+            observed.info["unused_step"] = current.step_number + 1
+            current.write_info()
+            if unused:
+                shown = ", ".join(unused[:8])
+                current.event(model.MODEL, "parameters without a gradient", shown)
+        observed.next_look = now + (time.monotonic() - now) / _LOOK_SHARE
+
+
+def _c10d() -> Any:
+    return sys.modules["torch.distributed.distributed_c10d"]

@@ -1,0 +1,154 @@
+"""Backward passes, losses and optimizer steps.
+
+The loss is what ``backward`` is called on, where that is one number. On the CPU reading it costs a
+microsecond. On a GPU reading it at once would make the rank wait for the GPU: its value is copied
+aside without waiting, and looked at when the copy has arrived, at most ten times a second. So there
+a loss is seen some steps late, and the first non-finite one is exact to these steps only.
+
+A step is a step of the first optimizer that makes one; others (a GAN has two) do not count again.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from typing import Any
+
+from miniray.doctor import model, recorder, sites
+from miniray.doctor.instrument import failed, here, replace, works
+from miniray.doctor.recorder import Recorder
+
+_GPU_LOSS_SECONDS = 0.1
+
+
+class State:
+    """What the observers of one process remember between calls."""
+
+    def __init__(self) -> None:
+        #: DDP models that ran forward and will average gradients in the next backward.
+        self.pending: list[Any] = []
+        self.after_backward: Any = None  # set by ``instrument_ddp``: looks for unused parameters
+        self.scaled: tuple[int, Any] | None = None  # (id of the scaled loss, the loss itself)
+        self.optimizer_site = ""
+        self.clock: weakref.ref[Any] | None = None  # the optimizer whose steps count
+        self.arriving: tuple[Any, Any, int, str] | None = None  # (copy, event, step, site)
+        self.next_copy = 0.0
+
+
+state = State()
+
+
+def change_autograd(module: Any) -> None:
+    """``torch.autograd.backward`` is what ``Tensor.backward`` calls, too."""
+
+    def make(original: Any) -> Any:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            current = recorder._current
+            if current is None or here.backward:
+                return original(*args, **kwargs)
+            site = sites.call_site(sys._getframe(1))
+            if works("losses"):
+                try:
+                    _observe_loss(current, args[0] if args else kwargs.get("tensors"), site)
+                except Exception as error:  # a tensor of a kind we do not know
+                    failed("losses", error)
+            current.set_phase("backward", site)
+            current.box.ints[9] += 1  # Cell.BACKWARDS
+            numbers = [
+                current.collective("DDP.backward", "", ddp.group, site=site)
+                for ddp in state.pending
+            ]
+            here.backward = True
+            started = time.monotonic()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                here.backward = False
+                current.backward_seconds += time.monotonic() - started
+                for number in reversed(numbers):
+                    current.end(number)
+                current.set_phase("compute", site)
+                if state.pending:
+                    waited, state.pending = state.pending, []
+                    state.after_backward(current, waited)
+
+        return backward
+
+    replace(module, "backward", make)
+
+
+def _observe_loss(current: Recorder, tensors: Any, site: str) -> None:
+    loss = tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
+    if loss is None or loss.numel() != 1:
+        return
+    if state.scaled is not None:
+        # The gradient scaler multiplies the loss by 65536: the user's number is the one before.
+        scaled, plain = state.scaled
+        state.scaled = None
+        loss = plain if scaled == id(loss) else loss
+    if loss.is_cpu:
+        current.set_loss(loss.item(), site)
+    elif loss.is_cuda:
+        _observe_gpu_loss(current, loss, site)
+
+
+def _observe_gpu_loss(current: Recorder, loss: Any, site: str) -> None:
+    import torch
+
+    if current.info.get("device") != loss.device.index:
+        current.update(device=loss.device.index)
+    if state.arriving is not None:
+        copy, event, step, seen_at = state.arriving
+        if not event.query():
+            return
+        state.arriving = None
+        current.set_loss(float(copy), seen_at, step)
+    now = time.monotonic()
+    if now < state.next_copy:
+        return
+    state.next_copy = now + _GPU_LOSS_SECONDS
+    copy = torch.empty((), dtype=torch.float32, pin_memory=True)
+    copy.copy_(loss.detach().reshape(()), non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    state.arriving = copy, event, current.step_number + 1, site
+
+
+def change_scaler(module: Any) -> None:
+    original = module.GradScaler.scale
+
+    def scale(self: Any, outputs: Any) -> Any:
+        result = original(self, outputs)
+        if recorder._current is not None and result is not outputs:
+            state.scaled = id(result), outputs
+        return result
+
+    scale.__doc__ = original.__doc__
+    module.GradScaler.scale = scale
+
+
+def change_optimizer(module: Any) -> None:
+    """By torch's own hooks: they run around the step of every optimizer there is."""
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        current = recorder._current
+        if current is not None:
+            state.optimizer_site = sites.call_site(sys._getframe(1))
+            current.set_phase("optimizer", state.optimizer_site)
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        current = recorder._current
+        if current is None:
+            return
+        current.set_phase("compute", state.optimizer_site)
+        clock = state.clock() if state.clock is not None else None
+        if clock is None:
+            state.clock = weakref.ref(optimizer)
+            clock = optimizer
+            current.event(model.NOTE, "optimizer", type(optimizer).__name__)
+        if clock is optimizer and not current.explicit_steps:
+            current.end_step()
+
+    module.register_optimizer_step_pre_hook(before)
+    module.register_optimizer_step_post_hook(after)

@@ -1,0 +1,168 @@
+"""Watching a run from outside: does anything move, who waits for whom, do the ranks still agree?
+
+What is movement: a step, a batch, an event, another phase; and, in a rank that does not wait for
+others, the CPU time it and its children use and the bytes it reads and writes. A long first step,
+the preparation of data or a download are work. A rank inside of a collective is not working,
+whatever its CPU does: NCCL waits by spinning.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from miniray.doctor import processes
+from miniray.doctor.layout import Cell
+from miniray.doctor.reader import BoxReader
+from miniray.errors import BoxError
+
+_MOVING = (
+    Cell.EVENTS, Cell.STEP, Cell.BATCHES, Cell.SAMPLES, Cell.PHASE, Cell.SECTION, Cell.BACKWARDS,
+    Cell.BARRIER, Cell.BARRIER_PASSED,
+)  # fmt: skip
+_BUSY = 0.05  # of one core
+_MOVED_BYTES = 4096  # in a look; the heartbeat reads some dozens of bytes
+#: C code may hold Python's lock, and with it the heartbeat, for this many times the limit.
+_SILENT_WORK = 3
+
+
+class Watched:
+    """One rank, seen from outside."""
+
+    def __init__(self, rank: int, pid: int, path: Path) -> None:
+        self.rank = rank
+        self.pid = pid
+        self.path = path
+        self.box: BoxReader | None = None
+        self.moved = time.monotonic()
+        self._worked = 0.0  # when it last used CPU time or did I/O without anything else to show
+        self._marks: tuple[int, ...] = ()
+        self._looked = 0.0
+        self._cpu: float | None = None
+        self._bytes: int | None = None
+
+    def look(self, limit: float) -> None:
+        """Notice movement since the last look."""
+        now = time.monotonic()
+        self._open()
+        marks = tuple(self.box.ints[cell] for cell in _MOVING) if self.box is not None else ()
+        if marks != self._marks:
+            self._marks = marks
+            self.moved = now
+        # Looking at the process costs more: only at one that does not move by itself. Several looks
+        # must fit into the limit, for it takes two to see a difference.
+        pause = min(1.0, limit / 8)
+        if now - self.moved < pause or now - self._looked < pause:
+            return
+        passed, self._looked = now - self._looked, now
+        process = processes.look(self.pid, processes.hostname(), None)
+        cpu = processes.tree_cpu(self.pid)
+        used = cpu - self._cpu if cpu is not None and self._cpu is not None else 0.0
+        transferred = (process.io_bytes or 0) - self._bytes if self._bytes is not None else 0
+        self._cpu, self._bytes = cpu, process.io_bytes or 0
+        busy = used > _BUSY * passed and self._cpu_counts(limit)
+        reads = transferred > _MOVED_BYTES and (not self.waiting or self._wraps())
+        if reads or (busy and not self.waiting):
+            self.moved = self._worked = now
+
+    def _open(self) -> None:
+        if self.box is None:
+            try:
+                self.box = BoxReader(self.path)
+            except BoxError:  # not there yet
+                return
+            if self.box.info().get("pid") != self.pid:  # of an attempt before this one
+                self.close()
+
+    def _wraps(self) -> bool:
+        """In DDP's constructor, which loads half of torch before it waits for anybody."""
+        event = self.box.record().waiting if self.box is not None else None
+        return event is not None and event.name == "DDP.__init__"
+
+    def _cpu_counts(self, limit: float) -> bool:
+        if self.box is None:
+            return True  # it is starting
+        if self.box.ints[Cell.GPU_PROCESS_MEMORY] and self.box.ints[Cell.STEP]:
+            return False  # waiting for a GPU looks like work
+        silent = time.monotonic() - self.box.ints[Cell.HEARTBEAT] / 1e9
+        return silent < max(5.0, _SILENT_WORK * limit)
+
+    @property
+    def waiting(self) -> bool:
+        """In a collective or barrier that others have to join."""
+        return self.box is not None and bool(self.box.ints[Cell.OPEN])
+
+    @property
+    def working(self) -> bool:
+        """Busy with something that takes long."""
+        return time.monotonic() - self._worked < 3.0
+
+    def close(self) -> None:
+        if self.box is not None:
+            self.box.close()
+            self.box = None
+
+
+class Watch:
+    """All ranks of this machine."""
+
+    def __init__(self, ranks: dict[int, int], folder: Path, limit: float) -> None:
+        """``ranks`` are their process ids; ``limit`` is how long nothing may move."""
+        self.limit = limit
+        self.ranks = {r: Watched(r, pid, folder / f"{r}.box") for r, pid in ranks.items()}
+        self._reminded = time.monotonic()
+
+    def look(self, running: list[int]) -> None:
+        for rank in running:
+            self.ranks[rank].look(self.limit)
+
+    def quiet_seconds(self, running: list[int]) -> float:
+        """For how long none of the running ranks has moved."""
+        last = max((self.ranks[rank].moved for rank in running), default=time.monotonic())
+        return time.monotonic() - last
+
+    def waiting(self, running: list[int]) -> list[int]:
+        return [rank for rank in running if self.ranks[rank].waiting]
+
+    def reminder(self, running: list[int]) -> str:
+        """A line for whoever watches, once every ``limit`` seconds: others wait for busy ranks."""
+        now = time.monotonic()
+        if now - self._reminded < self.limit:
+            return ""
+        waiting = [
+            rank for rank in self.waiting(running) if now - self.ranks[rank].moved >= self.limit
+        ]
+        working = [rank for rank in running if rank not in waiting and self.ranks[rank].working]
+        if not waiting or not working:
+            return ""
+        self._reminded = now
+        box = self.ranks[working[0]].box
+        doing = ""
+        if box is not None:
+            record = box.record()
+            place = record.section or record.phase
+            doing = f" in {place.name}" + (f" ({place.site})" if place.site.file else "")
+        longest = max(now - self.ranks[rank].moved for rank in waiting)
+        return (
+            f"{_ranks(working)} still working{doing}, alive; {_ranks(waiting)} waiting for "
+            f"{longest:.0f} s"
+        )
+
+    def close(self) -> None:
+        for watched in self.ranks.values():
+            watched.close()
+
+
+def diverged(run_dir: Path) -> bool:
+    """Whether ranks have called collectives that cannot match."""
+    from miniray.doctor.collectives import CALL, first_divergence
+    from miniray.doctor.facts import gather
+    from miniray.doctor.reader import read_run
+
+    found = first_divergence(gather(read_run(run_dir)))
+    return found is not None and found.kind == CALL
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, sorted(ranks)))
+    return f"rank {shown} is" if len(ranks) == 1 else f"ranks {shown} are"

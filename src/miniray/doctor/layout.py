@@ -1,0 +1,147 @@
+"""Where everything lies in a rank's box. The writer (``box``) and the reader share this file.
+
+A box has a fixed size and five kinds of content, each safe against a crash between any two bytes
+and against being read in the middle of a write:
+
+- *cells*: single numbers of 8 bytes at addresses divisible by 8. The processor writes one whole.
+  What belongs together and must not be mixed is packed into one cell (phase and its time, say).
+- *rings* of records (events, steps). A record begins and ends with its own number; while it is
+  written the two differ and a reader passes it over.
+- *texts*: an append-only table; other places refer to a text by its index. The count is raised
+  after the text is there.
+- *blobs* (JSON) in two places that take turns, each with version and checksum. A half-written one
+  fails its checksum and the other is still whole.
+- *passes*: which samples were seen, see ``Pass``.
+
+Two cells may be one update apart from each other, a record never is from itself.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+
+MAGIC = b"miniray\x00box\x00\x00\x00\x00\x01"  # its last byte is the version of the layout
+HEADER_SIZE = 64
+
+
+class Cell(enum.IntEnum):
+    """Cells of signed integers. Times are ``time.monotonic_ns``."""
+
+    EVENTS = 0  # events ever written
+    OPEN = 1  # number + 1 of the event whose blocking call the main thread is in; 0 for none
+    PHASE = 2  # moment << 16 | text "name\0file\0line\0function"; see pack_moment
+    SECTION = 3  # likewise; 0 for none
+    STEP = 4
+    EPOCH = 5
+    BATCH_SIZE = 6
+    BATCHES = 7
+    BATCHES_IN_EPOCH = 8
+    BACKWARDS = 9
+    SAMPLES = 10
+    LOSS_STEP = 11
+    NONFINITE = 12
+    TEXTS = 13
+    TEXT_BYTES = 14
+    PASSES = 15  # passes ever begun
+    RSS = 16
+    PEAK_RSS = 17
+    HEARTBEAT = 18
+    BARRIER = 19  # number << 16 | text "name\0file\0line\0function"
+    BARRIER_SINCE = 20
+    BARRIER_PASSED = 21  # number of the last one passed
+    BARRIER_FAILED = 22  # number of the last one given up
+    GPU_MEMORY = 23
+    GPU_PROCESS_MEMORY = 24
+    GPU_UTILISATION = 25
+    EXITED = 26
+    STEPS = 27  # records ever written to each of the three rings of steps
+    STEPS_16 = 28
+    STEPS_256 = 29
+
+
+class Real(enum.IntEnum):
+    """Cells of floats, after those of integers."""
+
+    LOSS = 64
+    CLOCK = 65  # wall time minus monotonic time, renewed with each heartbeat
+    CPU_SECONDS = 66
+    GPU_POWER = 67
+    TOTAL_SECONDS = 68
+    TOTAL_DATA = 69
+    TOTAL_BACKWARD = 70
+    TOTAL_COLLECTIVE = 71
+    BARRIER_LIMIT = 72
+    ATTACHED = 73  # wall time
+
+
+CELLS_AT = HEADER_SIZE
+CELLS = 128
+
+#: begin, at, ended, sequence, step, what (see WHAT), end
+EVENT = struct.Struct("<Qddqq64sQ")
+#: kind, name, op, group, dtype, site, flags, number of dimensions, sizes: what is the same whenever
+#: one line calls the same thing, so that it is packed once
+WHAT = struct.Struct("<8H6q")
+EVENT_ENDED = 16  # where in a record the time of its end is
+EVENT_DIMENSIONS = 6  # of more, the last one holds the product of the rest
+EVENTS_AT = CELLS_AT + CELLS * 8
+EVENT_SLOTS = 512
+BLOCKING = 1
+
+#: begin, step, count, epoch, ended, seconds, data, backward, collective, loss, batch size, end
+STEP = struct.Struct("<QqqqddddddqQ")
+NO_LOSS = -1.7976931348623157e308  # no loss was seen in this step; a real one may well be NaN
+STEP_SLOTS = 256
+STEP_WIDTHS = (1, 16, 256)
+STEPS_AT = EVENTS_AT + EVENT_SLOTS * EVENT.size
+
+
+class Pass(enum.IntEnum):
+    """Cells at the head of a pass; then ids in order, then two places for the sketch."""
+
+    KEY = 0  # number of the pass + 1; 0 while it is being set up
+    LOADER = 1
+    EPOCH = 2
+    COUNT = 3
+    IDS = 4
+    SKETCH = 5  # version: which of the two places counts; 0 for none
+    SKETCH_SIZE_0 = 6
+    SKETCH_SIZE_1 = 7
+
+
+PASS_SLOTS = 6
+PASS_IDS = 4096
+SKETCH_SIZE = 512
+PASS_HEAD = len(Pass) * 8
+PASS_SIZE = PASS_HEAD + PASS_IDS * 8 + 2 * SKETCH_SIZE * 8
+PASSES_AT = STEPS_AT + len(STEP_WIDTHS) * STEP_SLOTS * STEP.size
+
+#: version, length, checksum; then the bytes
+BLOB_HEAD = struct.Struct("<QII")
+INFO_AT = PASSES_AT + PASS_SLOTS * PASS_SIZE
+INFO_SIZE = 32768  # of each of the two places
+EXIT_AT = INFO_AT + 2 * INFO_SIZE
+EXIT_SIZE = 8192
+
+#: offset in the heap, length
+TEXT = struct.Struct("<II")
+TEXT_SLOTS = 4096
+TEXTS_AT = EXIT_AT + 2 * EXIT_SIZE
+HEAP_AT = TEXTS_AT + TEXT_SLOTS * TEXT.size
+HEAP_SIZE = 160 * 1024
+BOX_SIZE = HEAP_AT + HEAP_SIZE
+
+#: Texts that every box begins with: nothing, and what stands for texts that found no room.
+NO_TEXT, FULL_TEXT = 0, 1
+FIRST_TEXTS = ("", "(no room)")
+
+
+def pack_moment(nanoseconds: int, text: int) -> int:
+    """A time (to a microsecond) and a text's index as one cell; good for four years of uptime."""
+    return (nanoseconds >> 10) << 16 | text
+
+
+def unpack_moment(cell: int) -> tuple[float, int]:
+    """(seconds of the monotonic clock, index of the text)"""
+    return (cell >> 16 << 10) / 1e9, cell & 0xFFFF

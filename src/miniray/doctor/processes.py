@@ -1,0 +1,132 @@
+"""A rank's process as the kernel shows it, without its help."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from miniray.doctor.model import Process
+
+UNKNOWN = Process(None, "", None, None, None, None)
+GONE = Process(False, "", None, None, None, None)
+
+
+def look(pid: int, host: str, started: float | None) -> Process:
+    """The state of process ``pid``, if it is of this machine and the one that began at ``started``.
+
+    ``started`` is in clock ticks since boot, as ``start_ticks`` gives it: process ids are used
+    again, and this tells two processes apart.
+    """
+    if not pid or host != socket.gethostname() or not Path("/proc/self/stat").exists():
+        return UNKNOWN
+    fields = _stat(pid)
+    if fields is None or (started is not None and int(fields[19]) != int(started)):
+        return GONE
+    state = fields[0]
+    if state in ("Z", "X"):
+        return Process(False, state, None, None, None, None)
+    ticks = int(fields[11]) + int(fields[12])
+    return Process(
+        alive=True,
+        state=state,
+        cpu_seconds=ticks / _ticks_per_second(),
+        io_bytes=_io(pid),
+        threads=int(fields[17]),
+        children=_children(pid),
+    )
+
+
+def hostname() -> str:
+    return socket.gethostname()
+
+
+def tree_cpu(pid: int) -> float | None:
+    """CPU seconds of a process and all its living descendants; None where it is gone."""
+    fields = _stat(pid)
+    if fields is None:
+        return None
+    ticks = int(fields[11]) + int(fields[12])
+    children = _child_pids(pid)
+    return ticks / _ticks_per_second() + sum(tree_cpu(child) or 0.0 for child in children or ())
+
+
+def start_ticks(pid: int) -> int | None:
+    """When the process began, in the kernel's ticks since boot; None where that cannot be known."""
+    fields = _stat(pid)
+    return None if fields is None else int(fields[19])
+
+
+def parent(pid: int) -> int | None:
+    fields = _stat(pid)
+    return None if fields is None else int(fields[1])
+
+
+def catches(pid: int, signal_number: int) -> bool:
+    """Whether the process has a handler for the signal. Sending it otherwise could end it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    for line in status.splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (signal_number - 1) & 1)
+    return False
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the one that started it ends (Linux only)."""
+    _prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ended (Linux only)."""
+    _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/PID/stat from the state on: a name before it may hold anything."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()
+
+
+def _io(pid: int) -> int | None:
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except OSError:
+        return None
+    counts = dict(line.split(": ") for line in lines)
+    return int(counts["rchar"]) + int(counts["wchar"])
+
+
+def _child_pids(pid: int) -> list[int] | None:
+    """Children of any of its threads."""
+    found: list[int] = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            children = Path(f"/proc/{pid}/task/{thread}/children").read_text()
+            found += map(int, children.split())
+    except OSError:  # it is gone, or the kernel does not show this
+        return None
+    return found
+
+
+def _children(pid: int) -> int | None:
+    children = _child_pids(pid)
+    return None if children is None else len(children)
+
+
+def _ticks_per_second() -> int:
+    return int(os.sysconf("SC_CLK_TCK"))

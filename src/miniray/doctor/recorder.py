@@ -1,0 +1,365 @@
+"""The recorder: what a rank does, written into its black box as it happens.
+
+One recorder a process: ``start`` makes it, ``current`` gives it, ``stop`` ends it. It needs no
+torch. miniray's trainers start one in each worker; ``attach`` starts one in a script of any
+launcher and has torch report to it.
+
+A forked child has no recorder: it shares the memory, and two writers would make nonsense of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from miniray.doctor import heartbeat, layout, model, processes, sites, stacks
+from miniray.doctor.box import Box
+from miniray.doctor.layout import Cell
+from miniray.doctor.tally import Tally
+from miniray.errors import MinirayError
+
+_monotonic_ns = time.monotonic_ns
+_LONGEST_TRACEBACK = 5000
+_LONGEST_MESSAGE = 1000
+_MOST_WHATS = 4096  # shapes may differ at every call
+
+
+class Recorder(Tally):
+    """Writes one rank's box. Made by ``start``.
+
+    Everything may be called from any thread; the times of a step are meant for one (the trainer's).
+    """
+
+    def __init__(self, box: Box, info: dict[str, Any]) -> None:
+        super().__init__(box)
+        self.rank: int = info["rank"]
+        self.world_size: int = info["world_size"]
+        self.run_dir = box.path.parent.parent
+        self.pid = os.getpid()
+        self.info = info
+        self.loaders: list[dict[str, Any]] = []
+        self.models: list[dict[str, Any]] = []
+        self.barriers = 0  # named ones entered so far
+        self._ints = box.ints
+        self._places: dict[tuple[str, str], int] = {}
+        self._sections = [0]  # the innermost last; 0 for none
+        self._replaced = 0
+        self._whats: dict[tuple[Any, ...], bytes] = {}
+        self._sequences: dict[tuple[str, str], int] = {}
+        self._info_lock = threading.RLock()  # seldom taken: what is frequent is in cells and rings
+        self._dirty = False
+        self.exit_kind = ""
+        self._heartbeat: heartbeat.Heartbeat | None = None
+        self._stack_file: IO[bytes] | None = None
+        self.set_phase("start", "")
+        self.write_info()
+
+    # -- what changes seldom ----------------------------------------------------------------------
+
+    def update(self, **fields: Any) -> None:
+        """Change fields of the box's JSON, at once."""
+        with self._info_lock:
+            self.info.update(fields)
+            self.write_info()
+
+    def note(self, **notes: Any) -> None:
+        """Add to ``RankRecord.notes``."""
+        with self._info_lock:
+            self.info.setdefault("notes", {}).update(notes)
+            self.write_info()
+
+    def note_later(self, **notes: Any) -> None:
+        """The same, written with the next heartbeat."""
+        with self._info_lock:
+            self.info.setdefault("notes", {}).update(notes)
+            self._dirty = True
+
+    def mark_dirty(self) -> None:
+        """Have the JSON written with the next heartbeat: for what may be a second late."""
+        self._dirty = True
+
+    def flush(self) -> None:
+        """Bring the box up to date with what may be a moment late."""
+        self.flush_tally()
+        if self._dirty:
+            self.write_info()
+
+    def write_info(self) -> None:
+        with self._info_lock:
+            self._dirty = False
+            notes = self.info.get("notes", {})
+            plain = {key: value for key, value in self.info.items() if key != "notes"}
+            # What matters least comes last: that is what goes when there is no room.
+            whole = {**plain, "models": self.models, "loaders": self.loaders[:32], "notes": notes}
+            self.box.write_info(whole)
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def event(
+        self,
+        kind: str,
+        name: str,
+        op: str = "",
+        *,
+        site: str = "",
+        number: int = -1,
+        is_open: bool = False,
+    ) -> int:
+        """Add an event by its words and return its number; see ``model.Event``.
+
+        Words stay in the box for ever and there is room for some thousand. What counts up goes into
+        ``number``.
+        """
+        what = self.box.what(kind, name, op, site=site, blocking=is_open)
+        return self.box.event(what, number, is_open, is_open)
+
+    def collective(
+        self,
+        name: str,
+        op: str = "",
+        group: str = "",
+        shape: tuple[int, ...] = (),
+        dtype: str = "",
+        site: str = "",
+        *,
+        blocking: bool = True,
+        kind: str = model.COLLECTIVE,
+    ) -> int:
+        """A collective is being called: give its event's number, for ``end``."""
+        key = (name, op, group, shape, dtype, site, blocking, kind)
+        what = self._whats.get(key)
+        if what is None:
+            what = self.box.what(kind, name, op, group, dtype, site, shape, blocking)
+            if len(self._whats) < _MOST_WHATS:
+                self._whats[key] = what
+        sequence = self._sequences.get((group, kind), 0)
+        self._sequences[group, kind] = sequence + 1
+        return self.box.event(what, sequence, True, blocking)
+
+    def end(self, number: int) -> None:
+        """The collective (or other open event) has ended."""
+        self.box.end_event(number)
+
+    # -- phases -----------------------------------------------------------------------------------
+
+    def set_phase(self, name: str, site: str) -> None:
+        place = self._places.get((name, site))
+        if place is None:
+            place = self._places[name, site] = self.box.intern(f"{name}\0{site}")
+        # What ``box.phase`` does; eight times a step, one call less counts.
+        self._ints[2] = (_monotonic_ns() >> 10) << 16 | place
+
+    def set_section(self, name: str, site: str) -> None:
+        """``doctor.phase`` was called; without ``with`` it takes the place of the one before."""
+        place = self.box.intern(f"{name}\0{site}")
+        self._replaced = self._sections[-1]
+        self._sections[-1] = layout.pack_moment(time.monotonic_ns(), place)
+        self.box.ints[Cell.SECTION] = self._sections[-1]
+        self.event(model.PHASE, name, "begin", site=site)
+
+    def open_section(self) -> None:
+        """It was called with ``with``: the one before comes back after it."""
+        self._sections.insert(-1, self._replaced)
+
+    def close_section(self, name: str, site: str) -> None:
+        self._sections.pop()
+        self.box.ints[Cell.SECTION] = self._sections[-1]
+        self.event(model.PHASE, name, "end", site=site)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def record_exception(self, error: BaseException) -> None:
+        """The process is ending by this error. The first one counts; later ones follow from it."""
+        site = sites.error_site(error)
+        shown = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        self.record_exit(
+            "exception",
+            type=type(error).__qualname__,
+            message=str(error)[:_LONGEST_MESSAGE],
+            site=list(site),
+            traceback=shown[-_LONGEST_TRACEBACK:],
+        )
+
+    def record_exit(self, kind: str, **fields: Any) -> None:
+        if self.exit_kind or os.getpid() != self.pid:
+            return
+        self.exit_kind = kind
+        self.event(model.EXIT, kind, fields.get("type", ""))
+        self.box.write_exit({"kind": kind, "at": time.time(), **fields})
+        self.set_phase("exit", "")
+        self.flush()
+
+    def __enter__(self) -> Recorder:
+        """``with doctor.attach(): ...``: where an error does not end the process (in Ray, say)."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.record_exception(error)
+        if _current is self:
+            stop()
+
+    def start_threads(self, interval: float) -> None:
+        self.info["heartbeat_interval"] = interval
+        self._stack_file = stacks.listen(self.box.path)
+        self._heartbeat = heartbeat.Heartbeat(self, interval)
+        self._heartbeat.start()
+
+    def close(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        if self._stack_file is not None:
+            stacks.stop_listening(self._stack_file)
+        self.flush()
+        self.box.close()
+
+
+#: The process's recorder. Instrumented code reads it at every call.
+_current: Recorder | None = None
+
+
+def current() -> Recorder | None:
+    """This process's recorder; None where none was started, and in a forked child."""
+    return _current
+
+
+def start(
+    run_dir: str | os.PathLike[str],
+    rank: int,
+    world_size: int,
+    *,
+    local_rank: int | None = None,
+    local_world_size: int | None = None,
+    launcher: str = "miniray",
+    attempt: int = 0,
+    heartbeat_interval: float = 1.0,
+) -> Recorder:
+    """Make this process rank ``rank`` of the run and record it in ``run_dir/ranks/<rank>.box``.
+
+    A box that a process no longer living left there is moved to ``ranks/attempt-<n>/``. Where the
+    rank is taken by a living process, this one's box is ``<rank>.<pid>.box``, which the doctor
+    reports. Raises ``MinirayError`` where this process already records another rank or run, and
+    ``OSError`` where the directory cannot be written.
+    """
+    global _current
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be at least 0 and less than world_size {world_size}: {rank}")
+    ranks = Path(run_dir) / "ranks"
+    if _current is not None:
+        if _current.rank == rank and _current.box.path.parent == ranks.absolute():
+            return _current
+        raise MinirayError(
+            f"this process already records rank {_current.rank} in {_current.run_dir}"
+        )
+    ranks = ranks.absolute()
+    ranks.mkdir(parents=True, exist_ok=True)
+    path = _free_path(ranks, rank)
+    recorder = Recorder(
+        Box.create(path),
+        {
+            "rank": rank,
+            "local_rank": rank if local_rank is None else local_rank,
+            "world_size": world_size,
+            "local_world_size": world_size if local_world_size is None else local_world_size,
+            "pid": os.getpid(),
+            "started": processes.start_ticks(os.getpid()),
+            "host": socket.gethostname(),
+            "launcher": launcher,
+            "command": " ".join(sys.orig_argv)[:500],
+            "attempt": attempt,
+            "box": str(path),
+            "heartbeat_interval": heartbeat_interval,
+            "notes": {
+                "python": sys.version.split()[0],
+                "threads": os.environ.get("OMP_NUM_THREADS"),
+            },
+        },
+    )
+    recorder.start_threads(heartbeat_interval)
+    _install_hooks()
+    _current = recorder
+    return recorder
+
+
+def stop() -> None:
+    """End recording, as finished unless something else was recorded. Harmless where none runs."""
+    global _current
+    recorder, _current = _current, None
+    if recorder is not None:
+        recorder.record_exit("finished")
+        recorder.close()
+
+
+def _free_path(ranks: Path, rank: int) -> Path:
+    from miniray.doctor.reader import read_box
+    from miniray.errors import BoxError
+
+    path = ranks / f"{rank}.box"
+    try:
+        before = read_box(path)
+    except BoxError:
+        return path  # there is none, or nothing that could be kept
+    if before.process.alive and before.pid != os.getpid():
+        return ranks / f"{rank}.{os.getpid()}.box"
+    archive(path, before.attempt)
+    return path
+
+
+def archive(box: Path, attempt: int) -> None:
+    """Keep what an earlier attempt left of a rank: its box, stacks and exit go aside together."""
+    aside = box.parent / f"attempt-{attempt}"
+    aside.mkdir(exist_ok=True)
+    for path in (box, stacks.stack_file(box), box.with_suffix(".exit")):
+        try:
+            os.replace(path, aside / path.name)
+        except FileNotFoundError:
+            continue
+
+
+# -- the process's end, and its forks -------------------------------------------------------------
+
+_hooked = False
+
+
+def _install_hooks() -> None:
+    """Once a process: its exception hook, its exit, its forks."""
+    global _hooked
+    if _hooked:
+        return
+    _hooked = True
+    before = sys.excepthook
+
+    def excepthook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if _current is not None:
+            _current.record_exception(error)
+        before(kind, error, trace)
+
+    sys.excepthook = excepthook
+    atexit.register(_at_exit)
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _at_exit() -> None:
+    if _current is not None and _current.pid == os.getpid():
+        _current.record_exit("finished")
+
+
+def _forget() -> None:
+    """In a forked child: the box is the parent's."""
+    global _current
+    _current = None

@@ -1,0 +1,348 @@
+"""A diagnosis as text of 80 columns, for a tired person at 3 a.m., and as JSON for a program."""
+
+from __future__ import annotations
+
+import io
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from miniray.doctor.facts import Case, Facts, main_stack
+from miniray.doctor.findings import Finding, Severity, named, numbers, plural, size
+from miniray.doctor.model import RankRecord, Site
+from miniray.doctor.sites import is_users
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from miniray.doctor.diagnose import Diagnosis
+
+_STYLES = {
+    Severity.FAILED: "bold red",
+    Severity.STUCK: "bold red",
+    Severity.WRONG: "bold yellow",
+    Severity.SLOW: "yellow",
+    Severity.NOTE: "dim",
+}
+_PHASES = {
+    "DDP.backward": "backward",
+    "DDP.forward": "forward",
+    "DDP.__init__": "DDP init",
+    "init_process_group": "init",
+}
+_BOOTSTRAP = "miniray/doctor/bootstrap.py"
+_MOST_FRAMES = 12
+_MOST_STACKS = 3
+_MOST_RANKS = 16
+
+
+def text(diagnosis: Diagnosis, width: int = 80, color: bool = False) -> str:
+    """Verdict, ranks, findings, stacks: in the order one wants to read them."""
+    from rich.console import Console
+    from rich.text import Text
+
+    out = io.StringIO()
+    console = Console(
+        file=out, width=width, force_terminal=color, no_color=not color, highlight=False
+    )
+    worst = diagnosis.findings[0].severity if diagnosis.findings else None
+    style = _STYLES[worst] if worst is not None else "bold green"
+    console.print(Text(wrapped(diagnosis.verdict, width), style=style))
+    if diagnosis.readable:
+        console.print()
+        console.print(Text(facts_line(diagnosis.case), style="dim"))
+        console.print(rank_table(diagnosis.case, width))
+        for line in gpu_lines(diagnosis.case):
+            console.print(Text(wrapped(line, width), style="dim"))
+    for number, finding in enumerate(diagnosis.findings):
+        console.print()
+        if number:  # the first one's title is the verdict
+            console.print(Text(wrapped(_heading(finding), width), style=_STYLES[finding.severity]))
+        console.print(Text("\n".join(finding_lines(finding, width))), end="\n")
+    shown = list(stack_lines(diagnosis))
+    if shown:
+        console.print()
+        console.print(Text("\n".join(line[:width] for line in shown)))
+    for note in diagnosis.notes:
+        console.print()
+        console.print(Text(wrapped(f"NOTE: {note.title}", width)))
+        console.print(Text("\n".join(finding_lines(note, width)), style="dim"))
+    for file, why in diagnosis.run.damaged.items():
+        if diagnosis.readable:
+            console.print(Text(wrapped(f"could not be read: {file}: {why}", width)))
+    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
+
+
+def wrapped(line: str, width: int, indent: str = "") -> str:
+    return textwrap.fill(
+        line,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_on_hyphens=False,
+    )
+
+
+def _heading(finding: Finding) -> str:
+    return f"{finding.severity.word}: {finding.title}"
+
+
+def finding_lines(finding: Finding, width: int) -> Iterator[str]:
+    """Evidence, cause and fix."""
+    for line in finding.evidence:
+        yield wrapped(line, width, "  · ").replace("\n  ·   ", "\n      ")
+    if finding.cause:
+        yield wrapped(f"cause: {finding.cause}", width, "  ")
+    if finding.fix:
+        yield wrapped(f"fix:   {finding.fix}", width, "  ")
+
+
+# -- the ranks ------------------------------------------------------------------------------------
+
+
+def facts_line(case: Case) -> str:
+    """P6: available, initialised, backend, world size, launcher; said, not guessed."""
+    records = [facts.record for facts in case]
+    if not records:
+        return "no ranks"
+    said = {distributed(record) for record in records}
+    launchers = sorted({record.launcher for record in records if record.launcher})
+    hosts = {record.host for record in records}
+    where = plural(len(hosts), "host")
+    text_ = (
+        said.pop()
+        if len(said) == 1
+        else "; ".join(f"rank {r.rank}: {distributed(r)}" for r in records[:4])
+    )
+    launched = f", launched by {', '.join(launchers)}" if launchers else ""
+    return textwrap.fill(f"torch.distributed: {text_}{launched}, {where}", 80)
+
+
+def distributed(record: RankRecord) -> str:
+    if record.initialised:
+        return f"available, initialised, {record.backend}, world size {record.group_size}"
+    if record.distributed_available is False:
+        return "not available in this torch"
+    if record.distributed_available is None:
+        return "not loaded"
+    if record.group_size > 0:
+        return f"available, was initialised ({record.backend}, world size {record.group_size})"
+    if record.phase.name == "init":
+        return "available, not initialised yet (in init_process_group)"
+    alone = " (single process)" if record.world_size == 1 else ""
+    return f"available, not initialised{alone}"
+
+
+def step_line(record: RankRecord) -> str:
+    """P5's line: ``[Rank 2/4] Step 100, Batch size: 8``"""
+    return f"{record.label} Step {record.step}, Batch size: {record.batch_size}"
+
+
+def rank_table(case: Case, width: int = 80) -> Table:
+    """One line a rank; of many, the ones in trouble first."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
+    rows = [_row(facts) for facts in _chosen(case)]
+    for index, name in enumerate(("rank", "state", "phase", "since", "samples", "loss", "memory")):
+        widest = max([len(name), *(len(row[index]) for row in rows)])
+        # Of a line too long for the terminal the phase gives way.
+        least = None if name == "phase" else widest
+        justify: Any = "right" if index > 2 else "left"
+        table.add_column(name, justify=justify, no_wrap=True, min_width=least)
+    for facts, row in zip(_chosen(case), rows, strict=True):
+        table.add_row(*map(Text, row), style=_row_style(facts))
+    for rank in case.never_started[:4]:
+        table.add_row(
+            f"[Rank {rank}/{case.run.world_size}]".replace("[", "\\["), "missing", "never started"
+        )
+    left = len(case.ranks) - min(len(case.ranks), _MOST_RANKS)
+    if left:
+        table.add_row(f"… and {plural(left, 'rank')} more")
+    return table
+
+
+def _chosen(case: Case) -> Sequence[Facts]:
+    every = list(case)
+    if len(every) <= _MOST_RANKS:
+        return every
+    order = sorted(every, key=lambda f: (f.state in ("running", "waiting", "finished"), -f.idle))
+    return sorted(order[:_MOST_RANKS], key=lambda f: f.rank)
+
+
+def _row(facts: Facts) -> tuple[str, ...]:
+    record = facts.record
+    phase, since = record.phase.name or "start", record.phase.since
+    if facts.wait is not None:
+        phase, since = _PHASES.get(facts.wait.name, facts.wait.name), facts.wait.since
+    elif record.section is not None:
+        phase, since = record.section.name, record.section.since
+    age = _age(max(0.0, (record.exit.at if record.exit and record.exit.at else facts.now) - since))
+    loss = "" if record.loss is None else _number(record.loss)
+    line = step_line(record)
+    return line, facts.state, phase[:20], age, _count(record.samples), loss, size(record.rss)
+
+
+def _count(value: int) -> str:
+    if value < 1_000_000:
+        return str(value)
+    return f"{value / 1e6:.1f}M" if value < 1e9 else f"{value / 1e9:.1f}G"
+
+
+def _row_style(facts: Facts) -> str:
+    if facts.state in ("failed", "died", "gone", "stopped", "silent"):
+        return "red"
+    return ""
+
+
+def _age(value: float) -> str:
+    if value < 100:
+        return f"{value:.0f} s"
+    return f"{value / 60:.0f} min" if value < 6000 else f"{value / 3600:.0f} h"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else str(value)
+
+
+# -- stacks ---------------------------------------------------------------------------------------
+
+
+def stack_lines(diagnosis: Diagnosis) -> Iterator[str]:
+    """Stacks of the ranks that matter, identical ones once. Healthy runs show none."""
+    if not diagnosis.findings or not diagnosis.findings[0].severity.ends_run:
+        return
+    guilty = diagnosis.findings[0].ranks
+    groups: dict[tuple[Site, ...], list[int]] = {}
+    for rank, threads in sorted(diagnosis.stacks.items()):
+        frames = main_stack(threads)
+        if frames:
+            groups.setdefault(frames, []).append(rank)
+    order = sorted(groups.items(), key=lambda item: (not set(item[1]) & set(guilty), item[1]))
+    for index, (frames, ranks) in enumerate(order[:_MOST_STACKS]):
+        if index:
+            yield ""
+        yield f"stack of {named(ranks)} (innermost first):"
+        for frame in _shortened(frames):
+            yield f"  {_path(frame)}:{frame.line} {frame.function}" if frame.file else "  …"
+
+
+def _shortened(frames: Sequence[Site]) -> Iterator[Site]:
+    """The user's own lines, and of others' the two innermost; ours are of no interest."""
+    skipped = False
+    shown = 0
+    for frame in frames:
+        if shown >= _MOST_FRAMES or "runpy" in frame.file or frame.file.endswith(_BOOTSTRAP):
+            break  # below this is what started the script
+        if is_users(frame.file) or (shown < 2 and "/miniray/doctor/" not in frame.file):
+            shown += 1
+            skipped = False
+            yield frame
+        elif not skipped and shown:
+            skipped = True
+            yield Site("", 0, "")
+
+
+def _path(frame: Site) -> str:
+    parts = frame.file.replace("\\", "/").split("/")
+    return "/".join(parts[-2:]) if len(parts) > 2 and not is_users(frame.file) else parts[-1]
+
+
+# -- JSON -----------------------------------------------------------------------------------------
+
+
+def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    case = diagnosis.case
+    return {
+        "verdict": diagnosis.verdict,
+        "healthy": diagnosis.exit_code == 0,
+        "exit_code": diagnosis.exit_code,
+        "run_dir": str(diagnosis.run.path),
+        "read_at": diagnosis.run.read_at,
+        "world_size": diagnosis.run.world_size,
+        "missing": list(diagnosis.run.missing),
+        "ranks": [_rank_json(facts) for facts in case],
+        "findings": [finding.to_json() for finding in diagnosis.findings],
+        "notes": [finding.to_json() for finding in diagnosis.notes],
+        "stacks": {
+            str(rank): [
+                {
+                    "thread": thread.thread,
+                    "name": thread.name,
+                    "frames": [f"{f.file}:{f.line} {f.function}" for f in thread.frames],
+                }
+                for thread in threads
+            ]
+            for rank, threads in diagnosis.stacks.items()
+        },
+        "damaged": dict(diagnosis.run.damaged),
+    }
+
+
+def _rank_json(facts: Facts) -> dict[str, Any]:
+    record = facts.record
+    gpu = record.gpu
+    return {
+        "rank": record.rank,
+        "pid": record.pid,
+        "host": record.host,
+        "launcher": record.launcher,
+        "state": facts.state,
+        "line": step_line(record),
+        "step": record.step,
+        "epoch": record.epoch,
+        "batch_size": record.batch_size,
+        "batches": record.batches,
+        "samples": record.samples,
+        "loss": _plain(record.loss),
+        "phase": record.phase.name,
+        "waiting_for": facts.wait.describe() if facts.wait is not None else None,
+        "idle_seconds": round(facts.idle, 3),
+        "heartbeat_age": round(record.heartbeat_age(facts.now), 3),
+        "cpu": None if facts.cpu is None else round(facts.cpu, 3),
+        "threads": record.process.threads,
+        "children": record.process.children,
+        "rss": record.rss,
+        "peak_rss": record.peak_rss,
+        "distributed": {
+            "available": record.distributed_available,
+            "initialised": record.initialised,
+            "backend": record.backend,
+            "rank": record.group_rank,
+            "world_size": record.group_size,
+        },
+        "gpu": None
+        if gpu is None
+        else {
+            "index": gpu.index,
+            "name": gpu.name,
+            "utilisation": gpu.utilisation,
+            "memory_used": gpu.memory_used,
+            "memory_total": gpu.memory_total,
+            "process_memory": gpu.process_memory,
+            "power": gpu.power,
+        },
+    }
+
+
+def _plain(value: float | None) -> float | str | None:
+    """JSON has no NaN."""
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def gpu_lines(case: Case) -> Iterator[str]:
+    """P9: utilisation and memory of each GPU, and which ranks are on it."""
+    by_gpu: dict[tuple[str, int], list[Facts]] = {}
+    for facts in case:
+        if facts.record.gpu is not None:
+            by_gpu.setdefault((facts.record.host, facts.record.gpu.index), []).append(facts)
+    for (_, index), ranks in sorted(by_gpu.items()):
+        gpu = ranks[0].record.gpu
+        assert gpu is not None
+        yield (
+            f"GPU {index} ({gpu.name}): {gpu.utilisation} % used, {size(gpu.memory_used)} of "
+            f"{size(gpu.memory_total)}, {gpu.power:.0f} W, rank{'s' * (len(ranks) > 1)} "
+            f"{numbers(f.rank for f in ranks)}"
+        )

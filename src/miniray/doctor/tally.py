@@ -1,0 +1,197 @@
+"""Steps, losses and samples of a rank, counted as they come and written in small lots.
+
+What shows that a rank moves (steps, batches, samples: their counts; the loss) is in the box at once.
+The records of steps and the ids of samples follow at most a fiftieth of a second later, or with the
+next heartbeat when the rank is stuck: code that runs once a step runs cold, and in lots it costs a
+fraction. A rank that is killed loses that fiftieth of a second.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from miniray.doctor import layout, model
+from miniray.doctor.box import Box
+from miniray.doctor.layout import Cell
+from miniray.doctor.reader import site_from
+from miniray.doctor.samples import PassWriter
+
+_LOT_SECONDS = 0.02
+_MOST_PENDING = 64
+
+#: number, epoch, seconds, data, backward, collective, loss, batch size, when it ended
+_Step = tuple[int, int, float, float, float, float, float, int, float]
+
+
+class Tally:
+    """The counting half of the recorder."""
+
+    def __init__(self, box: Box) -> None:
+        self.box = box
+        self.step_number = 0
+        self.explicit_steps = False  # the user calls doctor.step: nobody else counts
+        # Seconds spent since the last step ended; see ``model.Steps``.
+        self.data_seconds = 0.0
+        self.backward_seconds = 0.0
+        self.collective_seconds = 0.0
+        self._step_began: float | None = None
+        self._sums = [[0.0] * 4, [0.0] * 4]
+        self._totals = [0.0] * 4
+        self._loss = layout.NO_LOSS
+        self._samples: Sequence[int] = ()
+        self._pass: PassWriter | None = None
+        self._pending_steps: list[_Step] = []
+        self._pending_ids: list[Sequence[int]] = []
+        self._flushed = 0.0
+        self._tally_lock = threading.RLock()  # taken once a lot
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def begin_steps(self, began: float | None = None) -> None:
+        """Steps are measured from here (or ``began``): what happened before belongs to none."""
+        self._step_began = time.monotonic() if began is None else began
+        self.data_seconds = self.backward_seconds = self.collective_seconds = 0.0
+
+    def end_step(self) -> None:
+        """A step is done: count it, with the times gathered since the last one."""
+        now = time.monotonic()
+        began = self._step_began
+        self._step_began = now
+        self.step_number = number = self.step_number + 1
+        ints = self.box.ints
+        ints[4] = number  # Cell.STEP
+        pending = self._pending_steps
+        pending.append(
+            (
+                number,
+                ints[5],  # Cell.EPOCH
+                0.0 if began is None else now - began,
+                self.data_seconds,
+                self.backward_seconds,
+                self.collective_seconds,
+                self._loss,
+                ints[6],  # Cell.BATCH_SIZE
+                now,
+            )
+        )
+        self.data_seconds = self.backward_seconds = self.collective_seconds = 0.0
+        self._loss = layout.NO_LOSS
+        if now - self._flushed > _LOT_SECONDS or len(pending) > _MOST_PENDING:
+            self.flush_tally()
+
+    def flush_tally(self) -> None:
+        """Write what is pending. Any thread may: the heartbeat does when the rank is stuck."""
+        with self._tally_lock:
+            self._flushed = time.monotonic()
+            steps, self._pending_steps = self._pending_steps, []
+            for step in steps:
+                self._write_step(step)
+            ids, self._pending_ids = self._pending_ids, []
+            # Ids of one pass only: a pass ends with a flush.
+            if ids and self._pass is not None:
+                self._pass.add([number for batch in ids for number in batch])
+
+    def _write_step(self, step: _Step) -> None:
+        number, epoch, seconds, data, backward, collective, loss, batch_size, ended = step
+        parts = (seconds, data, backward, collective)
+        box = self.box
+        box.add_step(
+            0, number, epoch, seconds, data, backward, collective, loss, batch_size, ended
+        )  # fmt: skip
+        for index in range(4):
+            self._totals[index] += parts[index]
+        floats = box.floats
+        floats[68], floats[69], floats[70], floats[71] = self._totals  # Real.TOTAL_SECONDS, ...
+        for level, sums in enumerate(self._sums, start=1):
+            for index in range(4):
+                sums[index] += parts[index]
+            if number % layout.STEP_WIDTHS[level] == 0:
+                seconds, data, backward, collective = sums
+                box.add_step(
+                    level, number, epoch, seconds, data, backward, collective, loss, batch_size, ended
+                )  # fmt: skip
+                sums[:] = [0.0] * 4
+
+    def set_epoch(self, epoch: int, site: str = "") -> None:
+        self.box.ints[Cell.EPOCH] = epoch
+        self.event(model.EPOCH, "epoch", site=site, number=epoch)
+
+    # -- losses -----------------------------------------------------------------------------------
+
+    def set_loss(self, value: float, site: str, step: int | None = None) -> None:
+        """A loss was seen, for the step that is going on (or ``step``)."""
+        if step is None:
+            step = self.step_number + 1
+            self._loss = value
+        self.box.floats[64] = value  # Real.LOSS
+        self.box.ints[11] = step  # Cell.LOSS_STEP
+        if not math.isfinite(value):
+            self._count_nonfinite(value, site, step)
+
+    def _count_nonfinite(self, value: float, site: str, step: int) -> None:
+        ints = self.box.ints
+        ints[Cell.NONFINITE] += 1
+        if ints[Cell.NONFINITE] == 1:
+            first = {
+                "step": step,
+                "epoch": ints[Cell.EPOCH],
+                "value": str(value),
+                "samples": [int(number) for number in self._samples[:64]],
+                "site": list(site_from(site)),
+                "at": time.time(),
+            }
+            self.event(model.LOSS, str(value), site=site, number=step)
+            self.update(first_nonfinite=first)
+
+    # -- samples ----------------------------------------------------------------------------------
+
+    def begin_pass(self, loader: int, epoch: int) -> None:
+        """Samples from here on belong to this pass over this loader."""
+        self.end_pass()
+        self._pass = PassWriter(self.box, loader, epoch)
+
+    def own_pass(self) -> None:
+        """Samples are told by the user: their pass is the epoch, whatever loaders do."""
+        epoch = max(0, self.box.ints[Cell.EPOCH])
+        if self._pass is None or (self._pass.loader, self._pass.epoch) != (-1, epoch):
+            self.begin_pass(-1, epoch)
+
+    def end_pass(self) -> None:
+        if self._pass is not None:
+            self.flush_tally()
+            self._pass.flush()
+            self._pass = None
+
+    def add_samples(self, ids: Sequence[int] | None, count: int) -> None:
+        """A batch of ``count`` samples was taken; ``ids`` where they are known."""
+        ints = self.box.ints
+        ints[6] = count  # Cell.BATCH_SIZE
+        ints[10] += count  # Cell.SAMPLES
+        if ids is not None and self._pass is not None:
+            self._samples = ids
+            self._pending_ids.append(ids)
+            if len(self._pending_ids) > _MOST_PENDING:
+                self.flush_tally()
+        else:
+            self._samples = ()
+
+    # -- given by the recorder --------------------------------------------------------------------
+
+    def event(
+        self,
+        kind: str,
+        name: str,
+        op: str = "",
+        *,
+        site: str = "",
+        number: int = -1,
+        is_open: bool = False,
+    ) -> int:
+        raise NotImplementedError
+
+    def update(self, **fields: Any) -> None:
+        raise NotImplementedError

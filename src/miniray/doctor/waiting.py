@@ -1,0 +1,143 @@
+"""What a rank waits for, and whether it ended only because it waited in vain."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from miniray.doctor.model import (
+    BARRIER,
+    COLLECTIVE,
+    GROUP,
+    POINT_TO_POINT,
+    Event,
+    RankRecord,
+    Site,
+)
+
+#: Groups that are not process groups: named barriers, and the coming together at the start.
+NAMED_BARRIERS = "named barriers"
+START = "start"
+#: What DDP does inside of C++, as the recorder calls it.
+GRADIENTS, BUFFERS, WRAP = "DDP.backward", "DDP.forward", "DDP.__init__"
+_WORDS = {GRADIENTS: "backward", BUFFERS: "DDP forward", WRAP: "DDP's constructor"}
+
+#: What a rank says when *another* one has gone or did not come. A cause is never found in these.
+_CONSEQUENCE_TYPES = {
+    "BarrierTimeoutError",
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+}
+_CONSEQUENCE_TEXT = re.compile(
+    r"closed by peer|connection (reset|refused|closed|was )|broken pipe|timed? ?out"
+    r"|remote process exited|nccl (communicator|error)|watchdog|gloo.*(connect|peer|io)",
+    re.IGNORECASE,
+)
+
+#: What a rank says when its own network is at fault.
+_OWN_FAULT = re.compile(
+    r"EADDRINUSE|address already in use|cannot assign requested|not known|permission denied",
+    re.IGNORECASE,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """Something a rank cannot leave before other ranks come.
+
+    ``group`` and ``sequence`` say which one it is, so that two ranks can be compared; -1 where the
+    thing is not counted.
+    """
+
+    group: str
+    sequence: int
+    name: str
+    site: Site
+    since: float
+    event: Event | None = None
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        return self.group, self.sequence, self.name
+
+    @property
+    def word(self) -> str:
+        """``all_reduce``, ``barrier 'save'``, ``backward``"""
+        if self.group == NAMED_BARRIERS:
+            return f"barrier {self.name!r}"
+        return _WORDS.get(self.name, self.name)
+
+    def describe(self) -> str:
+        """``all_reduce SUM (4,) float32 at train.py:80``, ``barrier 'save' at train.py:9``"""
+        if self.event is not None and self.name not in _WORDS and self.group != NAMED_BARRIERS:
+            return self.event.describe()
+        return f"{self.word} at {self.site}" if self.site.file else self.word
+
+    def short(self) -> str:
+        """The same in few words: ``all_reduce train.py:80``"""
+        return f"{self.word} {self.site}" if self.site.file else self.word
+
+
+def wait_of(record: RankRecord) -> Wait | None:
+    """What the rank waits for, or waited for when it was ended on another's account."""
+    if record.exit is not None:
+        return _last_wait(record) if is_consequence(record) else None
+    event = record.waiting
+    if event is not None:
+        return wait_for(event, record)
+    barrier = record.barrier
+    if barrier is not None and not barrier.passed and not barrier.failed:
+        return Wait(NAMED_BARRIERS, barrier.number, barrier.name, barrier.site, barrier.since)
+    return None
+
+
+def wait_for(event: Event, record: RankRecord) -> Wait:
+    if event.kind == BARRIER:
+        number = record.barrier.number if record.barrier is not None else event.sequence
+        return Wait(NAMED_BARRIERS, number, event.name, event.site, event.at, event)
+    if event.kind == GROUP:
+        return Wait(START, 0, event.name, event.site, event.at, event)
+    return Wait(event.group, event.sequence, event.name, event.site, event.at, event)
+
+
+def _last_wait(record: RankRecord) -> Wait | None:
+    """Where a rank was that ended on another's account: its last word was that it waited there."""
+    ended = record.exit
+    assert ended is not None
+    last = next((e for e in reversed(record.events) if e.kind in _WAITS), None)
+    if last is None:
+        return None
+    if last.ended is None or (ended.at is not None and abs(ended.at - last.ended) < 2.0):
+        return wait_for(last, record)
+    return None
+
+
+def is_consequence(record: RankRecord) -> bool:
+    """Whether the rank ended only because another one had: it says so, or it was told to."""
+    ended = record.exit
+    if ended is None or not ended.failed:
+        return False
+    if ended.by_launcher:
+        return True
+    if ended.kind != "exception":
+        return False
+    if _OWN_FAULT.search(ended.message):
+        return False
+    if ended.type.rpartition(".")[2] in _CONSEQUENCE_TYPES:
+        return True
+    return bool(_CONSEQUENCE_TEXT.search(ended.message)) and _ended_in_collective(record)
+
+
+def _ended_in_collective(record: RankRecord) -> bool:
+    """Whether the exception came out of a call that needs the other ranks."""
+    if record.waiting is not None:
+        return True
+    ended = record.exit
+    last = next((e for e in reversed(record.events) if e.kind in _WAITS), None)
+    if last is None or ended is None or ended.at is None:
+        return False
+    return last.ended is None or abs(ended.at - last.ended) < 5.0
+
+
+_WAITS = (COLLECTIVE, POINT_TO_POINT, BARRIER, GROUP)

@@ -1,0 +1,107 @@
+"""Who waits for whom, and whether the wait can still end.
+
+With gloo a rank waits inside of the call. With NCCL the call only hands the collective to the GPU
+and returns: the rank goes on until it needs a result, and waits there, in code that looks innocent.
+Then the ranks are compared by how many collectives they have handed over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from miniray.doctor import collectives
+from miniray.doctor.facts import Case, Facts
+from miniray.doctor.model import POINT_TO_POINT
+from miniray.doctor.waiting import NAMED_BARRIERS, START, Wait, wait_for
+from miniray.doctor.words import name_of
+
+#: Seconds a wait must have lasted where the records alone prove that it can never end.
+_PROVEN = 1.0
+
+
+def on_gpu(case: Case) -> Case:
+    """The case with the waits of ranks whose GPU waits; unchanged where a rank waits by itself."""
+    live = case.live
+    if not live or any(f.wait is not None or f.moved or f.idle < case.limit for f in live):
+        return case
+    if not any("nccl" in f.record.backend for f in live):
+        return case
+    found = dict(case.ranks)
+    for group, members in case.members.items():
+        calls = {
+            rank: {event.sequence: event for event in case.ranks[rank].record.collectives(group)}
+            for rank in members
+            if rank in case.ranks
+        }
+        fewest = min((max(made, default=-1) for made in calls.values()), default=-1)
+        for rank, made in calls.items():
+            event = made.get(fewest + 1)  # the first one that not all have handed over
+            if event is not None and found[rank].wait is None:
+                found[rank] = dataclasses.replace(
+                    found[rank], wait=wait_for(event, found[rank].record)
+                )
+    return dataclasses.replace(case, ranks=found)
+
+
+def awaited_by(case: Case, facts: Facts) -> set[int]:
+    """Ranks that have not come to where ``facts`` waits."""
+    wait = facts.wait
+    assert wait is not None
+    others = set(case.world) - {facts.rank}
+    if wait.event is not None and wait.event.kind == POINT_TO_POINT:
+        peer = "".join(c for c in wait.event.op if c.isdigit())
+        return {int(peer)} if peer else others
+    if wait.group in case.members:
+        others &= case.members[wait.group]
+    return {rank for rank in others if not _has_come(case.ranks.get(rank), wait)}
+
+
+def _has_come(other: Facts | None, wait: Wait) -> bool:
+    if other is None:
+        return False
+    record = other.record
+    same = other.wait is not None and other.wait.group == wait.group
+    if wait.group == START:
+        return record.initialised or (same and name_of(other.wait) == wait.name)
+    if wait.group == NAMED_BARRIERS:
+        barrier = record.barrier
+        if barrier is None or barrier.number < wait.sequence:
+            return False
+        return barrier.number > wait.sequence or barrier.name == wait.name
+    calls = {event.sequence: event for event in record.collectives(wait.group)}
+    if wait.sequence in calls and wait.event is not None:
+        there = calls[wait.sequence]
+        return collectives.signature(there) == collectives.signature(wait.event)
+    return max(calls, default=-1) > wait.sequence
+
+
+def is_stuck(case: Case, waiting: Sequence[Facts], awaited: Mapping[int, set[int]]) -> bool:
+    for facts in waiting:
+        wait = facts.wait
+        assert wait is not None
+        if facts.ended:
+            return True  # it gave up waiting, or was made to
+        waited = facts.now - wait.since
+        needed = _PROVEN if _is_proven(case, facts, awaited) else case.limit
+        if waited >= needed and not any(other.moved for other in case.live):
+            return True
+    return False
+
+
+def _is_proven(case: Case, facts: Facts, awaited: Mapping[int, set[int]]) -> bool:
+    """Whether what it waits for can no longer happen."""
+    wait = facts.wait
+    assert wait is not None
+    if case.joined:
+        return False
+    for rank in awaited[facts.rank]:
+        other = case.ranks.get(rank)
+        if other is None:
+            continue  # it may be about to start
+        if other.ended:
+            return True
+        theirs = other.wait
+        if theirs is not None and facts.rank in awaited[rank]:
+            return True
+    return False

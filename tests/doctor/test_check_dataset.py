@@ -1,0 +1,157 @@
+"""Who gets which samples, told before anything is trained."""
+
+import json
+
+import pytest
+
+from miniray import doctor
+from miniray.doctor import data_probe, dataset_check
+
+
+class Numbers:
+    def __init__(self, length, **held):
+        self.length = length
+        self.__dict__.update(held)
+
+    def __len__(self):
+        return self.length
+
+
+def ids(report):
+    return [list(share.given.ids) for share in report.shares]
+
+
+def codes(report):
+    return sorted(finding.code for finding in [*report.findings, *report.notes])
+
+
+def test_samples_are_dealt_as_torch_deals_them():
+    report = doctor.check_dataset(Numbers(10), world_size=4, batch_size=2)
+    assert ids(report) == [[0, 4, 8], [1, 5, 9], [2, 6, 0], [3, 7, 1]]
+    assert [(s.samples, s.batches, s.last_batch) for s in report.shares] == [(3, 2, 1)] * 4
+    assert codes(report) == ["repeated-samples"]
+    assert "2 samples given twice to make the shares even: 0, 1" in report.text()
+    assert report.exit_code == 0
+
+
+@pytest.mark.parametrize(("length", "world"), [(1, 3), (7, 2), (12, 4), (13, 5), (100, 7)])
+def test_that_is_what_torch_does(length, world):
+    data = pytest.importorskip("torch.utils.data")
+    for rank in range(world):
+        sampler = data.DistributedSampler(
+            Numbers(length), num_replicas=world, rank=rank, shuffle=False
+        )
+        assert list(dataset_check.dealt(length, world, rank)) == list(sampler)
+
+
+def test_one_rank_of_interest():
+    report = doctor.check_dataset(Numbers(12), rank=1, world_size=4, batch_size=4)
+    assert [share.line() for share in report.shares] == ["rank 1: 3 samples, 1 batch: 1, 5, 9"]
+
+
+def test_what_drop_last_costs():
+    report = doctor.check_dataset(Numbers(20), world_size=2, batch_size=4, drop_last=True)
+    assert [(s.samples, s.batches) for s in report.shares] == [(8, 2), (8, 2)]
+    assert report.notes[0].title == "drop_last leaves out 4 samples of 20 an epoch"
+
+
+def test_a_rank_without_a_batch_is_told_before_it_hangs():
+    report = doctor.check_dataset(Numbers(6), world_size=2, batch_size=4, drop_last=True)
+    assert report.findings[0].title == "ranks 0 and 1 have 0 batches"
+    assert report.exit_code == 1
+
+
+def test_open_handles_are_named(tmp_path):
+    path = tmp_path / "data.bin"
+    path.write_bytes(b"x")
+    with open(path, "rb") as file:
+        report = doctor.check_dataset(Numbers(8, file=file), world_size=2, num_workers=2)
+        assert "dataset.file is an open file" in report.findings[0].title
+        harmless = doctor.check_dataset(Numbers(8, file=file), world_size=2)
+    assert harmless.findings == ()
+    assert "With num_workers=0 nothing is shared" in harmless.notes[0].cause
+
+
+def test_a_loader_is_asked_for_itself():
+    torch = pytest.importorskip("torch")
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    data = TensorDataset(torch.arange(8))
+    good = DataLoader(
+        data, 2, sampler=DistributedSampler(data, num_replicas=2, rank=0, shuffle=False)
+    )
+    report = doctor.check_dataset(good)
+    assert ids(report) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert report.findings == ()
+    plain = doctor.check_dataset(DataLoader(data, 2), world_size=2)
+    assert [f.code for f in plain.findings] == ["no-distributed-sampler"]
+    assert ids(plain) == [list(range(8))] * 2
+
+
+def test_uneven_shares_will_hang():
+    shares = [
+        dataset_check.share_of(rank, range(count), 2, False) for rank, count in enumerate((8, 6))
+    ]
+    setup = dataset_check.Setup(14, 2, 2)
+    found = list(dataset_check.judge(setup, shares, []))
+    assert "uneven-batches" in [finding.code for finding in found]
+
+
+def test_a_long_epoch_is_compared_by_its_sketch():
+    setup = dataset_check.Setup(40_000, 2, 8, sampler="Mine")
+    same = [dataset_check.share_of(rank, range(20_000), 8, False) for rank in range(2)]
+    apart = [
+        dataset_check.share_of(rank, range(rank * 20_000, (rank + 1) * 20_000), 8, False)
+        for rank in range(2)
+    ]
+    assert [f.code for f in dataset_check.judge(setup, same, [])] == ["same-data"]
+    assert list(dataset_check.judge(setup, apart, [])) == []
+
+
+def test_bad_questions_are_refused():
+    with pytest.raises(ValueError, match="less than world_size 2"):
+        doctor.check_dataset(Numbers(4), rank=2, world_size=2)
+    with pytest.raises(TypeError, match="has no length"):
+        doctor.check_dataset(iter([]), world_size=2)
+
+
+def test_the_world_size_of_the_environment(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert len(doctor.check_dataset(Numbers(9)).shares) == 3
+
+
+def test_the_report_is_for_programs_too():
+    report = doctor.check_dataset(Numbers(4), world_size=2, batch_size=2).to_json()
+    assert [rank["first"] for rank in report["ranks"]] == [[0, 2], [1, 3]]
+
+
+def left_by(rank, ids, **fields):
+    return {
+        "iterated": True,
+        "site": ["/home/user/train.py", 20, "main"],
+        "length": 16,
+        "batch_size": 4,
+        "drop_last": False,
+        "num_workers": 0,
+        "sampler": "DistributedSampler",
+        "distributed": True,
+        "shuffle": True,
+        "epoch_set": True,
+        "count": len(ids),
+        "ids": list(ids),
+        "sketch": [],
+        "handles": [],
+        **fields,
+    }
+
+
+def test_what_the_ranks_of_a_script_left_is_put_together(tmp_path):
+    (tmp_path / "ranks").mkdir()
+    for rank, ids in enumerate([range(0, 16, 2), range(1, 13, 2)]):
+        path = data_probe.probe_file(tmp_path, rank)
+        path.write_text(json.dumps([left_by(rank, ids, epoch_set=False)]))
+    (report,) = data_probe.read(tmp_path, 2)
+    assert [(share.samples, share.batches) for share in report.shares] == [(8, 2), (6, 2)]
+    assert codes(report) == ["set-epoch-forgotten"]
+    assert report.setup.where == "iterated at train.py:20"
+    assert data_probe.read(tmp_path / "nothing", 2) == []

@@ -1,0 +1,404 @@
+"""Checks of data, losses, models, worlds, speed and bars, on records made by hand."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from miniray.doctor import stragglers
+from miniray.doctor.checks import memory
+from miniray.doctor.diagnose import examine
+from miniray.doctor.facts import gather
+from miniray.doctor.memory_history import History
+from miniray.doctor.model import BAR, BARRIER, Gpu, NonFinite
+from tests.doctor.records import (
+    FINISHED,
+    GONE,
+    NOW,
+    at,
+    call,
+    calling,
+    ended,
+    loader,
+    model,
+    rank,
+    run,
+    samples,
+    steps,
+)
+
+
+def found(*given, code, **fields):
+    diagnosis = examine(run(*given, **fields))
+    every = [*diagnosis.findings, *diagnosis.notes]
+    matching = [finding for finding in every if finding.code == code]
+    assert matching, diagnosis.text()
+    return matching[0]
+
+
+def nothing(*given, **fields):
+    diagnosis = examine(run(*given, **fields))
+    assert diagnosis.findings == (), diagnosis.text()
+    assert diagnosis.notes == (), diagnosis.text()
+
+
+# -- data ----------------------------------------------------------------------------------------
+
+
+def reading(number, *passes, **fields):
+    return rank(number, passes=passes, loaders=(loader(**fields),))
+
+
+PLAIN = {"sampler": "SequentialSampler", "replicas": None, "shuffle": False}
+
+
+def test_the_same_samples_on_two_ranks():
+    given = {**PLAIN, "first_batch": ("abcd",)}
+    finding = found(
+        reading(0, samples(range(32)), **given),
+        reading(1, samples(range(32)), **given),
+        code="same-data",
+    )
+    assert finding.title == "ranks 0 and 1 share 100% of their samples"
+    assert finding.severity.word == "WRONG"
+    assert "SequentialSampler" in finding.cause
+
+
+def test_numbers_alone_are_no_proof():
+    """Each rank may have files of its own and number them alike: said, but not held against it."""
+    finding = found(
+        reading(0, samples(range(32)), **PLAIN),
+        reading(1, samples(range(31, -1, -1)), **PLAIN),
+        code="same-data",
+    )
+    assert finding.severity.word == "NOTE"
+
+
+def test_equal_numbers_with_other_contents_are_other_samples():
+    nothing(
+        reading(0, samples(range(32)), **PLAIN, first_batch=("aaaa",)),
+        reading(1, samples(range(32)), **PLAIN, first_batch=("bbbb",)),
+    )
+
+
+def test_the_padding_of_a_distributed_sampler_is_no_overlap():
+    """10 samples, 4 ranks: [0,4,8] [1,5,9] [2,6,0] [3,7,1], as torch deals them."""
+    shares = ([0, 4, 8], [1, 5, 9], [2, 6, 0], [3, 7, 1])
+    nothing(
+        *(rank(n, 4, passes=(samples(ids),), loaders=(loader(),)) for n, ids in enumerate(shares))
+    )
+
+
+def test_validation_data_may_be_the_same_everywhere():
+    nothing(*(reading(n, samples(range(32)), **PLAIN, trained=False) for n in range(2)))
+
+
+def test_other_epochs_are_not_compared():
+    nothing(reading(0, samples(range(32), epoch=1)), reading(1, samples(range(32), epoch=0)))
+
+
+def test_a_forgotten_set_epoch():
+    ids = list(range(0, 40, 2))
+    finding = found(
+        rank(
+            0,
+            1,
+            passes=(samples(ids, 0), samples(ids, 1)),
+            loaders=(loader(set_epoch_calls=0, passes=2),),
+        ),
+        code="set-epoch-forgotten",
+    )
+    assert finding.title == "epoch 1 has epoch 0's order on rank 0: set_epoch forgotten"
+
+
+@pytest.mark.parametrize(
+    "changed", [{"shuffle": False}, {"replicas": None, "sampler": "RandomSampler"}]
+)
+def test_the_same_order_may_be_meant(changed):
+    ids = list(range(0, 40, 2))
+    nothing(rank(0, 1, passes=(samples(ids, 0), samples(ids, 1)), loaders=(loader(**changed),)))
+
+
+def test_empty_batches():
+    finding = found(rank(0), rank(1, loaders=(loader(empty_batches=3),)), code="empty-batches")
+    assert finding.title == "rank 1 got empty batches (rank 1: 3)"
+
+
+# -- losses --------------------------------------------------------------------------------------
+
+
+def nan(step, value=float("nan"), ids=(5, 7)):
+    return NonFinite(step, 0, value, ids, at(33), NOW - 5)
+
+
+def test_the_first_non_finite_loss_is_by_step_and_not_by_rank():
+    finding = found(
+        rank(0, nonfinite=2, first_nonfinite=nan(8)),
+        rank(1, nonfinite=3, first_nonfinite=nan(7)),
+        code="non-finite-loss",
+    )
+    assert finding.title == "first non-finite loss: rank 1, step 7 (NaN), samples 5, 7"
+    assert (finding.ranks, finding.step) == ((1,), 7)
+
+
+def test_infinity_is_called_so():
+    given = rank(0, 1, nonfinite=1, first_nonfinite=nan(2, float("-inf"), ()))
+    assert found(given, code="non-finite-loss").title == (
+        "first non-finite loss: rank 0, step 2 (-Inf)"
+    )
+
+
+# -- models --------------------------------------------------------------------------------------
+
+
+def test_models_that_differ_explain_what_ddp_raised():
+    error = ended(type="RuntimeError", message="DDP expects same model across all ranks")
+    other = model(
+        parameters=4,
+        digest="bb",
+        names=(*model().names, "1.weight (1, 4) float32", "1.bias (1,) float32"),
+    )
+    diagnosis = examine(
+        run(
+            rank(0, models=(model(),), exit=error, process=GONE),
+            rank(1, models=(other,), exit=error, process=GONE),
+        )
+    )
+    (finding,) = diagnosis.findings
+    assert finding.code == "models-differ"
+    assert "2" in finding.title
+    assert "4 parameters" in finding.title
+    assert "first difference, parameter 2" in finding.evidence[-1]
+
+
+def test_parameters_unused_on_one_rank():
+    complaint = ended(
+        type="RuntimeError", message="Expected to have finished reduction in the prior iteration"
+    )
+    diagnosis = examine(
+        run(
+            rank(0, models=(model(),)),
+            rank(
+                1,
+                models=(model(unused=("b.weight",), unused_step=1),),
+                exit=complaint,
+                process=GONE,
+            ),
+        )
+    )
+    assert [f.title for f in diagnosis.findings] == ["unused on rank 1: b.weight"]
+
+
+def test_unused_parameters_may_be_expected():
+    nothing(*(rank(n, models=(model(unused=("b.weight",), find_unused=True),)) for n in range(2)))
+
+
+def test_checksums_that_differ_from_a_step_on():
+    finding = found(
+        rank(0, notes={"checksums": {"3": "aa", "4": "bb"}}),
+        rank(1, notes={"checksums": {"3": "aa", "4": "cc"}}),
+        rank(2, notes={"checksums": {"3": "aa", "4": "bb"}}),
+        code="parameters-drifted",
+    )
+    assert finding.title == "parameters of rank 1 differ from rank 0's since step 4"
+
+
+# -- worlds --------------------------------------------------------------------------------------
+
+
+def test_each_process_a_world_of_its_own():
+    alone = [rank(0, 1, pid=100 + n, group_size=1) for n in range(4)]
+    finding = found(alone[0], duplicates=alone[1:], code="separate-worlds")
+    assert finding.title == "4 processes, each with world_size 1: not launched together"
+
+
+def test_launched_together_but_initialised_alone():
+    finding = found(*(rank(n, group_size=1) for n in range(2)), code="separate-worlds")
+    assert finding.title == "2 processes, each with world_size 1: not launched together"
+
+
+def test_one_process_is_one_process():
+    nothing(rank(0, 1, initialised=False, group_size=-1))
+
+
+def test_two_processes_claim_a_rank():
+    finding = found(
+        rank(0, 2, initialised=False, group_size=-1, step=0),
+        duplicates=[rank(0, 2, pid=7, initialised=False, group_size=-1, step=0)],
+        code="duplicate-rank",
+    )
+    assert finding.title == "two processes claim rank 0; rank 1 never started"
+
+
+def test_a_group_that_was_destroyed_at_the_end_was_one():
+    nothing(
+        *(rank(n, initialised=False, exit=FINISHED, process=GONE, group_size=2) for n in range(2))
+    )
+
+
+def test_training_outside_of_the_group():
+    finding = found(
+        rank(0, 3),
+        rank(1, 3),
+        rank(2, 3, initialised=False, group_size=-1),
+        code="not-initialised",
+    )
+    assert finding.ranks == (2,)
+
+
+# -- speed ---------------------------------------------------------------------------------------
+
+
+def paced(*times, data=False):
+    return [
+        rank(n, len(times), steps=steps(t, data=data and n == len(times) - 1))
+        for n, t in enumerate(times)
+    ]
+
+
+def test_a_straggler_with_factor_and_beginning():
+    quick = [0.1] * 60
+    slow = [0.1] * 39 + [0.309] * 21
+    finding = found(*paced(quick, quick, slow, data=True), code="straggler")
+    # (0.309 + 0.001) / (0.1 + 0.001) = 3.07: the backward of 1 ms counts on both sides.
+    assert finding.title == ("rank 2 is 3.1× slower than the median since step 40 (data loading)")
+
+
+def test_slow_in_its_own_code_is_compute():
+    straggler = stragglers.find(gather(run(*paced([0.1] * 20, [0.1] * 20, [0.2] * 20))))
+    assert (straggler.rank, straggler.where) == (2, "compute")
+
+
+def test_noise_does_not_move_the_beginning():
+    slow = [0.1] * 20 + [0.3, 0.3, 0.1, 0.3, 0.3, 0.3, 0.1, 0.3, 0.3, 0.3, 0.3, 0.3] * 2
+    straggler = stragglers.find(gather(run(*paced([0.1] * 44, [0.1] * 44, slow))))
+    assert straggler.since == 21
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [
+        [0.1] * 30 + [5.0] + [0.1] * 29,  # one long step: a checkpoint
+        [0.13] * 60,  # a little slower
+        [0.1] * 52 + [0.3] * 8,  # for too short a time
+    ],
+)
+def test_no_straggler(slow):
+    nothing(*paced([0.1] * 60, [0.1] * 60, slow))
+
+
+def test_jitter_of_tiny_steps_is_no_straggler():
+    nothing(*paced([0.0005] * 60, [0.0005] * 60, [0.0012] * 60))
+
+
+@pytest.mark.parametrize(
+    ("step", "words"), [(0, "never entered the loop: step 0"), (30, "fell behind: step 30")]
+)
+def test_a_rank_the_others_do_not_wait_for(step, words):
+    ranks = [rank(n, 4, step=100 if n != 2 else step) for n in range(4)]
+    finding = found(*ranks, code="behind")
+    assert finding.title == f"rank 2 {words}, the others at 100"
+    assert finding.ranks == (2,)
+
+
+def test_a_few_steps_apart_is_not_behind():
+    nothing(rank(0, step=19), rank(1, step=3))
+    nothing(rank(0, step=100), rank(1, step=60))
+
+
+def card(index, **fields):
+    made = Gpu(index, "H200", f"GPU-{index}", 10**9, 10**11, 10**9, 80, 400.0, 700.0)
+    return dataclasses.replace(made, **fields)
+
+
+def test_ranks_that_share_a_gpu_while_others_are_free():
+    finding = found(
+        *(rank(n, gpu=card(0), notes={"gpu_count": 2}) for n in range(2)), code="gpu-shared"
+    )
+    assert finding.title == "ranks 0 and 1 share GPU 0 of here; 1 of its 2 GPUs are not used"
+
+
+def test_ranks_that_share_the_only_gpu():
+    nothing(*(rank(n, gpu=card(0), notes={"gpu_count": 1}) for n in range(2)))
+
+
+def test_a_rank_that_trains_beside_its_gpu():
+    finding = found(
+        rank(0, gpu=card(0)),
+        rank(1, gpu=card(1, utilisation=0, process_memory=0)),
+        code="gpu-idle",
+    )
+    assert finding.ranks == (1,)
+
+
+# -- memory and bars -----------------------------------------------------------------------------
+
+
+def test_near_the_memory_limit(monkeypatch):
+    monkeypatch.setattr(memory, "memory_limit", lambda: 10_000_000_000)
+    finding = found(rank(0, rss=5 * 10**9), rank(1, rss=45 * 10**8), code="memory-near-limit")
+    assert "hold 9.5 GB of 10.0 GB" in finding.title
+    nothing(rank(0, rss=4 * 10**9), rank(1, rss=4 * 10**9))
+
+
+def test_one_rank_that_keeps_everything():
+    finding = found(rank(0, rss=9 * 10**9), rank(1, rss=10**9), code="memory-uneven")
+    assert finding.severity.word == "NOTE"
+
+
+def growing(rate, noise=0, start=10**9):
+    """48 points over 470 s, ``rate`` bytes a second, the sign of ``noise`` changing."""
+    return [[10.0 * n, n, start + rate * 10 * n + noise * (-1) ** n] for n in range(48)]
+
+
+def test_memory_that_grows_without_end(monkeypatch):
+    monkeypatch.setattr(memory, "memory_limit", lambda: 10_000_000_000)
+    leaking = rank(1, rss=3 * 10**9, notes={"memory": growing(4_000_000)})
+    finding = found(rank(0, rss=10**9), leaking, code="memory-grows")
+    # 6 GB are left, at 4 MB a second; 40 MB in each step of 10 s, seen over the second half.
+    assert finding.title == (
+        "memory of rank 1 grows since step 24 (40 MB a step); at the limit in 25 min 0 s"
+    )
+    assert finding.ranks == (1,)
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        growing(0, noise=10**7),  # up and down
+        growing(100_000),  # hardly
+        growing(4_000_000)[:8],  # too young to tell
+        [[10.0 * n, n, 10**9 + 10**8 * min(n, 20)] for n in range(48)],  # a cache that is full
+    ],
+)
+def test_memory_that_does_not_grow_without_end(points):
+    nothing(rank(0, 1, notes={"memory": points}))
+
+
+def test_a_history_of_any_length_fits():
+    history = History()
+    for second in range(100_000):
+        history.add(float(second), second, second)
+    assert 24 <= len(history.points) <= 48
+    times = [point[0] for point in history.points]
+    assert times[0] == 0
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    assert max(gaps) < 2.5 * min(gaps)
+
+
+def bar_events(step_after=3):
+    return (
+        call(0, "start", kind=BARRIER, group="", step=3),
+        call(1, "tqdm", 30, kind=BAR, group="", step=3),
+        call(2, "go", kind=BARRIER, group="", step=step_after),
+    )
+
+
+def test_a_bar_between_two_barriers():
+    finding = found(calling(0, *bar_events()), rank(1), code="bar-between-barriers")
+    assert finding.title == "rank 0 makes a progress bar between two barriers (train.py:30)"
+    assert finding.severity.word == "NOTE"
+
+
+def test_a_bar_of_an_epoch_between_two_barriers_is_as_it_should_be():
+    nothing(calling(0, *bar_events(step_after=99)), rank(1))

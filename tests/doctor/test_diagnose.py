@@ -1,0 +1,561 @@
+"""The doctor's reasoning on records made by hand: who waits for whom, and who is to blame."""
+
+import dataclasses
+import threading
+
+import pytest
+
+from miniray.doctor.diagnose import examine
+from miniray.doctor.model import (
+    BARRIER,
+    GROUP,
+    LOADER,
+    POINT_TO_POINT,
+    Phase,
+    Process,
+    Site,
+    ThreadStack,
+)
+from tests.doctor import records
+from tests.doctor.records import (
+    FINISHED,
+    GONE,
+    NOW,
+    at,
+    call,
+    calling,
+    ended,
+    loader,
+    model,
+    rank,
+    run,
+)
+
+
+def top(*given, **fields):
+    diagnosis = examine(run(*given, **fields))
+    assert diagnosis.findings, diagnosis.text()
+    return diagnosis.findings[0]
+
+
+def healthy(*given, **fields):
+    diagnosis = examine(run(*given, **fields))
+    assert diagnosis.findings == (), diagnosis.text()
+    assert diagnosis.exit_code == 0
+    return diagnosis
+
+
+# -- runs that are well --------------------------------------------------------------------------
+
+
+def test_a_run_that_moves_is_healthy():
+    assert healthy(rank(0), rank(1)).verdict == "HEALTHY: 2 ranks at step 10, nothing wrong"
+
+
+def test_waiting_within_the_limit_is_no_hang():
+    healthy(calling(0, call(0, is_open=True, ago=59.0)), calling(1))
+
+
+def test_waiting_beyond_the_limit_is_one():
+    finding = top(calling(0, call(0, is_open=True, ago=61.0)), calling(1))
+    assert (finding.severity.word, finding.ranks) == ("STUCK", (1,))
+
+
+def test_a_rank_that_moves_is_waited_for():
+    first = run(calling(0, call(0, is_open=True)), calling(1))
+    working = dataclasses.replace(first.ranks[1], batches=first.ranks[1].batches + 1)
+    second = run(calling(0, call(0, is_open=True)), working)
+    assert examine(second, first).findings == ()
+
+
+def test_a_rank_that_reads_from_disk_is_waited_for():
+    first = run(calling(0, call(0, is_open=True)), calling(1))
+    process = dataclasses.replace(first.ranks[1].process, io_bytes=10_000_000)
+    second = run(
+        calling(0, call(0, is_open=True)), dataclasses.replace(first.ranks[1], process=process)
+    )
+    assert examine(second, first).findings == ()
+
+
+def test_a_long_step_of_all_ranks_is_no_hang():
+    first = run(calling(0), calling(1))
+    assert examine(with_cpu(first, 0.45), first).findings == ()
+    assert examine(with_cpu(first, 0.0), first).findings[0].code == "blocked"
+
+
+def test_ranks_may_reach_one_collective_from_different_lines():
+    healthy(
+        calling(0, *(call(n, line=10) for n in range(6))),
+        calling(1, *(call(n, line=12) for n in range(6))),
+    )
+
+
+def test_one_rank_may_be_a_few_calls_ahead():
+    healthy(calling(0, *(call(n) for n in range(9))), calling(1, *(call(n) for n in range(7))))
+
+
+def test_a_finished_run_is_healthy():
+    done = [rank(n, exit=FINISHED, process=GONE) for n in range(2)]
+    assert healthy(*done).verdict == "HEALTHY: 2 ranks finished at step 10"
+
+
+# -- somebody does not come ----------------------------------------------------------------------
+
+
+def test_a_stopped_rank_is_named_with_the_way_to_continue_it():
+    process = Process(True, "T", 1.0, 0, 3, 0)
+    finding = top(calling(0, call(0, is_open=True)), calling(1, process=process))
+    assert finding.code == "stopped"
+    assert finding.ranks == (1,)
+    assert "rank 0 waits in all_reduce train.py:80" in finding.title
+    assert "kill -CONT 101" in finding.fix
+
+
+def test_without_a_heartbeat_the_gil_is_held():
+    finding = top(calling(0, call(0, is_open=True)), calling(1, heartbeat=NOW - 120, cpu_seconds=9))
+    assert finding.code == "holds-gil"
+    assert "no heartbeat for 2 min 0 s" in finding.title
+
+
+def with_cpu(first, used):
+    """The second of two readings, half a second apart, in which rank 1 used ``used`` seconds."""
+    one = first.ranks[1]
+    process = dataclasses.replace(one.process, cpu_seconds=one.process.cpu_seconds + used)
+    ranks = {**first.ranks, 1: dataclasses.replace(one, process=process)}
+    return dataclasses.replace(first, ranks=ranks, read_at=first.read_at + 0.5)
+
+
+@pytest.mark.parametrize(("used", "code"), [(0.49, "busy"), (0.0, "blocked")])
+def test_a_rank_that_computes_is_told_from_one_that_sleeps(used, code):
+    first = run(calling(0, call(0, is_open=True)), calling(1))
+    finding = examine(with_cpu(first, used), first).findings[0]
+    assert (finding.code, finding.ranks) == (code, (1,))
+
+
+def test_the_line_it_is_stuck_at_comes_from_its_stack():
+    shown = ThreadStack(
+        "0x1", "", True, (Site(threading.__file__, 7, "x"), at(44, function="save"))
+    )
+    first = run(calling(0, call(0, is_open=True)), calling(1))
+    finding = examine(with_cpu(first, 0.0), first, {1: (shown,)}).findings[0]
+    assert "at train.py:44 in save" in finding.title
+    assert finding.site == "train.py:44"
+
+
+def test_a_long_section_is_called_by_its_name():
+    preparing = calling(0, section=Phase("prepare_data", at(5), NOW - 132))
+    finding = top(preparing, calling(1, call(0, is_open=True)))
+    assert finding.title.startswith("rank 0 is still in prepare_data (2 min 12 s), alive")
+
+
+def test_a_loader_that_gives_nothing():
+    stuck = dataclasses.replace(calling(0), phase=Phase("data", at(20), NOW - 100))
+    finding = top(stuck, calling(1, call(0, is_open=True)))
+    assert finding.code == "loader-stuck"
+
+
+def test_a_rank_that_never_started():
+    waiting = records.call(0, "init_process_group", kind=GROUP, group="", is_open=True)
+    ranks = [
+        calling(n, waiting, world=3, initialised=False, group_size=-1, step=0) for n in range(2)
+    ]
+    finding = top(*ranks, world=3)
+    assert finding.title == (
+        "rank 2 never started; ranks 0 and 1 wait in init_process_group train.py:80"
+    )
+
+
+def test_recv_waits_for_its_sender_only():
+    receive = call(0, "recv", kind=POINT_TO_POINT, op="src=2", is_open=True)
+    finding = top(calling(0, receive, world=3), calling(1, world=3), calling(2, world=3))
+    assert finding.ranks == (2,)
+
+
+def test_a_rank_that_left_is_known_at_once():
+    done = calling(1, exit=FINISHED, process=GONE)
+    finding = top(calling(0, call(0, is_open=True, ago=3.0)), done)
+    assert finding.title.startswith("rank 1 finished after step 10 and left")
+
+
+def test_a_process_that_does_not_end():
+    stuck = [
+        dataclasses.replace(calling(n), phase=Phase("exit", at(0), NOW - 90)) for n in range(2)
+    ]
+    assert top(*stuck).code == "does-not-end"
+
+
+# -- all wait for each other ---------------------------------------------------------------------
+
+
+def test_a_collective_under_if_rank_0():
+    finding = top(
+        calling(0, call(0), call(1, "all_gather", 12, is_open=True, ago=3.0), world=4),
+        *(calling(n, call(0), call(1, line=80, is_open=True, ago=3.0), world=4) for n in (1, 2, 3)),
+    )
+    assert finding.title == (
+        "all_gather (train.py:12) called by 1 of 4 ranks (rank 0); ranks 1–3 are in all_reduce "
+        "(train.py:80)"
+    )
+    assert finding.ranks == (0,)
+
+
+def test_a_named_barrier_in_one_branch():
+    held = call(1, "save", 9, kind=BARRIER, group="", is_open=True)
+    one = calling(0, call(0), held, world=4, barrier=records.barrier(1))
+    finding = top(one, *(calling(n, call(0), call(1, is_open=True), world=4) for n in (1, 2, 3)))
+    assert finding.title == (
+        "barrier 'save' (train.py:9): missing ranks 1–3, now in all_reduce (train.py:80)"
+    )
+
+
+def test_of_two_ranks_the_one_on_a_line_nobody_else_ran_is_odd():
+    usual = [call(n) for n in range(3)]
+    finding = top(
+        calling(0, *usual, call(3, "broadcast", 55, is_open=True, ago=3.0)),
+        calling(1, *usual, call(3, is_open=True, ago=3.0)),
+    )
+    assert finding.ranks == (0,)
+
+
+def test_two_ranks_nothing_tells_apart_are_both_named():
+    finding = top(
+        calling(0, call(0, "broadcast", 55, is_open=True, ago=3.0)),
+        calling(1, call(0, "all_reduce", 56, is_open=True, ago=3.0)),
+    )
+    assert finding.ranks == (0, 1)
+
+
+def test_validation_on_rank_0_through_the_wrapper():
+    forward = call(1, "DDP.forward", 40, op="buffers", is_open=True)
+    finding = top(
+        calling(0, call(0), forward, world=3),
+        *(calling(n, call(0), call(1, "barrier", 50, is_open=True), world=3) for n in (1, 2)),
+    )
+    assert finding.title == (
+        "rank 0 is in DDP forward (train.py:40), ranks 1 and 2 are in barrier (train.py:50)"
+    )
+    assert "model.module" in finding.fix
+
+
+def test_all_in_one_collective_that_does_not_complete():
+    finding = top(*(calling(n, call(0, is_open=True)) for n in range(2)))
+    assert finding.code == "does-not-complete"
+    assert finding.title == "all ranks are in all_reduce train.py:80 and it does not complete"
+
+
+def test_two_groups_that_wait_for_each_other():
+    pair = "ranks 0,1 (#1)"
+    finding = top(
+        calling(0, call(0, line=9, group=pair, is_open=True), world=3),
+        calling(1, call(0, line=11, is_open=True), world=3),
+        calling(2, call(0, line=12, is_open=True), world=3),
+    )
+    assert "of group ranks 0,1 (#1)" in finding.title
+    assert "different process groups" in finding.cause
+
+
+def test_a_group_waits_for_its_own_members_only():
+    """Rank 2 is no member: that it does other things is nobody's business."""
+    pair = "ranks 0,1 (#1)"
+    finding = top(
+        calling(0, call(0, line=9, group=pair, is_open=True), world=3),
+        calling(1, world=3),
+        calling(2, world=3),
+    )
+    assert finding.ranks == (1,)
+
+
+# -- sequences -----------------------------------------------------------------------------------
+
+
+def test_shapes_that_differ_are_a_mismatch_although_it_runs():
+    finding = top(
+        calling(0, call(0), call(1, shape=(4,))), calling(1, call(0), call(1, shape=(8,)))
+    )
+    assert (finding.code, finding.severity.word) == ("mismatch", "WRONG")
+    assert "(4,)" in finding.title
+    assert "(8,)" in finding.title
+
+
+def test_sizes_count_and_not_shapes():
+    healthy(calling(0, call(0), call(1, shape=(4,))), calling(1, call(0), call(1, shape=(2, 2))))
+
+
+def test_equal_collectives_swapped_on_one_of_three_ranks():
+    order = {0: (10, 20), 1: (10, 20), 2: (20, 10)}
+    ranks = [
+        calling(n, *(call(i, line=order[n][i % 2]) for i in range(6)), world=3) for n in range(3)
+    ]
+    finding = top(*ranks)
+    assert finding.code == "collectives-swapped"
+    assert finding.ranks == (2,)
+
+
+def test_a_rotation_of_three_is_found_too():
+    one, two = (10, 20, 30), (20, 30, 10)
+    finding = top(
+        calling(0, *(call(i, line=one[i % 3]) for i in range(6))),
+        calling(1, *(call(i, line=two[i % 3]) for i in range(6))),
+    )
+    assert finding.code == "collectives-swapped"
+
+
+def test_only_the_part_both_rings_still_have_is_compared():
+    healthy(
+        calling(0, *(call(n) for n in range(5, 9))), calling(1, *(call(n) for n in range(7, 9)))
+    )
+
+
+def test_joined_ranks_are_not_compared():
+    healthy(
+        calling(0, call(0, "DDP.backward"), call(1), notes={"join": True}),
+        calling(1, call(0), call(1, "barrier"), notes={"join": True}),
+    )
+
+
+# -- NCCL: the call returns, the GPU waits --------------------------------------------------------
+
+
+def on_gpu(number, *events, **fields):
+    record = calling(number, *events, backend="nccl", **fields)
+    return dataclasses.replace(record, phase=Phase("compute", at(70), NOW - 100))
+
+
+def test_with_nccl_the_rank_that_handed_over_fewer_is_waited_for():
+    finding = top(
+        on_gpu(0, call(0, ago=200.0), call(1, ago=100.0), world=3),
+        on_gpu(1, call(0, ago=200.0), world=3),
+        on_gpu(2, call(0, ago=200.0), call(1, ago=100.0), world=3),
+    )
+    assert finding.ranks == (1,)
+    assert "ranks 0 and 2 wait in all_reduce train.py:80" in finding.title
+
+
+def test_with_nccl_a_moving_run_is_healthy():
+    moving = calling(1, call(0, ago=0.2), backend="nccl")
+    healthy(on_gpu(0, call(0, ago=200.0), call(1, ago=100.0)), moving)
+
+
+# -- the loop over the data ----------------------------------------------------------------------
+
+
+def in_backward(number, batches, **fields):
+    wait = call(batches - 1, "DDP.backward", 33, is_open=True)
+    given = {
+        "loaders": (loader(),),
+        "batches": batches,
+        "batches_in_epoch": batches,
+        "backwards": batches,
+        "step": batches - 1,
+        "models": (model(),),
+        **fields,
+    }
+    return calling(number, wait, **given)
+
+
+def at_barrier(number, events=(), *, backwards, **fields):
+    wait = call(backwards, "barrier", 60, is_open=True)
+    return calling(number, *events, wait, models=(model(),), backwards=backwards, **fields)
+
+
+def test_one_rank_has_fewer_batches():
+    short = at_barrier(
+        1,
+        step=3,
+        loaders=(loader(batches=3, finished=1, last_batches=3),),
+        batches=3,
+        batches_in_epoch=3,
+        backwards=3,
+    )
+    finding = top(in_backward(0, 4), short)
+    assert finding.title == ("rank 1 ran out of data at step 3; rank 0 has 4 batches, rank 1 3")
+    assert finding.ranks == (1,)
+
+
+def test_fewer_batches_are_found_after_the_rank_has_finished_too():
+    short = rank(
+        1,
+        step=3,
+        loaders=(loader(batches=3, finished=1, last_batches=3),),
+        batches=3,
+        backwards=3,
+        exit=FINISHED,
+        process=GONE,
+    )
+    assert top(in_backward(0, 4), short).code == "ran-out-of-data"
+
+
+def test_a_rank_without_a_batch():
+    def waiting(number):
+        return in_backward(number, 1, loaders=(loader(length=1, batches=1),), world=4)
+
+    empty = at_barrier(
+        3,
+        step=0,
+        world=4,
+        loaders=(loader(length=0, batches=0, finished=1, trained=False),),
+        batches=0,
+        batches_in_epoch=0,
+        backwards=0,
+    )
+    finding = top(waiting(0), waiting(1), waiting(2), empty)
+    assert finding.title == "rank 3 has 0 batches (3 samples < 4 ranks); rank 0 has 1"
+
+
+def test_a_rank_that_left_the_loop():
+    left = records.call(5, "left", 20, kind=LOADER, op="loader 0: 2 batches", group="")
+    early = at_barrier(
+        1, (left,), step=2, loaders=(loader(),), batches=2, batches_in_epoch=2, backwards=2
+    )
+    finding = top(in_backward(0, 3), early)
+    assert finding.title == "rank 1 left the loop at step 2 (batch 2 of 4); rank 0 goes on"
+
+
+def test_a_barrier_inside_the_loop_is_not_leaving_it():
+    early = at_barrier(1, step=2, loaders=(loader(),), batches=2, batches_in_epoch=2, backwards=2)
+    assert top(in_backward(0, 3), early).code == "collectives-parted"
+
+
+def test_a_skipped_backward_and_why():
+    skip = records.call(
+        1, "no backward", 20, kind=LOADER, op="loader 0: batch 2, loss nan", group="", step=1
+    )
+    short = at_barrier(
+        1,
+        (skip,),
+        step=3,
+        loaders=(loader(finished=1, last_batches=4),),
+        batches=4,
+        batches_in_epoch=4,
+        backwards=3,
+    )
+    finding = top(in_backward(0, 4), short)
+    assert finding.title == "rank 1 skipped backward at step 2 (loss NaN); rank 0 did not"
+
+
+def test_a_batch_in_hand_is_not_skipped():
+    """Rank 1 has its fourth batch and has not come to its backward: it is blocked, nothing else."""
+    wait = in_backward(0, 4)
+    busy = calling(1, loaders=(loader(),), batches=4, batches_in_epoch=4, backwards=3, step=3)
+    assert top(wait, busy).code == "blocked"
+
+
+def test_a_stopped_rank_is_stopped_whatever_its_counts():
+    stopped = calling(
+        1,
+        loaders=(loader(batches=3, finished=1, last_batches=3),),
+        batches=3,
+        backwards=3,
+        step=3,
+        process=Process(True, "T", 1.0, 0, 3, 0),
+    )
+    assert top(in_backward(0, 4), stopped).code == "stopped"
+
+
+# -- ends ----------------------------------------------------------------------------------------
+
+
+def test_the_first_exception_is_the_cause_and_the_rest_follow():
+    broken = rank(1, exit=ended(at=NOW - 12), process=GONE)
+    lost = rank(
+        0,
+        events=(call(3, "DDP.backward", ago=10.0, ended=NOW - 10),),
+        exit=ended(type="RuntimeError", message="Connection closed by peer [::1]:1", at=NOW - 10),
+        process=GONE,
+    )
+    finding = top(lost, broken)
+    assert finding.title == "rank 1 raised ValueError: bad label at train.py:33"
+    assert "rank 0 was waiting for it: a consequence" in finding.evidence
+
+
+def test_a_late_exception_of_its_own_is_no_consequence():
+    one = rank(1, exit=ended(at=NOW - 12), process=GONE)
+    two = rank(0, exit=ended(type="KeyError", message="x", at=NOW - 5), process=GONE)
+    finding = top(one, two)
+    assert finding.ranks == (1,)
+    assert "rank 0 failed after that" in finding.evidence
+
+
+def test_a_process_nobody_saw_end_is_not_the_cause_of_an_exception():
+    """torchrun ends the others when one fails, and writes nothing down."""
+    failed = rank(1, exit=ended(at=NOW - 10), process=GONE, heartbeat=NOW - 10.2)
+    swept = rank(0, exit=ended("gone", code=None, at=None), process=GONE, heartbeat=NOW - 10.6)
+    assert top(swept, failed).ranks == (1,)
+
+
+def test_a_box_that_cannot_be_read_is_not_a_rank_that_never_started():
+    waiting = calling(0, call(0, is_open=True))
+    damaged = dataclasses.replace(run(waiting, world=2), damaged={"ranks/1.box": "cut short"})
+    shown = examine(damaged).text()
+    assert "could not be read: ranks/1.box: cut short" in shown
+    assert "[Rank 1/2]" not in shown
+
+
+def test_the_same_exception_everywhere_is_one_finding():
+    finding = top(*(rank(n, exit=ended(at=NOW - 10 + n), process=GONE) for n in range(2)))
+    assert finding.title.startswith("ranks 0 and 1 raised ValueError")
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "words"),
+    [
+        ({"kind": "signal", "signal": "SIGKILL", "code": None}, "killed", "killed by SIGKILL"),
+        ({"kind": "signal", "signal": "SIGSEGV", "code": None}, "killed", "crashed with SIGSEGV"),
+        ({"kind": "gone", "code": None, "at": None}, "killed", "nobody saw it end"),
+        ({"kind": "code", "code": 3}, "exit", "exited with code 3"),
+        (
+            {"kind": "exception", "type": "OutOfMemoryError", "message": "CUDA out of memory"},
+            "out-of-memory",
+            "ran out of memory at train.py:33 (100 MB resident, 120 MB at most)",
+        ),
+    ],
+)
+def test_how_a_process_ended(given, code, words):
+    dead = rank(1, exit=ended(**given), process=GONE)
+    finding = top(calling(0, call(0, is_open=True, ago=2.0)), dead)
+    assert (finding.code, finding.ranks) == (code, (1,))
+    assert words in finding.title
+
+
+def test_ranks_the_launcher_ended_are_not_the_cause():
+    """A hung run that was ended: the boxes still say who waited for whom."""
+    by_launcher = ended("signal", signal="SIGTERM", code=None, by_launcher=True, at=NOW)
+    waiting = calling(0, call(0, is_open=True), exit=by_launcher, process=GONE)
+    stuck = calling(1, exit=by_launcher, process=GONE)
+    finding = top(waiting, stuck)
+    assert finding.severity.word == "STUCK"
+    assert finding.ranks == (1,)
+    assert "rank 0 waited in all_reduce" in finding.title
+
+
+def test_everybody_timed_out():
+    timeout = ended(type="RuntimeError", message="Timed out waiting 6000ms for recv", at=NOW - 1)
+    one = calling(0, call(0, "all_gather", 5, ago=7.0, ended=NOW - 1), exit=timeout, process=GONE)
+    two = calling(1, call(0, line=80, ago=7.0, ended=NOW - 1), exit=timeout, process=GONE)
+    assert top(one, two).code == "collectives-parted"
+
+
+def test_nothing_to_read():
+    empty = dataclasses.replace(run(rank(0)), ranks={})
+    diagnosis = examine(empty)
+    assert diagnosis.exit_code == 2
+    assert diagnosis.verdict.startswith("UNREADABLE")
+
+
+def test_a_port_that_is_taken_is_nobodys_fault_but_the_ports():
+    taken = ended(
+        type="DistNetworkError", message="failed to listen: EADDRINUSE, address already in use"
+    )
+    waiting = call(0, "init_process_group", kind=GROUP, group="", is_open=True, ago=9.0)
+    other = calling(1, waiting, initialised=False, group_size=-1)
+    finding = top(rank(0, exit=taken, process=GONE, group_size=-1), other)
+    assert finding.ranks == (0,)
+    assert "MASTER_PORT" in finding.cause
+
+
+def test_what_nobody_caused_is_the_cause():
+    """The only exception there is says "timed out", and everybody was where he should be."""
+    lost = ended(type="RuntimeError", message="Timed out waiting 1800000ms for recv", at=NOW - 9)
+    one = calling(0, call(0, ago=70.0, ended=NOW - 9), exit=lost, process=GONE)
+    finding = top(one, calling(1, call(0, is_open=True, ago=70.0)))
+    assert finding.title.startswith("rank 0 raised RuntimeError: Timed out")

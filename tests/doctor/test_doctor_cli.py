@@ -1,0 +1,249 @@
+"""`miniray doctor` as a user calls it: exit status, targets, watching; and the real launcher."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from miniray.doctor import recorder
+from miniray.doctor.diagnose import find_run
+from tests.doctor.forking import SCRIPTS
+from tests.doctor.helpers import Ranks, wait_until
+
+
+def miniray(*args, cwd, timeout=50, **env):
+    return subprocess.run(
+        [sys.executable, "-m", "miniray", *map(str, args)],
+        cwd=cwd,
+        env={**os.environ, "COLUMNS": "80", **env},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def record(run_dir, rank, world, what):
+    recorder.start(run_dir, rank, world, heartbeat_interval=0.2)
+    for _ in range(3):
+        recorder.current().end_step()
+    what()
+
+
+@pytest.fixture
+def ranks():
+    made = Ranks()
+    yield made
+    made.end()
+
+
+def fail():
+    raise ValueError("bad label")
+
+
+def sleep():
+    time.sleep(600)  # not pause(): that ends when the stack is asked for
+
+
+def wait_for_ever():
+    recorder.current().collective("all_reduce", "SUM", "default", (4,), "float32")
+    time.sleep(600)
+
+
+def test_a_finished_run_is_healthy_and_a_failed_one_is_not(ranks, tmp_path):
+    for rank in range(2):
+        ranks.start(record, tmp_path / "runs" / "good", rank, 2, lambda: None)
+    ranks.start(record, tmp_path / "runs" / "bad", 0, 1, fail)
+    assert ranks.wait() == [0, 0, 3]
+    good = miniray("doctor", "runs/good", cwd=tmp_path)
+    assert good.returncode == 0, good.stderr
+    assert good.stdout.startswith("HEALTHY: 2 ranks finished at step 3\n")
+    bad = miniray("doctor", "runs/bad", "--json", cwd=tmp_path)
+    assert bad.returncode == 1, bad.stderr
+    said = json.loads(bad.stdout)
+    assert said["findings"][0]["code"] == "exception"
+    assert said["ranks"][0]["step"] == 3
+
+
+def test_what_cannot_be_read_is_exit_status_2(tmp_path):
+    missing = miniray("doctor", "nowhere", cwd=tmp_path)
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert "there is no run directory nowhere" in missing.stderr
+    (tmp_path / "empty" / "ranks").mkdir(parents=True)
+    (tmp_path / "empty" / "ranks" / "0.box").write_bytes(b"no box")
+    empty = miniray("doctor", "empty", cwd=tmp_path)
+    assert empty.returncode == 2
+    assert empty.stdout.startswith("UNREADABLE: ")
+    none = miniray("doctor", cwd=tmp_path)
+    assert none.returncode == 2
+    assert "no run with recorded ranks" in none.stderr
+
+
+def test_a_run_is_found_by_path_pid_and_as_the_latest(ranks, tmp_path):
+    runs = tmp_path / "runs"
+    ranks.start(record, runs / "old", 0, 1, lambda: None)
+    ranks.wait()
+    pid = ranks.start(record, runs / "new", 0, 1, sleep)
+    wait_until((runs / "new" / "ranks" / "0.box").exists)
+    os.utime(runs / "old" / "ranks" / "0.box", (1, 1))
+    assert find_run("latest", runs) == runs / "new"
+    assert find_run(str(pid), tmp_path) == runs / "new"  # by what the process has mapped
+    assert find_run(str(runs / "old")) == runs / "old"
+    with pytest.raises(FileNotFoundError, match="no process 999999999"):
+        find_run("999999999", runs)
+
+
+def test_watching_goes_on_until_the_run_has_ended(ranks, tmp_path):
+    run_dir = tmp_path / "run"
+    for rank in range(2):
+        ranks.start(record, run_dir, rank, 2, wait_for_ever if rank else sleep)
+    wait_until(lambda: len(list(run_dir.glob("ranks/*.box"))) == 2)
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "miniray", "doctor", run_dir, "--watch", "--hang-timeout", "0.5"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        line = ""
+        while not line.startswith("STUCK"):
+            line = watching.stdout.readline()
+            assert line, "it ended without a verdict"
+        assert line.startswith("STUCK: rank 0 is blocked")
+        ranks.end()
+        ranks.pids.clear()
+        rest = watching.stdout.read()
+        assert "FAILED: rank 0 is gone" in rest
+        assert watching.wait(timeout=40) == 1
+    finally:
+        watching.kill()
+        watching.wait()
+        watching.stdout.close()
+
+
+def test_help_shows_both_ways(tmp_path):
+    shown = miniray("doctor", "--help", cwd=tmp_path).stdout
+    assert "[RUN_DIR | PID | latest]" in shown
+    assert "speedup" in shown
+    assert "Exit status: 0 healthy, 1 something was found, 2 nothing could be read." in shown
+
+
+def test_numbers_of_ranks_are_checked(tmp_path):
+    (tmp_path / "x.py").write_text("")
+    done = miniray("doctor", "speedup", "x.py", "--nproc", "1,two", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "'1,two' is no list of numbers like 1,2,4" in done.stderr
+
+
+def test_top_shows_one_frame(ranks, tmp_path):
+    ranks.start(record, tmp_path / "runs" / "x", 0, 1, lambda: None)
+    ranks.wait()
+    done = miniray("top", "--once", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("HEALTHY: 1 rank finished at step 3")
+    assert "[Rank 0/1] Step 3, Batch size: 0 finished" in done.stdout
+
+
+# -- with the real launcher ----------------------------------------------------------------------
+
+
+def launched(script, nproc, cwd, limit=4):
+    return miniray(
+        "run", "--nproc", nproc, "--run-dir", "run", "--hang-timeout", limit,
+        SCRIPTS / f"{script}.py", cwd=cwd, timeout=110, OMP_NUM_THREADS="1",
+    )  # fmt: skip
+
+
+@pytest.mark.timeout(120)
+def test_a_hang_is_diagnosed_ended_and_kept(tmp_path):
+    pytest.importorskip("torch")
+    began = time.monotonic()
+    done = launched("fewer_batches", 2, tmp_path)
+    print(f"{time.monotonic() - began:.1f} s from start to verdict, the limit being 4 s")
+    assert done.returncode != 0
+    verdict = "STUCK: rank 1 ran out of data at step 3; rank 0 has 4 batches, rank 1 3"
+    assert verdict in done.stderr
+    assert (tmp_path / "run" / "doctor.txt").read_text().startswith(verdict)
+    saved = json.loads((tmp_path / "run" / "doctor.json").read_text())
+    assert saved["findings"][0]["ranks"] == [1]
+    again = miniray("doctor", "run", cwd=tmp_path)  # the run is dead and as readable as before
+    assert again.returncode == 1
+    assert again.stdout.startswith(verdict)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_who_gets_which_samples_is_told_before_training(tmp_path):
+    pytest.importorskip("torch")
+    script = SCRIPTS / "same_data.py"
+    done = miniray("doctor", "data", "--nproc", 2, "--json", script, cwd=tmp_path, timeout=110)
+    assert done.returncode == 1, done.stderr
+    (report,) = json.loads(done.stdout)
+    assert [rank["samples"] for rank in report["ranks"]] == [32, 32]
+    assert [finding["code"] for finding in report["findings"]] == ["no-distributed-sampler"]
+
+
+REAL = {
+    "exception": "FAILED: rank 1 raised ValueError: label 17 out of range",
+    "early_stop": "STUCK: rank 1 left the loop at step 2",
+    "named_barrier_in_branch": "STUCK: barrier 'save'",
+    "nan_skipped": "STUCK: rank 1 skipped backward at step 2",
+    "killed": "FAILED: rank 1 was killed by SIGKILL",
+    "stopped": "STUCK: rank 1 is stopped",
+    "lock": "STUCK: rank 1 is blocked at lock.py",
+    "holds_gil": "STUCK: rank 1 is stuck in C code",
+    "unused_parameters": "FAILED: unused on rank 1: b.weight, b.bias",
+    "models_differ": "(FAILED|STUCK): rank 1 has 4 parameters, rank 0 has 2",
+    "validation_on_rank_0": "STUCK: rank 0 is in DDP forward",
+    "bar_between_barriers": "STUCK: rank 0 is stuck at its progress bar",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("script", REAL)
+def test_causes_through_the_real_launcher(script, tmp_path):
+    done = launched(script, 2, tmp_path, limit=5)
+    assert done.returncode != 0
+    shown = (tmp_path / "run" / "doctor.txt").read_text()
+    assert re.match(REAL[script], shown), shown
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("script", ["healthy", "slow_start", "slow_but_moving", "joined"])
+def test_healthy_runs_through_the_real_launcher(script, tmp_path):
+    done = launched(script, 2, tmp_path, limit=3)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "run" / "doctor.txt").exists()
+    assert miniray("doctor", "run", cwd=tmp_path).returncode == 0
+
+
+EXAMPLE = SCRIPTS.parents[2] / "examples" / "deadlock_tqdm.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        ([], 1, "STUCK: rank 0 is stuck at its progress bar (deadlock_tqdm.py:"),
+        (["--fixed"], 0, "done: "),
+    ],
+)
+def test_the_hang_this_began_with(tmp_path, arguments, status, words):
+    pytest.importorskip("torch")
+    done = subprocess.run(
+        [sys.executable, EXAMPLE, *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    assert words in done.stdout + done.stderr

@@ -1,0 +1,138 @@
+"""What a person reads: short, 80 columns, the verdict first; and what a program reads."""
+
+import dataclasses
+import json
+
+from miniray.doctor import render
+from miniray.doctor.diagnose import examine
+from miniray.doctor.facts import gather
+from miniray.doctor.findings import named, numbers, plural, seconds, size
+from miniray.doctor.model import Gpu, Site, ThreadStack
+from tests.doctor.records import at, call, calling, ended, loader, rank, run, samples
+
+
+def stuck(world=2, **fields):
+    waiting = [calling(n, call(0, is_open=True), world=world) for n in range(world - 1)]
+    return run(*waiting, calling(world - 1, world=world, **fields))
+
+
+def test_the_verdict_is_the_first_line():
+    shown = examine(stuck()).text()
+    assert shown.splitlines()[0].startswith("STUCK: rank 1 is blocked")
+
+
+def test_a_table_line_is_what_the_debugging_guide_prints():
+    shown = examine(run(*(rank(n, 4, step=100) for n in range(4)))).text()
+    assert "[Rank 2/4] Step 100, Batch size: 8 running compute" in shown
+
+
+def test_no_line_is_wider_than_the_terminal():
+    long = "/home/user/" + "a_very_long_name_of_a_script_that_somebody_chose" * 3 + ".py"
+    wide = rank(
+        1,
+        step=123456789,
+        batch_size=100_000,
+        samples=10**12,
+        rss=123_456_000_000,
+        loss=-1.2345678e-12,
+        exit=ended(message="x" * 500, site=Site(long, 33, "f")),
+    )
+    for width in (80, 60):
+        shown = examine(run(rank(0), wide)).text(width)
+        assert max(map(len, shown.splitlines())) <= width, shown
+
+
+def test_many_ranks_are_not_all_listed_but_those_in_trouble_are():
+    ranks = [rank(n, 64) for n in range(64)]
+    ranks[37] = rank(
+        37, 64, exit=ended(), process=dataclasses.replace(rank(0).process, alive=False)
+    )
+    shown = examine(run(*ranks)).text()
+    assert "[Rank 37/64]" in shown
+    assert "… and 48 ranks more" in shown
+    assert len(shown.splitlines()) < 40
+
+
+def test_findings_come_with_evidence_cause_and_fix():
+    shown = examine(stuck()).text()
+    assert "  · rank 0: step 10, waits in all_reduce SUM (4,) float32 at train.py:80" in shown
+    assert "\n  cause: " in shown
+    assert "\n  fix:   " in shown
+
+
+def test_a_second_finding_has_its_title():
+    same = {"sampler": "SequentialSampler", "replicas": None, "first_batch": ("aa",)}
+    ranks = [
+        rank(n, passes=(samples(range(32)),), loaders=(loader(**same),), nonfinite=0)
+        for n in range(2)
+    ]
+    ranks[0] = dataclasses.replace(ranks[0], exit=ended())
+    shown = examine(run(*ranks)).text()
+    assert shown.startswith("FAILED: rank 0 raised ValueError")
+    assert "\nWRONG: ranks 0 and 1 share 100% of their samples\n" in shown
+
+
+def test_equal_stacks_are_shown_once_the_guilty_ones_first():
+    torch = Site("/x/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce")
+    waiting = ThreadStack("0x1", "", True, (torch, at(80)))
+    other = ThreadStack("0x1", "", True, (at(44, function="save"), at(50)))
+    shown = {0: (waiting,), 1: (waiting,), 2: (other,)}
+    text = examine(stuck(3), None, shown).text()
+    assert text.index("stack of rank 2 (innermost first):") < text.index("stack of ranks 0 and 1")
+    assert "  train.py:44 save\n  train.py:50 main" in text
+    assert text.count("distributed/distributed_c10d.py:9 all_reduce") == 1
+
+
+def test_a_healthy_run_shows_no_stacks():
+    thread = ThreadStack("0x1", "", True, (at(80),))
+    assert "stack" not in examine(run(rank(0), rank(1)), None, {0: (thread,)}).text()
+
+
+def test_is_ddp_initialised():
+    def line(**fields):
+        return render.facts_line(gather(run(rank(0, 1, **fields))))
+
+    assert line(group_size=1) == (
+        "torch.distributed: available, initialised, gloo, world size 1, launched by\ntests, 1 host"
+    )
+    alone = line(initialised=False, group_size=-1, launcher="")
+    assert alone == "torch.distributed: available, not initialised (single process), 1 host"
+    assert "not loaded" in line(distributed_available=None, initialised=False, group_size=-1)
+    assert "not available" in line(distributed_available=False, initialised=False, group_size=-1)
+
+
+def test_gpus_with_their_ranks():
+    card = Gpu(0, "H200", "GPU-0", 10**9, 10**11, 10**9, 80, 400.0, 700.0)
+    case = gather(run(rank(0, gpu=card), rank(1, gpu=card)))
+    assert list(render.gpu_lines(case)) == [
+        "GPU 0 (H200): 80 % used, 1.0 GB of 100.0 GB, 400 W, ranks 0 and 1"
+    ]
+
+
+def test_json_is_plain_data():
+    diagnosis = examine(stuck(loss=float("nan")))
+    said = json.loads(json.dumps(diagnosis.to_json(), allow_nan=False))
+    assert said["healthy"] is False
+    assert said["findings"][0]["ranks"] == [1]
+    assert said["ranks"][0]["waiting_for"] == "all_reduce SUM (4,) float32 at train.py:80"
+    assert said["ranks"][1]["loss"] == "nan"
+    assert said["ranks"][1]["line"] == "[Rank 1/2] Step 10, Batch size: 8"
+
+
+def test_words():
+    assert numbers([3]) == "3"
+    assert numbers([1, 2]) == "1 and 2"
+    assert numbers([0, 1, 2, 3, 7, 9]) == "0–3, 7 and 9"
+    assert named([]) == "no rank"
+    assert [plural(1, "batch"), plural(2, "batch"), plural(0, "rank")] == [
+        "1 batch",
+        "2 batches",
+        "0 ranks",
+    ]
+    assert [seconds(s) for s in (0.44, 12, 200, 7500)] == [
+        "0.4 s",
+        "12 s",
+        "3 min 20 s",
+        "2 h 5 min",
+    ]
+    assert [size(n) for n in (5e8, 15e8)] == ["500 MB", "1.5 GB"]
