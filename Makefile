@@ -57,5 +57,5 @@ $(DEMO): pyproject.toml constraints.txt | $(BIN)/python
 
 $(DEV): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing miniray and what its tests need into $(VENV) (torch and Ray are large)"
-	$(PIP_INSTALL) -e '.[torch,data,ray,dashboard,examples,dev]'
+	$(PIP_INSTALL) -e '.[torch,data,ray,rl,dashboard,examples,dev]'
 	@touch $(DEMO) $@

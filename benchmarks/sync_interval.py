@@ -15,6 +15,7 @@ how busy the machine is.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import tempfile
@@ -31,7 +32,7 @@ from shared import make_data, make_model
 from torch.nn import functional
 
 import miniray
-from miniray.train import DataParallelTrainer
+from miniray.train import DataParallelTrainer, TorchWorker
 
 WORKERS, EPOCHS, STEPS, BATCH = 4, 20, 8, 64
 NOISE = 12.0
@@ -63,19 +64,24 @@ def data_of(seed: int, worker_id: int, epoch: int) -> tuple[Any, Any]:
     return make_data(STEPS * BATCH, seed=1 + number, noise=NOISE).tensors
 
 
+@functools.cache
+def held_out() -> tuple[Any, Any]:
+    """Images no run is trained on."""
+    return make_data(HELD_OUT, seed=0, noise=NOISE).tensors
+
+
 @torch.no_grad()
 def score(model: Any) -> tuple[float, float]:
-    """Loss and accuracy on images no run is trained on."""
-    images, labels = make_data(HELD_OUT, seed=0, noise=NOISE).tensors
+    """Loss and accuracy on the held-out images."""
+    images, labels = held_out()
     logits = model(images)
     loss = functional.cross_entropy(logits, labels).item()
     return loss, (logits.argmax(1) == labels).float().mean().item()
 
 
-@miniray.remote
-class Worker:
-    def __init__(self, worker_id, seed):
-        self.worker_id, self.seed = worker_id, seed
+class Worker(TorchWorker):
+    def setup(self, seed):
+        self.seed = seed
         self.model = make_model()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
 
@@ -83,12 +89,6 @@ class Worker:
         images, labels = data_of(self.seed, self.worker_id, epoch)
         train_on(self.model, self.optimizer, images, labels, BATCH)
         return {}
-
-    def get_weights(self):
-        return self.model.state_dict()
-
-    def set_weights(self, weights):
-        self.model.load_state_dict(weights)
 
 
 class Trainer(DataParallelTrainer):
@@ -163,11 +163,13 @@ def main() -> None:
     seeds, epochs = (1, 10) if arguments.quick else (arguments.seeds, EPOCHS)
     started = common.stamp()
     curves: dict[str, list[list[dict[str, float]]]] = {}
-    for seed in range(seeds):
-        for title, interval, strategy, options in CASES:
-            print(f"{seed + 1}/{seeds}  {title}", flush=True)
-            curves.setdefault(title, []).append(run_case(interval, strategy, options, seed, epochs))
-        curves.setdefault(EVERY_STEP, []).append(run_every_step(seed, epochs))
+    with miniray.init(backend="local"):  # one engine for all: torch is loaded once
+        for seed in range(seeds):
+            for title, interval, strategy, options in CASES:
+                print(f"{seed + 1}/{seeds}  {title}", flush=True)
+                curve = run_case(interval, strategy, options, seed, epochs)
+                curves.setdefault(title, []).append(curve)
+            curves.setdefault(EVERY_STEP, []).append(run_every_step(seed, epochs))
     lines = summarise(curves)
     columns = ["held-out loss", "accuracy", "moved", "to interval 1"]
     if arguments.markdown:

@@ -1,6 +1,7 @@
 """The same small CNN trained by miniray and its peers on two workers, on this machine, in one run.
 
     python benchmarks/train.py [--quick] [--only miniray,torchrun] [--json PATH] [--markdown]
+    python benchmarks/train.py --scaling [--workers 1,2,4,8,16]
 
 Each of ``train_scripts/`` is a whole program and runs as a user would start it, in fresh processes,
 taking turns: 1 M parameters, 4,096 samples, batches of 64 a worker, 3 epochs, a thread a process.
@@ -13,12 +14,16 @@ gradients in every step; ``sync_interval.py`` says what that means for the loss.
 - lines: of the script, between its markers, without blank lines and comments.
 - memory: the sum of PSS over all processes at its highest, in a run of its own.
 
+With ``--scaling`` it is miniray and plain torch DDP with more and more workers on the same 32,768
+samples: samples/s over the whole run and how much faster than its own single worker that is.
+
 Figures are medians; the JSON file has every sample. Peers that are not installed are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import os
 import signal
@@ -38,7 +43,7 @@ from common import Line, median
 SCRIPTS = Path(__file__).with_name("train_scripts")
 SAMPLES, BATCH, EPOCHS = 4096, 64, 3
 
-_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{workers}")
 # With --cpu it would start one process and not say so.
 _ACCELERATE = (
     *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
@@ -57,6 +62,7 @@ class Peer:
 
 PEERS: dict[str, Peer] = {
     "miniray": Peer("miniray", "miniray_train.py", "miniray"),
+    "ddp": Peer("miniray DDP", "miniray_ddp.py", "miniray"),
     "torchrun": Peer("torchrun DDP", "torchrun_ddp.py", "torch", _TORCHRUN),
     "lightning": Peer("Lightning", "lightning_ddp.py", "lightning"),
     "accelerate": Peer("Accelerate", "accelerate_ddp.py", "accelerate", _ACCELERATE),
@@ -74,6 +80,13 @@ METRICS: list[tuple[str, str, str, bool, float | None]] = [
     ("memory", "memory, highest (PSS)", "MB", False, None),
 ]
 
+#: Peers of ``--scaling``: those that need nothing but torch.
+SCALING: dict[str, Peer] = {
+    "miniray": Peer("miniray", "miniray_scaling.py", "miniray"),
+    "torchrun": PEERS["torchrun"],
+}
+SCALING_SAMPLES = 32_768
+
 Samples = dict[str, list[float]]
 
 
@@ -84,19 +97,22 @@ def missing(peer: Peer) -> str | None:
     return f"{' and '.join(absent)} not installed" if absent else None
 
 
-def run(peer: Peer, measure_memory: bool = False, timeout: float = 180) -> dict[str, float]:
+def run(
+    peer: Peer, measure_memory: bool = False, timeout: float = 180, samples: int = SAMPLES
+) -> dict[str, float]:
     """One run of ``peer``'s command. Raises ``RuntimeError`` if it did not do its work."""
     with tempfile.TemporaryDirectory(prefix="bench-train-") as folder:
         steps = Path(folder) / "steps"
         steps.mkdir()
-        command = [sys.executable, *peer.launcher, str(SCRIPTS / peer.script)]
+        launcher = [part.format(workers=peer.workers) for part in peer.launcher]
+        command = [sys.executable, *launcher, str(SCRIPTS / peer.script)]
         log = Path(folder) / "log"
         memory = 0.0
         with log.open("w") as file:
             start = time.monotonic()
             process = subprocess.Popen(
                 command,
-                env=_environment(folder, steps),
+                env=_environment(folder, steps, peer.workers, samples),
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -118,7 +134,7 @@ def run(peer: Peer, measure_memory: bool = False, timeout: float = 180) -> dict[
                     process.wait()
         times = [_read_times(path) for path in sorted(steps.glob("*.steps"))]
         # A launcher that quietly starts one process, or does half of the batches, is not measured.
-        wanted = [SAMPLES // BATCH // peer.workers * EPOCHS] * peer.workers
+        wanted = [samples // BATCH // peer.workers * EPOCHS] * peer.workers
         if status != 0 or [len(t) for t in times] != wanted:
             shown = log.read_text(errors="replace")[-4000:]
             counts = [len(t) for t in times]
@@ -137,7 +153,7 @@ def run(peer: Peer, measure_memory: bool = False, timeout: float = 180) -> dict[
     }
 
 
-def _environment(home: str, steps: Path) -> dict[str, str]:
+def _environment(home: str, steps: Path, workers: int, samples: int) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MINIRAY_", "RAY_"))}
     paths = [str(common.ROOT / "src"), str(SCRIPTS), kept.get("PYTHONPATH", "")]
     return {
@@ -146,6 +162,8 @@ def _environment(home: str, steps: Path) -> dict[str, str]:
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")]),
         "OMP_NUM_THREADS": "1",
         "BENCH_STEPS": str(steps),
+        "BENCH_WORKERS": str(workers),
+        "BENCH_SAMPLES": str(samples),
         "HOME": home,  # where Ray Train writes its results and Accelerate looks for its settings
         "RAY_USAGE_STATS_ENABLED": "0",
     }
@@ -205,7 +223,8 @@ def summarise(samples: dict[str, Samples]) -> list[Line]:
     for key, title, unit, more, goal in METRICS:
         values = {name: median(of[key]) for name, of in samples.items()}
         cells = [common.human(value, unit).strip() for value in values.values()]
-        peers = [v for name, v in values.items() if name != "miniray" and PEERS[name].workers > 1]
+        others = (n for n in values if PEERS[n].package != "miniray" and PEERS[n].workers > 1)
+        peers = [values[name] for name in others]
         if "miniray" not in values or not peers:
             lines.append(Line(title, [*cells, ""]))
             continue
@@ -216,15 +235,64 @@ def summarise(samples: dict[str, Samples]) -> list[Line]:
     return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one repetition")
-    parser.add_argument("--only", metavar="PEERS", help=f"comma-separated: {', '.join(PEERS)}")
-    parser.add_argument("--repetitions", type=int, default=5, metavar="N")
-    parser.add_argument("--json", type=Path, default=common.RESULTS / "train.json", metavar="PATH")
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    arguments = parser.parse_args()
-    names = arguments.only.split(",") if arguments.only else list(PEERS)
+def measure_scaling(
+    workers: list[int], samples: int, repetitions: int, say: Callable[[str], None]
+) -> dict[str, Samples]:
+    """By peer and number of workers; all taking turns."""
+    found: dict[str, Samples] = {}
+    for repetition in range(repetitions):
+        for count in workers:
+            for name, peer in SCALING.items():
+                sized = dataclasses.replace(peer, workers=count)
+                figures = run(sized, timeout=600, samples=samples)
+                rate = figures["rate_whole"]
+                say(f"{repetition + 1}/{repetitions}  {peer.title} on {count}: {rate:,.0f}/s")
+                for key, value in figures.items():
+                    found.setdefault(f"{name}-{count}", {}).setdefault(key, []).append(value)
+    return found
+
+
+def summarise_scaling(found: dict[str, Samples], workers: list[int]) -> list[Line]:
+    """Two lines a peer, a cell a number of workers."""
+    lines = []
+    for name, peer in SCALING.items():
+        rates = [median(found[f"{name}-{count}"]["rate_whole"]) for count in workers]
+        cells = [common.human(rate, "").strip() for rate in rates]
+        lines.append(Line(f"{peer.title}: samples/s, whole run", cells))
+        # Against the smallest number of workers there is, which should be 1.
+        gains = [rate / rates[0] for rate in rates]
+        shares = [gain * workers[0] / count for gain, count in zip(gains, workers, strict=True)]
+        cells = [f"{g:.2f}× ({s:.0%})" for g, s in zip(gains, shares, strict=True)]
+        lines.append(Line(f"{peer.title}: speed-up (efficiency)", cells))
+        firsts = [median(found[f"{name}-{count}"]["first_step"]) for count in workers]
+        cells = [common.human(first, "s").strip() for first in firsts]
+        lines.append(Line(f"{peer.title}: time to first step", cells))
+    return lines
+
+
+def scaling(arguments: argparse.Namespace) -> tuple[str, list[str], list[Line], dict[str, Samples]]:
+    workers = [int(count) for count in arguments.workers.split(",")]
+    samples = SCALING_SAMPLES // (4 if arguments.quick else 1)
+    repetitions = 1 if arguments.quick else min(arguments.repetitions, 3)
+    found = measure_scaling(workers, samples, repetitions, lambda text: print(text, flush=True))
+    cores = len(os.sched_getaffinity(0))
+    title = f"a CNN of 1 M parameters, {samples:,} samples an epoch, on {cores} cores"
+    columns = [f"{count} worker{'s' if count > 1 else ''}" for count in workers]
+    return title, columns, summarise_scaling(found, workers), found
+
+
+def comparison(
+    arguments: argparse.Namespace, names: list[str]
+) -> tuple[str, list[str], list[Line], dict[str, Samples]]:
+    repetitions = 1 if arguments.quick else arguments.repetitions
+    found = measure(names, repetitions, lambda text: print(text, flush=True))
+    columns = [*(PEERS[name].title for name in names), "to the best"]
+    return "a CNN of 1 M parameters on two workers", columns, summarise(found), found
+
+
+def chosen(parser: argparse.ArgumentParser, only: str | None) -> list[str]:
+    """The peers to run: those asked for that are installed."""
+    names = only.split(",") if only else list(PEERS)
     unknown = sorted(set(names) - set(PEERS))
     if unknown:
         parser.error(f"unknown peers {', '.join(unknown)}; there are {', '.join(PEERS)}")
@@ -233,28 +301,41 @@ def main() -> None:
         if reason:
             print(f"without {PEERS[name].title}: {reason}")
             names.remove(name)
+    return names
 
-    repetitions = 1 if arguments.quick else arguments.repetitions
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one repetition")
+    parser.add_argument("--only", metavar="PEERS", help=f"comma-separated: {', '.join(PEERS)}")
+    parser.add_argument("--scaling", action="store_true", help="more and more workers instead")
+    parser.add_argument("--workers", default="1,2,4,8,16", help="for --scaling", metavar="N,N")
+    parser.add_argument("--repetitions", type=int, default=5, metavar="N")
+    parser.add_argument("--json", type=Path, metavar="PATH")
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    arguments = parser.parse_args()
     started = common.stamp()
-    samples = measure(names, repetitions, lambda text: print(text, flush=True))
-    lines = summarise(samples)
-    columns = [*(PEERS[name].title for name in names), "to the best"]
+    if arguments.scaling:
+        title, columns, lines, samples = scaling(arguments)
+    else:
+        title, columns, lines, samples = comparison(arguments, chosen(parser, arguments.only))
     if arguments.markdown:
         print(common.markdown_table(columns, lines))
     else:
-        common.print_table("a CNN of 1 M parameters on two workers", columns, lines)
+        common.print_table(title, columns, lines)
     print("miniray averages weights once an epoch; its peers average gradients in every step")
     record = {
         "started": started,
         "finished": common.stamp(),
         "machine": common.machine(),
         "versions": common.versions("miniray", "torch", "lightning", "accelerate", "ray"),
-        "repetitions": repetitions,
         "samples": samples,
         "table": [vars(line) for line in lines],
     }
-    common.write_json(arguments.json, record)
-    print(f"all samples: {arguments.json}")
+    default = "train_scaling.json" if arguments.scaling else "train.json"
+    target = arguments.json or common.RESULTS / default
+    common.write_json(target, record)
+    print(f"all samples: {target}")
 
 
 if __name__ == "__main__":

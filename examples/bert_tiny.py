@@ -13,9 +13,9 @@ import random
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
-import miniray
-from miniray.train import DataParallelTrainer
+from miniray.train import DataParallelTrainer, TorchWorker
 
 TOPICS = {
     "weather": ["rain", "wind", "snow", "sun"],
@@ -73,43 +73,25 @@ class Encoder(nn.Module):
         return self.head(self.layers(self.words(tokens) + self.places).mean(1))
 
 
-@miniray.remote
-class TextWorker:
-    def __init__(self, worker_id: int):
+class TextWorker(TorchWorker):
+    def setup(self, batch_size=64):
         self.model = Encoder()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 3e-3)
+        data = TensorDataset(*make_sentences(6000, seed=1))
+        self.train_loader = DataLoader(data, batch_size, shuffle=True)
 
-    def load_data_shard(self, shard_id, num_shards, batch_size=64):
-        tokens, labels = make_sentences(6000, seed=1)
-        self.tokens, self.labels = tokens[shard_id::num_shards], labels[shard_id::num_shards]
-        self.batch_size = batch_size
+    def training_step(self, batch, batch_idx):
+        tokens, labels = batch
+        return functional.cross_entropy(self.model(tokens), labels)
 
-    def train_epoch(self, epoch):
-        total = 0.0
-        for rows in torch.randperm(len(self.labels)).split(self.batch_size):
-            loss = functional.cross_entropy(self.model(self.tokens[rows]), self.labels[rows])
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
-            total += loss.item() * len(rows)
-        return {"loss": total / len(self.labels), "num_samples": len(self.labels)}
-
-    @torch.no_grad()
-    def evaluate(self, data):
-        tokens, labels = data["tokens"], data["labels"]
-        return {"accuracy": ((self.model(tokens).argmax(1) == labels).sum().item(), len(labels))}
-
-    def get_weights(self):
-        return self.model.state_dict()
-
-    def set_weights(self, weights):
-        self.model.load_state_dict(weights)
+    def validation_step(self, batch, batch_idx):
+        tokens, labels = batch
+        return {"accuracy": (self.model(tokens).argmax(1) == labels).float().mean()}
 
 
 if __name__ == "__main__":
     with DataParallelTrainer(num_workers=2, worker=TextWorker, seed=0) as trainer:
         result = trainer.train(epochs=6)
-        tokens, labels = make_sentences(1000, seed=2)
-        scores = trainer.evaluate(data={"tokens": tokens, "labels": labels})
+        scores = trainer.evaluate(data=TensorDataset(*make_sentences(1000, seed=2)))
         print(f"loss {result['loss']:.4f}, accuracy on new sentences {scores['accuracy']:.1%}")
         print("curve:", result.plot())

@@ -1,5 +1,6 @@
 """The examples run as they are, and give the right answer."""
 
+import os
 import re
 import subprocess
 import sys
@@ -11,13 +12,13 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
-def run(folder, script, *arguments):
+def run(folder, script, *arguments, backend="local"):
     done = subprocess.run(
         [sys.executable, EXAMPLES / script, *arguments],
         cwd=folder,
+        env={**os.environ, "MINIRAY_BACKEND": backend},
         capture_output=True,
         text=True,
-        timeout=110,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -35,24 +36,38 @@ def test_monte_carlo(tmp_path):
 
 
 @pytest.mark.timeout(120)
-def test_classification_reaches_95_percent_and_leaves_a_report(tmp_path):
+def test_one_framework_for_three_trainings(tmp_path):
     pytest.importorskip("sklearn")
-    shown = run(tmp_path, "train_framework_demo.py", "classification")
+    shown = run(tmp_path, "train_framework_demo.py")
     assert float(re.search(r"held-out accuracy: ([\d.]+)%", shown)[1]) > 95
-    (folder,) = (tmp_path / "runs").iterdir()
+    (folder,) = (tmp_path / "runs").glob("ClassificationTrainer-*")
     left = {path.name for path in folder.iterdir()}
     assert {"report.html", "curves.png", "final_model.safetensors", "metrics.jsonl"} <= left
     assert "ClassificationTrainer" in (folder / "report.html").read_text("utf-8")
-
-
-def test_regression_finds_the_line_and_the_custom_loop_the_top(tmp_path):
-    pytest.importorskip("sklearn")
-    shown = run(tmp_path, "train_framework_demo.py", "regression", "custom")
     slope, offset = re.search(r"y = ([\d.]+) x (-[\d.]+)", shown).groups()
     assert float(slope) == pytest.approx(3, abs=0.05)
     assert float(offset) == pytest.approx(-1, abs=0.05)
     # The hill exp(-(x-2)^2) + 0.1 cos 8x has its top where its derivative is 0, at 2.27.
     assert float(re.search(r"top at x = ([\d.]+)", shown)[1]) == pytest.approx(2.27, abs=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("backend", ["inline", "ray"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("train_framework_demo.py", "--workers", "2"),
+        ("distributed_gan_v2.py", "--epochs", "10", "--workers", "2"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_the_same_scripts_on_other_engines(tmp_path, command, backend):
+    pytest.importorskip("sklearn")
+    if backend == "ray":
+        pytest.importorskip("ray")
+    shown = run(tmp_path, *command, backend=backend)
+    assert "curves:" in shown
 
 
 def test_a_model_without_torch(tmp_path):
@@ -66,6 +81,13 @@ def test_the_transformer_reads_new_sentences(tmp_path):
     pytest.importorskip("torch")
     shown = run(tmp_path, "bert_tiny.py")
     assert float(re.search(r"new sentences ([\d.]+)%", shown)[1]) > 95
+
+
+@pytest.mark.timeout(120)
+def test_ddp_reads_the_digits(tmp_path):
+    pytest.importorskip("sklearn")
+    shown = run(tmp_path, "ddp_digits.py", "--epochs", "6")
+    assert float(re.search(r"held-out accuracy ([\d.]+)%", shown)[1]) > 95
 
 
 @pytest.mark.timeout(120)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import TensorDataset
 
-SAMPLES = 4096
+SAMPLES = int(os.environ.get("BENCH_SAMPLES", "4096"))
 CLASSES = 10
 
 

@@ -1,13 +1,11 @@
 """The parts of the demo that have an answer one can work out by hand."""
 
-import io
 import xml.etree.ElementTree as ET
 
 import pytest
 
 from miniray.demos import chart
 from miniray.demos.monte_carlo import Tally, _thinned
-from miniray.demos.progress import Progress
 
 
 def test_estimate_and_error():
@@ -73,22 +71,3 @@ def test_text_in_the_page_is_escaped():
     assert "a &amp; b" in page
     for raw in ("<t>", "<h>", "<i>", "<k>", "<v>"):
         assert raw not in page
-
-
-@pytest.mark.parametrize(("total", "lines"), [(100, 10), (15, 15), (3, 3), (1, 1)])
-def test_progress_in_a_log_is_a_few_lines(total, lines):
-    stream = io.StringIO()
-    with Progress(total, "work", "steps", stream) as progress:
-        for i in range(total):
-            progress.advance(1, f"at {i}")
-    seen = stream.getvalue().splitlines()
-    assert len(seen) == lines
-    assert seen[-1] == f"work: {total}/{total} steps  at {total - 1}"
-
-
-def test_progress_reports_the_end_when_steps_are_uneven():
-    stream = io.StringIO()
-    with Progress(10, "work", "steps", stream, lines=3) as progress:
-        progress.advance(7)
-        progress.advance(3)
-    assert stream.getvalue().splitlines() == ["work: 7/10 steps", "work: 10/10 steps"]

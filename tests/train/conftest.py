@@ -12,9 +12,9 @@ def _in_empty_folder(tmp_path, monkeypatch):
     miniray.shutdown()
 
 
-@pytest.fixture(params=["inline", "local", "ray"])
-def backend(request):
-    """For what must hold on every engine. Ray takes seconds to start: use it where that is so."""
-    if request.param == "ray":
-        pytest.importorskip("ray")
-    return request.param
+@pytest.fixture
+def _light_workers(monkeypatch):
+    """For workers of numpy alone. Test modules have torch loaded, and what is loaded here the local
+    engine would load for its workers, too: seconds for every start of it."""
+    monkeypatch.setattr("miniray.core.local.spawner.PRELOAD", ("numpy",))
+    monkeypatch.setattr("miniray.train.base._LOADED_LATE", {})

@@ -8,6 +8,8 @@ import miniray
 from miniray.train import BaseTrainer, Callback
 from tests.train.workers_for_tests import Counter
 
+pytestmark = pytest.mark.usefixtures("_light_workers")
+
 
 class Recording(BaseTrainer):
     """Notes every hook it sees."""

@@ -2,7 +2,6 @@
 
 import csv
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -28,6 +27,7 @@ class Trainer:
         self.run = RunDirectory.open(tmp_path / "run")
         self.checkpoints = CheckpointStore(self.run.checkpoints)
         self.workers = list(workers)
+        self.epoch = 0
         self.should_stop = False
         self.stop_reason = ""
         self.history = []
@@ -194,29 +194,16 @@ def test_a_resumed_run_goes_on_in_the_same_table(tmp_path):
 # -- TensorBoard -----------------------------------------------------------------------------------
 
 
-def test_numbers_become_scalars(tmp_path, monkeypatch):
-    calls = []
-
-    class Writer:
-        def __init__(self, directory):
-            calls.append(directory)
-
-        def add_scalar(self, *arguments):
-            calls.append(arguments)
-
-        def flush(self):
-            calls.append("flush")
-
-        def close(self):
-            calls.append("close")
-
-    fake = types.ModuleType("torch.utils.tensorboard")
-    fake.SummaryWriter = Writer
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+def test_numbers_become_scalars_that_tensorboard_reads(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     trainer = Trainer(tmp_path)
-    trainer.train(TensorBoard(), [{"loss": torch.tensor(0.5), "name": "x"}])
-    directory = str(trainer.run.path / "tensorboard")
-    assert calls == [directory, ("loss", 0.5, 0), "flush", "close"]
+    trainer.train(TensorBoard(), [{"loss": torch.tensor(0.5), "name": "x"}, {"loss": 0.25}])
+    trainer.epoch = 1  # taken up from a checkpoint: the second epoch is done again
+    trainer.train(TensorBoard(), [{"loss": 0.125, "accuracy": np.float32(1)}], first=1)
+    read = accumulator.EventAccumulator(str(trainer.run.path / "tensorboard"))
+    read.Reload()
+    found = {tag: [(e.step, e.value) for e in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+    assert found == {"loss": [(0, 0.5), (1, 0.125)], "accuracy": [(1, 1.0)]}
 
 
 def test_without_tensorboard_it_is_refused_at_the_start(tmp_path, monkeypatch):

@@ -1,13 +1,13 @@
 """DataParallelTrainer: sharding, aggregation and syncing, with numbers computed by hand."""
 
-import statistics
-
 import numpy as np
 import pytest
 
 import miniray
 from miniray.train import DataParallelTrainer
 from tests.train.workers_for_tests import Counter
+
+pytestmark = pytest.mark.usefixtures("_light_workers")
 
 
 class CounterTrainer(DataParallelTrainer):
@@ -19,8 +19,8 @@ def weights_of(trainer):
     return [float(w[0][0]) for w in miniray.get([w.get_weights.remote() for w in trainer.workers])]
 
 
-def test_an_epoch_on_every_engine(backend):
-    with CounterTrainer(num_workers=4, backend=backend, progress=False) as trainer:
+def test_an_epoch():
+    with CounterTrainer(num_workers=4, backend="local", progress=False) as trainer:
         result = trainer.train(epochs=1)
         # All begin with worker 0's 0.0, add 1, 2, 3 and 4, and are averaged.
         assert weights_of(trainer) == [2.5] * 4
@@ -145,24 +145,6 @@ def test_unknown_strategies_and_arguments_are_refused_at_once(arguments, message
         CounterTrainer(2, **arguments)
 
 
-def test_a_loop_of_ones_own_that_takes_medians_and_syncs_by_itself(backend):
-    class Median(CounterTrainer):
-        def train_epoch(self, epoch, **kwargs):
-            results = miniray.get([w.train_epoch.remote(epoch) for w in self.workers])
-            miniray.get(self.param_server.sync_from_workers.remote(self.workers))
-            return {
-                "loss": statistics.median(r["loss"] for r in results),
-                "accuracy": max(r["accuracy"] for r in results),
-            }
-
-    with Median(num_workers=3, backend=backend, progress=False) as trainer:
-        result = trainer.train(epochs=2)
-        assert weights_of(trainer) == [4.0, 4.0, 4.0]  # mean of 1, 2, 3, twice
-    assert result["loss"] == 1.5  # median of 0.5, 1.5, 2.5
-    assert result["accuracy"] == 0.2
-    assert result.sync["num_syncs"] == 2
-
-
 def test_a_sync_nobody_waited_for_is_waited_for():
     class Careless(CounterTrainer):
         def train_epoch(self, epoch, **kwargs):
@@ -189,23 +171,3 @@ def test_a_sync_that_failed_is_not_reported_as_synced():
     with pytest.raises(RuntimeError, match="will not"):
         trainer.train(epochs=1)
     assert trainer.history == []
-
-
-def test_the_model_is_saved_from_the_hooks(tmp_path):
-    class Saving(CounterTrainer):
-        def on_epoch_end(self, epoch, result, **kwargs):
-            super().on_epoch_end(epoch, result, **kwargs)
-            self.save_checkpoint(epoch)
-
-        def on_train_end(self, history, **kwargs):
-            super().on_train_end(history)
-            self.saved = self.save_final_model()
-
-    with Saving(2, backend="inline", progress=False, run_dir=tmp_path / "run") as trainer:
-        result = trainer.train(epochs=2)
-    from miniray.train import load_model
-
-    assert trainer.saved == tmp_path / "run" / "final_model.safetensors"
-    np.testing.assert_array_equal(load_model(trainer.saved)[0], [3.0])
-    assert result.checkpoint is not None
-    assert result.checkpoint.is_dir()

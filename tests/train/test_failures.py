@@ -11,8 +11,10 @@ import pytest
 
 import miniray
 from miniray.errors import ActorDiedError, WorkerTimeoutError
-from miniray.train import DataParallelTrainer
+from miniray.train import DataParallelTrainer, LRSchedule
 from tests.train.workers_for_tests import Counter, Mortal
+
+pytestmark = pytest.mark.usefixtures("_light_workers")
 
 
 def make(tmp_path, how, **options):
@@ -36,13 +38,16 @@ def events_of(trainer):
 
 @pytest.mark.parametrize(("how", "options"), [("kill", {}), ("stop", {"worker_timeout": 5.0})])
 def test_a_lost_worker_is_replaced_and_the_others_do_not_repeat_their_work(tmp_path, how, options):
-    with make(tmp_path, how, max_failures=1, **options) as trainer:
+    schedule = LRSchedule(lambda epoch: 10 - epoch)
+    with make(tmp_path, how, max_failures=1, callbacks=[schedule], **options) as trainer:
         result = trainer.train(epochs=4, batch_size=16)
         seen = miniray.get([w.seen.remote() for w in trainer.workers])
         weights = miniray.get([w.get_weights.remote() for w in trainer.workers])
     # The replacement has only the epochs since; its shard is its predecessor's.
     assert [s["epochs"] for s in seen] == [[0, 1, 2, 3], [2, 3], [0, 1, 2, 3]]
     assert seen[1]["shard"] == (1, 3, 16, None)
+    # So is its learning rate, from its first epoch on.
+    assert [s["lrs"] for s in seen] == [[10, 9, 8, 7], [8, 7], [10, 9, 8, 7]]
     # As if nothing had happened: the mean of 1, 2 and 3 in each of four epochs.
     assert [float(w[0][0]) for w in weights] == [8.0, 8.0, 8.0]
     assert [record["loss"] for record in result.history] == pytest.approx(
@@ -78,24 +83,65 @@ def test_exceptions_are_not_failures_to_be_repeated(tmp_path):
         trainer.train(epochs=4)
 
 
-def test_a_worker_that_dies_while_syncing_is_replaced(tmp_path):
-    marker = str(tmp_path / "died")
+@miniray.remote
+class DiesInSync(Counter.__wrapped__):
+    """The worker with the highest id dies in its call number ``at`` of ``method``, once."""
 
-    @miniray.remote
-    class DiesInSync(Counter.__wrapped__):
-        def get_weights(self):
-            if self.worker_id == 1 and len(self.epochs) == 2 and not os.path.exists(marker):
-                open(marker, "w").close()
+    def __init__(self, worker_id, method, at, marker, victim):
+        super().__init__(worker_id, start=0)
+        self.plan = (method, marker) if worker_id == victim else None
+        self.left = at
+
+    def _maybe_die(self, method):
+        if self.plan is not None and self.plan[0] == method:
+            self.left -= 1
+            if self.left == 0 and not os.path.exists(self.plan[1]):
+                open(self.plan[1], "w").close()
                 os._exit(7)
-            return super().get_weights()
 
-    with DataParallelTrainer(
-        3, worker=DiesInSync, backend="local", progress=False, max_failures=1
-    ) as trainer:
+    def get_weights(self):
+        self._maybe_die("get_weights")
+        return super().get_weights()
+
+    def set_weights(self, weights):
+        self._maybe_die("set_weights")
+        super().set_weights(weights)
+
+
+@pytest.mark.parametrize(
+    ("method", "at", "workers", "strategy", "expected"),
+    [
+        # In every case the last worker is lost in the second of three epochs' syncs.
+        #
+        # Collecting: 2 after the first epoch; 3, 4 and a copy of the first's 3 are combined.
+        ("get_weights", 3, 3, {}, [10 / 3, 10 / 3 + 2]),
+        # Giving out: velocity 2, weights 2; velocity 3, weights 5, which the survivors have. They
+        # are everybody's, with the velocity from before: then it is 1 + 2 and the weights are 8.
+        ("set_weights", 3, 3, {"sync_strategy": "momentum", "momentum": 0.5}, [5, 8]),
+        # Nobody survives: the epoch's work is lost, the weights are the server's 1.
+        ("set_weights", 2, 1, {}, [1, 2]),
+    ],
+)
+def test_after_a_worker_died_in_a_sync_all_have_the_same_weights(
+    tmp_path, method, at, workers, strategy, expected
+):
+    kept = []
+
+    class Trainer(DataParallelTrainer):
+        def create_worker(self, worker_id, **kwargs):
+            marker = str(tmp_path / "died")
+            return DiesInSync.remote(worker_id, method, at, marker, victim=workers - 1)
+
+        def on_epoch_end(self, epoch, result, **kwargs):
+            held = miniray.get([w.get_weights.remote() for w in self.workers])
+            server = miniray.get(self.param_server.get_weights.remote())
+            kept.append([float(w[0][0]) for w in (*held, server)])
+
+    with Trainer(workers, max_failures=1, backend="local", progress=False, **strategy) as trainer:
         result = trainer.train(epochs=3)
-        weights = miniray.get([w.get_weights.remote() for w in trainer.workers])
-    assert result["synced"]
-    assert len({float(w[0][0]) for w in weights}) == 1
+    assert [record["synced"] for record in result.history] == [True] * 3
+    for weights, value in zip(kept[1:], expected, strict=True):
+        assert weights == pytest.approx([value] * (workers + 1))
     assert "code 7" in events_of(trainer)[0]["reason"]
 
 
@@ -107,7 +153,7 @@ def test_ctrl_c_ends_everything_and_says_so_in_the_run(tmp_path):
             import os, signal, threading, time
             import numpy as np
             import miniray
-            from miniray.train import DataParallelTrainer
+            from miniray.train import DataParallelTrainer, LRSchedule
 
             @miniray.remote
             class Slow:

@@ -9,9 +9,10 @@ import sys
 import textwrap
 import threading
 
+import pytest
 import tqdm
 
-from miniray.train.progress import Progress, describe
+from miniray.train.progress import Progress, Steps, describe
 
 
 def lines(epochs, start=0, **options):
@@ -118,3 +119,22 @@ def test_bars_of_the_user_keep_their_lock():
     assert tqdm.tqdm.get_lock() is before
     assert tqdm.tqdm.monitor_interval != 0
     assert threading.active_count() >= 1
+
+
+@pytest.mark.parametrize(("total", "lines"), [(100, 10), (15, 15), (3, 3), (1, 1)])
+def test_steps_in_a_log_are_a_few_lines(total, lines):
+    stream = io.StringIO()
+    with Steps(total, "work", "steps", stream=stream) as steps:
+        for i in range(total):
+            steps.advance(1, f"at {i}")
+    seen = stream.getvalue().splitlines()
+    assert len(seen) == lines
+    assert seen[-1] == f"work: {total}/{total} steps  at {total - 1}"
+
+
+def test_steps_report_the_end_when_they_are_uneven():
+    stream = io.StringIO()
+    with Steps(10, "work", "steps", stream=stream, lines=3) as steps:
+        steps.advance(7)
+        steps.advance(3)
+    assert stream.getvalue().splitlines() == ["work: 7/10 steps", "work: 10/10 steps"]

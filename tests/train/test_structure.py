@@ -1,11 +1,14 @@
 """Nested state to JSON and arrays and back: type for type, bit for bit."""
 
 import collections
+import contextlib
 import datetime
 import enum
 import json
 import math
 import random
+import tempfile
+from pathlib import Path
 
 import hypothesis.extra.numpy as hnp
 import numpy as np
@@ -15,22 +18,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miniray.errors import CheckpointError
-from miniray.train import CheckpointStore
+from miniray.train import CheckpointStore, tensorfile
 from miniray.train.structure import Encoder, decode
-from miniray.train.tensorfile import Stored
 
 
 def through(value, **options):
-    """``value`` encoded, its JSON written and read, its arrays taken as bytes, and decoded."""
+    """``value`` encoded, its JSON and its arrays written and read, and decoded."""
     encoder = Encoder(**options)
     text = json.dumps(encoder.encode(value, "g"), allow_nan=False)
-    groups = {
-        group: {name: Stored(e.code, e.shape, e.raw().copy()) for name, e in entries.items()}
-        for group, entries in encoder.groups.items()
-    }
-    for group, entries in encoder.groups.items():
-        assert all(e.nbytes == groups[group][name].data.size for name, e in entries.items())
-    return decode(json.loads(text), groups, allow_pickle=options.get("allow_pickle", False))
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        groups = {}
+        for group, entries in encoder.groups.items():
+            tensorfile.write(Path(folder) / group, entries, None)
+            groups[group] = stack.enter_context(tensorfile.TensorFile(Path(folder) / group))
+        return decode(json.loads(text), groups, allow_pickle=options.get("allow_pickle", False))
 
 
 def identical(a, b):
@@ -243,7 +244,7 @@ def test_a_copy_is_not_changed_with_the_original():
     encoder.encode(state, "g")
     state["n"][:] = 1
     state["t"][:] = 1
-    assert all(not entry.raw().any() for entry in encoder.groups["g"].values())
+    assert all(not entry.in_memory().any() for entry in encoder.groups["g"].values())
 
 
 class Color(enum.IntEnum):

@@ -18,13 +18,17 @@ class Counter:
         self.lr = lr
         self.w = np.array([float(worker_id if start is None else start)])
         self.shard = None
-        self.epochs = []
+        self.epochs, self.lrs = [], []
+
+    def set_lr(self, lr):
+        self.lr = lr
 
     def load_data_shard(self, shard_id, num_shards, batch_size=None, dataset=None):
         self.shard = (shard_id, num_shards, batch_size, dataset)
 
     def train_epoch(self, epoch):
         self.epochs.append(epoch)
+        self.lrs.append(self.lr)
         self.w = self.w + self.worker_id + 1
         return {"loss": 1.0 / (epoch + 1) + self.worker_id, "accuracy": self.worker_id / 10}
 
@@ -35,7 +39,13 @@ class Counter:
         self.w = np.array(weights[0])
 
     def seen(self):
-        return {"shard": self.shard, "epochs": self.epochs, "lr": self.lr, "pid": os.getpid()}
+        return {
+            "shard": self.shard,
+            "epochs": self.epochs,
+            "lr": self.lr,
+            "lrs": self.lrs,
+            "pid": os.getpid(),
+        }
 
 
 @miniray.remote

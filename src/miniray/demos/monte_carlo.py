@@ -8,6 +8,7 @@ with ``wait``. The result depends on the seed only, not on the engine or on who 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import platform
 import time
@@ -15,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import miniray
-from miniray.demos import chart, rundir
-from miniray.demos.progress import Progress
+from miniray.demos import chart
+from miniray.train import files
+from miniray.train.progress import Steps
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -130,7 +132,7 @@ def _play(players: list[Any], config: Config) -> None:
     """Keep one batch in flight at every player until each has drawn all of its batches."""
     remaining = [config.batches - 1] * len(players)
     running = {p.play.remote(config.batch_size): i for i, p in enumerate(players)}
-    with Progress(config.actors * config.batches, "darts", "batches") as progress:
+    with Steps(config.actors * config.batches, "darts", "batches") as progress:
         while running:
             ready, _ = miniray.wait(list(running))
             estimate, error = miniray.get(ready[0])
@@ -170,7 +172,8 @@ def table(result: Result) -> Table:
 
 def write_report(folder: Path, result: Result) -> Path:
     """Write ``run.json`` and ``report.html`` into ``folder``; returns the report's path."""
-    rundir.write_json(folder / "run.json", as_dict(result))
+    facts = json.dumps(as_dict(result), indent=2, ensure_ascii=False)
+    files.replace_text(folder / "run.json", facts + "\n")
     page = chart.page(
         title="π by parallel Monte-Carlo",
         headline=headline(result),
@@ -189,7 +192,7 @@ def write_report(folder: Path, result: Result) -> Path:
             "Python": platform.python_version(),
         },
     )
-    return rundir.write_text(folder / "report.html", page)
+    return files.replace_text(folder / "report.html", page)
 
 
 def as_dict(result: Result) -> dict[str, Any]:

@@ -1,33 +1,38 @@
 """``BaseTrainer``: lifecycle, workers, epoch loop, hooks. The loop is written once, here.
 
 What a run leaves behind is in its run directory (``rundir``), whatever ended it. If anything
-raises, the workers are ended, and so is the engine if the trainer started it; the error goes to the
-caller.
+raises, everything the trainer started is ended (``lifecycle``) and the error goes to the caller.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import miniray
-from miniray.core import seeding, session
+from miniray.core import session, startup
 from miniray.core.remote import ActorClass
+from miniray.doctor import actors
 from miniray.train import resume as resuming
 from miniray.train.callbacks import Callback
-from miniray.train.checkpoint import CheckpointStore, save_model
 from miniray.train.evaluate import evaluate_on
+from miniray.train.lifecycle import Lifecycle
+from miniray.train.modelfile import save_model
 from miniray.train.progress import Progress
 from miniray.train.results import TrainResult, aggregate
 from miniray.train.rundir import RunDirectory
 from miniray.train.workers import WorkerGroup, accepted
 
+#: What the first optimizer of every worker would load: a second, and memory of its own. If the
+#: driver has the one, the local engine loads the other once for all workers.
+_LOADED_LATE = {"torch": "torch._dynamo"}
 
-class BaseTrainer:
+
+class BaseTrainer(Lifecycle):
     """Runs ``train_epoch`` on several workers, epoch after epoch. Subclasses say how to make one.
 
     Constructing a trainer starts nothing; ``train`` does. It may be called again and goes on from
@@ -35,7 +40,8 @@ class BaseTrainer:
 
     Args:
         num_workers: how many.
-        worker: a worker class, instead of a subclass with ``create_worker``.
+        worker: a worker class, instead of a subclass with ``create_worker``; decorated with
+            ``@miniray.remote`` or not.
         name, run_dir: the run's name and where its directory is (default ``runs/<name>``).
         seed: worker i begins with ``random``, numpy and torch seeded by ``seed + i``.
         max_failures: how many workers that died or hung are replaced in the run.
@@ -73,37 +79,32 @@ class BaseTrainer:
     ) -> None:
         if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
             raise ValueError(f"num_workers must be an int >= 1, not {num_workers!r}")
+        if inspect.isclass(worker):
+            worker = miniray.remote(worker)
         if worker is not None and not isinstance(worker, ActorClass):
-            raise TypeError(
-                f"worker must be a class decorated with @miniray.remote, not {worker!r}"
-            )
+            raise TypeError(f"worker must be a class, not {worker!r}")
         if resources_per_worker and worker is None:
             raise ValueError(
                 "resources_per_worker goes with worker=; in create_worker() use "
                 "MyWorker.options(num_cpus=..., num_gpus=...).remote(...)"
             )
+        super().__init__(name, run_dir, backend, keep_last, keep_best)
         self.num_workers = num_workers
         self.history: list[dict[str, Any]] = []
         self.epoch = 0  # epochs done so far
+        self._end = 0  # the epoch this train() goes up to
         self.should_stop = False
         self.stop_reason = ""
         self.result: TrainResult | None = None
-        self.run: RunDirectory | None = None
         self.callbacks = list(callbacks)
         self._worker_class = worker
         self._resources = dict(resources_per_worker or {})
-        self._name, self._run_dir = name, run_dir
         self._seed = seed
         self._resume = resume
         self._progress = progress
-        self._backend = backend
         self._eval_interval = eval_interval
         self._max_failures, self._worker_timeout = max_failures, worker_timeout
-        self._keep_last, self._keep_best = keep_last, keep_best
-        self._group: WorkerGroup | None = None
         self._kwargs: dict[str, Any] = {}
-        self._owned_session: session.Session | None = None
-        self.checkpoints: CheckpointStore | None = None
         self._loaded: dict[str, Any] | None = None  # a checkpoint to apply when workers are there
 
     # -- what users override ----------------------------------------------------------------------
@@ -158,13 +159,14 @@ class BaseTrainer:
         """
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
             raise ValueError(f"epochs must be an int >= 0, not {epochs!r}")
-        self._kwargs = kwargs
         self.should_stop, self.stop_reason = False, ""
+        self._kwargs = kwargs
         began = time.monotonic()
         try:
             wanted = self._resume if resume is None else resume
             self._resume = False
             self._start(wanted)
+            self._end = self.epoch + epochs
             self._emit("on_train_start")
             self._loop(epochs)
             result = self.result = self._make_result(time.monotonic() - began)
@@ -250,12 +252,7 @@ class BaseTrainer:
 
     def _start(self, resume: bool | str | Path) -> None:
         """Engine, run directory, workers: whatever is not there yet."""
-        if not miniray.is_initialized():
-            self._owned_session = miniray.init(backend=self._backend)
-        elif self._backend not in (None, session.engine().name):
-            raise RuntimeError(
-                f"backend={self._backend!r}, but miniray is running on {session.engine().name!r}"
-            )
+        self._start_engine()
         if resume:
             kind = type(self).__name__
             self.load_checkpoint(resuming.find(resume, self._run_dir, self._name, kind))
@@ -267,7 +264,7 @@ class BaseTrainer:
             self._group = WorkerGroup(
                 self.num_workers,
                 self._create,
-                self._set_up_worker,
+                self._set_up_replacement,
                 required,
                 self._max_failures,
                 self._worker_timeout,
@@ -281,7 +278,13 @@ class BaseTrainer:
 
     def _create(self, worker_id: int) -> Any:
         seed = None if self._seed is None else self._seed + worker_id
-        with seeding.seeded(seed):
+        modules = [late for early, late in _LOADED_LATE.items() if early in sys.modules]
+        env = {startup.PRELOAD: " ".join(modules)} if modules else {}
+        if session.engine().capabilities.processes:  # else there is one process for all workers
+            assert self.run is not None
+            env[startup.SET_UP] = f"{actors.__name__}:{actors.set_up.__name__}"
+            env.update(actors.environment(self.run.path, worker_id, self.num_workers))
+        with startup.actors_with(seed, env):
             return self.create_worker(worker_id, **self._taken(self.create_worker))
 
     def _set_up_all(self) -> None:
@@ -290,31 +293,16 @@ class BaseTrainer:
     def _set_up_worker(self, worker_id: int) -> None:
         """Bring one worker, a replacement, to where its predecessor was."""
 
-    def _on_worker_event(self, event: dict[str, Any]) -> None:
-        assert self.run is not None
-        self.run.append_event(event)
+    def _set_up_replacement(self, worker_id: int) -> None:
+        self._set_up_worker(worker_id)
+        for callback in self.callbacks:
+            callback.on_worker_replaced(self, worker_id)
 
-    # -- run directory, checkpoints ---------------------------------------------------------------
-
-    def _open_run(self) -> None:
-        if self.run is None:
-            self.run = RunDirectory.open(self._run_dir, self._name, type(self).__name__)
-        if self.checkpoints is None:
-            self.checkpoints = self._store(self.run.checkpoints)
-        self.run.write_run(self._describe())
-
-    def _store(self, directory: Path) -> CheckpointStore:
-        return CheckpointStore(
-            directory,
-            keep_last=self._keep_last,
-            keep_best=self._keep_best,
-            on_event=self._on_worker_event,
-        )
+    # -- checkpoints, the model -------------------------------------------------------------------
 
     def _describe(self) -> dict[str, Any]:
         return {
-            "trainer": type(self).__name__,
-            "backend": session.engine().name,
+            **super()._describe(),
             "num_workers": self.num_workers,
             "seed": self._seed,
             "kwargs": {key: repr(value) for key, value in self._kwargs.items()},
@@ -370,34 +358,3 @@ class BaseTrainer:
         if self._group is None:
             raise RuntimeError("there are no workers before train()")
         return evaluate_on(self._group, data, kwargs)
-
-    # -- the end ----------------------------------------------------------------------------------
-
-    def _abort(self, error: BaseException) -> None:
-        if self.run is not None:
-            state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            self.run.finish(state, error=error)
-        self.shutdown()
-
-    def shutdown(self) -> None:
-        """End the workers, and the engine if ``train`` started it. Safe to call twice."""
-        group, self._group = self._group, None
-        if self.checkpoints is not None:
-            self.checkpoints.close()
-        if self._owned_session is not None:
-            owned, self._owned_session = self._owned_session, None
-            if session.is_initialized() and session.engine() is owned.engine:
-                miniray.shutdown()
-        elif group is not None and miniray.is_initialized():
-            group.stop()
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.shutdown()

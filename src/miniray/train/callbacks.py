@@ -1,4 +1,4 @@
-"""Small classes over the four hooks that trainers call; write your own the same way.
+"""Small classes over the hooks that trainers call; write your own the same way.
 
 An exception in a callback ends the run, like one in a trainer's own hook. Callbacks are called in
 the order given, after the trainer's own hook. All of them run on the driver.
@@ -37,6 +37,12 @@ class Callback:
 
     def on_epoch_end(self, trainer: Any, epoch: int, result: dict[str, Any], **kwargs: Any) -> None:
         """After each epoch, with its result."""
+
+    def on_worker_replaced(self, trainer: Any, worker_id: int) -> None:
+        """A worker was lost; the one in its place has its shard and weights and does nothing yet.
+
+        Comes at any time, in the middle of an epoch too.
+        """
 
     def on_train_end(self, trainer: Any, history: Any, **kwargs: Any) -> None:
         """After the last epoch, with the result of the run. Not called where the run failed."""
@@ -207,7 +213,8 @@ class TensorBoard(Callback):
                 "pip install torch tensorboard"
             ) from None
         directory = self._directory or Path(trainer.run.path) / "tensorboard"
-        self._writer = SummaryWriter(str(directory))
+        # What a run that is taken up again wrote of epochs that are now to be done is not shown.
+        self._writer = SummaryWriter(str(directory), purge_step=trainer.epoch)
 
     def on_epoch_end(self, trainer: Any, epoch: int, result: dict[str, Any], **kwargs: Any) -> None:
         for key, value in result.items():
@@ -224,7 +231,7 @@ class LRSchedule(Callback):
     """Calls ``set_lr(schedule(epoch))`` on every worker before each epoch.
 
     Workers without ``set_lr`` are refused at the start of training with ``TypeError``. ``lr`` is
-    the current value.
+    the current value; a worker that replaces another begins with it.
     """
 
     def __init__(self, schedule: Callable[[int], float]) -> None:
@@ -247,6 +254,10 @@ class LRSchedule(Callback):
             raise ValueError(f"schedule({epoch}) must give a number >= 0")
         self.lr = value
         miniray.get([worker.set_lr.remote(value) for worker in trainer.workers])
+
+    def on_worker_replaced(self, trainer: Any, worker_id: int) -> None:
+        if self.lr is not None:
+            miniray.get(trainer.workers[worker_id].set_lr.remote(self.lr))
 
 
 def _direction(monitor: str, mode: str) -> str:

@@ -5,23 +5,23 @@ Which ones to write, keep and read is the business of ``checkpoint``.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from miniray.train import files, records, tensorfile
 from miniray.train.structure import Encoder, decode
 
-T = TypeVar("T")
-
 FORMAT = "miniray-checkpoint-1"
+_PIECE = 1 << 20  # bytes read at a time
 
 #: Temporary directories that this process is writing now.
 _writing: set[Path] = set()
@@ -44,7 +44,7 @@ class CheckpointInfo:
     def problem(self) -> str | None:
         """What is wrong with its files; None where every byte is as written."""
         try:
-            _read_files(self)
+            _check_files(self)
         except (OSError, ValueError) as error:
             return str(error)
         return None
@@ -92,13 +92,14 @@ def write_checkpoint(path: Path, contents: Contents) -> None:
     _writing.add(partial)
     try:
         partial.mkdir()
-        sums: dict[str, dict[str, Any]] = {}
         for group, entries in contents.groups.items():
-            name = f"{group}.safetensors"
-            sums[name] = _write_file(partial / name, tensorfile.write, entries)
-        sums["state.json"] = _write_file(partial / "state.json", _write_bytes, contents.body)
-        manifest = _manifest(contents, sums)
-        _write_file(partial / "manifest.json", _write_bytes, manifest)
+            tensorfile.write(partial / f"{group}.safetensors", entries, None)
+        (partial / "state.json").write_bytes(contents.body)
+        names = [*(f"{group}.safetensors" for group in contents.groups), "state.json"]
+        sums = {name: _measured(partial / name) for name in names}
+        (partial / "manifest.json").write_bytes(_manifest(contents, sums))
+        for name in (*names, "manifest.json"):
+            files.flush(partial / name)
         files.sync_directory(partial)
         os.rename(partial, path)
     except BaseException:
@@ -109,19 +110,16 @@ def write_checkpoint(path: Path, contents: Contents) -> None:
     files.sync_directory(path.parent)
 
 
-def _write_bytes(file: tensorfile.HashingFile, data: bytes) -> None:
-    file.write(data)
-
-
-def _write_file(
-    path: Path, write: Callable[[tensorfile.HashingFile, T], None], what: T
-) -> dict[str, Any]:
-    """Call ``write(file, what)`` and flush to the disk itself; returns size and checksum."""
-    with open(path, "xb", buffering=0) as raw:
-        file = tensorfile.HashingFile(raw)
-        write(file, what)
-        os.fsync(raw.fileno())
-    return {"bytes": file.nbytes, "blake2b": file.hexdigest()}
+def _measured(path: Path) -> dict[str, Any]:
+    """Size and checksum (BLAKE2b) of a file, read in pieces."""
+    checksum = hashlib.blake2b(digest_size=32)
+    size = 0
+    piece = memoryview(bytearray(_PIECE))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            checksum.update(piece[:count])
+            size += count
+    return {"bytes": size, "blake2b": checksum.hexdigest()}
 
 
 def _manifest(contents: Contents, sums: Mapping[str, Any]) -> bytes:
@@ -231,28 +229,22 @@ def read_checkpoint(checkpoint: CheckpointInfo, *, allow_pickle: bool) -> dict[s
     Raises ``OSError``, ``ValueError`` or ``KeyError`` naming the file that is not as written, and
     ``CheckpointError`` for a pickled part without ``allow_pickle``.
     """
-    text, groups = _read_files(checkpoint)
-    body = json.loads(text)
-    keys = decode(body["keys"], groups)
-    return dict(zip(keys, decode(body["values"], groups, allow_pickle=allow_pickle), strict=True))
+    _check_files(checkpoint)
+    body = json.loads((checkpoint.path / "state.json").read_bytes())
+    with contextlib.ExitStack() as stack:
+        groups = {
+            name.removesuffix(".safetensors"): stack.enter_context(
+                tensorfile.TensorFile(checkpoint.path / name)
+            )
+            for name in checkpoint.files
+            if name.endswith(".safetensors")
+        }
+        keys = decode(body["keys"], groups)
+        values = decode(body["values"], groups, allow_pickle=allow_pickle)
+    return dict(zip(keys, values, strict=True))
 
 
-def _read_files(
-    checkpoint: CheckpointInfo,
-) -> tuple[bytes, dict[str, dict[str, tensorfile.Stored]]]:
-    text = b""
-    groups: dict[str, dict[str, tensorfile.Stored]] = {}
+def _check_files(checkpoint: CheckpointInfo) -> None:
     for name, expected in checkpoint.files.items():
-        with open(checkpoint.path / name, "rb", buffering=0) as raw:
-            file = tensorfile.HashingFile(raw)
-            size = tensorfile.file_size(raw)
-            try:
-                if name.endswith(".safetensors"):
-                    groups[name.removesuffix(".safetensors")] = tensorfile.read(file, size)[0]
-                else:
-                    text = file.read(size)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
-        if (file.nbytes, file.hexdigest()) != (expected["bytes"], expected["blake2b"]):
+        if _measured(checkpoint.path / name) != dict(expected):
             raise ValueError(f"{name} does not match its checksum")
-    return text, groups

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import miniray
-from miniray.errors import ActorDiedError, GetTimeoutError, SyncError
+from miniray.core.remote import adapting
+from miniray.errors import MinirayError
 from miniray.ps import check_strategy, create_parameter_server
+from miniray.train import resume as resuming
+from miniray.train.asynchronous import AsyncEpochs
 from miniray.train.base import BaseTrainer
+from miniray.train.dealing import Dealer, Shardable, dealt_spec
 from miniray.train.results import aggregate
-from miniray.train.workers import REQUIRED_METHODS, accepted, method_spec
+from miniray.train.syncing import sync
+from miniray.train.workers import REQUIRED_METHODS
 
 #: Options of the parameter server besides its strategy's.
-_SERVER_OPTIONS = ("num_servers", "compression", "on_nonfinite")
+_SERVER_OPTIONS = ("num_servers", "compression", "on_nonfinite", "staleness_power")
+_MODES = ("sync", "async")
 
 
 class DataParallelTrainer(BaseTrainer):
@@ -25,9 +32,17 @@ class DataParallelTrainer(BaseTrainer):
         sync_interval: combine the weights every so many epochs.
         sync_strategy: how; see ``miniray.ps``. Further arguments of the strategy (``momentum=0.9``)
             are given by keyword here, and so are all options of ``BaseTrainer`` and
-            ``num_servers``, ``compression`` and ``on_nonfinite`` of the parameter server.
+            ``num_servers``, ``compression``, ``on_nonfinite`` and ``staleness_power`` of the
+            parameter server.
         initial_sync: begin with worker 0's weights on every worker. Averaging networks that began
             differently is useless.
+        mode: ``"async"``: no worker waits for the others at the end of an epoch; see
+            ``miniray.train.asynchronous``.
+        staleness: with ``mode="async"``, how many syncs a worker may be ahead of the slowest;
+            without limit by default.
+        data: a dataset or loader of ``miniray.data``. Every worker's ``load_data_shard`` gets its
+            shard as ``data``; where the workers are in it is part of checkpoints, and a run taken
+            up on another number of workers goes on with the rows that are left.
 
     What is reported as synced was synced: the trainer waits for it, and an error ends the run.
     """
@@ -41,14 +56,23 @@ class DataParallelTrainer(BaseTrainer):
         sync_strategy: str = "average",
         *,
         initial_sync: bool = True,
+        mode: str = "sync",
+        staleness: int | None = None,
+        data: Shardable | None = None,
         **kwargs: Any,
     ) -> None:
-        if (
-            isinstance(sync_interval, bool)
-            or not isinstance(sync_interval, int)
-            or sync_interval < 1
-        ):
-            raise ValueError(f"sync_interval must be an int >= 1, not {sync_interval!r}")
+        _whole("sync_interval", sync_interval, 1)
+        if mode not in _MODES:
+            raise ValueError(f'mode must be "sync" or "async", not {mode!r}')
+        if staleness is not None:
+            _whole("staleness", staleness, 0)
+            if mode != "async":
+                raise ValueError('staleness needs mode="async"')
+        if data is not None and mode == "async":
+            raise ValueError(
+                'data= needs mode="sync": workers that do not wait for each other are in different '
+                "epochs, and no state of the data is right for all; shard it in load_data_shard"
+            )
         names = inspect.signature(BaseTrainer.__init__).parameters
         super().__init__(num_workers, **{k: v for k, v in kwargs.items() if k in names})
         rest = {k: v for k, v in kwargs.items() if k not in names}
@@ -57,12 +81,18 @@ class DataParallelTrainer(BaseTrainer):
         check_strategy(sync_strategy, rest)
         self.sync_interval = sync_interval
         self.sync_strategy = sync_strategy
+        self.mode = mode
+        self.staleness = staleness
         self.param_server: Any = None
         self._initial_sync = initial_sync
         self._worker_weights: dict[int, float] = {}
-        self._syncs_seen = 0
         self._in_sync = False
+        self._syncs_seen = 0
+        self._failures_seen = 0  # failed syncs that were made good
+        self._made_good = False
         self._last_stats: dict[str, Any] = {}
+        self._async: AsyncEpochs | None = None
+        self._dealer = None if data is None else Dealer(data)
 
     # -- what users call --------------------------------------------------------------------------
 
@@ -91,26 +121,22 @@ class DataParallelTrainer(BaseTrainer):
     def sync_parameters(self, epoch: int | None = None) -> dict[str, Any]:
         """Combine the workers' weights now and wait for it; returns the sync's figures.
 
-        A worker that died or hangs is replaced within ``max_failures`` and the sync repeated.
+        A worker that died or hangs is replaced within ``max_failures``, and all workers end with
+        the same weights, those of the server; ``miniray.train.syncing`` says which.
         """
         assert self._group is not None
-        while True:
-            ref = self.param_server.sync_from_workers.remote(self.workers)
-            try:
-                stats: dict[str, Any] = miniray.get(ref, timeout=self._worker_timeout)
-            except (ActorDiedError, GetTimeoutError, SyncError):
-                before = self._group.failures
-                # Finds out who it is, replaces it or raises what the user should see.
-                self._group.call("get_weights", lambda _: (), {}, epoch)
-                if self._group.failures == before:
-                    raise  # all workers are well: it is an error of their code, or the server's end
-            else:
-                return stats
+        figures, made_good = sync(self._group, self.param_server, self._worker_timeout, epoch)
+        if made_good:
+            self._made_good = True
+            self._failures_seen = self.get_sync_stats()["failed_syncs"]
+        return figures
 
     # -- an epoch ---------------------------------------------------------------------------------
 
     def train_epoch(self, epoch: int, **kwargs: Any) -> dict[str, Any]:
         """Train an epoch on every worker, aggregate the results, sync when it is time to."""
+        if self._async is not None:
+            return aggregate(self._async.finish(epoch, self._end, kwargs))
         result = aggregate(self.call_workers("train_epoch", epoch, epoch=epoch, **kwargs))
         if (epoch + 1) % self.sync_interval == 0:
             self.sync_parameters(epoch)
@@ -120,25 +146,43 @@ class DataParallelTrainer(BaseTrainer):
         # Also for an overridden train_epoch that started a sync and did not wait for it: the server
         # answers in order, so after this answer every sync is over, and its error is known.
         stats = self.get_sync_stats()
-        self._in_sync = stats["num_syncs"] > self._syncs_seen
-        self._syncs_seen = stats["num_syncs"]
-        if stats["last_error"]:
-            raise miniray.errors.MinirayError(
-                f"sync in epoch {epoch} failed: {stats['last_error']}"
-            )
-        result["synced"] = self._in_sync
+        self._in_sync = stats["num_syncs"] > self._syncs_seen or self._made_good
+        self._syncs_seen, self._made_good = stats["num_syncs"], False
+        if stats["last_error"] and stats["failed_syncs"] > self._failures_seen:
+            raise MinirayError(f"sync in epoch {epoch} failed: {stats['last_error']}")
+        if self._async is not None:
+            result["synced"] = (epoch + 1) % self.sync_interval == 0
+        else:
+            result["synced"] = self._in_sync
+        if self._dealer is not None:
+            assert self._group is not None
+            self._dealer.note(self._group)
         super()._after_epoch(epoch, result)
+
+    def _loop(self, epochs: int) -> None:
+        super()._loop(epochs)
+        if self._async is not None:
+            self._async.settle()  # after an early stop some may be in an epoch ahead
 
     # -- workers ----------------------------------------------------------------------------------
 
+    def _create(self, worker_id: int) -> Any:
+        with contextlib.nullcontext() if self._dealer is None else adapting(dealt_spec):
+            return super()._create(worker_id)
+
     def _set_up_all(self) -> None:
+        options = dict(self._server_options)
+        if self.mode == "async":
+            options.update(mode="async", num_workers=self.num_workers)
         self.param_server = create_parameter_server(
-            self.sync_strategy, **self._server_options, **self._strategy_options
+            self.sync_strategy, **options, **self._strategy_options
         )
         for worker_id, weight in self._worker_weights.items():
             miniray.get(self.param_server.set_worker_weight.remote(worker_id, weight))
         assert self._group is not None
-        if self._group.has("load_data_shard"):
+        if self._dealer is not None:
+            self._dealer.deal(self._group, self._kwargs)
+        elif self._group.has("load_data_shard"):
             count = self.num_workers
             self._group.call("load_data_shard", lambda i: (i, count), self._kwargs)
         first = self.workers[0].get_weights.remote()
@@ -150,32 +194,78 @@ class DataParallelTrainer(BaseTrainer):
             ]
         )
         self._in_sync = self._initial_sync
+        if self.mode == "async":
+            self._async = AsyncEpochs(
+                self._group, self.param_server, self.sync_interval, self.staleness, self.epoch
+            )
 
     def _set_up_worker(self, worker_id: int) -> None:
         """A replacement gets its predecessor's shard and the latest combined weights."""
-        worker = self.workers[worker_id]
-        spec = method_spec(worker, "load_data_shard")
-        if spec is not None:
-            taken = accepted(spec.signature, self._kwargs)
-            miniray.get(worker.load_data_shard.remote(worker_id, self.num_workers, **taken))
-        miniray.get(worker.set_weights.remote(self.param_server.get_weights.remote()))
+        assert self._group is not None
+        if self._dealer is not None:
+            worker = self.workers[worker_id]
+            self._dealer.deal_one(worker, worker_id, self.num_workers, self._kwargs)
+        elif self._group.has("load_data_shard"):
+            miniray.get(
+                self._group.submit(
+                    worker_id, "load_data_shard", worker_id, self.num_workers, **self._kwargs
+                )
+            )
+        weights = self.param_server.get_weights.remote()
+        miniray.get(self.workers[worker_id].set_weights.remote(weights))
 
-    # -- checkpoints ------------------------------------------------------------------------------
+    # -- the model, checkpoints -------------------------------------------------------------------
+
+    def model_weights(self) -> Any:
+        """The trained weights: worker 0's, or with ``mode="async"`` those of the server."""
+        if self._async is None:
+            return super().model_weights()
+        return miniray.get(self.param_server.get_weights.remote())
+
+    def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
+        """Evaluate on all workers, every sample exactly once; see ``miniray.train.evaluate``.
+
+        With ``mode="async"`` it is the server's weights that are evaluated: the workers get them
+        for as long as it takes and then have their own again.
+        """
+        if self._async is None:
+            return super().evaluate(data, **kwargs)
+        with self._async.at_rest_with(self.param_server.get_weights.remote()):
+            return super().evaluate(data, **kwargs)
 
     def _workers_in_sync(self) -> bool:
-        return self._in_sync
+        return self._in_sync and self._async is None
 
     def _extra_state(self) -> dict[str, Any]:
+        positions = self._async.settle() if self._async is not None else None
         return {
             "strategy": self.sync_strategy,
             "server": miniray.get(self.param_server.get_state.remote()),
             "worker_weights": {str(k): v for k, v in self._worker_weights.items()},
+            "async": positions,
+            "data": None if self._dealer is None else self._dealer.state(),
         }
 
     def _load_extra_state(self, state: Mapping[str, Any]) -> None:
-        if state.get("strategy") == self.sync_strategy:
+        before = state.get("strategy")
+        if before == self.sync_strategy:
             miniray.get(self.param_server.set_state.remote(state["server"]))
-            self._syncs_seen = self.get_sync_stats()["num_syncs"]
+        else:
+            was = f"was made with sync_strategy={before!r}" if before else "has no sync strategy"
+            resuming.tell(
+                self,
+                "resumed_with_other_strategy",
+                f"the checkpoint {was}; this run goes on with {self.sync_strategy!r}, which begins "
+                "without what the one before remembered",
+            )
+            weights = self.workers[0].get_weights.remote()
+            miniray.get(self.param_server.set_weights.remote(weights))
+        self._syncs_seen = self.get_sync_stats()["num_syncs"]
+        if self._async is not None:
+            self._async.restore(self.epoch, state.get("async"))
+        if self._dealer is not None and state.get("data") is not None:
+            assert self._group is not None
+            self._dealer.load(self._group, state["data"])
 
     def _sync_stats(self) -> dict[str, Any]:
         return self.get_sync_stats()
@@ -186,10 +276,17 @@ class DataParallelTrainer(BaseTrainer):
             "sync_interval": self.sync_interval,
             "sync_strategy": self.sync_strategy,
             "strategy_options": {k: repr(v) for k, v in self._strategy_options.items()},
+            "mode": self.mode,
         }
 
     def shutdown(self) -> None:
         server, self.param_server = self.param_server, None
+        self._async = None
         if server is not None and self._owned_session is None and miniray.is_initialized():
             miniray.kill(server)
         super().shutdown()
+
+
+def _whole(name: str, value: Any, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(f"{name} must be an int >= {low}, not {value!r}")

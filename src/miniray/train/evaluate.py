@@ -85,20 +85,22 @@ def evaluate_on(group: WorkerGroup, data: Any, kwargs: Mapping[str, Any]) -> dic
 def combine(results: Sequence[tuple[int, int | None, Any]]) -> dict[str, Any]:
     """One result of (worker id, length of its shard if known, what it returned)."""
     totals: dict[str, list[tuple[float, float]]] = {}
+    told = 0
     for worker_id, samples, scores in results:
         if not isinstance(scores, Mapping):
             raise TypeError(f"worker {worker_id}: evaluate() must return a dict, not {scores!r}")
         weight = scores.get("num_samples", samples)
+        if weight == 0 and len(scores) <= ("num_samples" in scores):
+            continue  # it had no samples, and says nothing else
+        told += 1
         for key, value in scores.items():
             if key == "num_samples":
                 continue
             totals.setdefault(key, []).append(_sum_and_count(worker_id, key, value, weight))
     combined: dict[str, Any] = {}
     for key, pairs in totals.items():
-        if len(pairs) != len(results):
-            raise ValueError(
-                f"evaluate(): only {len(pairs)} of {len(results)} workers gave {key!r}"
-            )
+        if len(pairs) != told:
+            raise ValueError(f"evaluate(): only {len(pairs)} of {told} workers gave {key!r}")
         number = math.fsum(c for _, c in pairs)
         combined[key] = math.fsum(s for s, _ in pairs) / number if number else math.nan
     known = [scores.get("num_samples", samples) for _, samples, scores in results]

@@ -5,36 +5,40 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, TypeVar
-
-T = TypeVar("T")
 
 
-def replace_file(path: Path, write: Callable[[BinaryIO], T]) -> T:
-    """Give ``path`` the content that ``write(file)`` writes; returns what ``write`` returns.
+def replace_path(path: Path, write: Callable[[Path], object]) -> None:
+    """Give ``path`` the content of the file that ``write(where)`` makes.
 
     If anything raises, or the machine stops, ``path`` is as it was: a reader sees the old content
     or all of the new one. A killed process may leave ``.<name>.<pid>.partial`` behind, which
     nobody reads.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)
     try:
-        with open(partial, "wb") as file:
-            result = write(file)
-            file.flush()
-            os.fsync(file.fileno())
+        write(partial)
+        flush(partial)
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
-    return result
 
 
 def replace_text(path: Path, text: str) -> Path:
-    """``replace_file`` with a text, as UTF-8."""
-    replace_file(path, lambda file: file.write(text.encode()))
+    """``replace_path`` with a text, as UTF-8."""
+    replace_path(path, lambda aside: aside.write_text(text, "utf-8"))
     return path
+
+
+def flush(path: Path) -> None:
+    """Have the file's content on the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_directory(path: Path) -> None:

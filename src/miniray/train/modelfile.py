@@ -9,7 +9,7 @@ from typing import Any
 
 from miniray.errors import CheckpointError
 from miniray.train import files, tensorfile
-from miniray.train.structure import PICKLES, Encoder, decode
+from miniray.train.structure import Encoder, decode
 
 _STRUCTURE = "miniray"
 
@@ -31,9 +31,7 @@ def save_model(path: str | os.PathLike[str], weights: Any) -> Path:
         metadata["format"] = kinds.pop()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace_file(
-            path, lambda file: tensorfile.write(tensorfile.HashingFile(file), entries, metadata)
-        )
+        files.replace_path(path, lambda aside: tensorfile.write(aside, entries, metadata))
     except OSError as error:
         size = sum(entry.nbytes for entry in entries.values())
         raise CheckpointError(
@@ -51,15 +49,15 @@ def load_model(path: str | os.PathLike[str]) -> Any:
     """
     path = Path(path)
     try:
-        with open(path, "rb") as file:
-            size = tensorfile.file_size(file)
-            arrays, metadata = tensorfile.read(tensorfile.HashingFile(file), size)
-        if _STRUCTURE in metadata:
-            skeleton = json.loads(metadata[_STRUCTURE])
-            return decode(skeleton, {"model": arrays, PICKLES: {}})
-        torch_only = any(tensorfile.DTYPES[a.code][1] is None for a in arrays.values())
-        if torch_only or metadata.get("format") == "pt":
-            return {name: array.torch() for name, array in arrays.items()}
-        return {name: array.numpy() for name, array in arrays.items()}
+        with tensorfile.TensorFile(path) as file:
+            if _STRUCTURE in file.metadata:
+                return decode(json.loads(file.metadata[_STRUCTURE]), {"model": file})
+            if file.metadata.get("format") == "pt" or file.needs_torch:
+                return {name: file.torch(name) for name in file.names}
+            return {name: file.numpy(name) for name in file.names}
+    except ImportError as error:
+        raise CheckpointError(
+            f"model file {path} has tensors of torch, which is not installed: pip install torch"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"model file {path} cannot be read: {error}") from error

@@ -1,4 +1,4 @@
-"""Progress over epochs, on the driver: a tqdm bar on a terminal, plain lines elsewhere.
+"""Progress on the driver: a tqdm bar on a terminal, plain lines elsewhere.
 
 Workers never print it: they do not know of it.
 """
@@ -11,56 +11,64 @@ import threading
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from miniray.train.records import number
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _HIDDEN = ("epoch", "seconds", "num_samples", "synced")
-_MOST_LINES = 100
 
 
-class Progress:
-    """Shows epochs ``start`` to ``start + epochs - 1`` as they get done.
+class Steps:
+    """Counts ``count`` steps of something as they get done.
 
-    On a terminal it is one bar with the current metrics and the time left. Elsewhere it is a line
-    an epoch, or about a hundred lines in all for long runs, so that a log file stays readable.
-    ``enabled=False``: nothing at all. Writes to stderr; a stream that was closed ends the progress
-    and not the run.
+    On a terminal it is one tqdm bar with a note and the time left. Elsewhere it is about ``lines``
+    lines in all, so that a log file stays readable. ``enabled=False``: nothing at all. Writes to
+    stderr; a stream that was closed ends the progress and not the run.
     """
 
     def __init__(
-        self, start: int, epochs: int, *, enabled: bool = True, stream: TextIO | None = None
+        self,
+        count: int,
+        label: str,
+        unit: str,
+        *,
+        start: int = 0,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+        lines: int = 10,
     ) -> None:
-        self._end = start + epochs
-        self._epochs = epochs
-        self._done = 0
+        self.count = count
+        self.done = 0
+        self.began = time.monotonic()
+        self._label, self._unit = label, unit
         self._stream = stream or sys.stderr
-        self._enabled = enabled and epochs > 0 and self._stream is not None
-        self._every = max(1, epochs // _MOST_LINES)
-        self._began = time.monotonic()
+        self._enabled = enabled and count > 0 and self._stream is not None
+        self._every = max(1, count // lines)
         self._bar: Any = None
         if self._enabled and self._stream.isatty():
             self._bar = _bar_class()(
-                total=self._end,
+                total=start + count,
                 initial=start,
-                desc="epochs",
-                unit=" epochs",
+                desc=label,
+                unit=f" {unit}",
                 file=self._stream,
                 **_size(self._stream),
             )
 
-    def update(self, epoch: int, metrics: Mapping[str, Any]) -> None:
-        """Say that ``epoch`` is done, with these results."""
-        self._done += 1
-        note = describe(metrics)
+    def advance(self, count: int = 1, note: str = "") -> None:
+        """Say that ``count`` more steps are done."""
+        before, self.done = self.done, self.done + count
         if self._bar is not None:
             self._bar.set_postfix_str(note, refresh=False)
-            self._bar.update(1)
-        elif self._done % self._every == 0 or self._done == self._epochs:
-            each = (time.monotonic() - self._began) / self._done
-            left = each * (self._epochs - self._done)
-            text = f"epoch {epoch + 1}/{self._end}  {note}".rstrip()
-            self._print(f"{text}  [{each:.3g} s/epoch, {_clock(left)} left]")
+            self._bar.update(count)
+        elif self.done // self._every > before // self._every or self.done == self.count:
+            self._print(self._line(note))
+
+    def _line(self, note: str) -> str:
+        return f"{self._label}: {self.done}/{self.count} {self._unit}  {note}".rstrip()
 
     def note(self, text: str) -> None:
         """A line of its own, above the bar: what a reader should know now."""
@@ -83,7 +91,7 @@ class Progress:
         if bar is not None:
             bar.close()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -93,6 +101,28 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class Progress(Steps):
+    """Shows epochs ``start`` to ``start + epochs - 1`` with their metrics and the time left."""
+
+    def __init__(
+        self, start: int, epochs: int, *, enabled: bool = True, stream: TextIO | None = None
+    ) -> None:
+        super().__init__(
+            epochs, "epochs", "epochs", start=start, enabled=enabled, stream=stream, lines=100
+        )
+        self._end = start + epochs
+
+    def update(self, epoch: int, metrics: Mapping[str, Any]) -> None:
+        """Say that ``epoch`` is done, with these results."""
+        self.advance(1, describe(metrics))
+
+    def _line(self, note: str) -> str:
+        each = (time.monotonic() - self.began) / self.done
+        left = each * (self.count - self.done)
+        text = f"epoch {self._end - self.count + self.done}/{self._end}  {note}".rstrip()
+        return f"{text}  [{each:.3g} s/epoch, {_clock(left)} left]"
 
 
 def describe(metrics: Mapping[str, Any]) -> str:

@@ -60,11 +60,9 @@ def apply(trainer: BaseTrainer, state: dict[str, Any]) -> None:
             text += ", the workers' weights are averaged"
         if states is not None:
             text += f", workers 0 to {kept - 1} take up their own state and the others start fresh"
-        warnings.warn(text, stacklevel=2)
-        trainer._on_worker_event({"event": "resumed_on_other_size", "message": text})
+        tell(trainer, "resumed_on_other_size", text)
     for callback, saved in zip(trainer.callbacks, state["callbacks"], strict=False):
         callback.set_state(saved)
-    trainer._load_extra_state(state["extra"])
     if weights is not None:
         count = len(workers)
         given = weights if len(weights) == count else [_mean(weights)] * count
@@ -72,6 +70,13 @@ def apply(trainer: BaseTrainer, state: dict[str, Any]) -> None:
     if states is not None:
         pairs = zip(workers, states, strict=False)
         miniray.get([w.set_state.remote(saved) for w, saved in pairs])
+    trainer._load_extra_state(state["extra"])
+
+
+def tell(trainer: BaseTrainer, event: str, text: str) -> None:
+    """Say that the run goes on otherwise than it was: a warning, and an event of the run."""
+    warnings.warn(text, stacklevel=3)
+    trainer._on_worker_event({"event": event, "message": text})
 
 
 def _mean(weights: list[Any]) -> Any:

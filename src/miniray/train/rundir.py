@@ -72,7 +72,9 @@ class RunDirectory:
             return cls._claim(Path(run_dir))
         if name is not None:
             if name in ("", ".", "..") or Path(name).name != name:
-                raise ValueError(f"{name!r} cannot name a run: it must be a plain folder name")
+                raise ValueError(
+                    f"{name!r} cannot be the name of a run: it must be a plain folder name"
+                )
             return cls._claim(Path(root) / name)
         clean = re.sub(r"[^\w.-]+", "_", prefix).lstrip(".-") or "run"
         base = f"{clean}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -222,7 +224,7 @@ class RunDirectory:
         for record in dropped:
             records.append_record(self.path / "metrics.discarded.jsonl", record)
         lines = b"".join(records.dump_line(record) for record in kept)
-        files.replace_file(self.metrics_file, lambda file: file.write(lines))
+        files.replace_path(self.metrics_file, lambda aside: aside.write_bytes(lines))
         self.append_event({"event": "metrics_truncated", "epoch": epoch, "lines": len(dropped)})
         return len(dropped)
 

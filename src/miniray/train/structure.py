@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from miniray.errors import CheckpointError
-from miniray.train.tensorfile import NUMPY_CODES, TORCH_CODES, Entry, Stored
+from miniray.train.tensorfile import NUMPY_TYPES, TORCH_TYPES, Entry, TensorFile
 
 #: Where pickled objects go, if they are allowed.
 PICKLES = "pickled-objects"
@@ -108,7 +108,7 @@ class Encoder:
         if len(value) <= _LONGEST_INLINE:
             return {tag: base64.b64encode(value).decode()}
         data = np.frombuffer(bytes(value), np.uint8)
-        return {tag: self._store(Entry("U8", data.shape, data), group, path)}
+        return {tag: self._store(Entry("uint8", data.shape, data), group, path)}
 
     def _array(self, value: Any, group: str, path: tuple[Any, ...]) -> list[Any]:
         where = (value.ctypes.data, value.dtype.str, value.shape, value.strides)
@@ -116,11 +116,11 @@ class Encoder:
         if key not in self._stored:
             self._alive.append(value)
             kept = np.array(value, order="C", subok=False) if self._copy else np.asarray(value)
-            code = NUMPY_CODES.get(value.dtype.name) if value.dtype.isnative else None
-            if code:
-                self._stored[key] = self._store(Entry(code, value.shape, kept), group, path)
+            name = value.dtype.name
+            if name in NUMPY_TYPES and value.dtype.isnative:
+                self._stored[key] = self._store(Entry(name, value.shape, kept), group, path)
             else:  # a type the format lacks: as bytes, with its numpy name
-                stored = self._store(Entry("U8", (value.nbytes,), kept), group, path)
+                stored = self._store(Entry("uint8", (value.nbytes,), kept), group, path)
                 self._stored[key] = [*stored, value.dtype.str, list(value.shape)]
         return self._stored[key]
 
@@ -136,11 +136,10 @@ class Encoder:
                 kept = kept.clone() if kept.device.type == "cpu" else kept.cpu()
             name = str(value.dtype).removeprefix("torch.")
             shape = tuple(value.shape)
-            if name in TORCH_CODES:
-                entry = Entry(TORCH_CODES[name], shape, kept)
-                self._stored[key] = self._store(entry, group, path)
+            if name in TORCH_TYPES:
+                self._stored[key] = self._store(Entry(name, shape, kept), group, path)
             else:
-                entry = Entry("U8", (value.numel() * value.element_size(),), kept)
+                entry = Entry("uint8", (value.nbytes,), kept)
                 self._stored[key] = [*self._store(entry, group, path), name, list(shape)]
         return self._stored[key]
 
@@ -156,7 +155,7 @@ class Encoder:
             data = np.frombuffer(pickle.dumps(value), np.uint8)
         except Exception as error:  # a user's __reduce__ may raise anything
             raise _refused(path, f"pickle cannot store it either: {error}", value) from error
-        return {"$pickle": self._store(Entry("U8", data.shape, data), PICKLES, path)}
+        return {"$pickle": self._store(Entry("uint8", data.shape, data), PICKLES, path)}
 
     def _store(self, entry: Entry, group: str, path: tuple[Any, ...]) -> list[Any]:
         """Put an array into its group, under a name that says where it was."""
@@ -170,9 +169,7 @@ class Encoder:
         return [group, name]
 
 
-def decode(
-    value: Any, groups: Mapping[str, Mapping[str, Stored]], *, allow_pickle: bool = False
-) -> Any:
+def decode(value: Any, groups: Mapping[str, TensorFile], *, allow_pickle: bool = False) -> Any:
     """The value that ``Encoder.encode`` was given. Raises ``CheckpointError`` for a pickled part
     without ``allow_pickle``, ``ValueError`` or ``KeyError`` where JSON and arrays do not fit."""
     made: dict[tuple[str, str, str], Any] = {}
@@ -181,7 +178,7 @@ def decode(
         group, name, *raw = ref
         key = (tag, group, name)
         if key not in made:
-            made[key] = _rebuild(tag, groups[group][name], raw)
+            made[key] = _rebuild(tag, groups[group], name, raw)
         return made[key]
 
     def special(tag: str, content: Any) -> Any:
@@ -191,7 +188,7 @@ def decode(
             plain = (
                 base64.b64decode(content)
                 if isinstance(content, str)
-                else groups[content[0]][content[1]].data.tobytes()
+                else groups[content[0]].numpy(content[1]).tobytes()
             )
             return plain if tag == "$bytes" else bytearray(plain)
         if tag == "$pickle":
@@ -200,7 +197,7 @@ def decode(
                     f"{content[1]} was stored with pickle, which can run any code when read; "
                     "if you trust where it comes from, pass allow_pickle=True"
                 )
-            return pickle.loads(groups[content[0]][content[1]].data.tobytes())
+            return pickle.loads(groups[content[0]].numpy(content[1]).tobytes())
         if tag in ("$dict", "$ordered"):
             pairs = [(back(k), back(v)) for k, v in content]
             return dict(pairs) if tag == "$dict" else OrderedDict(pairs)
@@ -220,20 +217,20 @@ def decode(
     return back(value)
 
 
-def _rebuild(tag: str, stored: Stored, raw: list[Any]) -> Any:
+def _rebuild(tag: str, file: TensorFile, name: str, raw: list[Any]) -> Any:
     if not raw:
-        return stored.numpy() if tag == "$array" else stored.torch()
-    name, shape = raw
+        return file.numpy(name) if tag == "$array" else file.torch(name)
+    kind, shape = raw
+    data = file.numpy(name)
     if tag == "$array":
-        dtype = np.dtype(name)
-        empty = not stored.data.size
-        return np.empty(shape, dtype) if empty else stored.data.view(dtype).reshape(shape)
+        dtype = np.dtype(kind)
+        return data.view(dtype).reshape(shape) if data.size else np.empty(shape, dtype)
     import torch
 
-    dtype = getattr(torch, name)
-    if not stored.data.size:
+    dtype = getattr(torch, kind)
+    if not data.size:
         return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(stored.data).view(dtype).reshape(shape)
+    return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
 def _scalar(content: list[str]) -> Any:

@@ -1,9 +1,9 @@
-"""The safetensors format: a JSON header, then the arrays' bytes one after another.
+"""Arrays by name in a safetensors file: the package's raw interface, for numpy and torch alike.
 
-Read and written here and not by the ``safetensors`` package because both ways go in one pass: what
-is written is checksummed as it is handed to the kernel, what is read is checksummed as it lands in
-its array, and tensors of a GPU come to the host one at a time. The package reads what is written
-here and the other way round; tests hold that. Reading runs no code: the format cannot hold any.
+``safetensors.numpy`` knows no bfloat16 and ``safetensors.torch`` needs torch and refuses views that
+overlap; a checkpoint may hold all of these at once. So entries are handed over as type, shape and
+address, and come back as what the reader asks for. torch is imported only for torch's tensors.
+Reading runs no code: the format cannot hold any.
 
 A file that is cut short or inconsistent raises ``ValueError``; changed bytes inside the arrays are
 found by the checksum that the caller compares.
@@ -11,196 +11,122 @@ found by the checksum that the caller compares.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import safetensors
+from safetensors import SafetensorError, TensorSpec
 
-Bytes = npt.NDArray[np.uint8]
-
-#: Format code → bits, numpy's name (None: only torch has it), torch's name.
-DTYPES: dict[str, tuple[int, str | None, str]] = {
-    "BOOL": (8, "bool", "bool"),
-    "U8": (8, "uint8", "uint8"),
-    "I8": (8, "int8", "int8"),
-    "U16": (16, "uint16", "uint16"),
-    "I16": (16, "int16", "int16"),
-    "U32": (32, "uint32", "uint32"),
-    "I32": (32, "int32", "int32"),
-    "U64": (64, "uint64", "uint64"),
-    "I64": (64, "int64", "int64"),
-    "F16": (16, "float16", "float16"),
-    "F32": (32, "float32", "float32"),
-    "F64": (64, "float64", "float64"),
-    "C64": (64, "complex64", "complex64"),
-    "BF16": (16, None, "bfloat16"),
-    "F8_E4M3": (8, None, "float8_e4m3fn"),
-    "F8_E5M2": (8, None, "float8_e5m2"),
-    "F8_E4M3FNUZ": (8, None, "float8_e4m3fnuz"),
-    "F8_E5M2FNUZ": (8, None, "float8_e5m2fnuz"),
-    "F8_E8M0": (8, None, "float8_e8m0fnu"),
+#: Names of types that both numpy and torch have; the format calls them the same.
+_COMMON = (
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "float32", "float64", "complex64"),
+)
+NUMPY_TYPES = frozenset(_COMMON)
+TORCH_TYPES = NUMPY_TYPES | {
+    *("bfloat16", "float8_e4m3fn", "float8_e5m2"),
+    *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
 }
-NUMPY_CODES = {numpy: code for code, (_, numpy, _) in DTYPES.items() if numpy}
-TORCH_CODES = {torch: code for code, (_, _, torch) in DTYPES.items()}
-
-_LONGEST_HEADER = 100_000_000  # the package's own limit
-_CHUNK = 64 << 20
+#: What the header calls the types that numpy has; it is a file of torch's if there are others.
+_NUMPY_CODES = {
+    *("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F16", "F32", "F64", "C64"),
+}
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 @dataclass
 class Entry:
-    """One array to write: its type and shape as the header has them, and where the bytes are."""
+    """One array to write: a type of ``TORCH_TYPES``, its shape, and where the bytes are."""
 
-    code: str
+    dtype: str
     shape: tuple[int, ...]
     value: Any  # a numpy array or a torch tensor
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.code][0] // 8
+        return int(self.value.nbytes)
 
-    def raw(self) -> Bytes:
-        """The bytes, in row-major order; no copy where they lie so in host memory already."""
+    def in_memory(self) -> Any:
+        """The values in row-major order in host memory; no copy where they lie so already."""
         if isinstance(self.value, np.ndarray):
-            # Strings, dates and wide complex numbers give no buffer of bytes; viewing as void does.
-            flat = np.ascontiguousarray(self.value).reshape(-1)
-            return flat.view(np.uint8) if flat.nbytes else np.empty(0, np.uint8)
-        import torch
-
-        flat = self.value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+            return np.ascontiguousarray(self.value)
+        return self.value.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
-class HashingFile:
-    """A file with its length and checksum (BLAKE2b) as far as it was written or read."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._hash = hashlib.blake2b(digest_size=32)
-        self.nbytes = 0
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Write all of ``data``; an unbuffered file may take less at a time, near a full disk."""
-        view = memoryview(data)
-        while view.nbytes:
-            count = self._file.write(view[:_CHUNK])
-            self._hash.update(view[:count])
-            self.nbytes += count
-            view = view[count:]
-
-    def read(self, size: int) -> bytes:
-        data = np.empty(size, np.uint8)
-        self.read_into(data)
-        return data.tobytes()
-
-    def read_into(self, array: Bytes) -> None:
-        view = array.data
-        while view.nbytes:
-            count = self._file.readinto(view[:_CHUNK])  # type: ignore[attr-defined]
-            if not count:
-                raise ValueError(f"cut short after {self.nbytes} bytes")
-            self._hash.update(view[:count])
-            self.nbytes += count
-            view = view[count:]
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
-
-
-def write(
-    file: HashingFile, entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None
-) -> None:
-    """Write ``entries`` by name. Widest types first, so that all of them lie aligned."""
-    order = sorted(entries, key=lambda name: -DTYPES[entries[name].code][0])
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for name in order:
-        entry = entries[name]
-        end = offset + entry.nbytes
-        header[name] = {
-            "dtype": entry.code,
-            "shape": list(entry.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for name in order:
-        file.write(entries[name].raw().data)
-
-
-@dataclass
-class Stored:
-    """One array as read: bytes in memory of its own, writable."""
-
-    code: str
-    shape: tuple[int, ...]
-    data: Bytes
-
-    def numpy(self) -> npt.NDArray[Any]:
-        name = DTYPES[self.code][1]
-        if name is None:
-            raise ValueError(f"numpy has no type for {self.code}; read it as a torch tensor")
-        return self.data.view(np.dtype(name)).reshape(self.shape)
-
-    def torch(self) -> Any:
-        import torch
-
-        name = DTYPES[self.code][2]
-        dtype = getattr(torch, name, None)
-        if dtype is None:
-            raise ValueError(f"this version of torch ({torch.__version__}) has no type {name}")
-        if not self.data.size:
-            return torch.empty(self.shape, dtype=dtype)
-        return torch.from_numpy(self.data).view(dtype).reshape(self.shape)
-
-
-def read(file: HashingFile, size: int) -> tuple[dict[str, Stored], dict[str, str]]:
-    """All arrays by name, and the metadata. ``size`` is the file's length in bytes.
-
-    Everything in the header is checked against ``size`` before memory is taken, so a damaged one
-    cannot ask for more than the file has.
-    """
-    length = int.from_bytes(file.read(8), "little")
-    if length > min(size - 8, _LONGEST_HEADER):
-        raise ValueError(f"the header claims {length} bytes of a file of {size}")
+def write(path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str] | None) -> None:
+    """Make the file ``path``, not flushed to disk. Raises ``OSError`` where it cannot be."""
+    arrays = {name: entry.in_memory() for name, entry in entries.items()}  # alive until written
+    specs = {
+        name: TensorSpec(
+            dtype=entry.dtype,
+            shape=list(entry.shape),
+            data_ptr=_address(arrays[name]),
+            data_len=entry.nbytes,
+        )
+        for name, entry in entries.items()
+    }
+    with open(path, "xb") as file:  # the package makes files that only their owner may read
+        mode = os.fstat(file.fileno()).st_mode
     try:
-        header = json.loads(file.read(length))
-        metadata = {str(k): str(v) for k, v in header.pop("__metadata__", {}).items()}
-        parts = sorted((_part(name, spec) for name, spec in header.items()), key=lambda p: p[3:])
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"the header cannot be read: {error}") from None
-    offset = 0
-    for name, _, _, begin, end in parts:
-        if begin != offset:
-            raise ValueError(f"{name} begins at {begin} and not at {offset}")
-        offset = end
-    if 8 + length + offset != size:
-        raise ValueError(f"the arrays take {offset} bytes of {size - 8 - length}")
-    found = {}
-    for name, code, shape, begin, end in parts:
-        data = np.empty(end - begin, np.uint8)
-        file.read_into(data)
-        found[name] = Stored(code, shape, data)
-    return {name: found[name] for name in header}, metadata
+        safetensors.serialize_file(specs, path, dict(metadata) if metadata else None)
+    except SafetensorError as error:
+        found = _OS_ERROR.search(str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+    os.chmod(path, mode)
 
 
-def _part(name: str, spec: Any) -> tuple[str, str, tuple[int, ...], int, int]:
-    code, (begin, end) = spec["dtype"], spec["data_offsets"]
-    shape = tuple(int(n) for n in spec["shape"])
-    if code not in DTYPES:
-        raise ValueError(f"{name} has the unknown type {code!r}")
-    if min(shape, default=0) < 0 or math.prod(shape) * DTYPES[code][0] != (end - begin) * 8:
-        raise ValueError(f"{name}: shape {list(shape)} of {code} is not {end - begin} bytes")
-    return name, code, shape, int(begin), int(end)
+def _address(array: Any) -> int:
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data_ptr())
 
 
-def file_size(file: BinaryIO) -> int:
-    return os.fstat(file.fileno()).st_size
+class TensorFile:
+    """A file's arrays, read when asked for into memory of their own; close it with ``with``.
+
+    Raises ``OSError`` where there is no such file and ``ValueError`` where it is not a whole one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._open: dict[str, Any] = {}
+        file = self._by("numpy")
+        self.metadata: dict[str, str] = file.metadata() or {}
+        self.names: list[str] = list(file.keys())
+
+    def _by(self, framework: str) -> Any:
+        if framework not in self._open:
+            try:
+                # Not mapped: what was read must not depend on the file's fate afterwards.
+                file = safetensors.safe_open(self._path, framework, backend="pread")
+            except SafetensorError as error:
+                raise ValueError(str(error)) from None
+            self._open[framework] = file.__enter__()  # type: ignore[no-untyped-call]
+        return self._open[framework]
+
+    @property
+    def needs_torch(self) -> bool:
+        """Whether some array has a type that numpy lacks."""
+        file = self._by("numpy")
+        return any(file.get_slice(name).get_dtype() not in _NUMPY_CODES for name in self.names)
+
+    def numpy(self, name: str) -> npt.NDArray[Any]:
+        array: npt.NDArray[Any] = self._by("numpy").get_tensor(name)
+        return array
+
+    def torch(self, name: str) -> Any:
+        return self._by("torch").get_tensor(name)
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for file in self._open.values():
+            file.__exit__(*exc_info)
+        self._open.clear()

@@ -105,39 +105,47 @@ class WorkerGroup:
         """
 
         def submit(worker_id: int) -> Any:
-            worker = self.handles[worker_id]
-            spec = method_spec(worker, method)
-            taken = accepted(spec.signature if spec else None, kwargs)
-            return getattr(worker, method).remote(*arguments(worker_id), **taken)
+            return self.submit(worker_id, method, *arguments(worker_id), **kwargs)
 
         pending = {submit(i): i for i in range(len(self.handles))}
         started = dict.fromkeys(range(len(self.handles)), time.monotonic())
         results: list[Any] = [None] * len(self.handles)
         while pending:
-            for ref in self._some_ready(pending, started):
+            for ref in self.some_ready({ref: started[i] for ref, i in pending.items()}):
                 worker_id = pending.pop(ref)
                 try:
-                    results[worker_id] = miniray.get(ref, timeout=0 if self._timeout else None)
+                    results[worker_id] = self.outcome(ref)
                 except Exception as error:
-                    self._handle(error, worker_id, method, epoch)
+                    self.recover(error, worker_id, method, epoch)
                     started[worker_id] = time.monotonic()
                     pending[submit(worker_id)] = worker_id
         return results
 
-    def _some_ready(self, pending: dict[Any, int], started: dict[int, float]) -> list[Any]:
-        """Refs that have an outcome, or whose worker has run out of time."""
-        refs = list(pending)
+    def submit(self, worker_id: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call one worker; of ``kwargs`` it gets what its method takes. Returns the ref."""
+        worker = self.handles[worker_id]
+        spec = method_spec(worker, method)
+        taken = accepted(spec.signature if spec else None, kwargs)
+        return getattr(worker, method).remote(*args, **taken)
+
+    def some_ready(self, started: Mapping[Any, float]) -> list[Any]:
+        """Of refs and when each was begun, those that have an outcome or have run out of time."""
+        refs = list(started)
         if self._timeout is None:
             return miniray.wait(refs)[0]
-        limits = {ref: started[pending[ref]] + self._timeout for ref in refs}
+        limits = {ref: begun + self._timeout for ref, begun in started.items()}
         left = max(0.0, min(limits.values()) - time.monotonic())
         ready = miniray.wait(refs, timeout=left)[0]
         return ready or [ref for ref in refs if limits[ref] <= time.monotonic()]
 
+    def outcome(self, ref: Any) -> Any:
+        """What became of a ref that ``some_ready`` gave; ``GetTimeoutError`` if nothing yet."""
+        return miniray.get(ref, timeout=0 if self._timeout else None)
+
     # -- failure ----------------------------------------------------------------------------------
 
-    def _handle(self, error: Exception, worker_id: int, method: str, epoch: int | None) -> None:
-        """Replace the worker, or raise what the caller should see."""
+    def recover(self, error: Exception, worker_id: int, method: str, epoch: int | None) -> None:
+        """Replace the worker that ``error`` came from, or raise what the caller should see."""
         hung = isinstance(error, miniray.errors.GetTimeoutError)
         died = isinstance(error, ActorDiedError) and not isinstance(error, TaskError)
         if not hung and not died:

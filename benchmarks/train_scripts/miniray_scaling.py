@@ -1,0 +1,24 @@
+"""``miniray_train.py`` with as many workers as ``$BENCH_WORKERS`` says."""
+
+import os
+
+import torch
+from shared import make_data, make_model
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from miniray.train import DataParallelTrainer, TorchWorker
+
+
+class Worker(TorchWorker):
+    def setup(self):
+        self.model = make_model()
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
+        self.train_loader = DataLoader(make_data(), batch_size=64, shuffle=True)
+
+    def training_step(self, batch):
+        images, labels = batch
+        return functional.cross_entropy(self.model(images), labels)
+
+
+DataParallelTrainer(num_workers=int(os.environ["BENCH_WORKERS"]), worker=Worker).train(epochs=3)

@@ -1,0 +1,98 @@
+"""The model as a DDP worker sees it: torch's DistributedDataParallel that stays out of the way.
+
+The user's code goes on as written for one process: attributes of the model are there, its
+``state_dict`` has the model's own names, and a forward pass without gradients talks to nobody. That
+last one is a well-known hang with plain DDP: validation on rank 0 broadcasts buffers that no other
+rank expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+
+class SyncedModel(DistributedDataParallel):  # type: ignore[misc]
+    """See the module. The backward pass averages gradients over all ranks."""
+
+    forwards = 0  # how often it was called with gradients on
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.module(*inputs, **kwargs)
+        self.forwards += 1
+        return super().forward(*inputs, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]
+
+    def __iter__(self) -> Any:
+        return iter(self.module)
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def wrap(module: Any, device: Any, compile: Any, options: Mapping[str, Any]) -> SyncedModel:
+    """``module`` on ``device`` with gradients averaged, compiled first if asked for.
+
+    A collective: all ranks must call it. All begin with rank 0's weights.
+    """
+    if compile:
+        chosen: Any = {"backend": compile} if isinstance(compile, str) else compile
+        # In place: a wrapper would put its own name in front of every weight's.
+        module.compile(**(chosen if isinstance(chosen, Mapping) else {}))
+    devices = [device.index or 0] if device.type == "cuda" else None
+    return SyncedModel(module, device_ids=devices, **{"gradient_as_bucket_view": True, **options})
+
+
+def signature(module: Any) -> list[tuple[str, tuple[int, ...], str]]:
+    """Names, shapes and types of the parameters that are trained: must be equal on all ranks."""
+    return [
+        (name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
+        for name, p in module.named_parameters()
+        if p.requires_grad
+    ]
+
+
+def compare_signatures(signatures: list[Any]) -> str | None:
+    """What is wrong where ranks have different models; None where all have the same."""
+    first = signatures[0]
+    for rank, other in enumerate(signatures):
+        if other == first:
+            continue
+        if len(other) != len(first):
+            return f"rank {rank} has {len(other)} parameters, rank 0 has {len(first)}"
+        mine, theirs = next((a, b) for a, b in zip(first, other, strict=True) if a != b)
+        shown = [f"{name} {list(shape)} {dtype}" for name, shape, dtype in (theirs, mine)]
+        return f"rank {rank} has {shown[0]} where rank 0 has {shown[1]}"
+    return None
+
+
+def share_buffers(module: Any) -> None:
+    """Give all ranks rank 0's buffers (running statistics). A collective."""
+    for buffer in module.buffers():
+        dist.broadcast(buffer, src=0)
+
+
+def share_object(value: Any, source: int) -> Any:
+    """``value`` of rank ``source`` on all ranks. A collective."""
+    box = [value]
+    dist.broadcast_object_list(box, src=source)
+    return box[0]

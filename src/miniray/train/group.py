@@ -1,0 +1,200 @@
+"""Process groups of torch.distributed whose ranks are miniray actors.
+
+The driver opens a ``GroupHost``: a key-value store on a port that the kernel found free. Its
+``spec`` travels to the actors, and each calls ``join(spec, rank)``. The store lives in the driver
+and not in rank 0, so it outlives every rank: whoever is left can still be asked who is missing.
+
+A rank that does not come within ``spec.timeout`` is named in the error on every rank that did come.
+Two processes with one rank, or a process that is in a group already, are refused. ``leave`` is safe
+to call at any time, twice, and in a process that never joined.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import socket
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from miniray.errors import GroupError
+
+__all__ = ["GroupHost", "ProcessGroupSpec", "join", "leave"]
+
+_LOOPBACK = "127.0.0.1"
+_POLL = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessGroupSpec:
+    """All a process must know to join; a few plain values, so it travels to any actor.
+
+    Attributes:
+        host, port: where the store is.
+        name: what the group is for; it stands in error messages, and groups with different names
+            may use one store after another.
+        timeout: seconds for ranks to come together, and for every collective afterwards.
+    """
+
+    host: str
+    port: int
+    world_size: int
+    backend: str = "gloo"
+    name: str = "group"
+    timeout: float = 600.0
+
+    def connect(self) -> Any:
+        """A client of the store, for the calling thread alone: calls on one client take turns."""
+        import torch.distributed as dist
+
+        return dist.TCPStore(
+            self.host,
+            self.port,
+            is_master=False,
+            timeout=datetime.timedelta(seconds=self.timeout),
+            wait_for_workers=False,
+        )
+
+
+class GroupHost:
+    """The store of a group, in the driver. ``close`` ends it; ranks that use it then get errors.
+
+    Args:
+        world_size, backend, name, timeout: see ``ProcessGroupSpec``.
+        host: the address ranks reach this process by. By default that of the loopback device where
+            ``other_machines`` is False, else of the device that leads to the network.
+        ports: ports that may be used, tried in turn; by default any that the kernel finds free.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        backend: str = "gloo",
+        name: str = "group",
+        timeout: float = 600.0,
+        host: str | None = None,
+        other_machines: bool = False,
+        ports: Iterable[int] = (0,),
+    ) -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size must be at least 1, not {world_size}")
+        if not timeout > 0:
+            raise ValueError(f"timeout must be a number of seconds > 0, not {timeout!r}")
+        address = host or (_outward_address() if other_machines else _LOOPBACK)
+        self.store: Any = _serve(address, list(ports), timeout)
+        self.spec = ProcessGroupSpec(
+            address, self.store.port, world_size, backend, name, float(timeout)
+        )
+
+    def close(self) -> None:
+        """End the store. Safe to call twice."""
+        self.store = None
+
+
+def _serve(address: str, ports: list[int], timeout: float) -> Any:
+    import torch.distributed as dist
+
+    taken: list[str] = []
+    for port in ports:
+        try:
+            return dist.TCPStore(
+                address,
+                port,
+                is_master=True,
+                timeout=datetime.timedelta(seconds=timeout),
+                wait_for_workers=False,
+            )
+        except RuntimeError as error:  # DistNetworkError is one
+            taken.append(f"{port}: {str(error).splitlines()[0]}")
+    raise GroupError(
+        f"no port for the store of a process group on {address}; tried " + "; ".join(taken)
+    )
+
+
+def _outward_address() -> str:
+    """This machine's address in the network; nothing is sent to find it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address reserved for documentation
+        except OSError:  # no network at all: whoever comes is on this machine
+            return _LOOPBACK
+        return str(probe.getsockname()[0])
+
+
+def join(spec: ProcessGroupSpec, rank: int) -> Any:
+    """Join as ``rank`` and wait for the others; returns a client of the group's store.
+
+    Raises ``GroupError`` naming the ranks that did not come within ``spec.timeout``, and where the
+    rank is taken or this process is in a group already. Then this process is in no group.
+    """
+    import torch.distributed as dist
+
+    if not 0 <= rank < spec.world_size:
+        raise ValueError(f"rank must be in 0..{spec.world_size - 1}, not {rank}")
+    if not dist.is_available():
+        raise GroupError("this build of torch has no torch.distributed")
+    if dist.is_initialized():
+        raise GroupError(
+            f"this process is rank {dist.get_rank()} of a process group already; "
+            "leave() that one first"
+        )
+    if spec.host == _LOOPBACK:
+        # gloo would look up the machine's name, which in containers may lead nowhere.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = spec.connect()
+    if store.add(f"{spec.name}/claims/{rank}", 1) > 1:
+        raise GroupError(f"two processes claim rank {rank} of {spec.name}")
+    store.set(f"{spec.name}/here/{rank}", f"{socket.gethostname()}:{os.getpid()}")
+    missing = absent(store, f"{spec.name}/here", spec.world_size, spec.timeout)
+    if missing:
+        ranks = ", ".join(map(str, missing))
+        raise GroupError(
+            f"rank {rank} of {spec.name} waited {spec.timeout:g} s in vain for "
+            f"rank{'s' if len(missing) > 1 else ''} {ranks} of {spec.world_size}"
+        )
+    options: dict[str, Any] = {}
+    if spec.backend == "nccl":
+        import torch
+
+        options["device_id"] = torch.device("cuda", torch.cuda.current_device())
+    try:
+        dist.init_process_group(
+            spec.backend,
+            store=dist.PrefixStore(f"{spec.name}/torch", store),
+            rank=rank,
+            world_size=spec.world_size,
+            timeout=datetime.timedelta(seconds=spec.timeout),
+            **options,
+        )
+    except (RuntimeError, ValueError) as error:
+        leave()
+        raise GroupError(f"rank {rank} could not join {spec.name}: {error}") from error
+    return store
+
+
+def absent(store: Any, prefix: str, world_size: int, timeout: float) -> list[int]:
+    """Wait until ``prefix/<rank>`` is there for all ranks; those for which it never came.
+
+    Asks again and again instead of waiting in the store: a waiting call cannot be interrupted, and
+    says only that something is missing.
+    """
+    deadline = time.monotonic() + timeout
+    missing = list(range(world_size))
+    pause = _POLL / 20
+    while True:
+        missing = [rank for rank in missing if not store.check([f"{prefix}/{rank}"])]
+        if not missing or time.monotonic() >= deadline:
+            return missing
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL)
+
+
+def leave() -> None:
+    """Leave the process group, if this process is in one."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,66 @@
+"""A sync that workers may not survive, and what everybody has after it.
+
+The server changes nothing before all workers have taken the combined weights, so after a failure
+the survivors may be ahead of it. The rule, whichever worker was lost and when:
+
+- Lost while weights were collected: no survivor was changed. The replacement becomes a copy of a
+  surviving worker (the first), and the sync is repeated with all of them.
+- Lost while the combined weights were given out: the survivors have them, so they are what was
+  agreed on. The replacement and the server take them from a survivor and nothing is combined twice.
+  What the strategy remembers (momentum) is then that of the sync before.
+- No survivor: the replacements have the server's weights, and the sync is repeated with those.
+
+So after every sync all workers have the same weights, those of the server. In the server's figures
+a sync that was made good so is a failed one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import miniray
+from miniray.errors import ActorDiedError, GetTimeoutError, SyncError
+from miniray.train.workers import WorkerGroup
+
+
+def sync(
+    group: WorkerGroup, server: Any, timeout: float | None, epoch: int | None
+) -> tuple[dict[str, Any], bool]:
+    """Sync all workers; returns the sync's figures and whether a failed one was made good.
+
+    Raises what the server raised where every worker is well (an error of their code, or the
+    server's end), and what ``WorkerGroup`` raises where no more failures may be spared.
+    """
+    while True:
+        ref = server.sync_from_workers.remote(group.handles)
+        try:
+            return miniray.get(ref, timeout=timeout), False
+        except (ActorDiedError, GetTimeoutError, SyncError):
+            before = list(group.handles)
+            # Finds out who it is, replaces it or raises what the user should see.
+            group.call("get_weights", lambda _: (), {}, epoch)
+            lost = [i for i, handle in enumerate(before) if group.handles[i] is not handle]
+            if not lost:
+                raise
+        failure = _failure(ref, timeout)
+        if failure is not None and not set(failure.workers) <= set(lost):
+            raise failure  # another one's code raised as well
+        survivors = [i for i in range(len(before)) if i not in lost]
+        if survivors:
+            # After the call above: whatever the server sent a survivor has reached it.
+            weights = group.handles[survivors[0]].get_weights.remote()
+            miniray.get([group.handles[i].set_weights.remote(weights) for i in lost])
+        if failure is None:  # it was late, but it went through
+            return miniray.get(ref), False
+        if survivors and failure.phase == "distribute":
+            version = miniray.get(server.set_weights.remote(weights))
+            return {"synced": True, "version": version, "num_workers": len(before)}, True
+
+
+def _failure(ref: Any, timeout: float | None) -> SyncError | None:
+    """Why the sync failed, now that nobody it waited for hangs any more; None if it did not."""
+    try:
+        miniray.get(ref, timeout=timeout)
+    except SyncError as error:
+        return error
+    return None

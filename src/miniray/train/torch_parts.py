@@ -1,0 +1,211 @@
+"""The pieces of ``TorchWorker``: shards of a loader, batches, means, what is to be saved."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+_EVAL_BATCH = 256
+
+
+# -- loaders ---------------------------------------------------------------------------------------
+
+
+def shard(loader: Any, shard_id: int, num_shards: int) -> Any:
+    """A loader like this one over the rows ``shard_id``, ``shard_id + num_shards``, … of its data.
+
+    Every row is in exactly one shard. ``TypeError`` for one whose rows cannot be dealt out so.
+    """
+    from torch.utils.data import (
+        BatchSampler,
+        DataLoader,
+        IterableDataset,
+        RandomSampler,
+        SequentialSampler,
+        Subset,
+    )
+
+    if num_shards == 1:
+        return loader
+    problem = ""
+    if not isinstance(loader, DataLoader):
+        problem = f"it is a {type(loader).__name__}"
+    elif isinstance(loader.dataset, IterableDataset):
+        problem = "its dataset can only be iterated"
+    elif type(loader.batch_sampler) is not BatchSampler:
+        problem = "it has a batch sampler of its own"
+    elif type(loader.sampler) not in (RandomSampler, SequentialSampler) or (
+        isinstance(loader.sampler, RandomSampler)
+        and (loader.sampler.replacement or len(loader.sampler) != len(loader.dataset))
+    ):
+        problem = "it has a sampler of its own"
+    if problem:
+        raise TypeError(
+            f"the rows of this loader cannot be dealt out to workers: {problem}; give the worker a "
+            "load_data_shard(self, shard_id, num_shards) that makes self.train_loader"
+        )
+    rows = range(shard_id, len(loader.dataset), num_shards)
+    kept = {
+        name: getattr(loader, name)
+        for name in (
+            *("batch_size", "drop_last", "num_workers", "collate_fn", "pin_memory", "timeout"),
+            *("worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor"),
+            *("persistent_workers", "in_order"),
+        )
+        if hasattr(loader, name)  # the newest of them came with torch 2.7
+    }
+    shuffle = isinstance(loader.sampler, RandomSampler) and len(rows) > 0
+    return type(loader)(Subset(loader.dataset, rows), shuffle=shuffle, **kept)
+
+
+def loader_over(data: Any, like: Any) -> Any:
+    """Batches of ``data``: a dataset, a sequence of rows, or columns of tensors."""
+    import torch
+    from torch.utils.data import DataLoader, StackDataset, TensorDataset
+
+    if isinstance(data, tuple) and all(isinstance(column, torch.Tensor) for column in data):
+        data = TensorDataset(*data)
+    elif isinstance(data, Mapping):
+        data = StackDataset(**data)
+    size = getattr(like, "batch_size", None) or _EVAL_BATCH
+    return DataLoader(data, batch_size=size, collate_fn=getattr(like, "collate_fn", None))
+
+
+def loader_state(loader: Any) -> dict[str, Any]:
+    """Where the loader is, if it can say, and what its random numbers are."""
+    own = loader.state_dict() if hasattr(loader, "state_dict") else None
+    generator = getattr(loader, "generator", None)
+    return {"own": own, "generator": None if generator is None else generator.get_state()}
+
+
+def load_loader_state(loader: Any, state: Mapping[str, Any]) -> None:
+    if state["own"] is not None and hasattr(loader, "load_state_dict"):
+        loader.load_state_dict(state["own"])
+    generator = getattr(loader, "generator", None)
+    if state["generator"] is not None and generator is not None:
+        generator.set_state(state["generator"])
+
+
+# -- batches ---------------------------------------------------------------------------------------
+
+
+def device_of(model: Any) -> Any:
+    """Where the model's first parameter is; None for a model without parameters."""
+    first = next(iter(model.parameters()), None)
+    return None if first is None else first.device
+
+
+def moved(batch: Any, device: Any) -> Any:
+    """``batch`` with all tensors in it on ``device``."""
+    if device is None:
+        return batch
+    if hasattr(batch, "to"):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: moved(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(moved(value, device) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(moved(value, device) for value in batch)
+    return batch
+
+
+def length(batch: Any) -> int:
+    """How many samples a batch has: the length of the first tensor found in it."""
+    if getattr(batch, "shape", None):
+        return int(batch.shape[0])
+    items = batch.values() if isinstance(batch, Mapping) else batch
+    if isinstance(batch, (Mapping, list, tuple)):
+        for item in items:
+            if isinstance(item, (Mapping, list, tuple)) or hasattr(item, "shape"):
+                return length(item)
+        return len(batch)
+    return 1
+
+
+def step_of(method: Callable[..., Any]) -> Callable[[Any, int], Any]:
+    """``method`` as called with batch and index, also where it takes the batch alone."""
+    try:
+        inspect.signature(method).bind(None, 0)
+    except TypeError:
+        return lambda batch, batch_idx: method(batch)
+    return method
+
+
+def as_dict(value: Any, method: str) -> dict[str, Any]:
+    """What a step returned as a dict with ``loss``; ``TypeError`` if it is neither."""
+    values = dict(value) if isinstance(value, Mapping) else {"loss": value}
+    if method == "training_step" and not hasattr(values.get("loss"), "backward"):
+        raise TypeError(f"{method}() must return the loss, or a dict with it, not {value!r}")
+    return values
+
+
+class Means:
+    """Sums of numbers over samples. Tensors are added where they are: no wait for a GPU a step."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Any] = {}
+        self._counts: dict[str, Any] = {}
+        self._samples = 0
+
+    def add(self, values: Mapping[str, Any], samples: int) -> None:
+        """Values that are means over ``samples``, or pairs of a sum and a count."""
+        self._samples += samples
+        for name, value in values.items():
+            total, count = value if isinstance(value, (tuple, list)) else (value * samples, samples)
+            total = total.detach() if hasattr(total, "detach") else total
+            count = count.detach() if hasattr(count, "detach") else count
+            self._sums[name] = self._sums.get(name, 0) + total
+            self._counts[name] = self._counts.get(name, 0) + count
+
+    def sums(self) -> dict[str, Any]:
+        """Pairs of sum and count, and ``num_samples``."""
+        names = self._sums
+        pairs = {name: (float(self._sums[name]), float(self._counts[name])) for name in names}
+        return {**pairs, "num_samples": self._samples}
+
+    def means(self) -> dict[str, Any]:
+        """The means, and ``num_samples``; nothing else where there were none."""
+        sums = self.sums()
+        del sums["num_samples"]
+        means = {name: total / count for name, (total, count) in sums.items() if count}
+        return {**means, "num_samples": self._samples}
+
+
+# -- what is saved ---------------------------------------------------------------------------------
+
+
+def stateful(worker: Any, optimizers_only: bool = False) -> dict[str, Any]:
+    """The worker's optimizers and learning rate schedulers by attribute name."""
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    kinds = (Optimizer,) if optimizers_only else (Optimizer, LRScheduler)
+    return {name: part for name, part in sorted(vars(worker).items()) if isinstance(part, kinds)}
+
+
+def random_state() -> dict[str, Any]:
+    """The random numbers of Python, numpy and torch, as plain values."""
+    import torch
+
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    torch = sys.modules["torch"]
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.device_count() == len(state["cuda"]):
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,0 +1,181 @@
+"""``TorchWorker``: the worker of a torch user, written down to its model and its loss.
+
+::
+
+    @miniray.remote
+    class Classifier(TorchWorker):
+        def setup(self, lr=1e-3):
+            self.model = make_model()
+            self.optimizer = torch.optim.Adam(self.model.parameters(), lr=lr)
+            self.train_loader = DataLoader(make_data(), batch_size=64, shuffle=True)
+
+        def training_step(self, batch, batch_idx):
+            images, labels = batch
+            return functional.cross_entropy(self.model(images), labels)
+
+All else a trainer asks of a worker is here, and each part of it may be overridden. torch is
+imported when a worker is made, not with this module.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from miniray.ps import to_host
+from miniray.train import torch_parts as parts
+from miniray.train.workers import accepted
+
+
+class TorchWorker:
+    """See the module. What a worker has:
+
+    Attributes:
+        model: a module; several models go into one ``torch.nn.ModuleDict``.
+        optimizer: its optimizer. Further optimizers and learning rate schedulers may be attributes
+            of any name; all of them are saved. One named ``scheduler`` is stepped every epoch.
+        train_loader: a ``DataLoader`` over all the training data; every worker trains on its own
+            rows of it. Without ``load_data_shard`` of its own the worker's loader must be one whose
+            rows can be dealt out: a dataset with a length, shuffled or in order.
+        val_loader: the same for ``evaluate()`` without data; optional.
+
+    Where one of them is missing, ``TypeError`` names it before training starts. Batches are moved
+    to the device of the model, tensors inside tuples, lists and dicts too.
+    """
+
+    model: Any
+    optimizer: Any
+    train_loader: Any
+
+    def __init__(self, worker_id: int = 0, **kwargs: Any) -> None:
+        self.worker_id = worker_id
+        given = {"worker_id": worker_id, **kwargs}
+        self.setup(**accepted(inspect.signature(self.setup), given))
+
+    def setup(self) -> None:
+        """Make model, optimizer and loaders. Gets ``worker_id`` and what of ``train()``'s keyword
+        arguments it asks for by name. An ``__init__`` of your own does as well."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """The loss of a batch, or a dict with ``loss`` and other numbers that are means over it.
+
+        One that takes the batch alone does as well.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} must have training_step(self, batch, batch_idx), returning the "
+            "loss; or a train_epoch(self, epoch) of its own"
+        )
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        """Like ``training_step``, for ``evaluate``; a value may be a pair ``(sum, count)``.
+
+        Unless overridden it is the training step, without gradients.
+        """
+        return parts.step_of(self.training_step)(batch, batch_idx)
+
+    def optimize(self, loss: Any) -> None:
+        """One step down the loss. Override it to clip gradients or to accumulate them."""
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+    # -- what trainers call -----------------------------------------------------------------------
+
+    def load_data_shard(self, shard_id: int, num_shards: int, data: Any = None) -> None:
+        """Train on ``data``, a loader the trainer was given (``data=``) and has cut already; else
+        keep the rows ``shard_id``, ``shard_id + num_shards``, … of ``train_loader``.
+
+        A worker without one that trains in its own way is let be.
+        """
+        if data is not None:
+            self.train_loader = data
+            return
+        own_loop = type(self).train_epoch is not TorchWorker.train_epoch
+        if own_loop and not hasattr(self, "train_loader"):
+            return
+        self.train_loader = parts.shard(self._part("train_loader"), shard_id, num_shards)
+
+    def train_epoch(self, epoch: int) -> dict[str, Any]:
+        """A step for every batch; returns means over the samples, and ``num_samples``."""
+        model, loader = self._part("model"), self._part("train_loader")
+        self._part("optimizer")
+        model.train()
+        set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        means = parts.Means()
+        device, step = parts.device_of(model), parts.step_of(self.training_step)
+        for batch_idx, batch in enumerate(loader):
+            batch = parts.moved(batch, device)
+            values = parts.as_dict(step(batch, batch_idx), "training_step")
+            self.optimize(values["loss"])
+            means.add(values, parts.length(batch))
+        scheduler = getattr(self, "scheduler", None)
+        if scheduler is not None:
+            scheduler.step()
+        return means.means()
+
+    def evaluate(self, data: Any = None, shard_id: int = 0, num_shards: int = 1) -> dict[str, Any]:
+        """Sums and counts over ``data`` (a dataset, rows, or columns), else over ``val_loader``."""
+        import torch
+
+        if data is None:
+            loader = parts.shard(self._part("val_loader"), shard_id, num_shards)
+        else:
+            loader = parts.loader_over(data, getattr(self, "train_loader", None))
+        model = self._part("model")
+        was_training = model.training
+        model.eval()
+        means = parts.Means()
+        device, step = parts.device_of(model), parts.step_of(self.validation_step)
+        try:
+            with torch.no_grad():
+                for batch_idx, batch in enumerate(loader):
+                    batch = parts.moved(batch, device)
+                    values = parts.as_dict(step(batch, batch_idx), "validation_step")
+                    means.add(values, parts.length(batch))
+        finally:
+            model.train(was_training)
+        return means.sums()
+
+    def get_weights(self) -> dict[str, Any]:
+        """The model's parameters and buffers, in host memory."""
+        weights: dict[str, Any] = to_host(self._part("model").state_dict())
+        return weights
+
+    def set_weights(self, weights: dict[str, Any]) -> None:
+        """Take over what ``get_weights`` of another worker gave."""
+        self._part("model").load_state_dict(weights)
+
+    def set_lr(self, lr: float) -> None:
+        """Let all optimizers go on with this learning rate (``LRSchedule``)."""
+        for optimizer in parts.stateful(self, optimizers_only=True).values():
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+    def get_state(self) -> dict[str, Any]:
+        """What going on exactly needs besides the weights: optimizers, random numbers, loader."""
+        return {
+            "parts": {name: part.state_dict() for name, part in parts.stateful(self).items()},
+            "random": parts.random_state(),
+            "loader": parts.loader_state(getattr(self, "train_loader", None)),
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from ``get_state``. Raises ``ValueError`` where the worker has other parts now."""
+        mine = parts.stateful(self)
+        if set(mine) != set(state["parts"]):
+            raise ValueError(
+                f"the state has {sorted(state['parts'])}, this {type(self).__name__} has "
+                f"{sorted(mine)}"
+            )
+        for name, part in mine.items():
+            part.load_state_dict(state["parts"][name])
+        parts.load_loader_state(getattr(self, "train_loader", None), state["loader"])
+        parts.set_random_state(state["random"])
+
+    def _part(self, name: str) -> Any:
+        found = getattr(self, name, None)
+        if found is None:
+            raise TypeError(f"{type(self).__name__}.setup() (or __init__) must set self.{name}")
+        return found

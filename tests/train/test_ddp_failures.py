@@ -1,0 +1,181 @@
+"""A rank that raises, dies, hangs or leaves out a step: one cause, and nothing left behind."""
+
+import pytest
+
+import miniray
+from miniray.errors import ActorDiedError, WorkerTimeoutError
+from miniray.train import DDPTrainer
+
+torch = pytest.importorskip("torch")
+psutil = pytest.importorskip("psutil")
+
+from tests.train.ddp_for_tests import SEED, Faulty, Looper, Stepper, apart, one_process  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """One engine for all: its first worker loads torch for the others."""
+    yield lambda: miniray.is_initialized() or miniray.init(backend="local")
+    miniray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path, monkeypatch):
+    """As everywhere, but the engine goes on."""
+    monkeypatch.chdir(tmp_path)
+
+
+def train(how, epochs=2, at=(0, 2), hang_timeout=50.0, **options):
+    with DDPTrainer(
+        2, worker=Faulty, progress=False, seed=SEED, hang_timeout=hang_timeout, **options
+    ) as trainer:
+        return trainer, trainer.train(epochs=epochs, how=how, marker="gone-wrong", at=at)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "message"),
+    [
+        ("fail", KeyError, r"rank 1 in epoch 0, step 2: (.|\n)*a bad row"),
+        ("die", ActorDiedError, r"rank 1 in epoch 0, step 2: .* killed by SIGKILL"),
+        ("exit", ActorDiedError, r"rank 1 in epoch 0, step 2: .* exited with code 3"),
+    ],
+)
+def test_what_goes_wrong_in_a_rank_is_the_error_of_the_run(engine, how, kind, message):
+    engine()
+    pids = []
+
+    class Watching(DDPTrainer):
+        def on_train_start(self):
+            pids.extend(self.call_workers("pid"))
+
+    with pytest.raises(kind, match=message) as failure:
+        Watching(2, worker=Faulty, progress=False, hang_timeout=50).train(epochs=2, how=how)
+    assert "Connection closed" not in str(failure.value)
+    assert (failure.value.rank, failure.value.epoch, failure.value.step) == (1, 0, 2)
+    assert len(pids) == 2
+    psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], timeout=30)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_rank_that_hangs_is_named_with_its_place(engine, tmp_path):
+    engine()
+    with pytest.raises(WorkerTimeoutError) as failure:
+        train("hang", hang_timeout=4.0)
+    text = str(failure.value)
+    assert text.startswith("rank 1 has not moved, and the others wait for it\n")
+    assert "rank 1 is in forward, epoch 0, step 2" in text
+    assert "the line that hangs" in text
+    assert "rank 0 is in backward, epoch 0, step 2" in text
+    assert (failure.value.rank, failure.value.epoch, failure.value.step) == (1, 0, 2)
+    assert "STUCK: rank 1" in text
+    (kept,) = tmp_path.glob("runs/*/doctor.txt")
+    assert kept.read_text().startswith("STUCK: rank 1")
+
+
+def test_a_rank_that_is_stopped_is_said_to_be(engine):
+    engine()
+    with pytest.raises(WorkerTimeoutError, match=r"rank 1 is stopped \(SIGSTOP\)"):
+        train("stop")
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "message"),
+    [
+        ("skip", TypeError, r"on rank 0 must return the loss.*A rank cannot leave out a step"),
+        ("nan", FloatingPointError, "the loss is nan on rank 0 at step 2 of epoch 0"),
+        ("leave_out", RuntimeError, r"no gradient for 0.weight, 0.bias, 2.weight at step 2"),
+        ("parts_only", RuntimeError, r"training_step\(\) must call self.model\(...\) itself"),
+    ],
+)
+def test_what_would_leave_the_others_waiting_is_an_error(how, kind, message):
+    miniray.shutdown()
+    trainer = DDPTrainer(1, worker=Faulty, backend="inline", progress=False)
+    with pytest.raises(kind, match=message):
+        trainer.train(epochs=1, how=how, victim=0)
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.timeout(120)  # processes start slowly on a machine that is busy
+def test_ranks_start_again_from_the_end_of_the_last_epoch(engine):
+    engine()
+    trainer, result = train("die", at=(1, 2), max_failures=1)
+    losses, _ = one_process(32, 8, epochs=2)
+    assert [record["loss"] for record in result.history] == pytest.approx(losses, abs=1e-5)
+    assert [record.get("restarts") for record in result.history] == [None, 1]
+    failed, restarted = trainer.run.read_events()
+    assert (failed["event"], failed["worker"], failed["epoch"]) == ("worker_failed", 1, 1)
+    assert "step 2" in failed["reason"]
+    assert (restarted["event"], restarted["epoch"]) == ("ranks_restarted", 1)
+
+
+def test_what_ranks_must_agree_on_is_compared_before_they_wait_for_one_another(engine):
+    engine()
+
+    class Wider(Stepper):
+        def __init__(self, worker_id):
+            super().__init__(worker_id)
+            if worker_id == 1:
+                self.model = torch.nn.Linear(4, 3)
+                self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+
+    with pytest.raises(ValueError, match="rank 1 has 2 parameters, rank 0 has 4"):
+        DDPTrainer(2, worker=Wider, progress=False).train(epochs=1)
+
+    class Uneven(Stepper):
+        def load_data_shard(self, shard_id, num_shards):
+            from tests.train.ddp_for_tests import DataLoader, make_data
+
+            self.train_loader = DataLoader(make_data(16 - 4 * shard_id), batch_size=4)
+
+    with pytest.raises(ValueError, match="rank 0 has 4, rank 1 has 3 batches"):
+        DDPTrainer(2, worker=Uneven, uneven="error", progress=False).train(epochs=1)
+    with DDPTrainer(2, worker=Uneven, progress=False) as trainer:  # joined instead
+        assert trainer.train(epochs=1)["num_samples"] == 28
+        weights = miniray.get([w.get_weights.remote() for w in trainer.workers])
+    assert apart(*weights) == 0
+
+    with pytest.raises(ValueError, match=r"accumulate, clip_norm need a worker with training_step"):
+        DDPTrainer(2, worker=Looper, accumulate=2, clip_norm=1.0, progress=False).train(epochs=1)
+
+
+def test_a_dataset_with_an_open_file_is_refused_before_loader_processes_start():
+    miniray.shutdown()
+
+    class Open(Stepper):
+        def __init__(self, worker_id):
+            super().__init__(worker_id)
+            data = self.train_loader.dataset
+            data.file = open(__file__)
+            self.train_loader = torch.utils.data.DataLoader(data, batch_size=4, num_workers=1)
+
+    message = r"self.train_loader.dataset.file is an open file \('.*test_ddp_failures.py'\)"
+    with pytest.raises(ValueError, match=message):
+        DDPTrainer(1, worker=Open, backend="inline", progress=False).train(epochs=1)
+
+
+def test_the_inline_engine_has_one_process():
+    miniray.shutdown()
+    with pytest.raises(miniray.errors.CapabilityError, match="'local' or 'ray', or num_workers=1"):
+        DDPTrainer(2, worker=Stepper, backend="inline", progress=False).train(epochs=1)
+    with DDPTrainer(1, worker=Stepper, backend="inline", progress=False, seed=SEED) as trainer:
+        trainer.train(epochs=1)
+        assert apart(trainer.model_weights(), one_process(64, 4, epochs=1)[1]) < 1e-6
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"uneven": "even"}, "uneven must be one of 'join', 'pad', 'drop', 'error'"),
+        ({"precision": "fp8"}, "precision must be one of"),
+        ({"accumulate": 0}, "accumulate must be an int >= 1"),
+        ({"clip_norm": -1.0}, "clip_norm must be a number > 0"),
+        ({"hang_timeout": 0}, "hang_timeout must be a number of seconds > 0"),
+        ({"models": "model"}, "models must be names"),
+    ],
+)
+def test_bad_options_are_refused_at_once(options, message):
+    with pytest.raises(ValueError, match=message):
+        DDPTrainer(2, worker=Stepper, **options)
+    with pytest.raises(TypeError, match="DDPTrainer\\(\\) does not know sync_interval"):
+        DDPTrainer(2, worker=Stepper, sync_interval=2)

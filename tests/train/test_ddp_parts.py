@@ -1,0 +1,101 @@
+"""Pulses, barriers, marked output, the bar of steps: the parts of a DDP run, alone."""
+
+import io
+import sys
+
+import pytest
+
+from miniray.errors import BarrierTimeoutError
+from miniray.train.ddp_calls import StepBar
+from miniray.train.ddp_output import RankStream
+from miniray.train.ddp_pulse import Place, PulseThread, read_places
+from miniray.train.group import GroupHost
+
+pytest.importorskip("torch")
+
+
+@pytest.fixture
+def host():
+    host = GroupHost(2, name="parts", timeout=30)
+    yield host
+    host.close()
+
+
+def test_a_barrier_names_who_is_missing_and_where(host):
+    pulses = [PulseThread(host.spec, rank, host.spec.connect()) for rank in range(2)]
+    try:
+        first, second = pulses
+        first.epoch = second.epoch = 4
+        second.at("forward", step=3)
+        second._where = ("forward", second._where[1] - 5)  # five seconds ago
+        second.post()
+        with pytest.raises(BarrierTimeoutError) as failure:
+            first.barrier("before-iteration", timeout=0.2)
+        text = str(failure.value)
+        assert "barrier 'before-iteration' of epoch 4 waited 0.2 s in vain for rank 1 of 2" in text
+        assert "rank 1 is in forward, epoch 4, step 3, for 5 s" in text
+        assert "test_ddp_parts.py" in text  # its stack: here, one thread is both
+        assert failure.value.missing == (1,)
+        second.barrier("before-iteration")  # rank 0 has been there
+        second.post()
+        assert read_places(host.store, host.spec)[1].phase == "after barrier 'before-iteration'"
+    finally:
+        for pulse in pulses:
+            pulse.close()
+
+
+def test_a_rank_that_never_came_is_missing_too(host):
+    pulse = PulseThread(host.spec, 1, host.spec.connect())
+    try:
+        with pytest.raises(BarrierTimeoutError, match="rank 0 is in not joined"):
+            pulse.barrier("start", timeout=0.1)
+    finally:
+        pulse.close()
+
+
+def test_every_line_is_marked_and_flushed():
+    class Terminal(io.StringIO):
+        flushed = 0
+
+        def flush(self):
+            self.flushed += 1
+
+    terminal, log = Terminal(), io.StringIO()
+    stream = RankStream(terminal, "[Rank 1/4]", log)
+    print("one\ntwo", file=stream)
+    stream.write("half")
+    assert terminal.flushed == 2  # a text with a line end in it, and the end that print adds
+    stream.writelines([" a line\n", "\n"])
+    wanted = "[Rank 1/4] one\n[Rank 1/4] two\n[Rank 1/4] half a line\n[Rank 1/4] \n"
+    assert terminal.getvalue() == log.getvalue() == wanted
+    assert stream.encoding == terminal.encoding  # all else is the stream's own
+
+
+class Ranks:
+    """Stands in for ``Watch``: ranks that are where one says."""
+
+    def __init__(self, *steps):
+        self.steps = steps
+
+    def places(self):
+        return [Place(rank, epoch=2, step=step) for rank, step in enumerate(self.steps)]
+
+
+def test_the_bar_of_steps_comes_when_all_ranks_are_in_the_loop(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    bar = StepBar(epoch=2, steps=10, enabled=True)
+    bar.update(Ranks(0, -1))  # rank 1 is still before the barrier
+    assert terminal.getvalue() == ""
+    bar.update(Ranks(3, 3))
+    assert "epoch 2" in terminal.getvalue()
+    assert "/10" in terminal.getvalue()
+    bar.close()
+    bar.close()
+    quiet = StepBar(epoch=2, steps=10, enabled=False)
+    quiet.update(Ranks(3, 3))
+    assert quiet._bar is None

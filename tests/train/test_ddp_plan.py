@@ -1,0 +1,99 @@
+"""Who takes which samples in which step: pure arithmetic, all small cases."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miniray.train.ddp_plan import EpochPlan, Window, counted_windows
+
+plans = st.fixed_dictionaries(
+    {
+        "n": st.integers(1, 80),
+        "batch_size": st.integers(1, 6),
+        "world_size": st.integers(1, 5),
+        "accumulate": st.integers(1, 4),
+        "uneven": st.sampled_from(["join", "pad", "drop"]),
+        "shuffle": st.booleans(),
+    }
+)
+
+
+@given(plans)
+def test_samples_windows_and_weights_fit_together(case):
+    shuffle = case.pop("shuffle")
+    n, world_size, uneven = case["n"], case["world_size"], case["uneven"]
+    if n < world_size and uneven != "pad":
+        with pytest.raises(ValueError, match="0 batches"):
+            EpochPlan(**case)
+        return
+    plan = EpochPlan(**case)
+    ranks = range(world_size)
+    taken = [list(plan.batches(rank, 3, shuffle=shuffle, seed=1)) for rank in ranks]
+    windows = [list(plan.windows(rank)) for rank in ranks]
+    rows = sorted(row for batches in taken for batch in batches for row in batch)
+    if uneven == "join":
+        assert rows == list(range(n))
+    elif uneven == "drop":
+        assert len(set(rows)) == len(rows) == n - n % world_size
+    else:
+        assert set(rows) == set(range(n))
+        assert len(rows) == -(-n // world_size) * world_size
+    for rank in ranks:
+        assert len(taken[rank]) == plan.count(rank) == sum(len(w.weights) for w in windows[rank])
+        # One more than asked for at most, where a last sample had to go somewhere.
+        assert all(len(batch) <= case["batch_size"] + 1 for batch in taken[rank])
+    for number, together in enumerate(zip(*windows, strict=True)):
+        counts = {len(window.weights) for window in together}
+        if together[0].join:
+            assert counts == {0, 1}
+            assert number == len(windows[0]) - 1
+        else:
+            assert len(counts) == 1
+        # DDP divides by the ranks taking part: then every sample of the step counts the same.
+        present = sum(1 for window in together if window.weights)
+        assert sum(sum(w.weights) for w in together) / present == pytest.approx(1)
+
+
+def test_samples_are_dealt_out_in_turn_and_weighted_by_hand():
+    plan = EpochPlan(11, 2, 2, accumulate=2)
+    assert list(plan.batches(0, 0, shuffle=False, seed=0)) == [[0, 2], [4, 6], [8, 10]]
+    assert list(plan.batches(1, 0, shuffle=False, seed=0)) == [[1, 3], [5, 7], [9]]
+    # Two full micro-batches: 2 ranks x 2 of 8 samples. Then 2 and 1 of 3 samples.
+    assert list(plan.windows(0)) == [Window((0.5, 0.5)), Window((2 * 2 / 3,))]
+    assert list(plan.windows(1)) == [Window((0.5, 0.5)), Window((2 * 1 / 3,))]
+
+
+def test_the_samples_of_a_step_do_not_depend_on_the_number_of_ranks():
+    steps = []
+    for world_size in (1, 2, 4):
+        plan = EpochPlan(30, 8 // world_size, world_size)
+        ranks = [list(plan.batches(r, 1, shuffle=True, seed=9)) for r in range(world_size)]
+        together = zip(*ranks, strict=True)
+        steps.append([sorted(row for batch in batches for row in batch) for batches in together])
+    assert steps[0] == steps[1] == steps[2]
+
+
+def test_ranks_with_nothing_to_do_and_uneven_shares_are_named():
+    with pytest.raises(ValueError, match=r"rank 3 has 0 batches: 3 samples .* \(4 ranks\)"):
+        EpochPlan(3, 2, 4)
+    with pytest.raises(ValueError, match="a full batch takes 8"):
+        EpochPlan(7, 4, 2, drop_last=True)
+    with pytest.raises(ValueError, match=r"2099 samples .* 2 ranks \(rank 0: 1050, rank 1: 1049\)"):
+        EpochPlan(2099, 8, 2, uneven="error")
+
+
+def test_batches_that_ranks_bring_themselves():
+    assert counted_windows([2, 2], 0, 1, "join") == [Window((1.0,)), Window((1.0,))]
+    assert counted_windows([3, 3], 1, 2, "error") == [Window((0.5, 0.5)), Window((1.0,))]
+    # Rank 1 has one less: it keeps rank 0 company in the last step.
+    assert counted_windows([3, 2], 0, 1, "join")[2] == Window((1.0,), join=True)
+    assert counted_windows([3, 2], 1, 1, "join")[2] == Window((), join=True)
+    assert len(counted_windows([5, 3], 0, 1, "drop")) == 3
+    with pytest.raises(ValueError, match="rank 0 has 3, rank 1 has 2 batches"):
+        counted_windows([3, 2], 0, 1, "error")
+    with pytest.raises(ValueError, match="needs miniray to share out"):
+        counted_windows([3, 2], 0, 1, "pad")
+    with pytest.raises(ValueError, match="in the middle of a step"):
+        counted_windows([3, 2], 0, 2, "join")
+    with pytest.raises(ValueError, match="rank 1 has 0 batches: every rank needs"):
+        counted_windows([3, 0], 0, 1, "join")

@@ -1,0 +1,76 @@
+"""Process groups of actors: meeting, and saying who did not come."""
+
+import socket
+
+import pytest
+
+import miniray
+from miniray.errors import GroupError
+from miniray.train.group import GroupHost, join, leave
+
+torch = pytest.importorskip("torch")
+
+
+@miniray.remote
+class Member:
+    def add_up(self, spec, rank):
+        import torch.distributed as dist
+
+        join(spec, rank)
+        try:
+            total = torch.tensor([float(rank + 1)])
+            dist.all_reduce(total)
+            return total.item(), dist.get_backend()
+        finally:
+            leave()
+            leave()  # again: harmless
+
+    def come(self, spec, rank):
+        join(spec, rank)
+
+    def is_in_a_group(self):
+        import torch.distributed as dist
+
+        return dist.is_initialized()
+
+
+def test_actors_meet_add_up_leave_and_meet_again():
+    miniray.init(backend="local")
+    members = [Member.remote() for _ in range(2)]
+    for _ in range(2):
+        host = GroupHost(2, timeout=50)
+        calls = [m.add_up.remote(host.spec, rank) for rank, m in enumerate(members)]
+        assert miniray.get(calls) == [(3.0, "gloo")] * 2
+        host.close()
+        host.close()
+    # Who does not come is named, and the one that waited is in no group.
+    host = GroupHost(3, timeout=1, name="the trio")
+    with pytest.raises(GroupError, match="rank 0 of the trio waited 1 s in vain for ranks 1, 2"):
+        miniray.get(members[0].come.remote(host.spec, 0))
+    assert not miniray.get(members[0].is_in_a_group.remote())
+    with pytest.raises(GroupError, match="two processes claim rank 0"):
+        miniray.get(members[1].come.remote(host.spec, 0))
+    miniray.shutdown()
+
+
+def test_a_port_that_is_taken_is_passed_over():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(GroupError, match=f"tried {port}: "):
+            GroupHost(1, ports=[port])
+        host = GroupHost(1, ports=[port, 0])
+    assert host.spec.port != port
+    store = join(host.spec, 0)
+    try:
+        store.set("key", "value")
+        assert host.store.get("key") == b"value"
+        with pytest.raises(GroupError, match="is rank 0 of a process group already"):
+            join(host.spec, 0)
+    finally:
+        leave()
+
+
+@pytest.mark.parametrize("arguments", [{"world_size": 0}, {"world_size": 1, "timeout": 0}])
+def test_nonsense_is_refused(arguments):
+    with pytest.raises(ValueError, match="must be"):
+        GroupHost(**arguments)
