@@ -1,0 +1,137 @@
+"""What an algorithm can be told: small dataclasses, checked when they are made.
+
+Defaults are verl's where it has one, except the number of prompts and tokens, which suit a small
+model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from miniray.rl.checks import in_range, one_of, whole
+from miniray.rl.losses import AGGREGATIONS, KL_KINDS
+
+
+@dataclasses.dataclass(frozen=True)
+class KLPenalty:
+    """How the policy is held to its reference, which is what it was at the start.
+
+    Args:
+        coef: how strongly; 0 means not at all, and then there is no reference model.
+        kind: the estimate, ``"k1"``, ``"k2"`` or ``"k3"``; see ``losses.kl``.
+        place: ``"loss"``: a term of the loss; ``"reward"``: taken off every token's reward (PPO).
+        target: adapt ``coef`` so that the mean KL of a token stays near this; see ``AdaptiveKL``.
+        horizon: over how many sequences it adapts.
+    """
+
+    coef: float = 0.001
+    kind: str = "k3"
+    place: str = "loss"
+    target: float | None = None
+    horizon: float = 10_000
+
+    def __post_init__(self) -> None:
+        in_range("KLPenalty.coef", self.coef, 0)
+        one_of("KLPenalty.kind", self.kind, KL_KINDS)
+        one_of("KLPenalty.place", self.place, ("loss", "reward"))
+        for name in ("target", "horizon"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"KLPenalty.{name} must be a number > 0, not {value!r}")
+        if self.target is not None and self.coef == 0:
+            raise ValueError("KLPenalty.target needs a coef > 0 to start from: 0 stays 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """What PPO and GRPO have in common.
+
+    Args:
+        prompts_per_step: of all workers together. With a ``make_loader`` whose loaders yield
+            batches, the size of these counts instead.
+        rollouts: responses sampled for each prompt.
+        epochs: how often the responses of a step are used.
+        mini_batches: updates in each of these epochs.
+        micro_batch_tokens: padded tokens in one forward and backward pass at most.
+        lr: of AdamW, unless the trainer is given an ``optimizer``.
+        max_grad_norm: gradients are scaled down to this norm.
+        clip_low, clip_high, dual_clip, agg: see ``losses.policy_loss``.
+        entropy_coef: what a nat of entropy is worth.
+        kl: see ``KLPenalty``.
+    """
+
+    prompts_per_step: int = 64
+    rollouts: int = 8
+    epochs: int = 1
+    mini_batches: int = 1
+    micro_batch_tokens: int = 16_384
+    lr: float = 1e-6
+    max_grad_norm: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = 3.0
+    agg: str = "token-mean"
+    entropy_coef: float = 0.0
+    kl: KLPenalty = dataclasses.field(default_factory=KLPenalty)
+
+    def __post_init__(self) -> None:
+        for name in ("prompts_per_step", "rollouts", "epochs", "mini_batches"):
+            whole(name, getattr(self, name), 1)
+        whole("micro_batch_tokens", self.micro_batch_tokens, 1)
+        for name in ("lr", "clip_low", "clip_high", "entropy_coef"):
+            in_range(name, getattr(self, name), 0)
+        if not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be a number > 0, not {self.max_grad_norm!r}")
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ValueError(f"dual_clip must be a number > 1 or None, not {self.dual_clip!r}")
+        one_of("agg", self.agg, AGGREGATIONS)
+        if not isinstance(self.kl, KLPenalty):
+            raise TypeError(f"kl must be a KLPenalty, not {self.kl!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class GRPOConfig(Algorithm):
+    """Group relative policy optimisation: a response against the others of its prompt.
+
+    Args:
+        baseline: ``"grpo"`` or ``"rloo"``; see ``advantages``.
+        norm_std: divide by the group's standard deviation. False is Dr. GRPO.
+    """
+
+    baseline: str = "grpo"
+    norm_std: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("baseline", self.baseline, ("grpo", "rloo"))
+        if self.kl.place == "reward":
+            raise ValueError(
+                'KLPenalty(place="reward") is for PPO: GRPO has one reward a response, not a token'
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class PPOConfig(Algorithm):
+    """Proximal policy optimisation: a response against what the value head expected.
+
+    Args:
+        gamma, lam: see ``advantages.gae``.
+        whiten: give advantages mean 0 and variance 1 over the tokens of all workers.
+        value_clip: see ``losses.value_loss``; None does not clip.
+        value_coef: how much the value loss counts.
+    """
+
+    rollouts: int = 1
+    gamma: float = 1.0
+    lam: float = 1.0
+    whiten: bool = True
+    value_clip: float | None = 0.5
+    value_coef: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_range("gamma", self.gamma, 0, 1)
+        in_range("lam", self.lam, 0, 1)
+        in_range("value_coef", self.value_coef, 0)
+        if self.value_clip is not None:
+            in_range("value_clip", self.value_clip, 0)

@@ -1,0 +1,237 @@
+"""Policies: what generates, and says how likely what it generated is.
+
+Any ``torch.nn.Module`` with the methods of ``Policy`` will do. ``CausalLM`` makes one of a language
+model with Hugging Face's calling convention.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from miniray.rl.batch import Generated, MicroBatch, Row
+from miniray.rl.generate import generate
+from miniray.rl.losses import entropy
+from miniray.rl.sampling import Sampling
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """What the trainers ask of a user's class, which must be a ``torch.nn.Module`` too.
+
+    ``values`` is for PPO only. ``encode(row)`` (the prompt's token ids) is optional: with it,
+    prompts longer than ``max_prompt_tokens`` are left out before anything is generated. A policy
+    that gets log-probs and values out of one pass may have
+    ``log_probs_and_values(batch) -> (log_probs(batch), values(batch))``.
+    """
+
+    def generate(self, rows: Sequence[Row], seeds: Sequence[int], sampling: Sampling) -> Generated:
+        """A response for each row. What is random in it should come from the row's seed."""
+        ...
+
+    def log_probs(self, batch: MicroBatch) -> Tensor | tuple[Tensor, Tensor]:
+        """Log-probs of the response tokens, (sequences, width); also entropies, if wanted."""
+        ...
+
+
+class CausalLM(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
+    """A policy from a causal language model and a tokenizer.
+
+    Args:
+        model: called as ``model(input_ids=..., attention_mask=..., past_key_values=...,
+            use_cache=...)``, and with ``position_ids`` and ``logits_to_keep`` if it takes them;
+            returns an object with ``logits`` and ``past_key_values``.
+        tokenizer: ``encode(text)`` and ``decode(ids)``; for prompts that are chat messages,
+            ``apply_chat_template``. Without one, prompts must be token ids, and the reward function
+            gets token ids.
+        prompt: the row's field with the prompt, or a function of the row that gives it: a text, a
+            list of chat messages, or token ids.
+        eos_ids: tokens that end a response; the tokenizer's or the model's by default.
+        value_head: add a linear layer on the last hidden state, for PPO's ``values``.
+        critic: a model of its own for ``values``, instead of the policy's hidden states.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        prompt: str | Callable[[Row], Any] = "prompt",
+        eos_ids: Sequence[int] | None = None,
+        value_head: bool = False,
+        critic: Any = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.critic = critic
+        self.tokenizer = tokenizer
+        self._prompt = prompt
+        self.eos_ids = list(_eos_ids(model, tokenizer) if eos_ids is None else eos_ids)
+        self._takes = set(inspect.signature(model.forward).parameters)
+        self.value_head: torch.nn.Linear | None = None
+        if value_head or critic is not None:
+            trunk = model if critic is None else critic
+            self.value_head = torch.nn.Linear(_hidden_size(trunk), 1)
+            # Values begin at 0: early advantages are then the rewards, and not noise.
+            torch.nn.init.zeros_(self.value_head.weight)
+            torch.nn.init.zeros_(self.value_head.bias)
+
+    # -- prompts and responses ---------------------------------------------------------------------
+
+    def encode(self, row: Row) -> list[int]:
+        """The token ids of a row's prompt."""
+        if callable(self._prompt):
+            prompt = self._prompt(row)
+        elif self._prompt in row:
+            prompt = row[self._prompt]
+        else:
+            raise KeyError(
+                f"the row has no field {self._prompt!r}; it has {', '.join(map(str, row))}. "
+                "CausalLM(..., prompt=...) says which one is the prompt"
+            )
+        if isinstance(prompt, str):
+            return list(self._need_tokenizer(prompt).encode(prompt))
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            ids = self._need_tokenizer(prompt).apply_chat_template(
+                list(prompt), add_generation_prompt=True, tokenize=True
+            )
+            return list(ids["input_ids"] if isinstance(ids, Mapping) else ids)
+        return [int(i) for i in prompt]
+
+    def decode(self, ids: Tensor) -> Any:
+        """What the reward function gets: the response's text without its end of sequence."""
+        kept = [i for i in ids.tolist() if i not in self.eos_ids]
+        return kept if self.tokenizer is None else self.tokenizer.decode(kept)
+
+    def _need_tokenizer(self, prompt: Any) -> Any:
+        if self.tokenizer is None:
+            raise TypeError(f"a prompt that is no list of token ids needs a tokenizer: {prompt!r}")
+        return self.tokenizer
+
+    def generate(self, rows: Sequence[Row], seeds: Sequence[int], sampling: Sampling) -> Generated:
+        known: dict[int, Tensor] = {}  # rollouts of a prompt share its row
+        for row in rows:
+            if id(row) not in known:
+                known[id(row)] = torch.tensor(self.encode(row), dtype=torch.long)
+        prompts = [known[id(row)] for row in rows]
+        responses = generate(
+            self.model,
+            prompts,
+            seeds,
+            sampling,
+            eos_ids=self.eos_ids,
+            extra=lambda chosen: self.extra_inputs([rows[i] for i in chosen]),
+            same=[id(row) for row in rows],
+        )
+        return Generated(prompts, responses, [self.decode(r) for r in responses])
+
+    def extra_inputs(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """Further arguments of the model for these rows; none. Override it for images:
+
+        ``return {"pixel_values": torch.stack([decode(row["images"][0]) for row in rows])}``. It is
+        called for the prompts of a batch and for each micro-batch, so that no more is decoded than
+        is used at a time.
+        """
+        return {}
+
+    # -- log-probs and values ----------------------------------------------------------------------
+
+    def log_probs(self, batch: MicroBatch) -> Tensor | tuple[Tensor, Tensor]:
+        return self._log_probs(self._run(self.model, batch).logits, batch)
+
+    def values(self, batch: MicroBatch) -> Tensor:
+        if self.value_head is None:
+            raise TypeError("this CausalLM has no values: make it with value_head=True or critic=")
+        trunk = self.model if self.critic is None else self.critic
+        out = self._run(trunk, batch, output_hidden_states=True)
+        return self._values(out.hidden_states[-1], batch)
+
+    def log_probs_and_values(
+        self, batch: MicroBatch
+    ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor]:
+        if self.critic is not None or self.value_head is None:
+            return self.log_probs(batch), self.values(batch)
+        out = self._run(self.model, batch, output_hidden_states=True)
+        return self._log_probs(out.logits, batch), self._values(out.hidden_states[-1], batch)
+
+    def _run(self, model: Any, batch: MicroBatch, **more: Any) -> Any:
+        takes = (
+            self._takes if model is self.model else set(inspect.signature(model.forward).parameters)
+        )
+        optional = {"position_ids": batch.position_ids, "logits_to_keep": batch.width + 1}
+        given = {key: value for key, value in optional.items() if key in takes}
+        return model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            use_cache=False,
+            **given,
+            **self.extra_inputs(batch.rows),
+            **more,
+        )
+
+    def _log_probs(self, logits: Tensor, batch: MicroBatch) -> Tensor | tuple[Tensor, Tensor]:
+        # The logits of a column are about the next one.
+        kept = logits[:, logits.shape[1] - batch.width - 1 : -1].float() / batch.temperature
+        chosen = kept.gather(-1, batch.responses[..., None])[..., 0]
+        logp = chosen - torch.logsumexp(kept, dim=-1)
+        if not torch.is_grad_enabled():
+            return logp  # looking back: nobody asks for entropies
+        with torch.set_grad_enabled(self.entropy_gradient):
+            return logp, entropy(kept)
+
+    def _values(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
+        assert self.value_head is not None
+        kept = hidden[:, hidden.shape[1] - batch.width - 1 : -1]
+        return self.value_head(kept.to(self.value_head.weight.dtype))[..., 0].float()
+
+    #: Whether entropies carry a gradient; costs memory, and only an entropy bonus needs it.
+    entropy_gradient: bool = False
+
+
+def as_policy(made: Any, tokenizer: Any, needs_values: bool) -> Any:
+    """The policy that a user's factory made: one already, a model, or (model, tokenizer)."""
+    if isinstance(made, tuple) and len(made) == 2:
+        made, tokenizer = made
+    if not isinstance(made, torch.nn.Module):
+        raise TypeError(
+            "policy() must return a torch.nn.Module: a policy with generate() and log_probs(), or "
+            f"a causal language model; it returned {made!r:.200}"
+        )
+    if not hasattr(made, "log_probs"):
+        if "input_ids" not in inspect.signature(made.forward).parameters:
+            raise TypeError(
+                f"{type(made).__name__} is neither a policy, with generate() and log_probs(), "
+                "nor a causal language model that takes input_ids"
+            )
+        made = CausalLM(made, tokenizer, value_head=needs_values)
+    missing = [name for name in ("generate", "log_probs") if not hasattr(made, name)]
+    if needs_values and not hasattr(made, "values"):
+        missing.append("values")
+    if missing:
+        raise TypeError(
+            f"policy {type(made).__name__} lacks {', '.join(f'{m}()' for m in missing)}"
+        )
+    if needs_values and isinstance(made, CausalLM) and made.value_head is None:
+        raise TypeError("PPO needs values: make the CausalLM with value_head=True or critic=")
+    return made
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
+    owners = (tokenizer, *(getattr(model, n, None) for n in ("generation_config", "config")))
+    for owner in owners:
+        found = getattr(owner, "eos_token_id", None)
+        if found is not None:
+            return [found] if isinstance(found, int) else list(found)
+    raise ValueError(
+        "neither tokenizer nor model knows its eos_token_id; CausalLM(..., eos_ids=[...]) sets it, "
+        "and eos_ids=[] means that every response has full length"
+    )
+
+
+def _hidden_size(model: Any) -> int:
+    config = getattr(model.config, "text_config", model.config)
+    return int(config.hidden_size)

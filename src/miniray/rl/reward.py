@@ -1,0 +1,186 @@
+"""The user's reward function, called in the worker; whatever it does is told with the row.
+
+``reward(row, response)`` returns a number, or a dict with ``"reward"`` and further numbers, which
+become metrics. What it raises, a result that is no finite number, and one that takes longer than
+its limit is an error naming row and worker; with ``on_error="skip"`` it is a None instead.
+
+With a limit the function runs in a thread of its own, since nothing else can be waited for with a
+time limit. One that hangs in Python is ended by an exception; one that sleeps in C stays behind
+and is given no more rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from miniray.errors import RewardError, RewardTimeoutError
+from miniray.rl.metrics import RESERVED
+
+RewardFunction = Callable[[Any, Any], Any]
+
+
+class Scorer:
+    """Calls the reward function on many responses."""
+
+    def __init__(
+        self, function: RewardFunction, *, timeout: float | None, on_error: str, where: str
+    ) -> None:
+        self._function = function
+        self._timeout = timeout
+        self._skip = on_error == "skip"
+        self._where = where
+
+    def score(
+        self, rows: Sequence[Any], responses: Sequence[Any], names: Sequence[str]
+    ) -> list[dict[str, float] | None]:
+        """One dict with ``"reward"`` for each response, None for those skipped.
+
+        ``names`` say which row it is in an error.
+        """
+        results: list[dict[str, float] | None] = []
+        while len(results) < len(rows):
+            done = len(results)
+            outcomes = self._run(rows[done:], responses[done:])
+            for outcome in outcomes:
+                i = len(results)
+                results.append(self._checked(outcome, names[i], rows[i], responses[i]))
+        return results
+
+    def _run(self, rows: Sequence[Any], responses: Sequence[Any]) -> list[Any]:
+        """Outcomes of some of them: results, and what was raised; at least one."""
+        outcomes: list[Any] = []
+        if self._timeout is None:
+            _call_all(self._function, rows, responses, outcomes, None)
+            return outcomes
+        clock = _Clock()
+        thread = threading.Thread(
+            target=_call_all,
+            args=(self._function, rows, responses, outcomes, clock),
+            name="miniray-reward",
+            daemon=True,
+        )
+        thread.start()
+        while True:
+            thread.join(max(0.0, clock.began + self._timeout - time.monotonic()))
+            if not thread.is_alive():
+                return outcomes
+            if time.monotonic() - clock.began >= self._timeout:
+                break
+        done = clock.abandon(outcomes)
+        if thread.ident is not None:  # ends a loop in Python; a sleep in C does not hear it
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread.ident), ctypes.py_object(_Abandoned)
+            )
+        stack = _stack(thread)
+        late = RewardTimeoutError(f"gave no result in {self._timeout:g} s{stack}")
+        return [*outcomes[:done], late]
+
+    def _checked(self, outcome: Any, name: str, row: Any, response: Any) -> dict[str, float] | None:
+        if isinstance(outcome, BaseException):
+            problem = _describe(outcome)
+        else:
+            numbers = outcome if isinstance(outcome, Mapping) else {"reward": outcome}
+            try:
+                made = {str(key): float(value) for key, value in numbers.items()}
+                taken = RESERVED.intersection(made)
+                if taken:
+                    problem = f"returned {', '.join(sorted(taken))}, which miniray uses itself"
+                elif math.isfinite(made["reward"]):
+                    return made
+                else:
+                    problem = f"returned {outcome!r:.100}, which is not finite"
+            except (TypeError, ValueError):
+                problem = f"returned {outcome!r:.100}, which is no number"
+            except KeyError:
+                problem = f'returned {outcome!r:.100}, which has no "reward"'
+        if self._skip:
+            return None
+        kind = RewardTimeoutError if isinstance(outcome, RewardTimeoutError) else RewardError
+        error = kind(
+            f"{self._where}, {name}: the reward function {problem}\n"
+            f"  row: {brief(row)}\n  response: {response!r:.200}"
+        )
+        raise error from (outcome if isinstance(outcome, Exception) else None)
+
+
+class _Abandoned(BaseException):
+    """Raised in a thread that nobody waits for any more."""
+
+
+class _Clock:
+    """When the call under way began, and whether anybody still wants the results."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self._lock = threading.Lock()
+        self._wanted = True
+
+    def next(self, outcomes: list[Any], outcome: Any) -> bool:
+        """Keep an outcome and start timing the next; False where it came too late."""
+        with self._lock:
+            if self._wanted:
+                outcomes.append(outcome)
+                self.began = time.monotonic()
+            return self._wanted
+
+    def abandon(self, outcomes: list[Any]) -> int:
+        with self._lock:
+            self._wanted = False
+            return len(outcomes)
+
+
+def _call_all(
+    function: RewardFunction,
+    rows: Sequence[Any],
+    responses: Sequence[Any],
+    outcomes: list[Any],
+    clock: _Clock | None,
+) -> None:
+    try:
+        with torch.no_grad():  # a setting of each thread: a reward model needs no gradients
+            for row, response in zip(rows, responses, strict=True):
+                try:
+                    outcome = function(row, response)
+                except Exception as error:
+                    outcome = error
+                if clock is None:
+                    outcomes.append(outcome)
+                elif not clock.next(outcomes, outcome):
+                    return
+    except _Abandoned:
+        return
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, RewardTimeoutError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"raised {type(error).__name__}: {error}{at}"
+
+
+def _stack(thread: threading.Thread) -> str:
+    """Where the function is, as ``; it is at file:line``."""
+    import sys
+
+    frame = sys._current_frames().get(thread.ident or -1)
+    return "" if frame is None else f"; it is at {frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def brief(row: Any) -> str:
+    """A row in a line; bytes and long values cut short."""
+    if not isinstance(row, Mapping):
+        return f"{row!r:.200}"
+    shown = {
+        key: f"<{len(value)} bytes>" if isinstance(value, (bytes, bytearray)) else f"{value!r:.60}"
+        for key, value in row.items()
+    }
+    return ", ".join(f"{key}={value}" for key, value in shown.items())

@@ -1,0 +1,187 @@
+"""Where a worker's prompts come from: a list that all workers have, or a loader of its own.
+
+Either goes on for ever, epoch after epoch, and says where it is so that a run can be resumed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from miniray.rl.batch import Row
+from miniray.train.evaluate import shard_bounds
+
+
+class Source(Protocol):
+    """Gives this worker's prompts of each step."""
+
+    def rows(self, step: int, seed: int) -> list[Row]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class ListSource:
+    """Rows of a list: shuffled by seed and epoch, cut into steps, each step shared out by rank.
+
+    What all workers together get in a step does not depend on how many they are, and follows from
+    the step's number alone. The last step of an epoch may be smaller, also empty for some ranks.
+    """
+
+    def __init__(self, rows: Sequence[Row], per_step: int, rank: int, world_size: int) -> None:
+        if not rows:
+            raise ValueError("data is an empty list: there is no prompt to learn from")
+        self._rows = rows
+        self._per_step = min(per_step, len(rows))
+        self._rank, self._world = rank, world_size
+
+    def rows(self, step: int, seed: int) -> list[Row]:
+        count = len(self._rows)
+        epoch, part = divmod(step, math.ceil(count / self._per_step))
+        order = np.random.default_rng([seed, epoch]).permutation(count)
+        chosen = order[part * self._per_step : (part + 1) * self._per_step]
+        low, high = shard_bounds(len(chosen), self._rank, self._world)
+        return [self._rows[i] for i in chosen[low:high]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass  # it follows from the step
+
+
+class LoaderSource:
+    """A loader that the user's ``make_loader(rank, world_size)`` made in this worker.
+
+    It yields batches, each a step's prompts of this worker: lists of rows, or, of a loader with a
+    ``batch_size``, dicts of columns. Or it yields single rows, of which ``per_step`` make a step.
+    At its end it is iterated again, after ``set_epoch(epoch)`` if
+    it has that. With ``state_dict`` and ``load_state_dict`` it resumes where it was; without, the
+    steps before are read and dropped, which is exact if it is deterministic. So does the loader of
+    a worker that takes the place of one that died.
+    """
+
+    def __init__(self, loader: Any, per_step: int, rank: int) -> None:
+        if not hasattr(loader, "__iter__"):
+            raise TypeError(f"make_loader() must return something to iterate over, not {loader!r}")
+        self._loader = loader
+        self._per_step = per_step
+        self._rank = rank
+        self._epoch = 0
+        self._used = 0  # items taken in this epoch
+        self._step = 0  # the step that comes next
+        self._iterator: Iterator[Any] | None = None
+
+    def rows(self, step: int, seed: int) -> list[Row]:
+        for _ in range(step - self._step):
+            self._take()
+        self._step = step + 1
+        return self._take()
+
+    def _take(self) -> list[Row]:
+        first = self._next()
+        if not isinstance(first, Mapping) or hasattr(self._loader, "batch_size"):
+            return self._checked(rows_of(first))
+        return [first, *(self._row() for _ in range(self._per_step - 1))]
+
+    def _row(self) -> Row:
+        return self._checked([self._next()])[0]
+
+    def _next(self) -> Any:
+        for _ in range(2):
+            if self._iterator is None:
+                if hasattr(self._loader, "set_epoch"):
+                    self._loader.set_epoch(self._epoch)
+                self._iterator = iter(self._loader)
+            try:
+                item = next(self._iterator)
+            except StopIteration:
+                if self._used == 0:
+                    break
+                self._iterator, self._used = None, 0
+                self._epoch += 1
+            else:
+                self._used += 1
+                return item
+        raise ValueError(f"the loader of worker {self._rank} is empty: it gave no prompt at all")
+
+    def _checked(self, rows: list[Any]) -> list[Row]:
+        for row in rows:
+            if not isinstance(row, Mapping):
+                raise TypeError(
+                    f"the loader of worker {self._rank} must give rows (dicts) or lists of rows, "
+                    f"not {type(row).__name__}: {row!r:.100}"
+                )
+        return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        own = self._loader.state_dict() if hasattr(self._loader, "state_dict") else None
+        return {"step": self._step, "epoch": self._epoch, "used": self._used, "loader": own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._step, self._epoch = int(state["step"]), int(state["epoch"])
+        self._iterator, self._used = None, 0
+        if state["loader"] is None:
+            for _ in range(int(state["used"])):
+                self._next()
+            return
+        if hasattr(self._loader, "set_epoch"):
+            self._loader.set_epoch(self._epoch)
+        self._loader.load_state_dict(state["loader"])
+        self._iterator = iter(self._loader)
+        self._used = int(state["used"])
+
+
+def make_source(data: Any, per_step: int, rank: int, world_size: int) -> Source:
+    if callable(data):
+        own = shard_bounds(per_step, rank, world_size)
+        return LoaderSource(data(rank, world_size), own[1] - own[0], rank)
+    return ListSource(data, per_step, rank, world_size)
+
+
+def held_out(data: Any, rank: int, world_size: int) -> Iterator[tuple[int, Row]]:
+    """This worker's part of the rows to evaluate on, numbered; each once over all workers.
+
+    A list's rows have the same numbers on any number of workers.
+    """
+    if not callable(data):
+        low, high = shard_bounds(len(data), rank, world_size)
+        return enumerate(data[low:high], low)
+    loader = data(rank, world_size)
+    batches = hasattr(loader, "batch_size")
+    rows = (
+        row
+        for item in loader
+        for row in ([item] if isinstance(item, Mapping) and not batches else rows_of(item))
+    )
+    return enumerate(rows, rank << 32)
+
+
+def rows_of(batch: Any) -> list[Any]:
+    """The rows of a batch, which is a list of them or a dict of columns."""
+    if not isinstance(batch, Mapping):
+        return list(batch)
+    lengths = {name: len(column) for name, column in batch.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"a batch's columns differ in length: {lengths}")
+    count = next(iter(lengths.values()), 0)
+    return [{name: column[i] for name, column in batch.items()} for i in range(count)]
+
+
+def check_data(name: str, data: Any) -> None:
+    """Refuse what cannot be data, before anything is started."""
+    if callable(data):
+        return
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise TypeError(
+            f"{name} must be a list of rows or a function make_loader(rank, world_size), not "
+            f"{data!r:.200}"
+        )
+    if len(data) == 0:
+        raise ValueError(f"{name} is empty")
+    if not isinstance(data[0], Mapping):
+        raise TypeError(f"the rows of {name} must be dicts, not {data[0]!r:.200}")

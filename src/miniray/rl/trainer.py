@@ -1,0 +1,345 @@
+"""``PPOTrainer`` and ``GRPOTrainer``: the driver sees numbers, and weights only to save them.
+
+A step (an epoch, in the words of ``BaseTrainer``) is one call to every worker. The driver combines
+their numbers, adapts the KL coefficient, and keeps the run's directory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import miniray
+from miniray.core import session
+from miniray.errors import ActorDiedError, CapabilityError, PeerLostError, TaskError
+from miniray.rl.checks import in_range, one_of
+from miniray.rl.config import Algorithm
+from miniray.rl.kl import AdaptiveKL
+from miniray.rl.metrics import pool, record
+from miniray.rl.sampling import Sampling
+from miniray.rl.sources import check_data
+from miniray.rl.worker import RLWorker, Setup
+from miniray.train.base import BaseTrainer
+from miniray.train.data_parallel import DataParallelTrainer
+from miniray.train.evaluate import cut, shard_bounds
+from miniray.train.group import GroupHost
+from miniray.train.results import TrainResult
+from miniray.train.workers import in_context
+
+#: Seconds after which a worker that is alive has answered, unless it is busy.
+_PATIENCE = 5.0
+
+
+class RLTrainer(DataParallelTrainer):
+    """What the two have in common; use ``PPOTrainer`` or ``GRPOTrainer``.
+
+    Args:
+        policy: called in every worker; returns a policy (``miniray.rl.Policy``), a causal language
+            model with Hugging Face's calling convention, or (model, tokenizer).
+        reward: ``reward(row, response)`` → a number, or a dict with ``"reward"`` and numbers to
+            watch. Called in the workers.
+        data: rows (dicts) as a list; or ``make_loader(rank, world_size)``, called in every worker,
+            which returns that worker's own loader, such as a ``miniray.data`` one.
+        config: the algorithm's settings.
+        sampling: how responses are generated; ``eval_sampling`` how in evaluations (by default the
+            same, but always the most likely token).
+        tokenizer: goes with a model as ``policy``; an object, or a function that makes it.
+        eval_data: held-out rows, or a ``make_loader`` for them, for ``evaluate`` and
+            ``eval_interval``.
+        sync: ``"grad"``: workers sum up gradients and are always equal. ``"weights"``: each learns
+            on its own, and a parameter server combines their weights every ``sync_interval`` steps.
+        optimizer: called with the parameters; AdamW with ``config.lr`` by default.
+        on_error: what to do with a response whose reward function fails or hangs, or whose
+            log-probs are NaN, and with a step that has nothing to learn from: ``"raise"``, or
+            ``"skip"`` it and count it.
+        reward_timeout: seconds the reward function may take for one response. With None it is not
+            limited, and runs in the worker's main thread.
+        device, precision: ``"auto"``, ``"cpu"``, ``"cuda"``; ``"fp32"``, or ``"bf16"`` autocast.
+        group_backend: ``"gloo"``, or ``"nccl"`` where every worker has a GPU of its own.
+        group_timeout: seconds workers wait for each other with ``sync="grad"``.
+        resources_per_worker: ``{"num_gpus": 1}`` and the like.
+        num_workers and other keywords: as for ``DataParallelTrainer``.
+
+    An exception on one worker ends the run and names it; with ``sync="grad"`` so does the death of
+    one, since the others cannot go on without its gradients: resume from the last checkpoint.
+    """
+
+    #: What runs in the workers; a subclass of it may change any part of a step.
+    worker_class: type[RLWorker] = RLWorker
+
+    def __init__(
+        self,
+        policy: Callable[[], Any],
+        reward: Callable[[Any, Any], Any],
+        data: Any,
+        *,
+        config: Algorithm,
+        sampling: Sampling | None = None,
+        eval_sampling: Sampling | None = None,
+        tokenizer: Any = None,
+        eval_data: Any = None,
+        num_workers: int = 1,
+        sync: str = "grad",
+        optimizer: Callable[[Any], Any] | None = None,
+        on_error: str = "raise",
+        reward_timeout: float | None = 60.0,
+        device: str = "auto",
+        precision: str = "fp32",
+        group_backend: str = "gloo",
+        group_timeout: float = 1800.0,
+        resources_per_worker: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        for name, value in (("policy", policy), ("reward", reward)):
+            if not callable(value):
+                raise TypeError(f"{name} must be a function, not {value!r}")
+        one_of("sync", sync, ("grad", "weights"))
+        one_of("on_error", on_error, ("raise", "skip"))
+        one_of("precision", precision, ("fp32", "bf16"))
+        one_of("group_backend", group_backend, ("gloo", "nccl"))
+        if reward_timeout is not None:
+            in_range("reward_timeout", reward_timeout, 0)
+        check_data("data", data)
+        if eval_data is not None:
+            check_data("eval_data", eval_data)
+        super().__init__(num_workers, seed=seed, **kwargs)
+        if config.prompts_per_step < num_workers:
+            raise ValueError(
+                f"prompts_per_step={config.prompts_per_step} is less than the {num_workers} "
+                "workers: some would have nothing to do in any step"
+            )
+        if sync == "grad" and self._max_failures:
+            raise ValueError(
+                'max_failures needs sync="weights": workers that sum up gradients cannot go on '
+                "without one of them. Save checkpoints and resume instead"
+            )
+        if self.mode != "sync":
+            raise ValueError(
+                'mode="async" is not for reinforcement learning: workers share the KL coefficient '
+                'of each step. sync="weights" with a longer sync_interval waits less'
+            )
+        self.sync = sync
+        self.config = config
+        self.sampling = sampling or Sampling()
+        greedy = dataclasses.replace(self.sampling, temperature=0.0)
+        self._eval_given = eval_data is not None
+        if self._eval_interval and not self._eval_given:
+            raise ValueError("eval_interval needs eval_data to evaluate on")
+        self._worker_options = dict(resources_per_worker or {})
+        self._group_options = {"backend": group_backend, "timeout": group_timeout}
+        self._host: GroupHost | None = None
+        # Drawn once for all: workers must agree on what is random in a step.
+        self._run_seed = secrets.randbits(62) if seed is None else seed
+        self._setup = Setup(
+            policy=policy,
+            reward=reward,
+            data=data,
+            config=config,
+            sampling=self.sampling,
+            eval_sampling=eval_sampling or greedy,
+            num_workers=num_workers,
+            tokenizer=tokenizer,
+            eval_data=eval_data,
+            optimizer=optimizer,
+            sync=sync,
+            on_error=on_error,
+            reward_timeout=reward_timeout,
+            device=device,
+            precision=precision,
+        )
+        self._setup_ref: Any = None
+        self._reference_ref: Any = None  # for workers that take the place of others
+        penalty = config.kl
+        self._kl_coef = penalty.coef
+        self._adaptive: AdaptiveKL | None = None
+        if penalty.target is not None:
+            self._adaptive = AdaptiveKL(penalty.coef, penalty.target, penalty.horizon)
+
+    # -- the run -----------------------------------------------------------------------------------
+
+    def train(
+        self,
+        epochs: int | None = None,
+        *,
+        steps: int | None = None,
+        resume: bool | str | Path | None = None,
+        **kwargs: Any,
+    ) -> TrainResult:
+        """Train for so many more steps. ``epochs`` is the same thing by its general name."""
+        wanted = [count for count in (epochs, steps) if count is not None]
+        if len(wanted) != 1:
+            raise TypeError("train() takes the number of steps: train(steps=100)")
+        return super().train(wanted[0], resume=resume, **kwargs)
+
+    def create_worker(self, worker_id: int, **kwargs: Any) -> Any:
+        if self._setup_ref is None:  # rows of a list are in shared memory once
+            self._setup_ref = miniray.put(self._setup)
+        worker: Any = miniray.remote(self.worker_class)
+        if self._worker_options:
+            worker = worker.options(**self._worker_options)
+        return worker.remote(worker_id, self._setup_ref)
+
+    def train_epoch(self, epoch: int, **kwargs: Any) -> dict[str, Any]:
+        """A step on every worker; returns their numbers as one."""
+        began = time.perf_counter()
+        try:
+            made = self.call_workers(
+                "train_epoch", epoch, epoch=epoch, seed=self._run_seed, kl_coef=self._kl_coef
+            )
+        except PeerLostError:
+            self._raise_if_dead(epoch)
+            raise
+        pooled = pool(made)
+        line: dict[str, Any] = record(pooled)
+        line["tokens_per_second"] = line["counts"]["tokens"] / (time.perf_counter() - began)
+        if self.config.kl.coef > 0:
+            line["kl_coef"] = self._kl_coef
+        if self._adaptive is not None and "kl" in pooled:
+            self._kl_coef = self._adaptive.update(line["kl"], line["counts"]["sequences"])
+        if self.sync == "weights" and (epoch + 1) % self.sync_interval == 0:
+            self.sync_parameters(epoch)
+        return line
+
+    def _raise_if_dead(self, epoch: int) -> None:
+        """Raise the death of a worker instead of the errors it made the others have."""
+        refs = {worker.ping.remote(): i for i, worker in enumerate(self.workers)}
+        ready, _ = miniray.wait(list(refs), num_returns=len(refs), timeout=_PATIENCE)
+        for ref in ready:
+            try:
+                miniray.get(ref)
+            except ActorDiedError as error:
+                if not isinstance(error, TaskError):
+                    raise in_context(error, refs[ref], "train_epoch", epoch) from None
+
+    def _after_epoch(self, epoch: int, result: dict[str, Any]) -> None:
+        if self.sync == "weights":
+            super()._after_epoch(epoch, result)
+        else:
+            BaseTrainer._after_epoch(self, epoch, result)
+
+    def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
+        """Mean reward (and what else the reward function tells) on held-out prompts, each once.
+
+        ``data``: rows to use instead of the trainer's ``eval_data``; these go through the driver.
+        """
+        if self._group is None:
+            raise RuntimeError("there are no workers before train()")
+        if data is None and not self._eval_given:
+            raise ValueError("there is no eval_data: give it to the trainer, or data= here")
+        count = self.num_workers
+
+        def arguments(i: int) -> tuple[Any, ...]:
+            if data is None:
+                return (i, count)
+            return (i, count, cut(data, i, count)[0], shard_bounds(len(data), i, count)[0])
+
+        made = self._group.call("evaluate", arguments, {})
+        scores = record(pool(made))
+        for name in ("counts", "timing", "range"):
+            scores.pop(name)
+        if "reward" not in scores:
+            raise ValueError("the evaluation has no reward: no prompt was left, or all failed")
+        return scores
+
+    # -- workers -----------------------------------------------------------------------------------
+
+    def _set_up_all(self) -> None:
+        if self.sync == "weights":
+            super()._set_up_all()
+            if self._max_failures and self.config.kl.coef > 0:
+                self._reference_ref = miniray.put(self.model_weights())
+            return
+        assert self._group is not None
+        first = self.workers[0].get_weights.remote()
+        miniray.get([worker.set_weights.remote(first) for worker in self.workers[1:]])
+        if self.num_workers == 1:
+            return
+        engine = session.engine().name
+        if engine == "inline":
+            raise CapabilityError(
+                'sync="grad" with more than one worker needs workers that run at the same time: '
+                'use backend="local" or "ray", or sync="weights", or one worker'
+            )
+        self._host = GroupHost(
+            self.num_workers,
+            name="rl",
+            other_machines=engine == "ray",
+            **self._group_options,  # type: ignore[arg-type]
+        )
+        spec = self._host.spec
+        self._group.call("join_group", lambda _: (spec,), {})
+
+    def _set_up_worker(self, worker_id: int) -> None:
+        super()._set_up_worker(worker_id)
+        if self._reference_ref is not None:
+            miniray.get(self.workers[worker_id].set_reference.remote(self._reference_ref))
+
+    def _workers_in_sync(self) -> bool:
+        return self.sync == "grad" or super()._workers_in_sync()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._setup_ref = self._reference_ref = None
+        host, self._host = self._host, None
+        if host is not None:
+            host.close()
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def load_checkpoint(self, path: str | Path = "latest") -> int:
+        epoch = super().load_checkpoint(path)
+        if self._loaded is not None:  # before the run is described and its workers are there
+            self._run_seed = self._loaded["extra"]["rl"]["seed"]
+        return epoch
+
+    def _extra_state(self) -> dict[str, Any]:
+        state = super()._extra_state() if self.sync == "weights" else {}
+        worker = self.workers[0]
+        shared = self.sync == "grad"  # workers' optimizers are equal: one is enough for any number
+        state["rl"] = {
+            "sync": self.sync,
+            "seed": self._run_seed,
+            "num_workers": self.num_workers,
+            "source": miniray.get(worker.get_source.remote()),
+            "kl": None if self._adaptive is None else self._adaptive.state_dict(),
+            "reference": miniray.get(worker.get_reference.remote()),
+            "optimizer": miniray.get(worker.get_optimizer.remote()) if shared else None,
+        }
+        return state
+
+    def _load_extra_state(self, state: Mapping[str, Any]) -> None:
+        own = state["rl"]
+        if own["sync"] != self.sync:
+            raise ValueError(
+                f"the checkpoint was made with sync={own['sync']!r}, this trainer has {self.sync!r}"
+            )
+        if self.sync == "weights":
+            super()._load_extra_state(state)
+        if self._adaptive is not None and own["kl"] is not None:
+            self._adaptive.load_state_dict(own["kl"])
+            self._kl_coef = self._adaptive.coefficient
+        if own["num_workers"] != self.num_workers and own["source"].get("loader") is not None:
+            miniray.get([worker.set_source.remote(own["source"]) for worker in self.workers])
+        reference = miniray.put(own["reference"])
+        calls = [worker.set_reference.remote(reference) for worker in self.workers]
+        if own["optimizer"] is not None:
+            optimizer = miniray.put(own["optimizer"])
+            calls += [worker.set_optimizer.remote(optimizer) for worker in self.workers]
+        miniray.get(calls)
+        if self._reference_ref is not None and own["reference"] is not None:
+            self._reference_ref = reference
+        self._run_seed = own["seed"]
+
+    def _describe(self) -> dict[str, Any]:
+        return {
+            **super()._describe(),
+            "sync": self.sync,
+            "seed": self._run_seed,
+            "algorithm": dataclasses.asdict(self.config),
+            "sampling": dataclasses.asdict(self.sampling),
+        }

@@ -1,0 +1,250 @@
+"""Learning from a step's rollouts: epochs of mini-batches, each of micro-batches, one update each.
+
+Which sequences are in a mini-batch follows from their numbers, not from who has them. Every loss is
+divided by the count over all workers before backward, so that gradients are summed, and not
+averaged over workers that have more tokens and less. So any number of workers makes the same
+update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miniray.errors import NonFiniteError
+from miniray.rl import losses
+from miniray.rl.batch import MicroBatch, Rollouts
+from miniray.rl.checks import selected
+from miniray.rl.collective import Collective, sum_gradients
+from miniray.rl.config import Algorithm, PPOConfig
+from miniray.rl.metrics import Metrics
+
+
+def mini_batch_of(ids: Tensor, count: int, seed: Sequence[int]) -> Tensor:
+    """In which of ``count`` mini-batches the sequences numbered ``ids`` are.
+
+    Of ``count`` consecutive ones each is in another, so that every worker's part of a mini-batch is
+    about the same; where a run of them begins depends on ``seed``.
+    """
+    block, place = np.divmod(ids.numpy().astype(np.uint64), np.uint64(count))
+    key = np.random.SeedSequence([int(s) for s in seed]).generate_state(1, np.uint64)[0]
+    turn = _mix(block ^ key)
+    return torch.from_numpy(((place + turn) % np.uint64(count)).astype(np.int64))
+
+
+def _mix(x: Any) -> Any:
+    """Numbers that look unrelated, from consecutive ones (the finaliser of splitmix64)."""
+    with np.errstate(over="ignore"):
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
+class Updater:
+    """Makes the updates of a step. ``precision()`` is the context of every forward pass."""
+
+    def __init__(
+        self,
+        policy: Any,
+        optimizer: torch.optim.Optimizer,
+        config: Algorithm,
+        collective: Collective,
+        precision: Callable[[], AbstractContextManager[Any]],
+        *,
+        device: torch.device,
+        on_error: str,
+    ) -> None:
+        self.policy = policy
+        self.optimizer = optimizer
+        self.config = config
+        self.collective = collective
+        self._precision = precision
+        self._device = device
+        self._skip = on_error == "skip"
+        self._parameters = [p for p in policy.parameters() if p.requires_grad]
+
+    def update(
+        self, rollouts: Rollouts, kl_coef: float, step: int, seed: int, temperature: float
+    ) -> Metrics:
+        """Use the rollouts ``epochs`` times. All workers of the collective must call it."""
+        config, metrics = self.config, Metrics()
+        plan = [
+            mini_batch_of(rollouts.ids, config.mini_batches, (seed, step, epoch))
+            for epoch in range(config.epochs)
+        ]
+        counts, skipped = self._counts(rollouts, plan, step), 0
+        for epoch, members in enumerate(plan):
+            for part in range(config.mini_batches):
+                count = float(counts[epoch, part])
+                where = f"step {step}, epoch {epoch}, mini-batch {part}"
+                if count == 0:  # on every worker
+                    skipped += 1
+                    continue
+                chosen = torch.nonzero(members == part)[:, 0].tolist()
+                self.optimizer.zero_grad(set_to_none=True)
+                loss = 0.0
+                batches = rollouts.micro_batches(
+                    config.micro_batch_tokens,
+                    device=self._device,
+                    temperature=temperature,
+                    among=chosen,
+                )
+                for batch in batches:
+                    if bool(batch.mask.any()):
+                        loss += self._backward(rollouts, batch, count, kl_coef, where, metrics)
+                skipped += not self._step(loss, where, metrics)
+        if skipped:
+            metrics.add("skipped_updates", skipped)
+        return metrics
+
+    def _counts(self, rollouts: Rollouts, plan: Sequence[Tensor], step: int) -> Tensor:
+        """What each mini-batch's losses are divided by, over all workers; one sum for the step."""
+        config = self.config
+        own = torch.zeros(config.epochs, config.mini_batches, dtype=torch.float64)
+        for epoch, members in enumerate(plan):
+            for part in range(config.mini_batches):
+                own[epoch, part] = losses.count(rollouts.mask[members == part], config.agg)
+        return self.collective.sum(own, f"token counts of step {step}")
+
+    def _backward(
+        self,
+        rollouts: Rollouts,
+        batch: MicroBatch,
+        count: float,
+        kl_coef: float,
+        where: str,
+        metrics: Metrics,
+    ) -> float:
+        config, mask = self.config, batch.mask
+        tokens = float(mask.sum())
+        with_values = isinstance(config, PPOConfig)
+        with self._precision():
+            logp, spread, values = run_policy(self.policy, batch, with_values)
+        if not self._skip:  # else it makes the gradient NaN, and all workers skip the update
+            check_finite({"log_probs": logp, "values": values}, batch, where, self.collective.rank)
+        known = "old_logp" in rollouts.tokens
+        # With one update a step nothing has changed since the tokens were sampled.
+        old_logp = rollouts.get("old_logp", batch) if known else logp.detach()
+        loss, seen = losses.policy_loss(
+            logp,
+            old_logp,
+            rollouts.get("advantages", batch),
+            mask,
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            dual_clip=config.dual_clip,
+            agg=config.agg,
+            global_count=count,
+        )
+        share = losses.count(mask, config.agg) / count  # over all workers these add up to 1
+        metrics.merge("policy_loss", _part(loss, share))
+        if spread is not None:
+            seen["entropy"] = selected(spread.detach(), mask).sum() / tokens
+            if config.entropy_coef:
+                term = losses.aggregate(spread, mask, config.agg, global_count=count)
+                loss = loss - config.entropy_coef * term
+        if "ref_logp" in rollouts.tokens and config.kl.place == "loss":
+            reference = selected(rollouts.get("ref_logp", batch), mask)
+            distance = losses.kl(selected(logp, mask), reference, config.kl.kind)
+            loss = loss + kl_coef * losses.aggregate(distance, mask, config.agg, global_count=count)
+            if not known:
+                metrics.add("kl", float(selected(distance.detach(), mask).sum()) / tokens, tokens)
+        if isinstance(config, PPOConfig):
+            assert values is not None
+            value_loss, more = losses.value_loss(
+                values,
+                rollouts.get("values", batch),
+                rollouts.get("returns", batch),
+                mask,
+                clip=config.value_clip,
+                agg=config.agg,
+                global_count=count,
+            )
+            loss = loss + config.value_coef * value_loss
+            metrics.merge("value_loss", _part(value_loss, share))
+            seen.update(more)
+        loss.backward()
+        metrics.merge("loss", _part(loss, share))
+        for name, value in seen.items():
+            metrics.add(name, float(value), tokens)
+        return float(loss.detach())
+
+    def _step(self, loss: float, where: str, metrics: Metrics) -> bool:
+        """Change the weights; False, on all workers, where the gradient does not allow it."""
+        sum_gradients(self._parameters, self.collective, f"gradients of {where}")
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm))
+        if not math.isfinite(norm):  # on every worker alike: they have the same gradients
+            if not self._skip:
+                raise NonFiniteError(f"{where}: {self._whose(loss)}; the weights are as before")
+            return False
+        metrics.add("grad_norm", norm)
+        self.optimizer.step()
+        return True
+
+    def _whose(self, loss: float) -> str:
+        """Which workers the NaN came from; called by all of them."""
+        finite = math.isfinite(loss)
+        if self.collective.size == 1:
+            bad = [] if finite else [self.collective.rank]
+        else:
+            flags = torch.zeros(self.collective.size)
+            flags[self.collective.rank] = not finite
+            bad = torch.nonzero(self.collective.sum(flags, "flags"))[:, 0].tolist()
+        if not bad:
+            return "the gradient is not finite, though the loss is on every worker"
+        who = ", ".join(map(str, bad))
+        return f"the loss is not finite on worker{'s' if len(bad) > 1 else ''} {who}"
+
+
+def run_policy(
+    policy: Any, batch: MicroBatch, with_values: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(log-probs, entropies if the policy gives them, values if wanted), of the right shape."""
+    values = None
+    if with_values and hasattr(policy, "log_probs_and_values"):
+        told, values = policy.log_probs_and_values(batch)
+    else:
+        told = policy.log_probs(batch)
+        if with_values:
+            values = policy.values(batch)
+    logp, spread = told if isinstance(told, tuple) else (told, None)
+    for name, made in (("log_probs", logp), ("entropies", spread), ("values", values)):
+        if made is not None and made.shape != batch.mask.shape:
+            raise ValueError(
+                f"{type(policy).__name__}: {name} must have the shape of the responses, "
+                f"{tuple(batch.mask.shape)}, not {tuple(made.shape)}"
+            )
+    return logp, spread, values
+
+
+def bad_sequences(values: Tensor, mask: Tensor) -> Tensor:
+    """For each sequence whether one of its tokens has NaN or infinity."""
+    return (~torch.isfinite(values) & mask.bool()).any(-1)
+
+
+def check_finite(
+    named: dict[str, Tensor | None], batch: MicroBatch, where: str, worker: int
+) -> None:
+    from miniray.rl.reward import brief
+
+    for name, values in named.items():
+        if values is None:
+            continue
+        bad = torch.nonzero(bad_sequences(values.detach(), batch.mask))[:, 0].tolist()
+        if bad:
+            raise NonFiniteError(
+                f"worker {worker}, {where}: {name}() gave NaN or infinity for {len(bad)} of "
+                f"{len(batch.rows)} sequences\n  first row: {brief(batch.rows[bad[0]])}"
+            )
+
+
+def _part(loss: Tensor, share: float) -> tuple[float, float, float, float]:
+    """A micro-batch's part of a mini-batch's loss: parts add up to it, their weights to 1."""
+    value = float(loss.detach())
+    return value, share, value, value

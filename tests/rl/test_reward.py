@@ -1,0 +1,119 @@
+"""Reward functions that work, raise, return nonsense, and hang."""
+
+import threading
+
+import pytest
+
+from miniray.rl import RewardError, RewardTimeoutError
+from miniray.rl.reward import Scorer, brief
+
+ROWS = [{"prompt": f"p{i}", "image": b"x" * 1000} for i in range(4)]
+
+
+def score(function, *, on_error="raise", timeout=30.0):
+    scorer = Scorer(function, timeout=timeout, on_error=on_error, where="worker 1")
+    return scorer.score(ROWS, "abcd", [f"step 7, sequence {i}" for i in range(4)])
+
+
+@pytest.mark.parametrize("timeout", [30.0, None])
+def test_numbers_and_dicts_of_numbers(timeout):
+    assert score(lambda row, text: ord(text) - 97, timeout=timeout) == [
+        {"reward": float(i)} for i in range(4)
+    ]
+    made = score(lambda row, text: {"reward": 1, "km": 5}, timeout=timeout)
+    assert made == [{"reward": 1.0, "km": 5.0}] * 4
+
+
+def fails_at_c(row, text):
+    if text == "c":
+        raise LookupError("no such place")
+    return 1
+
+
+@pytest.mark.parametrize("timeout", [30.0, None])
+def test_an_exception_is_named_with_the_row_and_the_line(timeout):
+    with pytest.raises(RewardError) as caught:
+        score(fails_at_c, timeout=timeout)
+    text = str(caught.value)
+    assert "worker 1, step 7, sequence 2: the reward function raised LookupError" in text
+    assert "no such place at" in text
+    assert f"{__file__}:{fails_at_c.__code__.co_firstlineno + 2}" in text
+    assert "prompt='p2', image=<1000 bytes>" in text
+    assert "response: 'c'" in text
+    assert isinstance(caught.value.__cause__, LookupError)
+
+
+@pytest.mark.parametrize("timeout", [30.0, None])
+def test_what_fails_can_be_skipped(timeout):
+    made = score(fails_at_c, on_error="skip", timeout=timeout)
+    assert made == [{"reward": 1.0}, {"reward": 1.0}, None, {"reward": 1.0}]
+
+
+@pytest.mark.parametrize(
+    ("result", "complaint"),
+    [
+        (None, "no number"),
+        ("good", "no number"),
+        (float("nan"), "not finite"),
+        ({"score": 1}, 'no "reward"'),
+        ({"reward": float("inf")}, "not finite"),
+        ({"reward": 1, "loss": 2}, "returned loss, which miniray uses itself"),
+    ],
+)
+def test_results_that_are_no_reward(result, complaint):
+    with pytest.raises(RewardError, match=complaint):
+        score(lambda row, text: result)
+    assert score(lambda row, text: result, on_error="skip") == [None] * 4
+
+
+LIMIT = 2.0  # long enough for what does not hang, on a busy machine too
+
+
+def test_a_function_that_sleeps_is_named():
+    released = threading.Event()
+
+    def hangs_at_b(row, text):
+        return released.wait(60) if text == "b" else 1
+
+    wanted = r"sequence 1: .* no result in 2 s; it is at .*threading.py"
+    try:
+        with pytest.raises(RewardTimeoutError, match=wanted):
+            score(hangs_at_b, timeout=LIMIT)
+    finally:
+        released.set()
+
+
+def test_a_function_that_loops_is_ended_and_skipped():
+    released, ended = threading.Event(), threading.Event()
+
+    def hangs_at_b(row, text):
+        try:
+            while text == "b" and not released.is_set():
+                pass
+        finally:
+            if text == "b":
+                ended.set()
+        return 1
+
+    try:
+        made = score(hangs_at_b, on_error="skip", timeout=LIMIT)
+        assert made == [{"reward": 1.0}, None, {"reward": 1.0}, {"reward": 1.0}]
+        assert ended.wait(30)  # by an exception: nobody has released it
+    finally:
+        released.set()
+
+
+def test_the_limit_is_for_each_row_and_not_for_all(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("miniray.rl.reward.time.monotonic", lambda: now[0])
+
+    def takes_nine(row, text):
+        now[0] += 9
+        return 1
+
+    assert score(takes_nine, timeout=10) == [{"reward": 1.0}] * 4
+
+
+def test_a_row_in_a_line():
+    assert brief({"a": "x" * 500, "b": b"12"}).startswith("a='xxx")
+    assert len(brief({"a": "x" * 500})) < 100

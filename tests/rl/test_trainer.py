@@ -1,0 +1,400 @@
+"""The trainers with one worker in this process: learning, resuming, what goes wrong."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from miniray.errors import ActorDiedError
+from miniray.rl import (
+    CausalLM,
+    Generated,
+    GRPOConfig,
+    GRPOTrainer,
+    KLPenalty,
+    NonFiniteError,
+    NoTokensError,
+    PPOConfig,
+    PPOTrainer,
+    RewardError,
+    RewardTimeoutError,
+    Sampling,
+)
+from miniray.train import Checkpoint, LRSchedule
+from tests.rl.models_for_tests import TOKENIZER, Momentum, digits, make_model, rows
+
+SMALL = {"prompts_per_step": 4, "rollouts": 4, "micro_batch_tokens": 80}
+
+
+def make(kind=GRPOTrainer, *, policy=make_model, reward=digits, data=None, config=None, **more):
+    default = GRPOConfig if kind is GRPOTrainer else PPOConfig
+    settings = {
+        "tokenizer": TOKENIZER,
+        "config": config or default(**SMALL),
+        "sampling": Sampling(max_new_tokens=6),
+        "optimizer": Momentum,
+        "seed": 1,
+        "backend": "inline",
+        "progress": False,
+        **more,
+    }
+    return kind(policy, reward, data or rows(12), **settings)
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, PPOTrainer])
+def test_the_reward_rises(kind):
+    config = (GRPOConfig if kind is GRPOTrainer else PPOConfig)(
+        prompts_per_step=8, rollouts=4, epochs=2, mini_batches=2, lr=1e-2
+    )
+    with make(kind, config=config, optimizer=None, eval_data=rows(5), eval_interval=12) as trainer:
+        history = trainer.train(steps=12).history
+        scores = trainer.evaluate()
+    assert history[0]["reward"] < 0.8
+    assert sum(line["reward"] for line in history[-3:]) / 3 > 0.9
+    assert history[-1]["val_reward"] == scores["reward"] > 0.9
+
+
+def test_a_step_leaves_its_numbers_and_settings_in_the_run_directory():
+    with make(run_dir="run") as trainer:
+        result = trainer.train(steps=2)
+    lines = [json.loads(line) for line in open("run/metrics.jsonl")]
+    assert [line["epoch"] for line in lines] == [0, 1]
+    assert lines[1]["reward"] == result["reward"]
+    assert result["counts"]["sequences"] == 16
+    assert result["counts"]["prompts"] == 4
+    assert result["counts"]["tokens"] == pytest.approx(result["response_tokens"] * 16)
+    assert result["timing"].keys() == {"data", "rollout", "reward", "log_prob", "update"}
+    assert result["loss"] == pytest.approx(result["policy_loss"] + 0.001 * result["kl"])
+    described = json.load(open("run/run.json"))["config"]
+    assert described["algorithm"]["kl"]["coef"] == 0.001
+    assert described["sampling"]["max_new_tokens"] == 6
+
+
+def test_with_one_update_a_step_old_log_probs_are_the_updates_own():
+    """One pass less; the same as making them and then updating."""
+    with make() as trainer:
+        saving = trainer.train(steps=3)
+        weights = trainer.model_weights()
+    with make(on_error="skip") as trainer:  # needs the old ones first, to skip what is NaN
+        plain = trainer.train(steps=3)
+        again = trainer.model_weights()
+    assert saving["kl"] == pytest.approx(plain["kl"])
+    for name, value in weights.items():
+        torch.testing.assert_close(again[name], value)
+
+
+def test_autocast_to_bfloat16_learns_too():
+    config = GRPOConfig(prompts_per_step=4, rollouts=4, epochs=2)
+    with make(precision="bf16", config=config) as trainer:
+        result = trainer.train(steps=2)
+        weights = trainer.model_weights()
+    assert math.isfinite(result["loss"])
+    assert result["grad_norm"] > 0
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+
+
+# -- resuming -------------------------------------------------------------------------------------
+
+
+def loaders(rank, world_size):
+    return [rows(12)[i : i + 4] for i in range(0, 12, 4)]
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, PPOTrainer])
+@pytest.mark.parametrize("data", [rows(10), loaders], ids=["list", "loader"])
+def test_a_resumed_run_goes_on_bit_for_bit(kind, data):
+    config = (GRPOConfig if kind is GRPOTrainer else PPOConfig)(
+        prompts_per_step=4, rollouts=2, epochs=2, mini_batches=2,
+        kl=KLPenalty(0.1, target=0.01, horizon=100),
+    )  # fmt: skip
+    settings = {"config": config, "data": data, "callbacks": [Checkpoint(every=3)]}
+    with make(kind, run_dir="whole", **settings) as trainer:
+        wanted = trainer.train(steps=5)
+        weights = trainer.model_weights()
+    with make(kind, run_dir="cut", **settings) as trainer:
+        trainer.train(steps=3)
+    # Another seed: what was random in the run is the run's own.
+    with make(kind, run_dir="cut", **{**settings, "seed": 99}) as trainer:
+        result = trainer.train(steps=2, resume=True)
+        again = trainer.model_weights()
+    for name, value in weights.items():
+        assert torch.equal(again[name], value), name
+    for mine, theirs in zip(result.history, wanted.history, strict=True):
+        for name in ("reward", "loss", "kl", "kl_coef", "grad_norm", "counts"):
+            assert mine[name] == theirs[name], name
+    assert wanted.history[4]["kl"] > 0
+    assert len({line["kl_coef"] for line in wanted.history}) > 1
+
+
+def test_a_learning_rate_schedule_reaches_the_optimizer():
+    with make(callbacks=[LRSchedule(lambda epoch: 0.0)]) as trainer:
+        trainer.train(steps=1)
+        weights = trainer.model_weights()
+    torch.manual_seed(7)
+    for name, value in CausalLM(make_model(), TOKENIZER).state_dict().items():
+        assert torch.equal(weights[name], value)
+
+
+# -- policies of one's own ------------------------------------------------------------------------
+
+
+class Bandit(torch.nn.Module):
+    """Chooses one of three arms by a table of logits; rows carry bytes that it decodes itself."""
+
+    def __init__(self, length=1):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.zeros(2, 3))
+        self.worth = torch.nn.Parameter(torch.zeros(2))
+        self.length = length
+        self.decoded = 0
+
+    def _logits(self, rows):
+        self.decoded += len(rows)
+        return self.table[[row["image"][0] for row in rows]]
+
+    def generate(self, rows, seeds, sampling):
+        chances = self._logits(rows).softmax(-1)
+        arms = []
+        for chance, seed in zip(chances, seeds, strict=True):
+            random = torch.Generator().manual_seed(seed % 2**63)
+            arms.append(torch.multinomial(chance, self.length, True, generator=random))
+        return Generated([torch.zeros(1)] * len(rows), arms, [arm.tolist() for arm in arms])
+
+    def log_probs(self, batch):
+        logits = self._logits(batch.rows).log_softmax(-1)
+        return logits.gather(1, batch.responses)
+
+    def values(self, batch):
+        own = self.worth[[row["image"][0] for row in batch.rows]]
+        return own[:, None].expand(-1, batch.width)
+
+
+BANDITS = [{"image": bytes([i]), "best": 2 * i} for i in (0, 1)]
+
+
+def pull(row, arms):
+    return {"reward": float(arms[:1] == [row["best"]]), "pulled": sum(arms)}
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, PPOTrainer])
+def test_a_policy_class_with_rows_it_decodes_itself(kind):
+    config = (GRPOConfig if kind is GRPOTrainer else PPOConfig)(
+        prompts_per_step=2, rollouts=16, kl=KLPenalty(0)
+    )
+    with make(
+        kind, policy=Bandit, reward=pull, data=BANDITS, config=config, eval_data=BANDITS
+    ) as trainer:
+        history = trainer.train(steps=25).history
+        assert 0 <= trainer.evaluate()["pulled"] <= 2  # what else the reward function tells
+        weights = trainer.model_weights()
+    assert weights["table"].argmax(-1).tolist() == [0, 2]
+    assert history[-1]["reward"] > 0.9
+    assert "kl" not in history[-1]  # no reference model
+    if kind is PPOTrainer:
+        assert (weights["worth"] > 0.5).all()
+
+
+def test_what_a_policy_lacks_is_named():
+    with pytest.raises(ActorDiedError, match=r"Linear is neither a policy.* nor a causal"):
+        make(policy=lambda: torch.nn.Linear(1, 1)).train(steps=1)
+    with pytest.raises(ActorDiedError, match=r"(?s)must return a torch.nn.Module.*3"):
+        make(policy=lambda: 3).train(steps=1)
+    without = type("NoValues", (torch.nn.Module,), {"generate": 1, "log_probs": 1})
+    with pytest.raises(ActorDiedError, match=r"NoValues lacks values\(\)"):
+        make(PPOTrainer, policy=without).train(steps=1)
+    with pytest.raises(ActorDiedError, match="value_head=True"):
+        make(PPOTrainer, policy=lambda: CausalLM(make_model(), TOKENIZER)).train(steps=1)
+
+    class Wide(Bandit):
+        def log_probs(self, batch):
+            return super().log_probs(batch)[:, :1].expand(-1, 5)
+
+    with pytest.raises(ValueError, match=r"Wide: log_probs .* \(\d+, 1\), not \(\d+, 5\)"):
+        make(policy=Wide, reward=pull, data=BANDITS * 2).train(steps=1)
+
+
+# -- degenerate steps -----------------------------------------------------------------------------
+
+
+def test_equal_rewards_teach_nothing_and_say_so():
+    config = GRPOConfig(**SMALL, kl=KLPenalty(0))
+    with make(reward=lambda row, text: 0.3, config=config) as trainer:
+        result = trainer.train(steps=1)
+        weights = trainer.model_weights()
+    assert result["flat_groups"] == 1
+    assert result["policy_loss"] == 0
+    assert result["grad_norm"] == 0
+    torch.manual_seed(7)
+    for name, value in CausalLM(make_model(), TOKENIZER).state_dict().items():
+        assert torch.equal(weights[name], value)
+
+
+class Silent(Bandit):
+    """Says nothing to image 1."""
+
+    def generate(self, rows, seeds, sampling):
+        made = super().generate(rows, seeds, sampling)
+        made.responses = [
+            r[: 0 if row["image"] == b"\x01" else None]
+            for r, row in zip(made.responses, rows, strict=True)
+        ]
+        return made
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, PPOTrainer])
+@pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean"])
+def test_empty_responses_are_counted_and_harmless(kind, agg):
+    config = (GRPOConfig if kind is GRPOTrainer else PPOConfig)(
+        prompts_per_step=2, rollouts=8, agg=agg, epochs=2
+    )
+    with make(kind, policy=Silent, reward=pull, data=BANDITS, config=config) as trainer:
+        result = trainer.train(steps=2)
+    assert result["empty_responses"] == 8
+    assert result["response_tokens"] == 0.5
+    assert math.isfinite(result["loss"])
+
+
+@pytest.mark.parametrize("how", ["filtered", "empty"])
+def test_a_step_without_tokens_is_named_or_skipped(how):
+    if how == "filtered":
+        settings = {"sampling": Sampling(max_new_tokens=6, max_prompt_tokens=2)}
+    else:
+        settings = {"policy": Silent, "reward": pull, "data": BANDITS[1:] * 4}
+    with pytest.raises(NoTokensError, match="step 0 has no token to learn from"):
+        make(**settings).train(steps=1)
+    with make(**settings, on_error="skip") as trainer:
+        result = trainer.train(steps=2)
+    assert result["skipped_updates"] == 1
+    assert result["counts"]["tokens"] == 0
+    assert result.get("filtered_prompts") == (4 if how == "filtered" else None)
+
+
+def test_long_prompts_are_left_out_and_counted():
+    data = [*rows(3), {"prompt": "1234567890+1"}]
+    with make(data=data, sampling=Sampling(max_new_tokens=4, max_prompt_tokens=6)) as trainer:
+        result = trainer.train(steps=1)
+    assert result["filtered_prompts"] == 1
+    assert result["counts"]["sequences"] == 12
+
+
+class Broken(Bandit):
+    """NaN for image 1, from the start."""
+
+    def log_probs(self, batch):
+        bad = torch.tensor([row["image"] == b"\x01" for row in batch.rows])
+        return super().log_probs(batch).masked_fill(bad[:, None], math.nan)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_nan_log_probs_are_named_or_skipped(several):
+    config = GRPOConfig(
+        prompts_per_step=2, rollouts=4, epochs=1 + several, kl=KLPenalty(0.1 * several)
+    )
+    settings = {"policy": Broken, "reward": pull, "data": BANDITS, "config": config}
+    with pytest.raises(NonFiniteError, match=r"worker 0, step 0.*\n.*image=<1 bytes>, best='?2"):
+        make(**settings).train(steps=1)
+    with make(**settings, on_error="skip") as trainer:
+        result = trainer.train(steps=1)
+        assert trainer.model_weights()["table"].isfinite().all()
+    assert result["skipped_nonfinite"] == 4
+    assert result["counts"]["sequences"] == 4
+    assert math.isfinite(result["loss"])
+
+
+class Exploding(Bandit):
+    """Finite numbers whose gradient is not."""
+
+    def log_probs(self, batch):
+        made = super().log_probs(batch)
+        return made + 0 * (self.table.sum() * 0).sqrt()
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight():
+    settings = {"policy": Exploding, "reward": pull, "data": BANDITS}
+    config = GRPOConfig(prompts_per_step=2, rollouts=8)
+    with pytest.raises(NonFiniteError, match=r"step 0, epoch 0, mini-batch 0: the gradient is not"):
+        make(**settings, config=config).train(steps=1)
+    with make(**settings, config=config, on_error="skip") as trainer:
+        assert trainer.train(steps=2)["skipped_updates"] == 1
+        assert trainer.model_weights()["table"].tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
+def test_a_reward_function_that_raises_or_hangs():
+    def raises(row, text):
+        raise LookupError(row["prompt"])
+
+    with pytest.raises(RewardError, match=r"worker 0, step 0, sequence 0: .*LookupError"):
+        make(reward=raises).train(steps=1)
+
+    def hangs(row, text):
+        while True:
+            pass
+
+    with pytest.raises(RewardTimeoutError, match=r"no result in 0.2 s; it is at .*test_trainer"):
+        make(reward=hangs, reward_timeout=0.2).train(steps=1)
+    with make(reward=raises, on_error="skip") as trainer:
+        result = trainer.train(steps=1)
+    assert result["skipped_rewards"] == 16
+    assert result["skipped_updates"] == 1
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"data": []}, "data"),
+        ({"data": ["text"]}, "must be dicts"),
+        ({"data": 5}, "list of rows or a function"),
+        ({"reward": None}, "reward must be a function"),
+        ({"sync": "both"}, "'grad', 'weights'"),
+        ({"num_workers": 5}, "prompts_per_step=4 is less than the 5 workers"),
+        ({"max_failures": 1}, 'max_failures needs sync="weights"'),
+        ({"mode": "async", "sync": "weights"}, 'mode="async" is not for'),
+        ({"eval_interval": 1}, "needs eval_data"),
+        ({"config": PPOConfig()}, "needs a GRPOConfig"),
+        ({"momentun": 1}, "momentun"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(arguments, complaint):
+    settings = {"tokenizer": TOKENIZER, "config": GRPOConfig(**SMALL), **arguments}
+    data, reward = settings.pop("data", rows(4)), settings.pop("reward", digits)
+    with pytest.raises((TypeError, ValueError), match=complaint):
+        GRPOTrainer(make_model, reward, data, **settings)
+
+
+@pytest.mark.parametrize(
+    ("made", "complaint"),
+    [
+        (lambda: GRPOConfig(rollouts=0), "rollouts"),
+        (lambda: GRPOConfig(agg="mean"), "agg"),
+        (lambda: GRPOConfig(lr=-1), "lr"),
+        (lambda: GRPOConfig(dual_clip=1), "dual_clip"),
+        (lambda: GRPOConfig(kl=KLPenalty(place="reward")), "PPO"),
+        (lambda: GRPOConfig(kl=0.1), "KLPenalty"),
+        (lambda: PPOConfig(gamma=1.5), "gamma"),
+        (lambda: KLPenalty(-1), "coef"),
+        (lambda: KLPenalty(0, target=1), "0 stays 0"),
+        (lambda: KLPenalty(kind="k4"), "kind"),
+    ],
+)
+def test_settings_are_checked_when_they_are_made(made, complaint):
+    with pytest.raises((TypeError, ValueError), match=complaint):
+        made()
+
+
+def test_steps_must_be_said_once():
+    trainer = make()
+    with pytest.raises(TypeError, match="steps=100"):
+        trainer.train()
+    with pytest.raises(TypeError, match="steps=100"):
+        trainer.train(3, steps=3)
+    with pytest.raises(RuntimeError, match="before train"):
+        trainer.evaluate()
+
+
+def test_gradients_need_workers_that_run_at_the_same_time():
+    with pytest.raises(NotImplementedError, match='backend="local"'):
+        make(num_workers=2).train(steps=1)
