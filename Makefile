@@ -1,9 +1,12 @@
 # Each target makes the environment it needs in .venv; a second run finds it ready.
 #   make demo PYTHON=python3.12      another interpreter, for a new .venv
+#   make test JOBS=0                 all tests in one process
 #   make test ARGS='-k wait -x'      extra arguments for pytest (or for the demo or the benchmark)
 
 PYTHON ?= python3
 ARGS ?=
+# Test processes side by side; 0 runs all in one, for --pdb.
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
@@ -22,7 +25,7 @@ demo: $(DEMO) ## Train a classifier on four workers and write a report
 	$(BIN)/python examples/train_framework_demo.py classification $(ARGS)
 
 test: $(DEV) ## Run the test suite
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 test-slow: $(DEV) ## Run the tests marked slow
 	$(BIN)/python -m pytest -m slow $(ARGS)

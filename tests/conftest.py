@@ -1,4 +1,6 @@
-"""Options of the test run."""
+"""Options of the test run, and which tests run in one process when several take part."""
+
+import pytest
 
 ENGINES = ("inline", "local", "ray")
 
@@ -10,3 +12,14 @@ def pytest_addoption(parser):
         choices=ENGINES,
         help="run the conformance suite on this engine only (may be given several times)",
     )
+
+
+@pytest.hookimpl(trylast=True)  # after the suites' own marks and order
+def pytest_collection_modifyitems(config, items):
+    """A file stays together, and so do all conformance tests of one engine: it is started once."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        engine = getattr(getattr(item, "callspec", None), "params", {}).get("backend")
+        together = f"conformance on {engine}" if "conformance" in item.path.parts else item.path
+        item.add_marker(pytest.mark.xdist_group(str(together)))

@@ -1,12 +1,16 @@
 """Workers of a trainer have black boxes."""
 
 import os
+import sys
 
 import numpy as np
 import pytest
 
 import miniray
-from miniray.doctor import read_run, recorder
+from miniray.doctor import read_run, recorder, sites
+from miniray.doctor.facts import main_stack
+from miniray.doctor.sites import is_users
+from miniray.doctor.stacks import request_stacks
 from miniray.train import BaseTrainer
 
 
@@ -22,31 +26,41 @@ class Worker:
     def section(self):
         return read_run(os.environ["MINIRAY_RUN_DIR"]).ranks[0].section
 
+    def sites(self):
+        """A line of ours; a call without one, from miniray's own code; and this process's stack."""
+        own = sites.call_site(sys._getframe())
+        without = sites.call_site(sys._getframe(1))
+        stack = request_stacks(os.environ["MINIRAY_RUN_DIR"], [recorder.current().rank])
+        return own, without, main_stack(next(iter(stack.values())))
 
-@pytest.fixture
-def trainer(tmp_path):
+
+def test_a_worker_records_its_methods_and_the_users_lines(tmp_path):
     with BaseTrainer(2, worker=Worker, run_dir=tmp_path / "run", progress=False) as trainer:
-        yield trainer
+        result = trainer.train(1)
+        assert result["value"] == 1.5
+        run = read_run(trainer.run.path)
+        assert sorted(run.ranks) == [0, 1]
+        assert {rank.launcher for rank in run.ranks.values()} == {"miniray"}
+        assert all(rank.process.alive for rank in run.ranks.values())
 
+        section = miniray.get(trainer.workers[0].section.remote())
+        assert section.name == section.site.function == "section"
+        assert section.site.file == __file__
 
-def test_every_worker_records(trainer):
-    result = trainer.train(1)
-    assert result["value"] == 1.5
-    run = read_run(trainer.run.path)
-    assert sorted(run.ranks) == [0, 1]
-    assert {rank.launcher for rank in run.ranks.values()} == {"miniray"}
-    assert all(rank.process.alive for rank in run.ranks.values())
-
-
-def test_the_method_that_runs_is_the_section(trainer):
-    trainer.train(0)
-    assert miniray.get(trainer.workers[0].section.remote()).name == "section"
+        # The command line that started the worker is on its stack, too, and is nobody's line.
+        own, without, stack = miniray.get(trainer.workers[0].sites.remote())
+        assert own.split("\0")[0] == __file__
+        assert without == ""
+        assert stack
+        assert [frame.function for frame in stack if is_users(frame.file)] == ["sites"]
 
 
 def test_the_inline_engine_has_no_boxes(tmp_path):
-    with BaseTrainer(
-        1, worker=Worker, run_dir=tmp_path / "run", backend="inline", progress=False
-    ) as trainer:
-        with pytest.raises(AttributeError):  # there is no recorder to ask for its rank
-            trainer.train(1)
+    with (
+        BaseTrainer(
+            1, worker=Worker, run_dir=tmp_path / "run", backend="inline", progress=False
+        ) as trainer,
+        pytest.raises(AttributeError),
+    ):  # there is no recorder to ask for its rank
+        trainer.train(1)
     assert not (tmp_path / "run" / "ranks").exists()

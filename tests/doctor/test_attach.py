@@ -181,6 +181,8 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
 def test_torchrun(tmp_path):
     (tmp_path / "train.py").write_text(TORCH)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

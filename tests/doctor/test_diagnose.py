@@ -111,6 +111,15 @@ def test_a_stopped_rank_is_named_with_the_way_to_continue_it():
     assert "kill -CONT 101" in finding.fix
 
 
+@pytest.mark.parametrize(("waited", "verdict"), [(2.0, "STUCK"), (0.5, "HEALTHY")])
+def test_a_stopped_rank_is_found_before_the_limit(waited, verdict):
+    process = Process(True, "T", 1.0, 0, 3, 0)
+    phase = Phase("compute", at(9), NOW - waited)
+    stopped = rank(1, process=process, phase=phase, attached=NOW - 100)
+    found = examine(run(calling(0, call(0, ago=waited, is_open=True)), stopped))
+    assert found.verdict.startswith(verdict)
+
+
 def test_without_a_heartbeat_the_gil_is_held():
     finding = top(calling(0, call(0, is_open=True)), calling(1, heartbeat=NOW - 120, cpu_seconds=9))
     assert finding.code == "holds-gil"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from miniray.doctor.launch_options import Options, master_port
 from miniray.doctor.reader import read_run
 from tests.doctor.helpers import wait_until
 
@@ -182,18 +184,27 @@ time.sleep(500)
 def test_work_that_takes_long_is_no_hang(run):
     code, _, errors = run(
         """
+def prepare():
+    until = time.monotonic() + 4
+    while time.monotonic() < until:
+        sum(range(10000))
+
 if rank == 0:
     with doctor.phase("prepare_data"):
-        until = time.monotonic() + 5.5
-        while time.monotonic() < until:
-            sum(range(10000))
+        prepare()
 doctor.barrier("data is there", timeout=50)
 """,
-        "--nproc", "2", "--hang-timeout", "3",
+        "--nproc", "2", "--hang-timeout", "2",
     )  # fmt: skip
     assert code == 0, errors
-    assert "rank 0 is still working in prepare_data" in errors
-    assert "alive; rank 1 is waiting for" in errors
+    said = errors[errors.index("rank 0 is still working in prepare_data (train.py:") :]
+    assert re.search(
+        r"in prepare_data \(train\.py:\d+ in prepare\), alive; rank 1 is waiting for \d+ s in "
+        r"barrier 'data is there' train\.py:\d+\n"
+        r".*stack of rank 0 \(innermost first\):\n.*train\.py:\d+ prepare\n"
+        r".*train\.py:\d+ <module>\n",
+        said,
+    )
 
 
 def test_all_ranks_are_started_again_as_often_as_allowed(run, tmp_path):
@@ -239,7 +250,9 @@ def sleepers(process, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_launcher_ends_every_rank_and_its_children(launch, tmp_path, number):
+    before = signal.signal(number, signal.SIG_DFL)  # or it is ignored there, too, where it is here
     process = launch(SLEEPERS, "--nproc", "2")
+    signal.signal(number, before)
     pids = sleepers(process, tmp_path)
     process.send_signal(number)
     assert process.wait(50) == 128 + number
@@ -259,6 +272,65 @@ def test_a_killed_launcher_takes_the_ranks_with_it(launch, tmp_path):
     finally:
         for pid in pids[2:]:  # their children, which we started and nobody could end
             os.kill(pid, signal.SIGKILL)
+
+
+def test_a_rank_that_computes_on_a_gpu_is_not_ended(run):
+    """Its CPU says nothing, for waiting spins; but the diagnosis finds nobody stuck."""
+    code, _, errors = run(
+        """
+from miniray.doctor.layout import Cell
+from miniray.doctor.recorder import current
+doctor.step(loss=1.0)
+current().box.ints[Cell.GPU_PROCESS_MEMORY] = 1 << 30
+until = time.monotonic() + 3
+while time.monotonic() < until:
+    sum(range(10000))
+""",
+        "--hang-timeout", "1",
+    )  # fmt: skip
+    assert code == 0, errors
+    said = r"nothing has moved for \d+ s, yet no rank is stuck: going on \(HEALTHY"
+    assert re.search(said, errors)
+
+
+def test_nobody_gets_the_port_before_rank_0(run):
+    code, output, errors = run(
+        """
+import socket, struct
+port = int(os.environ["MASTER_PORT"])
+def attempt(use):
+    with socket.socket() as one:
+        try:
+            one.setsockopt(socket.IPPROTO_IP, 51, struct.pack("I", port << 16 | port))
+        except OSError:  # before Linux 6.3 a socket cannot be kept to one port
+            return "unknown"
+        try:
+            use(one)
+        except OSError:
+            return "refused"
+        return "taken"
+with socket.create_server(("127.0.0.1", 0)) as server:
+    print("any port:", attempt(lambda one: one.bind(("", 0))))
+    print("a connection:", attempt(lambda one: one.connect(server.getsockname())))
+    print("this port:", attempt(lambda one: one.bind(("", port))))
+with socket.create_server(("", port)):  # sets SO_REUSEADDR, as torch's store does
+    print("rank 0:", attempt(lambda one: one.bind(("", port))))
+""",
+    )
+    assert code == 0, errors
+    assert "[Rank 0/1] rank 0: refused" in output or "unknown" in output
+    for who in ("any port", "a connection", "this port"):
+        assert re.search(rf"{who}: (refused|unknown)", output), output
+
+
+def test_torchs_store_listens_on_the_port_that_is_kept_for_it():
+    dist = pytest.importorskip("torch.distributed")
+    with master_port(Options(("train.py",))) as port:
+        for libuv in (True, False):
+            store = dist.TCPStore("127.0.0.1", port, 1, True, use_libuv=libuv)
+            store.set("a", "b")
+            assert store.get("a") == b"b"
+            del store
 
 
 def test_a_taken_port_is_replaced_and_a_module_can_be_run(tmp_path):

@@ -13,6 +13,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+#: What ``set_up`` imports: may be loaded once for all workers, before they are forked.
+MODULES = ("miniray.doctor.actors", "miniray.doctor.instrument", "miniray.doctor.recorder")
+
 RUN_DIR, RANK, WORLD_SIZE = "MINIRAY_RUN_DIR", "MINIRAY_RANK", "MINIRAY_WORLD_SIZE"
 
 
@@ -62,11 +65,25 @@ def _is_plain(method: Any) -> bool:
 
 
 def _as_section(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    from miniray.doctor.api import phase
+    from miniray.doctor import recorder
+
+    # Whoever calls it is in another process: the line that says something is the method's own.
+    code = getattr(inspect.unwrap(method), "__code__", None)  # compiled ones have none
+    site = ""
+    if code is not None:
+        site = f"{os.path.abspath(code.co_filename)}\0{code.co_firstlineno}\0{code.co_name}"
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with phase(name):
+        current = recorder.current()
+        if current is None:
             return method(*args, **kwargs)
+        current.set_section(name, site)
+        current.open_section()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            if recorder.current() is current:
+                current.close_section(name, site)
 
     return run

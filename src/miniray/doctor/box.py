@@ -157,13 +157,16 @@ class Box:
             ints[1] = count
         return count - 1
 
-    def end_event(self, number: int) -> None:
+    def end_event(self, number: int, now: float | None = None) -> None:
         """Say that the open event ended now. One that the ring has lost is passed over."""
+        ints = self.ints
         at = _EVENTS_AT + number % _EVENT_SLOTS * _EVENT_SIZE
-        if self._words[at >> 3] == number + 1:
-            self._reals[(at + 16) >> 3] = _monotonic()  # layout.EVENT_ENDED
-        if self.ints[1] == number + 1:
-            self.ints[1] = 0
+        # What was added since tells whether the ring has lost it, within a few that other threads
+        # are adding: only near that the record itself is asked.
+        if ints[0] - number < _EVENT_SLOTS - 64 or self._words[at >> 3] == number + 1:
+            self._reals[(at + 16) >> 3] = _monotonic() if now is None else now  # EVENT_ENDED
+        if ints[1] == number + 1:
+            ints[1] = 0
 
     def wait_for(self, number: int) -> None:
         """The rank waits now for an open event that did not block when it was called."""

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from miniray.doctor.findings import seconds
 from miniray.doctor.model import COLLECTIVE, RankRecord, RunRecord, Site, ThreadStack
-from miniray.doctor.sites import is_users
+from miniray.doctor.sites import is_users, without_boot
 from miniray.doctor.waiting import WRAP, Wait, is_consequence, wait_of
 
 #: Seconds without a sign of life, on top of its own interval, after which a heartbeat is missed.
@@ -278,5 +278,5 @@ def main_stack(threads: Iterable[ThreadStack]) -> tuple[Site, ...]:
     every = tuple(threads)
     for thread in every:
         if thread.frames and not thread.frames[-1].function.startswith("_bootstrap"):
-            return thread.frames
+            return without_boot(thread.frames)
     return every[0].frames if every else ()

@@ -20,7 +20,8 @@ from typing import Any
 from miniray.doctor import hooks, model, recorder, sites
 
 _installed = False
-_failed: set[str] = set()
+#: Observers that failed. Nearly always empty: to ask that first costs less than ``works``.
+broken: set[str] = set()
 
 
 class _Here(threading.local):
@@ -81,9 +82,9 @@ def replace(module: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 def failed(observer: str, error: BaseException) -> None:
     """An observer raised: say it once, and let ``works`` be False for it from now on."""
-    if observer in _failed:
+    if observer in broken:
         return
-    _failed.add(observer)
+    broken.add(observer)
     text = f"{type(error).__name__}: {error}"
     if (current := recorder.current()) is not None:
         current.event(model.NOTE, f"the recorder of {observer} failed", text[:200])
@@ -93,7 +94,7 @@ def failed(observer: str, error: BaseException) -> None:
 
 
 def works(observer: str) -> bool:
-    return observer not in _failed
+    return observer not in broken
 
 
 def change_tqdm(module: Any) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-import time
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 from miniray.doctor import model, recorder, sites
-from miniray.doctor.instrument import failed, here, replace, works
-from miniray.doctor.recorder import Recorder
+from miniray.doctor.instrument import broken, failed, here, replace, works
+from miniray.doctor.recorder import Call, Recorder
 
 #: name → (the argument that is sent, the arguments that say how)
 _COLLECTIVES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -55,6 +55,19 @@ _MOST_OPEN = 1024
 #: The events of collectives called with async_op=True, by the id of the Work that torch returned.
 _async_events: dict[int, int] = {}
 _groups: dict[int, str] = {}
+
+
+#: (recorder, shape, dtype, details, id of the group, whether asynchronous) of the last call at a
+#: line, and that call: the same again needs no words to be found.
+_Known = tuple[tuple[Recorder, Any, Any, tuple[Any, ...], int, bool], Call]
+#: Of each kind of collective, by site. Forgotten when groups come or go, for their ids are reused.
+_known: list[dict[str, _Known]] = []
+
+
+def _forget_groups() -> None:
+    _groups.clear()
+    for calls in _known:
+        calls.clear()
 
 
 def change_collectives(module: Any) -> None:
@@ -101,36 +114,46 @@ def _make_collective(
         async_at = parameters.index("async_op") if "async_op" in parameters else -1
         details_at = [(parameters.index(word), word) for word in details if word in parameters]
         outsider = getattr(module.GroupMember, "NON_GROUP_MEMBER", None)
+        known: dict[str, _Known] = {}
+        _known.append(known)
 
         def begin(current: Recorder, args: Any, kwargs: Any, group: Any, is_async: bool) -> int:
             count = len(args)
-            shape: tuple[int, ...] = ()
-            dtype = ""
+            shape: Any = ()
+            dtype: Any = None
             if payload_at >= 0:
                 sent = args[payload_at] if count > payload_at else kwargs.get(payload)
                 if isinstance(sent, (list, tuple)) and sent:
                     sent = sent[0]
                 if sent is not None:
-                    shape, dtype = tuple(sent.shape), _dtype_name(sent.dtype)
+                    shape, dtype = sent.shape, sent.dtype
+            how = tuple([args[at] if count > at else kwargs.get(word) for at, word in details_at])
+            site = sites.call_site(sys._getframe(2))
+            now = current, shape, dtype, how, id(group), is_async
+            last = known.get(site)
+            if last is None or last[0] != now:
+                call = current.prepare(
+                    name, _in_words(how), group_name(module, group), tuple(shape),
+                    _dtype_name(dtype), site, blocking=not is_async, kind=kind,
+                )  # fmt: skip
+                last = known[site] = now, call
+            return current.begin(last[1])
+
+        def _in_words(how: tuple[Any, ...]) -> str:
             op = ""
-            for at, word in details_at:
-                value = args[at] if count > at else kwargs.get(word)
+            for (_, word), value in zip(details_at, how, strict=True):
                 if word == "op":
                     op = _op_name(value)
                 elif value is not None:
                     op = f"{op} {word}={value}" if op else f"{word}={value}"
-            site = sites.call_site(sys._getframe(2))
-            return current.collective(
-                name, op, group_name(module, group), shape, dtype, site,
-                blocking=not is_async, kind=kind,
-            )  # fmt: skip
+            return op
 
         def collective(*args: Any, **kwargs: Any) -> Any:
             # torch.compile knows collectives by identity: what it traces must be the original.
             if torch.compiler.is_compiling():
                 return original(*args, **kwargs)
             current = recorder._current
-            if current is None or here.collective or not works("collectives"):
+            if current is None or here.collective or (broken and not works("collectives")):
                 return original(*args, **kwargs)
             count = len(args)
             group = None
@@ -147,7 +170,7 @@ def _make_collective(
                 failed("collectives", error)
                 return original(*args, **kwargs)
             here.collective = True
-            started = time.monotonic()
+            started = monotonic()
             ended = True
             try:
                 result = original(*args, **kwargs)
@@ -157,9 +180,10 @@ def _make_collective(
                 return result
             finally:
                 here.collective = False
-                current.collective_seconds += time.monotonic() - started
+                now = monotonic()
+                current.collective_seconds += now - started
                 if ended:
-                    current.end(number)
+                    current.box.end_event(number, now)
 
         return collective
 
@@ -182,11 +206,11 @@ def _change_work(module: Any) -> None:
         if number is None or current is None:
             return original(self, *args, **kwargs)
         current.box.wait_for(number)
-        started = time.monotonic()
+        started = monotonic()
         try:
             return original(self, *args, **kwargs)
         finally:
-            current.collective_seconds += time.monotonic() - started
+            current.collective_seconds += monotonic() - started
             current.end(number)
 
     wait.__doc__ = original.__doc__
@@ -209,7 +233,7 @@ def _make_init(module: Any, original: Any) -> Any:
         finally:
             here.collective = False
             current.end(number)
-        _groups.clear()
+        _forget_groups()
         _note_group(module, current)
         current.set_phase("compute", site)
         return result
@@ -264,7 +288,7 @@ def _make_destroy(original: Any) -> Any:
             return original(group)
         finally:
             current.end(number)
-            _groups.clear()
+            _forget_groups()
             if group is None:
                 current.update(initialised=False)
 
@@ -276,6 +300,8 @@ _ops: dict[int, str] = {}
 
 
 def _dtype_name(dtype: Any) -> str:
+    if dtype is None:
+        return ""
     name = _names.get(dtype)
     if name is None:
         name = _names[dtype] = str(dtype).removeprefix("torch.")

@@ -16,11 +16,12 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Sequence
+from time import monotonic_ns
 from types import FrameType
 from typing import Any
 
 from miniray.doctor import model, recorder, sites
-from miniray.doctor.instrument import failed, works
+from miniray.doctor.instrument import broken, failed, works
 from miniray.doctor.layout import Cell
 from miniray.doctor.reader import site_from
 from miniray.doctor.recorder import Recorder
@@ -47,8 +48,10 @@ class Pass:
     def __init__(self, watched: Watched, site: str) -> None:
         self.watched = watched
         self.site = site
+        self.places = (0, 0)  # of the phases "data" and "compute"
         self.batches = 0
         self.recording = False
+        self.trains = False  # a backward was seen
         self.epoch = -1
         self.backwards = 0
         self.last_backwards = 0  # when the last batch was given
@@ -129,6 +132,7 @@ def _begin_pass(current: Recorder, loader: Any, site: str, began: float) -> Pass
     current.event(model.LOADER, "begin", f"loader {info['index']}", site=site)
     current.mark_dirty()
     one = Pass(watched, site)
+    one.places = current.places_of("data", site)
     one.recording = _grad_enabled()
     one.backwards = one.last_backwards = current.box.ints[Cell.BACKWARDS]
     if one.recording:
@@ -162,24 +166,27 @@ def _make_next(original: Any) -> Any:
         one: Pass | None = self.__dict__.get("_miniray_pass") if current is not None else None
         if current is None or one is None:
             return original(self)
-        if one.batches and one.recording and current.box.ints[9] == one.last_backwards:
+        ints = current.box.ints
+        backwards = ints[9]  # Cell.BACKWARDS
+        if one.batches and one.recording and backwards == one.last_backwards:
             _note_skip(current, one, sys._getframe(1))
-        one.last_backwards = current.box.ints[9]
-        current.set_phase("data", one.site)
-        started = time.monotonic()
+        one.last_backwards = backwards
+        during, after = one.places
+        started = monotonic_ns()
+        ints[2] = (started >> 10) << 16 | during  # Cell.PHASE
         try:
             batch = original(self)
         except StopIteration:
             current.set_phase("between", one.site)
             _end_pass(current, one)
             raise
-        current.data_seconds += time.monotonic() - started
-        if works("batches"):
+        current.data_seconds += (monotonic_ns() - started) * 1e-9
+        if not broken or works("batches"):
             try:
                 _count_batch(current, self, one, batch)
             except Exception as error:  # a batch of a kind we do not know
                 failed("batches", error)
-        current.set_phase("compute", one.site)
+        ints[2] = (monotonic_ns() >> 10) << 16 | after
         return batch
 
     return next_batch
@@ -202,7 +209,7 @@ def _count_batch(current: Recorder, iterator: Any, one: Pass, batch: Any) -> Non
         info["empty_batches"] += 1
         current.event(model.LOADER, "empty batch", f"loader {info['index']}", site=one.site)
         current.mark_dirty()
-    if info["passes"] == 1 and one.batches == 1 and works("first batches"):
+    if one.batches == 1 and info["passes"] == 1 and works("first batches"):
         try:
             info["first_batch"] = _digests(batch)
         except Exception as error:  # tensors of a kind that has no plain bytes
@@ -210,11 +217,13 @@ def _count_batch(current: Recorder, iterator: Any, one: Pass, batch: Any) -> Non
         current.mark_dirty()
     if one.recording:
         ints[8] = one.batches  # Cell.BATCHES_IN_EPOCH
-        if not info["trained"] and ints[9] > one.backwards:
-            _becomes_training(current, one)
-        if info["trained"] and one.batches == 1 and not current.explicit_steps:
-            current.set_epoch(one.epoch, one.site)
+        if not one.trains and ints[9] > one.backwards:
+            one.trains = True
+            if not info["trained"]:
+                _becomes_training(current, one)
         if not current.explicit_steps:
+            if one.batches == 1 and info["trained"]:
+                current.set_epoch(one.epoch, one.site)
             current.add_samples(ids, size or 0)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import time
 import weakref
+from time import monotonic_ns
 from typing import Any
 
 from miniray.doctor import model, recorder, sites
@@ -18,7 +18,7 @@ from miniray.doctor.instrument import failed, replace, works
 from miniray.doctor.instrument_collectives import group_name
 from miniray.doctor.instrument_training import state
 from miniray.doctor.reader import site_from
-from miniray.doctor.recorder import Recorder
+from miniray.doctor.recorder import Call, Recorder
 
 _MOST_NAMES = 64
 #: Looking for unused parameters may take this share of the time between two looks.
@@ -35,11 +35,20 @@ class Observed:
         self.parameters = [
             (name, weakref.ref(p)) for name, p in ddp.module.named_parameters() if p.requires_grad
         ]
-        self.next_look = 0.0
-        self.next_collective = ""
+        self.next_look = 0  # nanoseconds
+        self._backwards: dict[str, tuple[Recorder, Call]] = {}  # by the line that calls backward
+
+    def backward_at(self, current: Recorder, site: str) -> Call:
+        """What a backward of this model, called at this line, is for the recorder."""
+        known = self._backwards.get(site)
+        if known is None or known[0] is not current:
+            call = current.prepare("DDP.backward", "", self.group, site=site)
+            known = self._backwards[site] = current, call
+        return known[1]
 
 
-_observed: weakref.WeakKeyDictionary[Any, Observed] = weakref.WeakKeyDictionary()
+#: By the id of the model: to find it by a weak reference takes three times as long.
+_observed: dict[int, Observed] = {}
 
 
 def change_ddp(module: Any) -> None:
@@ -91,7 +100,8 @@ def _make_init(original: Any) -> Any:
                 current.end(number)
         if number >= 0:
             info["device"] = str(getattr(self, "device", ""))
-            _observed[self] = Observed(self, group, info)
+            _observed[id(self)] = Observed(self, group, info)
+            weakref.finalize(self, _observed.pop, id(self), None).atexit = False
             current.write_info()
 
     return init
@@ -131,11 +141,13 @@ def _make_forward(original: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
         current = recorder._current
-        observed = _observed.get(self) if current is not None else None
+        observed = _observed.get(id(self)) if current is not None else None
         if current is None or observed is None:
             return original(self, *args, **kwargs)
         site = sites.call_site(sys._getframe(1))
-        current.set_phase("forward", site)
+        during, after = current.places["forward"].get(site) or current.places_of("forward", site)
+        ints = current.box.ints
+        ints[2] = (monotonic_ns() >> 10) << 16 | during  # Cell.PHASE
         number = -1
         sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if self.will_sync_module_buffers():
@@ -145,7 +157,7 @@ def _make_forward(original: Any) -> Any:
         finally:
             if number >= 0:
                 current.end(number)
-            current.set_phase("compute", site)
+            ints[2] = (monotonic_ns() >> 10) << 16 | after
         if sync and observed not in state.pending:
             state.pending.append(observed)
         return output
@@ -153,29 +165,36 @@ def _make_forward(original: Any) -> Any:
     return forward
 
 
-def _look_for_unused(current: Recorder, models: list[Observed]) -> None:
-    """After a backward: which parameters have no gradient at all?
+def _look_for_unused(current: Recorder, models: list[Observed]) -> int:
+    """After a backward: which parameters have no gradient at all? Gives when to look again.
 
     With ``zero_grad(set_to_none=True)``, the default, these took no part. One of them is why DDP's
     other ranks wait for ever, unless ``find_unused_parameters`` is on.
     """
-    now = time.monotonic()
+    began = monotonic_ns()
+    again = []
     for observed in models:
-        if now < observed.next_look:
-            continue
-        unused = [
-            name
-            for name, reference in observed.parameters
-            if (parameter := reference()) is not None and parameter.grad is None
-        ]
-        if unused[:_MOST_NAMES] != observed.info["unused"]:
-            observed.info["unused"] = unused[:_MOST_NAMES]
-            observed.info["unused_step"] = current.step_number + 1
-            current.write_info()
-            if unused:
-                shown = ", ".join(unused[:8])
-                current.event(model.MODEL, "parameters without a gradient", shown)
-        observed.next_look = now + (time.monotonic() - now) / _LOOK_SHARE
+        now = monotonic_ns()
+        if now >= observed.next_look:
+            _look_at(current, observed)
+            observed.next_look = now + int((monotonic_ns() - now) / _LOOK_SHARE)
+        again.append(observed.next_look)
+    return min(again, default=began)
+
+
+def _look_at(current: Recorder, observed: Observed) -> None:
+    unused = [
+        name
+        for name, reference in observed.parameters
+        if (parameter := reference()) is not None and parameter.grad is None
+    ]
+    if unused[:_MOST_NAMES] != observed.info["unused"]:
+        observed.info["unused"] = unused[:_MOST_NAMES]
+        observed.info["unused_step"] = current.step_number + 1
+        current.write_info()
+        if unused:
+            shown = ", ".join(unused[:8])
+            current.event(model.MODEL, "parameters without a gradient", shown)
 
 
 def _c10d() -> Any:

@@ -13,10 +13,11 @@ from __future__ import annotations
 import sys
 import time
 import weakref
+from time import monotonic_ns
 from typing import Any
 
 from miniray.doctor import model, recorder, sites
-from miniray.doctor.instrument import failed, here, replace, works
+from miniray.doctor.instrument import broken, failed, here, replace, works
 from miniray.doctor.recorder import Recorder
 
 _GPU_LOSS_SECONDS = 0.1
@@ -28,9 +29,11 @@ class State:
     def __init__(self) -> None:
         #: DDP models that ran forward and will average gradients in the next backward.
         self.pending: list[Any] = []
-        self.after_backward: Any = None  # set by ``instrument_ddp``: looks for unused parameters
+        #: Set by ``instrument_ddp``: looks for unused parameters; gives when to look again.
+        self.after_backward: Any = None
+        self.next_look = 0  # nanoseconds
         self.scaled: tuple[int, Any] | None = None  # (id of the scaled loss, the loss itself)
-        self.optimizer_site = ""
+        self.after_optimizer = 0  # the place to return to
         self.clock: weakref.ref[Any] | None = None  # the optimizer whose steps count
         self.arriving: tuple[Any, Any, int, str] | None = None  # (copy, event, step, site)
         self.next_copy = 0.0
@@ -48,30 +51,37 @@ def change_autograd(module: Any) -> None:
             if current is None or here.backward:
                 return original(*args, **kwargs)
             site = sites.call_site(sys._getframe(1))
-            if works("losses"):
+            if not broken or works("losses"):
                 try:
                     _observe_loss(current, args[0] if args else kwargs.get("tensors"), site)
                 except Exception as error:  # a tensor of a kind we do not know
                     failed("losses", error)
-            current.set_phase("backward", site)
-            current.box.ints[9] += 1  # Cell.BACKWARDS
-            numbers = [
-                current.collective("DDP.backward", "", ddp.group, site=site)
-                for ddp in state.pending
-            ]
+            # Written out, here and where there are other phases: this runs cold, once a step, and
+            # every call less is a microsecond.
+            during, after = current.places["backward"].get(site) or current.places_of(
+                "backward", site
+            )
+            ints = current.box.ints
+            started = monotonic_ns()
+            ints[2] = (started >> 10) << 16 | during  # Cell.PHASE
+            ints[9] += 1  # Cell.BACKWARDS
+            pending = state.pending
+            begin = current.begin
+            numbers = [begin(ddp.backward_at(current, site)) for ddp in pending]
             here.backward = True
-            started = time.monotonic()
             try:
                 return original(*args, **kwargs)
             finally:
                 here.backward = False
-                current.backward_seconds += time.monotonic() - started
-                for number in reversed(numbers):
-                    current.end(number)
-                current.set_phase("compute", site)
-                if state.pending:
-                    waited, state.pending = state.pending, []
-                    state.after_backward(current, waited)
+                ended = monotonic_ns()
+                current.backward_seconds += (ended - started) * 1e-9
+                ints[2] = (ended >> 10) << 16 | after
+                if pending:
+                    for number in reversed(numbers):
+                        current.box.end_event(number, ended * 1e-9)
+                    state.pending = []
+                    if ended > state.next_look:
+                        state.next_look = state.after_backward(current, pending)
 
         return backward
 
@@ -80,7 +90,7 @@ def change_autograd(module: Any) -> None:
 
 def _observe_loss(current: Recorder, tensors: Any, site: str) -> None:
     loss = tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
-    if loss is None or loss.numel() != 1:
+    if loss is None or loss.numel() != 1:  # several tensors, or one of several numbers
         return
     if state.scaled is not None:
         # The gradient scaler multiplies the loss by 65536: the user's number is the one before.
@@ -134,14 +144,17 @@ def change_optimizer(module: Any) -> None:
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         current = recorder._current
         if current is not None:
-            state.optimizer_site = sites.call_site(sys._getframe(1))
-            current.set_phase("optimizer", state.optimizer_site)
+            site = sites.call_site(sys._getframe(1))
+            during, state.after_optimizer = current.places["optimizer"].get(
+                site
+            ) or current.places_of("optimizer", site)
+            current.box.ints[2] = (monotonic_ns() >> 10) << 16 | during  # Cell.PHASE
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
         current = recorder._current
         if current is None:
             return
-        current.set_phase("compute", state.optimizer_site)
+        current.box.ints[2] = (monotonic_ns() >> 10) << 16 | state.after_optimizer
         clock = state.clock() if state.clock is not None else None
         if clock is None:
             state.clock = weakref.ref(optimizer)

@@ -7,6 +7,7 @@ A run ends in one of these ways, and in each of them nothing is left running:
   diagnosis names the first cause, and the run exits as that rank did.
 - nothing moves for ``hang_timeout`` seconds, or the ranks call collectives that cannot match: the
   diagnosis is made while everybody is still there, every rank is ended, and the run exits with 1.
+  Where nothing moves and the diagnosis finds nobody stuck, the run goes on and is watched further.
 - on several machines: whatever ends it on one of them ends it on all. Machine 0 has the diagnosis.
 - Ctrl-C, SIGTERM: the ranks get the same signal, then SIGKILL. SIGKILL of the launcher: the kernel
   kills the ranks.
@@ -27,10 +28,10 @@ from types import FrameType
 
 from miniray.doctor import processes, recorder, runfile
 from miniray.doctor.launch_mirror import Mirror
-from miniray.doctor.launch_options import Options, check, choose_port, environment, say
+from miniray.doctor.launch_options import Options, check, environment, master_port, say
 from miniray.doctor.launch_ranks import Output, Ranks, end_orphans
 from miniray.doctor.launch_watch import Watch, diverged
-from miniray.doctor.verdict import save_diagnosis
+from miniray.doctor.verdict import Judgement, judge
 from miniray.errors import MinirayError
 
 _LOOK_SECONDS = 0.1
@@ -67,6 +68,7 @@ class _Launch:
         self.seed = random.SystemRandom().randrange(2**31)
         self.output = Output()
         self.mirror: Mirror | None = None
+        self.judgement: Judgement | None = None  # that nothing will move any more
 
     def _make_directory(self) -> Path:
         options = self.options
@@ -147,12 +149,16 @@ class _Launch:
 
     def _attempt(self, attempt: int) -> tuple[int, str]:
         """(exit status, why it is not 0)"""
-        options = self.options
         self._clear(attempt)
+        with master_port(self.options) as port:
+            return self._run_ranks(attempt, port)
+
+    def _run_ranks(self, attempt: int, port: int) -> tuple[int, str]:
+        options = self.options
+        self.judgement = None
         ranks = Ranks(self.folder, options.world_size, self.output)
         watch: Watch | None = None
         try:
-            port = choose_port(options)
             for local_rank in range(options.nproc):
                 command = [sys.executable, "-m", "miniray.doctor.bootstrap", *options.command]
                 env = environment(
@@ -183,6 +189,7 @@ class _Launch:
     def _watch(self, ranks: Ranks, watch: Watch) -> str:
         """Wait for the end; "" for a good one, else what happened."""
         next_comparison = time.monotonic() + _DIVERGENCE_SECONDS
+        next_judgement = 0.0
         suspected = False
         while True:
             ranks.check()
@@ -198,8 +205,14 @@ class _Launch:
                     return elsewhere
             elif not running:
                 return ""
-            if quiet > self.options.hang_timeout:
-                return f"nothing has moved for {quiet:.0f} s"
+            if quiet > self.options.hang_timeout and time.monotonic() > next_judgement:
+                reason = f"nothing has moved for {quiet:.0f} s"
+                judgement = self._judge()
+                if judgement.stuck:
+                    self.judgement = judgement
+                    return reason
+                next_judgement = time.monotonic() + self.options.hang_timeout
+                say(f"{reason}, yet no rank is stuck: going on ({judgement.verdict})")
             ended = len(running) < len(ranks.ranks)
             if ended and waiting and quiet > min(self.options.hang_timeout, _AFTER_THE_END):
                 return f"ranks wait for one that has finished, for {quiet:.0f} s"
@@ -209,8 +222,8 @@ class _Launch:
                     if suspected:  # seen twice: not a moment between two events
                         return "the ranks' collectives do not match"
                     suspected = True
-            if reminder := watch.reminder(running):
-                say(reminder)
+            for line in watch.reminder(running).splitlines():
+                say(line)
             time.sleep(_LOOK_SECONDS)
 
     def _exchange(self, mirror: Mirror, quiet: float, running: bool) -> tuple[str | None, float]:
@@ -251,11 +264,15 @@ class _Launch:
         if self.options.node_rank:
             say("the diagnosis is with the launcher of machine 0")
             return
+        judgement = self.judgement or self._judge()
+        problem = judgement.keep(self.run_dir)
+        print(f"\n{judgement.text}\n", file=sys.stderr, flush=True)
+        say(problem or f"kept in {_shown(self.run_dir / 'doctor.txt')}")
+
+    def _judge(self) -> Judgement:
         if self.mirror is not None:
             self.mirror.ask_for_stacks()
-        text = save_diagnosis(self.run_dir, self.options.hang_timeout)
-        print(f"\n{text}\n", file=sys.stderr, flush=True)
-        say(f"kept in {_shown(self.run_dir / 'doctor.txt')}")
+        return judge(self.run_dir, self.options.hang_timeout)
 
     # -- preparations -----------------------------------------------------------------------------
 

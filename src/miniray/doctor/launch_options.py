@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from miniray.errors import MinirayError
@@ -52,22 +54,31 @@ def check(options: Options) -> None:
         raise FileNotFoundError(f"there is no script {options.command[0]}")
 
 
-def choose_port(options: Options) -> int:
-    """The port torch's rank 0 will listen on. A taken one is replaced, on one machine."""
+@contextlib.contextmanager
+def master_port(options: Options) -> Iterator[int]:
+    """The port torch's rank 0 will listen on, kept for it. A taken one is replaced, on one machine.
+
+    Rank 0 listens seconds from now. Until then the port is bound here, and not listened on: so the
+    kernel gives it to nobody who asks for any free port, and rank 0, whose store sets SO_REUSEADDR
+    as all servers do, still may listen on it.
+    """
     wanted = options.master_port
-    if options.nnodes > 1:
+    if options.node_rank:  # it is a port of machine 0
         assert wanted is not None
-        if options.node_rank == 0 and not _is_free(wanted):
-            raise MinirayError(
-                f"port {wanted} is taken: choose another --master-port for all nodes"
-            )
-        return wanted
-    if wanted is not None and _is_free(wanted):
-        return wanted
-    port = _free_port()
-    if wanted is not None:
-        say(f"port {wanted} is taken, using {port}")
-    return port
+        yield wanted
+        return
+    held = _hold(wanted) if wanted is not None else None
+    if held is None and options.nnodes > 1:
+        raise MinirayError(f"port {wanted} is taken: choose another --master-port for all nodes")
+    if held is None:
+        held = _hold_any()
+        if wanted is not None:
+            say(f"port {wanted} is taken, using {held.getsockname()[1]}")
+    with held:
+        port = int(held.getsockname()[1])
+        if sys.platform != "linux":  # elsewhere a bound port is nobody else's, whatever they set
+            held.close()
+        yield port
 
 
 def environment(
@@ -110,20 +121,24 @@ def environment(
     return env
 
 
-def _is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-        return True
+def _hold(port: int) -> socket.socket | None:
+    """A socket bound to the port; None where somebody listens on it."""
+    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        held.bind(("", port))
+    except OSError:
+        held.close()
+        return None
+    return held
 
 
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def _hold_any() -> socket.socket:
+    """A socket bound to a port that nobody else has; rank 0 may share it from now on."""
+    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    held.bind(("", 0))
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return held
 
 
 def say(text: str) -> None:

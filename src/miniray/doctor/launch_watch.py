@@ -11,9 +11,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from miniray.doctor import processes
+from miniray.doctor import processes, sites, stacks
 from miniray.doctor.layout import Cell
+from miniray.doctor.model import RankRecord
 from miniray.doctor.reader import BoxReader
+from miniray.doctor.waiting import wait_of
 from miniray.errors import BoxError
 
 _MOVING = (
@@ -125,7 +127,11 @@ class Watch:
         return [rank for rank in running if self.ranks[rank].waiting]
 
     def reminder(self, running: list[int]) -> str:
-        """A line for whoever watches, once every ``limit`` seconds: others wait for busy ranks."""
+        """For whoever watches, once every ``limit`` seconds: others wait for a rank that is busy.
+
+        Who it is and where, who waits in what, and the busy rank's stack: it may be work that takes
+        long, or a loop without an end, and a person can tell by these.
+        """
         now = time.monotonic()
         if now - self._reminded < self.limit:
             return ""
@@ -137,20 +143,34 @@ class Watch:
             return ""
         self._reminded = now
         box = self.ranks[working[0]].box
-        doing = ""
-        if box is not None:
-            record = box.record()
-            place = record.section or record.phase
-            doing = f" in {place.name}" + (f" ({place.site})" if place.site.file else "")
+        doing, stack = _doing(box.record()) if box is not None else ("", ())
         longest = max(now - self.ranks[rank].moved for rank in waiting)
-        return (
+        first = self.ranks[waiting[0]].box
+        wait = wait_of(first.record()) if first is not None else None
+        lines = [
             f"{_ranks(working)} still working{doing}, alive; {_ranks(waiting)} waiting for "
-            f"{longest:.0f} s"
-        )
+            f"{longest:.0f} s{f' in {wait.short()}' if wait is not None else ''}"
+        ]
+        if stack:
+            lines.append(f"stack of rank {working[0]} (innermost first):")
+            lines += [f"  {line}" for line in stack]
+        return "\n".join(lines)
 
     def close(self) -> None:
         for watched in self.ranks.values():
             watched.close()
+
+
+def _doing(record: RankRecord) -> tuple[str, tuple[str, ...]]:
+    """(what a rank does and at which line of the user's, its stack a line a frame)"""
+    from miniray.doctor.facts import main_stack
+    from miniray.doctor.render import frame_lines
+
+    frames = main_stack(stacks.ask({record.rank: record}).get(record.rank, ()))
+    place = record.section or record.phase
+    site = next((frame for frame in frames if sites.is_users(frame.file)), place.site)
+    where = f" ({site} in {site.function})" if site.file else ""
+    return f" in {place.name}{where}", tuple(frame_lines(frames))
 
 
 def diverged(run_dir: Path) -> bool:

@@ -32,6 +32,10 @@ _LONGEST_MESSAGE = 1000
 _MOST_WHATS = 4096  # shapes may differ at every call
 
 
+#: A collective as one line calls it: its words, the counter of its group, whether it blocks.
+Call = tuple[bytes, list[int], bool]
+
+
 class Recorder(Tally):
     """Writes one rank's box. Made by ``start``.
 
@@ -49,11 +53,15 @@ class Recorder(Tally):
         self.models: list[dict[str, Any]] = []
         self.barriers = 0  # named ones entered so far
         self._ints = box.ints
+        #: By phase and site: what ``set_phase`` writes, and what "compute" at that site is.
+        self.places: dict[str, dict[str, tuple[int, int]]] = {
+            name: {} for name in ("data", "forward", "backward", "optimizer")
+        }
         self._places: dict[tuple[str, str], int] = {}
         self._sections = [0]  # the innermost last; 0 for none
         self._replaced = 0
         self._whats: dict[tuple[Any, ...], bytes] = {}
-        self._sequences: dict[tuple[str, str], int] = {}
+        self._sequences: dict[tuple[str, str], list[int]] = {}
         self._info_lock = threading.RLock()  # seldom taken: what is frequent is in cells and rings
         self._dirty = False
         self.exit_kind = ""
@@ -134,14 +142,35 @@ class Recorder(Tally):
         kind: str = model.COLLECTIVE,
     ) -> int:
         """A collective is being called: give its event's number, for ``end``."""
+        call = self.prepare(name, op, group, shape, dtype, site, blocking=blocking, kind=kind)
+        return self.begin(call)
+
+    def prepare(
+        self,
+        name: str,
+        op: str = "",
+        group: str = "",
+        shape: tuple[int, ...] = (),
+        dtype: str = "",
+        site: str = "",
+        *,
+        blocking: bool = True,
+        kind: str = model.COLLECTIVE,
+    ) -> Call:
+        """All that is the same whenever one line calls the same thing; to be kept for ``begin``."""
         key = (name, op, group, shape, dtype, site, blocking, kind)
         what = self._whats.get(key)
         if what is None:
             what = self.box.what(kind, name, op, group, dtype, site, shape, blocking)
             if len(self._whats) < _MOST_WHATS:
                 self._whats[key] = what
-        sequence = self._sequences.get((group, kind), 0)
-        self._sequences[group, kind] = sequence + 1
+        return what, self._sequences.setdefault((group, kind), [0]), blocking
+
+    def begin(self, call: Call) -> int:
+        """What was prepared is being called: give its event's number, for ``end``."""
+        what, counter, blocking = call
+        sequence = counter[0]
+        counter[0] = sequence + 1
         return self.box.event(what, sequence, True, blocking)
 
     def end(self, number: int) -> None:
@@ -156,6 +185,15 @@ class Recorder(Tally):
             place = self._places[name, site] = self.box.intern(f"{name}\0{site}")
         # What ``box.phase`` does; eight times a step, one call less counts.
         self._ints[2] = (_monotonic_ns() >> 10) << 16 | place
+
+    def places_of(self, name: str, site: str) -> tuple[int, int]:
+        """For ``ints[Cell.PHASE]``: the phase at this site, and "compute", which comes after it."""
+        found = self.places[name].get(site)
+        if found is None:
+            intern = self.box.intern
+            found = intern(f"{name}\0{site}"), intern(f"compute\0{site}")
+            self.places[name][site] = found
+        return found
 
     def set_section(self, name: str, site: str) -> None:
         """``doctor.phase`` was called; without ``with`` it takes the place of the one before."""

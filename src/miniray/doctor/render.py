@@ -225,8 +225,14 @@ def stack_lines(diagnosis: Diagnosis) -> Iterator[str]:
         if index:
             yield ""
         yield f"stack of {named(ranks)} (innermost first):"
-        for frame in _shortened(frames):
-            yield f"  {_path(frame)}:{frame.line} {frame.function}" if frame.file else "  …"
+        for line in frame_lines(frames):
+            yield f"  {line}"
+
+
+def frame_lines(frames: Sequence[Site]) -> Iterator[str]:
+    """``train.py:80 main``, a line a frame that matters; "…" for those left out."""
+    for frame in _shortened(frames):
+        yield f"{_path(frame)}:{frame.line} {frame.function}" if frame.file else "…"
 
 
 def _shortened(frames: Sequence[Site]) -> Iterator[Site]:

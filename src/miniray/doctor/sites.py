@@ -20,15 +20,23 @@ _FRAMEWORKS = (
     "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "accelerate",
     "ray", "transformers", "tqdm", "torchmetrics",
 )  # fmt: skip
+#: miniray's own loops: said where no line of the user's is on the stack.
+_LOOPS = tuple(os.path.join(_HERE, name, "") for name in ("train", "rl"))
+#: What forks the workers of actors. It was started by ``python -c``: no line of the user's.
+_ZYGOTE = os.path.join("miniray", "core", "local", "zygote.py")
 _DEEPEST = 80
 
 #: Whose a line of code is.
 OWN, FRAMEWORK, USERS = 0, 1, 2
 # By the id of the code object, which is kept so that the id stays its own: to hash a code object is
-# to hash all that is in it, every time.
-_kinds: dict[int, int] = {}
+# to hash all that is in it, every time. Of ours: None; else the texts of its lines, by instruction
+# (to find an instruction's line takes longer), the user's in a dict, a framework's in a _Framework.
+_codes: dict[int, dict[int, str] | None] = {}
 _kept: list[CodeType] = []
-_sites: dict[tuple[int, int], str] = {}
+
+
+class _Framework(dict[int, str]):
+    """Lines that are said only where none of the user's is further out."""
 
 
 def kind_of(filename: str) -> int:
@@ -36,10 +44,10 @@ def kind_of(filename: str) -> int:
     inside = "site-packages" + os.sep
     installed = filename.rpartition(inside)
     package = installed[2].partition(os.sep)[0].partition(".")[0] if installed[1] else ""
+    if package in _FRAMEWORKS or filename.startswith(_LOOPS):
+        return FRAMEWORK
     if filename.startswith((_HERE, "<frozen")) or package == "torch":
         return OWN
-    if package in _FRAMEWORKS:
-        return FRAMEWORK
     if not package and filename.startswith(_STDLIB):
         return OWN
     return USERS
@@ -49,31 +57,50 @@ def is_users(filename: str) -> bool:
     return kind_of(filename) == USERS
 
 
+def without_boot(stack: tuple[Site, ...]) -> tuple[Site, ...]:
+    """A stack, innermost first, without the command line that started a miniray worker."""
+    booted = len(stack) > 1 and stack[-1].file == "<string>" and stack[-2].file.endswith(_ZYGOTE)
+    return stack[:-1] if booted else stack
+
+
 def call_site(frame: FrameType | None) -> str:
     """The site of a call, from ``frame`` outwards, as "file\\0line\\0function"; "" for none."""
     outer: FrameType | None = None
+    inner = frame
     for _ in range(_DEEPEST):
         if frame is None:
             break
         code = frame.f_code
-        kind = _kinds.get(id(code))
-        if kind is None:
-            _kept.append(code)
-            kind = _kinds[id(code)] = kind_of(code.co_filename)
-        if kind == USERS:
-            outer = frame
-            break
-        if kind == FRAMEWORK and outer is None:
-            outer = frame
-        frame = frame.f_back
-    if outer is None:
+        try:
+            lines = _codes[id(code)]
+        except KeyError:
+            lines = _judge(code, inner)
+        if lines is not None:
+            if lines.__class__ is dict:
+                return lines.get(frame.f_lasti) or _line(frame, lines)
+            if outer is None:
+                outer = frame
+        inner, frame = frame, frame.f_back
+    lines = _codes[id(outer.f_code)] if outer is not None else None
+    if outer is None or lines is None:
         return ""
-    code = outer.f_code
-    key = id(code), outer.f_lasti  # the instruction: to find its line takes longer
-    text = _sites.get(key)
-    if text is None:
-        text = f"{os.path.abspath(code.co_filename)}\0{outer.f_lineno}\0{code.co_name}"
-        _sites[key] = text
+    return lines.get(outer.f_lasti) or _line(outer, lines)
+
+
+def _judge(code: CodeType, inner: FrameType | None) -> dict[int, str] | None:
+    kind = kind_of(code.co_filename)
+    if code.co_filename == "<string>" and inner is not None:
+        kind = OWN if inner.f_code.co_filename.endswith(_ZYGOTE) else kind
+    _kept.append(code)
+    lines = None if kind == OWN else _Framework() if kind == FRAMEWORK else {}
+    _codes[id(code)] = lines
+    return lines
+
+
+def _line(frame: FrameType, lines: dict[int, str]) -> str:
+    code = frame.f_code
+    text = f"{os.path.abspath(code.co_filename)}\0{frame.f_lineno}\0{code.co_name}"
+    lines[frame.f_lasti] = text
     return text
 
 

@@ -1,6 +1,6 @@
 """Steps, losses and samples of a rank, counted as they come and written in small lots.
 
-What shows that a rank moves (steps, batches, samples: their counts; the loss) is in the box at once.
+What shows that a rank moves (counts of steps, batches, samples; the loss) is in the box at once.
 The records of steps and the ids of samples follow at most a fiftieth of a second later, or with the
 next heartbeat when the rank is stuck: code that runs once a step runs cold, and in lots it costs a
 fraction. A rank that is killed loses that fiftieth of a second.
@@ -112,7 +112,8 @@ class Tally:
             if number % layout.STEP_WIDTHS[level] == 0:
                 seconds, data, backward, collective = sums
                 box.add_step(
-                    level, number, epoch, seconds, data, backward, collective, loss, batch_size, ended
+                    level, number, epoch, seconds, data, backward, collective, loss, batch_size,
+                    ended,
                 )  # fmt: skip
                 sums[:] = [0.0] * 4
 

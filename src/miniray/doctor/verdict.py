@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 from miniray.doctor import runfile
 
 
-def save_diagnosis(run_dir: Path, hang_timeout: float | None = None) -> str:
-    """Diagnose the run as it is now, keep the result, and return its text.
+@dataclasses.dataclass(frozen=True)
+class Judgement:
+    """A diagnosis as its text, and as JSON where it could be made at all."""
+
+    text: str
+    verdict: str  #: its first line
+    stuck: bool  #: the run will not go on by itself, or nobody can tell
+    json: str = ""
+
+    def keep(self, run_dir: Path) -> str:
+        """Write it beside the run; "" or why that could not be done (a full disk, say)."""
+        try:
+            runfile.replace_text(run_dir / "doctor.txt", self.text + "\n")
+            if self.json:
+                runfile.replace_text(run_dir / "doctor.json", self.json + "\n")
+        except OSError as error:
+            return f"the diagnosis could not be written: {error}"
+        return ""
+
+
+def judge(run_dir: Path, hang_timeout: float | None = None) -> Judgement:
+    """Diagnose the run as it is now.
 
     Whatever goes wrong in here is said in the text: whoever asks has ranks to end or an error to
     raise, and must come to that.
@@ -18,10 +39,20 @@ def save_diagnosis(run_dir: Path, hang_timeout: float | None = None) -> str:
 
     try:
         diagnosis = diagnose(run_dir, hang_timeout=hang_timeout)
-        text = diagnosis.text().rstrip()
-        as_json = json.dumps(diagnosis.to_json(), indent=2, ensure_ascii=False)
-        runfile.replace_text(run_dir / "doctor.txt", text + "\n")
-        runfile.replace_text(run_dir / "doctor.json", as_json + "\n")
+        ends = any(finding.severity.ends_run for finding in diagnosis.findings)
+        return Judgement(
+            text=diagnosis.text().rstrip(),
+            verdict=diagnosis.verdict,
+            stuck=ends or not diagnosis.readable,
+            json=json.dumps(diagnosis.to_json(), indent=2, ensure_ascii=False),
+        )
     except Exception as error:
-        return f"the diagnosis itself failed: {type(error).__name__}: {error}"
-    return text
+        said = f"the diagnosis itself failed: {type(error).__name__}: {error}"
+        return Judgement(said, said, stuck=True)
+
+
+def save_diagnosis(run_dir: Path, hang_timeout: float | None = None) -> str:
+    """``judge``, keep the result, and return its text."""
+    judgement = judge(run_dir, hang_timeout)
+    problem = judgement.keep(run_dir)
+    return f"{judgement.text}\n\n{problem}" if problem else judgement.text

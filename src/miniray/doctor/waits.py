@@ -99,8 +99,8 @@ def _is_proven(case: Case, facts: Facts, awaited: Mapping[int, set[int]]) -> boo
         other = case.ranks.get(rank)
         if other is None:
             continue  # it may be about to start
-        if other.ended:
-            return True
+        if other.ended or (other.record.process.stopped and other.idle >= _PROVEN):
+            return True  # a stopped one comes when somebody continues it, which nobody may do
         theirs = other.wait
         if theirs is not None and facts.rank in awaited[rank]:
             return True

@@ -278,12 +278,13 @@ class BaseTrainer(Lifecycle):
 
     def _create(self, worker_id: int) -> Any:
         seed = None if self._seed is None else self._seed + worker_id
-        modules = [late for early, late in _LOADED_LATE.items() if early in sys.modules]
-        env = {startup.PRELOAD: " ".join(modules)} if modules else {}
+        env = {}
         if session.engine().capabilities.processes:  # else there is one process for all workers
             assert self.run is not None
+            modules = [late for early, late in _LOADED_LATE.items() if early in sys.modules]
+            env = actors.environment(self.run.path, worker_id, self.num_workers)
             env[startup.SET_UP] = f"{actors.__name__}:{actors.set_up.__name__}"
-            env.update(actors.environment(self.run.path, worker_id, self.num_workers))
+            env[startup.PRELOAD] = " ".join([*modules, *actors.MODULES])
         with startup.actors_with(seed, env):
             return self.create_worker(worker_id, **self._taken(self.create_worker))
 
