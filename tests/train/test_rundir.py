@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -76,7 +77,7 @@ def test_run_json_says_what_ran():
     assert text["versions"]["numpy"] == np.__version__
     assert text["host"] == socket.gethostname()
     assert text["pid"] == os.getpid()
-    assert "pytest" in text["command"]
+    assert text["command"] == shlex.join(sys.orig_argv)
     assert run.status() == "running"
 
 
