@@ -1,4 +1,4 @@
-"""The recipe's checks, on few rows."""
+"""The recipe's checks by hand, and the parts they share."""
 
 import json
 import re
@@ -8,15 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import miniray
-
 pytest.importorskip("torch")
-
-
-def test_phase1_sharding(files):
-    import test_phase1_data_sharding
-
-    test_phase1_data_sharding.test_phase1(files)
 
 
 def test_compare_notices(recipe):
@@ -31,32 +23,6 @@ def test_compare_notices(recipe):
         checks.compare([[1, 2, 3], [4]], 4)
     with pytest.raises(AssertionError, match="2 different rows"):
         checks.compare([[1, 1], [2]], 3)
-
-
-@pytest.fixture
-def engine(request):
-    miniray.init(num_workers=2, backend=request.param)
-    yield request.param
-    miniray.shutdown()
-
-
-@pytest.mark.parametrize(
-    "engine", ["local", pytest.param("ray", marks=pytest.mark.slow)], indirect=True
-)
-def test_phase2_workers_and_their_loaders(engine, files):
-    import test_phase2_ray_workers
-    import worker_with_dataloader
-
-    if engine == "ray":
-        pytest.importorskip("ray")
-    lines = test_phase2_ray_workers.check_workers(files, 2)
-    assert lines[0] == "counts [30, 30], 60 rows, all ids disjoint"
-    assert lines[1] == "first rows [0, 30]"
-    lines = worker_with_dataloader.run_epochs(files, 2, epochs=2)
-    assert [line.split(",")[0] for line in lines] == [
-        "epoch 0: 60 rows once each",
-        "epoch 1: 60 rows once each",
-    ]
 
 
 @pytest.mark.slow

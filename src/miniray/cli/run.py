@@ -63,7 +63,7 @@ Examples:
     type=float,
     default=60.0,
     show_default=True,
-    help="Seconds without any movement after which the run is diagnosed, and ended if a rank is stuck.",
+    help="Seconds without any movement until the run is diagnosed, and ended if a rank is stuck.",
 )
 @click.option(
     "--no-instrument", is_flag=True, help="Leave torch alone: only what the script itself records."
