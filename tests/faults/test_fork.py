@@ -11,31 +11,7 @@ import numpy as np
 import pytest
 
 import miniray
-
-
-@miniray.remote
-class Counter:
-    def __init__(self):
-        self.value = 0
-
-    def add(self, n=1):
-        self.value += n
-        return self.value
-
-    def echo(self, value):
-        return value
-
-    def sleep(self, seconds):
-        time.sleep(seconds)
-        return seconds
-
-    def pid(self):
-        return os.getpid()
-
-
-@miniray.remote
-def double(x):
-    return 2 * x
+from tests.faults.workers import Counter, double
 
 
 def in_child(action):

@@ -10,31 +10,7 @@ import pytest
 
 import miniray
 from tests.faults.helpers import SOON, is_process, pids
-
-
-@miniray.remote
-class Counter:
-    def __init__(self):
-        self.value = 0
-
-    def add(self, n=1):
-        self.value += n
-        return self.value
-
-    def echo(self, value):
-        return value
-
-    def sleep(self, seconds):
-        time.sleep(seconds)
-        return seconds
-
-    def pid(self):
-        return os.getpid()
-
-
-@miniray.remote
-def double(x):
-    return 2 * x
+from tests.faults.workers import Counter, double
 
 
 def test_an_interrupt_in_get(engine):

@@ -2,11 +2,8 @@
 
 import contextlib
 import gc
-import os
 import random
-import signal
 import sys
-import threading
 import time
 
 import numpy as np
@@ -17,46 +14,9 @@ import miniray
 from miniray.core import session
 from miniray.errors import EngineStartError, GetTimeoutError
 from tests.faults.helpers import counts, eventually, pids, settles_to, used
+from tests.faults.workers import Worker, footprint
 
 LARGE = 200_000
-
-
-@miniray.remote
-class Worker:
-    def __init__(self, *held):
-        self.held = list(held)
-
-    def pid(self):
-        return os.getpid()
-
-    def hold(self, *values):
-        self.held.extend(values)
-
-    def drop(self):
-        self.held.clear()
-        gc.collect()
-
-    def echo(self, value):
-        return value
-
-    def box(self, size):
-        return [miniray.put(np.ones(size, np.uint8)), {"deep": [miniray.put(size)]}]
-
-    def fail(self, payload):
-        raise ValueError(payload)
-
-    def die(self):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def footprint(self):
-        return footprint()
-
-
-def footprint():
-    """(descriptors, threads, resident bytes) of this process."""
-    gc.collect()
-    process = psutil.Process()
-    return process.num_fds(), threading.active_count(), process.memory_info().rss
 
 
 def start_and_stop(rounds):

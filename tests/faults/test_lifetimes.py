@@ -2,8 +2,6 @@
 
 import contextlib
 import gc
-import os
-import signal
 
 import numpy as np
 import pytest
@@ -11,36 +9,9 @@ import pytest
 import miniray
 from miniray.errors import ActorDiedError, GetTimeoutError
 from tests.faults.helpers import counts, eventually, fails_soon, is_process, pids, settles_to, used
+from tests.faults.workers import Worker
 
 LARGE = 200_000
-
-
-@miniray.remote
-class Worker:
-    def __init__(self, *held):
-        self.held = list(held)
-
-    def pid(self):
-        return os.getpid()
-
-    def hold(self, *values):
-        self.held.extend(values)
-
-    def drop(self):
-        self.held.clear()
-        gc.collect()
-
-    def echo(self, value):
-        return value
-
-    def box(self, size):
-        return [miniray.put(np.ones(size, np.uint8)), {"deep": [miniray.put(size)]}]
-
-    def fail(self, payload):
-        raise ValueError(payload)
-
-    def die(self):
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_memory_is_freed_with_the_last_user_anywhere(engine):

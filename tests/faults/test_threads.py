@@ -2,10 +2,8 @@
 
 import asyncio
 import concurrent.futures
-import os
 import random
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -13,31 +11,7 @@ import pytest
 import miniray
 from miniray.errors import TaskError
 from tests.faults.helpers import SOON, eventually
-
-
-@miniray.remote
-class Counter:
-    def __init__(self):
-        self.value = 0
-
-    def add(self, n=1):
-        self.value += n
-        return self.value
-
-    def echo(self, value):
-        return value
-
-    def sleep(self, seconds):
-        time.sleep(seconds)
-        return seconds
-
-    def pid(self):
-        return os.getpid()
-
-
-@miniray.remote
-def double(x):
-    return 2 * x
+from tests.faults.workers import Counter, double
 
 
 def test_many_threads_at_once(engine):

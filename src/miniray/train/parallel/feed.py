@@ -1,0 +1,162 @@
+"""Batches for the ranks of one copy of the model: one rank loads, the others are sent their part.
+
+The rank with the first stage loads. It sends the inputs to the shards of that stage and the targets
+to those of the last one, which need not be able to load the data, and cannot come to see other
+samples than the inputs' (a loader that crops at random would give every rank another crop). All
+ranks are told how many samples a batch has, also that there are no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from miniray.train import torch_parts as parts
+
+__all__ = ["Feed", "split_batch"]
+
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+_MOST_DIMENSIONS = 8
+_END = -1
+
+
+def split_batch(batch: Any) -> tuple[tuple[Any, ...], Any]:
+    """(inputs, target) of a batch: a tuple or list of tensors, the target last."""
+    if (
+        isinstance(batch, (tuple, list))
+        and len(batch) >= 2
+        and all(isinstance(value, torch.Tensor) and value.dim() for value in batch)
+        and len({len(value) for value in batch}) == 1
+    ):
+        return tuple(batch[:-1]), batch[-1]
+    what = type(batch).__name__
+    if isinstance(batch, (tuple, list)):
+        shown = [
+            str(list(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
+            for value in batch
+        ]
+        what = f"{what} of {', '.join(shown) or 'nothing'}"
+    raise TypeError(
+        "a batch must be (input, ..., target): tensors with as many rows each, the target last; "
+        f"the loader gave a {what}. A collate_fn can make it so"
+    )
+
+
+class RandomNumbers:
+    """Random numbers of the loader's own, so that loading does not shift the model's."""
+
+    def __init__(self, seed: int) -> None:
+        self.state = torch.Generator().manual_seed(seed).get_state()
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.state)
+        try:
+            yield
+        finally:
+            self.state = torch.get_rng_state()
+            torch.set_rng_state(before)
+
+
+class Feed:
+    """The way from one rank's loader to the others of its copy of the model.
+
+    Args:
+        source: the rank that loads; ``members``: all ranks of the copy, in ``group``.
+        input_ranks, target_ranks: who needs what.
+    """
+
+    def __init__(
+        self,
+        source: int,
+        members: Sequence[int],
+        group: Any,
+        input_ranks: Sequence[int],
+        target_ranks: Sequence[int],
+        device: Any,
+    ) -> None:
+        self.source, self.group, self.device = source, group, device
+        self._alone = len(members) == 1
+        self._input_ranks, self._target_ranks = list(input_ranks), list(target_ranks)
+        self._rank: int = dist.get_rank()
+
+    @property
+    def loads(self) -> bool:
+        return self._rank == self.source
+
+    def batches(self, items: Iterator[Any] | None) -> Iterator[tuple[int, Any, Any]]:
+        """(samples, inputs, target) until the source has no more; what is not needed is None.
+
+        ``items``: on the source, its batches, or None in place of a batch that only other copies
+        have: then ``samples`` is 0.
+        """
+        while True:
+            batch = self._next(items) if self.loads else None
+            count, inputs, target = self._share(batch)
+            if count == _END:
+                return
+            yield count, inputs, target
+
+    def _next(self, items: Any) -> Any:
+        """(samples, inputs, target) on the rank that loads."""
+        for item in items:
+            if item is None:
+                return 0, (), None
+            inputs, target = split_batch(item)
+            return len(target), inputs, target
+        return _END, (), None
+
+    def _share(self, batch: Any) -> tuple[int, Any, Any]:
+        if self._alone:
+            count, inputs, target = batch
+            return count, *parts.moved((inputs, target), self.device)
+        header = torch.zeros(2, dtype=torch.int64, device=self.device)
+        if batch is not None:
+            header[0], header[1] = batch[0], len(batch[1])
+        dist.broadcast(header, src=self.source, group=self.group)
+        count, number = header.tolist()
+        if count <= 0:
+            return count, None, None
+        inputs = target = None
+        if batch is not None:
+            inputs, target = parts.moved((batch[1], batch[2]), self.device)
+            for rank in self._input_ranks:
+                if rank != self.source:
+                    for value in inputs:
+                        send_tensor(value, rank)
+            for rank in self._target_ranks:
+                if rank != self.source:
+                    send_tensor(target, rank)
+            return count, inputs, target
+        if self._rank in self._input_ranks:
+            inputs = tuple(recv_tensor(self.source, self.device) for _ in range(number))
+        if self._rank in self._target_ranks:
+            target = recv_tensor(self.source, self.device)
+        return count, inputs, target
+
+
+def send_tensor(value: Any, rank: int) -> None:
+    """Send a tensor of any shape and type to ``rank``, which calls ``recv_tensor``."""
+    shape = list(value.shape)
+    head = [_DTYPES.index(value.dtype), len(shape), *shape]
+    head += [0] * (_MOST_DIMENSIONS + 2 - len(head))
+    dist.send(torch.tensor(head, device=value.device), rank)
+    dist.send(value.detach().contiguous(), rank)
+
+
+def recv_tensor(rank: int, device: Any) -> Any:
+    """The tensor that ``rank`` has sent."""
+    head = torch.empty(_MOST_DIMENSIONS + 2, dtype=torch.int64, device=device)
+    dist.recv(head, rank)
+    kind, dimensions, *shape = head.tolist()
+    value = torch.empty(shape[:dimensions], dtype=_DTYPES[kind], device=device)
+    dist.recv(value, rank)
+    return value

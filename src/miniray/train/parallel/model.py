@@ -1,0 +1,115 @@
+"""``ModelParallelTrainer``: every layer cut over workers, or layers dealt out to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from miniray.train.parallel.layout import Layout, read_layout
+from miniray.train.parallel.trainer import SplitModelTrainer
+
+
+class ModelParallelTrainer(SplitModelTrainer):
+    """Trains a model whose weights are cut over workers, all of which work on the same batch.
+
+    Args:
+        num_workers: how many; ``tensor_parallel`` of them share a copy of the model, and the
+            others, if any, have further copies, which get other samples.
+        model: any ``nn.Module``, or a function that returns one. The function is called on every
+            worker, with the same random numbers.
+        tensor_parallel: into how many parts layers are cut; all workers by default.
+        plan: ``{"layers.*.attn.q": "colwise", "layers.*.attn.out": "rowwise"}``: ``*`` stands for
+            one part of a name, ``**`` for several; styles are ``"colwise"``, ``"rowwise"``,
+            ``"colwise_gather"`` and ``"replicate"``; see ``miniray.train.parallel.tensor``. Without
+            it a plan is derived from the kinds and names of the modules. The plan is printed, and
+            a model that computes something else with it is refused before training.
+        split: ``"tensor"``; or ``"layers"`` for models that cannot be cut so: each worker gets some
+            of the layers and waits while the others work. It saves memory and no time; a
+            ``PipelineParallelTrainer`` saves both.
+        parallel: ``{"data": 2, "tensor": 2}`` instead of ``tensor_parallel``.
+        loss, optimizer, data, val_data, metrics, microbatches, lr_scheduler, clip_norm,
+            memory_limit: see ``PipelineParallelTrainer``.
+
+    All other arguments are those of ``DDPTrainer`` and ``BaseTrainer``.
+    """
+
+    def __init__(
+        self,
+        num_workers: int = 2,
+        *,
+        model: Any,
+        loss: Callable[[Any, Any], Any],
+        optimizer: Callable[[Any], Any],
+        data: Any,
+        val_data: Any = None,
+        metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
+        tensor_parallel: int | None = None,
+        plan: Mapping[str, str] | None = None,
+        split: str = "tensor",
+        parallel: Mapping[str, int] | None = None,
+        microbatches: int = 1,
+        memory_limit: float | None = None,
+        lr_scheduler: Callable[[Any], Any] | None = None,
+        clip_norm: float | None = None,
+        on_nonfinite: str = "error",
+        group_backend: str = "auto",
+        hang_timeout: float = 60.0,
+        timeout: float = 600.0,
+        max_failures: int = 0,
+        **options: Any,
+    ) -> None:
+        layout = _layout(num_workers, tensor_parallel, split, parallel, plan)
+        super().__init__(
+            layout,
+            job={
+                "model": model,
+                "loss": loss,
+                "optimizer": optimizer,
+                "data": data,
+                "val_data": val_data,
+                "metrics": dict(metrics or {}),
+                "schedule": "gpipe",
+                "microbatches": microbatches,
+                "stages_per_worker": None,
+                "layers_per_stage": None,
+                "memory_limit": memory_limit,
+                "tensor_plan": plan,
+                "lr_scheduler": lr_scheduler,
+            },
+            clip_norm=clip_norm,
+            on_nonfinite=on_nonfinite,
+            group_backend=group_backend,
+            hang_timeout=hang_timeout,
+            timeout=timeout,
+            max_failures=max_failures,
+            options=options,
+        )
+
+
+def _layout(
+    num_workers: int,
+    tensor_parallel: int | None,
+    split: str,
+    parallel: Mapping[str, int] | None,
+    plan: Mapping[str, str] | None,
+) -> Layout:
+    if split not in ("tensor", "layers"):
+        raise ValueError(f'split must be "tensor" or "layers", not {split!r}')
+    if split == "layers":
+        if tensor_parallel is not None or plan is not None:
+            raise ValueError('split="layers" cuts no layer: leave out tensor_parallel and plan')
+        return read_layout(parallel, num_workers, "pipeline")
+    if parallel is not None:
+        if tensor_parallel is not None:
+            raise ValueError("tensor_parallel and parallel say the same: pass one of them")
+        return read_layout(parallel, num_workers, "tensor")
+    shards = num_workers if tensor_parallel is None else tensor_parallel
+    if isinstance(shards, bool) or not isinstance(shards, int) or shards < 1:
+        raise ValueError(f"tensor_parallel must be an int >= 1, not {shards!r}")
+    if num_workers % shards:
+        fitting = [n for n in range(1, num_workers + 1) if num_workers % n == 0]
+        raise ValueError(
+            f"tensor_parallel={shards} does not divide num_workers={num_workers}; "
+            f"{', '.join(map(str, fitting))} would"
+        )
+    return Layout(data=num_workers // shards, tensor=shards)

@@ -1,0 +1,117 @@
+"""``PipelineParallelTrainer``: a model in stages, one or more a worker, microbatches in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from miniray.train.parallel.layout import read_layout
+from miniray.train.parallel.schedules import SCHEDULES
+from miniray.train.parallel.trainer import SplitModelTrainer
+
+
+class PipelineParallelTrainer(SplitModelTrainer):
+    """Trains a model that is cut into stages, one or more on each worker.
+
+    The gradients are those of the mean over the whole batch, as on one worker. What the ranks need
+    is given as parts, not as a worker class: no worker has the whole model.
+
+    Args:
+        num_workers: how many; all of them are places in the pipeline, unless ``parallel`` is given.
+        model: a list of layers (each takes the output of the one before), or of functions that make
+            them, which then are built only where they are needed; an ``nn.Sequential``; any module
+            that torch can trace, which is cut between the members of its longest list of modules;
+            or a function that returns one of these.
+        loss: ``loss(output, target)``, a mean over samples.
+        optimizer: a function of a list of parameters, ``lambda ps: torch.optim.Adam(ps)``. It is
+            called on every worker with the parameters there.
+        data: a ``DataLoader`` of ``(input, ..., target)``, or a function that makes one. Only
+            workers with the first stage load it.
+        val_data: the same for ``evaluate`` and ``eval_interval``; ``metrics``: functions of output
+            and target besides the loss, ``{"accuracy": ...}``, means over samples.
+        schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero_bubble"``; see
+            ``miniray.train.parallel.schedules`` for what each is.
+        microbatches: into how many parts a batch is cut; they must be equal.
+        stages_per_worker: for ``"interleaved"``, 2 by default.
+        layers_per_stage: how many layers each stage gets. By default the layers are measured and
+            cut so that the slowest stage is as quick as possible.
+        memory_limit: bytes a worker may use for weights, gradients, an optimizer with two numbers
+            a weight, and activations; a cut that needs more is not considered.
+        parallel: ``{"data": 2, "pipeline": 2, "tensor": 1}``: copies of the pipeline, and shards of
+            its layers; the product is ``num_workers``. ``plan``: see ``ModelParallelTrainer``.
+        lr_scheduler: a function of the optimizer; it is stepped after each epoch.
+        clip_norm: largest norm of the gradients of all parameters together.
+        on_nonfinite, group_backend, hang_timeout, timeout, max_failures: see ``DDPTrainer``.
+
+    All other arguments are those of ``BaseTrainer``. The result has ``bubble`` and
+    ``bubble_formula``, ``peak_activation_bytes`` and ``plot_pipeline()``.
+    """
+
+    def __init__(
+        self,
+        num_workers: int = 2,
+        *,
+        model: Any,
+        loss: Callable[[Any, Any], Any],
+        optimizer: Callable[[Any], Any],
+        data: Any,
+        val_data: Any = None,
+        metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
+        schedule: str = "1f1b",
+        microbatches: int = 4,
+        stages_per_worker: int | None = None,
+        layers_per_stage: Sequence[int] | None = None,
+        memory_limit: float | None = None,
+        parallel: Mapping[str, int] | None = None,
+        plan: Mapping[str, str] | None = None,
+        lr_scheduler: Callable[[Any], Any] | None = None,
+        clip_norm: float | None = None,
+        on_nonfinite: str = "error",
+        group_backend: str = "auto",
+        hang_timeout: float = 60.0,
+        timeout: float = 600.0,
+        max_failures: int = 0,
+        **options: Any,
+    ) -> None:
+        layout = read_layout(parallel, num_workers, "pipeline")
+        chosen = SCHEDULES.get(schedule)
+        if chosen is None:
+            known = ", ".join(map(repr, SCHEDULES))
+            raise ValueError(f"schedule must be one of {known}, not {schedule!r}")
+        if stages_per_worker is not None and (
+            stages_per_worker < 1 or chosen.fixed not in (None, stages_per_worker)
+        ):
+            raise ValueError(
+                f"schedule={schedule!r} has {chosen.fixed or 'any number >= 1 of'} stages a "
+                f'worker, not {stages_per_worker}; schedule="interleaved" leaves it to you'
+            )
+        if plan is not None and layout.tensor == 1:
+            raise ValueError('plan= says how layers are cut: it needs parallel={"tensor": N, ...}')
+        super().__init__(
+            layout,
+            job={
+                "model": model,
+                "loss": loss,
+                "optimizer": optimizer,
+                "data": data,
+                "val_data": val_data,
+                "metrics": dict(metrics or {}),
+                "schedule": schedule,
+                "microbatches": microbatches,
+                "stages_per_worker": stages_per_worker,
+                "layers_per_stage": layers_per_stage,
+                "memory_limit": memory_limit,
+                "tensor_plan": plan,
+                "lr_scheduler": lr_scheduler,
+            },
+            clip_norm=clip_norm,
+            on_nonfinite=on_nonfinite,
+            group_backend=group_backend,
+            hang_timeout=hang_timeout,
+            timeout=timeout,
+            max_failures=max_failures,
+            options=options,
+        )
+        problem = chosen.problem(layout.pipeline, microbatches)
+        if problem is not None and layout.pipeline > 1:
+            raise ValueError(problem)

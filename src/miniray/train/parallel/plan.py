@@ -1,0 +1,184 @@
+"""What goes where, decided before the ranks meet, and the tables that say so."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from miniray.train.parallel.layout import Layout
+from miniray.train.parallel.measure import LayerCost
+from miniray.train.parallel.partition import cut_evenly, even_out, stage_bounds
+from miniray.train.parallel.schedules import SCHEDULES, Schedule
+
+#: Bytes of weights, gradients and two numbers of the optimizer for each byte of weights.
+_TRAINED = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class StagePlan:
+    """The stages of a pipeline: how many layers each has, and what they were measured to cost."""
+
+    sizes: list[int]
+    costs: list[LayerCost]
+    schedule_name: str
+    microbatches: int
+    per_worker: int
+    places: int
+
+    @property
+    def schedule(self) -> Schedule:
+        return SCHEDULES[self.schedule_name]
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        return stage_bounds(self.sizes)
+
+    @property
+    def bubble(self) -> float:
+        return self.schedule.bubble(self.places, self.microbatches, self.per_worker)
+
+    def holder(self, stage: int) -> int:
+        return self.schedule.holder(stage, self.places)
+
+    def mine(self, place: int) -> list[int]:
+        return self.schedule.stages_of(place, self.places, self.per_worker)
+
+    def layers_of(self, stage: int) -> str:
+        """``layers 3-5``"""
+        low, high = self.bounds[stage]
+        names = [cost.name for cost in self.costs[low:high]]
+        return f"layer {names[0]}" if len(names) == 1 else f"layers {names[0]}-{names[-1]}"
+
+    def table(self) -> str:
+        """What each stage holds and is expected to cost, for people."""
+        whole = sum(cost.seconds for cost in self.costs) or 1.0
+        rows = []
+        for stage, (low, high) in enumerate(self.bounds):
+            part = self.costs[low:high]
+            seconds = sum(cost.seconds for cost in part)
+            kept = self.schedule.in_flight(
+                self.holder(stage), self.places, self.microbatches, self.per_worker
+            )
+            kept = min(kept, self.microbatches)
+            rows.append(
+                [
+                    str(stage),
+                    str(self.holder(stage)),
+                    self.layers_of(stage),
+                    f"{sum(cost.parameters for cost in part):,}",
+                    size(sum(cost.parameter_bytes for cost in part)),
+                    f"{1000 * seconds:.2f} ms",
+                    f"{100 * seconds / whole:.0f} %",
+                    size(kept * sum(cost.activations for cost in part)),
+                ]
+            )
+        title = (
+            f"pipeline of {len(self.sizes)} stages on {self.places} workers, {self.schedule_name}, "
+            f"{self.microbatches} microbatches, bubble {100 * self.bubble:.1f} % if all stages "
+            "took equally long"
+        )
+        head = ["stage", "place", "holds", "parameters", "weights", "a microbatch", "share", "kept"]
+        return f"{title}\n{text_table(head, rows)}"
+
+
+def plan_stages(
+    costs: list[LayerCost],
+    schedule: Schedule,
+    layout: Layout,
+    *,
+    microbatches: int,
+    stages_per_worker: int | None,
+    layers_per_stage: Sequence[int] | None,
+    memory_limit: float | None,
+) -> StagePlan:
+    """Cut the layers so that the slowest stage is as quick as possible and all fit into memory.
+
+    ``ValueError`` where there are more stages than layers or nothing fits, with what would.
+    """
+    per_worker = stages_per_worker or schedule.default
+    count = layout.pipeline * per_worker
+    if count > len(costs):
+        most = len(costs) // per_worker
+        advice = f"at most {most} workers" if most else f"{len(costs)} layers"
+        raise ValueError(
+            f"{count} stages ({layout.pipeline} workers × {per_worker} a worker) for "
+            f"{len(costs)} layers: every stage needs a layer of its own; {advice} would fit, or a "
+            "model in more, smaller layers"
+        )
+    if layers_per_stage is not None:
+        sizes = list(layers_per_stage)
+        if len(sizes) != count or sum(sizes) != len(costs) or min(sizes) < 1:
+            raise ValueError(
+                f"layers_per_stage={sizes} must be {count} numbers >= 1 that add up to the "
+                f"{len(costs)} layers; they are {len(sizes)} and add up to {sum(sizes)}"
+            )
+    else:
+        sizes = _balanced(costs, schedule, layout.pipeline, microbatches, per_worker, memory_limit)
+    return StagePlan(sizes, costs, schedule.name, microbatches, per_worker, layout.pipeline)
+
+
+def _balanced(
+    costs: list[LayerCost],
+    schedule: Schedule,
+    places: int,
+    microbatches: int,
+    per_worker: int,
+    memory_limit: float | None,
+) -> list[int]:
+    seconds = [cost.seconds for cost in costs]
+
+    def needed(low: int, high: int) -> float:
+        """Bytes of a stage, as if it were one with the most microbatches in flight."""
+        kept = min(microbatches, schedule.in_flight(0, places, microbatches, per_worker))
+        part = costs[low:high]
+        weights = _TRAINED * sum(cost.parameter_bytes for cost in part)
+        return weights + kept * sum(cost.activations for cost in part)
+
+    limit = None if memory_limit is None else memory_limit / per_worker
+
+    def fits(low: int, high: int) -> bool:
+        return limit is None or needed(low, high) <= limit
+
+    sizes = cut_evenly(seconds, places * per_worker, fits)
+    if sizes is None:
+        assert memory_limit is not None
+        least = cut_evenly([needed(i, i + 1) for i in range(len(costs))], places * per_worker)
+        assert least is not None
+        largest = max(needed(low, high) for low, high in stage_bounds(least)) * per_worker
+        raise ValueError(
+            f"no way of cutting {len(costs)} layers for {places} workers keeps each under "
+            f"memory_limit={size(memory_limit)}; with this many workers {size(largest)} would do, "
+            "or use more workers"
+        )
+    if per_worker > 1:
+        sizes = even_out(seconds, sizes, lambda stage: schedule.holder(stage, places), fits)
+    return sizes
+
+
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned: words to the left, numbers to the right."""
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    right = [all(row[i][:1].isdigit() for row in rows) for i in range(len(head))]
+    lines = []
+    for row in (head, ["-" * width for width in widths], *rows):
+        cells = [
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def size(count: float) -> str:
+    """``1.5 MB``"""
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def state_of(plan: Any) -> dict[str, Any]:
+    """What a checkpoint keeps of a plan, so that a resumed run is cut the same way."""
+    return {"sizes": list(plan.sizes), "places": plan.places, "per_worker": plan.per_worker}

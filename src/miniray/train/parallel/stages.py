@@ -1,0 +1,238 @@
+"""A worker's stages and the schedule they run in; torch does the work, this records it.
+
+A batch of the usual size runs in the schedule the user chose. One of another size, the last of an
+epoch, cannot use the buffers that were made for that: it runs in a plain schedule of its own with
+as many microbatches as divide it. The gradients are those of the mean over the batch either way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+
+from miniray.train.parallel.feed import recv_tensor, send_tensor
+from miniray.train.parallel.measure import SavedBytes
+from miniray.train.parallel.plan import StagePlan
+from miniray.train.parallel.schedules import divisor_up_to
+from miniray.train.parallel.timeline import Span
+
+__all__ = ["PipelineRunner", "WholeRunner"]
+
+
+class StepRecord:
+    """What happened in the step at hand: spans, and activations that are kept."""
+
+    def __init__(self, at_work: Callable[[str], None], waiting: Callable[[str], None]) -> None:
+        self._at_work, self._waiting = at_work, waiting
+        self.spans: list[Span] = []
+        self.began = 0.0
+        self.wall = 0.0
+        self.peak_activations = 0
+        self._measuring = False
+        self._kept: dict[tuple[int, int], int] = {}
+
+    def begin(self, measure_memory: bool) -> None:
+        self.spans = []
+        self._kept = {}
+        self._measuring = measure_memory
+        self.began = time.perf_counter()
+
+    def end(self) -> None:
+        self.wall = time.perf_counter() - self.began
+
+    def run(self, kind: str, stage: int, microbatch: int, what: Callable[[], Any]) -> Any:
+        """Do one piece of work, noting when, and where this worker is meanwhile."""
+        where = f"stage {stage} {_SHORT[kind]} mb {microbatch}"
+        self._at_work(where)
+        begin = time.perf_counter() - self.began
+        try:
+            result = what()
+        except Exception as error:
+            raise _named(error, where) from error.__cause__
+        end = time.perf_counter() - self.began
+        self.spans.append(Span(kind, stage, microbatch, begin, end))
+        self._waiting(f"after {where}")
+        return result
+
+    def kept(self, stage: int, microbatch: int, count: int) -> None:
+        self._kept[stage, microbatch] = count
+        self.peak_activations = max(self.peak_activations, sum(self._kept.values()))
+
+    def freed(self, stage: int, microbatch: int) -> None:
+        self._kept.pop((stage, microbatch), None)
+
+    @property
+    def measures_memory(self) -> bool:
+        return self._measuring
+
+
+def _named(error: Exception, where: str) -> Exception:
+    """The error of the user's layer, which torch wraps into one of its own, saying where it was."""
+    if "failed to run forward" in str(error) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    if hasattr(error, "add_note"):  # since Python 3.11
+        error.add_note(f"in {where}")
+    return error
+
+
+_SHORT = {"forward": "fwd", "backward": "bwd", "weights": "wgt"}
+
+
+class RecordedStage(PipelineStage):  # type: ignore[misc]
+    """torch's stage, which also says what it does and when."""
+
+    record: StepRecord
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        return _owned(super().forward_maybe_with_nosync(*args, **kwargs))
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        record, stage = self.record, self.stage_index
+        forward = super().forward_one_chunk
+
+        def work() -> Any:
+            if not record.measures_memory:
+                return forward(fwd_chunk_id, *args, **kwargs)
+            with SavedBytes(list(self.submod.parameters())) as saved:
+                output = forward(fwd_chunk_id, *args, **kwargs)
+            record.kept(stage, fwd_chunk_id, saved.bytes)
+            return output
+
+        return record.run("forward", stage, fwd_chunk_id, work)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        backward = super().backward_one_chunk
+        work = lambda: backward(bwd_chunk_id, *args, **kwargs)  # noqa: E731
+        result = self.record.run("backward", self.stage_index, bwd_chunk_id, work)
+        if kwargs.get("full_backward", True):
+            self.record.freed(self.stage_index, bwd_chunk_id)
+        return result
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        backward = super().backward_weight_one_chunk
+        work = lambda: backward(bwd_chunk_id, *args, **kwargs)  # noqa: E731
+        result = self.record.run("weights", self.stage_index, bwd_chunk_id, work)
+        self.record.freed(self.stage_index, bwd_chunk_id)
+        return result
+
+
+def _owned(tensor: Any) -> Any:
+    """A tensor that is no view of another: zero-bubble schedules detach outputs in place.
+
+    A Linear gives a view wherever its input has more than two dimensions.
+    """
+    return tensor.clone() if isinstance(tensor, torch.Tensor) and tensor._is_view() else tensor
+
+
+class PipelineRunner:
+    """The stages of one worker. All workers of a copy of the model must make the same calls.
+
+    Args:
+        modules: {stage: its module}.
+        ranks: the global rank that holds each stage, of this copy of the model and this shard.
+    """
+
+    def __init__(
+        self,
+        modules: dict[int, torch.nn.Module],
+        plan: StagePlan,
+        ranks: Sequence[int],
+        group: Any,
+        loss: Any,
+        device: Any,
+        record: StepRecord,
+    ) -> None:
+        self.modules, self.plan, self.ranks = modules, plan, list(ranks)
+        self.is_first = 0 in modules
+        self.is_last = len(plan.sizes) - 1 in modules
+        self.record = record
+        self._group, self._device = group, device
+        self._loss = lambda output, target: _owned(loss(output, target))
+        self._schedules: dict[tuple[int, int], Any] = {}
+
+    def train(self, count: int, usual: int, inputs: Any, target: Any) -> Any:
+        """Forward and back of a batch of ``count`` samples; the loss where the last stage is."""
+        microbatches = self.plan.microbatches
+        if count != usual:
+            microbatches = divisor_up_to(count, microbatches)
+        schedule = self._schedule(count, microbatches, usual=count == usual)
+        losses: list[Any] = []
+        given: dict[str, Any] = {"return_outputs": False}
+        if self.is_last:
+            given.update(target=target, losses=losses)
+        schedule.step(*(inputs if self.is_first else ()), **given)
+        return torch.stack([loss.detach() for loss in losses]).mean() if losses else None
+
+    def _schedule(self, count: int, microbatches: int, usual: bool) -> Any:
+        key = (count, microbatches)
+        if key not in self._schedules:
+            total = len(self.plan.sizes)
+            stages = []
+            for index, module in sorted(self.modules.items()):
+                stage = RecordedStage(module, index, total, self._device, group=self._group)
+                stage.record = self.record
+                stages.append(stage)
+            kind = self.plan.schedule
+            make = kind.make if usual else kind.make_for_remainder
+            self._schedules[key] = make(stages, microbatches, self._loss)
+        return self._schedules[key]
+
+    def forward(self, inputs: Any) -> Any:
+        """The model's output where the last stage is, else None; any number of samples."""
+        value: Any = inputs
+        last = len(self.plan.sizes) - 1
+        for stage, module in sorted(self.modules.items()):
+            if stage > 0 and self.ranks[stage - 1] != dist.get_rank():
+                value = (recv_tensor(self.ranks[stage - 1], self._device),)
+            output = module(*value)
+            if stage == last:
+                return output
+            if self.ranks[stage + 1] == dist.get_rank():
+                value = (output,)
+            else:
+                send_tensor(output, self.ranks[stage + 1])
+        return None
+
+
+class WholeRunner:
+    """A model that is not cut into stages. ``microbatches`` are gone through one by one."""
+
+    is_first = is_last = True
+
+    def __init__(
+        self, model: torch.nn.Module, microbatches: int, loss: Any, record: StepRecord
+    ) -> None:
+        self.modules = {0: model}
+        self.microbatches = microbatches
+        self.record = record
+        self._loss = loss
+
+    def train(self, count: int, usual: int, inputs: Any, target: Any) -> Any:
+        del usual
+        model, parts = self.modules[0], divisor_up_to(count, self.microbatches)
+        losses = []
+        for index in range(parts):
+            rows = slice(index * count // parts, (index + 1) * count // parts)
+            mine = [value[rows] for value in inputs]
+
+            def forward(mine: Any = mine, rows: Any = rows, index: int = index) -> Any:
+                if not self.record.measures_memory:
+                    return self._loss(model(*mine), target[rows])
+                with SavedBytes(list(model.parameters())) as saved:
+                    loss = self._loss(model(*mine), target[rows])
+                self.record.kept(0, index, saved.bytes)
+                return loss
+
+            loss = self.record.run("forward", 0, index, forward)
+            self.record.run("backward", 0, index, (loss / parts).backward)
+            self.record.freed(0, index)
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    def forward(self, inputs: Any) -> Any:
+        return self.modules[0](*inputs)

@@ -1,0 +1,112 @@
+"""Losses and weights of split models are those of one process on the same batches, 20 steps."""
+
+import pytest
+
+from miniray.train import ModelParallelTrainer, PipelineParallelTrainer
+
+torch = pytest.importorskip("torch")
+
+from tests.parallel.split_for_tests import (  # noqa: E402
+    PARTS,
+    Transformer,
+    check_same,
+    loss,
+    make_data,
+    make_layers,
+    make_model,
+    one_process,
+)
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+def test_every_schedule_trains_as_one_process_does(engine, schedule):
+    """The norm of gradients is clipped over all stages, and the last batch has 4 samples, not 8."""
+    engine()
+    expected = one_process(n=44, clip=0.5)
+    with PipelineParallelTrainer(
+        2,
+        **PARTS,
+        model=make_layers,
+        data=make_data(44),
+        schedule=schedule,
+        microbatches=4,
+        clip_norm=0.5,
+    ) as trainer:
+        result = trainer.train(4)
+        check_same(trainer, result, expected)
+        stages = trainer.plan.stages
+    assert sum(stages.sizes) == 8
+    assert 0 <= result.bubble < 1
+    assert result.bubble_formula == pytest.approx(
+        {"gpipe": 0.2, "1f1b": 0.2, "interleaved": 1 / 9, "zero_bubble": 0.0}[schedule]
+    )
+    assert len(result.peak_activation_bytes) == 2
+    assert min(result.peak_activation_bytes) > 0
+
+
+def test_copies_of_a_pipeline_train_as_one_process_on_their_batches_together(engine):
+    """44 samples on 2 copies of batches of 4: the last batch of each copy has 2."""
+    engine()
+    expected = one_process(n=44)
+    with PipelineParallelTrainer(
+        4,
+        **PARTS,
+        model=make_layers,
+        data=make_data(44, batch_size=4),
+        val_data=make_data(13),
+        microbatches=2,
+        parallel={"data": 2, "pipeline": 2},
+    ) as trainer:
+        result = trainer.train(4)
+        check_same(trainer, result, expected)
+        scores, weights = trainer.evaluate(), trainer.model_weights()
+    assert result["num_samples"] == 44
+    plain = make_model()
+    plain.load_state_dict(weights)
+    x, y = make_data(13).dataset.tensors
+    assert scores["loss"] == pytest.approx(loss(plain(x), y).item(), abs=1e-5)
+    assert scores["num_samples"] == 13
+
+
+def transformer():
+    return Transformer(dropout=0.1)
+
+
+def test_layers_cut_over_workers_train_as_one_process_does_with_dropout_too(engine):
+    engine()
+    expected = one_process(model=transformer, clip=0.5)
+    with ModelParallelTrainer(
+        2, **PARTS, model=transformer, data=make_data(), tensor_parallel=2, clip_norm=0.5
+    ) as trainer:
+        result = trainer.train(4)
+        check_same(trainer, result, expected)
+        assert trainer.plan.tensor.worker_bytes < 0.6 * trainer.plan.tensor.whole_bytes
+    assert "blocks.*.attn.q" in result.plan
+
+
+def test_a_model_that_torch_traces_is_dealt_out_by_layers(engine):
+    engine()
+    expected = one_process(model=Transformer)
+    with ModelParallelTrainer(
+        2, **PARTS, model=Transformer, data=make_data(), split="layers"
+    ) as trainer:
+        result = trainer.train(4)
+        check_same(trainer, result, expected)
+
+
+@pytest.mark.slow
+def test_stages_whose_layers_are_cut_train_as_one_process_does(engine):
+    engine()
+    expected = one_process()
+    with PipelineParallelTrainer(
+        4,
+        **PARTS,
+        model=make_model,
+        data=make_data(),
+        schedule="zero_bubble",
+        parallel={"pipeline": 2, "tensor": 2},
+    ) as trainer:
+        result = trainer.train(4)
+        check_same(trainer, result, expected)

@@ -1,0 +1,309 @@
+"""What is decided before any worker starts: cuts, plans, layouts; and what is refused."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from miniray.train import ModelParallelTrainer, PipelineParallelTrainer  # noqa: E402
+from miniray.train.parallel import planning, tensor, timeline  # noqa: E402
+from miniray.train.parallel.job import Job  # noqa: E402
+from miniray.train.parallel.layers import read_layers  # noqa: E402
+from miniray.train.parallel.layout import Layout, Place  # noqa: E402
+from miniray.train.parallel.measure import LayerCost, SavedBytes, measure  # noqa: E402
+from miniray.train.parallel.partition import cut_evenly, even_out, stage_bounds  # noqa: E402
+from miniray.train.parallel.plan import plan_stages  # noqa: E402
+from miniray.train.parallel.schedules import SCHEDULES, divisor_up_to  # noqa: E402
+from miniray.train.parallel.timeline import Span  # noqa: E402
+from tests.parallel.split_for_tests import (  # noqa: E402
+    Transformer,
+    adam,
+    loss,
+    make_data,
+    make_layers,
+    make_model,
+)
+
+CPU = torch.device("cpu")
+
+# -- cutting ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(1, 5))
+def test_no_other_cut_has_a_quicker_slowest_stage(costs, stages):
+    found = cut_evenly(costs, stages)
+    if stages > len(costs):
+        assert found is None
+        return
+    assert sum(found) == len(costs)
+    assert min(found) >= 1
+    cuts = itertools.combinations(range(1, len(costs)), stages - 1)
+    best = min(
+        max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cut, len(costs)))) for cut in cuts
+    )
+    assert max(sum(costs[a:b]) for a, b in stage_bounds(found)) == best
+
+
+def test_workers_with_two_stages_get_equal_work():
+    """Cheap ends and six blocks of 2: in a V the first worker has the first and the last stage."""
+    costs = [0.1, 2, 2, 2, 2, 2, 2, 0.1]
+    holder = lambda stage: SCHEDULES["zero_bubble"].holder(stage, 2)  # noqa: E731
+    sizes = even_out(costs, cut_evenly(costs, 4), holder)
+    sums = [sum(costs[low:high]) for low, high in stage_bounds(sizes)]
+    assert sums[0] + sums[3] == pytest.approx(6.2)
+    assert sums[1] + sums[2] == pytest.approx(6.0)
+    assert even_out(costs, [3, 1, 2, 2], holder, lambda low, high: False) == [3, 1, 2, 2]
+
+
+def test_stages_are_balanced_by_time_and_kept_under_the_memory_limit():
+    def cost(name, seconds, parameter_bytes):
+        return LayerCost(name, "Linear", parameter_bytes // 4, parameter_bytes, seconds, 100)
+
+    costs = [cost("0", 6, 4000), cost("1", 1, 4000), cost("2", 1, 4000), cost("3", 4, 4000)]
+    choices = {"microbatches": 4, "stages_per_worker": None, "layers_per_stage": None}
+
+    def plan(limit):
+        gpipe, layout = SCHEDULES["gpipe"], Layout(pipeline=2)
+        return plan_stages(costs, gpipe, layout, **choices, memory_limit=limit)
+
+    assert plan(None).sizes == [1, 3]  # 6 and 6 seconds
+    # 4 × 4000 bytes a layer and 4 × 100 of activations: three layers are 49200 bytes, two 32800.
+    assert plan(40_000).sizes == [2, 2]
+    with pytest.raises(ValueError, match=r"memory_limit=20.0 KB; with this many workers 32.8 KB"):
+        plan(20_000)
+    table = plan(None).table()
+    assert "layers 1-3" in table
+    assert "50 %" in table
+    assert "bubble 20.0 %" in table
+
+
+def test_schedules_know_who_holds_what_and_what_to_expect():
+    assert SCHEDULES["1f1b"].bubble(4, 16, 1) == pytest.approx(3 / 19)  # 15.8 %
+    assert SCHEDULES["interleaved"].bubble(4, 16, 2) == pytest.approx(3 / 35)
+    assert SCHEDULES["interleaved"].stages_of(1, 4, 2) == [1, 5]
+    assert SCHEDULES["zero_bubble"].stages_of(1, 4, 2) == [1, 6]
+    for schedule, per_worker in ((SCHEDULES["interleaved"], 3), (SCHEDULES["zero_bubble"], 2)):
+        for place in range(4):
+            for stage in schedule.stages_of(place, 4, per_worker):
+                assert schedule.holder(stage, 4) == place
+    assert SCHEDULES["gpipe"].in_flight(0, 4, 16, 1) == 16
+    assert [SCHEDULES["1f1b"].in_flight(place, 4, 16, 1) for place in range(4)] == [4, 3, 2, 1]
+    assert [divisor_up_to(n, 4) for n in (8, 6, 5, 1)] == [4, 3, 1, 1]
+
+
+def test_layout_puts_shards_next_to_each_other():
+    layout = Layout(data=2, pipeline=2, tensor=2)
+    assert [layout.place(rank) for rank in (0, 1, 2, 7)] == [
+        Place(0, 0, 0),
+        Place(0, 0, 1),
+        Place(0, 1, 0),
+        Place(1, 1, 1),
+    ]
+    assert all(layout.rank(*layout.place(rank)) == rank for rank in range(8))
+    assert layout.copy_ranks(1) == [4, 5, 6, 7]
+
+
+def test_bubble_is_the_share_of_time_nobody_works():
+    spans = [Span("forward", 0, 0, 0.0, 1.0), Span("backward", 0, 0, 3.0, 5.0)]
+    assert timeline.busy_seconds(spans) == 3.0
+    # Two workers, busy for 3 and 2 of 5 seconds: 5 of 10 are lost.
+    assert timeline.bubble([3.0, 2.0], [5.0, 4.0]) == pytest.approx(0.5)
+
+
+# -- measuring -------------------------------------------------------------------------------------
+
+
+def test_measuring_leaves_the_layers_as_they_were():
+    layers = [nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)]
+    before = [{k: v.clone() for k, v in layer.state_dict().items()} for layer in layers]
+    state = torch.get_rng_state()
+    costs = measure(read_layers(layers, 0), (torch.ones(6, 4),), torch.ones(6, 2),
+                    nn.functional.mse_loss, CPU)  # fmt: skip
+    assert torch.equal(state, torch.get_rng_state())
+    for layer, kept in zip(layers, before, strict=True):
+        assert all(torch.equal(v, kept[k]) for k, v in layer.state_dict().items())
+        assert all(p.grad is None for p in layer.parameters())
+    assert [cost.parameters for cost in costs] == [40, 16, 0, 18]
+    assert [cost.parameter_bytes for cost in costs] == [160, 64, 0, 72]
+    assert all(cost.seconds > 0 for cost in costs)
+
+
+def test_saved_bytes_count_each_activation_once_and_no_weight():
+    layer = nn.Linear(4, 8)
+    x = torch.ones(6, 4, requires_grad=True)
+    with SavedBytes(list(layer.parameters())) as saved:
+        y = layer(x).exp()
+        y = y * y
+    assert saved.bytes == 6 * 4 * 4 + 6 * 8 * 4  # the input, and the result of exp
+
+
+def test_a_list_of_functions_builds_only_what_is_needed():
+    built = []
+
+    def layer(index):
+        def make():
+            built.append(index)
+            return nn.Linear(2, 2)
+
+        return make
+
+    layers = read_layers([layer(i) for i in range(4)], seed=0)
+    stages = layers.stages([(0, 2), (2, 4)], [1], None)
+    assert built == [2, 3]
+    assert list(stages[1].state_dict()) == ["2.weight", "2.bias", "3.weight", "3.bias"]
+    again = read_layers([layer(i) for i in range(4)], seed=0).build(2)
+    assert torch.equal(again.weight, stages[1].state_dict()["2.weight"])
+
+
+# -- plans of tensor parallelism -------------------------------------------------------------------
+
+
+def test_a_plan_is_derived_from_kinds_names_and_order():
+    model = Transformer(blocks=1)
+    plan = tensor.make_plan(model, None, 2)
+    assert plan.styles == {
+        "embed": "rowwise",
+        "blocks.0.attn.q": "colwise",
+        "blocks.0.attn.k": "colwise",
+        "blocks.0.attn.v": "colwise",
+        "blocks.0.attn.out": "rowwise",
+        "blocks.0.fc1": "colwise",
+        "blocks.0.fc2": "rowwise",
+        "head": "colwise_gather",
+    }
+    assert plan.heads == {"blocks.0.attn": "n_heads"}
+    # Of a colwise Linear(16, 32): weight and bias halved; of a rowwise one: the weight alone.
+    assert plan.bytes["blocks.0.fc1.bias"] == (128, 64)
+    assert plan.bytes["blocks.0.fc2.weight"] == (2048, 1024)
+    assert plan.bytes["blocks.0.fc2.bias"] == (64, 64)
+    assert "blocks.*.attn.q" in plan.table()
+    # Nothing divides by 5 except nothing: all stays whole.
+    assert tensor.make_plan(model, None, 5).styles == {}
+    mlp = nn.Sequential(
+        nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Softmax(-1), nn.Linear(4, 4)
+    )
+    styles = tensor.make_plan(mlp, None, 2).styles
+    assert styles == {"0": "colwise", "2": "rowwise", "4": "colwise_gather"}
+
+
+def test_what_shares_a_weight_or_reads_it_by_itself_is_not_cut():
+    model = Transformer(blocks=1)
+    model.unembed = nn.Linear(16, 12, bias=False)
+    model.unembed.weight = model.embed.weight
+    model.torchs = nn.MultiheadAttention(16, 4)
+    styles = tensor.make_plan(model, None, 2).styles
+    assert not {"embed", "unembed", "torchs.out_proj"} & set(styles)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"blocks.*.mlp": "colwise"}, r"names no module of Transformer; there are 'blocks"),
+        ({"blocks.*.fc1": "sideways"}, r"one of 'colwise', 'rowwise', .* not 'sideways'"),
+        ({"blocks.*": "colwise"}, r"only Linear and Embedding can be cut, and it is a Block"),
+        ({"head": "colwise"}, r"head has out_features=4, .* by tensor_parallel=3; 2, 4 would fit"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(plan, message):
+    shards = 3 if "head" in plan else 2
+    with pytest.raises(ValueError, match=message):
+        tensor.make_plan(Transformer(), plan, shards)
+
+
+def test_stars_stand_for_one_part_and_two_for_several():
+    model = Transformer(blocks=2)
+    one = tensor.make_plan(model, {"blocks.*.fc1": "colwise", "blocks.*.fc2": "rowwise"}, 2)
+    assert list(one.styles) == ["blocks.0.fc1", "blocks.1.fc1", "blocks.0.fc2", "blocks.1.fc2"]
+    many = tensor.make_plan(model, {"**.q": "colwise_gather"}, 2)
+    assert list(many.styles) == ["blocks.0.attn.q", "blocks.1.attn.q"]
+
+
+# -- wrong input -----------------------------------------------------------------------------------
+
+
+def planned(model, **choices):
+    settings = {"layout": Layout(pipeline=2), "schedule": "1f1b", "microbatches": 4, **choices}
+    data = settings.pop("data", make_data())
+    job = Job(model=model, loss=loss, optimizer=adam, data=data, seed=0, **settings)
+    return planning.make_plan(job, planning.make_loader(data, "data"), None, CPU)
+
+
+class TwoOutputs(nn.Module):
+    def forward(self, x):
+        return x, x
+
+
+def test_what_cannot_be_trained_is_refused_with_what_would_fit():
+    assert sum(planned(make_layers).stages.sizes) == 8
+    with pytest.raises(
+        ValueError, match=r"microbatches=3 does not divide .* 8 samples; 1, 2, 4, 8 w"
+    ):
+        planned(make_layers, microbatches=3)
+    with pytest.raises(
+        ValueError, match=r"9 stages .* for 8 layers: .*; at most 8 workers would fit"
+    ):
+        planned(make_layers, layout=Layout(pipeline=9))
+    with pytest.raises(
+        ValueError, match=r"\[8\] must be 2 numbers >= 1 that add up to the 8 layers"
+    ):
+        planned(make_layers, layers_per_stage=[8])
+    with pytest.raises(
+        TypeError, match=r"layer 1 \(TwoOutputs\) must return one tensor, .* a tuple"
+    ):
+        planned([nn.Embedding(12, 16), TwoOutputs(), nn.Flatten(), nn.Linear(64, 4)])
+    with pytest.raises(TypeError, match="no list of layers to cut between"):
+        planned(nn.Bilinear(2, 2, 2))
+    with pytest.raises(TypeError, match=r"(?s)must return one number.* shape"):
+        job = Job(make_layers, lambda o, t: o, adam, make_data(), Layout(pipeline=2), 0)
+        planning.make_plan(job, make_data(), None, CPU)
+    with pytest.raises(TypeError, match=r"a batch must be \(input, ..., target\)"):
+        planned(make_layers, data=[torch.ones(4)].__iter__())
+    model = nn.Sequential(nn.Embedding(12, 16), TwoOutputs())
+    with pytest.raises(TypeError, match=r"must return one tensor"):
+        planned(model, layout=Layout(tensor=2))
+
+
+PARTS = {"model": make_model, "loss": loss, "optimizer": adam, "data": None}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "2f2b"}, "schedule must be one of 'gpipe', '1f1b', 'interleaved', 'zero_b"),
+        ({"microbatches": 0}, "microbatches must be an int >= 1"),
+        ({"num_workers": 4, "microbatches": 2}, "as many microbatches as stages: 4, not 2"),
+        (
+            {"num_workers": 4, "schedule": "interleaved", "microbatches": 9},
+            "multiple of the 4 workers: 8 or 12, not 9",
+        ),
+        ({"schedule": "gpipe", "stages_per_worker": 2}, "has 1 stages a worker, not 2"),
+        ({"parallel": {"data": 2, "pipeline": 2}}, "takes 4 workers .* pass num_workers=4"),
+        ({"parallel": {"depth": 2}}, "knows 'data', 'pipeline', 'tensor', not 'depth'"),
+        ({"plan": {"0": "colwise"}}, r'it needs parallel=\{"tensor": N'),
+    ],
+)
+def test_arguments_of_a_pipeline_that_make_no_sense(options, message):
+    with pytest.raises(ValueError, match=message):
+        PipelineParallelTrainer(**{**PARTS, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_workers": 4, "tensor_parallel": 3}, "does not divide num_workers=4; 1, 2, 4 would"),
+        ({"split": "layers", "tensor_parallel": 2}, "cuts no layer"),
+        ({"split": "rows"}, 'split must be "tensor" or "layers"'),
+        ({"tensor_parallel": 2, "parallel": {"tensor": 2}}, "pass one of them"),
+    ],
+)
+def test_arguments_of_a_split_model_that_make_no_sense(options, message):
+    with pytest.raises(ValueError, match=message):
+        ModelParallelTrainer(**{**PARTS, **options})
+    with pytest.raises(TypeError, match="does not know uneven"):
+        ModelParallelTrainer(**PARTS, uneven="pad")

@@ -1,0 +1,200 @@
+"""Checkpoints, evaluation, pictures and failures of trainers that split a model."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from miniray.errors import ActorDiedError, WorkerTimeoutError
+from miniray.train import Checkpoint, ModelParallelTrainer, PipelineParallelTrainer, load_model
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from tests.parallel.split_for_tests import (  # noqa: E402
+    PARTS,
+    Fault,
+    accuracy,
+    loss,
+    make_data,
+    make_layers,
+    make_model,
+    one_process,
+)
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def with_dropout():
+    return [*make_layers()[:4], nn.Dropout(0.2), *make_layers()[4:]]
+
+
+def pipeline(**options):
+    parts = {"model": make_layers, "data": make_data(), "val_data": make_data(13), **PARTS}
+    return PipelineParallelTrainer(2, **{**parts, **options})
+
+
+def same(one, other):
+    return list(one) == list(other) and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def test_a_run_goes_on_with_the_same_bits_and_on_another_layout(engine, tmp_path):
+    """Dropout and shuffling on: the random numbers of every rank go on where they were."""
+    engine()
+    shuffled = torch.utils.data.DataLoader(make_data().dataset, batch_size=8, shuffle=True)
+    halving = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    options = {"model": with_dropout, "data": shuffled, "lr_scheduler": halving}
+    with pipeline(**options) as trainer:
+        trainer.train(1)
+        trainer.train(1)
+        whole = trainer.model_weights()
+        sizes = trainer.plan.stages.sizes
+    with pipeline(**options, name="first", layers_per_stage=sizes, callbacks=[Checkpoint()]) as t:
+        t.train(1)
+    with pipeline(**options, name="first", seed=99) as trainer:
+        result = trainer.train(1, resume=True)
+        assert trainer.plan.stages.sizes == sizes  # as it was, without being told
+        assert same(trainer.model_weights(), whole)
+        exported = load_model(trainer.save_final_model("model.safetensors"))
+        scores = trainer.evaluate()
+        assert trainer.evaluate(make_data(13).dataset.tensors) == scores
+        path = trainer.save_checkpoint()
+    assert [record["epoch"] for record in result.history] == [0, 1]
+    plain = nn.Sequential(*with_dropout()).eval()
+    plain.load_state_dict(exported)
+    x, y = make_data(13).dataset.tensors
+    with torch.no_grad():
+        assert scores["loss"] == pytest.approx(loss(plain(x), y).item(), abs=1e-5)
+    assert scores["num_samples"] == 13
+    # The same checkpoint where every layer is cut, with the optimizer's memory.
+    with ModelParallelTrainer(
+        2, model=lambda: nn.Sequential(*with_dropout()), data=make_data(), **PARTS
+    ) as trainer:
+        trainer.train(0, resume=path)
+        assert same(trainer.model_weights(), whole)
+        state = trainer._shared()["optimizer"]["state"]
+        assert state["1.1.weight"]["exp_avg"].shape == (32, 16)
+        assert state["1.1.weight"]["step"].item() == 10
+
+
+def test_evaluation_hooks_and_what_a_run_leaves_behind(engine):
+    engine()
+    seen = []
+
+    class Watching(PipelineParallelTrainer):
+        def on_epoch_end(self, epoch, result):
+            seen.append((epoch, result["val_accuracy"]))
+
+    matplotlib = pytest.importorskip("matplotlib")
+    with Watching(
+        2,
+        **PARTS,
+        model=make_layers,
+        data=make_data(),
+        val_data=make_data(13),
+        metrics={"accuracy": accuracy},
+        eval_interval=1,
+        schedule="zero_bubble",
+    ) as trainer:
+        result = trainer.train(2)
+        weights = trainer.model_weights()
+        run = trainer.run.path
+    assert matplotlib
+    assert [epoch for epoch, _ in seen] == [0, 1]
+    plain = make_model().eval()
+    plain.load_state_dict(weights)
+    x, y = make_data(13).dataset.tensors
+    with torch.no_grad():
+        assert result["val_accuracy"] == pytest.approx(accuracy(plain(x), y).item())
+    assert "pipeline of 4 stages on 2 workers, zero_bubble" in (run / "plan.txt").read_text()
+    assert json.loads((run / "run.json").read_text())["config"]["parallel"]["pipeline"] == 2
+    picture = result.plot_pipeline()
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    record = json.loads((run / "pipeline.json").read_text())
+    # Every microbatch went through every stage: forward, for its inputs, and for its weights.
+    done = sorted((kind, stage, mb) for spans in record["workers"] for kind, stage, mb, *_ in spans)
+    # On one clock: no stage begins with a microbatch before the one before it is through with it.
+    forward = {
+        (s, m): (b, e) for spans in record["workers"] for k, s, m, b, e in spans if k[0] == "f"
+    }
+    assert all(forward[s, m][1] <= forward[s + 1, m][0] for s in range(3) for m in range(4))
+    kinds = ("backward", "forward", "weights")
+    assert done == sorted((k, s, m) for k in kinds for s in range(4) for m in range(4))
+
+
+def faulty(how, calls):
+    """The 6th of 9 layers goes wrong: with 4 and 5 layers a stage it is in the second."""
+
+    def make():
+        layers = make_layers()
+        return [*layers[:5], Fault(how, "gone-wrong", calls), *layers[5:]]
+
+    return make
+
+
+def test_a_stage_that_dies_is_named_and_after_a_restart_nothing_is_lost(engine):
+    engine()
+    options = {"model": faulty("die", 30), "layers_per_stage": [4, 5]}
+    with pytest.raises(ActorDiedError, match=r"stage 1 \(layers 4-8\): rank 1 in epoch 1") as error:
+        pipeline(**options).train(2)
+    assert error.value.rank == 1
+    assert "Connection" not in str(error.value)
+    with pipeline(**options) as trainer:  # the marker is there now: it trains as if nothing was
+        trainer.train(2)
+        expected = trainer.model_weights()
+    Path("gone-wrong").unlink()
+    with pipeline(**options, max_failures=1) as trainer:
+        result = trainer.train(2)
+        assert result["restarts"] == 1
+        assert same(trainer.model_weights(), expected)
+
+
+def test_an_error_in_a_layer_is_the_error_of_the_run_and_says_where(engine):
+    engine()
+    with pytest.raises(KeyError, match=r"(?s)rank 1 in epoch 0.*a bad layer") as error:
+        pipeline(model=faulty("raise", 10), layers_per_stage=[4, 5]).train(1)
+    assert "stage 1 fwd mb" in str(error.value) or not hasattr(error.value, "add_note")
+    assert "Connection" not in str(error.value)
+
+
+def test_a_stage_that_hangs_is_named_with_its_microbatch(engine):
+    engine()
+    with pytest.raises(WorkerTimeoutError, match=r"stage 1 \(layers 4-8\)") as error:
+        pipeline(model=faulty("hang", 10), layers_per_stage=[4, 5], hang_timeout=4).train(1)
+    assert "stage 1 fwd mb" in str(error.value)
+    assert error.value.rank == 1
+
+
+def test_a_loss_that_is_no_number_ends_the_run(engine):
+    engine()
+
+    def broken(output, target):
+        return loss(output, target) + (float("nan") if len(target) == 1 else 0.0)
+
+    with pytest.raises(FloatingPointError, match="the loss is nan on rank 1 at step 5 of epoch 0"):
+        pipeline(loss=broken, data=make_data(41)).train(1)
+
+
+def test_a_plan_that_makes_another_model_is_refused_before_training(engine):
+    engine()
+    model = lambda: nn.Sequential(nn.Embedding(12, 16), nn.Flatten(), nn.Linear(64, 4))  # noqa: E731
+    with pytest.raises(ValueError, match=r"(?s)this plan does not fit the model.*shape"):
+        ModelParallelTrainer(
+            2, model=model, data=make_data(), plan={"2": "colwise"}, **PARTS
+        ).train(1)
+
+
+def test_one_worker_in_the_drivers_own_process():
+    import miniray
+
+    expected = one_process(epochs=1)
+    miniray.shutdown()
+    with PipelineParallelTrainer(
+        1, model=make_layers, data=make_data(), backend="inline", **PARTS
+    ) as trainer:
+        result = trainer.train(1)
+        weights = trainer.model_weights()
+    assert result["loss"] == pytest.approx(expected[0][0], abs=1e-4)
+    assert list(weights) == list(expected[1])
