@@ -1,0 +1,250 @@
+r"""Learn where photos were taken from the distance reward: GRPO or PPO where the data is.
+
+    python recipes/geoguessr/train_ppo.py [--algorithm ppo] [--workers 2] [--steps 80] [--quick]
+
+A small vision-language policy begins with random weights. A supervised warm-up shows it the form of
+an answer and gives it a first idea of the world; the reward does the rest. Every worker reads its
+own rows, and the driver sees numbers. The run's directory has the picture (``geoguessr.png``), the
+metrics and checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import make_data
+import numpy as np
+import plots
+from place_worker import PlaceLoader, PlaceWorker, place_reward
+from policy import ANSWER_TOKENS, SIZES, PlacePolicy
+
+from miniray.rl import GRPOConfig, GRPOTrainer, KLPenalty, PPOConfig, PPOTrainer, Sampling
+from miniray.rl.metrics import pool
+from miniray.train import Checkpoint
+from miniray.train.progress import Steps
+
+EVALUATIONS = 10  # in a run
+
+
+class WarmUp:
+    """Before the first step of a new run: guesses, supervised steps, guesses."""
+
+    worker_class = PlaceWorker
+
+    def on_train_start(self: Any, warm_up: int = 0, warm_up_lr: float = 1e-3) -> None:
+        super().on_train_start()
+        self.guesses: dict[str, np.ndarray] = {}
+        self.start: float | None = None  # mean reward on held-out rows before the first step
+        if self.epoch:  # taken up again: the weights are those of a checkpoint
+            return
+        self.guesses["untrained"] = self.guess()
+        with Steps(warm_up, "warm-up", "steps", enabled=self._progress) as bar:
+            for step in range(warm_up):
+                told = pool(self.call_workers("warm_up", step, warm_up, warm_up_lr))
+                bar.advance(note=f"loss={told['loss'][0] / told['loss'][1]:.3f}")
+        if warm_up:
+            self.guesses["warm-up"] = self.guess()
+            self.start = self.evaluate()["reward"]
+
+    def guess(self: Any) -> np.ndarray:
+        """The likeliest answer of the policy as it is, for every held-out row."""
+        count = self.num_workers
+        made = self._group.call("guess", lambda i: (i, count), {})
+        return np.array([line for part in made for line in part])
+
+
+class PlaceGRPO(WarmUp, GRPOTrainer):
+    pass
+
+
+class PlacePPO(WarmUp, PPOTrainer):
+    pass
+
+
+def find_data(folder: Path, rows: int, test_rows: int) -> dict[str, list[str]]:
+    """The files of each split; made first if the folder is not there."""
+    if not folder.exists():
+        click.echo(f"making {rows:,} training rows and {test_rows:,} others in {folder}", err=True)
+        unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+        processes = 1 if rows + test_rows < 200 else None
+        try:
+            make_data.write_set(
+                unfinished, rows, test_rows, rows_per_group=64, processes=processes, progress=True
+            )
+        except BaseException:  # Ctrl-C, a full disk: half a set is of no use to anybody
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        unfinished.rename(folder)
+    found = {
+        split: sorted(map(str, folder.glob(f"{split}-*.parquet"))) for split in make_data.SPLITS
+    }
+    missing = [split for split, files in found.items() if not files]
+    if missing:
+        raise click.ClickException(f"{folder} has no {missing[0]}-*.parquet; make_data.py makes it")
+    return found
+
+
+def make_trainer(
+    files: dict[str, list[str]],
+    *,
+    algorithm: str,
+    size: str,
+    steps: int,
+    workers: int,
+    prompts: int,
+    rollouts: int,
+    lr: float,
+    seed: int,
+    device: str = "auto",
+    precision: str = "fp32",
+    micro_batch_tokens: int = 16_384,
+    **options: Any,
+) -> PlaceGRPO | PlacePPO:
+    """The trainer; nothing is started yet."""
+    ppo, several_gpus = algorithm == "ppo", device == "cuda" and workers > 1
+    settings: dict[str, Any] = {
+        "prompts_per_step": prompts,
+        "rollouts": rollouts,
+        "mini_batches": 2,
+        "epochs": 2 if ppo else 1,
+        "lr": lr,
+        "micro_batch_tokens": micro_batch_tokens,
+        "kl": KLPenalty(0),  # nothing worth staying near: the warm-up is short
+    }
+    sampling = Sampling(max_new_tokens=ANSWER_TOKENS, batch_tokens=16 * micro_batch_tokens)
+    options.setdefault("eval_sampling", sampling)  # what is trained for; guesses are the likeliest
+    cores = (os.cpu_count() or 1) // workers
+    kind = PlacePPO if ppo else PlaceGRPO
+    return kind(
+        partial(PlacePolicy, SIZES[size], seed=seed, decode_threads=min(16, cores), value_head=ppo),
+        place_reward,
+        PlaceLoader(files["train"], prompts, seed),
+        config=PPOConfig(lam=0.95, **settings) if ppo else GRPOConfig(**settings),
+        sampling=sampling,
+        eval_data=PlaceLoader(files["test"], prompts),
+        eval_interval=max(1, steps // EVALUATIONS),
+        num_workers=workers,
+        reward_timeout=None,  # arithmetic: it cannot hang
+        device=device,
+        precision=precision,
+        group_backend="nccl" if several_gpus else "gloo",
+        resources_per_worker={"num_gpus": 1} if several_gpus else None,
+        seed=seed,
+        **options,
+    )
+
+
+def speed(history: list[dict[str, Any]]) -> str:
+    """Tokens a second, and where a step's time goes; the first step is left out if it can be."""
+    lines = history[1:] or history
+    mean = {
+        name: float(np.mean([line["timing"][name] for line in lines]))
+        for name in ("data", "rollout", "reward", "log_prob", "update")
+    }
+    whole = sum(mean.values())
+    decode = float(np.mean([line["decode_seconds"] for line in lines]))
+    parts = {
+        "rollout": mean["rollout"],
+        "reward": mean["reward"],
+        "log-probs and update": mean["log_prob"] + mean["update"],
+        "waiting for data": mean["data"],
+        "data with decoding": mean["data"] + decode,  # which is in rollout and update, too
+    }
+    tokens = np.mean([line["tokens_per_second"] for line in lines])
+    text = f"{tokens:,.0f} tokens/s; a step has {whole:.2f} s: "
+    text += ", ".join(f"{name} {value / whole:.1%}" for name, value in parts.items())
+    if "gpu_gb" in lines[-1]:
+        text += f"; GPU memory {max(line['gpu_gb'] for line in lines):.1f} GB"
+    return text
+
+
+@click.command(help=__doc__.replace("\n    python", "\n\n\b\n    python"))
+@click.option("--algorithm", type=click.Choice(["grpo", "ppo"]), default="grpo", show_default=True)
+@click.option("--steps", type=click.IntRange(1), default=80, show_default=True)
+@click.option("--warm-up", type=click.IntRange(0), default=250, show_default=True,
+              help="Supervised steps before.")  # fmt: skip
+@click.option("--workers", type=click.IntRange(1), default=2, show_default=True)
+@click.option("--prompts", type=click.IntRange(1), default=64, show_default=True,
+              help="Rows in a step, of all workers together.")  # fmt: skip
+@click.option("--rollouts", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--lr", type=click.FloatRange(0), default=5e-4, show_default=True)
+@click.option("--warm-up-lr", type=click.FloatRange(0), default=1e-3, show_default=True)
+@click.option("--size", type=click.Choice(list(SIZES)), default="small", show_default=True)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto",
+              show_default=True)  # fmt: skip
+@click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
+@click.option("--micro-batch-tokens", type=click.IntRange(1), default=16_384, show_default=True)
+@click.option("--backend", type=click.Choice(["local", "ray", "inline"]), default="local",
+              show_default=True)  # fmt: skip
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--data", type=click.Path(path_type=Path, file_okay=False),
+              help="Folder of the rows; made if not there.  [default: by --rows]")  # fmt: skip
+@click.option("--rows", type=click.IntRange(1), default=4000, show_default=True,
+              help="Training rows to make.")  # fmt: skip
+@click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False),
+              help="[default: runs/geoguessr-DATE-TIME]")  # fmt: skip
+@click.option("--resume", is_flag=True, help="Go on with the run in --run-dir, for --steps more.")
+@click.option("--quick", is_flag=True, help="Few rows and steps, to see that it all works.")
+@click.option("--progress/--no-progress", default=True)
+def main(
+    steps: int,
+    warm_up: int,
+    warm_up_lr: float,
+    data: Path | None,
+    rows: int,
+    run_dir: Path | None,
+    resume: bool,
+    quick: bool,
+    prompts: int,
+    **options: Any,
+) -> None:
+    if resume and run_dir is None:
+        raise click.UsageError("--resume needs the --run-dir of the run to go on with")
+    test_rows = max(16, rows // 16)
+    if quick:
+        rows, test_rows = 64, 8
+        prompts, options["rollouts"] = max(4, options["workers"]), 2
+        steps, warm_up = min(steps, 3), min(warm_up, 3)
+    data = data or Path("runs") / f"geoguessr-data-{rows}-{test_rows}"
+    files = find_data(data, rows, test_rows)
+    run_dir = run_dir or Path("runs") / time.strftime("geoguessr-%Y%m%d-%H%M%S")
+    click.echo(f"policy of {_millions(options['size'])} M parameters, run in {run_dir}")
+    with make_trainer(
+        files,
+        steps=steps,
+        prompts=prompts,
+        run_dir=run_dir,
+        callbacks=[Checkpoint(every=max(1, steps // 2))],
+        resume=resume,
+        **options,
+    ) as trainer:
+        result = trainer.train(steps=steps, warm_up=warm_up, warm_up_lr=warm_up_lr)
+        trainer.guesses[options["algorithm"].upper()] = trainer.guess()
+    rewards = [line["val_reward"] for line in result.history if "val_reward" in line]
+    if trainer.start is not None:
+        rewards.insert(0, trainer.start)
+    shown = " -> ".join(f"{reward:.3f}" for reward in (rewards[0], rewards[-1]))
+    click.echo(f"held-out rows, mean reward of samples: {shown}; the likeliest answers:")
+    click.echo(plots.table(trainer.guesses))
+    click.echo(speed(result.history))
+    picture = run_dir / "geoguessr.png"
+    plots.draw(result.history, trainer.guesses, picture, trainer.start)
+    click.echo(f"picture: {picture}")
+
+
+def _millions(size: str) -> str:
+    import torch
+
+    with torch.device("meta"):  # shapes only
+        policy = PlacePolicy(SIZES[size])
+    return f"{sum(p.numel() for p in policy.parameters()) / 1e6:.1f}"
+
+
+if __name__ == "__main__":
+    main()
