@@ -2,6 +2,8 @@
 
 import pytest
 
+import miniray
+
 ENGINES = ("inline", "local", "ray")
 
 
@@ -12,6 +14,13 @@ def pytest_addoption(parser):
         choices=ENGINES,
         help="run the conformance suite on this engine only (may be given several times)",
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_engine_from_before(request):
+    """A module begins without an engine, whatever the one before it in this process left behind."""
+    if "conformance" not in request.path.parts:  # where the modules share one
+        miniray.shutdown()
 
 
 @pytest.hookimpl(trylast=True)  # after the suites' own marks and order
