@@ -25,8 +25,8 @@ MAX_MESSAGE = 1 << 20
 _SOCKET_KIND = socket.SOCK_SEQPACKET if system.LINUX else socket.SOCK_DGRAM
 
 #: Imports worth sharing by fork: loaded in the zygote once the driver has them. None of these
-#: starts a thread on import.
-PRELOAD = ("numpy", "torch", "pandas", "pyarrow", "scipy", "sklearn", "transformers")
+#: starts a thread on import. (pyarrow does, and with it pandas and sklearn: its allocator has one.)
+PRELOAD = ("numpy", "torch", "scipy", "transformers")
 
 _BOOT = "import sys; sys.path[:] = {path!r}; from miniray.core.local.zygote import main; main({fd})"
 
