@@ -17,10 +17,13 @@ def pytest_addoption(parser):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_engine_from_before(request):
-    """A module begins without an engine, whatever the one before it in this process left behind."""
-    if "conformance" not in request.path.parts:  # where the modules share one
-        miniray.shutdown()
+def _ends_its_engine(request):
+    """A module that leaves an engine running would fail the next one in this process."""
+    yield
+    if "conformance" not in request.path.parts:  # whose modules share one
+        left = miniray.is_initialized()
+        miniray.shutdown()  # or one leak would fail everything after it
+        assert not left, f"{request.path.name} left an engine running"
 
 
 @pytest.hookimpl(trylast=True)  # after the suites' own marks and order

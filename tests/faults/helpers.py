@@ -17,11 +17,10 @@ from tests.conformance.helpers import eventually, is_process
 
 #: Every process that a driver under test starts inherits this variable from it.
 MARK = "MINIRAY_TEST_MARK"
-# Limits that a hang exceeds and a loaded machine does not; what is usual is far below them.
 #: How long after a death every waiting ``get`` has its error.
-SOON = 15.0
+SOON = 2.0
 #: How long after a driver's death nothing of it is left.
-GONE = 20.0
+GONE = 5.0
 
 
 def fails_soon(ref, kind, *words):

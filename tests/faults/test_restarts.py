@@ -211,7 +211,7 @@ def test_the_zygote_killed_again_and_again(engine):
         pid = miniray.get(actor.pid.remote())  # it is there, and not still to be started
         refs = [actor.add.remote() for _ in range(10)]
         os.kill(pids(engine)[0], signal.SIGKILL)
-        assert miniray.wait(refs, num_returns=10, timeout=SOON)[1] == []
+        assert miniray.wait(refs, num_returns=10, timeout=5)[1] == []
         eventually(lambda pid=pid: not is_process(pid), SOON)
         fails_soon(actor.add.remote(), ActorDiedError)
 

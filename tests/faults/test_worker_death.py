@@ -77,6 +77,9 @@ def test_in_a_method(engine, how):
 
 @ends
 def test_in_the_constructor(engine, how):
+    miniray.get(
+        Mortal.remote().pid.remote()
+    )  # what is promised is counted from a death, not a start
     actor = Mortal.remote(how)
     fails_soon(actor.pid.remote(), ActorDiedError, ENDS[how][1])
 

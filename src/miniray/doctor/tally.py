@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ _MOST_PENDING = 64
 _Step = tuple[int, int, float, float, float, float, float, int, float]
 
 
-class Tally:
+class Tally(ABC):
     """The counting half of the recorder."""
 
     def __init__(self, box: Box) -> None:
@@ -182,6 +183,7 @@ class Tally:
 
     # -- given by the recorder --------------------------------------------------------------------
 
+    @abstractmethod
     def event(
         self,
         kind: str,
@@ -192,7 +194,8 @@ class Tally:
         number: int = -1,
         is_open: bool = False,
     ) -> int:
-        raise NotImplementedError
+        """Put an event into the ring; its number."""
 
+    @abstractmethod
     def update(self, **fields: Any) -> None:
-        raise NotImplementedError
+        """Write fields of the box."""
