@@ -1,11 +1,11 @@
-"""One engine for all of these tests: its first worker loads torch for the others."""
+"""One engine for the tests of a module: its first worker loads torch for the others."""
 
 import pytest
 
 import miniray
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def engine():
     yield lambda: miniray.is_initialized() or miniray.init(backend="local", num_workers=4)
     miniray.shutdown()

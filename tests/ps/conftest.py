@@ -7,10 +7,10 @@ import miniray
 
 def pytest_generate_tests(metafunc):
     if "backend" in metafunc.fixturenames:
-        metafunc.parametrize("backend", ["inline", "local"], indirect=True, scope="package")
+        metafunc.parametrize("backend", ["inline", "local"], indirect=True, scope="module")
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def backend(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MINIRAY_BACKEND", raising=False)

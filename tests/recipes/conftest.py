@@ -28,7 +28,7 @@ def files(recipe):
         yield paths
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def trained(recipe, tmp_path_factory):
     """A run of the tiny policy on two workers, with warm-up; 13 held-out rows, so uneven parts."""
     pytest.importorskip("pyarrow")
@@ -59,7 +59,7 @@ def trained(recipe, tmp_path_factory):
     with trainer:
         result = trainer.train(steps=3, warm_up=40, warm_up_lr=1e-2)
         trainer.guesses["GRPO"] = trainer.guess()
-        yield SimpleNamespace(
+        return SimpleNamespace(
             trainer=trainer,
             result=result,
             files=files,

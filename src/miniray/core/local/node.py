@@ -107,10 +107,16 @@ class Node(Sharing):
 
     def wake(self) -> None:
         """Have the I/O thread look at its queues. Cheap, and safe from ``__del__``."""
-        if not self._woken:
+        if self._woken:
+            return
+        try:
             self._woken = True
             if not self.closing:
                 self._waker.wake()
+        except BaseException:
+            # Ctrl-C right here: with the flag set and nobody woken, all later ones would be lost.
+            self._woken = False
+            raise
 
     def look_later(self, channel: Any) -> None:
         """Have the I/O thread read ``channel`` in a moment if no waiting thread does by then."""
@@ -121,10 +127,11 @@ class Node(Sharing):
 
     def _look(self) -> None:
         self._ticking = False
-        later, self._later = self._later, set()
-        if later:
+        count = len(self._later)
+        if count:
             self._ticking = True
-        for channel in later:
+        for _ in range(count):  # not by iteration: other threads add to it meanwhile
+            channel = self._later.pop()
             if channel.pending:
                 channel.arm()
 
