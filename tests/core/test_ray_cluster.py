@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 import miniray
 from miniray import errors
+from tests.conformance.helpers import eventually
 
 ray = pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
@@ -219,22 +222,30 @@ def test_actors_of_plain_ray_code_can_be_called() -> None:
     assert ray.get(keep.add.remote(1)) == 2
 
 
+def functions_of(thread: threading.Thread) -> set[str]:
+    """The functions it is in."""
+    assert thread.ident is not None
+    frame = sys._current_frames()[thread.ident]
+    return {f.f_code.co_name for f, _ in traceback.walk_stack(frame)}
+
+
 def test_shutdown_ends_a_get_in_another_thread_and_all_refs() -> None:
     miniray.init(backend="ray", num_cpus=1, object_store_memory=STORE)
     worker = Worker.remote()
     done = worker.node.remote()
     miniray.get(done)
+    endless = worker.sleep.remote(60)
     raised: list[BaseException] = []
 
     def wait() -> None:
         try:
-            miniray.get(worker.sleep.remote(60))
+            miniray.get(endless)
         except BaseException as error:  # which one is the question
             raised.append(error)
 
     thread = threading.Thread(target=wait)
     thread.start()
-    time.sleep(0.5)
+    eventually(lambda: "get" in functions_of(thread))
     miniray.shutdown()
     thread.join(timeout=30)
     assert isinstance(raised[0], errors.ObjectLostError)
