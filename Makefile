@@ -14,9 +14,12 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 # Two installations in one environment: what the demo needs, and the rest for developers.
 DEMO := $(VENV)/.demo-installed
 DEV := $(VENV)/.dev-installed
+DOCS := $(VENV)/.docs-installed
+BENCH := $(VENV)/.bench-installed
+CHROMIUM := $(VENV)/.chromium-looked-for
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu lint format bench clean
+.PHONY: help demo test test-slow test-gpu soak lint format docs bench clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -24,14 +27,17 @@ help: ## Show this list
 demo: $(DEMO) ## Train a classifier on four workers and write a report
 	$(BIN)/python examples/train_framework_demo.py classification $(ARGS)
 
-test: $(DEV) ## Run the test suite
+test: $(DEV) $(CHROMIUM) ## Run the test suite
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
-test-slow: $(DEV) ## Run the tests marked slow
+test-slow: $(DEV) $(DOCS) $(CHROMIUM) ## Run the tests marked slow
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-gpu: $(DEV) ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+soak: $(DEV) ## Train for 30 minutes while everything is killed, stopped and slowed
+	$(BIN)/python -m tests.soak $(ARGS)
 
 lint: $(DEV) ## Check style, types and import contracts
 	$(BIN)/ruff format --check .
@@ -43,8 +49,11 @@ format: $(DEV) ## Rewrite the code in the project's style
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(DEV) ## Compare the engines with each other, Ray included
-	$(BIN)/python benchmarks/engine.py $(ARGS)
+docs: $(DOCS) ## Build the documentation site into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+bench: $(BENCH) ## Run all benchmarks with their peers and write docs/benchmarks.md
+	$(BIN)/python benchmarks/all.py --peers $(ARGS)
 
 clean: ## Remove the environment, caches and build results (runs/ is kept)
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
@@ -62,3 +71,23 @@ $(DEV): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing miniray and what its tests need into $(VENV) (torch and Ray are large)"
 	$(PIP_INSTALL) -e '.[torch,data,ray,rl,dashboard,examples,dev]'
 	@touch $(DEMO) $@
+
+$(DOCS): $(DEV)
+	$(PIP_INSTALL) -e '.[docs]'
+	@touch $@
+
+$(BENCH): $(DEV)
+	$(PIP_INSTALL) -e '.[bench]'
+	@touch $@
+
+# The dashboard's page is tested in a real browser; without one those tests skip and say so.
+$(CHROMIUM): | $(BIN)/python
+	@if command -v chromium || command -v chromium-browser || command -v google-chrome; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "installing Chromium for the tests of the dashboard"; \
+	    apt-get -o DPkg::Lock::Timeout=300 update -qq && \
+	    DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install -y -qq \
+	        --no-install-recommends chromium fonts-dejavu-core >/dev/null \
+	    || echo "Chromium could not be installed: the tests of the dashboard's page will skip"; \
+	else echo "no Chromium: the tests of the dashboard's page will skip (apt-get install chromium)"; fi
+	@touch $@

@@ -1,31 +1,36 @@
 """miniray.data and the loaders a user would take instead, on this machine, in one run.
 
     python benchmarks/data.py [--quick] [--only miniray_data,hf_map] [--peer-python PATH]
-                              [--scratch DIR] [--json PATH] [--markdown]
+                              [--scratch DIR] [--minutes M] [--json PATH] [--markdown]
 
 20,000 rows of 30 KB JPEG in 8 parquet files (``recipes/geoguessr/make_data.py``), 4 ranks with a
 process each, batches of 64, shuffled, page cache warm. Every loader is one of ``data_peers/`` and
 runs under the same measuring code (``data_peers/common.py``), in fresh processes, taking turns.
+miniray is copied and compiled first, as pip does with a package that it installs.
 
 - first batch: from the start of the process to the first batch, of the slowest rank.
 - rows/s: a whole epoch with its start, all ranks together; as encoded bytes, and decoded with
   Pillow to 224 x 224 RGB. Bare decode: the same images decoded from memory by as many processes.
 - USS: memory of the largest rank that it shares with nobody, at its highest. PSS: of all processes.
-  Both in a run of their own, with decoding.
+  Both while it decodes, looked at four times a second.
 - resume: the ranks stop after half of their batches, keep their state, and go on in new processes:
   time to the first batch, and what the ranks got in both halves together.
 
-Conversion to a loader's own format, or its cache, is made before and timed apart. Figures are
-medians; the JSON file has every sample. What is not installed for ``--peer-python`` is reported as
-such. The peers: datasets torchdata mosaicml-streaming litdata grain array-record ray[data] verl.
+Conversion to a loader's own format, or its cache, is made before and timed apart. Everything is
+measured once; then start and raw rows again in turn, as often as ``--repetitions`` and
+``--minutes`` allow. Figures are medians; the JSON file has every sample. What is not installed for
+``--peer-python`` is reported as such. The peers: datasets torchdata mosaicml-streaming litdata
+grain array-record ray[data] verl.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -175,7 +180,7 @@ class Bench:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("MINIRAY_", "RAY_"))}
         return {
             **kept,
-            "PYTHONPATH": os.pathsep.join([str(common.ROOT / "src"), str(HERE)]),
+            "PYTHONPATH": os.pathsep.join([str(self.scratch / "site"), str(HERE)]),
             "OMP_NUM_THREADS": "1",
             "HF_HOME": str(self.scratch / "hf-home"),
             "HF_DATASETS_CACHE": str(self.scratch / "hf-cache"),
@@ -185,6 +190,13 @@ class Bench:
             "TMPDIR": str(self.scratch),
             "GRPC_ENABLE_FORK_SUPPORT": "0",
         }
+
+
+def install(folder: Path) -> None:
+    """Put miniray into ``folder``, with bytecode, as an installed package has it."""
+    sources = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(common.ROOT / "src/miniray", folder / "miniray", ignore=sources)
+    compileall.compile_dir(folder, quiet=1)
 
 
 def _collect(channels: list[socket.socket], meets: bool, timeout: float) -> Iterator[Any]:
@@ -223,7 +235,7 @@ def _free_port() -> int:
 
 
 class MemorySampler:
-    """Looks at the processes and all below them ten times a second until it is left."""
+    """Looks at the processes and all below them four times a second until it is left."""
 
     def __init__(self, pids: list[int]) -> None:
         self._pids = pids
@@ -243,7 +255,7 @@ class MemorySampler:
         return {"uss": self._uss / MB, "pss": self._pss / MB}
 
     def _sample(self) -> None:
-        while not self._done.wait(0.1):
+        while not self._done.wait(0.25):
             pss = 0.0
             for pid in self._pids:
                 tree = _tree(pid)
@@ -312,9 +324,11 @@ def _rate(answers: list[dict[str, Any]]) -> float:
 
 
 def measure_epoch(bench: Bench, name: str, decoded: bool) -> Samples:
-    answers, _ = bench.run(name, decoded=decoded)
+    # Nothing but decoding takes long enough for memory to be looked at without disturbing it.
+    answers, memory = bench.run(name, decoded=decoded, memory=decoded)
     kind = "decoded" if decoded else "raw"
     return {
+        **memory,
         kind: _rate(answers),
         # What a busy machine changes least; processes a loader starts are not in it.
         f"{kind}_cpu_us_a_row": 1e6 * sum(a["cpu"] for a in answers) / bench.rows,
@@ -337,9 +351,9 @@ def measure_resume(bench: Bench, name: str) -> Samples:
 
 
 def measure(
-    bench: Bench, names: list[str], repetitions: int, say: Callable[[str], None]
+    bench: Bench, names: list[str], repetitions: int, until: float, say: Callable[[str], None]
 ) -> tuple[dict[str, Samples], dict[str, str]]:
-    """Samples of every loader, and why some have none."""
+    """Samples of every loader, and why some have none. Nothing is repeated after ``until``."""
     samples: dict[str, Samples] = {name: {} for name in names}
     failed: dict[str, str] = {}
 
@@ -371,17 +385,21 @@ def measure(
     for name in names:
         if PEERS[name].prepares:
             attempt(name, "prepare", lambda name=name: prepare(name))  # type: ignore[misc]
-    for repetition in range(repetitions):
-        turn = f"{repetition + 1}/{repetitions}"
-        for name in names if repetition % 2 == 0 else reversed(names):
-            if PEERS[name].raw:
-                attempt(name, turn, lambda name=name: measure_epoch(bench, name, False))  # type: ignore[misc]
-            if PEERS[name].resumes:
-                attempt(name, turn, lambda name=name: measure_resume(bench, name))  # type: ignore[misc]
-            attempt(name, turn, lambda name=name: measure_epoch(bench, name, True))  # type: ignore[misc]
     for name in names:
         if PEERS[name].raw:
-            attempt(name, "memory", lambda name=name: bench.run(name, decoded=True, memory=True)[1])  # type: ignore[misc]
+            attempt(name, "raw", lambda name=name: measure_epoch(bench, name, False))  # type: ignore[misc]
+        if PEERS[name].resumes:
+            attempt(name, "resume", lambda name=name: measure_resume(bench, name))  # type: ignore[misc]
+        attempt(name, "decoded", lambda name=name: measure_epoch(bench, name, True))  # type: ignore[misc]
+    slowest = 0.0
+    for repetition in range(2, repetitions + 1):
+        for name in reversed(names) if repetition % 2 == 0 else names:
+            began = time.monotonic()
+            if PEERS[name].raw and began + slowest < until:
+                attempt(
+                    name, f"raw {repetition}", lambda name=name: measure_epoch(bench, name, False)
+                )  # type: ignore[misc]
+                slowest = max(slowest, time.monotonic() - began)
     return samples, failed
 
 
@@ -500,6 +518,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="2,000 rows, one repetition")
     parser.add_argument("--only", metavar="PEERS", help=f"comma-separated: {', '.join(PEERS)}")
     parser.add_argument("--repetitions", type=int, default=3, metavar="N")
+    parser.add_argument("--minutes", type=float, default=float("inf"), metavar="M")
     parser.add_argument("--rows", type=int, default=None, metavar="N")
     parser.add_argument("--peer-python", default=sys.executable, metavar="PATH")
     parser.add_argument("--scratch", type=Path, metavar="DIR", help="keep the rows there")
@@ -516,9 +535,10 @@ def main() -> None:
 
     rows = arguments.rows or (2_000 if arguments.quick else 20_000)
     repetitions = 1 if arguments.quick else arguments.repetitions
-    started = common.stamp()
+    started, until = common.stamp(), time.monotonic() + 60 * arguments.minutes
     with rows_in(arguments.scratch, rows, say) as (work, files):
         bench = Bench(files, rows, work, arguments.peer_python)
+        install(work / "site")
         absent = {}
         for name in list(names):
             lacks = bench.missing(name)
@@ -527,7 +547,7 @@ def main() -> None:
                 names.remove(name)
                 say(f"without {PEERS[name].title}: {absent[name]}")
         bare_mb = bare_process()
-        samples, failed = measure(bench, names, repetitions, say)
+        samples, failed = measure(bench, names, repetitions, until, say)
     for name, reason in failed.items():
         say(f"failed: {reason}")
         if not samples[name].get("epoch"):

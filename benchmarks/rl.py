@@ -5,7 +5,8 @@
 The same decoder of 0.6 M parameters with random weights, the same prompts and settings: 8 prompts
 a step with 8 rollouts each, one update, KL to a reference. miniray and TRL run as whole programs in
 fresh processes, taking turns: as one process with two threads, and as two workers with one each.
-``--peer-python`` is an interpreter that has trl, where that is not this one.
+``--peer-python`` is an interpreter that has trl, where that is not this one. miniray is copied and
+compiled first, as pip does with a package that it installs.
 
 - first step: from the start of the command to the end of the first step.
 - tokens/s: sampled tokens over all steps but the first, rewards and updates included.
@@ -36,6 +37,7 @@ from pathlib import Path
 import common
 from common import Line, median
 
+from data import install
 from train import tree_pss
 
 SCRIPTS = Path(__file__).with_name("rl_peers")
@@ -77,11 +79,13 @@ METRICS = [
 SIZES = [(8, 0), (8, 33_000), (64, 33_000), (64, 330_000)]
 
 
-def run(system: System, python: str, steps: int, measure_memory: bool) -> dict[str, float]:
+def run(
+    system: System, python: str, site: str, steps: int, measure_memory: bool
+) -> dict[str, float]:
     """One run of a command. Raises ``RuntimeError`` if it did not do all its steps."""
     with tempfile.TemporaryDirectory(prefix="bench-rl-") as folder:
         out, log = Path(folder) / "steps", Path(folder) / "log"
-        environment = _environment(folder, out, steps, system.workers)
+        environment = _environment(folder, site, out, steps, system.workers)
         command = [python, *system.launcher, str(SCRIPTS / system.script)]
         memory = 0.0
         with log.open("w") as file:
@@ -124,12 +128,12 @@ def run(system: System, python: str, steps: int, measure_memory: bool) -> dict[s
     }
 
 
-def _environment(folder: str, out: Path, steps: int, workers: int) -> dict[str, str]:
+def _environment(folder: str, site: str, out: Path, steps: int, workers: int) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("MINIRAY_")}
     kept.pop("OMP_NUM_THREADS", None)
     return {
         **kept,
-        "PYTHONPATH": os.pathsep.join([str(common.ROOT / "src"), str(SCRIPTS)]),
+        "PYTHONPATH": os.pathsep.join([site, str(SCRIPTS)]),
         "OMP_NUM_THREADS": str(2 // workers),
         "BENCH_OUT": str(out),
         "BENCH_STEPS": str(steps),
@@ -162,14 +166,17 @@ def measure(
     names: list[str], pythons: dict[str, str], steps: int, rounds: int, say: Callable[[str], None]
 ) -> dict[str, Samples]:
     found: dict[str, Samples] = {name: {} for name in names}
-    for turn in range(rounds + 1):
-        memory = turn == rounds  # sampling takes time: in a run of its own
-        for name in names if turn % 2 == 0 else reversed(names):
-            figures = run(SYSTEMS[name], pythons[name], steps, memory)
-            shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
-            say(f"{'memory' if memory else f'{turn + 1}/{rounds}'}  {SYSTEMS[name].title}: {shown}")
-            for key, value in figures.items():
-                found[name].setdefault(key, []).append(value)
+    with tempfile.TemporaryDirectory(prefix="bench-rl-") as site:
+        install(Path(site))
+        for turn in range(rounds + 1):
+            memory = turn == rounds  # sampling takes time: in a run of its own
+            what = "memory" if memory else f"{turn + 1}/{rounds}"
+            for name in names if turn % 2 == 0 else reversed(names):
+                figures = run(SYSTEMS[name], pythons[name], site, steps, memory)
+                shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
+                say(f"{what}  {SYSTEMS[name].title}: {shown}")
+                for key, value in figures.items():
+                    found[name].setdefault(key, []).append(value)
     return found
 
 

@@ -1,10 +1,11 @@
-"""What the documentation shows is run: every Python block, each in a process of its own.
+"""What the documentation shows is run, and where it leads is there.
 
-A block runs on the default engine in an empty folder. ``<!-- no-run -->`` on the line before leaves
-it out. ``<!-- output -->`` before a block that follows says what the Python block above it prints
-(``...`` stands for anything).
+Every Python block runs in a process of its own on the default engine in an empty folder; equal
+blocks run once. ``<!-- no-run -->`` on the line before leaves one out. ``<!-- output -->`` before a
+block that follows says what the Python block above it prints (``...`` stands for anything).
 """
 
+import ast
 import dataclasses
 import doctest
 import os
@@ -16,25 +17,29 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
 PAGES = [
-    p
-    for p in [
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        *sorted((ROOT / "docs").glob("*.md")),
-        *sorted((ROOT / "src").rglob("README.md")),
-    ]
-    if p.exists()
+    README,
+    CHINESE,
+    ROOT / "CONTRIBUTING.md",
+    *sorted(DOCS.rglob("*.md")),
+    *sorted((ROOT / "src").rglob("README.md")),
 ]
 
-#: Seconds a block may take, start of an engine included.
-LIMIT = 50
+#: Seconds a block may take: a few, unless the machine is busy with other things.
+LIMIT = 180
 
 FENCE = re.compile(
     r"^(?:<!-- (?P<mark>[a-z-]+) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
+#: A test named in a page: ``tests/x/test_y.py``, also with ``::test_z``; ``::test_z`` alone is of
+#: the file named before it.
+TEST_NAME = re.compile(r"`(tests/[\w/]+\.py)?(?:::(\w+))?`")
+COMMAND = re.compile(r"^(?:\w+=\S+ )*miniray ([a-z]+)", re.MULTILINE)
 
 
 @dataclasses.dataclass
@@ -68,7 +73,12 @@ def blocks_of(page, text):
     return blocks
 
 
-BLOCKS = [block for page in PAGES for block in blocks_of(page, page.read_text("utf-8"))]
+def once(blocks):
+    """The first of equal blocks."""
+    return list({(block.code, block.output): block for block in reversed(blocks)}.values())[::-1]
+
+
+BLOCKS = once([block for page in PAGES for block in blocks_of(page, page.read_text("utf-8"))])
 
 
 def run(block, folder):
@@ -94,6 +104,7 @@ def run(block, folder):
             raise AssertionError(f"{block} should print\n{block.output}\nbut prints\n{done.stdout}")
 
 
+@pytest.mark.timeout(LIMIT + 20)
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_block_runs(block, tmp_path):
     run(block, tmp_path)
@@ -101,15 +112,145 @@ def test_block_runs(block, tmp_path):
 
 def test_the_guides_have_blocks():
     pages = {block.page.name for block in BLOCKS}
-    assert {"README.md", "engine.md"} <= pages
+    assert {"README.md", "engine.md", "quickstart.md", "migrate.md", "failures.md"} <= pages
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+# -- links ----------------------------------------------------------------------------------------
+
+
+def prose(page):
+    return FENCE.sub("", page.read_text("utf-8"))
+
+
+def anchors_of(text):
+    """The anchors GitHub and our site give the headings of a page."""
+    found = set()
+    for _, heading in HEADING.findall(text):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        found.add(re.sub(r"[^\w\- ]", "", words).strip().replace(" ", "-"))
+    return found
+
+
+def broken_links(page, text):
+    """Links of a page that lead nowhere: no such file, or no such heading in it."""
+    broken = []
+    for target in (match["target"] for match in LINK.finditer(text)):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        # The site has these two as pages of its own; see docs/hooks.py.
+        there = path.exists() or (
+            path.parent == DOCS and path.stem in ("changelog", "contributing")
+        )
+        if not there or (anchor and anchor not in anchors_of(prose(path))):
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: os.path.relpath(page, ROOT))
 def test_links_within_the_project_lead_somewhere(page):
-    text = FENCE.sub("", page.read_text("utf-8"))
-    targets = [m["target"].partition("#")[0] for m in LINK.finditer(text)]
-    inside = [t for t in targets if t and "://" not in t and not t.startswith("mailto:")]
-    assert [t for t in inside if not (page.parent / t).exists()] == []
+    assert broken_links(page, prose(page)) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: os.path.relpath(page, ROOT))
+def test_tests_that_a_page_names_are_there(page):
+    file = None
+    for path, name in TEST_NAME.findall(prose(page)):
+        file = ROOT / path if path else file
+        if file is None or not (path or name):
+            continue
+        assert file.exists(), path
+        assert not name or f"def {name}(" in file.read_text("utf-8"), f"{file.name}::{name}"
+
+
+def test_commands_that_pages_name_are_there():
+    from miniray.cli import COMMANDS
+
+    for page in PAGES:
+        for match in FENCE.finditer(page.read_text("utf-8")):
+            if match["language"] == "bash":
+                unknown = set(COMMAND.findall(match["text"])) - set(COMMANDS)
+                assert not unknown, f"{page.name}: {unknown}"
+
+
+# -- the two READMEs ------------------------------------------------------------------------------
+
+
+def test_the_readmes_say_the_same():
+    english, chinese = README.read_text("utf-8"), CHINESE.read_text("utf-8")
+    each_other = {README.name, CHINESE.name}
+
+    def shape(text):
+        plain = FENCE.sub("", text)
+        return {
+            "headings": [len(level) for level, _ in HEADING.findall(plain)],
+            "blocks": [match.groups() for match in FENCE.finditer(text)],
+            "links": sorted({m["target"] for m in LINK.finditer(plain)} - each_other),
+            "tests": TEST_NAME.findall(plain),
+            "table rows": len(re.findall(r"^\|", plain, re.MULTILINE)),
+            "figures": figures_of(plain),
+        }
+
+    assert shape(chinese) == shape(english)
+
+
+def figures_of(text):
+    """Numbers in the tables of a page, line by line."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [re.findall(r"\d[\d.,]*", re.sub(r"`[^`]*`", "", line)) for line in lines]
+
+
+# -- the site -------------------------------------------------------------------------------------
+
+API = {
+    "miniray.md": "miniray",
+    "train.md": "miniray/train",
+    "ps.md": "miniray/ps",
+    "data.md": "miniray/data",
+    "rl.md": "miniray/rl",
+    "doctor.md": "miniray/doctor",
+}
+
+
+@pytest.mark.parametrize(("page", "package"), API.items(), ids=list(API))
+def test_the_reference_lists_everything_public(page, package):
+    tree = ast.parse((ROOT / "src" / package / "__init__.py").read_text("utf-8"))
+    public = next(
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    text = (DOCS / "api" / page).read_text("utf-8")
+    listed = re.findall(rf"^::: {package.replace('/', '.')}\.(\w+)", text, re.MULTILINE)
+    # Errors have a page of their own.
+    missing = {n for n in public if n not in listed and not n.endswith("Error")}
+    assert missing <= {"__version__", "errors"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs", reason="needs miniray[docs]")
+    site = tmp_path / "site"
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    assert "WARNING" not in built.stderr
+    pages = {path.relative_to(site).as_posix() for path in site.rglob("*.html")}
+    assert {"index.html", "quickstart.html", "api/train.html", "changelog.html"} <= pages
+    # Nothing is fetched from another host when a page is opened.
+    for path in site.rglob("*.html"):
+        text = path.read_text("utf-8")
+        assert not re.findall(
+            r"<(?:script|img|link rel=\"stylesheet\")[^>]*(?:src|href)=\"https?:", text
+        )
 
 
 # -- the checker itself --------------------------------------------------------------------------
@@ -143,6 +284,11 @@ def test_blocks_are_found_with_line_and_output():
     ]
 
 
+def test_equal_blocks_are_run_once():
+    first, second = (blocks_of(Path(name), PAGE) for name in ("a.md", "b.md"))
+    assert [str(b.page) for b in once(first + second)] == ["a.md", "a.md"]
+
+
 @pytest.mark.parametrize(
     ("code", "output", "complaint"),
     [
@@ -164,3 +310,14 @@ def test_output_without_a_block_is_an_error():
 def test_an_unknown_mark_is_an_error():
     with pytest.raises(ValueError, match="unknown mark"):
         blocks_of(Path("page.md"), "<!-- norun -->\n```python\nx\n```\n")
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    (tmp_path / "other.md").write_text("# A title, with `code` × more\n")
+    page.write_text("## Here\n")
+    text = (
+        "[a](other.md) [b](other.md#a-title-with-code--more) [c](#here) [d](https://example.org/x)"
+        "[e](none.md) [f](other.md#nothing) [g](#there) ![h](none.png)"
+    )
+    assert broken_links(page, text) == ["none.md", "other.md#nothing", "#there", "none.png"]

@@ -4,9 +4,10 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 HEAVY = ["torch", "ray", "numpy", "asyncio", "pyarrow", "multiprocessing", "rich", "tqdm", "click"]
+
+#: Modules that `import miniray` may load beside those of a bare interpreter, and of them its own.
+MOST_MODULES, MOST_OWN = 75, 15
 
 
 def loaded_by(statement):
@@ -21,6 +22,14 @@ def test_import_loads_nothing_heavy():
     modules = loaded_by("import miniray")
     assert "miniray.core.session" in modules
     assert [name for name in HEAVY if name in modules] == []
+
+
+def test_import_stays_small():
+    """What takes the time of an import is how many modules it loads: 40 ms are some 60 of them."""
+    bare = loaded_by("pass")
+    own = [name for name in loaded_by("import miniray") if name not in bare]
+    assert len([name for name in own if name.split(".")[0] == "miniray"]) <= MOST_OWN
+    assert len(own) <= MOST_MODULES, own
 
 
 def test_import_starts_no_engine():
@@ -40,7 +49,5 @@ def test_the_command_line_loads_no_command():
     assert [m for m in modules if m.startswith("miniray.demos")] == []
 
 
-@pytest.mark.parametrize("module", ["numpy", "torch"])
-def test_the_check_sees_an_import(module):
-    pytest.importorskip(module)
-    assert module in loaded_by(f"import {module}")
+def test_the_check_sees_an_import():
+    assert "numpy" in loaded_by("import numpy")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import click
 
 CONFIG: dict[str, Any] = {"max_prompt_length": 256, "filter_overlong_prompts": True}
 
@@ -44,3 +46,28 @@ def compare(parts: list[list[Any]], total: int) -> None:
             other = seen.setdefault(number, rank)
             assert other == rank, f"row {number} is on ranks {other} and {rank}"
     assert len(seen) == total, f"{len(seen)} different rows, not {total}"
+
+
+def on_an_engine(
+    check: Callable[[list[str], int], list[str]], workers: int, description: str | None
+) -> click.Command:
+    """A command that runs ``check(files, workers)`` on an engine and shows what it found."""
+
+    @click.command(help=description)
+    @click.option("--backend", default="local", show_default=True, help="local, ray or inline.")
+    @click.option("--workers", default=workers, show_default=True, type=click.IntRange(1))
+    @click.option("--data", type=click.Path(exists=True, file_okay=False, path_type=Path))
+    @click.option("--rows", default=300, show_default=True, help="Made if no --data is given.")
+    def main(backend: str, workers: int, data: Path | None, rows: int) -> None:
+        import miniray
+
+        behave()
+        with some_rows(data, rows) as files:
+            miniray.init(num_workers=workers, backend=backend)
+            try:
+                for line in check(files, workers):
+                    click.echo(f"ok   {line}")
+            finally:
+                miniray.shutdown()
+
+    return main

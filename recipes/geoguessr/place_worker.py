@@ -18,10 +18,7 @@ from geoguessr_dataset_distributed import GeoguessrRLHFDatasetDistributed
 from policy import ANSWER_TOKENS
 
 from miniray.data import DataLoader
-from miniray.rl import RLWorker
-from miniray.rl.collective import sum_gradients
-from miniray.rl.metrics import Quad
-from miniray.rl.sources import held_out, make_source
+from miniray.rl import Quad, RLWorker, held_out, make_source, sum_gradients
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from vision_lm import VisionLM
 
-from miniray.rl import CausalLM
-from miniray.rl.batch import pad_left, positions
+from miniray.rl import CausalLM, pad_left, positions
 
 QUESTION_TOKENS = 256
 

@@ -8,11 +8,9 @@ Also by pytest. Each worker opens its own shard; counts, ids and figures come ba
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import checks
-import click
 import psutil
 
 import miniray
@@ -107,21 +105,5 @@ def test_phase2(files: list[str]) -> None:
         miniray.shutdown()
 
 
-@click.command(help=__doc__)
-@click.option("--backend", default="local", show_default=True, help="local, ray or inline.")
-@click.option("--workers", default=4, show_default=True, type=click.IntRange(1))
-@click.option("--data", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--rows", default=300, show_default=True, help="Made if no --data is given.")
-def main(backend: str, workers: int, data: Path | None, rows: int) -> None:
-    checks.behave()
-    with checks.some_rows(data, rows) as files:
-        miniray.init(num_workers=workers, backend=backend)
-        try:
-            for line in check_workers(files, workers):
-                click.echo(f"ok   {line}")
-        finally:
-            miniray.shutdown()
-
-
 if __name__ == "__main__":
-    main()
+    checks.on_an_engine(check_workers, 4, __doc__)()

@@ -4,12 +4,13 @@ r"""Learn where photos were taken from the distance reward: GRPO or PPO where th
 
 A small vision-language policy begins with random weights. A supervised warm-up shows it the form of
 an answer and gives it a first idea of the world; the reward does the rest. Every worker reads its
-own rows, and the driver sees numbers. The run's directory has the picture (``geoguessr.png``), the
-metrics and checkpoints.
+own rows, and the driver sees numbers. The run's directory has the picture (``geoguessr.png``), its
+figures (``geoguessr.json``), the metrics and checkpoints.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -24,8 +25,7 @@ import plots
 from place_worker import PlaceLoader, PlaceWorker, place_reward
 from policy import ANSWER_TOKENS, SIZES, PlacePolicy
 
-from miniray.rl import GRPOConfig, GRPOTrainer, KLPenalty, PPOConfig, PPOTrainer, Sampling
-from miniray.rl.metrics import pool
+from miniray.rl import GRPOConfig, GRPOTrainer, KLPenalty, PPOConfig, PPOTrainer, Sampling, pool
 from miniray.train import Checkpoint
 from miniray.train.progress import Steps
 
@@ -233,6 +233,12 @@ def main(
     click.echo(f"held-out rows, mean reward of samples: {shown}; the likeliest answers:")
     click.echo(plots.table(trainer.guesses))
     click.echo(speed(result.history))
+    figures = {
+        "reward": rewards,
+        "likeliest": {state: plots.scores(made) for state, made in trainer.guesses.items()},
+        "step_seconds": [line["seconds"] for line in result.history],
+    }
+    (run_dir / "geoguessr.json").write_text(json.dumps(figures, indent=1))
     picture = run_dir / "geoguessr.png"
     plots.draw(result.history, trainer.guesses, picture, trainer.start)
     click.echo(f"picture: {picture}")

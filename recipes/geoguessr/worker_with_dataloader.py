@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import checks
-import click
 import numpy as np
 import psutil
 
@@ -106,21 +104,5 @@ def run_epochs(files: list[str], workers: int, epochs: int = 2) -> list[str]:
             miniray.kill(actor)
 
 
-@click.command(help=__doc__)
-@click.option("--backend", default="local", show_default=True, help="local, ray or inline.")
-@click.option("--workers", default=2, show_default=True, type=click.IntRange(1))
-@click.option("--data", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--rows", default=300, show_default=True, help="Made if no --data is given.")
-def main(backend: str, workers: int, data: Path | None, rows: int) -> None:
-    checks.behave()
-    with checks.some_rows(data, rows) as files:
-        miniray.init(num_workers=workers, backend=backend)
-        try:
-            for line in run_epochs(files, workers):
-                click.echo(f"ok   {line}")
-        finally:
-            miniray.shutdown()
-
-
 if __name__ == "__main__":
-    main()
+    checks.on_an_engine(run_epochs, 2, __doc__)()

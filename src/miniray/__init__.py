@@ -3,7 +3,7 @@
 from miniray import errors
 from miniray.core.engine import RuntimeContext
 from miniray.core.refs import ObjectRef, ObjectRefGenerator
-from miniray.core.remote import ActorClass, ActorHandle, RemoteFunction, method, remote
+from miniray.core.remote import Actor, ActorClass, ActorHandle, RemoteFunction, method, remote
 from miniray.core.session import (
     available_resources,
     cancel,
@@ -24,6 +24,7 @@ from miniray.core.session import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "Actor",
     "ActorClass",
     "ActorHandle",
     "ObjectRef",

@@ -25,11 +25,17 @@ def miniray_cli(tmp_path):
 
 
 @pytest.fixture
-def miniray_on_terminal(tmp_path):
+def miniray_on_terminal(miniray_on_terminal_with):
     """The same on a pseudo-terminal; returns everything that appeared on it."""
+    return lambda *args, **env: miniray_on_terminal_with("", *args, **env)
+
+
+@pytest.fixture
+def miniray_on_terminal_with(tmp_path):
+    """On a pseudo-terminal where ``keys`` were typed."""
     pty = pytest.importorskip("pty")
 
-    def run(*args, **env):
+    def run(keys, *args, **env):
         ours, theirs = pty.openpty()
         process = subprocess.Popen(
             [sys.executable, "-m", "miniray", *args],
@@ -40,6 +46,7 @@ def miniray_on_terminal(tmp_path):
             stderr=theirs,
         )
         os.close(theirs)
+        os.write(ours, keys.encode())
         seen = b""
         try:
             while chunk := os.read(ours, 65536):

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miniray.data.distinct import distinct, first_places
 from miniray.data.groups import GroupedOrder
 from miniray.data.order import GlobalOrder, SequentialOrder, WindowOrder
 from miniray.data.plan import part_bounds
@@ -83,3 +84,10 @@ def test_groups_stay_whole(blocks, largest, window, shuffle, data):
         assert snapped == n or rows[snapped] in begins
         assert snapped >= position
         assert not begins & set(rows[position:snapped])
+
+
+@given(st.lists(st.integers(-5, 5), max_size=30))
+def test_different_values_and_where_they_first_stand(values):
+    array = np.array(values, dtype=np.int64)
+    assert distinct(array).tolist() == sorted(set(values))
+    assert [values[i] for i in first_places(array).tolist()] == list(dict.fromkeys(values))

@@ -62,7 +62,7 @@ def counts(engine):
     return {
         "shared": len(node.shared),
         "borrowed": len(node.borrowed),
-        "asked": len(node._asked),
+        "asked": len(node.asked),
         "awaited": len(node.awaited),
     }
 

@@ -12,7 +12,7 @@ import threading
 import pytest
 
 import miniray
-from miniray.core.local import node as node_module
+from miniray.core.local import peers
 from miniray.core.local.wire import frame
 from tests.faults.helpers import eventually, pids
 
@@ -62,7 +62,7 @@ def connect(path):
     return sock
 
 
-def hello(token, proc=99, purpose=node_module.CONTROL):
+def hello(token, proc=99, purpose=peers.CONTROL):
     return struct.pack("<32sII", token, proc, purpose)
 
 
@@ -101,7 +101,7 @@ def test_the_token_is_not_in_the_open(engine):
             assert token.hex().encode() not in text
 
 
-@pytest.mark.parametrize("purpose", [node_module.CALLS, node_module.CONTROL])
+@pytest.mark.parametrize("purpose", [peers.CALLS, peers.CONTROL])
 def test_a_wrong_token(paths, tmp_path, purpose):
     trap = pickle.dumps(([Trap(tmp_path / "sprung")], []))
     for path in paths:

@@ -2,6 +2,7 @@
 
 import pytest
 
+import miniray
 from miniray.train import ModelParallelTrainer, PipelineParallelTrainer
 
 torch = pytest.importorskip("torch")
@@ -96,17 +97,72 @@ def test_a_model_that_torch_traces_is_dealt_out_by_layers(engine):
         check_same(trainer, result, expected)
 
 
-@pytest.mark.slow
 def test_stages_whose_layers_are_cut_train_as_one_process_does(engine):
     engine()
-    expected = one_process()
+    expected = one_process(clip=0.5)
     with PipelineParallelTrainer(
         4,
         **PARTS,
         model=make_model,
         data=make_data(),
-        schedule="zero_bubble",
         parallel={"pipeline": 2, "tensor": 2},
+        clip_norm=0.5,
     ) as trainer:
         result = trainer.train(4)
         check_same(trainer, result, expected)
+        assert "shard" in trainer._held_by(1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_copies_of_stages_whose_layers_are_cut_train_as_one_process_does(schedule):
+    """Two copies of two stages in two shards each; the last batch of each copy has 2 samples."""
+    miniray.shutdown()
+    miniray.init(backend="local", num_workers=8)
+    try:
+        expected = one_process(n=44, clip=0.5)
+        with PipelineParallelTrainer(
+            8,
+            **PARTS,
+            model=make_model,
+            data=make_data(44, batch_size=4),
+            val_data=make_data(13),
+            microbatches=2 if schedule == "1f1b" else 4,
+            schedule=schedule,
+            parallel={"data": 2, "pipeline": 2, "tensor": 2},
+            clip_norm=0.5,
+        ) as trainer:
+            result = trainer.train(4)
+            check_same(trainer, result, expected)
+            assert trainer.evaluate()["num_samples"] == 13
+        assert result["num_samples"] == 44
+    finally:
+        miniray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_split_models_train_on_ray():
+    pytest.importorskip("ray")
+    miniray.shutdown()
+    try:
+        with PipelineParallelTrainer(
+            2,
+            **PARTS,
+            model=make_layers,
+            data=make_data(44),
+            val_data=make_data(13),
+            clip_norm=0.5,
+            backend="ray",
+        ) as trainer:
+            result = trainer.train(4)
+            check_same(trainer, result, one_process(n=44, clip=0.5))
+            assert trainer.evaluate()["num_samples"] == 13
+        with ModelParallelTrainer(
+            2, **PARTS, model=transformer, data=make_data(), clip_norm=0.5, backend="ray"
+        ) as trainer:
+            result = trainer.train(4)
+            check_same(trainer, result, one_process(model=transformer, clip=0.5))
+    finally:
+        miniray.shutdown()

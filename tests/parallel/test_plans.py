@@ -230,7 +230,7 @@ def test_stars_stand_for_one_part_and_two_for_several():
 def planned(model, **choices):
     settings = {"layout": Layout(pipeline=2), "schedule": "1f1b", "microbatches": 4, **choices}
     data = settings.pop("data", make_data())
-    job = Job(model=model, loss=loss, optimizer=adam, data=data, seed=0, **settings)
+    job = Job(**{"model": model, "loss": loss, "optimizer": adam, "data": data, **settings})
     return planning.make_plan(job, planning.make_loader(data, "data"), None, CPU)
 
 
@@ -260,8 +260,7 @@ def test_what_cannot_be_trained_is_refused_with_what_would_fit():
     with pytest.raises(TypeError, match="no list of layers to cut between"):
         planned(nn.Bilinear(2, 2, 2))
     with pytest.raises(TypeError, match=r"(?s)must return one number.* shape"):
-        job = Job(make_layers, lambda o, t: o, adam, make_data(), Layout(pipeline=2), 0)
-        planning.make_plan(job, make_data(), None, CPU)
+        planned(make_layers, loss=lambda o, t: o)
     with pytest.raises(TypeError, match=r"a batch must be \(input, ..., target\)"):
         planned(make_layers, data=[torch.ones(4)].__iter__())
     model = nn.Sequential(nn.Embedding(12, 16), TwoOutputs())

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import miniray
 from miniray.core.remote import ClassSpec
 from miniray.data.plan import shard_indices
-from miniray.train.ddp_loop import StepOptions
-from miniray.train.ddp_rank import RankSettings
-from miniray.train.ddp_worker import rank_spec
+from miniray.train.ddp.loop import StepOptions
+from miniray.train.ddp.rank import RankSettings
+from miniray.train.ddp.worker import rank_spec
 from miniray.train.group import GroupHost
 
 SEED = 5
@@ -86,6 +86,26 @@ class Looper:
                 param.copy_(new)
 
 
+class Skipping(Looper):
+    """A loop of its own that leaves something out on rank 1, for its second batch."""
+
+    def __init__(self, worker_id=0, skip="batch"):
+        super().__init__(worker_id, rows=(16, 16))
+        self.skip = skip if worker_id == 1 else ""
+
+    def train_epoch(self, epoch):
+        for number, (x, y) in enumerate(zip(self.x.split(4), self.y.split(4), strict=True)):
+            if number == 1 and self.skip == "batch":
+                continue
+            loss = functional.cross_entropy(self.model(x), y)
+            if number == 1 and self.skip == "backward":
+                continue
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+        return {"loss": loss.item()}
+
+
 class Faulty(Stepper):
     """Goes wrong on one rank in the step it is told to; a file remembers that it did."""
 
@@ -95,7 +115,7 @@ class Faulty(Stepper):
         self.how, self.marker, self.at = how, marker, tuple(at)
 
     def training_step(self, batch, batch_idx):
-        here = (self._ddp.pulse.epoch, batch_idx) == self.at
+        here = (self._member.pulse.epoch, batch_idx) == self.at
         if not self.is_victim or not here or os.path.exists(self.marker):
             return super().training_step(batch, batch_idx)
         if self.marker:
@@ -122,6 +142,9 @@ class Faulty(Stepper):
 
     def skip(self, batch):
         return None
+
+    def detach(self, batch):
+        return super().training_step(batch, 0).detach()
 
     def nan(self, batch):
         return super().training_step(batch, 0) * float("nan")
@@ -163,25 +186,33 @@ def apart(a, b):
 # -- ranks without a trainer ----------------------------------------------------------------------
 
 
+def local_bytes(worker):
+    """Of weights and the optimizer's numbers, in this process."""
+    numbers = [v for state in worker.optimizer.state.values() for v in state.values()]
+    held = [*worker.model.parameters(), *(v for v in numbers if v.dim())]
+    return sum(getattr(value, "_local_tensor", value).nbytes for value in held)
+
+
 @miniray.remote
 class Place:
     """A process in which one rank after the other lives; torch is loaded once."""
 
     def run(self, cls, arguments, settings, spec, rank, world_size, epochs):
         worker = rank_spec(ClassSpec(cls)).cls(rank, **arguments)
-        facts = worker._ddp_prepare(rank, world_size, settings)
+        facts = worker._rank_prepare(rank, world_size, settings)
         counts = None if facts["batches"] is None else [facts["batches"]] * world_size
-        worker._ddp_join(spec, counts, False)
+        worker._rank_join(spec, counts, False)
         try:
-            losses = [worker._ddp_epoch(epoch)["loss"] for epoch in range(epochs)]
+            losses = [worker._rank_epoch(epoch)["loss"] for epoch in range(epochs)]
             return {
                 "losses": losses,
                 "weights": worker.get_weights(),
                 "samples": facts["batches"],
-                "shared": worker._ddp_shared_state(),
+                "shared": worker._rank_shared_state(),
+                "bytes": local_bytes(worker),
             }
         finally:
-            worker._ddp_leave()
+            worker._rank_leave()
 
 
 def run_ranks(
@@ -192,6 +223,7 @@ def run_ranks(
     options=None,
     steps=None,
     compile=False,
+    shard="none",
     **arguments,
 ):
     """Run ranks of ``cls`` in these actors; what each has to show at the end."""
@@ -203,6 +235,7 @@ def run_ranks(
         seed=SEED,
         ddp_options=options or {},
         compile=compile,
+        shard=shard,
         own_process=False,
     )
     calls = [

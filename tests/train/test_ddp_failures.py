@@ -9,7 +9,15 @@ from miniray.train import DDPTrainer
 torch = pytest.importorskip("torch")
 psutil = pytest.importorskip("psutil")
 
-from tests.train.ddp_for_tests import SEED, Faulty, Looper, Stepper, apart, one_process  # noqa: E402
+from tests.train.ddp_for_tests import (  # noqa: E402
+    SEED,
+    Faulty,
+    Looper,
+    Skipping,
+    Stepper,
+    apart,
+    one_process,
+)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +63,49 @@ def test_what_goes_wrong_in_a_rank_is_the_error_of_the_run(engine, how, kind, me
     assert len(pids) == 2
     psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], timeout=30)
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "message"),
+    [
+        ("skip", TypeError, r"on rank 1 must return the loss.*A rank cannot leave out a step"),
+        ("detach", RuntimeError, r"the loss of rank 1 has no gradient.*Return a loss times 0"),
+    ],
+)
+def test_a_step_without_a_backward_pass_ends_all_ranks_at_once(engine, how, kind, message):
+    engine()
+    with pytest.raises(kind, match=message) as failure:
+        train(how)
+    assert (failure.value.rank, failure.value.epoch, failure.value.step) == (1, 0, 2)
+    assert "Connection closed" not in str(failure.value)
+
+
+def test_a_loop_of_ones_own_may_leave_out_a_batch(engine):
+    """As if the rank had one batch less: the gradients of its third meet the others' second."""
+    engine()
+    pairs = [(0, 0), (1, 2), (2, 3)]
+    rows = [
+        torch.tensor([*range(4 * a, 4 * a + 4), *range(16 + 4 * b, 20 + 4 * b)]) for a, b in pairs
+    ]
+    rows.append(torch.arange(12, 16))
+    with DDPTrainer(2, worker=Skipping, progress=False) as trainer:
+        trainer.train(epochs=2)
+        weights = miniray.get([w.get_weights.remote() for w in trainer.workers])
+    _, expected = one_process(32, 0, epochs=2, rows=rows, lr=0.1)
+    for found in weights:
+        for mine, theirs in zip(found, expected.values(), strict=True):
+            assert torch.allclose(mine, theirs, atol=1e-5)
+
+
+def test_a_loop_of_ones_own_must_not_leave_out_a_backward_pass(engine):
+    engine()
+    with pytest.raises(ActorDiedError, match="one of them left out a forward or a backward pass"):
+        DDPTrainer(2, worker=Skipping, progress=False).train(epochs=1, skip="backward")
+    # Without "join" a batch that is left out is one that the others wait for in vain.
+    options = {"uneven": "error", "hang_timeout": 4, "progress": False}
+    with pytest.raises(WorkerTimeoutError, match=r"STUCK: (.|\n)*rank 1") as failure:
+        DDPTrainer(2, worker=Skipping, **options).train(epochs=1)
+    assert "all ranks wait for one another" in str(failure.value)
 
 
 def test_a_rank_that_hangs_is_named_with_its_place(engine, tmp_path):

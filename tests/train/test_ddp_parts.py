@@ -2,16 +2,19 @@
 
 import io
 import sys
+import traceback
+from pathlib import Path
 
 import pytest
 
+import miniray
 from miniray.errors import BarrierTimeoutError
-from miniray.train.ddp_calls import StepBar
-from miniray.train.ddp_output import RankStream
-from miniray.train.ddp_pulse import Place, PulseThread, read_places
 from miniray.train.group import GroupHost
+from miniray.train.ranks.calls import StepBar
+from miniray.train.ranks.output import RankStream
+from miniray.train.ranks.pulse import Place, PulseThread, read_places, readable
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 
 @pytest.fixture
@@ -42,6 +45,23 @@ def test_a_barrier_names_who_is_missing_and_where(host):
     finally:
         for pulse in pulses:
             pulse.close()
+
+
+def test_a_stack_shows_the_users_line_however_deep_a_library_is_below_it():
+    def frames(*names):
+        return [traceback.FrameSummary(name, 1, "f", line="") for name in names]
+
+    ours = str(Path(miniray.__file__).parent / "train" / "ranks" / "member.py")
+    library = torch.__file__
+    found = readable(frames("<frozen runpy>", ours, "/home/me/train.py", ours, *[library] * 20))
+    assert [frame.filename for frame in found] == ["/home/me/train.py", *[library] * 11]
+    found = readable(frames(ours, "/home/me/train.py", library, ours, "/home/me/model.py", ours))
+    assert [frame.filename for frame in found] == [
+        "/home/me/train.py",
+        library,
+        "/home/me/model.py",
+    ]
+    assert readable(frames(*[ours] * 9)) == frames(*[ours] * 3)  # there is nothing else
 
 
 def test_a_rank_that_never_came_is_missing_too(host):

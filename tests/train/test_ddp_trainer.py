@@ -63,7 +63,7 @@ def test_going_on_from_a_checkpoint_gives_the_same_bits(tmp_path):
         parts = trainer.train(epochs=2)
         found = trainer.model_weights()
         final = trainer.save_final_model()
-        lr = miniray.get(trainer.workers[1]._ddp_shared_state.remote())["parts"]["optimizer"]
+        lr = miniray.get(trainer.workers[1]._rank_shared_state.remote())["parts"]["optimizer"]
     assert [r["loss"] for r in parts.history] == [r["loss"] for r in whole.history]
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     assert lr["param_groups"][0]["lr"] == 0.1 / 4  # stepped after epochs 2 and 4
@@ -79,7 +79,7 @@ def test_going_on_from_a_checkpoint_gives_the_same_bits(tmp_path):
     with DDPTrainer(3, run_dir="parts", resume=True, **options) as trainer:
         with pytest.warns(UserWarning, match="a run of 2 workers on 3"):
             result = trainer.train(epochs=1)
-        states = miniray.get([w._ddp_shared_state.remote() for w in trainer.workers])
+        states = miniray.get([w._rank_shared_state.remote() for w in trainer.workers])
     assert [r["epoch"] for r in result.history] == [0, 1, 2]
     assert result["num_samples"] == 57
     buffers = [s["parts"]["optimizer"]["state"][0]["momentum_buffer"] for s in states]

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -15,23 +16,45 @@ from typing import Any
 import click
 
 from miniray import __version__
+from miniray.cli.colour import paint
 from miniray.errors import TaskError
 
-#: Command → (where it lives, what the list of commands says about it). The text is here so that
-#: listing the commands imports none of them.
-COMMANDS = {
-    "demo": ("miniray.cli.demo:demo", "Estimate π with four actors and write a report."),
-    "doctor": ("miniray.cli.doctor:doctor", "Say what is wrong with a run, its data or its speed."),
-    "run": ("miniray.cli.run:run", "Run a script as several ranks and say why when it is stuck."),
-    "status": ("miniray.cli.status:status", "Show versions, hardware and usable engines."),
-    "top": ("miniray.cli.top:top", "Show the ranks of a run, live."),
+#: Heading → command → (where it lives, what the list of commands says about it). The texts are here
+#: so that listing the commands imports none of them.
+GROUPS = {
+    "Begin": {
+        "demo": ("miniray.cli.demo:demo", "See it work: actors, trainers, pipelines, RL."),
+        "status": ("miniray.cli.status:status", "Show versions, hardware and usable engines."),
+    },
+    "Run": {
+        "run": ("miniray.cli.run:run", "Run a script as ranks and say why when it is stuck."),
+    },
+    "Look at runs": {
+        "runs": ("miniray.cli.runs:runs", "List, compare and delete runs."),
+        "report": ("miniray.cli.report:report", "Write a run as one page, report.html."),
+        "top": ("miniray.cli.top:top", "Show the ranks of a run, live."),
+        "dashboard": ("miniray.cli.dashboard:dashboard", "Show runs live in the browser."),
+        "doctor": (
+            "miniray.cli.doctor:doctor",
+            "Say what is wrong with a run, its data, its speed.",
+        ),
+    },
+    "More": {
+        "bench": ("miniray.cli.bench:bench", "Run a benchmark of a checkout."),
+        "completion": ("miniray.cli.completion:completion", "Print a shell's completion script."),
+    },
 }
+COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
+
+#: Commands whose last arguments belong to another program.
+_PASS_ON = ({"run"}, {"bench"}, {"doctor", "data"}, {"doctor", "speedup"})
 
 EPILOG = """\b
 Examples:
   miniray demo                    see it work (about ten seconds)
-  miniray demo --backend inline   the same in one process, for a debugger
-  miniray status --json           what this machine offers, for a program
+  miniray run --nproc 4 train.py  instead of torchrun
+  miniray doctor latest           what is wrong with the newest run
+  miniray report latest           the newest run as a page
 """
 
 
@@ -48,9 +71,22 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else " `miniray` alone lists them."
+            raise click.UsageError(f"No such command {args[0]!r}.{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+        widest = max(map(len, COMMANDS))
+        for heading, commands in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl(
+                    [(name.ljust(widest), text) for name, (_, text) in commands.items()]
+                )
 
 
 @click.command(
@@ -65,7 +101,7 @@ class LazyGroup(click.Group):
 )
 @click.pass_context
 def cli(ctx: click.Context) -> None:
-    """Ray's actor API on one machine with nothing to start, and training on top of it."""
+    """Distributed training in Python, on this machine with nothing to start or on a Ray cluster."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
@@ -73,15 +109,27 @@ def cli(ctx: click.Context) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     args = list(sys.argv[1:] if argv is None else argv)
-    # Taken out here and not by click: it must work before and after the command's name, and also
-    # when click itself is what fails.
-    debug = "--debug" in args
-    args = [a for a in args if a != "--debug"]
+    args, debug = _take_debug(args)
     for stream in (sys.stdout, sys.stderr):
         # A terminal that has no π gets a question mark, not a UnicodeEncodeError.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     sys.exit(_run(args, debug))
+
+
+def _take_debug(args: list[str]) -> tuple[list[str], bool]:
+    """Take ``--debug`` out of our arguments and leave it in those of the user's script.
+
+    Done here and not by click: it must work before and after the command's name, and also when
+    click itself is what fails.
+    """
+    words = [i for i, arg in enumerate(args) if not arg.startswith("-")][:2]
+    ours = args.index("--") if "--" in args else len(args)
+    for commands in _PASS_ON:
+        if {args[i] for i in words[: len(commands)]} == commands:
+            ours = min(ours, words[len(commands) - 1] + 2)
+    kept = [arg for arg in args[:ours] if arg != "--debug"]
+    return kept + args[ours:], len(kept) < ours
 
 
 def _run(args: list[str], debug: bool) -> int:
@@ -119,5 +167,4 @@ def _in_short(error: Exception) -> str:
 
 
 def _complain(message: str) -> None:
-    coloured = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    click.echo(click.style(message, fg="red") if coloured else message, err=True)
+    click.echo(paint(message, "red", sys.stderr), err=True)

@@ -2,19 +2,152 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import click
 
+from miniray.cli import scripts
+
 EPILOG = """\b
 Examples:
-  miniray demo
-  miniray demo --actors 8 --batches 50 --seed 7
-  miniray demo --backend inline --batches 10
+  miniray demo                          π by four actors (needs nothing else)
+  miniray demo --actors 8 --seed 7
+  miniray demo classify                 train a classifier on four workers
+  miniray demo gan --epochs 20          a demo's own options come after its name
+  miniray demo --list                   which there are, and what they need
 """
 
+#: The demo that is meant when none is named.
+_DEFAULT = "pi"
 
-@click.command(epilog=EPILOG)
+
+@dataclasses.dataclass(frozen=True)
+class Script:
+    """A demo that is an example of the repository, run as it is."""
+
+    path: str
+    text: str
+    needs: tuple[str, ...]
+    extra: str  #: what to install of miniray for it
+    args: tuple[str, ...] = ()  #: always
+    usual: tuple[str, ...] = ()  #: unless the user gives others
+
+
+_EXAMPLES = ("torch", "sklearn", "matplotlib")
+SCRIPTS = {
+    "classify": Script(
+        "examples/train_framework_demo.py",
+        "An image classifier on four workers, weights averaged (half a minute).",
+        _EXAMPLES,
+        "examples",
+        args=("classification",),
+    ),
+    "gan": Script(
+        "examples/distributed_gan_v2.py",
+        "A GAN with two losses, synced every five epochs (a minute).",
+        _EXAMPLES,
+        "examples",
+    ),
+    "ddp": Script(
+        "examples/ddp_digits.py",
+        "Gradients averaged in every step, two ranks (half a minute).",
+        _EXAMPLES,
+        "examples",
+    ),
+    "pipeline": Script(
+        "examples/pipeline_gpt.py",
+        "A small GPT cut into four stages, 1F1B (a minute).",
+        ("torch", "matplotlib"),
+        "examples",
+    ),
+    "geoguessr": Script(
+        "recipes/geoguessr/train_ppo.py",
+        "A vision-language policy learns where photos were taken, by GRPO (some minutes).",
+        ("torch", "pyarrow", "PIL", "matplotlib"),
+        "data,examples",
+        usual=("--quick", "--size", "tiny"),
+    ),
+}
+
+
+class _Demo(click.Group):
+    """``miniray demo X``: X is a demo; without one, or with options first, it is π."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        asked = ctx.resilient_parsing and not args  # a shell wants to know what may come next
+        ours = ("-h", "--help", "--list", "--json")
+        if not asked and (not args or (args[0][:1] == "-" and args[0] not in ours)):
+            args = [_DEFAULT, *args]
+        return super().parse_args(ctx, args)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [_DEFAULT, *SCRIPTS]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in SCRIPTS:
+            return _command(cmd_name, SCRIPTS[cmd_name])
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(cls=_Demo, epilog=EPILOG, invoke_without_command=True)
+@click.option("--list", "listed", is_flag=True, help="Show which demos can run here.")
+@click.option("--json", "as_json", is_flag=True, help="With --list: for a program.")
+def demo(listed: bool, as_json: bool) -> None:
+    """See it work.
+
+    Each demo is a small complete program whose source is meant to be read; it leaves a run, with a
+    report, under runs/.
+    """
+    if listed:
+        _list(as_json)
+
+
+def _list(as_json: bool) -> None:
+    rows = {_DEFAULT: ("π by parallel actors (ten seconds).", "")}
+    rows |= {name: (script.text, _obstacle(script)) for name, script in SCRIPTS.items()}
+    if as_json:
+        found = {name: {"text": text, "obstacle": why} for name, (text, why) in rows.items()}
+        click.echo(json.dumps(found, ensure_ascii=False))
+        return
+    for name, (text, why) in rows.items():
+        click.echo(f"  {name:<10} {text}")
+        if why:
+            click.echo(f"  {'':<10} not here: {why}")
+
+
+def _obstacle(script: Script) -> str:
+    """Why it cannot run here, and what to do; "" where it can."""
+    absent = scripts.missing(script.needs)
+    if absent:
+        return f"{', '.join(absent)} not installed: pip install 'miniray[{script.extra}]'"
+    if scripts.find(script.path) is None:
+        return f"this installation came without {script.path}: get the sources and run it there"
+    return ""
+
+
+def _command(name: str, script: Script) -> click.Command:
+    """The command of a script: what it does not know is the script's own."""
+
+    @click.command(
+        name=name,
+        help=f"{script.text}\n\nRuns {script.path} with ARGS, which are its own.",
+        context_settings={"ignore_unknown_options": True, "help_option_names": []},
+    )
+    @click.argument("args", nargs=-1, type=click.UNPROCESSED)
+    def run_script(args: tuple[str, ...]) -> None:
+        why = _obstacle(script)
+        if why:
+            raise click.ClickException(f"`miniray demo {name}` cannot run: {why}")
+        path = scripts.find(script.path)
+        assert path is not None
+        scripts.become(path, [*script.args, *(args or script.usual)])
+
+    return run_script
+
+
+@demo.command(name=_DEFAULT)
 @click.option("--actors", type=click.IntRange(1, 256), default=4, show_default=True)
 @click.option(
     "--batches",
@@ -44,7 +177,7 @@ Examples:
     show_default=True,
     help="Folder the run's own folder goes into.",
 )
-def demo(
+def pi(
     actors: int,
     batches: int,
     batch_size: int,
@@ -75,3 +208,5 @@ def demo(
     console.print(f"\n{monte_carlo.headline(result)}\n", style="bold")
     console.print(monte_carlo.table(result))
     click.echo(f"\nreport: {report}")
+    others = ", ".join(SCRIPTS)
+    click.echo(f"next:   miniray demo classify  (others: {others.removeprefix('classify, ')})")

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from miniray.cli.targets import complete_runs, find_recorded, run_argument, runs_dir_option
+
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from miniray.doctor.diagnose import Diagnosis
 
 EPILOG = """\b
@@ -22,6 +26,7 @@ Examples:
   miniray doctor 4711 --watch           the run of a process, again and again
   miniray doctor data train.py --nproc 4
   miniray doctor speedup train.py --nproc 1,2,4 -- --epochs 1
+
 \b
 Exit status: 0 healthy, 1 something was found, 2 nothing could be read.
 """
@@ -37,9 +42,15 @@ class _Doctor(click.Group):
     """``miniray doctor X``: X is one of our commands, or else the run to look at."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not args or (args[0] not in self.commands and args[0] not in ("-h", "--help")):
+        # A shell that asks what may come next is offered both, see below.
+        asked = ctx.resilient_parsing and not args
+        if not asked and (not args or args[0] not in (*self.commands, "-h", "--help")):
             args = [_THE_RUN, *args]
         return super().parse_args(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Our commands, and the runs one may mean instead."""
+        return [*super().shell_complete(ctx, incomplete), *complete_runs(ctx, None, incomplete)]
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write_usage(ctx.command_path, "[RUN_DIR | PID | latest] [--watch] [--json]")
@@ -55,7 +66,7 @@ def doctor() -> None:
 
 
 @doctor.command(name=_THE_RUN, hidden=True)
-@click.argument("target", metavar="RUN_DIR | PID | latest", default="latest")
+@run_argument()
 @click.option("--watch", is_flag=True, help="Look again and again until the run has ended.")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON for a program.")
 @click.option(
@@ -63,21 +74,15 @@ def doctor() -> None:
     type=click.FloatRange(0, min_open=True),
     help="Seconds without movement that make a hang.  [default: the run's own, else 60]",
 )
-@click.option(
-    "--runs-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=Path("runs"),
-    show_default=True,
-    help="Where `latest` and process ids are looked for.",
-)
+@runs_dir_option
 def examine(
     target: str, watch: bool, as_json: bool, hang_timeout: float | None, runs_dir: Path
 ) -> int:
     """Diagnose one run (what `miniray doctor` does without a command)."""
-    from miniray.doctor.diagnose import diagnose, find_run
+    from miniray.doctor.diagnose import diagnose
 
     try:
-        run_dir = find_run(target, runs_dir)
+        run_dir = find_recorded(target, runs_dir)
         diagnosis = diagnose(run_dir, hang_timeout=hang_timeout)
         _show(diagnosis, as_json)
         while watch and diagnosis.case.live:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import click
@@ -92,19 +93,36 @@ def run(
     exit status is not 0.
     """
     from miniray.doctor.launch import launch
-    from miniray.doctor.launch_options import Options
+    from miniray.doctor.launch_options import Options, check
+    from miniray.doctor.runfile import new_directory
 
-    return launch(
-        Options(
-            command=("-m", script, *args) if module else (script, *args),
-            nproc=nproc,
-            nnodes=nnodes,
-            node_rank=node_rank,
-            master_addr=master_addr,
-            master_port=master_port,
-            max_restarts=max_restarts,
-            run_dir=run_dir,
-            hang_timeout=hang_timeout,
-            instrument=not no_instrument,
-        )
+    options = Options(
+        command=("-m", script, *args) if module else (script, *args),
+        nproc=nproc,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        master_addr=master_addr,
+        master_port=master_port,
+        max_restarts=max_restarts,
+        run_dir=run_dir,
+        hang_timeout=hang_timeout,
+        instrument=not no_instrument,
     )
+    if run_dir is None:
+        check(options)  # before a directory is made for it
+        run_dir = new_directory(Path("runs"), Path(script).stem)
+        options = dataclasses.replace(options, run_dir=run_dir)
+    code = launch(options)
+    if node_rank == 0:
+        _report(run_dir)
+    return code
+
+
+def _report(run_dir: Path) -> None:
+    """The run as a page. One that cannot be written is said; the run's own status stays."""
+    from miniray.report import write_report
+
+    try:
+        write_report(run_dir)
+    except Exception as error:  # whatever a reader of files may meet; the run is over
+        click.echo(f"[miniray run] no report of {run_dir}: {error}", err=True)

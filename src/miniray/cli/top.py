@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from miniray.cli.targets import find_recorded, run_argument, runs_dir_option
+
 if TYPE_CHECKING:
     from rich.console import Group
 
@@ -22,18 +24,12 @@ Examples:
 
 
 @click.command(epilog=EPILOG)
-@click.argument("target", metavar="RUN_DIR | PID | latest", default="latest")
+@run_argument()
 @click.option("--once", is_flag=True, help="Show one frame and end.")
 @click.option(
     "--interval", type=click.FloatRange(0.1), default=1.0, show_default=True, help="Seconds."
 )
-@click.option(
-    "--runs-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=Path("runs"),
-    show_default=True,
-    help="Where `latest` and process ids are looked for.",
-)
+@runs_dir_option
 def top(target: str, once: bool, interval: float, runs_dir: Path) -> int:
     """Show the ranks of a run: step, phase, loss, memory, state.
 
@@ -42,11 +38,10 @@ def top(target: str, once: bool, interval: float, runs_dir: Path) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from miniray.doctor.diagnose import find_run
     from miniray.doctor.reader import read_run
 
     try:
-        run_dir = find_run(target, runs_dir)
+        run_dir = find_recorded(target, runs_dir)
     except FileNotFoundError as error:
         click.echo(f"error: {error}", err=True)
         return 2

@@ -185,6 +185,13 @@ class Engine(abc.ABC):
         """
         return self.get([ref], None)[0]
 
+    def stored(self, ref: ObjectRef[Any]) -> Any:
+        """A ready value as it lies in the engine's memory (see ``local/stored.py``).
+
+        None where it does not lie anywhere as a whole; then there is only ``peek``.
+        """
+        return None
+
     @abc.abstractmethod
     def wait(
         self, refs: Sequence[ObjectRef[Any]], num_returns: int, timeout: float | None

@@ -15,7 +15,14 @@ if TYPE_CHECKING:
 
     from miniray.core.engine import Engine
 
-T = TypeVar("T")
+T = TypeVar("T", covariant=True)
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
+    Item = TypeVarWithDefault("Item", covariant=True, default=Any)
+else:
+    Item = TypeVar("Item", covariant=True)
 
 
 class ObjectRef(Generic[T]):
@@ -119,17 +126,17 @@ def _callbacks() -> queue.SimpleQueue[Callable[[], None]]:
 os.register_at_fork(after_in_child=_callbacks.cache_clear)  # the thread is not in the child
 
 
-class ObjectRefGenerator(Iterator[ObjectRef[Any]], AsyncIterator[ObjectRef[Any]]):
+class ObjectRefGenerator(Iterator[ObjectRef[Item]], AsyncIterator[ObjectRef[Item]]):
     """Refs to the items of a remote generator, each available as soon as it was yielded.
 
     Iterate with ``for`` or ``async for``. An exception in the generator is raised by ``get`` on the
     item where it happened; iteration ends after it. Each engine subclasses this.
     """
 
-    def __next__(self) -> ObjectRef[Any]:
+    def __next__(self) -> ObjectRef[Item]:
         raise NotImplementedError("provided by the engine's own subclass")
 
-    async def __anext__(self) -> ObjectRef[Any]:
+    async def __anext__(self) -> ObjectRef[Item]:
         import asyncio
 
         # StopIteration cannot cross a future, so the thread hands back a sentinel instead.

@@ -15,7 +15,7 @@ from miniray.core.engine import Engine, InitConfig, RuntimeContext
 
 if TYPE_CHECKING:
     from miniray.core.refs import ObjectRef
-    from miniray.core.remote import ActorHandle
+    from miniray.core.remote import Actor, ActorHandle
 
 T = TypeVar("T")
 
@@ -205,7 +205,7 @@ def get(refs: Any, timeout: float | None = None) -> Any:
     return engine().get(refs, timeout) if refs else []
 
 
-def put(value: Any) -> ObjectRef[Any]:
+def put(value: T) -> ObjectRef[T]:
     """Store a value once, to pass to many calls without copying it each time."""
     from miniray.core.refs import ObjectRef
 
@@ -215,8 +215,8 @@ def put(value: Any) -> ObjectRef[Any]:
 
 
 def wait(
-    refs: Sequence[ObjectRef[Any]], *, num_returns: int = 1, timeout: float | None = None
-) -> tuple[list[ObjectRef[Any]], list[ObjectRef[Any]]]:
+    refs: Sequence[ObjectRef[T]], *, num_returns: int = 1, timeout: float | None = None
+) -> tuple[list[ObjectRef[T]], list[ObjectRef[T]]]:
     """Wait until ``num_returns`` of ``refs`` are ready, or for ``timeout`` seconds.
 
     Returns (ready, the others); a failed call counts as ready.
@@ -241,7 +241,7 @@ def _check_refs(verb: str, refs: Any) -> None:
             raise TypeError(f"{verb}(): element {i} is not an ObjectRef but {ref!r}")
 
 
-def kill(actor: ActorHandle[Any], *, no_restart: bool = True) -> None:
+def kill(actor: ActorHandle[Any] | Actor, *, no_restart: bool = True) -> None:
     """End an actor's process at once; with ``no_restart=False`` it may restart."""
     from miniray.core.remote import ActorHandle
 

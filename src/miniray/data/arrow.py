@@ -8,120 +8,57 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from miniray.data.arrow_rows import ArrowRows, rows_of
+from miniray.data.file_source import FileBlocks, FileSource
 from miniray.data.files import FileList, is_remote
-from miniray.data.permutation import derive_key
 from miniray.data.slabs import Slabs
-from miniray.data.source import Blocks, Source, wanted
+from miniray.data.source import wanted
 from miniray.errors import DataError
 
 
-class ArrowSource(Source):
+class ArrowSource(FileSource):
     kind = "arrow"
+    _kept = ("_list", "_columns", "_table")
 
     def __init__(self, data: Any, columns: Sequence[str] | None = None) -> None:
-        self._columns = None if columns is None else list(columns)
-        self._list: FileList | None = None
-        self._table: Any = None
-        if hasattr(data, "to_batches"):
-            self._table = data
-        else:
-            self._list = FileList(data, (".arrow", ".feather", ".ipc"))
-        self._expected: str | None = None
-        self._forget()
+        self._table: Any = data if hasattr(data, "to_batches") else None
+        files = None if self._table is not None else FileList(data, (".arrow", ".feather", ".ipc"))
+        super().__init__(files, columns)
 
     def _forget(self) -> None:
-        self._blocks: Blocks | None = None
+        super()._forget()
         self._batches: list[list[Any]] = []
         self._maps: list[mmap.mmap | None] = []
-        self._identities: list[str] = []
-        self._fingerprint = ""
         self._schema: Any = None
-        self._lock = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        expected = self._fingerprint or self._expected
-        return {
-            "_list": self._list,
-            "_table": self._table,
-            "_columns": self._columns,
-            "_expected": expected,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
-
-    @property
-    def blocks(self) -> Blocks:
-        if self._blocks is None:  # a lock that is not needed cannot be left held by a fork
-            with self._lock:
-                if self._blocks is None:
-                    self._look()
-        assert self._blocks is not None
-        return self._blocks
-
-    @property
-    def fingerprint(self) -> str:
-        self.blocks  # noqa: B018
-        return self._fingerprint
-
-    def identity(self, file: int) -> str:
-        self.blocks  # noqa: B018
-        return self._identities[file]
-
-    def folder(self, file: int) -> str | None:
-        if self._list is None or is_remote(self._list.paths[file]):
-            return None
-        return os.path.dirname(self._list.paths[file])
 
     def column_names(self) -> list[str]:
         self.blocks  # noqa: B018
         return wanted(self._schema.names, self._columns, "the data")
 
-    def _look(self) -> None:
-        paths = ["table"] if self._list is None else self._list.paths
-        identities: list[str] = []
-        for path in paths:
-            batches, mapped, size = self._open(path)
-            if batches and self._schema is None:
-                self._schema = batches[0].schema
+    def _look(self) -> list[FileBlocks]:
+        opened = [self._open(path) for path in self.paths]
+        self._batches = [batches for batches, _, _ in opened]
+        self._maps = [mapped for _, mapped, _ in opened]
+        every = [batch for batches in self._batches for batch in batches]
+        if not every:
+            raise DataError(f"{self.paths[0]} has no rows")
+        self._schema = every[0].schema
+        for path, batches in zip(self.paths, self._batches, strict=True):
             for batch in batches:
-                names = wanted(batch.schema.names, self._columns, path)
-                for name in names:
+                for name in wanted(batch.schema.names, self._columns, path):
                     if batch.schema.field(name).type != self._schema.field(name).type:
                         raise DataError(f"mixed schemas: column {name!r} differs in {path}")
-            self._batches.append(batches)
-            self._maps.append(mapped)
-            changed = os.stat(path).st_mtime_ns if mapped is not None else 0
-            identities.append(f"{derive_key(path):x}-{size}-{changed}")
-        if self._schema is None:
-            raise DataError(f"{paths[0]} has no rows")
-        per_file = [len(batches) for batches in self._batches]
-        rows = [[b.num_rows for b in batches] for batches in self._batches]
-        self._blocks = Blocks(
-            files=paths,
-            file=np.repeat(np.arange(len(paths)), per_file),
-            number=np.array([i for count in per_file for i in range(count)], dtype=np.int64),
-            first=np.array(
-                [f for each in rows for f in np.cumsum([0, *each])[:-1]], dtype=np.int64
-            ),
-            rows=np.array([r for each in rows for r in each], dtype=np.int64),
-            nbytes=np.array(
-                [self._project(b).nbytes for batches in self._batches for b in batches],
-                dtype=np.int64,
-            ),
-        )
-        self._identities = identities
-        self._fingerprint = self._blocks.fingerprint()
-        if self._expected not in (None, self._fingerprint):
-            raise DataError(f"{paths[0]} and the others are not what the dataset was made with")
+        return [
+            FileBlocks(
+                [batch.num_rows for batch in batches],
+                [self._project(batch).nbytes for batch in batches],
+                None if self._list is None else size,
+            )
+            for batches, _, size in opened
+        ]
 
     def _open(self, path: str) -> tuple[list[Any], mmap.mmap | None, int]:
         import pyarrow as pa

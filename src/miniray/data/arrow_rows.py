@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from miniray.data.distinct import distinct
+from miniray.data.pages import StoredValues
 from miniray.data.permutation import Positions
 from miniray.data.slabs import Slabs, copied, has_dictionary, size_for
 from miniray.data.source import Rows
-from miniray.data.values import Getter, getter, is_number, number_type, numbers
+from miniray.data.values import (
+    Getter,
+    Path,
+    getter,
+    holder,
+    is_number,
+    number_type,
+    numbers,
+)
+
+
+@dataclass(frozen=True)
+class Large:
+    """Rows whose large values are left in their file, beside a record batch with all else."""
+
+    fields: Sequence[Any]  # of whole rows
+    values: Mapping[Path, StoredValues]
+    num_rows: int
 
 
 class ArrowRows(Rows):
-    """Record batches one after the other. Nothing made of them shares their memory."""
+    """Record batches one after the other. Nothing made of them shares their memory.
+
+    With ``large`` there is at most one batch, which has none of the large values.
+    """
 
     def __init__(
         self,
@@ -24,8 +47,11 @@ class ArrowRows(Rows):
         start: int,
         slabs: Slabs | None = None,
         own: Sequence[Any] = (),
+        large: Large | None = None,
     ) -> None:
-        self._batches = batches
+        import pyarrow as pa
+
+        self._batches, self._large = batches, large
         self._slabs, self._own = slabs, own
         self._starts = [0]
         for batch in batches:
@@ -35,6 +61,9 @@ class ArrowRows(Rows):
         self.start = start
         self.num_rows = self._starts[-1]
         self.nbytes = sum(map(len, own)) or sum(batch.nbytes for batch in batches)
+        if large is not None:
+            self.schema, self.num_rows = pa.schema(large.fields), large.num_rows
+            self.nbytes += sum(values.nbytes for values in large.values.values())
 
     def __del__(self) -> None:
         self._batches = self._getters = ()  # type: ignore[assignment]
@@ -53,6 +82,10 @@ class ArrowRows(Rows):
         return found
 
     def _compile(self, name: str) -> Getter:
+        if self._large is not None:
+            where, kind = self._large.values, self.schema.field(name).type
+            direct = where.get((name,))
+            return direct or getter(self._batches[0].column(name), kind, where, (name,))
         each = [getter(batch.column(name)) for batch in self._batches]
         if len(each) == 1:
             return each[0]
@@ -71,7 +104,7 @@ class ArrowRows(Rows):
             return None
         found = np.empty(len(index), dtype=number_type(kind))
         which = np.searchsorted(self._starts, index, side="right") - 1
-        for number in np.unique(which).tolist():
+        for number in distinct(which).tolist():
             inside = which == number
             values = numbers(self._batches[number].column(name))
             found[inside] = values[index[inside] - self._starts[number]]
@@ -84,10 +117,27 @@ class ArrowRows(Rows):
     def arrow(self, index: Positions) -> Any:
         import pyarrow as pa
 
+        if self._large is not None:
+            return pa.Table.from_pylist(self.rows(index), schema=self.schema)
         return pa.Table.from_batches(self._batches).take(pa.array(index))
 
 
-def rows_of(batches: Iterable[Any], start: int, slabs: Slabs | None) -> ArrowRows:
+def fits(batches: Sequence[Any], large: Large) -> bool:
+    """Whether there is a large value for every row, or every struct, that should have one."""
+    if len(batches) > 1:
+        return False
+    for path, values in large.values.items():
+        structs = holder(batches[0], path) if batches else None
+        if len(path) > 1 and structs is None:
+            return False
+        if len(values) != (large.num_rows if structs is None else len(structs)):
+            return False
+    return True
+
+
+def rows_of(
+    batches: Iterable[Any], start: int, slabs: Slabs | None, large: Large | None = None
+) -> ArrowRows:
     """Record batches as rows, copied into slabs one by one as they come."""
     kept, own = [], []
     for batch in batches:
@@ -97,7 +147,7 @@ def rows_of(batches: Iterable[Any], start: int, slabs: Slabs | None) -> ArrowRow
         kept.append(batch)
     if len(own) != len(kept):
         slabs, own = None, []
-    return ArrowRows(kept, start, slabs, own)
+    return ArrowRows(kept, start, slabs, own, large)
 
 
 def columns(parts: Sequence[tuple[ArrowRows, Positions, Positions]]) -> dict[str, Any]:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from miniray.data import progress
 from miniray.data.gather import BlockCache, Places
@@ -29,17 +28,16 @@ from miniray.data.order import (
 )
 from miniray.data.permutation import Positions
 from miniray.data.plan import Even, check_rank, resolve_seed
-from miniray.data.row_ids import RowId, RowIds
 from miniray.data.selection import Kept, Selection
-from miniray.data.source import Source, parse_bytes, wanted
-from miniray.errors import DataError
+from miniray.data.share import Share
+from miniray.data.source import Blocks, Source, parse_bytes, wanted
 
 _ROWS_AT_A_TIME = 256
 
 Self = TypeVar("Self", bound="Dataset")
 
 
-class Dataset:
+class Dataset(Share):
     """Rows of ``source`` that are ``rank``'s of ``world_size``, in the order of the current epoch.
 
     ``len(ds)``, ``ds[i]`` and iteration are about what this rank gets in this epoch: all of its
@@ -97,15 +95,6 @@ class Dataset:
         self._begin(0)
         self._forget()
 
-    def _begin(self, epoch: int) -> None:
-        self._epoch = epoch
-        self._history: list[list[Any]] = []
-        self._began_with = self._world_size
-        self._taken: Any = 0
-        self._alone = self._complete = False
-        self._part: tuple[progress.Intervals, progress.Intervals] | None = None
-        self._order: Order | None = None
-
     def _forget(self) -> None:
         self._selection: Selection | None = None
         self._rows: int | None = None
@@ -119,24 +108,6 @@ class Dataset:
         return {**self.__dict__, **dict.fromkeys(forgotten)}
 
     # -- what it is ------------------------------------------------------------------------------
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that iterating gives next, or is giving."""
-        return self._epoch
-
-    @property
-    def seed(self) -> int | None:
-        """The seed in use: the one given, the run's, the one drawn, or that of a loaded state."""
-        return self._seed
 
     @property
     def memory_budget(self) -> int:
@@ -165,6 +136,10 @@ class Dataset:
     def fingerprint(self) -> str:
         """Identifies the data, wherever its files lie; changes with their names, sizes and rows."""
         return self._source.fingerprint
+
+    @property
+    def _table(self) -> Blocks:
+        return self._source.blocks
 
     @property
     def column_names(self) -> list[str] | None:
@@ -214,8 +189,6 @@ class Dataset:
         assert self._selection is not None
         return self._selection
 
-    # -- who gets what ---------------------------------------------------------------------------
-
     def order_of(self, epoch: int, world_size: int) -> Order:
         """The order of an epoch that ``world_size`` ranks begin."""
         sizes, nbytes = self._selected.sizes, self._source.blocks.nbytes
@@ -239,93 +212,6 @@ class Dataset:
 
     def _count(self) -> int:
         return self._selected.n
-
-    def _parts(self) -> tuple[progress.Intervals, progress.Intervals]:
-        """What is left of the epoch for all ranks, and this rank's part of it."""
-        if self._part is None:
-            order = self._current_order() if self._group_by else None
-            snap = order.snap if isinstance(order, GroupedOrder) else None
-            left = progress.remaining(self._n(), self._history, self._even, snap, self._chunk_left)
-            edges = progress.cuts(left, self._world_size, self._even, snap)
-            own = progress.portion(left, int(edges[self._rank]), int(edges[self._rank + 1]))
-            self._part = left, own
-        return self._part
-
-    def positions(self, index: npt.ArrayLike) -> Positions:
-        """Positions in the epoch's order of this rank's ``index``-th rows (padding included)."""
-        left, own = self._parts()
-        asked = np.array(index, dtype=np.int64)
-        count = progress.size(own)
-        if count:
-            asked[asked >= count] = 0
-            return progress.positions_at(own, asked)
-        asked[:] = self._rank % max(1, progress.size(left))
-        return progress.positions_at(left, asked)
-
-    def places(self, index: npt.ArrayLike) -> Places:
-        """Where this rank's ``index``-th rows are."""
-        return self.places_of(self.positions(index))
-
-    def places_of(self, positions: Positions) -> Places:
-        """Where the rows at ``positions`` of the epoch's order are."""
-        return self.places_in(self._current_order(), positions)
-
-    def _current_order(self) -> Order:
-        if self._order is None:
-            self._order = self.order_of(self._epoch, self._began_with)
-        return self._order
-
-    def ordinals(self, positions: Positions) -> Positions:
-        """The rows at ``positions`` by their number among all rows that take part, unshuffled."""
-        return self.ordinals_in(self._current_order(), positions)
-
-    def ordinals_in(self, order: Order, positions: Positions) -> Positions:
-        blocks, places = order.places(positions)
-        sizes = self._selected.sizes
-        found: Positions = (np.cumsum(sizes) - sizes)[blocks] + places
-        return found
-
-    def places_of_ordinals(self, ordinals: Positions) -> Places:
-        """Where rows are, by their number among all rows that take part."""
-        return self.places_in(SequentialOrder(self._selected.sizes), ordinals)
-
-    def places_in(self, order: Order, positions: Positions) -> Places:
-        """Where the rows at ``positions`` of any order of this dataset are."""
-        blocks, places = order.places(positions)
-        rows = self._selected.rows(blocks, places)
-        return Places(np.zeros_like(blocks), blocks, rows)
-
-    def __len__(self) -> int:
-        left, own = self._parts()
-        if self._even == "pad":
-            return (progress.size(left) + self._world_size - 1) // self._world_size
-        return progress.size(own)
-
-    def name_rows(self, places: Places) -> list[RowId]:
-        """Stable ids of rows: file, and row within the file."""
-        blocks = self._source.blocks
-        files = blocks.file[places.block].tolist()
-        rows = (blocks.first[places.block] + places.row).tolist()
-        return [(blocks.files[file], row) for file, row in zip(files, rows, strict=True)]
-
-    @property
-    def row_ids(self) -> RowIds:
-        """Ids ``(file, row)`` of this rank's rows in this epoch, in order; nothing is read."""
-        return RowIds(self)
-
-    @property
-    def padded(self) -> list[RowId]:
-        """Rows this rank gets although it or another rank has them (``even="pad"``)."""
-        own = progress.size(self._parts()[1])
-        return self.name_rows(self.places(np.arange(own, len(self))))
-
-    @property
-    def dropped(self) -> list[RowId]:
-        """Rows no rank gets in this epoch (``even="drop"``); the same on all ranks."""
-        left = self._parts()[0]
-        total = progress.size(left)
-        shared = total - total % self._world_size if self._even == "drop" else total
-        return self.name_rows(self.places_of(progress.positions_at(left, np.arange(shared, total))))
 
     # -- rows ------------------------------------------------------------------------------------
 
@@ -383,102 +269,6 @@ class Dataset:
                 self.record(number, complete=number == count)
                 yield row
         self.finish_epoch()
-
-    # -- progress --------------------------------------------------------------------------------
-
-    def is_at(self, epoch: int) -> bool:
-        """Whether this is the epoch under way or loaded, and not all of it delivered."""
-        return epoch == self._epoch and not self._complete
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; nothing happens in the midst of it or where it was loaded.
-
-        So a loop that calls it for every epoch goes on where a loaded state left off.
-        """
-        if not self.is_at(epoch):
-            self._begin(int(epoch))
-
-    def finish_epoch(self) -> None:
-        """Begin the next epoch."""
-        self._begin(self._epoch + 1)
-
-    def restart(self) -> None:
-        """Begin a pass: this epoch again, or the next if all of it has been delivered.
-
-        Some loops stop after ``len`` batches and never ask for the end.
-        """
-        if self._complete:
-            self.finish_epoch()
-        self._taken, self._alone = 0, False
-
-    def record(self, taken: Any, alone: bool = False, complete: bool = False) -> None:
-        """Remember that this rank has taken so many rows since the epoch was begun or loaded.
-
-        ``alone``: other ranks may have taken another number, so that states must be merged.
-        ``complete``: that was the last of them.
-        """
-        self._taken, self._alone, self._complete = taken, alone, complete
-
-    def set_chunks(self, chunk_left: progress.ChunkLeft) -> None:
-        """Say how to find out what an interrupted chunk of batches by tokens had left."""
-        self._chunk_left = chunk_left
-
-    def _plan(self) -> dict[str, Any]:
-        return {
-            "shuffle": self._shuffle or False,
-            "window": self._window if self._shuffle == "window" else 0,
-            "max_samples": self._max_samples,
-            "even": self._even,
-            "group_by": self._group_by,
-            "began_with": self._began_with,
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """How far the epoch has come, for all ranks: under 1 KB of JSON.
-
-        At a step boundary, where all ranks have taken as many rows, any one rank's state is the
-        run's. Where they have not, keep all and use ``merge_states``.
-        """
-        return {
-            "version": progress.STATE_VERSION,
-            "kind": self.kind,
-            "n": self._n(),
-            "fingerprint": self.fingerprint,
-            "seed": self._seed,
-            "epoch": self._epoch,
-            "plan": self._plan(),
-            "history": [list(stage) for stage in self._history],
-            "world_size": self._world_size,
-            "rank": self._rank,
-            "taken": self._taken,
-            "alone": self._alone and self._world_size > 1,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken, on any number of ranks; all load the same state.
-
-        What is left of the epoch is cut into even parts for the ranks there are now. The seed is
-        that of the state. Refuses, with ``DataError``, a state of other data or of another plan,
-        and one that speaks for a single rank only.
-        """
-        progress.check_state(state, self.kind, self.fingerprint, self._plan())
-        if state["n"] != self._n():  # may run the filter
-            raise DataError(f"the state is of {state['n']} rows, and this dataset has {self._n()}")
-        self._seed, self._epoch = state["seed"], int(state["epoch"])
-        plan = state["plan"]
-        self._window = plan["window"] or self._window
-        self._began_with = int(plan["began_with"])
-        taken = state["taken"]
-        if isinstance(taken, list) and state["rank"] is not None:
-            taken = [taken]
-        stage = [state["world_size"], taken, *state.get("batching", ())[1:]]
-        self._history = progress.extended(
-            state["history"], stage, int(state["n"]), joinable=self._group_by is None
-        )
-        self._taken, self._alone, self._complete = 0, False, False
-        if not self._history:
-            self._began_with = self._world_size
-        self._forget()  # a subset depends on the seed
 
     def __repr__(self) -> str:
         return (

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from miniray.data.dataset import Dataset
 from miniray.data.files import Spec
 from miniray.data.order import Shuffle
 from miniray.data.plan import Even
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["ArrowDataset", "IndexedDataset", "JsonlDataset", "ParquetDataset"]
+
+
+class Options(TypedDict, total=False):
+    """What every dataset takes, for type checkers; ``Dataset`` has the defaults."""
+
+    rank: int
+    world_size: int
+    max_samples: int
+    seed: int | None
+    shuffle: Shuffle
+    filter: Callable[[Any], bool] | None
+    filter_columns: Sequence[str] | None
+    filter_id: str | None
+    filter_workers: int
+    group_by: str | None
+    even: Even
+    memory_budget: int | str
 
 
 class ParquetDataset(Dataset):
@@ -49,37 +69,12 @@ class ParquetDataset(Dataset):
         files: Spec,
         *,
         columns: Sequence[str] | None = None,
-        rank: int = 0,
-        world_size: int = 1,
-        max_samples: int = -1,
-        seed: int | None = None,
-        shuffle: Shuffle = False,
-        filter: Callable[[Any], bool] | None = None,
-        filter_columns: Sequence[str] | None = None,
-        filter_id: str | None = None,
-        filter_workers: int = 1,
-        group_by: str | None = None,
-        even: Even = "exact",
-        memory_budget: int | str = "256MB",
         memory_map: bool = True,
+        **options: Unpack[Options],
     ) -> None:
         from miniray.data.parquet import ParquetSource
 
-        super().__init__(
-            ParquetSource(files, columns, memory_map=memory_map),
-            rank=rank,
-            world_size=world_size,
-            max_samples=max_samples,
-            seed=seed,
-            shuffle=shuffle,
-            filter=filter,
-            filter_columns=filter_columns,
-            filter_id=filter_id,
-            filter_workers=filter_workers,
-            group_by=group_by,
-            even=even,
-            memory_budget=memory_budget,
-        )
+        super().__init__(ParquetSource(files, columns, memory_map=memory_map), **options)
 
 
 class JsonlDataset(Dataset):
@@ -90,7 +85,7 @@ class JsonlDataset(Dataset):
     """
 
     def __init__(
-        self, files: Spec, *, columns: Sequence[str] | None = None, **options: Any
+        self, files: Spec, *, columns: Sequence[str] | None = None, **options: Unpack[Options]
     ) -> None:
         from miniray.data.jsonl import JsonlSource
 
@@ -104,7 +99,9 @@ class ArrowDataset(Dataset):
     until rows are asked for.
     """
 
-    def __init__(self, data: Any, *, columns: Sequence[str] | None = None, **options: Any) -> None:
+    def __init__(
+        self, data: Any, *, columns: Sequence[str] | None = None, **options: Unpack[Options]
+    ) -> None:
         from miniray.data.arrow import ArrowSource
 
         super().__init__(ArrowSource(data, columns), **options)
@@ -117,7 +114,7 @@ class IndexedDataset(Dataset):
     row ids. ``shuffle=True`` is a global shuffle here: any row costs the same.
     """
 
-    def __init__(self, data: Any, *, name: str | None = None, **options: Any) -> None:
+    def __init__(self, data: Any, *, name: str | None = None, **options: Unpack[Options]) -> None:
         from miniray.data.indexed import IndexedSource
 
         super().__init__(IndexedSource(data, name), **options)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from miniray.data.columns import columns_of
+from miniray.data.distinct import distinct, first_places
 from miniray.data.permutation import Positions
 from miniray.data.slabs import Slabs
 from miniray.data.source import Blocks, Rows, Source
@@ -76,8 +77,7 @@ class BlockCache:
             return []
         which = self._which(places)
         code = (places.source << 48) ^ (places.block << 16) ^ which
-        _, first = np.unique(code, return_index=True)
-        first.sort()
+        first = first_places(code)
         return [
             (int(places.source[i]), int(places.block[i]), int(which[i])) for i in first.tolist()
         ]
@@ -86,7 +86,7 @@ class BlockCache:
         if len(self._slices) == 1:
             return places.row // self._slices[0].rows[places.block]
         which = np.empty_like(places.row)
-        for number in np.unique(places.source).tolist():
+        for number in distinct(places.source).tolist():
             inside = places.source == number
             rows = self._slices[number].rows[places.block[inside]]
             which[inside] = places.row[inside] // rows

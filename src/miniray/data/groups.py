@@ -12,6 +12,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from miniray.data.distinct import distinct
 from miniray.data.order import Order, SequentialOrder
 from miniray.data.permutation import Permutation, Positions, derive_key
 from miniray.data.selection import Selection
@@ -124,7 +125,7 @@ class GroupedOrder(Order):
     def places(self, positions: Positions) -> tuple[Positions, Positions]:
         natural = np.empty_like(positions)
         windows = np.searchsorted(self._edges, positions, side="right") - 1
-        for window in np.unique(windows).tolist():
+        for window in distinct(windows).tolist():
             inside = windows == window
             data, own = self._arranged(window)
             at = positions[inside] - self._edges[window]

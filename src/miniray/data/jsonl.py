@@ -7,18 +7,17 @@ the blocks that are needed. A line that is not JSON is named when it is parsed.
 from __future__ import annotations
 
 import json
-import os
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
+from miniray.data.file_source import FileBlocks, FileSource
 from miniray.data.files import FileList, Spec, is_remote
-from miniray.data.permutation import Positions, derive_key
+from miniray.data.permutation import Positions
 from miniray.data.slabs import Slabs
-from miniray.data.source import Blocks, Rows, Source
+from miniray.data.source import Rows
 from miniray.errors import DataError, RowError
 
 _BLOCK = 1 << 20
@@ -54,83 +53,27 @@ class LineRows(Rows):
             raise RowError(text, self._path, self._first + i) from error
 
 
-class JsonlSource(Source):
+class JsonlSource(FileSource):
     kind = "jsonl"
 
     def __init__(self, files: Spec, columns: Sequence[str] | None = None) -> None:
-        self._list = FileList(files, (".jsonl", ".ndjson", ".json"))
-        self._columns = None if columns is None else list(columns)
-        self._expected: str | None = None
-        self._forget()
+        super().__init__(FileList(files, (".jsonl", ".ndjson", ".json")), columns)
 
     def _forget(self) -> None:
-        self._blocks: Blocks | None = None
+        super()._forget()
         self._offsets: list[tuple[int, int]] = []
-        self._identities: list[str] = []
-        self._sizes: list[int] = []
-        self._fingerprint = ""
-        self._lock = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        expected = self._fingerprint or self._expected
-        return {"_list": self._list, "_columns": self._columns, "_expected": expected}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
-
-    @property
-    def blocks(self) -> Blocks:
-        if self._blocks is None:  # a lock that is not needed cannot be left held by a fork
-            with self._lock:
-                if self._blocks is None:
-                    self._look()
-        assert self._blocks is not None
-        return self._blocks
-
-    @property
-    def fingerprint(self) -> str:
-        self.blocks  # noqa: B018
-        return self._fingerprint
-
-    def identity(self, file: int) -> str:
-        self.blocks  # noqa: B018
-        return self._identities[file]
-
-    def folder(self, file: int) -> str | None:
-        path = self._list.paths[file]
-        return None if is_remote(path) else os.path.dirname(path)
 
     def column_names(self) -> list[str] | None:
         return self._columns
 
-    def _look(self) -> None:
-        paths = self._list.paths
-        with ThreadPoolExecutor(min(8, len(paths))) as pool:
-            scanned = list(pool.map(_scan, paths))
-        rows = [count for found, _ in scanned for _, _, count in found]
-        per_file = [len(found) for found, _ in scanned]
-        firsts = [np.cumsum([0, *(c for _, _, c in found)])[:-1] for found, _ in scanned]
-        self._offsets = [(a, b) for found, _ in scanned for a, b, _ in found]
-        self._blocks = Blocks(
-            files=paths,
-            file=np.repeat(np.arange(len(paths)), per_file),
-            number=np.array([i for count in per_file for i in range(count)], dtype=np.int64),
-            first=np.concatenate([*firsts, np.empty(0)]).astype(np.int64),
-            rows=np.array(rows, dtype=np.int64),
-            nbytes=np.array([b - a for a, b in self._offsets], dtype=np.int64),
-        )
-        self._sizes = [size for _, (size, _) in scanned]
-        self._identities = [
-            f"{derive_key(path):x}-{size}-{changed}"
-            for path, (_, (size, changed)) in zip(paths, scanned, strict=True)
+    def _look(self) -> list[FileBlocks]:
+        with ThreadPoolExecutor(min(8, len(self.paths))) as pool:
+            scanned = list(pool.map(_scan, self.paths))
+        self._offsets = [(begin, end) for found, _ in scanned for begin, end, _ in found]
+        return [
+            FileBlocks([lines for _, _, lines in found], [b - a for a, b, _ in found], size)
+            for found, size in scanned
         ]
-        self._fingerprint = self._blocks.fingerprint(self._sizes)
-        if self._expected not in (None, self._fingerprint):
-            raise DataError(
-                f"the files (the first is {paths[0]}) are not those the dataset was made with:"
-                " names, sizes or rows differ. Make the dataset again"
-            )
 
     def read(
         self,
@@ -166,14 +109,13 @@ def _opened(path: str) -> Any:
     return open(path, "rb")
 
 
-def _scan(path: str) -> tuple[list[tuple[int, int, int]], tuple[int, int]]:
-    """Blocks of a file as (start, end, lines), and the file's (size, time of last change)."""
+def _scan(path: str) -> tuple[list[tuple[int, int, int]], int]:
+    """Blocks of a file as (start, end, lines), and the file's size."""
     found: list[tuple[int, int, int]] = []
-    begin = position = lines = changed = 0
+    begin = position = lines = 0
     unended = False
     try:
         with _opened(path) as file:
-            changed = 0 if is_remote(path) else os.fstat(file.fileno()).st_mtime_ns
             for chunk in _chunks(file):
                 if position == 0 and chunk[:2] == b"\x1f\x8b":
                     raise DataError(f"{path} is compressed; lines cannot be found in it. Unpack it")
@@ -196,7 +138,7 @@ def _scan(path: str) -> tuple[list[tuple[int, int, int]], tuple[int, int]]:
     lines += unended  # the last line may lack its end
     if lines:
         found.append((begin, position, lines))
-    return found, (position, changed)
+    return found, position
 
 
 def _chunks(file: Any) -> Iterator[bytes]:

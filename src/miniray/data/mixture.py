@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from miniray.data.dataset import Dataset
+from miniray.data.distinct import distinct
 from miniray.data.gather import Places
 from miniray.data.order import Order
 from miniray.data.permutation import Permutation, Positions, derive_key
@@ -192,7 +193,7 @@ class Mixture(Dataset):
         source, turn = np.empty_like(positions), np.empty_like(positions)
         last = max(1, self._n() // self._round) - 1
         rounds = np.minimum(positions // self._round, last)
-        for number in np.unique(rounds).tolist():
+        for number in distinct(rounds).tolist():
             chosen = rounds == number
             inside = positions[chosen] - number * self._round
             sources, turns = self._arrangement(number)
@@ -207,7 +208,7 @@ class Mixture(Dataset):
         for which, member in enumerate(self._sources):
             count = max(1, member.total_rows)
             of_it = source == which
-            for epoch in np.unique(turn[of_it] // count).tolist():
+            for epoch in distinct(turn[of_it] // count).tolist():
                 chosen = np.flatnonzero(of_it & (turn // count == epoch))
                 yield (
                     which,

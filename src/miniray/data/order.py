@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from miniray.data.distinct import distinct
 from miniray.data.permutation import Permutation, Positions, derive_key
 from miniray.data.plan import part_bounds
 from miniray.data.source import Blocks, Source
@@ -83,7 +84,7 @@ class WindowOrder(Order):
         self._starts = np.cumsum(sizes) - sizes
         parts = [part_bounds(self.n, rank, world_size)[0] for rank in range(world_size)]
         edges = _window_edges(sizes, nbytes, self._starts, window, parts)
-        self._edges = np.unique(np.array([*edges, *parts, self.n], dtype=np.int64))
+        self._edges = distinct(np.array([*edges, *parts, self.n], dtype=np.int64))
         self._permutation = lru_cache(maxsize=16)(self._make_permutation)
 
     def _make_permutation(self, start: int, size: int) -> Permutation:
@@ -92,7 +93,7 @@ class WindowOrder(Order):
     def places(self, positions: Positions) -> tuple[Positions, Positions]:
         windows = np.searchsorted(self._edges, positions, side="right") - 1
         rows = np.empty_like(positions)
-        for window in np.unique(windows).tolist():
+        for window in distinct(windows).tolist():
             start, end = int(self._edges[window]), int(self._edges[window + 1])
             inside = windows == window
             shuffle = self._permutation(start, end - start)

@@ -69,6 +69,7 @@ class Pipeline:
         self._budget = budget
         self._condition = threading.Condition()
         self._upcoming: deque[Task] = deque()
+        self._known = 0  # rows of those
         self._sent: deque[Task] = deque()
         self._needed: Counter[Piece] = Counter()
         self._exhausted = False
@@ -122,7 +123,7 @@ class Pipeline:
         self._look_ahead()
         if not self._upcoming:
             return None
-        task = self._upcoming.popleft()
+        task = self._next()
         self._hold(task)
         self._decoder.whole(task)
         with self._condition:
@@ -171,7 +172,7 @@ class Pipeline:
                 return False
             free = self._has_room()
         if free:
-            task = self._upcoming.popleft()
+            task = self._next()
             self._hold(task)
             self._send(task)
             return True
@@ -191,8 +192,7 @@ class Pipeline:
 
     def _look_ahead(self) -> None:
         """Know the blocks of the next rows, so that they can be read and kept in time."""
-        known = sum(len(task.places) for task in self._upcoming)
-        if known >= _LOOK_AHEAD // 2 and len(self._upcoming) > 1:
+        if self._known >= _LOOK_AHEAD // 2 and len(self._upcoming) > 1:
             return
         batches: list[Batch] = []
         rows = 0
@@ -212,6 +212,12 @@ class Pipeline:
             with self._condition:
                 self._needed.update(pieces)
             self._upcoming.append(Task(batch, own, pieces))
+            self._known += len(own)
+
+    def _next(self) -> Task:
+        task = self._upcoming.popleft()
+        self._known -= len(task.places)
+        return task
 
     def _hold(self, task: Task) -> None:
         """Read what a batch needs; what no known batch needs makes room."""

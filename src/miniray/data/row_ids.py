@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, overload
 import numpy as np
 
 if TYPE_CHECKING:
-    from miniray.data.dataset import Dataset
+    from miniray.data.share import Share
 
 RowId = tuple[str, int]
 
@@ -16,7 +16,7 @@ RowId = tuple[str, int]
 class RowIds(Sequence[RowId]):
     """Ids of a dataset's rows: a lazy sequence of ``(file, row)``."""
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: Share) -> None:
         self._dataset = dataset
         self._length = len(dataset)
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from miniray.data.distinct import distinct
 from miniray.data.permutation import Permutation, Positions, derive_key
 from miniray.data.source import Blocks
 
@@ -80,7 +81,7 @@ class Selection:
         if self.everything:
             return places
         found = np.empty_like(places)
-        for block in np.unique(blocks).tolist():
+        for block in distinct(blocks).tolist():
             inside = blocks == block
             found[inside] = self._chosen(block)[places[inside]]
         return found

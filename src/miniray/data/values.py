@@ -8,7 +8,7 @@ offsets and bytes directly; a batch of rows from many blocks then costs little m
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -16,11 +16,19 @@ import numpy.typing as npt
 import pyarrow as pa
 
 Getter = Callable[[int], Any]
+Path = tuple[str, ...]  # names of structs' fields, from a column down; lists have none
+
+#: Values that are not in the array but elsewhere, by where they belong.
+Elsewhere = Mapping[Path, Getter]
+_NONE: Elsewhere = {}
 
 
-def getter(array: Any) -> Getter:
-    """A function from a row number to the value, as ``array[i].as_py()`` gives it."""
-    get = _plain(array)
+def getter(array: Any, kind: Any = None, elsewhere: Elsewhere = _NONE, path: Path = ()) -> Getter:
+    """A function from a row number to the value, as ``array[i].as_py()`` gives it.
+
+    ``kind`` is the type with those fields of structs that are ``elsewhere`` and not in the array.
+    """
+    get = _plain(array, kind or array.type, elsewhere, path)
     if not array.null_count or array.buffers()[0] is None:
         return get
     bits, offset = memoryview(array.buffers()[0]).cast("B"), array.offset
@@ -55,9 +63,8 @@ def numbers(array: Any) -> npt.NDArray[Any]:
     return found[array.offset : array.offset + len(array)]
 
 
-def _plain(array: Any) -> Getter:
+def _plain(array: Any, kind: Any, elsewhere: Elsewhere, path: Path) -> Getter:
     """The same for values that are known to be there."""
-    kind = array.type
     if not len(array) or pa.types.is_null(kind):
         return lambda i: None
     if pa.types.is_binary(kind) or pa.types.is_string(kind):
@@ -65,9 +72,10 @@ def _plain(array: Any) -> Getter:
     if pa.types.is_large_binary(kind) or pa.types.is_large_string(kind):
         return _bytes(array, "q", pa.types.is_large_string(kind))
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _lists(array, "q" if pa.types.is_large_list(kind) else "i")
+        code: Literal["i", "q"] = "q" if pa.types.is_large_list(kind) else "i"
+        return _lists(array, code, kind.value_type, elsewhere, path)
     if pa.types.is_struct(kind):
-        return _structs(array)
+        return _structs(array, kind, elsewhere, path)
     if pa.types.is_boolean(kind):
         bits, offset = memoryview(array.buffers()[1]).cast("B"), array.offset
         return lambda i: bool(bits[(offset + i) >> 3] >> ((offset + i) & 7) & 1)
@@ -95,21 +103,44 @@ def _bytes(array: Any, code: Literal["i", "q"], text: bool) -> Getter:
     return lambda i: bytes(data[offsets[i] : offsets[i + 1]])
 
 
-def _lists(array: Any, code: Literal["i", "q"]) -> Getter:
+def _lists(
+    array: Any, code: Literal["i", "q"], kind: Any, elsewhere: Elsewhere, path: Path
+) -> Getter:
     offsets, child = _offsets(array, code), array.values
-    kind = child.type
     if is_number(kind) and not child.null_count and not pa.types.is_boolean(kind):
         flat = numbers(child)
         return lambda i: flat[offsets[i] : offsets[i + 1]].tolist()
-    get = getter(child)
+    get = getter(child, kind, elsewhere, path)
     return lambda i: [get(k) for k in range(offsets[i], offsets[i + 1])]
 
 
-def _structs(array: Any) -> Getter:
-    fields = [
-        (array.type.field(i).name, getter(array.field(i))) for i in range(array.type.num_fields)
-    ]
+def _structs(array: Any, kind: Any, elsewhere: Elsewhere, path: Path) -> Getter:
+    fields: list[tuple[str, Getter]] = []
+    number = 0
+    for field in kind:
+        below = (*path, field.name)
+        get = elsewhere.get(below)
+        if get is None:
+            get = getter(array.field(number), field.type, elsewhere, below)
+            number += 1
+        fields.append((field.name, get))
     if len(fields) == 2:  # images and chat messages are this
         (a, get_a), (b, get_b) = fields
         return lambda i: {a: get_a(i), b: get_b(i)}
     return lambda i: {name: get(i) for name, get in fields}
+
+
+def holder(batch: Any, path: Path) -> Any:
+    """The array of structs that a field at ``path`` belongs to; None if that is not there."""
+    found = None
+    for name in path[:-1]:
+        kind = batch.schema if found is None else found.type
+        at = kind.get_field_index(name)
+        if at < 0:
+            return None
+        found = batch.column(at) if found is None else found.field(at)
+        while pa.types.is_list(found.type) or pa.types.is_large_list(found.type):
+            found = found.values
+        if not pa.types.is_struct(found.type):
+            return None
+    return found

@@ -8,6 +8,7 @@ with ``wait``. The result depends on the seed only, not on the engine or on who 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import math
 import platform
@@ -172,7 +173,10 @@ def table(result: Result) -> Table:
 
 def write_report(folder: Path, result: Result) -> Path:
     """Write ``run.json`` and ``report.html`` into ``folder``; returns the report's path."""
-    facts = json.dumps(as_dict(result), indent=2, ensure_ascii=False)
+    ended = datetime.datetime.now(datetime.timezone.utc)
+    started = ended - datetime.timedelta(seconds=result.wall_seconds)
+    times = {"started": started.isoformat(), "ended": ended.isoformat()}
+    facts = json.dumps({**as_dict(result), **times}, indent=2, ensure_ascii=False)
     files.replace_text(folder / "run.json", facts + "\n")
     page = chart.page(
         title="π by parallel Monte-Carlo",
@@ -199,6 +203,7 @@ def as_dict(result: Result) -> dict[str, Any]:
     """The run for ``run.json``: configuration, versions, seed, and what came out."""
     return {
         "kind": "monte-carlo",
+        "state": "finished",
         "config": dataclasses.asdict(result.config),
         "backend": result.backend,
         "versions": {"miniray": miniray.__version__, "python": platform.python_version()},

@@ -15,7 +15,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -336,10 +336,13 @@ def read_box(path: str | os.PathLike[str]) -> RankRecord:
         return box.record(_read_exit(Path(path)))
 
 
-def read_run(run_dir: str | os.PathLike[str]) -> RunRecord:
+def read_run(
+    run_dir: str | os.PathLike[str], read: Callable[[Path], RankRecord] = read_box
+) -> RunRecord:
     """Everything the run directory says. ``FileNotFoundError`` where there is no such directory.
 
-    A directory without a single box gives a record without ranks.
+    A directory without a single box gives a record without ranks. ``read`` reads one box; whoever
+    looks again and again may keep what no longer changes.
     """
     path = Path(run_dir)
     if not path.is_dir():
@@ -359,14 +362,14 @@ def read_run(run_dir: str | os.PathLike[str]) -> RunRecord:
         if named is None:
             continue
         try:
-            record = read_box(file)
+            record = read(file)
         except (BoxError, ValueError, KeyError, TypeError) as error:
             damaged[f"ranks/{file.name}"] = str(error)
             continue
         if named[2]:
             duplicates.append(record)
         else:
-            ranks[int(named[1])] = record
+            ranks[int(named[1])] = _ended_well(record) if run.get("state") == "finished" else record
     return RunRecord(path, time.time(), run, ranks, tuple(duplicates), damaged)
 
 
@@ -415,6 +418,14 @@ def _merged_exit(
     if said is not None and said.kind == "finished" and process.alive:
         return None  # it is in its last lines, but it has not ended
     return said
+
+
+def _ended_well(record: RankRecord) -> RankRecord:
+    """A rank that ended unseen, in a run that wrote a good end: its driver ended it."""
+    if record.exit is None or record.exit.kind != "gone":
+        return record
+    ended = dataclasses.replace(record.exit, kind="finished", at=record.heartbeat)
+    return dataclasses.replace(record, exit=ended)
 
 
 def _loader(found: Mapping[str, Any]) -> Loader:

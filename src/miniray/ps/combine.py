@@ -7,19 +7,19 @@ them. Nothing it does is final until ``commit``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from miniray.ps.blocks import Crew, Piece, Range, Scratch, all_finite, pieces_of
-from miniray.ps.leaves import Array, Source, read, write
+from miniray.ps.leaves import Array, Leaf, Source, read, write
+from miniray.ps.places import Run
 from miniray.ps.strategies.base import Buffers, Context, Strategy
-from miniray.ps.weights import Layout
 
-#: Up to this many numbers norms are exact; beyond, a quarter of every fourth piece is looked at.
+#: Up to this many numbers norms are exact; beyond, an eighth of every eighth piece is looked at.
 EXACT = 4_000_000
-_SAMPLE = 4
+_SAMPLE = 8
 
 
 class NotFiniteError(Exception):
@@ -34,7 +34,7 @@ class NotFiniteError(Exception):
 class Tally:
     """Sums of squares: of the change, and of each worker's distance to the mean of the workers.
 
-    Above ``EXACT`` numbers they are estimates from the first quarter of every fourth piece.
+    Above ``EXACT`` numbers they are estimates from the first eighth of every eighth piece.
     """
 
     change: float
@@ -45,18 +45,31 @@ class Tally:
 
 
 class Combiner:
-    """Combines some ranges of the weights with a strategy."""
+    """Combines some ranges of the weights with a strategy.
 
-    def __init__(self, strategy: Strategy, layout: Layout, ranges: list[Range], crew: Crew) -> None:
+    Ranges are of ``leaves``: the entries of the weights, or runs of neighbouring ones. ``buffers``
+    are those of another combiner of the same weights, if there is one.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        leaves: Sequence[Leaf | Run],
+        ranges: list[Range],
+        crew: Crew,
+        buffers: Buffers | None = None,
+    ) -> None:
         self.ranges = ranges
-        self.buffers = Buffers(strategy.buffers, ranges, layout.leaves)
+        self.buffers = buffers or Buffers(strategy.buffers, ranges, leaves)
         self._strategy = strategy
-        self._leaves = layout.leaves
+        self._leaves = leaves
         self._pieces = pieces_of(ranges)
+        #: For each piece, where in it are numbers that are no entry's.
+        self._gaps = [_gaps_in(piece, leaves[piece.leaf].gaps) for piece in self._pieces]
         self._crew = crew
-        total = sum(r.stop - r.start for r in ranges)
+        total = sum(self._numbers(p, p.stop - p.start) for p in self._pieces)
         self._sample = 1 if total <= EXACT else _SAMPLE
-        measured = sum(map(self._measured, self._pieces))
+        measured = sum(self._numbers(p, self._measured(p)) for p in self._pieces)
         self._scale = total / measured if measured else 1.0
 
     def distances(self, workers: Sequence[Sequence[Source]]) -> Array:
@@ -70,7 +83,8 @@ class Combiner:
             for i in range(count):
                 for j in range(i):
                     np.subtract(blocks[i], blocks[j], out=gap)
-                    found[piece.number, i, j] = found[piece.number, j, i] = _square(gap)
+                    square = _square(self._cleared(piece, gap))
+                    found[piece.number, i, j] = found[piece.number, j, i] = square
 
         self._crew.run(self._pieces, measure)
         total: Array = found.sum(axis=0)
@@ -105,12 +119,15 @@ class Combiner:
             target, at = targets[piece.range], piece.start - piece.base
             direct = rate is None and getattr(target, "dtype", None) == leaf.compute
             out = target[at : at + size] if direct else scratch.get("out", size, leaf.compute)
-            if not strategy.shows_nonfinite and not all(map(all_finite, blocks)):
-                raise NotFiniteError(leaf.path)
+            if not strategy.shows_nonfinite:
+                for block in blocks:
+                    self._check(piece, block)
             part = self._measured(piece)
             gap = scratch.get("gap", part, leaf.compute)
             if part and count > 1:
-                _distances([block[:part] for block in blocks], gap, apart[piece.number])
+                parts = [block[:part] for block in blocks]
+                for i, difference in enumerate(_differences(parts, gap)):
+                    apart[piece.number, i] = _square(self._cleared(piece, difference))
             if rate is not None:
                 blocks = [_towards(old, blocks[0], rate, scratch.get("rate", size, leaf.compute))]
             strategy.enter(Context(out, scratch, *self.buffers.of(piece)))
@@ -119,10 +136,6 @@ class Combiner:
                 self.buffers.keep(piece)
             else:
                 result = strategy.combine(old, blocks, weights)
-            if not all_finite(result):
-                raise NotFiniteError(leaf.path)
-            if part and old is not None:
-                change[piece.number] = _square(np.subtract(result[:part], old[:part], out=gap))
             if result is not out:
                 if result.shape != out.shape:
                     raise ValueError(
@@ -130,6 +143,10 @@ class Combiner:
                         f"piece of shape {out.shape}"
                     )
                 np.copyto(out, result)
+            self._check(piece, self._cleared(piece, out))
+            if part and old is not None:
+                np.subtract(out[:part], old[:part], out=gap)
+                change[piece.number] = _square(self._cleared(piece, gap))
             if not direct:
                 write(target, at, out)
 
@@ -138,14 +155,16 @@ class Combiner:
 
     def broken(self, sources: Sequence[Source]) -> str | None:
         """The first entry of one worker's that holds NaN or infinity; None if there is none."""
-        found: list[Piece] = []
+        found: list[tuple[Piece, str]] = []
 
         def look(piece: Piece, scratch: Scratch) -> None:
-            if not all_finite(self._blocks(piece, [sources])[0]):
-                found.append(piece)
+            try:
+                self._check(piece, self._blocks(piece, [sources])[0])
+            except NotFiniteError as error:
+                found.append((piece, error.place))
 
         self._crew.run(self._pieces, look)
-        return self._leaves[min(found).leaf].path if found else None
+        return min(found)[1] if found else None
 
     def commit(self) -> None:
         self.buffers.commit()
@@ -158,19 +177,46 @@ class Combiner:
         return [read(sources[which], start, stop, compute) for sources in workers]
 
     def _measured(self, piece: Piece) -> int:
-        """How many numbers of a piece are looked at for the norms."""
+        """How many numbers of a piece are looked at for the norms, from its start."""
         size = piece.stop - piece.start
         return 0 if piece.number % self._sample else max(1, size // self._sample)
 
+    def _check(self, piece: Piece, block: Array) -> None:
+        """Raise ``NotFiniteError`` if an entry has NaN or infinity in this piece."""
+        if all_finite(block):
+            return
+        broken = ~np.isfinite(block)
+        broken[self._gaps[piece.number]] = False
+        if broken.any():
+            place = piece.start + int(broken.argmax())
+            raise NotFiniteError(self._leaves[piece.leaf].entry_at(place))
 
-def _distances(blocks: list[Array], gap: Array, squares: Array) -> None:
-    """Write each worker's squared distance to the plain mean of all to ``squares``."""
+    def _cleared(self, piece: Piece, block: Array) -> Array:
+        """``block``, the start of a piece or all of it, with 0 where no entry is."""
+        gaps = self._gaps[piece.number]
+        if len(gaps):
+            block[gaps[: np.searchsorted(gaps, len(block))]] = 0
+        return block
+
+    def _numbers(self, piece: Piece, size: int) -> int:
+        """How many of the first ``size`` numbers of a piece are an entry's."""
+        return size - int(np.searchsorted(self._gaps[piece.number], size))
+
+
+def _gaps_in(piece: Piece, gaps: Array) -> Array:
+    first, last = np.searchsorted(gaps, (piece.start, piece.stop))
+    inside: Array = gaps[first:last] - piece.start
+    return inside
+
+
+def _differences(blocks: list[Array], gap: Array) -> Iterator[Array]:
+    """Each worker's difference to the plain mean of all, in the memory of ``gap``."""
     center = np.add(blocks[0], blocks[1])
     for block in blocks[2:]:
         np.add(center, block, out=center)
     np.multiply(center, 1 / len(blocks), out=center)
-    for i, block in enumerate(blocks):
-        squares[i] = _square(np.subtract(block, center, out=gap))
+    for block in blocks:
+        yield np.subtract(block, center, out=gap)
 
 
 def _square(block: Array) -> float:

@@ -53,7 +53,7 @@ def create_parameter_server(
     return ParameterServer.remote(**given, **strategy_kwargs)
 
 
-class ServerClass(ActorClass[Server]):
+class ServerClass(ActorClass[Server, ...]):
     """The actor class ``ParameterServer``.
 
     ``ParameterServer.remote(...)`` takes what ``create_parameter_server`` takes, and
@@ -70,7 +70,7 @@ class ServerClass(ActorClass[Server]):
         bound = _SIGNATURE.bind(*args, **kwargs)
         bound.apply_defaults()
         cls, arguments = _checked(**bound.arguments)
-        plain: ActorClass[Server] = ActorClass(ClassSpec(cls), self._options)
+        plain: ActorClass[Server, ...] = ActorClass(ClassSpec(cls), self._options)
         return plain.remote(**arguments)
 
     def options(self, **changes: Any) -> ServerClass:

@@ -42,6 +42,17 @@ class Leaf:
     def is_array(self) -> bool:
         return self.type in ("numpy", "torch")
 
+    @property
+    def gaps(self) -> Array:
+        """Places of numbers that are not part of it: none. A run of entries may have some."""
+        return _NO_GAPS
+
+    def entry_at(self, place: int) -> str:
+        """The entry with the number at ``place``."""
+        return self.path
+
+
+_NO_GAPS = np.empty(0, np.intp)
 
 PYTHON: dict[str, Callable[[Any], Any]] = {
     "float": float,

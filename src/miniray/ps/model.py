@@ -14,20 +14,25 @@ import numpy as np
 
 from miniray.core import session
 from miniray.errors import NonFiniteWeightsError
-from miniray.ps.blocks import Crew, whole
+from miniray.ps.blocks import Crew, Range, whole
 from miniray.ps.combine import Combiner, NotFiniteError, Tally, typed
-from miniray.ps.leaves import COUNT, REAL, Array, Source, combine_counts, flatten_leaf
+from miniray.ps.leaves import COUNT, REAL, Array, Source, Who, combine_counts, flatten_leaf
+from miniray.ps.places import Places, Stowed
 from miniray.ps.strategies.base import Strategy
 from miniray.ps.weights import Layout
 
 
 @dataclasses.dataclass
 class Given:
-    """The weights of one worker, as they came. ``ref`` is where others can get them, if known."""
+    """The weights of one worker, as they came. ``ref`` is where others can get them, if known.
+
+    Of weights that lie in shared memory as the model knows them, ``stored`` is enough.
+    """
 
     worker: Hashable
     weights: Any
     ref: Any = None
+    stored: Any = None
 
     @property
     def who(self) -> str:
@@ -52,15 +57,29 @@ class Model:
         self.strategy = strategy
         self.layout: Layout | None = None
         self.ref: Any = None
-        self.weights: Any = None
-        self._sources: list[Source] | None = None
+        self._weights: Any = None
+        self._sources: Sequence[Source] | None = None
+        self._stored: Any = None
+        self._places: Places | None = None
         self._on_nonfinite = on_nonfinite
         self._crew = Crew(threads)
         self._small: Combiner | None = None
         self._large: Any = None
+        self._joined: Combiner | None = None
         self._holes: list[Any] = []
 
     # -- the current weights -----------------------------------------------------------------------
+
+    @property
+    def weights(self) -> Any:
+        """The current weights as users see them; None if there are none yet."""
+        if self._weights is None and self.ref is not None:
+            self._weights = session.engine().peek(self.ref)
+        return self._weights
+
+    @property
+    def has_weights(self) -> bool:
+        return self._sources is not None
 
     def set(self, weights: Any) -> None:
         """Make ``weights`` the current ones. Raises ``TypeError`` for what cannot be combined.
@@ -69,19 +88,26 @@ class Model:
         """
         layout = Layout(weights)
         self._prepare(layout)
-        self._take(layout, weights, None)
+        self._take(layout, weights)
 
     def adopt(self, new: Combined) -> None:
         """Make ``new`` the current weights, and what the strategy remembered during it final."""
         assert self._small is not None
         self._small.commit()
         self._large.commit()
-        self._take(new.layout, session.engine().peek(new.ref), new.ref)
+        engine = session.engine()
+        stored = engine.stored(new.ref)
+        if self.knows(stored):
+            assert self._places is not None
+            self._weights, self._sources = None, self._places.view(stored)
+        else:
+            self._take(new.layout, engine.peek(new.ref), stored)
+        self.ref, self._stored = new.ref, stored
 
-    def _take(self, layout: Layout, weights: Any, ref: Any) -> None:
+    def _take(self, layout: Layout, weights: Any, stored: Any = None) -> None:
         assert self.layout is not None
-        self.weights, self.ref = weights, ref
-        self._sources = _readonly(self.layout.extract(weights, "the server", "the server"))
+        self.ref, self._stored, self._weights = None, None, weights
+        self._sources = self._extracted(weights, stored, "the server", "the server")
 
     def _prepare(self, layout: Layout) -> None:
         """Get ready for weights of this layout."""
@@ -91,12 +117,27 @@ class Model:
         real = [i for i, leaf in enumerate(layout.leaves) if leaf.role == REAL and leaf.size]
         large = [i for i in real if layout.leaves[i].is_array]
         small = [i for i in real if not layout.leaves[i].is_array]
-        self._small = Combiner(self.strategy, layout, whole(small, layout.leaves), self._crew)
+        self._small = Combiner(
+            self.strategy, layout.leaves, whole(small, layout.leaves), self._crew
+        )
         self._large = self._make_large(layout, whole(large, layout.leaves))
         self._holes = [layout.empty(layout.leaves[i]) for i in large]
+        self._places, self._joined = Places(layout), None
 
-    def _make_large(self, layout: Layout, ranges: list[Any]) -> Any:
-        return Combiner(self.strategy, layout, ranges, self._crew)
+    def _make_large(self, layout: Layout, ranges: list[Range]) -> Any:
+        return Combiner(self.strategy, layout.leaves, ranges, self._crew)
+
+    def knows(self, stored: Any) -> bool:
+        """Whether a value in shared memory is weights that fit, and where they are in it."""
+        return self.has_weights and self._places is not None and self._places.knows(stored)
+
+    def _extracted(self, weights: Any, stored: Any, who: Who, reference: Who) -> Sequence[Source]:
+        """The checked leaves of ``weights``; those of ``stored`` are known from now on."""
+        assert self.layout is not None
+        assert self._places is not None
+        sources = _readonly(self.layout.extract(weights, who, reference))
+        self._places.learn(stored, sources)
+        return sources
 
     # -- combining ---------------------------------------------------------------------------------
 
@@ -128,16 +169,21 @@ class Model:
             [given[i].worker for i in skipped],
         )
 
-    def _checked(self, given: Sequence[Given]) -> tuple[Layout, list[list[Source]]]:
+    def _checked(self, given: Sequence[Given]) -> tuple[Layout, list[Sequence[Source]]]:
         first = given[0]
-        if self.layout is None or self.weights is None:
+        if self.layout is None or not self.has_weights:
             self._prepare(Layout(first.weights, first.who))
         assert self.layout is not None
-        layout = self.layout
-        reference = first.who if self.weights is None else "the server"
-        workers = [_readonly(layout.extract(first.weights, first.who, reference))]
-        workers += [_readonly(layout.extract(g.weights, g.who, first.who)) for g in given[1:]]
-        return layout, workers
+        reference = "the server" if self.has_weights else first.who
+        return self.layout, [
+            self._leaves_of(g, reference if g is first else first.who) for g in given
+        ]
+
+    def _leaves_of(self, given: Given, reference: Who) -> Sequence[Source]:
+        if self.knows(given.stored):
+            assert self._places is not None
+            return self._places.view(given.stored)
+        return self._extracted(given.weights, given.stored, given.who, reference)
 
     def _combine(
         self,
@@ -146,10 +192,42 @@ class Model:
         workers: Sequence[Sequence[Source]],
         weights: Sequence[float],
     ) -> tuple[Any, Tally]:
-        assert self._small is not None
         used, shares, apart = self._weighed(given, workers, weights)
         workers = [workers[i] for i in used]
         given = [given[i] for i in used]
+        if self._stored is not None and _runs([self._sources, *workers]) is not None:
+            ref, tally = self._combine_stored(layout, workers, shares)
+        else:
+            ref, tally = self._combine_entries(layout, given, workers, shares)
+        return ref, tally if apart is None else Tally(tally.change, apart)
+
+    def _combine_stored(
+        self, layout: Layout, workers: Sequence[Sequence[Source]], shares: Sequence[float]
+    ) -> tuple[Any, Tally]:
+        """All weights are in shared memory and known: the new ones are to lie as the current."""
+        assert self._places is not None
+        places, tally = self._places, Tally(0.0, np.zeros(len(workers)))
+
+        def fill(memory: Array) -> None:
+            nonlocal tally
+            new = places.view(self._stored, memory)
+            combiner, (current, *runs) = self._over([self._sources, *workers])
+            tally = combiner.combine(current, runs, shares, new.runs)
+            # Counters may lie between the entries of a run, so they come last.
+            for i, leaf in enumerate(layout.leaves):
+                if leaf.role == COUNT and leaf.size:
+                    new[i][:] = combine_counts([w[i] for w in workers], shares)
+
+        return self._stored.another(fill), tally
+
+    def _combine_entries(
+        self,
+        layout: Layout,
+        given: Sequence[Given],
+        workers: Sequence[Sequence[Source]],
+        shares: Sequence[float],
+    ) -> tuple[Any, Tally]:
+        assert self._small is not None
         values: list[Any] = [None] * len(layout.leaves)
         for i, leaf in enumerate(layout.leaves):
             if leaf.is_array and not leaf.size:
@@ -171,8 +249,23 @@ class Model:
             places = [typed(m, layout.leaves[i]) for m, i in zip(memory, large, strict=True)]
             tally += self._combine_large(given, workers, shares, places)
 
-        ref = session.engine().put_filled(layout.build(values), self._holes, fill)
-        return ref, tally if apart is None else Tally(tally.change, apart)
+        return session.engine().put_filled(layout.build(values), self._holes, fill), tally
+
+    def _over(self, sets: Sequence[Sequence[Source] | None]) -> tuple[Any, list[Any]]:
+        """What combines the large entries of these weights, and the arrays it is to be given.
+
+        Runs of entries where all of them are known to lie so; otherwise entries.
+        """
+        runs = _runs(sets)
+        if runs is None:
+            return self._large, list(sets)
+        if self._joined is None:
+            assert self._places is not None
+            tracks = self._places.runs
+            ranges = [Range(i, 0, run.size) for i, run in enumerate(tracks)]
+            buffers = self._large.buffers.joined(ranges, tracks)
+            self._joined = Combiner(self.strategy, tracks, ranges, self._crew, buffers)
+        return self._joined, runs
 
     def _combine_large(
         self,
@@ -203,7 +296,8 @@ class Model:
 
     def _distances(self, given: Sequence[Given], workers: Sequence[Sequence[Source]]) -> Array:
         assert self._small is not None
-        total: Array = self._small.distances(workers) + self._large.distances(workers)
+        combiner, large = self._over(workers)
+        total: Array = self._small.distances(workers) + combiner.distances(large)
         return total
 
     def _find_broken(
@@ -232,7 +326,8 @@ class Model:
 
     def _broken(self, given: Given, sources: Sequence[Source]) -> str | None:
         assert self._small is not None
-        found: str | None = self._small.broken(sources) or self._large.broken(sources)
+        combiner, large = self._over([sources])
+        found: str | None = self._small.broken(sources) or combiner.broken(large[0])
         return found
 
     # -- for checkpoints ---------------------------------------------------------------------------
@@ -275,6 +370,12 @@ def _readonly(sources: list[Source]) -> list[Source]:
         if isinstance(source, np.ndarray):
             source.flags.writeable = False
     return sources
+
+
+def _runs(sets: Sequence[Sequence[Source] | None]) -> list[Any] | None:
+    """The runs of weights all of which are known by their place in shared memory."""
+    found = [s.runs for s in sets if isinstance(s, Stowed)]
+    return found if len(found) == len(sets) else None
 
 
 def _room(layout: Layout, which: int) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 from miniray.errors import NonFiniteWeightsError
 from miniray.ps.combine import Tally
 from miniray.ps.leaves import COUNT, combine_counts
-from miniray.ps.model import Given, Model
+from miniray.ps.model import Combined, Given, Model
 from miniray.ps.weights import Layout
 
 
@@ -20,8 +20,12 @@ class MovingModel(Model):
     #: The current weights are memory of our own and not part of an object in the store.
     _owned = False
 
-    def _take(self, layout: Layout, weights: Any, ref: Any) -> None:
-        super()._take(layout, weights, ref)
+    def set(self, weights: Any) -> None:
+        super().set(weights)
+        self._owned = False
+
+    def adopt(self, new: Combined) -> None:
+        super().adopt(new)
         self._owned = False
 
     def moved(self, worker: Hashable, weights: Any, rate: float) -> Tally | None:
@@ -40,7 +44,7 @@ class MovingModel(Model):
             raise NonFiniteWeightsError(
                 f"{given.who}: entry {where} has NaN or Inf", (given.worker,)
             )
-        if self.weights is None:
+        if not self.has_weights:
             self._own(layout, weights)
             return Tally(0.0, np.zeros(1))
         if not self._owned:
@@ -71,5 +75,5 @@ class MovingModel(Model):
         assert self.layout is not None
         assert self._sources is not None
         pairs = zip(self.layout.leaves, self._sources, strict=True)
-        self.weights = self.layout.build([self.layout.shown(leaf, s) for leaf, s in pairs])
-        self.ref = None
+        self._weights = self.layout.build([self.layout.shown(leaf, s) for leaf, s in pairs])
+        self.ref = self._stored = None

@@ -93,7 +93,7 @@ class Server:
 
     def _collect(self, workers: Sequence[ActorHandle[Any]]) -> list[Given]:
         refs = [worker.get_weights.remote() for worker in workers]
-        values: dict[int, Any] = {}
+        given: dict[int, Given] = {}
         pending = list(refs)
         # As they come: one that died is noticed although another one takes its time.
         while pending:
@@ -101,10 +101,16 @@ class Server:
             for ref in ready:
                 index = refs.index(ref)
                 try:
-                    values[index] = session.engine().peek(ref)
+                    given[index] = self._received(index, ref)
                 except Exception as error:  # whatever the worker's code raises
                     raise _failure({index: error}, "get_weights", "collect") from error
-        return [Given(i, values[i], refs[i]) for i in range(len(refs))]
+        return [given[i] for i in range(len(refs))]
+
+    def _received(self, worker: int, ref: Any) -> Given:
+        engine = session.engine()
+        stored = engine.stored(ref)
+        weights = None if self._model.knows(stored) else engine.peek(ref)
+        return Given(worker, weights, ref, stored)
 
     def _distribute(self, workers: Sequence[ActorHandle[Any]], new: Combined) -> None:
         refs = [worker.set_weights.remote(new.ref) for worker in workers]
@@ -170,7 +176,7 @@ class Server:
 
     def get_weights(self) -> Any:
         """The weights as they are. Raises ``ValueError`` when there are none yet."""
-        if self._model.weights is None:
+        if not self._model.has_weights:
             raise ValueError(
                 "the server has no weights yet: call set_weights, push_weights or "
                 "sync_from_workers first"
@@ -231,7 +237,7 @@ class Server:
         self._version, self._worker_weights = state.load(self._model, saved)
 
     def _adopt(self, new: Combined, workers: int, seconds: dict[str, float], moved: int) -> None:
-        first = self._model.weights is None
+        first = not self._model.has_weights
         self._model.adopt(new)
         self._version += 1
         self._stats.measured(new.tally, first)

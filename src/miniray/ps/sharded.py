@@ -43,7 +43,7 @@ class Shard:
 
     def prepare(self, layout: Layout, ranges: list[Range]) -> None:
         self._layout = layout
-        self._combiner = Combiner(self._strategy, layout, ranges, self._crew)
+        self._combiner = Combiner(self._strategy, layout.leaves, ranges, self._crew)
         # Of a whole entry only the part is ever touched, and only that takes memory.
         whole = [flatten_leaf(layout.empty(layout.leaves[r.leaf])) for r in ranges]
         self._targets = [w[r.start : r.stop] for w, r in zip(whole, ranges, strict=True)]
@@ -93,6 +93,9 @@ class ShardedModel(Model):
         self._shards = [actor.remote(strategy, threads) for _ in range(num_servers)]
         self._parts: list[list[Range]] = []
 
+    def knows(self, stored: Any) -> bool:
+        return False  # each shard looks at the weights itself
+
     def _make_large(self, layout: Layout, ranges: list[Range]) -> Any:
         self._parts = split(ranges, layout.leaves, len(self._shards))
         self._all("prepare", [(layout, part) for part in self._parts])
@@ -114,7 +117,7 @@ class ShardedModel(Model):
         places: list[Source],
     ) -> Tally:
         current: list[Any] = []
-        if self.weights is not None:
+        if self.has_weights:
             if self.ref is None:
                 self.ref = miniray.put(self.weights)
             current = [self.ref]

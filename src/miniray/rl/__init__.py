@@ -2,14 +2,17 @@
 
 from miniray.errors import NonFiniteError, NoTokensError, RewardError, RewardTimeoutError
 from miniray.rl import advantages, losses
-from miniray.rl.batch import Generated, MicroBatch
+from miniray.rl.batch import Generated, MicroBatch, pad_left, positions
+from miniray.rl.collective import sum_gradients
 from miniray.rl.config import GRPOConfig, KLPenalty, PPOConfig
 from miniray.rl.generate import generate
 from miniray.rl.grpo import GRPOTrainer
 from miniray.rl.kl import AdaptiveKL
+from miniray.rl.metrics import Quad, pool
 from miniray.rl.policy import CausalLM, Policy
 from miniray.rl.ppo import PPOTrainer
 from miniray.rl.sampling import Sampling
+from miniray.rl.sources import held_out, make_source
 from miniray.rl.tokenizer import CharTokenizer
 from miniray.rl.worker import RLWorker
 
@@ -27,11 +30,18 @@ __all__ = [
     "PPOConfig",
     "PPOTrainer",
     "Policy",
+    "Quad",
     "RLWorker",
     "RewardError",
     "RewardTimeoutError",
     "Sampling",
     "advantages",
     "generate",
+    "held_out",
     "losses",
+    "make_source",
+    "pad_left",
+    "pool",
+    "positions",
+    "sum_gradients",
 ]

@@ -175,7 +175,8 @@ class BaseTrainer(Lifecycle):
             self._abort(error)
             raise
         assert self.run is not None
-        self.run.finish("finished", stop_reason=self.stop_reason or None)
+        self.run.finish("finished", stop_reason=self.stop_reason or None, sync=result.sync or None)
+        self._write_report()
         return result
 
     def _loop(self, epochs: int) -> None:

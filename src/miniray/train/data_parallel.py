@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import miniray
+from miniray.core import session
 from miniray.core.remote import adapting
 from miniray.errors import MinirayError
 from miniray.ps import check_strategy, create_parameter_server
@@ -84,6 +85,7 @@ class DataParallelTrainer(BaseTrainer):
         self.mode = mode
         self.staleness = staleness
         self.param_server: Any = None
+        self._server_ready = False  # whether it has weights
         self._initial_sync = initial_sync
         self._worker_weights: dict[int, float] = {}
         self._in_sync = False
@@ -142,6 +144,13 @@ class DataParallelTrainer(BaseTrainer):
             self.sync_parameters(epoch)
         return result
 
+    def call_workers(
+        self, method: str, *args: Any, epoch: int | None = None, **kwargs: Any
+    ) -> list[Any]:
+        if self._dealer is None or method != "train_epoch" or self._group is None:
+            return super().call_workers(method, *args, epoch=epoch, **kwargs)
+        return self._dealer.train(self._group, args, kwargs, epoch)
+
     def _after_epoch(self, epoch: int, result: dict[str, Any]) -> None:
         # Also for an overridden train_epoch that started a sync and did not wait for it: the server
         # answers in order, so after this answer every sync is over, and its error is known.
@@ -193,6 +202,7 @@ class DataParallelTrainer(BaseTrainer):
                 *(worker.set_weights.remote(first) for worker in followers),
             ]
         )
+        self._server_ready = True
         self._in_sync = self._initial_sync
         if self.mode == "async":
             self._async = AsyncEpochs(
@@ -201,26 +211,28 @@ class DataParallelTrainer(BaseTrainer):
 
     def _set_up_worker(self, worker_id: int) -> None:
         """A replacement gets its predecessor's shard and the latest combined weights."""
-        assert self._group is not None
+        group = self._group
+        assert group is not None
         if self._dealer is not None:
-            worker = self.workers[worker_id]
-            self._dealer.deal_one(worker, worker_id, self.num_workers, self._kwargs)
-        elif self._group.has("load_data_shard"):
-            miniray.get(
-                self._group.submit(
-                    worker_id, "load_data_shard", worker_id, self.num_workers, **self._kwargs
-                )
-            )
+            self._dealer.deal_one(group, worker_id, self._kwargs)
+        elif group.has("load_data_shard"):
+            shard = (worker_id, self.num_workers)
+            group.set_up_call(worker_id, "load_data_shard", *shard, **self._kwargs)
+        if not self._server_ready:  # it is lost while workers are set up: none has trained
+            return
         weights = self.param_server.get_weights.remote()
-        miniray.get(self.workers[worker_id].set_weights.remote(weights))
+        session.engine().peek(weights)  # the server's error, if it is one, and not the worker's
+        group.set_up_call(worker_id, "set_weights", weights)
 
     # -- the model, checkpoints -------------------------------------------------------------------
 
     def model_weights(self) -> Any:
         """The trained weights: worker 0's, or with ``mode="async"`` those of the server."""
-        if self._async is None:
-            return super().model_weights()
-        return miniray.get(self.param_server.get_weights.remote())
+        if self._async is not None:
+            return miniray.get(self.param_server.get_weights.remote())
+        if self._group is None:
+            raise RuntimeError("there are no workers before train()")
+        return self._group.call_one(0, "get_weights")
 
     def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Evaluate on all workers, every sample exactly once; see ``miniray.train.evaluate``.
@@ -281,6 +293,7 @@ class DataParallelTrainer(BaseTrainer):
 
     def shutdown(self) -> None:
         server, self.param_server = self.param_server, None
+        self._server_ready = False
         self._async = None
         if server is not None and self._owned_session is None and miniray.is_initialized():
             miniray.kill(server)

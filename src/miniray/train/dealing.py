@@ -4,6 +4,9 @@ Worker i gets ``data.shard(i, num_workers)`` as the argument ``data`` of its ``l
 Its class is derived from, so that the trainer can ask the shard how far it has come (every epoch,
 for checkpoints, for a worker's replacement) and tell it where to go on. The states of all workers
 make one, which any number of workers can go on from: every row of an epoch comes exactly once.
+
+Where a worker is travels with the result of its epoch, in one answer: a worker that dies before it
+repeats the epoch's rows, one that dies after it does not.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import miniray
 from miniray.core.remote import ClassSpec
 from miniray.data import merge_states
 from miniray.errors import DataError
@@ -27,11 +29,16 @@ class Shardable(Protocol):
 
 
 class _Dealt:
-    """What the trainer calls. After the user's class in the order of bases: its names win."""
+    """What the trainer calls. After the user's class in the order of bases: its names win.
+
+    Errors speak of the user's methods: there ``_dealt_`` (``workers.WRAPPED``) is left out.
+    """
 
     _dealt: Any = None
 
-    def _deal(self, data: Any, shard_id: int, num_shards: int, **kwargs: Any) -> None:
+    def _dealt_load_data_shard(
+        self, data: Any, shard_id: int, num_shards: int, **kwargs: Any
+    ) -> None:
         self._dealt = data
         load: Any = self.load_data_shard  # type: ignore[attr-defined]
         load(shard_id, num_shards, data=data, **accepted(inspect.signature(load), kwargs))
@@ -39,6 +46,11 @@ class _Dealt:
     def _dealt_state(self) -> dict[str, Any]:
         state: dict[str, Any] = self._dealt.state_dict()
         return state
+
+    def _dealt_train_epoch(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        train: Any = self.train_epoch  # type: ignore[attr-defined]
+        result = train(*args, **accepted(inspect.signature(train), kwargs))
+        return result, self._dealt_state()
 
     def _load_dealt_state(self, state: Mapping[str, Any]) -> None:
         self._dealt.load_state_dict(state)
@@ -66,36 +78,57 @@ class Dealer:
             )
         self._data = data
         self._states: Sequence[Mapping[str, Any]] = ()
+        self._trained = False  # whether they are those of the end of the epoch under way
 
     def deal(self, group: WorkerGroup, kwargs: Mapping[str, Any]) -> None:
         """Give every worker its shard."""
-        if not group.has("_deal"):
+        if not group.has("_dealt_load_data_shard"):
             raise TypeError(
                 f"data= was given to the trainer, but {group.handles[0]._info.class_name} does not "
                 "take it: it needs load_data_shard(self, shard_id, num_shards, data)"
             )
         count = len(group.handles)
-        group.call("_deal", lambda i: (self._data.shard(i, count), i, count), kwargs)
+        group.call(
+            "_dealt_load_data_shard", lambda i: (self._data.shard(i, count), i, count), kwargs
+        )
         self._states = group.call("_dealt_state", lambda _: (), {})
 
-    def deal_one(self, worker: Any, worker_id: int, count: int, kwargs: Mapping[str, Any]) -> None:
-        """Give a replacement its shard, as it was when this epoch began."""
+    def deal_one(self, group: WorkerGroup, worker_id: int, kwargs: Mapping[str, Any]) -> None:
+        """Give a replacement its shard, as this epoch found it or, once it was trained, left it."""
+        count = len(group.handles)
         shard = self._data.shard(worker_id, count)
-        miniray.get(worker._deal.remote(shard, worker_id, count, **kwargs))
-        miniray.get(worker._load_dealt_state.remote(self.state()))
+        group.set_up_call(worker_id, "_dealt_load_data_shard", shard, worker_id, count, **kwargs)
+        if self._states:  # else it is lost while the first shards are dealt
+            group.set_up_call(worker_id, "_load_dealt_state", self.state())
+
+    def train(
+        self,
+        group: WorkerGroup,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        epoch: int | None,
+    ) -> list[Any]:
+        """``train_epoch`` on all workers; results by worker id."""
+        answers = group.call("_dealt_train_epoch", lambda _: args, kwargs, epoch)
+        self._states = [state for _, state in answers]
+        self._trained = True
+        return [result for result, _ in answers]
 
     def note(self, group: WorkerGroup) -> None:
-        """Ask the workers where they are.
+        """The epoch is over. What it has left of a pass over the data is shared out anew.
 
-        Workers that took different numbers of batches share out anew what is left of the epoch:
-        only so does a replacement's part not overlap with the others'.
+        So all workers count from the same point, and the part of a replacement in the next epoch
+        cannot overlap with the others'.
         """
-        self._states = group.call("_dealt_state", lambda _: (), {})
+        if not self._trained:  # they were called in some other way
+            self._states = group.call("_dealt_state", lambda _: (), {})
+        self._trained = False
         try:
             state = self.state()
         except DataError:
             return  # some are an epoch ahead; whoever needs one state for all hears of it
-        if isinstance(state["taken"], list) and any(state["taken"]):
+        taken = state["taken"]
+        if any(taken) if isinstance(taken, list) else taken:
             self.load(group, state)
 
     def state(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ engine if the trainer started it. A user's own engine is left running.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -76,6 +77,18 @@ class Lifecycle:
             state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             self.run.finish(state, error=error)
         self.shutdown()
+        self._write_report()
+
+    def _write_report(self) -> None:
+        """The run as a page, at its end. A page that cannot be written is said, and is no error."""
+        if self.run is None:
+            return
+        try:
+            from miniray.report import write_report  # nothing before the end of a run needs it
+
+            write_report(self.run.path)
+        except Exception as error:  # whatever a reader of files may meet; the training is done
+            print(f"no report of {self.run.path}: {error}", file=sys.stderr, flush=True)
 
     def shutdown(self) -> None:
         """End the workers, and the engine if ``train`` started it. Safe to call twice."""

@@ -188,9 +188,9 @@ class TrainResult(Mapping[str, Any]):
 
     def report(self, path: str | Path | None = None) -> Path:
         """Write the run as one self-contained page (default: ``report.html`` beside it)."""
-        from miniray.train.report import write_report
+        from miniray.report import write_report
 
-        return write_report(self, path)
+        return write_report(self.run_dir, path)
 
     def to_frame(self) -> pandas.DataFrame:
         """The history as a pandas table, a row an epoch. ``ImportError`` without pandas."""

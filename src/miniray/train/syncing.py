@@ -16,11 +16,12 @@ a sync that was made good so is a failed one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import miniray
 from miniray.errors import ActorDiedError, GetTimeoutError, SyncError
-from miniray.train.workers import WorkerGroup
+from miniray.train.workers import LostAgainError, WorkerGroup, is_loss
 
 
 def sync(
@@ -46,15 +47,40 @@ def sync(
         if failure is not None and not set(failure.workers) <= set(lost):
             raise failure  # another one's code raised as well
         survivors = [i for i in range(len(before)) if i not in lost]
-        if survivors:
-            # After the call above: whatever the server sent a survivor has reached it.
-            weights = group.handles[survivors[0]].get_weights.remote()
-            miniray.get([group.handles[i].set_weights.remote(weights) for i in lost])
+        # After the call above: whatever the server sent a survivor has reached it.
+        weights = _weights_of(group, survivors, timeout)
+        if weights is not None:
+            for worker_id in lost:
+                _give(group, worker_id, weights, epoch)
         if failure is None:  # it was late, but it went through
             return miniray.get(ref), False
-        if survivors and failure.phase == "distribute":
+        if weights is not None and failure.phase == "distribute":
             version = miniray.get(server.set_weights.remote(weights))
             return {"synced": True, "version": version, "num_workers": len(before)}, True
+
+
+def _weights_of(group: WorkerGroup, survivors: Sequence[int], timeout: float | None) -> Any:
+    """A ref to the weights of the first survivor that still is one; None without any."""
+    for worker_id in survivors:
+        weights = group.handles[worker_id].get_weights.remote()
+        try:
+            miniray.get(weights, timeout=timeout)  # here, so that its loss is not another one's
+        except Exception as error:
+            if not is_loss(error):
+                raise
+        else:
+            return weights
+    return None
+
+
+def _give(group: WorkerGroup, worker_id: int, weights: Any, epoch: int | None) -> None:
+    """Give a replacement these weights, or the one that replaces it if it is lost too."""
+    while True:
+        try:
+            group.set_up_call(worker_id, "set_weights", weights)
+            return
+        except LostAgainError as lost:
+            group.recover(lost.error, worker_id, lost.method, epoch)
 
 
 def _failure(ref: Any, timeout: float | None) -> SyncError | None:

@@ -3,7 +3,8 @@
 An exception in a worker's code ends the run: it reaches the caller as it was raised, with worker
 id, epoch and remote traceback. A worker whose process dies, or that takes longer than
 ``worker_timeout`` for one call, is replaced up to ``max_failures`` times in the run: the new one is
-set up like the old one and repeats its call; what the others did is kept.
+set up like the old one and repeats its call; what the others did is kept. One that is lost while it
+is set up is replaced in turn.
 """
 
 from __future__ import annotations
@@ -15,10 +16,19 @@ from typing import Any
 
 import miniray
 from miniray.core.remote import ActorHandle, CallSpec
-from miniray.errors import ActorDiedError, MinirayError, TaskError, WorkerTimeoutError
+from miniray.errors import (
+    ActorDiedError,
+    GetTimeoutError,
+    MinirayError,
+    TaskError,
+    WorkerTimeoutError,
+)
 
 #: What every worker must have; ``load_data_shard`` and others may be absent.
 REQUIRED_METHODS = ("train_epoch", "get_weights", "set_weights")
+
+#: Before the name of a method that calls the user's own of that name, and does something more.
+WRAPPED = "_dealt_"
 
 Handle = ActorHandle[Any]
 
@@ -52,6 +62,20 @@ def check_worker(worker: Any, worker_id: int, required: Sequence[str]) -> None:
             f"worker class {worker._info.class_name} lacks {', '.join(f'{m}()' for m in missing)}; "
             f"a worker needs {', '.join(f'{m}()' for m in required)}"
         )
+
+
+class LostAgainError(Exception):
+    """A replacement died or hangs while it is set up; ``recover`` makes another."""
+
+    def __init__(self, error: Exception, method: str) -> None:
+        super().__init__(str(error))
+        self.error, self.method = error, method
+
+
+def is_loss(error: Exception) -> bool:
+    """Whether ``error`` says that the worker is gone or hangs; else its code raised it."""
+    died = isinstance(error, ActorDiedError) and not isinstance(error, TaskError)
+    return died or isinstance(error, GetTimeoutError)
 
 
 class WorkerGroup:
@@ -128,6 +152,29 @@ class WorkerGroup:
         taken = accepted(spec.signature if spec else None, kwargs)
         return getattr(worker, method).remote(*args, **taken)
 
+    def call_one(self, worker_id: int, method: str, epoch: int | None = None) -> Any:
+        """Call ``method`` on one worker and wait; it is replaced like in ``call``."""
+        while True:
+            ref = self.submit(worker_id, method)
+            try:
+                return miniray.get(ref, timeout=self._timeout)
+            except Exception as error:
+                self.recover(error, worker_id, method, epoch)
+
+    def set_up_call(self, worker_id: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a replacement while it is set up, and wait; ``LostAgainError`` where it is lost too.
+
+        No ref in ``args`` may be another actor's that has not answered yet: its death would be
+        taken for the worker's.
+        """
+        ref = self.submit(worker_id, method, *args, **kwargs)
+        try:
+            return miniray.get(ref, timeout=self._timeout)
+        except Exception as error:
+            if is_loss(error):
+                raise LostAgainError(error, method) from None
+            raise
+
     def some_ready(self, started: Mapping[Any, float]) -> list[Any]:
         """Of refs and when each was begun, those that have an outcome or have run out of time."""
         refs = list(started)
@@ -146,19 +193,24 @@ class WorkerGroup:
 
     def recover(self, error: Exception, worker_id: int, method: str, epoch: int | None) -> None:
         """Replace the worker that ``error`` came from, or raise what the caller should see."""
-        hung = isinstance(error, miniray.errors.GetTimeoutError)
-        died = isinstance(error, ActorDiedError) and not isinstance(error, TaskError)
-        if not hung and not died:
-            raise in_context(error, worker_id, method, epoch) from error.__cause__
-        if hung:
-            error = WorkerTimeoutError(f"gave no result in {self._timeout:g} s")
-        self.failures += 1
-        self._on_event(
-            {"event": "worker_failed", "worker": worker_id, "epoch": epoch, "reason": str(error)}
-        )
-        if self.failures > self._max_failures:
-            raise in_context(error, worker_id, method, epoch) from None
-        self.replace(worker_id)
+        replaced = False
+        while not replaced:
+            if not is_loss(error):
+                raise in_context(error, worker_id, method, epoch) from error.__cause__
+            if isinstance(error, GetTimeoutError):
+                error = WorkerTimeoutError(f"gave no result in {self._timeout:g} s")
+            self.failures += 1
+            reason = str(error)
+            self._on_event(
+                {"event": "worker_failed", "worker": worker_id, "epoch": epoch, "reason": reason}
+            )
+            if self.failures > self._max_failures:
+                raise in_context(error, worker_id, method, epoch) from None
+            try:
+                self.replace(worker_id)
+                replaced = True
+            except LostAgainError as lost:
+                error, method = lost.error, lost.method
         self._on_event({"event": "worker_replaced", "worker": worker_id, "epoch": epoch})
 
     def replace(self, worker_id: int) -> None:
@@ -180,14 +232,14 @@ def in_context(error: Exception, worker_id: int, method: str, epoch: int | None)
     when = "" if epoch is None else f" in epoch {epoch}"
     if isinstance(error, TaskError):
         told: Exception = TaskError(
-            f"worker {worker_id}{when}: {error.function}",
+            f"worker {worker_id}{when}: {error.function.replace(WRAPPED, '')}",
             error.worker,
             error.pid,
             error.remote_traceback,
             error.cause,
         ).as_cause_type()
     elif isinstance(error, MinirayError):
-        told = type(error)(f"worker {worker_id}, {method}(){when}: {error}")
+        told = type(error)(f"worker {worker_id}, {method.removeprefix(WRAPPED)}(){when}: {error}")
     else:
         return error
     told.worker_id = worker_id  # type: ignore[attr-defined]

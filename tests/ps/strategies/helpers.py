@@ -21,7 +21,7 @@ class Run:
         if self.combiner is None:
             layout = Layout(sources[0])
             ranges = whole([0], layout.leaves)
-            self.combiner = Combiner(self.strategy, layout, ranges, Crew(1))
+            self.combiner = Combiner(self.strategy, layout.leaves, ranges, Crew(1))
         shares = weights or [1 / len(workers)] * len(workers)
         distances = self.combiner.distances(sources) if self.strategy.uses_distances else None
         shares = list(self.strategy.weigh(shares, distances))

@@ -7,9 +7,10 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from miniray.core.local.calls import Call, Channel, make_sink, sink_entries
+from miniray.core.local.calls import Call, Channel
 from miniray.core.local.objects import BLOB, FAILED, PENDING, PLAIN, Blob, Entry, LocalRef, is_plain
 from miniray.core.local.sharing import Shared
+from miniray.core.local.sinks import make_sink, sink_entries
 from miniray.core.local.wire import Closed
 from miniray.core.remote import ActorInfo
 from miniray.errors import ActorDiedError, MinirayError, TaskCancelledError
@@ -216,7 +217,7 @@ class ActorClient:
 
     def cancel(self, id: int) -> None:
         """Cancel the call with this id: dropped if queued here, else its worker is told."""
-        from miniray.core.local.node import CANCEL
+        from miniray.core.local.peers import CANCEL
 
         with self._lock:
             for call in self._queue:

@@ -16,7 +16,8 @@ from typing import Any
 from miniray.core.local import death
 from miniray.core.local.directory import ActorDirectory
 from miniray.core.local.logs import LogReader
-from miniray.core.local.node import DEAD, Node
+from miniray.core.local.node import Node
+from miniray.core.local.peers import DEAD
 from miniray.core.local.pool import Pool
 from miniray.core.local.processes import Processes, Worker
 from miniray.core.local.spawner import Zygote

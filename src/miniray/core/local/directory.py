@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from miniray.core.local import death
 from miniray.core.local.actors import ActorEntry
-from miniray.core.local.node import DRIVER, EXIT, INIT, Reply
 from miniray.core.local.objects import Blob
+from miniray.core.local.peers import DRIVER, EXIT, INIT, Reply
 from miniray.core.local.processes import Worker
 from miniray.core.options import Options
 from miniray.core.resources import Grant

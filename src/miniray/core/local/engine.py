@@ -17,7 +17,7 @@ from miniray.core.local import interrupts
 from miniray.core.local.actors import ActorEntry, fill_arguments
 from miniray.core.local.calls import Call
 from miniray.core.local.executors import current_call
-from miniray.core.local.node import DRIVER, RECALL, Node
+from miniray.core.local.node import Node
 from miniray.core.local.objects import (
     BLOB,
     FAILED,
@@ -27,6 +27,8 @@ from miniray.core.local.objects import (
     Entry,
     LocalRef,
 )
+from miniray.core.local.peers import DRIVER, RECALL
+from miniray.core.local.stored import Stored
 from miniray.core.local.tasks import TaskClient
 from miniray.core.options import Options
 from miniray.core.refs import ObjectRef
@@ -156,6 +158,10 @@ class LocalEngine(Engine):
         if entry.state != BLOB:
             return self.get([ref], None)[0]
         return entry.value.load(self.node, writable=False)
+
+    def stored(self, ref: ObjectRef[Any]) -> Stored | None:
+        entry = self._entry(ref)
+        return Stored.of(self.node, entry.value) if entry.state == BLOB else None
 
     def get(self, refs: Sequence[ObjectRef[Any]], timeout: float | None) -> list[Any]:
         if self.node.closing:

@@ -15,7 +15,8 @@ from typing import Any
 from miniray.core import machine, startup
 from miniray.core.local import death
 from miniray.core.local.logs import LogReader
-from miniray.core.local.node import DRIVER, Node
+from miniray.core.local.node import Node
+from miniray.core.local.peers import DRIVER
 from miniray.core.local.spawner import Zygote
 from miniray.core.local.store import Usage
 from miniray.core.resources import Grant

@@ -15,15 +15,10 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from miniray.core.local.actors import fill_arguments
-from miniray.core.local.calls import (
-    FUNCTION,
-    Call,
-    Channel,
-    make_sink,
-    sink_entries,
-)
-from miniray.core.local.node import CANCEL, DRIVER, STEAL
+from miniray.core.local.calls import FUNCTION, Call, Channel
 from miniray.core.local.objects import FAILED, Blob
+from miniray.core.local.peers import CANCEL, DRIVER, STEAL
+from miniray.core.local.sinks import make_sink, sink_entries
 from miniray.core.local.wire import Closed
 from miniray.errors import TaskCancelledError
 

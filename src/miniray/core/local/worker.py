@@ -28,17 +28,9 @@ from miniray.core.local.calls import CALL, CALL_PLAIN, FUNCTION, R_STOLEN
 from miniray.core.local.engine import LocalEngine
 from miniray.core.local.executors import AsyncExecutor, Executor, Job, ThreadExecutor, current_call
 from miniray.core.local.info import SessionInfo
-from miniray.core.local.node import (
-    BLOCKED,
-    CANCEL,
-    DRIVER,
-    EXIT,
-    INIT,
-    STEAL,
-    Node,
-    owner_of,
-)
+from miniray.core.local.node import Node, owner_of
 from miniray.core.local.objects import Blob
+from miniray.core.local.peers import BLOCKED, CANCEL, DRIVER, EXIT, INIT, STEAL
 from miniray.core.local.wire import Closed, Stream, frame
 from miniray.errors import TaskError
 

@@ -9,8 +9,9 @@ To write your own, subclass ``Strategy``, implement ``combine`` and register it:
 
 ``combine`` gets flat float arrays: one piece of the weights at a time, the same piece of every
 worker. It is called from several threads, once for each piece, so it must work element by element
-and keep what it remembers between syncs in ``buffer``. A sync that fails leaves no trace: buffers
-written during it are dropped.
+and keep what it remembers between syncs in ``buffer``. A piece may span several entries, and have
+numbers between them that are nobody's. A sync that fails leaves no trace: buffers written during it
+are dropped.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ import abc
 import inspect
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from miniray.ps.blocks import Piece, Range, Scratch
 from miniray.ps.leaves import Array, Leaf
+
+if TYPE_CHECKING:
+    from miniray.ps.places import Run
 
 
 class Strategy(abc.ABC):
@@ -165,12 +169,27 @@ class Buffers:
     used for the next new one.
     """
 
-    def __init__(self, start: Mapping[str, float], ranges: list[Range], leaves: list[Leaf]) -> None:
+    def __init__(
+        self, start: Mapping[str, float], ranges: list[Range], leaves: Sequence[Leaf | Run]
+    ) -> None:
         self._start = start
         self._ranges = ranges
         self._leaves = leaves
         self._old: dict[str, list[Array]] = {n: self._make(value) for n, value in start.items()}
         self._new: dict[str, list[Array]] = {n: self._make(None) for n in start}
+        self._joined: Buffers | None = None
+
+    def joined(self, ranges: list[Range], runs: Sequence[Run]) -> Buffers:
+        """The same memory by runs of entries: what is written to one is seen in the other."""
+        joined = Buffers(self._start, ranges, runs)
+        for name, arrays in self._old.items():
+            places = _entries(joined._old[name], runs)
+            for place, array in zip(places, arrays, strict=True):
+                np.copyto(place, array)
+            self._old[name] = places
+            self._new[name] = _entries(joined._new[name], runs)
+        self._joined = joined
+        return joined
 
     def _make(self, value: float | None) -> list[Array]:
         arrays = []
@@ -199,6 +218,8 @@ class Buffers:
 
     def commit(self) -> None:
         self._old, self._new = self._new, self._old
+        if self._joined is not None:
+            self._joined.commit()
 
     def state(self) -> dict[str, list[Array]]:
         """A copy, by name and range."""
@@ -214,3 +235,12 @@ class Buffers:
                 raise ValueError(f"buffer {name!r} of the state does not fit the weights")
             for target, array in zip(mine, arrays, strict=True):
                 np.copyto(target, array)
+
+
+def _entries(arrays: list[Array], runs: Sequence[Run]) -> list[Array]:
+    """Arrays of entries over those of runs."""
+    return [
+        array[start : start + size]
+        for array, run in zip(arrays, runs, strict=True)
+        for start, size in zip(run.starts, run.sizes, strict=True)
+    ]

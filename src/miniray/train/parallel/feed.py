@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from miniray.train import torch_parts as parts
+from miniray.train.ranks.mesh import stages_through_host
 
 __all__ = ["Feed", "split_batch"]
 
@@ -148,15 +149,19 @@ def send_tensor(value: Any, rank: int) -> None:
     shape = list(value.shape)
     head = [_DTYPES.index(value.dtype), len(shape), *shape]
     head += [0] * (_MOST_DIMENSIONS + 2 - len(head))
+    value = value.detach().contiguous()
+    if stages_through_host(value.device):
+        value = value.cpu()
     dist.send(torch.tensor(head, device=value.device), rank)
-    dist.send(value.detach().contiguous(), rank)
+    dist.send(value, rank)
 
 
 def recv_tensor(rank: int, device: Any) -> Any:
     """The tensor that ``rank`` has sent."""
-    head = torch.empty(_MOST_DIMENSIONS + 2, dtype=torch.int64, device=device)
+    lands = torch.device("cpu") if stages_through_host(device) else device
+    head = torch.empty(_MOST_DIMENSIONS + 2, dtype=torch.int64, device=lands)
     dist.recv(head, rank)
     kind, dimensions, *shape = head.tolist()
-    value = torch.empty(shape[:dimensions], dtype=_DTYPES[kind], device=device)
+    value = torch.empty(shape[:dimensions], dtype=_DTYPES[kind], device=lands)
     dist.recv(value, rank)
-    return value
+    return value.to(device)

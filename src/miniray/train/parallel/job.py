@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from miniray.train.parallel.layout import Layout
+from miniray.train.ranks.member import RunFacts
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job(RunFacts):
     """See ``PipelineParallelTrainer`` and ``ModelParallelTrainer`` for what each means."""
 
     model: Any
@@ -18,7 +19,6 @@ class Job:
     optimizer: Callable[[Any], Any]
     data: Any
     layout: Layout
-    seed: int
     val_data: Any = None
     lr_scheduler: Callable[[Any], Any] | None = None
     metrics: Mapping[str, Callable[[Any, Any], Any]] = dataclasses.field(default_factory=dict)
@@ -30,9 +30,6 @@ class Job:
     tensor_plan: Mapping[str, str] | None = None
     clip_norm: float | None = None
     on_nonfinite: str = "error"
-    run_dir: str | None = None
-    attempt: int = 0
-    own_process: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,6 +34,10 @@ class Layout:
     def world_size(self) -> int:
         return self.data * self.pipeline * self.tensor
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"data": self.data, "pipeline": self.pipeline, "tensor": self.tensor}
+
     def place(self, rank: int) -> Place:
         return Place(
             rank // (self.pipeline * self.tensor),

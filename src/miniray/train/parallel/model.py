@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from miniray.train.parallel.layout import Layout, read_layout
@@ -30,60 +30,22 @@ class ModelParallelTrainer(SplitModelTrainer):
         loss, optimizer, data, val_data, metrics, microbatches, lr_scheduler, clip_norm,
             memory_limit: see ``PipelineParallelTrainer``.
 
-    All other arguments are those of ``DDPTrainer`` and ``BaseTrainer``.
+    All other arguments are those of ``PipelineParallelTrainer`` and ``BaseTrainer``.
     """
 
     def __init__(
         self,
         num_workers: int = 2,
         *,
-        model: Any,
-        loss: Callable[[Any, Any], Any],
-        optimizer: Callable[[Any], Any],
-        data: Any,
-        val_data: Any = None,
-        metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
         tensor_parallel: int | None = None,
         plan: Mapping[str, str] | None = None,
         split: str = "tensor",
         parallel: Mapping[str, int] | None = None,
         microbatches: int = 1,
-        memory_limit: float | None = None,
-        lr_scheduler: Callable[[Any], Any] | None = None,
-        clip_norm: float | None = None,
-        on_nonfinite: str = "error",
-        group_backend: str = "auto",
-        hang_timeout: float = 60.0,
-        timeout: float = 600.0,
-        max_failures: int = 0,
         **options: Any,
     ) -> None:
         layout = _layout(num_workers, tensor_parallel, split, parallel, plan)
-        super().__init__(
-            layout,
-            job={
-                "model": model,
-                "loss": loss,
-                "optimizer": optimizer,
-                "data": data,
-                "val_data": val_data,
-                "metrics": dict(metrics or {}),
-                "schedule": "gpipe",
-                "microbatches": microbatches,
-                "stages_per_worker": None,
-                "layers_per_stage": None,
-                "memory_limit": memory_limit,
-                "tensor_plan": plan,
-                "lr_scheduler": lr_scheduler,
-            },
-            clip_norm=clip_norm,
-            on_nonfinite=on_nonfinite,
-            group_backend=group_backend,
-            hang_timeout=hang_timeout,
-            timeout=timeout,
-            max_failures=max_failures,
-            options=options,
-        )
+        super().__init__(layout, schedule="gpipe", microbatches=microbatches, plan=plan, **options)
 
 
 def _layout(

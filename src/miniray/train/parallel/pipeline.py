@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from miniray.train.parallel.layout import read_layout
@@ -51,26 +51,11 @@ class PipelineParallelTrainer(SplitModelTrainer):
         self,
         num_workers: int = 2,
         *,
-        model: Any,
-        loss: Callable[[Any, Any], Any],
-        optimizer: Callable[[Any], Any],
-        data: Any,
-        val_data: Any = None,
-        metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
         schedule: str = "1f1b",
         microbatches: int = 4,
         stages_per_worker: int | None = None,
-        layers_per_stage: Sequence[int] | None = None,
-        memory_limit: float | None = None,
         parallel: Mapping[str, int] | None = None,
         plan: Mapping[str, str] | None = None,
-        lr_scheduler: Callable[[Any], Any] | None = None,
-        clip_norm: float | None = None,
-        on_nonfinite: str = "error",
-        group_backend: str = "auto",
-        hang_timeout: float = 60.0,
-        timeout: float = 600.0,
-        max_failures: int = 0,
         **options: Any,
     ) -> None:
         layout = read_layout(parallel, num_workers, "pipeline")
@@ -89,28 +74,11 @@ class PipelineParallelTrainer(SplitModelTrainer):
             raise ValueError('plan= says how layers are cut: it needs parallel={"tensor": N, ...}')
         super().__init__(
             layout,
-            job={
-                "model": model,
-                "loss": loss,
-                "optimizer": optimizer,
-                "data": data,
-                "val_data": val_data,
-                "metrics": dict(metrics or {}),
-                "schedule": schedule,
-                "microbatches": microbatches,
-                "stages_per_worker": stages_per_worker,
-                "layers_per_stage": layers_per_stage,
-                "memory_limit": memory_limit,
-                "tensor_plan": plan,
-                "lr_scheduler": lr_scheduler,
-            },
-            clip_norm=clip_norm,
-            on_nonfinite=on_nonfinite,
-            group_backend=group_backend,
-            hang_timeout=hang_timeout,
-            timeout=timeout,
-            max_failures=max_failures,
-            options=options,
+            schedule=schedule,
+            microbatches=microbatches,
+            stages_per_worker=stages_per_worker,
+            plan=plan,
+            **options,
         )
         problem = chosen.problem(layout.pipeline, microbatches)
         if problem is not None and layout.pipeline > 1:

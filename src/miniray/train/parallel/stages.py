@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
+from miniray.train import torch_parts as parts
 from miniray.train.parallel.feed import recv_tensor, send_tensor
 from miniray.train.parallel.measure import SavedBytes
 from miniray.train.parallel.plan import StagePlan
 from miniray.train.parallel.schedules import divisor_up_to
 from miniray.train.parallel.timeline import Span
+from miniray.train.ranks.mesh import stages_through_host
 
 __all__ = ["PipelineRunner", "WholeRunner"]
 
@@ -88,6 +90,13 @@ class RecordedStage(PipelineStage):  # type: ignore[misc]
 
     record: StepRecord
 
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """Connects neighbours, for NCCL. gloo's are, and it refuses to send to the rank itself."""
+        if dist.get_backend(self.group) == "gloo":
+            return []
+        found: list[Any] = super()._get_init_p2p_neighbors_ops()
+        return found
+
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         return _owned(super().forward_maybe_with_nosync(*args, **kwargs))
 
@@ -127,6 +136,21 @@ def _owned(tensor: Any) -> Any:
     A Linear gives a view wherever its input has more than two dimensions.
     """
     return tensor.clone() if isinstance(tensor, torch.Tensor) and tensor._is_view() else tensor
+
+
+class ThroughHost(torch.nn.Module):  # type: ignore[misc]
+    """A stage on a GPU that takes and gives tensors in host memory: gloo sends from nowhere else.
+
+    The last one's output stays where it is, for the loss.
+    """
+
+    def __init__(self, module: torch.nn.Module, device: Any, is_last: bool) -> None:
+        super().__init__()
+        self.module, self._device, self._is_last = module, device, is_last
+
+    def forward(self, *inputs: Any) -> Any:
+        output = self.module(*parts.moved(inputs, self._device))
+        return output if self._is_last else output.cpu()
 
 
 class PipelineRunner:
@@ -174,13 +198,20 @@ class PipelineRunner:
             total = len(self.plan.sizes)
             stages = []
             for index, module in sorted(self.modules.items()):
-                stage = RecordedStage(module, index, total, self._device, group=self._group)
+                module, device = self._sent_from(module, index == total - 1)
+                stage = RecordedStage(module, index, total, device, group=self._group)
                 stage.record = self.record
                 stages.append(stage)
             kind = self.plan.schedule
             make = kind.make if usual else kind.make_for_remainder
             self._schedules[key] = make(stages, microbatches, self._loss)
         return self._schedules[key]
+
+    def _sent_from(self, module: Any, is_last: bool) -> tuple[Any, Any]:
+        """(the stage's module, the device its inputs and outputs are sent from)."""
+        if not stages_through_host(self._device):
+            return module, self._device
+        return ThroughHost(module, self._device, is_last), torch.device("cpu")
 
     def forward(self, inputs: Any) -> Any:
         """The model's output where the last stage is, else None; any number of samples."""

@@ -11,30 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+
+from miniray.train.ranks.whole import cut_like, put_into, whole
 
 #: Settings of an optimizer that depend on how weights are cut, not on the run.
 _OF_THE_LAYOUT = ("foreach", "fused")
-
-
-def whole(tensor: Any) -> Any:
-    """The tensor in one piece, on the CPU. A collective where it is cut over ranks."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().cpu().clone()
-
-
-def put_into(target: Any, value: Any) -> None:
-    """Fill ``target``, which may be cut over ranks, from a tensor in one piece."""
-    with torch.no_grad():
-        target.copy_(_like(target, value))
-
-
-def _like(target: Any, value: Any) -> Any:
-    """``value`` cut as ``target`` is. Nothing is sent: every rank has all of ``value``."""
-    if not isinstance(target, DTensor):
-        return value
-    value = value.to(target.to_local().device)
-    return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
 
 
 def weights_of(modules: Mapping[int, Any]) -> dict[int, dict[str, Any]]:
@@ -127,4 +108,4 @@ def _placed(value: Any, parameter: Any) -> Any:
     if value.shape != parameter.shape:
         return value.clone()  # a counter of steps: on the CPU, as optimizers have it
     own = value.to(getattr(parameter, "_local_tensor", parameter).device)
-    return _like(parameter, own).clone()
+    return cut_like(parameter, own).clone()

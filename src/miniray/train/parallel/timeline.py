@@ -88,3 +88,13 @@ def draw(record: Mapping[str, Any], target: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=120)
     return target
+
+
+def measured_bubble(results: Sequence[Mapping[str, Any]]) -> float | None:
+    """The mean bubble over an epoch's steps of one copy's workers; None where there was none."""
+    steps = min(len(result["wall"]) for result in results)
+    found = [
+        bubble([r["busy"][i] for r in results], [r["wall"][i] for r in results])
+        for i in range(steps)
+    ]
+    return sum(found) / len(found) if found else None

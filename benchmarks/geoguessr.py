@@ -1,0 +1,91 @@
+"""The GeoGuessr recipe with several seeds: what the reward teaches beyond the warm-up.
+
+    python benchmarks/geoguessr.py [--seeds 0,1,2] [--steps 60] [--quick] [--json PATH] [--markdown]
+
+Runs ``recipes/geoguessr/train_ppo.py`` once a seed, on the same rows, and keeps what each run says
+of held-out pictures: the mean reward of sampled answers before and after the steps, and reward and
+accuracy of the likeliest answers. The JSON file has all of it for every seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+from common import Line, median
+
+SCRIPT = common.ROOT / "recipes/geoguessr/train_ppo.py"
+
+
+def run(seed: int, steps: int, folder: Path, quick: bool) -> dict[str, Any]:
+    """Figures of one training. Raises ``CalledProcessError`` if it fails."""
+    run_dir = folder / f"seed-{seed}"
+    command = [
+        *(sys.executable, str(SCRIPT), "--seed", str(seed), "--steps", str(steps)),
+        *("--data", str(folder / "rows"), "--run-dir", str(run_dir), "--no-progress"),
+        *(["--quick", "--size", "tiny"] if quick else []),
+    ]
+    start = time.monotonic()
+    subprocess.run(command, check=True, cwd=folder)
+    figures: dict[str, Any] = json.loads((run_dir / "geoguessr.json").read_text())
+    return {**figures, "wall_seconds": time.monotonic() - start}
+
+
+def summarise(runs: dict[str, dict[str, Any]]) -> list[Line]:
+    """A line a figure: before and after for every seed, and the median of the change."""
+
+    def line(title: str, pairs: list[tuple[float, float]], shown: str) -> Line:
+        cells = [f"{before:{shown}} → {after:{shown}}" for before, after in pairs]
+        change = median([after - before for before, after in pairs])
+        return Line(title, [*cells, f"{change:+{shown}}"])
+
+    sampled = [(made["reward"][0], made["reward"][-1]) for made in runs.values()]
+    lines = [line("reward of samples", sampled, ".3f")]
+    for name in ("reward", "acc@200km", "acc@750km", "acc@2500km"):
+        states = [list(made["likeliest"].values()) for made in runs.values()]
+        pairs = [(before[name], after[name]) for *_, before, after in states]
+        shown = ".3f" if name == "reward" else ".1%"
+        lines.append(line(f"likeliest answers: {name}", pairs, shown))
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", default="0,1,2", help="with commas")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--quick", action="store_true", help="a few steps, to see that it works")
+    parser.add_argument("--json", type=Path, default=common.RESULTS / "geoguessr.json")
+    parser.add_argument("--markdown", action="store_true", help="print the table for the docs")
+    chosen = parser.parse_args()
+    record: dict[str, Any] = {
+        "started": common.stamp(),
+        "machine": common.machine(),
+        "versions": common.versions("miniray", "torch"),
+        "steps": chosen.steps,
+        "runs": {},
+    }
+    lines: list[Line] = []
+    with tempfile.TemporaryDirectory(prefix="bench-geoguessr-") as folder:
+        for seed in chosen.seeds.split(","):
+            record["runs"][seed] = run(int(seed), chosen.steps, Path(folder), chosen.quick)
+            lines = summarise(record["runs"])
+            table = [vars(line) for line in lines]
+            # After every seed: a run that is broken off leaves those that were finished.
+            common.write_json(chosen.json, {**record, "finished": common.stamp(), "table": table})
+    columns = [*(f"seed {seed}" for seed in record["runs"]), "median change"]
+    if chosen.markdown:
+        print(common.markdown_table(columns, lines))
+    else:
+        common.print_table("Held-out pictures, after the warm-up → after GRPO", columns, lines)
+    print(f"all figures: {chosen.json}")
+
+
+if __name__ == "__main__":
+    main()

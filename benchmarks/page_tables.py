@@ -1,0 +1,264 @@
+"""Tables of the benchmark page and of the README, as Markdown, by name.
+
+Rows and cells are those each benchmark wrote into its JSON file; columns are named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from common import Line, markdown_table
+from page_figures import Figures, Record, figures, worker_counts
+
+#: Columns of results whose tables always have the same ones.
+COLUMNS = {
+    "engine": ["miniray", "Ray", "ratio"],
+    "engine_data": ["miniray", "Ray", "ratio"],
+    "sync_interval": ["held-out loss", "accuracy", "moved", "to interval 1"],
+    "ps": ["miniray", "other", "ratio"],
+    "memory_table": ["one driver", "sharded, decoded at once", "miniray"],
+    "doctor": ["figure"],
+    "parallel": ["miniray", "against", "difference"],
+}
+
+
+def tables(results: dict[str, Record]) -> dict[str, str]:
+    """All tables that these results give."""
+    found = {"machines": machines(results)}
+    for name, columns in COLUMNS.items():
+        if name in results:
+            found[name] = _table(columns, results[name]["table"])
+    for name, make in MAKERS.items():
+        source = name.partition("-")[0]
+        if source in results:
+            found[name] = make(results[source])
+    quoted = figures(results)
+    found["readme"] = readme(quoted, "en")
+    found["readme-zh"] = readme(quoted, "zh")
+    found["peers"] = peers(quoted, results, "en")
+    found["peers-zh"] = peers(quoted, results, "zh")
+    return found
+
+
+def _table(columns: list[str], rows: list[dict[str, Any]]) -> str:
+    lines = []
+    for row in rows:
+        title = row["title"].strip()
+        if row["title"].startswith("  "):
+            title = f"– {title}"  # a further line about the row above it
+        cells = [cell.replace("%", " %").replace("  %", " %") for cell in row["cells"]]
+        goal = row["goal"].replace("%", " %").replace("  %", " %")
+        lines.append(Line(title, cells, goal, row["reached"]))
+    text = markdown_table(columns, lines)
+    if any(line.goal for line in lines):
+        return text
+    # Nothing was wanted of any line: without that column.
+    return "\n".join(line.rsplit("|", 2)[0] + "|" for line in text.splitlines())
+
+
+def machines(results: dict[str, Record]) -> str:
+    lines = ["| results | when | machine | versions |", "|---|---|---|---|"]
+    for name, record in results.items():
+        when = record.get("finished") or record.get("time") or record.get("when") or ""
+        has = record["machine"]
+        gpu = f", {has['gpu']}" if "gpu" in has else ""
+        machine = f"{has['cores']} cores ({has['cpu']}), {has['memory_gib']:.0f} GiB{gpu}"
+        versions = {
+            "Python": has["python"],
+            **record["versions"],
+            **record.get("peer_versions", {}),
+        }
+        shown = ", ".join(f"{package} {version}" for package, version in versions.items())
+        lines.append(f"| `{name}.json` | {when[:10]} | {machine} | {shown} |")
+    return "\n".join(lines)
+
+
+def train(record: Record) -> str:
+    from train import PEERS
+
+    names = [PEERS[name].title for name in record["samples"]]
+    return _table([*names, "to the best"], record["table"])
+
+
+def scaling(record: Record) -> str:
+    counts = next(iter(worker_counts(record).values()))
+    return _table([f"{n} worker{'s' * (n > 1)}" for n in counts], record["table"])
+
+
+def gpu_sync(record: Record) -> str:
+    found = figures({"gpu_sync": record})
+    lines = ["| | a sync | moved | plain copies | of plain |", "|---|---:|---:|---:|---:|"]
+    for result in record["results"]:
+        workers = result["workers"]
+        keys = ("sync", "moved", "plain", "of_plain")
+        cells = [found[f"gpu_sync.{workers}.{key}"] for key in keys]
+        lines.append(f"| {workers} workers | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def data(record: Record) -> str:
+    import data as benchmark
+
+    return _table(benchmark.COLUMNS, record["table"])
+
+
+def data_targets(record: Record) -> str:
+    return _table(["miniray", "best of the others", "ratio"], record["targets"])
+
+
+def rl(record: Record) -> str:
+    from rl import SYSTEMS, summarise
+
+    lines = summarise(record["training"])
+    columns = [*(SYSTEMS[name].title for name in record["training"]), "miniray : TRL"]
+    return _table(columns, [vars(line) for line in lines])
+
+
+def rl_bytes(record: Record) -> str:
+    from rl import summarise_bytes
+
+    sizes = sorted({tuple(map(int, key.split("-")[1:])) for key in record["driver_bytes"]})
+    lines = summarise_bytes(record["driver_bytes"], sizes)
+    columns = ["workers own their data", "one controller", "ratio"]
+    return _table(columns, [vars(line) for line in lines])
+
+
+def geoguessr(record: Record) -> str:
+    columns = [*(f"seed {seed}" for seed in record["runs"]), "median change"]
+    return _table(columns, record["table"])
+
+
+MAKERS: dict[str, Callable[[Record], str]] = {
+    "train": train,
+    "scaling": scaling,
+    "gpu_sync": gpu_sync,
+    "data": data,
+    "data-targets": data_targets,
+    "rl": rl,
+    "rl-bytes": rl_bytes,
+    "geoguessr": geoguessr,
+}
+
+#: Lines of the README: what in English and Chinese, ours, the peer's name and figure, the ratio.
+README_LINES: list[tuple[str, str, str, str, str, str]] = [
+    ("actor calls, one at a time", "actor 调用，逐个进行",
+     "engine.call_sync.miniray", "Ray", "engine.call_sync.ray", "engine.call_sync.ratio"),
+    ("tasks", "任务",
+     "engine.tasks.miniray", "Ray", "engine.tasks.ray", "engine.tasks.ratio"),
+    ("import and start to the first answer", "从 import 到首个结果",
+     "engine.startup.miniray", "Ray", "engine.startup.ray", "engine.startup.ratio"),
+    ("memory, idle with 4 actors", "空闲内存（4 个 actor）",
+     "engine.memory.miniray", "Ray", "engine.memory.ray", "engine.memory.ratio"),
+    ("`put` of 200 MB", "`put` 200 MB",
+     "engine_data.put.miniray", "Ray", "engine_data.put.ray", "engine_data.put.ratio"),
+    ("a CNN on 2 workers, weights averaged once an epoch", "2 个 worker 训练 CNN，每轮平均一次权重",
+     "train.wall.miniray", "torchrun DDP", "train.wall.torchrun", "train.wall.over_torchrun"),
+    ("the same, gradients averaged in every step", "同上，每步平均梯度",
+     "train.wall.ddp", "torchrun DDP", "train.wall.torchrun", "train.wall.ddp_over_torchrun"),
+    ("sync of 100 MB on each of 4 workers", "4 个 worker 各 100 MB 的参数同步",
+     "ps.4x10.miniray", "gloo all-reduce", "ps.4x10.gloo", "ps.4x10.over_gloo"),
+    ("the same", "同上",
+     "ps.4x10.miniray", "a plain server on Ray", "ps.4x10.ray", "ps.4x10.over_ray"),
+    ("the same", "同上",
+     "ps.4x10.miniray", "the same, with numpy arrays", "ps.4x10.ray_arrays",
+     "ps.4x10.over_ray_arrays"),
+    ("first batch of images from parquet, 4 ranks", "parquet 图像首个 batch，4 个 rank",
+     "data.first_batch.miniray_data", "the best other loader", "data.first_batch.best_other",
+     "data.first_batch.over_best_other"),
+    ("rows of an epoch, encoded, 4 ranks", "一轮数据（未解码），4 个 rank",
+     "data.raw.miniray_data", "the best other loader", "data.raw.best_other",
+     "data.raw.over_best_other"),
+    ("memory of one machine for a batch of prompts with images",
+     "一个 batch 的带图提示所需的单机内存",
+     "memory_table.node", "one driver", "memory_table.driver", "memory_table.less"),
+    ("GRPO, tokens a second", "GRPO，每秒 token 数",
+     "rl.rate.miniray-2", "TRL, 2 processes", "rl.rate.trl-2", "rl.rate.over_trl"),
+]  # fmt: skip
+
+CHINESE = {
+    "the same, with numpy arrays": "同左，numpy 数组",
+    "a plain server on Ray": "Ray 上的普通参数服务器",
+    "the best other loader": "其他加载器中最好的",
+    "one driver": "单一控制进程",
+    "TRL, 2 processes": "TRL，2 个进程",
+}
+HEADS = {
+    "en": "| | miniray | peer | | ratio |\n|---|---:|---|---:|---:|",
+    "zh": "| | miniray | 对比对象 | | 倍数 |\n|---|---:|---|---:|---:|",
+}
+
+
+def readme(quoted: Figures, language: str) -> str:
+    """The README's table: the lines for which there are results."""
+    lines = [HEADS[language]]
+    for english, chinese, ours, peer, theirs, ratio in README_LINES:
+        if {ours, theirs, ratio} <= quoted.keys():
+            title, name = english, peer
+            if language == "zh":
+                title, name = chinese, CHINESE.get(peer, peer)
+            cells = [title, quoted[ours], name, quoted[theirs], f"**{quoted[ratio]}**"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+#: Columns of the comparison with peers: title, its name in train.json and in data.json.
+PEER_COLUMNS = [
+    ("miniray", "miniray", "miniray_data"),
+    ("miniray DDP", "ddp", None),
+    ("Ray Train / Data", "ray", "ray_data"),
+    ("Lightning", "lightning", None),
+    ("Accelerate", "accelerate", None),
+    ("Mosaic Streaming", None, "mosaic"),
+    ("verl", None, "verl_ranks"),
+]
+#: Its lines: what in English and Chinese, and the figure in each file.
+PEER_LINES = [
+    ("a CNN on 2 workers, whole command", "2 个 worker 训练 CNN，整条命令", "train", "wall"),
+    ("– time to the first step", "– 到第一步的时间", "train", "first_step"),
+    ("– memory of all processes", "– 全部进程的内存", "train", "memory"),
+    ("– lines of the script", "– 脚本行数", "train", "lines"),
+    ("rows read by 4 ranks in an epoch", "4 个 rank 一轮读到的行", "data", "epoch"),
+    ("– stopped at half and resumed", "– 中途停止再恢复", "data", "resume_union"),
+    ("– first batch", "– 首个 batch", "data", "first_batch"),
+    ("– rows a second, encoded", "– 每秒行数（未解码）", "data", "raw"),
+    ("– memory of the largest rank", "– 最大 rank 的内存", "data", "uss"),
+]
+
+
+def peers(quoted: Figures, results: dict[str, Record], language: str) -> str:
+    """miniray beside what people use today: only what a benchmark measured."""
+    found = dict(quoted)
+    for name, of in results.get("data", {}).get("samples", {}).items():
+        for key in ("epoch", "resume_union"):
+            if of.get(key):
+                found[f"data.{key}.{name}"] = "; ".join(sorted(set(of[key])))
+        if not of.get("resume_union"):
+            found[f"data.resume_union.{name}"] = "no state"
+    columns = []
+    for title, *names in PEER_COLUMNS:
+        of_file = dict(zip(("train", "data"), names, strict=True))
+        cells = [found.get(f"{file}.{key}.{of_file[file]}") for _, _, file, key in PEER_LINES]
+        columns.append((title, cells))
+    columns = [(title, cells) for title, cells in columns if any(cells)]
+    source = "checked by" if language == "en" else "由谁验证"
+    lines = [
+        f"| | {' | '.join(title for title, _ in columns)} | {source} |",
+        f"|---|{'---:|' * len(columns)}---|",
+    ]
+    for number, (english, chinese, file, _) in enumerate(PEER_LINES):
+        cells = [of[number] or "–" for _, of in columns]
+        if any(cell != "–" for cell in cells):
+            words = english if language == "en" else chinese
+            shown = " | ".join(cell if language == "en" else _chinese(cell) for cell in cells)
+            lines.append(f"| {words} | {shown} | `benchmarks/{file}.py` |")
+    return "\n".join(lines)
+
+
+def _chinese(words: str) -> str:
+    for english, chinese in (
+        ("exactly once", "恰好一次"), ("no state", "无状态"), (" missing", " 行缺失"),
+        (" twice", " 行重复"),
+    ):  # fmt: skip
+        words = words.replace(english, chinese)
+    return words

@@ -1,0 +1,65 @@
+"""``miniray bench``: the benchmarks of a checkout."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import click
+
+from miniray.cli import scripts
+from miniray.cli.colour import fitted
+
+EPILOG = """\b
+Examples:
+  miniray bench                    which there are
+  miniray bench engine --quick     one of them, with its own options
+  miniray bench ps --help          what it can do
+"""
+
+
+@click.command(
+    epilog=EPILOG, context_settings={"ignore_unknown_options": True, "help_option_names": []}
+)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[NAME [ARGS]...]")
+@click.pass_context
+def bench(ctx: click.Context, args: tuple[str, ...]) -> None:
+    """Run the benchmark NAME of a checkout with its own ARGS; without a name, list them.
+
+    Benchmarks come with the sources only, and compare with what is installed of miniray's peers.
+    """
+    if args and args[0] in ("-h", "--help"):
+        click.echo(ctx.get_help())
+        return
+    folder = scripts.find("benchmarks/common.py")
+    if folder is None:
+        raise click.ClickException(
+            "benchmarks are not part of the installed package: get the sources (pip download "
+            "--no-binary miniray miniray, or a clone) and run `miniray bench` from there after "
+            "`pip install -e '.[bench]'`"
+        )
+    found = benchmarks(folder.parent)
+    if not args or args[0] == "--json":
+        if args:
+            click.echo(json.dumps({name: str(path) for name, (path, _) in found.items()}))
+            return
+        width = max(map(len, found))
+        for name, (_, text) in found.items():
+            click.echo(f"  {name:<{width}}  {fitted(text, width + 4)}")
+        return
+    if args[0] not in found:
+        raise click.UsageError(f"There is no benchmark {args[0]!r}; there are: {', '.join(found)}")
+    scripts.become(found[args[0]][0], args[1:])
+
+
+def benchmarks(folder: Path) -> dict[str, tuple[Path, str]]:
+    """Name → (script, its first line), of files that can be run."""
+    found = {}
+    for path in sorted(folder.glob("*.py")):
+        text = path.read_text("utf-8")
+        if '__name__ == "__main__"' not in text or path.stem.endswith("_rows"):
+            continue
+        said = ast.get_docstring(ast.parse(text)) or ""
+        found[path.stem.replace("_", "-")] = (path, said.partition("\n")[0])
+    return found

@@ -1,0 +1,67 @@
+"""``miniray report``: a run as one page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from miniray.cli.targets import resolve, run_argument, runs_dir_option
+
+EPILOG = """\b
+Examples:
+  miniray report                        the newest run under runs/
+  miniray report runs/my-run --open     and show it in the browser
+  miniray report my-run -o my-run.html  elsewhere, to send it to somebody
+  miniray report latest --json          what the page says, for a program
+"""
+
+
+@click.command(epilog=EPILOG)
+@run_argument()
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Where the page goes.  [default: RUN_DIR/report.html]",
+)
+@click.option("--open", "open_browser", is_flag=True, help="Show it in the browser.")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON for a program.")
+@runs_dir_option
+def report(
+    target: str, output: Path | None, open_browser: bool, as_json: bool, runs_dir: Path
+) -> int:
+    """Write a run as one HTML page that needs nothing else.
+
+    Reads the run's directory only: a run that lives, died, or was recorded by another launcher will
+    do. Every run of a trainer and of `miniray run` writes its page by itself at its end.
+    """
+    from miniray.report import read, write_report
+
+    try:
+        run_dir = resolve(target, runs_dir)
+        path = write_report(run_dir, output)
+    except (FileNotFoundError, FileExistsError) as error:
+        click.echo(f"error: {error}", err=True)
+        return 2
+    if as_json:
+        click.echo(json.dumps(_summary(read(run_dir), path), ensure_ascii=False, allow_nan=False))
+    else:
+        click.echo(f"report: {path}")
+    if open_browser:
+        click.launch(path.absolute().as_uri())
+    return 0
+
+
+def _summary(run: Any, path: Path) -> dict[str, Any]:
+    from miniray.cli.runs import as_json
+    from miniray.report.overview import diagnosis
+
+    found = diagnosis(run)
+    return {
+        **as_json(run),
+        "report": str(path),
+        "findings": [finding.to_json() for finding in found.findings],
+    }

@@ -1,0 +1,265 @@
+"""``miniray runs``: which runs there are, how they compare, and away with those not needed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from miniray.cli.colour import fitted, paint
+from miniray.cli.targets import resolve, run_argument, runs_dir_option
+
+if TYPE_CHECKING:
+    from miniray.report import Run
+
+EPILOG = """\b
+Examples:
+  miniray runs                             the runs under runs/, newest first
+  miniray runs --json                      the same for a program
+  miniray runs compare my-run latest       their metrics and settings side by side
+  miniray runs delete my-run other-run     asks first; --yes does not
+"""
+
+#: The command that is meant when none is named.
+_LIST = "list"
+_HEAD = ["run", "state", "started", "took", "ranks", "epoch", "metrics"]
+_STATES = {"finished": "green", "running": "cyan", "failed": "red", "died": "red"}
+
+
+class _Runs(click.Group):
+    """``miniray runs`` alone lists."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        asked = ctx.resilient_parsing and not args  # a shell wants to know what may come next
+        if not asked and (not args or (args[0][:1] == "-" and args[0] not in ("-h", "--help"))):
+            args = [_LIST, *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_Runs, epilog=EPILOG)
+def runs() -> None:
+    """List, compare and delete runs."""
+
+
+@runs.command(name=_LIST)
+@click.option("--json", "as_json_", is_flag=True, help="Write JSON for a program.")
+@click.option("-n", "--number", type=click.IntRange(1), help="The newest so many.")
+@runs_dir_option
+def list_(as_json_: bool, number: int | None, runs_dir: Path) -> None:
+    """List the runs, newest first (what `miniray runs` does without a command)."""
+    from miniray.report import find_runs
+
+    found = find_runs(runs_dir)
+    shown = found[:number]
+    if as_json_:
+        click.echo(json.dumps([as_json(run) for run in shown], allow_nan=False))
+    elif not found:
+        click.echo(f"no runs in {runs_dir.absolute()}")
+    else:
+        _show(shown)
+        if len(shown) < len(found):
+            click.echo(f"… and {len(found) - len(shown)} older")
+
+
+def _show(found: list[Run]) -> None:
+    rows = [_HEAD]
+    for run in found:
+        last = run.last_metrics()
+        rows.append([run.name, run.state, _ago(run.started), _took(run.seconds),
+                     str(run.world_size or ""), _plain(last.get("epoch")),
+                     _metrics(last)])  # fmt: skip
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD) - 1)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        cells[1] = paint(cells[1], _STATES.get(row[1]))
+        # Where a line is too long the metrics give way: a name must be one that can be copied.
+        click.echo("  ".join([*cells, fitted(row[-1], sum(widths) + 2 * len(widths))]).rstrip())
+
+
+def as_json(run: Run) -> dict[str, Any]:
+    """What ``--json`` says of a run; NaN and the like are texts, as in the run's own files."""
+    return {
+        "name": run.name,
+        "path": str(run.path.absolute()),
+        "state": run.state,
+        "kind": run.kind,
+        "started": run.started,
+        "seconds": run.seconds,
+        "world_size": run.world_size,
+        "metrics": _finite(run.last_metrics()),
+    }
+
+
+@runs.command()
+@run_argument("targets", many=True)
+@click.option("--json", "as_json_", is_flag=True, help="Write JSON for a program.")
+@runs_dir_option
+def compare(targets: tuple[str, ...], as_json_: bool, runs_dir: Path) -> None:
+    """Show the metrics of several runs side by side, and the settings in which they differ."""
+    from miniray.report import read
+
+    found = [read(resolve(target, runs_dir)) for target in targets]
+    if as_json_:
+        entries = [as_json(run) | {"best": _best(run), "settings": _settings(run)} for run in found]
+        click.echo(json.dumps(_finite(entries), allow_nan=False))
+        return
+    _compare(found)
+
+
+def _compare(found: list[Run]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("")
+    for run in found:
+        table.add_column(Text(run.name), justify="right", overflow="fold")
+
+    def row(name: str, cells: list[str], style: str = "") -> None:
+        table.add_row(Text(name), *map(Text, cells), style=style)
+
+    row("state", [run.state for run in found])
+    row("took", [_took(run.seconds) for run in found])
+    row("ranks", [str(run.world_size or "–") for run in found])
+    lasts = [run.last_metrics() for run in found]
+    for key in _keys(lasts):
+        row(key, [_plain(last.get(key)) or "–" for last in lasts])
+    bests = [_best(run) for run in found]
+    for key in _keys(bests):
+        row(f"best {key}", [_plain(best.get(key)) or "–" for best in bests], "bold")
+    settings = [_settings(run) for run in found]
+    for key in dict.fromkeys(key for each in settings for key in each):
+        values = [each.get(key, "–") for each in settings]
+        if len(set(values)) > 1:
+            row(key, values, "dim")
+    Console(highlight=False).print(table)
+
+
+def _keys(records: list[dict[str, Any]]) -> list[str]:
+    """Numbers of any of the records, in order of appearance."""
+    items = [item for record in records for item in record.items()]
+    return list(dict.fromkeys(key for key, value in items if _plain(value)))
+
+
+def _best(run: Run) -> dict[str, Any]:
+    from miniray.report.series import curves
+
+    return {c.name: c.best[1] for c in curves(run.metrics) if c.best is not None}
+
+
+def _settings(run: Run) -> dict[str, str]:
+    from miniray.report.series import flat
+
+    found = {f"config.{key}": value for key, value in flat(run.config).items()}
+    versions = run.info.get("versions")
+    if isinstance(versions, dict):
+        found |= {f"version.{key}": value for key, value in versions.items()}
+    return {key: str(value) for key, value in found.items()}
+
+
+@runs.command()
+@run_argument("targets", many=True)
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@runs_dir_option
+def delete(targets: tuple[str, ...], yes: bool, runs_dir: Path) -> None:
+    """Delete runs with everything in them: metrics, logs, checkpoints, models.
+
+    Nothing but a run directory that miniray wrote is deleted, and no run whose processes live. If
+    any of the RUNs is refused, none is deleted.
+    """
+    chosen = list(dict.fromkeys(resolve(target, runs_dir) for target in targets))
+    for path in chosen:
+        why = refusal(path)
+        if why:
+            raise click.ClickException(f"{path} is not deleted: {why}")
+    for path in chosen:
+        click.echo(f"{path}  {_size(path) / 1e6:,.1f} MB")
+    if not yes:
+        if not sys.stdin.isatty():
+            raise click.UsageError("There is no terminal to ask on; --yes deletes without asking.")
+        click.confirm(f"Delete {len(chosen)} run{'s' * (len(chosen) > 1)} for good?", abort=True)
+    for path in chosen:
+        _remove(path)
+    click.echo(f"deleted {len(chosen)} run{'s' * (len(chosen) > 1)}")
+
+
+def refusal(path: Path) -> str:
+    """Why ``path`` must not be deleted; "" where it may be."""
+    from miniray.report import read
+    from miniray.report.run import is_ours, is_run
+
+    if path.is_symlink():
+        return "it is a link; delete what it leads to"
+    whole = path.resolve()
+    if not is_run(path) or not is_ours(path):
+        return "it is not a run directory of miniray"
+    if Path.cwd().resolve().is_relative_to(whole):
+        return "it holds the current directory"
+    if (whole / ".git").exists():
+        return "it holds a git repository"
+    inner = next((p.parent for p in whole.glob("*/run.json")), None)
+    if inner is not None:
+        return f"another run is in it: {inner.name}"
+    living = read(path).living
+    return f"the run is still going on ({living})" if living else ""
+
+
+def _remove(path: Path) -> None:
+    """Take it out of sight first: one that is deleted by half must not look like a run."""
+    import shutil
+
+    aside = path.with_name(f".{path.name}.{os.getpid()}.deleted")
+    os.rename(path, aside)
+    shutil.rmtree(aside)
+
+
+def _size(path: Path) -> int:
+    return sum(p.lstat().st_size for p in path.rglob("*") if not p.is_dir())
+
+
+# -- words ----------------------------------------------------------------------------------------
+
+
+def _ago(moment: float | None) -> str:
+    if moment is None:
+        return ""
+    age = time.time() - moment
+    for size, word in ((86400, "d"), (3600, "h"), (60, "min")):
+        if age >= size:
+            return f"{age // size:.0f} {word} ago"
+    return "now" if age < 5 else f"{max(0.0, age):.0f} s ago"
+
+
+def _took(value: float | None) -> str:
+    from miniray.doctor.findings import seconds
+
+    return "" if value is None else seconds(value)
+
+
+def _metrics(last: dict[str, Any]) -> str:
+    from miniray.report.series import NOT_A_SCORE
+
+    shown = [f"{k} {_plain(v)}" for k, v in last.items() if k not in NOT_A_SCORE and _plain(v)]
+    return "  ".join(shown[:4])
+
+
+def _plain(value: Any) -> str:
+    """A number for a table; "" for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return ""
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list) else value

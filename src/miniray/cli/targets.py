@@ -1,0 +1,101 @@
+"""Which run a user means, and which names a shell may offer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+RUNS_DIR = Path("runs")
+
+runs_dir_option = click.option(
+    "--runs-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=RUNS_DIR,
+    show_default=True,
+    help="Folder the runs are in.",
+)
+
+
+def resolve(target: str, runs_dir: Path) -> Path:
+    """A run's directory from its path, its name in ``runs_dir``, ``latest``, or a process id.
+
+    ``FileNotFoundError`` says what was looked for, and names what is near.
+    """
+    if Path(target).is_dir():
+        return Path(target)
+    if Path(target).name == target and (runs_dir / target).is_dir():
+        return runs_dir / target
+    if target == "latest":
+        return latest(runs_dir)
+    if target.isdigit():
+        from miniray.doctor.diagnose import find_run
+
+        return find_run(target, runs_dir)
+    import difflib
+
+    near = difflib.get_close_matches(target, names(runs_dir), n=1)
+    hint = f"did you mean {near[0]}?" if near else "`miniray runs` lists those there are"
+    raise FileNotFoundError(
+        f"there is no run directory {target}, and no run of that name in {runs_dir}: {hint}"
+    )
+
+
+def find_recorded(target: str, runs_dir: Path) -> Path:
+    """The same for those who read boxes: ``latest`` is the newest run that has any."""
+    if target == "latest" and not Path(target).is_dir():
+        from miniray.doctor.diagnose import find_run
+
+        return find_run(target, runs_dir)
+    return resolve(target, runs_dir)
+
+
+def latest(runs_dir: Path) -> Path:
+    from miniray.report import find_runs
+
+    found = find_runs(runs_dir)
+    if not found:
+        raise FileNotFoundError(f"there are no runs in {runs_dir.absolute()}")
+    return found[0].path
+
+
+def names(runs_dir: Path) -> list[str]:
+    """Folders that look like runs, without reading any."""
+    try:
+        return sorted(p.name for p in runs_dir.iterdir() if p.is_dir() and p.name[0] != ".")
+    except OSError:
+        return []
+
+
+def complete_runs(
+    ctx: click.Context, param: click.Parameter | None, incomplete: str
+) -> list[CompletionItem]:
+    """What the shell offers for a run: ``latest``, names, and paths as everywhere."""
+    from click.shell_completion import CompletionItem
+
+    runs_dir = ctx.params.get("runs_dir") or RUNS_DIR
+    found = [name for name in ["latest", *names(Path(runs_dir))] if name.startswith(incomplete)]
+    if found:
+        return [CompletionItem(name) for name in found]
+    return [CompletionItem(incomplete, type="dir")]
+
+
+def run_argument(
+    name: str = "target", *, default: str | None = "latest", many: bool = False
+) -> Callable[[Any], Any]:
+    """The argument that names a run, or several."""
+    if many:
+        return click.argument(
+            name, metavar="RUN...", nargs=-1, required=True, shell_complete=complete_runs
+        )
+    return click.argument(
+        name,
+        metavar="[RUN_DIR | PID | latest]",
+        default=default,
+        shell_complete=complete_runs,
+    )

@@ -1,0 +1,166 @@
+"""What is known of a user's function or class before it runs: how it may be called, its methods."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+#: Where ``@miniray.method(...)`` leaves its options on a function.
+METHOD_OPTIONS = "__miniray_method_options__"
+#: On functions of a class that are no methods of its actors.
+NOT_A_METHOD = "__miniray_not_a_method__"
+
+
+@dataclasses.dataclass(frozen=True)
+class CallSpec:
+    """How something may be called: enough to refuse wrong arguments before they are sent.
+
+    ``signature`` has neither defaults nor annotations, so a spec is small and always picklable.
+    """
+
+    name: str
+    signature: inspect.Signature | None
+    min_positional: int
+    max_positional: int
+    is_generator: bool
+    is_async: bool
+    num_returns: int | str
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], name: str, *, bound: bool) -> CallSpec:
+        """Describe ``function``; with ``bound`` the first parameter (self) is left out."""
+        generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+        declared: dict[str, Any] = getattr(function, METHOD_OPTIONS, {})
+        num_returns = declared.get("num_returns")
+        if num_returns is None:
+            num_returns = "streaming" if generator else 1
+        signature = _bare_signature(function, bound)
+        low, high = 0, -1
+        if signature is not None:
+            low, high = positional_range(signature)
+        return cls(
+            name=name,
+            signature=signature,
+            min_positional=low,
+            max_positional=high,
+            is_generator=generator,
+            is_async=inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function),
+            num_returns=num_returns,
+        )
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise ``TypeError``, as the call itself would, when the arguments do not fit."""
+        if not kwargs and self.min_positional <= len(args) <= self.max_positional:
+            return  # the common case, a hundred times cheaper than binding
+        if self.signature is None:
+            return
+        try:
+            self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}(): {error}") from None
+
+
+def _bare_signature(function: Callable[..., Any], bound: bool) -> inspect.Signature | None:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # builtins and C functions may have none
+        return None
+    if bound:
+        parameters = parameters[1:]
+    empty = inspect.Parameter.empty
+    return inspect.Signature(
+        [
+            p.replace(annotation=empty, default=empty if p.default is empty else None)
+            for p in parameters
+        ]
+    )
+
+
+def positional_range(signature: inspect.Signature) -> tuple[int, int]:
+    """(fewest, most) arguments of a call with positional arguments only; most < 0: bind instead."""
+    low = high = 0
+    for p in signature.parameters.values():
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            high += 1
+            low += p.default is p.empty
+        elif p.kind is p.VAR_POSITIONAL:
+            high = 1 << 30
+        elif p.kind is p.KEYWORD_ONLY and p.default is p.empty:
+            return 0, -1
+    return low, high
+
+
+# The specs look at the user's code when first used, not when made: code that refers to itself is
+# unpickled as an empty shell first, and its spec is made while it is still empty.
+
+
+class FunctionSpec:
+    """A user's function and what engines cache about it (``cache`` is theirs, keyed by engine)."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.name: str = getattr(function, "__qualname__", repr(function))
+        self.cache: dict[Any, Any] = {}
+
+    @functools.cached_property
+    def call(self) -> CallSpec:
+        return CallSpec.of(self.function, self.name, bound=False)
+
+
+class ClassSpec:
+    """A user's class, its methods, and what engines cache about it."""
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+        self.cache: dict[Any, Any] = {}
+
+    @functools.cached_property
+    def name(self) -> str:
+        return self.cls.__qualname__
+
+    @functools.cached_property
+    def init(self) -> CallSpec:
+        return CallSpec.of(_constructor(self.cls), self.name, bound=True)
+
+    @functools.cached_property
+    def info(self) -> ActorInfo:
+        cls = self.cls
+        return ActorInfo(
+            cls.__name__,
+            {
+                name: _method_spec(cls, name, function)
+                for name, function in inspect.getmembers(cls, callable)
+                if not (name.startswith("__") and name != "__call__")
+                and not getattr(function, NOT_A_METHOD, False)
+            },
+        )
+
+    @functools.cached_property
+    def is_async(self) -> bool:
+        return any(m.is_async for m in self.info.methods.values())
+
+
+def _constructor(cls: type) -> Callable[..., Any]:
+    """What checks the arguments of ``cls(...)``."""
+    init: Any = cls.__init__  # type: ignore[misc]
+    new: Any = cls.__new__
+    if init is object.__init__ and new is object.__new__:
+        return lambda self: None  # object's own signature claims to take anything
+    return init  # type: ignore[no-any-return]
+
+
+def _method_spec(cls: type, name: str, function: Callable[..., Any]) -> CallSpec:
+    raw = inspect.getattr_static(cls, name)
+    unbound = not isinstance(raw, (staticmethod, classmethod))
+    return CallSpec.of(function, f"{cls.__name__}.{name}", bound=unbound)
+
+
+@dataclasses.dataclass(frozen=True)
+class ActorInfo:
+    """What a handle knows about its actor's class; travels with the handle."""
+
+    class_name: str
+    methods: dict[str, CallSpec]

@@ -1,0 +1,134 @@
+"""Who may look, and at what: the token, the Host header, and files inside the run root only.
+
+A page of any web site may send requests to 127.0.0.1 from the user's own browser, and one on
+another port of localhost even sends our cookie along. So every request must show the token, name a
+loopback host (a name that somebody pointed at 127.0.0.1 is none) and not come from another origin.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import secrets
+from collections.abc import Mapping
+from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+from urllib.parse import urlsplit
+
+#: What makes a folder a run.
+_MARKS = ("run.json", "metrics.jsonl", "ranks")
+
+
+class NotFoundError(LookupError):
+    """No such run or file, or it lies outside of the root: which of the two is not said."""
+
+
+class Gate:
+    """The token of one server. ``allows`` decides on each request."""
+
+    def __init__(self) -> None:
+        self.token = secrets.token_urlsafe(24)
+        self.cookie_name = "miniray"
+
+    def is_token(self, shown: str) -> bool:
+        return hmac.compare_digest(shown.encode(), self.token.encode())
+
+    def allows(self, headers: Mapping[str, str], query_token: str | None) -> bool:
+        """Whether whoever sent this has the token, in the address or in the cookie."""
+        if query_token is not None:
+            return self.is_token(query_token)
+        cookie: SimpleCookie = SimpleCookie()
+        try:
+            cookie.load(headers.get("Cookie") or "")
+        except CookieError:
+            return False
+        shown = cookie.get(self.cookie_name)
+        return shown is not None and self.is_token(shown.value)
+
+    def cookie(self) -> str:
+        return f"{self.cookie_name}={self.token}; Path=/; HttpOnly; SameSite=Strict"
+
+
+def is_loopback(host: str) -> bool:
+    """``127.0.0.1``, ``::1``, ``localhost``; a name that merely resolves to these is none."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_ours(host_header: str | None, origin: str | None) -> bool:
+    """Whether a request names us by a loopback name and comes from no other page.
+
+    Ports are free: through ``ssh -L`` the browser's differs from ours.
+    """
+    if not host_header:
+        return False
+    try:
+        host = urlsplit(f"//{host_header}").hostname
+        if origin is not None and urlsplit(origin).netloc.lower() != host_header.lower():
+            return False
+    except ValueError:
+        return False
+    return host is not None and is_loopback(host)
+
+
+class Root:
+    """The directory that is served: of runs, or one run by itself.
+
+    Symbolic links are followed only where they stay inside. ``FileNotFoundError`` where there is no
+    such directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_dir():
+            raise FileNotFoundError(f"there is no directory {path}")
+        self.path = path.resolve()
+        self.is_run = _is_run(self.path)
+
+    def names(self) -> list[str]:
+        """Names of all runs, in no order."""
+        if self.is_run:
+            return [self.path.name]
+        found = []
+        try:
+            entries = list(self.path.iterdir())
+        except OSError:  # the root itself was deleted or closed to us: then it holds no runs
+            return []
+        for entry in entries:
+            try:
+                self.run(entry.name)
+            except NotFoundError:
+                continue
+            found.append(entry.name)
+        return found
+
+    def run(self, name: str) -> Path:
+        """The directory of a run; ``NotFoundError`` for everything that is none of ours."""
+        if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+            raise NotFoundError(name)
+        if self.is_run and name != self.path.name:
+            raise NotFoundError(name)
+        path = self.path if self.is_run else self.inside(self.path / name)
+        if not _is_run(path):
+            raise NotFoundError(name)
+        if os.path.lexists(path / "run.json"):
+            self.inside(path / "run.json")
+        return path
+
+    def inside(self, path: Path) -> Path:
+        """``path`` with links followed; ``NotFoundError`` where that is nothing, or outside."""
+        try:
+            real = path.resolve(strict=True)
+        except (OSError, RuntimeError):  # RuntimeError: links in a circle, before Python 3.13
+            raise NotFoundError(str(path)) from None
+        if not real.is_relative_to(self.path):
+            raise NotFoundError(str(path))
+        return real
+
+
+def _is_run(path: Path) -> bool:
+    return path.is_dir() and any((path / mark).exists() for mark in _MARKS)

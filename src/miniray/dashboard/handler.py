@@ -1,0 +1,265 @@
+"""Requests: who may ask is ``access``, what is answered is ``watch``; here is the way between.
+
+Every request is answered on a connection of its own and every answer says what may be done with it
+(``_HEADERS``). There is one POST, which asks a rank for its stack.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
+
+from miniray.dashboard import access, logs
+from miniray.dashboard.access import NotFoundError
+from miniray.dashboard.watch import NoStackError
+
+if TYPE_CHECKING:
+    from miniray.dashboard.server import Server
+
+_STATIC = Path(__file__).parent / "static"
+_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/app.js": ("app.js", "text/javascript; charset=utf-8"),
+    "/style.css": ("style.css", "text/css; charset=utf-8"),
+}
+_HEADERS = {
+    # plotly sets styles of its elements; scripts come from us alone.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_DENIED = (
+    "403: this page needs the address that `miniray dashboard` printed, with the token in it, and "
+    "is served to localhost only.\n"
+)
+#: Seconds without news after which a comment is sent, which finds out whether anybody listens.
+_SILENCE = 10.0
+_WORTH_PACKING = 2048
+_MOST_COMPARED = 8
+_MOST_BUCKETS = 1000
+_LONGEST_SEARCH = 200
+
+
+class BadRequestError(ValueError):
+    """A parameter is missing or is not what it must be."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request. ``dashboard`` is set by the server."""
+
+    dashboard: Server
+    server_version = "miniray"
+    sys_version = ""
+    _entering = False
+    timeout = 30  # of reading a request; a client that says nothing does not hold a thread for ever
+
+    def do_GET(self) -> None:
+        routes: dict[str, Callable[[], None]] = {
+            "/api/events": self._events,
+            "/api/chart": self._chart,
+            "/api/lanes": self._lanes,
+            "/api/log": self._log,
+            "/api/search": self._search,
+        }
+        self._answer(routes, reads=True)
+
+    def do_POST(self) -> None:
+        self._answer({"/api/stack": self._stack}, reads=False)
+
+    def _answer(self, routes: dict[str, Callable[[], None]], reads: bool) -> None:
+        try:
+            url = urlsplit(self.path)
+            self._query = parse_qs(url.query, keep_blank_values=True)
+        except ValueError:
+            return self._text(400, "400: the address cannot be read\n")
+        token = self._query.get("token", [None])[0]
+        ours = access.is_ours(self.headers.get("Host"), self.headers.get("Origin"))
+        # Browsers of today say where a request comes from; an address typed in comes from "none".
+        site = self.headers.get("Sec-Fetch-Site", "none")
+        ours = ours and (site in ("same-origin", "none") or (reads and url.path == "/"))
+        if not ours or not self.dashboard.gate.allows(dict(self.headers.items()), token):
+            return self._text(403, _DENIED)
+        try:
+            if url.path in routes:
+                routes[url.path]()
+            elif reads and url.path in _FILES:
+                name, kind = _FILES[url.path]
+                # The token moves from the address, which the page then hides, to a cookie.
+                self._entering = token is not None
+                self._send(200, (_STATIC / name).read_bytes(), kind, "no-cache")
+            elif reads and url.path == "/plotly.min.js":
+                body = self.dashboard.plotly()
+                self._send(200, body, "text/javascript", "private, max-age=86400", packed=True)
+            else:
+                self._text(404, "404: there is no such page\n")
+        except (NotFoundError, FileNotFoundError):
+            self._text(404, "404: there is no such run or file\n")
+        except BadRequestError as error:
+            self._text(400, f"400: {error}\n")
+        except NoStackError as error:
+            self._json({"error": str(error)}, 409)
+        except (BrokenPipeError, ConnectionError, TimeoutError):
+            self.close_connection = True  # whoever asked has gone
+
+    # -- answers ----------------------------------------------------------------------------------
+
+    def _events(self) -> None:
+        """News as server-sent events: ``runs`` and ``state``, each whole, when it has changed."""
+        poller = self.dashboard.poller
+        watches = [poller.watch(name) for name in self._query.get("run", [])[:_MOST_COMPARED]]
+        self.send_response(200)
+        self._common("text/event-stream", "no-store")
+        self.end_headers()
+        sent = (-1,) * (1 + len(watches))
+        poller.viewer(1)
+        try:
+            while not poller.stopped:
+                now = poller.wait(sent, watches, _SILENCE)
+                text = "" if now != sent else ": nobody home\n\n"
+                if now[0] != sent[0]:
+                    text += _event("runs", poller.runs())
+                for watch, version, before in zip(watches, now[1:], sent[1:], strict=True):
+                    if version != before:
+                        text += _event("state", watch.state)
+                sent = now
+                self.wfile.write(text.encode())
+                self.wfile.flush()
+        finally:
+            poller.viewer(-1)
+
+    def _chart(self) -> None:
+        low, high = self._number("from"), self._number("to")
+        watch = self.dashboard.poller.watch(self._one("run"))
+        self._json(watch.chart(self._one("name"), self._one("by_rank") == "1", low, high))
+
+    def _lanes(self) -> None:
+        seconds, buckets = self._number("seconds"), self._number("buckets")
+        if buckets is None or not 1 <= buckets <= _MOST_BUCKETS:
+            raise BadRequestError(f"buckets must be from 1 to {_MOST_BUCKETS}")
+        watch = self.dashboard.poller.watch(self._one("run"))
+        self._json(watch.lanes(seconds, int(buckets)))
+
+    def _log(self) -> None:
+        since, before = self._number("since"), self._number("before")
+        path = self._log_file(self._one("run"), self._one("rank"))
+        if path is None:
+            self._json({"lines": [], "rest": "", "start": 0, "end": 0, "size": 0, "missing": True})
+            return
+        self._json(
+            logs.tail(
+                path,
+                None if since is None else max(0, int(since)),
+                None if before is None else max(0, int(before)),
+            )
+        )
+
+    def _search(self) -> None:
+        """In one rank's log, or in those of all."""
+        run, rank, text = self._one("run"), self._one("rank"), self._one("q")
+        if not 0 < len(text) <= _LONGEST_SEARCH:
+            raise BadRequestError(f"q must have from 1 to {_LONGEST_SEARCH} characters")
+        folder = self.dashboard.root.run(run) / "ranks"
+        names = [file.stem for file in folder.glob("*.log")] if rank == "all" else [rank]
+        found = {}
+        for name in sorted(filter(_is_rank, names), key=int):
+            try:
+                path = self._log_file(run, name)
+            except NotFoundError:
+                if rank != "all":
+                    raise
+                continue  # one that leads out of the root is passed over
+            searched = logs.search(path, text) if path is not None else {"total": 0}
+            if searched["total"]:
+                found[name] = searched
+        self._json(found)
+
+    def _stack(self) -> None:
+        rank = self._one("rank")
+        if not _is_rank(rank):
+            raise BadRequestError("rank must be a number")
+        self._json(self.dashboard.poller.watch(self._one("run")).stack(int(rank)))
+
+    # -- parts ------------------------------------------------------------------------------------
+
+    def _log_file(self, run: str, rank: str) -> Path | None:
+        """None where the rank has written none: that is not an error of the page's."""
+        if not _is_rank(rank):
+            raise BadRequestError("rank must be a number")
+        root = self.dashboard.root
+        path = root.run(run) / "ranks" / f"{int(rank)}.log"
+        if not os.path.lexists(path):
+            return None
+        real = root.inside(path)
+        if not real.is_file():  # a pipe would hold us for ever
+            raise NotFoundError(str(path))
+        return real
+
+    def _one(self, name: str) -> str:
+        values = self._query.get(name, [])
+        if len(values) != 1:
+            raise BadRequestError(f"{name} must be given once")
+        return values[0]
+
+    def _number(self, name: str) -> float | None:
+        if name not in self._query:
+            return None
+        try:
+            value = float(self._one(name))
+        except ValueError:
+            raise BadRequestError(f"{name} must be a number") from None
+        if not math.isfinite(value):
+            raise BadRequestError(f"{name} must be a finite number")
+        return value
+
+    def _json(self, value: Any, status: int = 200) -> None:
+        self._send(status, _dump(value).encode(), "application/json", "no-store")
+
+    def _text(self, status: int, text: str) -> None:
+        self._send(status, text.encode(), "text/plain; charset=utf-8", "no-store")
+
+    def _send(self, status: int, body: bytes, kind: str, cache: str, packed: bool = False) -> None:
+        takes = "gzip" in (self.headers.get("Accept-Encoding") or "")
+        if packed and not takes:
+            body, packed = gzip.decompress(body), False
+        elif not packed and takes and len(body) > _WORTH_PACKING:
+            body, packed = gzip.compress(body, 1), True
+        self.send_response(status)
+        self._common(kind, cache)
+        if self._entering:
+            self.send_header("Set-Cookie", self.dashboard.gate.cookie())
+        if packed:
+            self.send_header("Content-Encoding", "gzip")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _common(self, kind: str, cache: str) -> None:
+        self.send_header("Content-Type", kind)
+        self.send_header("Cache-Control", cache)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the terminal is the user's, and addresses would show the token."""
+
+
+def _event(name: str, value: Any) -> str:
+    return f"event: {name}\ndata: {_dump(value)}\n\n"
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def _is_rank(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 8

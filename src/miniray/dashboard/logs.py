@@ -1,0 +1,79 @@
+"""Logs of ranks, read from their end: a screenful at a time, however long the file is."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+_PIECE = 128 << 10
+_BLOCK = 1 << 20
+_MOST_FOUND = 300
+#: Of a longer log only the end is searched.
+_MOST_SEARCHED = 64 << 20
+_LONGEST_SHOWN = 2000
+
+
+def tail(path: Path, since: int | None = None, before: int | None = None) -> dict[str, Any]:
+    """Whole lines: the last ones, those after byte ``since``, or those up to byte ``before``.
+
+    ``start`` and ``end`` say which bytes they are, for the next request; ``rest`` is a last line
+    that has no end yet. A file that became shorter than ``since`` was begun anew and is read so.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        anew = since is None or since > size
+        if since is None or anew:
+            stop = size if before is None else min(before, size)
+            start = max(0, stop - _PIECE)
+        else:
+            start, stop = since, min(size, since + _PIECE)
+        file.seek(start)
+        data = file.read(stop - start)
+    if anew and start > 0:  # in the middle of a line, which begins before
+        cut = data.find(b"\n") + 1
+        start, data = start + cut, data[cut:]
+    whole = data.rfind(b"\n") + 1
+    if not whole and len(data) >= _PIECE:  # one line longer than all we read
+        whole = len(data)
+    rest = data[whole:] if stop == size else b""
+    return {
+        "lines": [_shown(line) for line in data[:whole].split(b"\n")[:-1]],
+        "rest": _shown(rest),
+        "start": start,
+        "end": start + whole,
+        "size": size,
+        "anew": anew,
+    }
+
+
+def search(path: Path, text: str) -> dict[str, Any]:
+    """Lines that contain ``text``, letters large or small: the last few hundred of them."""
+    wanted = text.lower()
+    found: deque[dict[str, Any]] = deque(maxlen=_MOST_FOUND)
+    total = 0
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        at = max(0, size - _MOST_SEARCHED)
+        file.seek(at)
+        rest = b""
+        while block := file.read(_BLOCK):
+            *lines, rest = (rest + block).split(b"\n")
+            for line in lines:
+                if wanted in (shown := line.decode("utf-8", "replace")).lower():
+                    total += 1
+                    found.append({"at": at, "line": shown[:_LONGEST_SHOWN]})
+                at += len(line) + 1
+            if len(rest) > _BLOCK:
+                at, rest = at + len(rest), b""
+        if rest and wanted in (shown := rest.decode("utf-8", "replace")).lower():
+            total += 1
+            found.append({"at": at, "line": shown[:_LONGEST_SHOWN]})
+    return {"found": list(found), "total": total, "whole": size <= _MOST_SEARCHED}
+
+
+def _shown(line: bytes) -> str:
+    """As a terminal would show it: of a progress bar, what was written last."""
+    text = line.decode("utf-8", "replace").rstrip("\r")
+    return text.rpartition("\r")[2][:_LONGEST_SHOWN]

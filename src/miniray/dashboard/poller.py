@@ -1,0 +1,152 @@
+"""The one thread that reads: the list of runs, and every run that somebody looks at.
+
+It reads as often as a second where that is cheap, and never spends more than a quarter of a core.
+A run that lives is watched on when its page is closed, so that its lanes have no gap.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from typing import Any
+
+from miniray.dashboard.access import NotFoundError, Root
+from miniray.dashboard.runs import Listing
+from miniray.dashboard.watch import Watch
+
+#: Seconds between two looks: while somebody looks on, and while nobody does.
+_PAUSE, _LONG_PAUSE = 1.0, 5.0
+#: Seconds after which a run that ended, or nobody's run, is no longer looked at, and forgotten.
+_KEEP = 60.0
+_MOST_WATCHED, _MOST_RUNNING = 16, 4
+
+
+class Poller:
+    """``start``, ``watch`` a run, ``wait`` for news of it, ``close``."""
+
+    def __init__(self, root: Root, interval: float = _PAUSE) -> None:
+        self._root = root
+        self._interval = interval
+        self._listing = Listing(root)
+        self._watches: dict[str, Watch] = {}
+        self._news = threading.Condition()
+        self._wake = threading.Event()
+        self._stopped = False
+        self._viewers = 0
+        self._thread = threading.Thread(target=self._loop, name="dashboard-poller", daemon=True)
+        self.runs_version = 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        with self._news:
+            self._stopped = True
+            self._news.notify_all()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopped
+
+    def runs(self) -> list[dict[str, Any]]:
+        """All runs; of those that are watched, what the doctor thinks as well."""
+        found = []
+        for entry in self._listing.runs:
+            watch = self._watches.get(entry["name"])
+            severity = watch.state.get("severity") if watch is not None else None
+            found.append({**entry, "severity": severity})
+        return found
+
+    def watch(self, name: str) -> Watch:
+        """The watch of a run, polled once at least. ``NotFoundError`` where there is none."""
+        with self._news:
+            watch = self._watches.get(name)
+            if watch is None:
+                watch = self._watches[name] = Watch(self._root, name)
+                self._wake.set()
+            watch.viewed = time.monotonic()
+            while not watch.version and not self._stopped:
+                self._news.wait(1.0)
+        return watch
+
+    def wait(self, seen: tuple[int, ...], watches: list[Watch], timeout: float) -> tuple[int, ...]:
+        """Wait until the list or a watch has changed from ``seen``; what the versions are now."""
+
+        def now() -> tuple[int, ...]:
+            return (self.runs_version, *(watch.version for watch in watches))
+
+        with self._news:
+            for watch in watches:
+                watch.viewed = time.monotonic()
+            self._news.wait_for(lambda: self._stopped or now() != seen, timeout)
+            return now()
+
+    def viewer(self, change: int) -> None:
+        """Somebody opened a page (1) or closed one (-1)."""
+        with self._news:
+            self._viewers += change
+        self._wake.set()
+
+    def _loop(self) -> None:
+        while not self._stopped:
+            self._wake.clear()
+            began = time.monotonic()
+            behind = self._look()
+            spent = time.monotonic() - began
+            if not behind:
+                least = self._interval if self._viewers else _LONG_PAUSE
+                self._wake.wait(max(least, 3 * spent))
+
+    def _look(self) -> bool:
+        """Everything once; whether a file was too long to be read at once."""
+        before = [entry["severity"] for entry in self.runs()]
+        changed = self._listing.refresh()
+        if self._viewers:
+            self._watch_running()
+        with self._news:
+            watches = list(self._watches.values())
+        behind = False
+        for watch in watches:
+            idle = time.monotonic() - watch.viewed
+            if watch.version and not watch.live and not watch.behind and idle > _KEEP:
+                continue
+            try:
+                watch.poll()
+            except Exception as error:
+                # A record nobody foresaw must not end the page for all runs: it is told instead.
+                traceback.print_exc()
+                watch.state = {**watch.state, "name": watch.name, "error": repr(error)}
+                watch.version += 1
+            behind = behind or watch.behind
+            with self._news:
+                self._news.notify_all()
+            if self._stopped:
+                return False
+        with self._news:
+            if changed or before != [entry["severity"] for entry in self.runs()]:
+                self.runs_version += 1
+            self._forget()
+            self._news.notify_all()
+        return behind
+
+    def _watch_running(self) -> None:
+        """The list says of runs that go on whether they are stuck: so they are looked at too."""
+        running = [entry["name"] for entry in self._listing.runs if entry["state"] == "running"]
+        with self._news:
+            for name in running[:_MOST_RUNNING]:
+                if name not in self._watches:
+                    try:
+                        self._watches[name] = Watch(self._root, name)
+                    except NotFoundError:  # deleted since the list was made
+                        continue
+
+    def _forget(self) -> None:
+        """Of more runs than can be kept in memory, those go that were looked at longest ago."""
+        spare = sorted(self._watches.values(), key=lambda watch: -watch.viewed)[_MOST_WATCHED:]
+        for watch in spare:
+            if time.monotonic() - watch.viewed > _KEEP:
+                del self._watches[watch.name]

@@ -1,0 +1,102 @@
+"""The list of runs: each one's state as ``run.json`` and its process say."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from miniray.dashboard.access import NotFoundError, Root
+
+_MOST_RUNS = 500
+
+
+class Listing:
+    """All runs under the root, newest first. ``refresh`` reads only files that changed."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+        self._read: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {}
+        self.runs: list[dict[str, Any]] = []
+
+    def refresh(self) -> bool:
+        """Whether anything in the list is new."""
+        found = []
+        for name in self._root.names():
+            try:
+                found.append(self._entry(name))
+            except (NotFoundError, OSError):  # deleted just now
+                self._read.pop(name, None)
+        found.sort(key=lambda entry: (entry["changed"], entry["name"]), reverse=True)
+        del found[_MOST_RUNS:]
+        before, self.runs = self.runs, found
+        return before != found
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        path = self._root.run(name)
+        run = self._run_json(name, path)
+        config = run.get("config")
+        config = config if isinstance(config, Mapping) else {}
+        started = run.get("started")
+        return {
+            "name": name,
+            "state": state_of(run),
+            "started": started if isinstance(started, str) else None,
+            "ended": run.get("ended") if isinstance(run.get("ended"), str) else None,
+            "world_size": run.get("world_size"),
+            "kind": str(config.get("trainer") or config.get("launcher") or ""),
+            # Of the folder itself: that of the boxes would change with every heartbeat.
+            "changed": _moment(started) or path.stat().st_mtime,
+        }
+
+    def _run_json(self, name: str, path: Path) -> dict[str, Any]:
+        try:
+            file = self._root.inside(path / "run.json")
+        except NotFoundError:
+            return {}
+        status = file.stat()
+        stamp = (status.st_mtime_ns, status.st_size)
+        if name not in self._read or self._read[name][0] != stamp:
+            self._read[name] = (stamp, read_json(file))
+        return self._read[name][1]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object; empty where there is none or it is damaged (the doctor says which)."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def state_of(run: Mapping[str, Any]) -> str:
+    """What ``run.json`` says, or ``died`` where it says "running" and its process is gone."""
+    state = str(run.get("state", "unknown"))
+    if state == "running" and run.get("host") == socket.gethostname() and not _alive(run):
+        return "died"
+    return state
+
+
+def _alive(run: Mapping[str, Any]) -> bool:
+    import psutil
+
+    try:
+        process = psutil.Process(int(run["pid"]))
+        # Process ids are used again; the time a process began tells the two apart.
+        same = abs(process.create_time() - float(run["process_started"])) < 1.0
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, KeyError, TypeError, ValueError):
+        return False
+
+
+def _moment(text: Any) -> float | None:
+    if not isinstance(text, str):
+        return None
+    try:
+        return time.mktime(time.strptime(text[:19], "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None

@@ -1,0 +1,679 @@
+// The page of one run. The server sends `runs` and `state` as they change (server-sent events);
+// curves, lanes, logs and stacks are fetched when they are needed. All text goes in as text, never
+// as HTML: what a run prints cannot become part of the page.
+
+const $ = (id) => document.getElementById(id);
+const REST = { compute: "compute", backward: "backward", data: "waits for data", sync: "waits for ranks", other: "other" };
+const PALETTE = ["#4c86ea", "#e8833a", "#3aa76d", "#b05fd3", "#d6549a", "#2aa5b8", "#a08a1f", "#7c8aa0"];
+const WINDOWS = [["1 min", 60], ["10 min", 600], ["1 h", 3600], ["all", null]];
+const MOST_LINES = 3000;    // of a log
+const MANY = 16;            // ranks that a table shows without being asked
+
+let runs = [];
+let chosen = null;          // the run that is shown
+let compared = [];          // further runs, for their curves
+let states = new Map();     // run -> what the server last said of it
+let source = null;          // the EventSource
+let seconds = 600;          // of the lanes
+let lanes = null;
+let allRanks = false;
+
+// -- small tools ---------------------------------------------------------------------------------
+
+function h(tag, props = {}, ...children) {
+  const node = Object.assign(document.createElement(tag), props);
+  node.append(...children.filter((child) => child != null));
+  return node;
+}
+
+async function ask(path, query, method = "GET") {
+  const url = `${path}?${new URLSearchParams(Object.entries(query).filter(([, v]) => v != null))}`;
+  const answer = await fetch(url, { method });
+  if (answer.ok) return answer.json();
+  const kind = answer.headers.get("Content-Type") ?? "";
+  const why = kind.includes("json") ? (await answer.json()).error : (await answer.text()).trim();
+  throw Object.assign(new Error(why), { status: answer.status });
+}
+
+// Calls made while one is under way become one more call after it.
+function oneAtATime(work, pause = 0) {
+  let busy = false, again = false;
+  return async function run() {
+    if (busy) { again = true; return; }
+    busy = true;
+    try { await work(); } finally {
+      if (pause) await new Promise((done) => setTimeout(done, pause));
+      busy = false;
+      if (again) { again = false; run(); }
+    }
+  };
+}
+
+function duration(value) {  // with spaces that do not break
+  if (value < 9.95) return `${value.toFixed(1)}\u00a0s`;
+  if (value < 120) return `${Math.round(value)}\u00a0s`;
+  if (value < 7200) return `${Math.floor(value / 60)}\u00a0min`;
+  return value < 172800 ? `${Math.floor(value / 3600)}\u00a0h` : `${Math.floor(value / 86400)}\u00a0days`;
+}
+const bytes = (n) => (n < 1e9 ? `${Math.round(n / 1e6)} MB` : `${(n / 1e9).toFixed(1)} GB`);
+const clock = (t) => new Date(t * 1000).toLocaleTimeString();
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const state = () => states.get(chosen) ?? {};
+const rankRow = (rank) => (state().ranks ?? []).find((row) => row.rank === rank);
+
+function chip(rank) {
+  const row = rankRow(rank);
+  const button = h("button", { type: "button", className: `chip ${row?.blame ?? ""}`, textContent: rank,
+    title: row ? `rank ${rank} ${row.doing}` : `rank ${rank}` });
+  button.onclick = () => openRank(rank);
+  return button;
+}
+
+// -- which run -----------------------------------------------------------------------------------
+
+function readAddress() {
+  const said = new URLSearchParams(location.hash.slice(1));
+  chosen = said.get("run") ?? chosen ?? runs[0]?.name ?? null;
+  compared = said.getAll("with").filter((name) => name !== chosen).slice(0, 7);
+}
+
+function writeAddress() {
+  const said = new URLSearchParams({ run: chosen });
+  compared.forEach((name) => said.append("with", name));
+  history.replaceState(null, "", `#${said}`);
+}
+
+function connect() {
+  source?.close();
+  const names = [chosen, ...compared].filter(Boolean);
+  source = new EventSource(`api/events?${new URLSearchParams(names.map((name) => ["run", name]))}`);
+  source.addEventListener("runs", (event) => {
+    runs = JSON.parse(event.data);
+    if (!chosen && runs.length) { chosen = runs[0].name; writeAddress(); connect(); }
+    if (!chosen) $("sentence").textContent = "There is no run in this directory yet. The first one is shown as soon as it starts.";
+    drawRuns();
+  });
+  source.addEventListener("state", (event) => {
+    const news = JSON.parse(event.data);
+    states.set(news.name, news);
+    connected();
+    if (news.name === chosen) drawState();
+    drawCharts();
+  });
+  source.onopen = connected;
+  source.onerror = () => {
+    const lost = source.readyState === EventSource.CLOSED;
+    connection("lost", lost ? "no such run" : `server lost at ${new Date().toLocaleTimeString()}`);
+  };
+}
+
+function connected() {
+  const ended = states.has(chosen) && !state().live;
+  connection(ended ? "" : "live", ended ? "ended" : "live");
+}
+
+function connection(kind, text) {
+  if ($("connection").textContent !== text) $("connection").textContent = text;
+  $("connection").className = `connection ${kind}`;
+}
+
+function choose(name) {
+  if (name === chosen) return;
+  chosen = name;
+  compared = compared.filter((other) => other !== name);
+  forgetPage();
+  writeAddress();
+  connect();
+  drawRuns();
+}
+
+function forgetPage() {
+  lanes = null;
+  allRanks = false;
+  $("ranks").tBodies[0].replaceChildren();
+  $("rank-map").replaceChildren();
+  for (const panel of panels.values()) panel.remove();
+  panels.clear();
+  Object.assign(log, { rank: null, end: null, start: null, found: false, picked: false });
+  $("log").replaceChildren();
+  if (states.has(chosen)) { drawState(); drawCharts(); }
+}
+
+function drawRuns() {
+  $("runs-count").textContent = runs.length;
+  $("runs-filter").hidden = runs.length < 8;
+  const wanted = $("runs-filter").value.toLowerCase();
+  const focused = document.activeElement?.dataset?.key;
+  $("runs").replaceChildren(...runs.filter((run) => run.name.toLowerCase().includes(wanted)).map((run) => {
+    const trouble = run.state === "running" && ["stuck", "failed", "wrong"].includes(run.severity);
+    const word = trouble ? run.severity : run.state;
+    const link = h("a", { href: `#run=${encodeURIComponent(run.name)}` }, run.name,
+      h("small", {}, h("span", { className: `state ${word}`, textContent: word }),
+        ` ${[run.world_size && `${run.world_size} rank${run.world_size > 1 ? "s" : ""}`, run.kind].filter(Boolean).join(" · ")}`));
+    link.dataset.key = `a ${run.name}`;
+    link.onclick = (event) => { event.preventDefault(); choose(run.name); };
+    if (run.name === chosen) link.setAttribute("aria-current", "page");
+    const box = h("input", { type: "checkbox", checked: run.name === chosen || compared.includes(run.name),
+      disabled: run.name === chosen, ariaLabel: `compare ${run.name}` });
+    box.dataset.key = `c ${run.name}`;
+    box.onchange = () => {
+      compared = box.checked ? [...compared, run.name].slice(-7) : compared.filter((name) => name !== run.name);
+      writeAddress();
+      connect();
+      drawCharts();
+    };
+    return h("li", { className: run.name === chosen ? "chosen" : "" }, box, link);
+  }));
+  if (focused) document.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
+}
+
+// -- verdict, findings, waits --------------------------------------------------------------------
+
+function drawState() {
+  const now = state();
+  $("run-name").textContent = now.name;
+  const low = Math.min(...(now.ranks ?? []).map((r) => r.step ?? 0)), high = Math.max(...(now.ranks ?? []).map((r) => r.step ?? 0));
+  const steps = now.ranks?.length ? `step ${low === high ? low : `${low}–${high}`}` : "";
+  $("run-facts").textContent = [now.state, now.world_size && `${now.world_size} ranks`, steps, now.facts].filter(Boolean).join(" · ");
+  $("run-facts").title = $("run-facts").textContent;
+  const word = now.error ? "failed" : now.state === "deleted" ? "none" : now.severity;
+  $("verdict").className = `verdict ${word}`;
+  $("severity").textContent = word === "none" ? "" : word;
+  const sentence = now.error ? `this run could not be read: ${now.error}`
+    : now.state === "deleted" ? "this run was deleted; the page shows what was last known of it" : now.verdict;
+  if ($("sentence").textContent !== sentence) $("sentence").textContent = sentence;
+  document.title = `${["stuck", "failed", "wrong"].includes(word) ? `${word.toUpperCase()} · ` : ""}${now.name} · miniray`;
+  drawFindings(now);
+  drawWaits(now);
+  drawRanks(now);
+  drawLogChoice(now);
+  fetchLanes();
+  followLog();
+}
+
+function parts(finding) {
+  const lists = [
+    finding.evidence.length ? h("ul", {}, ...finding.evidence.map((text) => h("li", { textContent: text }))) : null,
+    finding.cause || finding.fix ? h("dl", {},
+      ...[["cause", finding.cause], ["fix", finding.fix]].filter(([, text]) => text)
+        .flatMap(([name, text]) => [h("dt", { textContent: name }), h("dd", { textContent: text })])) : null,
+  ];
+  return lists;
+}
+
+function folded(title, ...children) {
+  return h("details", { className: "finding" }, h("summary", { textContent: title }), ...children);
+}
+
+// Redrawn only when something changed: an opened finding stays open.
+const seen = new Map();
+function changed(key, value) {
+  const text = JSON.stringify(value);
+  if (seen.get(key) === text) return false;
+  seen.set(key, text);
+  return true;
+}
+
+function drawFindings(now) {
+  const findings = now.findings ?? [];
+  if (changed("findings", [now.name, findings])) {
+    const [first, ...rest] = findings;
+    $("finding").replaceChildren(
+      ...(first ? [h("div", { className: "finding" },
+        first.ranks.length && first.ranks.length < now.world_size ? h("p", {}, "look at rank ", ...first.ranks.slice(0, 32).map(chip)) : null,
+        ...parts(first))] : []),
+      ...rest.map((finding) => folded(`${finding.severity.toUpperCase()}: ${finding.title}`, ...parts(finding))));
+  }
+  const more = [
+    ...(now.notes ?? []).map((note) => folded(note.title, ...parts(note))),
+    ...Object.entries(now.damaged ?? {}).map(([file, why]) => h("p", { textContent: `could not be read: ${file}: ${why}` })),
+    ...(now.gpus ?? []).map((line) => h("p", { textContent: line })),
+  ];
+  if (changed("more", [now.name, now.notes, now.damaged, now.gpus])) $("more").replaceChildren(...more);
+  $("more-section").hidden = !more.length;
+}
+
+function drawWaits(now) {
+  // A wait of a moment is how training works; what lasts, or is named by the doctor, is shown.
+  const lasting = (now.waits ?? []).filter((wait) => wait.seconds >= 1 && now.live);
+  $("waits-section").hidden = !lasting.length;
+  if (!changed("waits", [now.name, lasting])) return;
+  const focused = $("waits").contains(document.activeElement) ? document.activeElement.textContent : null;
+  $("waits").replaceChildren(...lasting.map((wait) => h("div", { className: "wait" },
+    h("div", {}, h("p", {}, `${wait.in.length === 1 ? "rank" : "ranks"} `, ...wait.in.map(chip)),
+      h("p", { className: "quiet" }, "in ", h("code", { textContent: wait.what }), `, ${duration(wait.seconds)}`)),
+    h("div", { className: "arrow", textContent: "→" }),
+    wait.missing.length
+      ? h("ul", {}, ...sameDoing(wait.missing).map(([doing, ranks]) => h("li", {}, ...ranks.map(chip), ` ${doing}`)))
+      : h("p", { className: "quiet", textContent: "every rank has come; it is under way" }))));
+  if (focused) [...$("waits").querySelectorAll("button")].find((node) => node.textContent === focused)?.focus();
+}
+
+function sameDoing(missing) {
+  const groups = new Map();
+  for (const { rank, doing } of missing) groups.set(doing, [...(groups.get(doing) ?? []), rank]);
+  return [...groups];
+}
+
+// -- ranks and their lanes -----------------------------------------------------------------------
+
+const CELLS = ["rank", "how", "step", "loss", "lane", "doing", "memory", "cpu", "ask"];
+const NUMBERS = new Set(["step", "loss", "memory", "cpu"]);
+
+function drawRanks(now) {
+  const rows = [...(now.ranks ?? [])];
+  $("ranks-section").hidden = !rows.length;
+  const many = rows.length > MANY;
+  const trouble = (row) => ["failed", "stuck", "wrong", "slow"].indexOf(row.blame || "x") >>> 0;
+  rows.sort((a, b) => (many ? trouble(a) - trouble(b) : 0) || a.rank - b.rank);
+  drawRankMap(now, many);
+  $("all-ranks").hidden = !many;
+  $("all-ranks").textContent = allRanks ? `show ${MANY} ranks only` : `show all ${rows.length} ranks`;
+  if (many && !allRanks) rows.splice(MANY);
+  const body = $("ranks").tBodies[0];
+  const byRank = new Map([...body.rows].map((row) => [Number(row.dataset.rank), row]));
+  rows.forEach((row, index) => {
+    const line = byRank.get(row.rank) ?? newRow(row.rank);
+    byRank.delete(row.rank);
+    fillRow(line, row);
+    if (body.rows[index] !== line) body.insertBefore(line, body.rows[index] ?? null);
+  });
+  for (const line of byRank.values()) line.remove();
+}
+
+function newRow(rank) {
+  const line = h("tr", {}, ...CELLS.map((name) => h("td", { className: `${name} ${NUMBERS.has(name) ? "number" : ""}` })));
+  line.dataset.rank = rank;
+  line.cells[0].textContent = rank;
+  line.cells[1].append(h("span"));
+  const canvas = h("canvas");
+  canvas.setAttribute("role", "img");
+  canvas.onmousemove = (event) => showTip(event, rank);
+  canvas.onmouseleave = () => { $("tip").hidden = true; };
+  line.cells[4].append(canvas);
+  const button = h("button", { type: "button", textContent: "stack", ariaLabel: `stack of rank ${rank}` });
+  button.onclick = () => openRank(rank);
+  line.cells[8].append(button);
+  return line;
+}
+
+function fillRow(line, row) {
+  const put = (cell, text) => { if (cell.textContent !== text) cell.textContent = text; };
+  line.className = row.blame ?? "";
+  const word = line.cells[1].firstChild;
+  const how = row.blame === "stuck" && row.state !== "waiting" ? "stuck" : row.state;  // "running" would mislead
+  word.className = `state ${how}`;
+  put(word, how);
+  put(line.cells[2], row.step == null ? "" : String(row.step));
+  const broken = typeof row.loss === "string";
+  put(line.cells[3], row.loss == null ? "" : broken ? row.loss : row.loss.toPrecision(4));
+  line.cells[3].classList.toggle("nan", broken);
+  put(line.cells[5], row.alive ? `${row.phase}, ${duration(row.since)}` : row.doing);
+  line.cells[5].title = row.doing;
+  put(line.cells[6], row.rss ? bytes(row.rss) : "");
+  put(line.cells[7], row.cpu == null ? "" : `${Math.round(row.cpu * 100)} %`);
+}
+
+function drawRankMap(now, many) {
+  $("rank-map").hidden = !many;
+  if (many && changed("map", [now.name, now.ranks.map((row) => [row.rank, row.blame, row.state])])) {
+    $("rank-map").replaceChildren(...now.ranks.map((row) => chip(row.rank)));
+  }
+}
+
+const fetchLanes = oneAtATime(async () => {
+  const canvas = document.querySelector("#ranks canvas");
+  if (!canvas || !chosen) return;
+  const run = chosen;
+  const buckets = Math.max(20, Math.min(1000, Math.floor(canvas.clientWidth / 3)));
+  try {
+    const found = await ask("api/lanes", { run, seconds, buckets });
+    if (run === chosen) { lanes = found; drawLanes(); }
+  } catch (error) { if (error.status !== 404) throw error; }  // 404: deleted, and the page says so
+}, 400);
+
+function drawLanes() {
+  if (!lanes) return;
+  const kinds = lanes.kinds, colours = kinds.map(colour);
+  const length = lanes.end - lanes.begin;
+  $("lane-begin").textContent = clock(lanes.begin);
+  $("lane-end").textContent = state().live ? `now (${duration(length)})` : clock(lanes.end);
+  for (const line of $("ranks").tBodies[0].rows) {
+    const shares = lanes.lanes[line.dataset.rank];
+    const canvas = line.cells[4].firstChild;
+    if (!shares) continue;
+    const scale = window.devicePixelRatio || 1;
+    const width = canvas.width = Math.round(canvas.clientWidth * scale);
+    const height = canvas.height = Math.round(canvas.clientHeight * scale);
+    const brush = canvas.getContext("2d"), count = shares.length / kinds.length;
+    for (let bucket = 0; bucket < count; bucket++) {
+      const left = Math.floor(bucket * width / count), right = Math.floor((bucket + 1) * width / count);
+      let top = height;
+      for (let kind = 0; kind < kinds.length; kind++) {
+        const share = parseInt(shares[bucket * kinds.length + kind], 36) / 35 * height;
+        brush.fillStyle = colours[kind];
+        brush.fillRect(left, top - share, right - left, share);
+        top -= share;
+      }
+    }
+    canvas.ariaLabel = `rank ${line.dataset.rank}: ${summary(shares, kinds)}`;
+  }
+}
+
+function summary(shares, kinds) {
+  const sums = kinds.map((_, kind) => { let sum = 0; for (let i = kind; i < shares.length; i += kinds.length) sum += parseInt(shares[i], 36); return sum; });
+  const whole = sums.reduce((a, b) => a + b, 0) || 1;
+  return kinds.map((kind, i) => [REST[kind], sums[i] / whole]).filter(([, share]) => share >= 0.01)
+    .map(([name, share]) => `${name} ${Math.round(share * 100)} %`).join(", ");
+}
+
+function showTip(event, rank) {
+  const shares = lanes?.lanes[rank];
+  if (!shares) return;
+  const size = lanes.kinds.length, count = shares.length / size;
+  const bucket = Math.min(count - 1, Math.floor(event.offsetX / event.target.clientWidth * count));
+  const here = shares.slice(bucket * size, (bucket + 1) * size);
+  const tip = $("tip");
+  tip.textContent = `rank ${rank} at ${clock(lanes.begin + (bucket + 0.5) / count * (lanes.end - lanes.begin))}\n${summary(here, lanes.kinds).replaceAll(", ", "\n") || "not running"}`;
+  tip.hidden = false;
+  tip.style.left = `${Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 8)}px`;
+  tip.style.top = `${event.clientY + 14}px`;
+}
+
+// -- the stack of a rank -------------------------------------------------------------------------
+
+let asked = null;
+
+async function openRank(rank) {
+  const row = rankRow(rank);
+  asked = rank;
+  $("dialog-title").textContent = `Rank ${rank}`;
+  $("dialog-facts").textContent = row ? [row.state, row.doing, row.pid && `pid ${row.pid} on ${row.host}`,
+    row.batch_size && `batch ${row.batch_size}`, row.samples && `${row.samples} samples`].filter(Boolean).join(" · ") : "";
+  $("stack").replaceChildren(h("p", { className: "quiet", textContent: "asking for its stack…" }));
+  if (!$("rank-dialog").open) $("rank-dialog").showModal();
+  let shown;
+  try {
+    const found = await ask("api/stack", { run: chosen, rank }, "POST");
+    shown = [found.note ? h("p", { className: "quiet", textContent: found.note }) : h("p", { className: "quiet", textContent: "innermost call first" }),
+      ...found.threads.map((thread) => {
+        const list = h("ol", {}, ...thread.frames.map((frame) => h("li", { className: frame.mine ? "mine" : "", title: frame.file,
+          textContent: `${frame.short}:${frame.line}  ${frame.function}` })));
+        return thread.main ? list : h("details", {}, h("summary", { className: "quiet", textContent: `thread ${thread.name}` }), list);
+      })];
+  } catch (error) {
+    shown = [h("p", { textContent: error.message })];
+  }
+  if (asked === rank) $("stack").replaceChildren(...shown);
+}
+
+// -- curves --------------------------------------------------------------------------------------
+
+const panels = new Map();
+
+class Panel {
+  constructor(chart) {
+    this.chart = chart;
+    this.range = null;
+    this.points = "";
+    this.visible = false;
+    this.plot = h("div", { className: "plot" });
+    this.log = h("button", { type: "button", textContent: "log", title: "logarithmic scale" });
+    this.log.setAttribute("aria-pressed", "false");
+    this.log.onclick = () => {
+      this.log.setAttribute("aria-pressed", String(!this.isLog()));
+      this.draw();
+    };
+    this.bad = h("span", { className: "nan" });
+    this.key = h("span", { className: "legend" });
+    const about = chart.by_rank ? "by rank" : `by ${chart.axis}`;
+    this.node = h("figure", { className: "chart" },
+      h("figcaption", {}, h("b", { textContent: chart.name }), h("span", { className: "quiet", textContent: about }), this.key, this.bad, this.log), this.plot);
+    this.node.dataset.chart = `${chart.name}${chart.by_rank ? " by rank" : ""}`;
+    this.observer = new IntersectionObserver(([entry]) => { this.visible = entry.isIntersecting; this.refresh(); }, { rootMargin: "300px" });
+    this.observer.observe(this.node);
+    this.fetch = oneAtATime(() => this.load(), 700);
+  }
+
+  isLog() { return this.log.getAttribute("aria-pressed") === "true"; }
+
+  // Fetch when it is on the screen and there is more than it shows.
+  refresh() {
+    const key = { name: this.chart.name, by_rank: this.chart.by_rank };
+    const same = (chart) => chart.name === key.name && chart.by_rank === key.by_rank;
+    this.runs = [chosen, ...compared].filter((run) => (states.get(run)?.charts ?? []).some(same));
+    const counts = this.runs.map((run) => states.get(run).charts.find(same));
+    const bad = counts.reduce((sum, chart) => sum + chart.bad, 0);
+    this.bad.textContent = bad ? `${bad} not finite` : "";
+    const points = JSON.stringify([this.runs, counts.map((chart) => chart.points), this.range]);
+    if (this.visible && points !== this.points) { this.points = points; this.fetch(); }
+  }
+
+  async load() {
+    const { name, by_rank } = this.chart;
+    const [from, to] = this.range ?? [null, null];
+    const found = await Promise.all(this.runs.map((run) =>
+      ask("api/chart", { run, name, by_rank: by_rank ? 1 : 0, from, to }).catch((error) => {
+        if (error.status === 404) return { run, curves: [] };  // the run was deleted meanwhile
+        throw error;
+      })));
+    this.found = found;
+    this.draw();
+  }
+
+  draw() {
+    if (!this.found || !window.Plotly) return;
+    const several = this.found.length > 1;
+    const blamed = new Map((state().ranks ?? []).map((row) => [row.rank, row.blame]));
+    const traces = [], keys = [];
+    for (const { run, curves } of this.found) {
+      const many = curves.length > 8;
+      curves.forEach((curve, index) => {
+        const guilty = this.chart.by_rank && !several && ["stuck", "failed", "wrong", "slow"].includes(blamed.get(curve.rank));
+        const line = several ? runColour(run) : guilty && many ? colour("bad") : many ? colour("compute") : PALETTE[index % PALETTE.length];
+        const label = [several || !this.chart.by_rank ? run : null, curve.rank == null ? null : `rank ${curve.rank}`].filter(Boolean).join(", ");
+        if (this.chart.by_rank && !several && !many) keys.push(h("span", {}, Object.assign(h("i"), { style: `background:${line}` }), String(curve.rank)));
+        traces.push({ x: curve.x, y: curve.y, name: label, type: "scatter", mode: curve.x.length < 30 ? "lines+markers" : "lines",
+          marker: { size: 4 }, line: { color: line, width: guilty ? 2.5 : many ? 1 : 1.8 }, opacity: many && !guilty ? 0.45 : 1,
+          showlegend: false, hovertemplate: `%{y:.5g}<extra>${plain(label)}</extra>` });
+        if (curve.marks.length) {
+          traces.push({ x: curve.marks.map((m) => m[0]), y: curve.marks.map((m) => m[1] ?? 0), name: `${label} not finite`, type: "scatter", mode: "markers",
+            marker: { symbol: "x", size: 9, color: colour("bad"), line: { width: 1, color: colour("card") } }, showlegend: false,
+            text: curve.marks.map((m) => m[2]), hovertemplate: `%{text} at %{x}<extra>${plain(label)}</extra>` });
+        }
+      });
+    }
+    this.key.replaceChildren(...keys);
+    const axis = { gridcolor: colour("line"), zeroline: false, color: colour("quiet"), tickfont: { size: 11 } };
+    const layout = { margin: { l: 48, r: 8, t: 6, b: 30 }, paper_bgcolor: "transparent", plot_bgcolor: "transparent",
+      font: { color: colour("text"), family: "system-ui, sans-serif", size: 11 }, hovermode: traces.length > 8 ? "closest" : "x", uirevision: chosen,
+      xaxis: { ...axis, ...(this.range ? { range: this.range } : {}) }, yaxis: { ...axis, type: this.isLog() ? "log" : "linear", automargin: true } };
+    window.Plotly.react(this.plot, traces, layout, { displayModeBar: false, responsive: true, doubleClick: "reset+autosize" });
+    if (!this.listens) {
+      this.listens = true;
+      this.plot.on("plotly_relayout", () => this.zoom());
+    }
+    this.node.dataset.points = traces.reduce((sum, trace) => sum + trace.x.length, 0);
+    this.node.dataset.marks = traces.filter((trace) => trace.mode === "markers").reduce((sum, trace) => sum + trace.x.length, 0);
+    this.node.dataset.runs = this.found.filter((run) => run.curves.length).length;
+    this.node.dataset.total = this.found.reduce((sum, run) => sum + run.curves.reduce((part, curve) => part + curve.points, 0), 0);
+  }
+
+  // Of a part, the server has more points than it sent for the whole.
+  zoom() {
+    const { autorange, range } = this.plot.layout.xaxis;
+    this.range = autorange ? null : range.map(Number);
+    this.refresh();
+  }
+
+  remove() {
+    this.observer.disconnect();
+    if (this.listens) window.Plotly.purge(this.plot);
+    this.node.remove();
+  }
+}
+
+// plotly reads a little HTML in labels, and a run may have any name.
+const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll("%{", "% {");
+const runColour = (run) => PALETTE[[chosen, ...compared].indexOf(run) % PALETTE.length];
+
+function drawCharts() {
+  const wanted = new Map();
+  for (const run of [chosen, ...compared]) {
+    for (const chart of states.get(run)?.charts ?? []) {
+      const key = JSON.stringify([chart.name, chart.by_rank]);
+      if (!wanted.has(key)) wanted.set(key, chart);
+    }
+  }
+  $("charts-section").hidden = !wanted.size;
+  for (const [key, panel] of panels) if (!wanted.has(key)) { panel.remove(); panels.delete(key); }
+  let place = 0;
+  for (const [key, chart] of wanted) {
+    if (!panels.has(key)) panels.set(key, new Panel(chart));
+    const panel = panels.get(key);
+    if ($("charts").children[place] !== panel.node) $("charts").insertBefore(panel.node, $("charts").children[place] ?? null);
+    place++;
+    panel.refresh();
+  }
+  const loading = state().loading;
+  $("loading").textContent = loading == null ? "" : `reading metrics.jsonl: ${Math.floor(loading * 100)} %`;
+  if (changed("compared", [chosen, compared])) {
+    $("compared").replaceChildren(...(compared.length ? [chosen, ...compared] : []).map((run) =>
+      h("li", {}, Object.assign(h("i"), { style: `background:${runColour(run)}` }), run)));
+  }
+}
+
+// -- logs ----------------------------------------------------------------------------------------
+
+const log = { rank: null, start: null, end: null, found: false, picked: false };
+
+function drawLogChoice(now) {
+  const ranks = (now.ranks ?? []).map((row) => row.rank);
+  $("logs-section").hidden = !ranks.length;
+  if (changed("log ranks", [now.name, ranks])) {
+    $("log-rank").replaceChildren(...ranks.map((rank) => h("option", { value: rank, textContent: `rank ${rank}` })));
+    showLog(ranks[0]);
+  }
+  const guilty = now.findings?.[0]?.ranks?.[0];  // whose log one wants to see, unless one chose another
+  if (!log.picked && !log.found && guilty !== log.rank && ranks.includes(guilty)) showLog(guilty);
+}
+
+function pickLog(rank) {
+  log.picked = true;
+  $("log-search").value = "";
+  showLog(rank);
+}
+
+function showLog(rank) {
+  if (rank == null) return;
+  Object.assign(log, { rank, start: null, end: null, found: false });
+  $("log-rank").value = rank;
+  $("log").replaceChildren();
+  readLog();
+}
+
+const readLog = oneAtATime(async () => {
+  const { rank } = log;
+  if (rank == null || log.found) return;
+  try {
+    const piece = await ask("api/log", { run: chosen, rank, since: log.end });
+    if (rank !== log.rank || log.found) return;
+    if (piece.anew) { $("log").replaceChildren(); log.start = piece.start; }
+    log.end = piece.end;
+    addLines(piece);
+    $("log").hidden = Boolean(piece.missing);
+    $("log-note").textContent = piece.missing ? `rank ${rank} has no log in this run` : log.end ? "" : "nothing written yet";
+    if (piece.lines.length && piece.end < piece.size && !piece.anew) readLog();  // there is more by now
+  } catch (error) {
+    if (error.status !== 404) throw error;
+    $("log-note").textContent = "this run is gone";
+  }
+}, 300);
+
+function followLog() { if ($("log-follow").checked && !log.found) readLog(); }
+
+function addLines(piece) {
+  const box = $("log");
+  box.querySelector(".rest")?.remove();
+  box.append(...piece.lines.map((line) => h("div", { textContent: line || "\u00a0" })));
+  if (piece.rest) box.append(h("div", { className: "rest quiet", textContent: piece.rest }));
+  while (box.children.length > MOST_LINES) { box.firstChild.remove(); log.start = null; }
+  if (log.start && !box.querySelector(".older")) {
+    const older = h("button", { type: "button", className: "older", textContent: "older lines" });
+    older.onclick = readOlder;
+    box.prepend(older);
+  }
+  if ($("log-follow").checked) box.scrollTop = box.scrollHeight;
+}
+
+async function readOlder() {
+  const piece = await ask("api/log", { run: chosen, rank: log.rank, before: log.start });
+  const box = $("log"), below = box.scrollHeight - box.scrollTop;
+  $("log-follow").checked = false;
+  box.querySelector(".older").after(...piece.lines.map((line) => h("div", { textContent: line || "\u00a0" })));
+  log.start = piece.start;
+  if (!piece.start) box.querySelector(".older").remove();
+  box.scrollTop = box.scrollHeight - below;
+}
+
+const searchLog = oneAtATime(async () => {
+  const text = $("log-search").value;
+  if (!text) { showLog(log.rank); return; }
+  log.found = true;
+  $("log").hidden = false;
+  const rank = $("log-everywhere").checked ? "all" : log.rank;
+  const found = await ask("api/search", { run: chosen, rank, q: text });
+  if (text !== $("log-search").value) return;
+  const total = Object.values(found).reduce((sum, one) => sum + one.total, 0);
+  const cut = Object.values(found).some((one) => !one.whole);
+  $("log-note").textContent = `${total} line${total === 1 ? "" : "s"}${cut ? ", in the last 64 MB" : ""}`;
+  $("log").replaceChildren(...Object.entries(found).flatMap(([rank, one]) => one.found.map(({ line }) => {
+    const from = h("button", { type: "button", className: "from", textContent: `rank ${rank}`, title: "show this log" });
+    from.onclick = () => pickLog(Number(rank));
+    return h("div", {}, from, ...marked(line, text));
+  })));
+});
+
+function marked(line, text) {
+  const found = [], low = line.toLowerCase(), wanted = text.toLowerCase();
+  let at = 0;
+  for (let next; (next = low.indexOf(wanted, at)) >= 0; at = next + wanted.length) {
+    found.push(line.slice(at, next), h("mark", { textContent: line.slice(next, next + wanted.length) }));
+  }
+  return [...found, line.slice(at)];
+}
+
+// -- beginning -----------------------------------------------------------------------------------
+
+function begin() {
+  const given = new URLSearchParams(location.search);
+  if (given.has("run") && !location.hash) location.hash = new URLSearchParams({ run: given.get("run") });
+  if (given.has("token")) history.replaceState(null, "", `/${location.hash}`);  // it is a cookie now
+  $("window").append(...WINDOWS.map(([name, value]) => {
+    const input = h("input", { type: "radio", name: "window", checked: value === seconds });
+    input.onchange = () => { seconds = value; fetchLanes(); };
+    return h("label", {}, input, h("span", { textContent: name }));
+  }));
+  $("legend").append(...Object.entries(REST).map(([kind, name]) =>
+    h("li", {}, Object.assign(h("i"), { style: `background:var(--${kind})` }), name)));
+  if (matchMedia("(max-width: 800px)").matches) $("runs-box").open = false;
+  $("runs-filter").oninput = drawRuns;
+  $("all-ranks").onclick = () => { allRanks = !allRanks; drawRanks(state()); drawLanes(); };
+  $("dialog-close").onclick = () => $("rank-dialog").close();
+  $("dialog-again").onclick = () => openRank(asked);
+  $("dialog-log").onclick = () => { $("rank-dialog").close(); pickLog(asked); $("logs-section").scrollIntoView(); };
+  $("log-rank").onchange = () => pickLog(Number($("log-rank").value));
+  $("log-search").oninput = searchLog;
+  $("log-everywhere").onchange = searchLog;
+  $("log-follow").onchange = followLog;
+  addEventListener("hashchange", () => { const before = chosen; readAddress(); if (chosen !== before) forgetPage(); connect(); drawRuns(); drawCharts(); });
+  addEventListener("resize", () => { drawLanes(); fetchLanes(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawLanes(); panels.forEach((panel) => panel.draw()); });
+  addEventListener("keydown", (event) => {
+    if (event.key === "/" && !/^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement.tagName)) { event.preventDefault(); $("log-search").focus(); }
+  });
+  readAddress();
+  connect();
+}
+
+begin();

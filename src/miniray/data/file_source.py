@@ -1,0 +1,119 @@
+"""What all sources over files share: which files, looked at once in a process, and who they are."""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from miniray.data.files import FileList, is_remote
+from miniray.data.permutation import derive_key
+from miniray.data.source import Blocks, Source
+from miniray.errors import DataError
+
+
+@dataclass(frozen=True)
+class FileBlocks:
+    """What a look into one file tells: its blocks' rows and bytes, and what changes when it does.
+
+    ``size`` is None where bytes say nothing about the rows, as those of a table in memory.
+    """
+
+    rows: Sequence[int]
+    nbytes: Sequence[int]
+    size: int | None
+    mark: str = ""
+
+
+class FileSource(Source):
+    """Subclasses say how to look into files (``_look``) and how to read.
+
+    Pickled without what was looked up; files that have changed when it is looked up again are a
+    ``DataError``. ``files`` is None for data that is no file, under the name ``table``.
+    """
+
+    #: Attributes that are pickled, beside what is expected of the files.
+    _kept: tuple[str, ...] = ("_list", "_columns")
+
+    def __init__(self, files: FileList | None, columns: Sequence[str] | None) -> None:
+        self._list = files
+        self._columns = None if columns is None else list(columns)
+        self._expected: str | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._blocks: Blocks | None = None
+        self._identities: list[str] = []
+        self._fingerprint = ""
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: self.__dict__[name] for name in self._kept}
+        return {**kept, "_expected": self._fingerprint or self._expected}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    @property
+    def paths(self) -> list[str]:
+        return ["table"] if self._list is None else self._list.paths
+
+    @abstractmethod
+    def _look(self) -> list[FileBlocks]:
+        """Look into all files, in the order of ``paths``. Raises ``DataError`` for bad ones."""
+
+    @property
+    def blocks(self) -> Blocks:
+        if self._blocks is None:  # a lock that is not needed cannot be left held by a fork
+            with self._lock:
+                if self._blocks is None:
+                    self._put_together(self._look())
+        assert self._blocks is not None
+        return self._blocks
+
+    def _put_together(self, found: Sequence[FileBlocks]) -> None:
+        paths, counts = self.paths, [len(file.rows) for file in found]
+        blocks = Blocks(
+            files=paths,
+            file=np.repeat(np.arange(len(paths)), counts),
+            number=np.array([n for count in counts for n in range(count)], dtype=np.int64),
+            first=np.array(
+                [row for file in found for row in np.cumsum([0, *file.rows])[:-1]], dtype=np.int64
+            ),
+            rows=np.array([rows for file in found for rows in file.rows], dtype=np.int64),
+            nbytes=np.array([size for file in found for size in file.nbytes], dtype=np.int64),
+        )
+        fingerprint = blocks.fingerprint([file.size for file in found if file.size is not None])
+        if self._expected not in (None, fingerprint):
+            raise DataError(
+                f"the files (the first is {paths[0]}) are not those the dataset was made with:"
+                " names, sizes or rows differ. Make the dataset again"
+            )
+        self._identities = [
+            f"{derive_key(path):x}-{file.size or 0}-{file.mark}-{self._changed(path)}"
+            for path, file in zip(paths, found, strict=True)
+        ]
+        self._fingerprint, self._blocks = fingerprint, blocks
+
+    def _changed(self, path: str) -> int:
+        """When a file was last written to, where the system knows."""
+        return 0 if self._list is None or is_remote(path) else os.stat(path).st_mtime_ns
+
+    @property
+    def fingerprint(self) -> str:
+        self.blocks  # noqa: B018
+        return self._fingerprint
+
+    def identity(self, file: int) -> str:
+        self.blocks  # noqa: B018
+        return self._identities[file]
+
+    def folder(self, file: int) -> str | None:
+        path = self.paths[file]
+        return None if self._list is None or is_remote(path) else os.path.dirname(path)

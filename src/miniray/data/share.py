@@ -1,0 +1,126 @@
+"""Which rows are a rank's: its part of what is left of the epoch, and where those rows are.
+
+Arithmetic only; nothing is read but what the order itself needs.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import numpy as np
+import numpy.typing as npt
+
+from miniray.data import progress
+from miniray.data.epochs import Epochs
+from miniray.data.gather import Places
+from miniray.data.groups import GroupedOrder
+from miniray.data.order import Order, SequentialOrder
+from miniray.data.permutation import Positions
+from miniray.data.row_ids import RowId, RowIds
+from miniray.data.selection import Selection
+from miniray.data.source import Blocks
+
+
+class Share(Epochs):
+    """A rank's part, by index, by position in the epoch's order, and by place in the data."""
+
+    @abstractmethod
+    def order_of(self, epoch: int, world_size: int) -> Order:
+        """The order of an epoch that ``world_size`` ranks begin."""
+
+    @property
+    @abstractmethod
+    def _selected(self) -> Selection:
+        """The rows that take part."""
+
+    @property
+    @abstractmethod
+    def _table(self) -> Blocks:
+        """Where the rows of the source are."""
+
+    def _parts(self) -> tuple[progress.Intervals, progress.Intervals]:
+        """What is left of the epoch for all ranks, and this rank's part of it."""
+        if self._part is None:
+            order = self._current_order() if self._group_by else None
+            snap = order.snap if isinstance(order, GroupedOrder) else None
+            left = progress.remaining(self._n(), self._history, self._even, snap, self._chunk_left)
+            edges = progress.cuts(left, self._world_size, self._even, snap)
+            own = progress.portion(left, int(edges[self._rank]), int(edges[self._rank + 1]))
+            self._part = left, own
+        return self._part
+
+    def positions(self, index: npt.ArrayLike) -> Positions:
+        """Positions in the epoch's order of this rank's ``index``-th rows (padding included)."""
+        left, own = self._parts()
+        asked = np.array(index, dtype=np.int64)
+        count = progress.size(own)
+        if count:
+            asked[asked >= count] = 0
+            return progress.positions_at(own, asked)
+        asked[:] = self._rank % max(1, progress.size(left))
+        return progress.positions_at(left, asked)
+
+    def places(self, index: npt.ArrayLike) -> Places:
+        """Where this rank's ``index``-th rows are."""
+        return self.places_of(self.positions(index))
+
+    def places_of(self, positions: Positions) -> Places:
+        """Where the rows at ``positions`` of the epoch's order are."""
+        return self.places_in(self._current_order(), positions)
+
+    def _current_order(self) -> Order:
+        if self._order is None:
+            self._order = self.order_of(self._epoch, self._began_with)
+        return self._order
+
+    def ordinals(self, positions: Positions) -> Positions:
+        """The rows at ``positions`` by their number among all rows that take part, unshuffled."""
+        return self.ordinals_in(self._current_order(), positions)
+
+    def ordinals_in(self, order: Order, positions: Positions) -> Positions:
+        blocks, places = order.places(positions)
+        sizes = self._selected.sizes
+        found: Positions = (np.cumsum(sizes) - sizes)[blocks] + places
+        return found
+
+    def places_of_ordinals(self, ordinals: Positions) -> Places:
+        """Where rows are, by their number among all rows that take part."""
+        return self.places_in(SequentialOrder(self._selected.sizes), ordinals)
+
+    def places_in(self, order: Order, positions: Positions) -> Places:
+        """Where the rows at ``positions`` of any order of this dataset are."""
+        blocks, places = order.places(positions)
+        rows = self._selected.rows(blocks, places)
+        return Places(np.zeros_like(blocks), blocks, rows)
+
+    def __len__(self) -> int:
+        left, own = self._parts()
+        if self._even == "pad":
+            return (progress.size(left) + self._world_size - 1) // self._world_size
+        return progress.size(own)
+
+    def name_rows(self, places: Places) -> list[RowId]:
+        """Stable ids of rows: file, and row within the file."""
+        blocks = self._table
+        files = blocks.file[places.block].tolist()
+        rows = (blocks.first[places.block] + places.row).tolist()
+        return [(blocks.files[file], row) for file, row in zip(files, rows, strict=True)]
+
+    @property
+    def row_ids(self) -> RowIds:
+        """Ids ``(file, row)`` of this rank's rows in this epoch, in order; nothing is read."""
+        return RowIds(self)
+
+    @property
+    def padded(self) -> list[RowId]:
+        """Rows this rank gets although it or another rank has them (``even="pad"``)."""
+        own = progress.size(self._parts()[1])
+        return self.name_rows(self.places(np.arange(own, len(self))))
+
+    @property
+    def dropped(self) -> list[RowId]:
+        """Rows no rank gets in this epoch (``even="drop"``); the same on all ranks."""
+        left = self._parts()[0]
+        total = progress.size(left)
+        shared = total - total % self._world_size if self._even == "drop" else total
+        return self.name_rows(self.places_of(progress.positions_at(left, np.arange(shared, total))))

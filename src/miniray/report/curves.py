@@ -1,0 +1,93 @@
+"""Loss and metrics by epoch, and by rank where the run has them so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from miniray.report.html import figure, section, table, tag
+from miniray.report.run import Run
+from miniray.report.series import Curve, axis, by_rank, flat, number, spread
+from miniray.report.svg import colour, lines
+from miniray.report.text import Markup, short
+
+_MOST_CHARTS = 24
+_MOST_ROWS = 200
+_MOST_KEYS = 8
+
+
+def curves(run: Run, found: Sequence[Curve]) -> Markup:
+    """A chart for each metric, with its held-out twin; then those by rank."""
+    groups: dict[str, list[Curve]] = {}
+    for curve in found:
+        groups.setdefault(curve.group, []).append(curve)
+    word = axis(run.metrics)
+    charts = [chart(name, members, word) for name, members in list(groups.items())[:_MOST_CHARTS]]
+    left = len(groups) - len(charts)
+    note = f"{left} more metrics are in the table below." if left > 0 else ""
+    charts += _ranks(run)
+    return section("Curves", tag("div", *charts, cls="charts") if charts else "", note=note)
+
+
+def chart(title: str, members: Sequence[Curve], x_label: str, *, from_zero: bool = False) -> Markup:
+    """One chart with its legend: the last value of each line, unless there are too many."""
+    legend = []
+    if len(members) <= _MOST_KEYS:
+        legend = [
+            (colour(i, len(members)), curve.name if len(members) > 1 else "last", _last(curve))
+            for i, curve in enumerate(members)
+        ]
+    broken = sum(len(curve.broken) for curve in members)
+    shown = [title]
+    if broken:
+        word = "value is" if broken == 1 else "values are"
+        shown.append(tag("span", f" · {broken} {word} not finite", cls="bad"))
+    caption = tag("span", *shown)
+    drawn = lines(members, x_label, f"{title} by {x_label}", from_zero=from_zero)
+    return figure(caption, drawn, legend)
+
+
+def _last(curve: Curve) -> str:
+    return short(curve.points[-1][1]) if curve.points else ""
+
+
+def _ranks(run: Run) -> list[Markup]:
+    """Loss by step from the ranks' boxes, and metrics that were written for each rank."""
+    losses = []
+    for rank in run.record:
+        steps = (*rank.spans, *rank.steps)
+        points = [(float(step.step), step.loss) for step in steps if step.loss is not None]
+        if points:
+            losses.append(Curve(f"rank {rank.rank}", points))
+    charts = [chart("loss by step and rank", losses, "step")] if losses else []
+    word = axis(run.metrics)
+    return charts + [
+        chart(f"{name} by rank", members, word)
+        for name, members in by_rank(run.metrics, run.world_size).items()
+    ]
+
+
+def epochs(run: Run) -> Markup:
+    """The lines of metrics.jsonl as a table; of very many, some evenly chosen."""
+    if not run.metrics:
+        return Markup()
+    rows = spread([flat(record) for record in run.metrics], _MOST_ROWS)
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    keys = [key for key in keys if any(_simple(row.get(key)) for row in rows)]
+    cells = [[_cell(row.get(key)) for key in keys] for row in rows]
+    note = ""
+    if len(rows) < len(run.metrics):
+        note = f"{len(rows)} of {len(run.metrics):,} lines; metrics.jsonl has them all."
+    word = axis(run.metrics).capitalize() + "s"
+    return section(word, table(keys, cells), note=note)
+
+
+def _simple(value: object) -> bool:
+    return isinstance(value, (bool, int, float))
+
+
+def _cell(value: object) -> object:
+    plain = number(value)
+    if isinstance(value, float) and plain is not None and math.isfinite(plain):
+        return float(f"{plain:.5g}")
+    return value if _simple(value) else None

@@ -1,0 +1,103 @@
+"""Pieces of the page. A plain ``str`` is text and is escaped, ``Markup`` goes in as it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from miniray.report.text import Markup, escape, short
+
+
+def tag(name: str, *inside: Any, **attributes: Any) -> Markup:
+    """``tag("p", "a < b", cls="soft")``"""
+    named = "".join(
+        f' {key.removesuffix("_").replace("cls", "class")}="{escape(value)}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Markup(f"<{name}{named}>{''.join(map(escape, inside))}</{name}>")
+
+
+def join(parts: Iterable[Any]) -> Markup:
+    return Markup("".join(map(escape, parts)))
+
+
+def table(
+    head: Sequence[Any], rows: Iterable[Sequence[Any]], *, texts: Sequence[int] = (0,)
+) -> Markup:
+    """A table that scrolls sideways where it must. ``texts`` are the columns set to the left."""
+
+    def row(cells: Sequence[Any], kind: str) -> Markup:
+        return tag(
+            "tr",
+            *(
+                tag(kind, cell(value), cls="s" if i in texts else None)
+                for i, value in enumerate(cells)
+            ),
+        )
+
+    body = join(row(cells, "td") for cells in rows)
+    top = tag("thead", row(head, "th")) if any(head) else ""
+    return tag("div", tag("table", top, tag("tbody", body)), cls="wide", tabindex="0")
+
+
+def cell(value: Any) -> Any:
+    """A value as a table shows it."""
+    if value is None:
+        return Markup('<span class="soft">–</span>')
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return short(value) if math.isfinite(value) else tag("b", str(value), cls="bad")
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) < 10**15 else str(value)
+    return value
+
+
+def facts(pairs: Iterable[tuple[Any, Any]]) -> Markup:
+    """Names and values, side by side."""
+    rows = [tag("div", tag("dt", name), tag("dd", cell(value))) for name, value in pairs]
+    return tag("dl", *rows)
+
+
+def section(title: str, *inside: Any, note: str = "") -> Markup:
+    """A part of the page; nothing where there is nothing in it."""
+    if not any(inside):
+        return Markup()
+    said = tag("p", note, cls="soft") if note else ""
+    anchor = "".join(c if c.isalnum() else "-" for c in title.lower())
+    return tag("section", tag("h2", title), said, *inside, id=anchor)
+
+
+def folded(title: Any, *inside: Any, opened: bool = False) -> Markup:
+    return Markup(
+        f"<details{' open' * opened}><summary>{escape(title)}</summary>"
+        f"{''.join(map(escape, inside))}</details>"
+    )
+
+
+def figure(title: Any, drawing: str, legend: Iterable[tuple[str, str, str]] = ()) -> Markup:
+    """A chart under its title; the legend is (colour, name, value) a line."""
+    keys = [
+        tag("span", Markup(f'<i style="background:{colour}"></i>'), name, " ", tag("b", value))
+        for colour, name, value in legend
+    ]
+    shown = tag("div", *keys, cls="keys") if keys else ""
+    return tag("figure", tag("figcaption", title), shown, Markup(drawing))
+
+
+def bar(parts: Sequence[tuple[str, float, str, str]], total: float) -> Markup:
+    """One bar of several parts: (class, size, title, text inside it)."""
+    pieces = [
+        tag(
+            "i",
+            text if size > 0.09 * total else "",
+            cls=kind,
+            title=title,
+            style=f"width:{100 * size / total:.2f}%",
+        )
+        for kind, size, title, text in parts
+        if total > 0 and size > 0
+    ]
+    return tag("div", *pieces, cls="bar")

@@ -1,0 +1,289 @@
+"""What the ranks' black boxes say: where their time went, which rows they saw, what they held."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from miniray.doctor import samples
+from miniray.doctor.facts import gather
+from miniray.doctor.findings import plural, seconds, size
+from miniray.doctor.model import Loader, RankRecord, SamplePass
+from miniray.report.curves import chart
+from miniray.report.html import bar, folded, join, section, table, tag
+from miniray.report.run import Run
+from miniray.report.series import Curve, axis, one
+from miniray.report.text import Markup
+
+_MOST_BARS = 64
+_SLIM = 16  #: more bars than this are thin ones
+_MOST_PAIRS = 12  #: ranks in the table of overlaps; pairs grow with the square
+_PHASES = {
+    "start": "before the first step",
+    "data": "waiting for data",
+    "compute": "forward, optimizer, own code",
+    "backward": "backward",
+    "collective": "collectives and barriers",
+    "other": "outside steps: evaluation, syncs, checkpoints, waiting for the driver",
+}
+
+
+def time_spent(run: Run) -> Markup:
+    """A bar a rank, coloured by phase, over its whole life."""
+    spent = [(rank, _spent(rank, run.ended)) for rank in run.record]
+    spent = [(rank, parts) for rank, parts in spent if sum(parts.values()) > 0]
+    inside: list[Markup] = []
+    if spent:
+        total = max(sum(parts.values()) for _, parts in spent)
+        inside.append(_legend([name for name in _PHASES if any(p[name] > 0 for _, p in spent)]))
+        inside.append(_bars([_time_bar(rank, parts, total) for rank, parts in spent[:_MOST_BARS]]))
+        if len(spent) > _MOST_BARS:
+            inside.append(tag("p", f"… and {plural(len(spent) - _MOST_BARS, 'rank')} more, in the "
+                              "table", cls="soft"))  # fmt: skip
+        rows = [
+            [f"rank {rank.rank}", *parts.values(), _step_time(rank), float(rank.cpu_seconds)]
+            for rank, parts in spent
+        ]
+        head = ["", *_PHASES, "ms a step", "CPU s"]
+        inside.append(folded("in seconds", table(head, rows)))
+    epochs = one(run.metrics, "seconds")
+    if len(epochs) > 1:
+        word = axis(run.metrics)
+        drawn = chart(f"seconds by {word}", [Curve("seconds", epochs)], word, from_zero=True)
+        inside = [tag("div", tag("div", *inside), drawn, cls="split")]
+    return section("Time by phase and rank", *inside)
+
+
+def _spent(rank: RankRecord, over: float | None) -> dict[str, float]:
+    """Seconds by phase. Steps are timed from the end of the first; what is left is outside.
+
+    ``over`` is when the run ended: its workers may live on for what the script does after that.
+    """
+    total = rank.total
+    end = rank.exit.at if rank.exit is not None and rank.exit.at else rank.heartbeat
+    end = end if over is None else min(end, over)
+    life = max(0.0, max(end, total.ended) - rank.attached)
+    begun = _first_step(rank)
+    start = life if begun is None else min(life, max(0.0, begun - rank.attached))
+    inside = total.data + total.compute + total.backward + total.collective
+    other = max(0.0, life - start - inside)
+    return {
+        "start": start,
+        "data": total.data,
+        "compute": total.compute,
+        "backward": total.backward,
+        "collective": total.collective,
+        "other": other,
+    }
+
+
+def _first_step(rank: RankRecord) -> float | None:
+    """When the oldest step that is known began; of long runs that is only nearly the first."""
+    known = (*rank.spans, *rank.steps)
+    if not known or not rank.total.count:
+        return None
+    first = known[0]
+    before = first.step - first.count  # steps the rings have forgotten
+    mean = rank.total.seconds / max(1, rank.total.count)
+    return first.ended - first.seconds - max(0, before) * mean
+
+
+def _step_time(rank: RankRecord) -> float | None:
+    return 1000 * rank.total.seconds / rank.total.count if rank.total.count else None
+
+
+def _time_bar(rank: RankRecord, parts: dict[str, float], total: float) -> Markup:
+    pieces = [
+        (f"p-{name}", value, f"{_PHASES[name]}: {seconds(value)}", f"{value:.3g} s")
+        for name, value in parts.items()
+    ]
+    life = seconds(sum(parts.values()))
+    return tag("div", tag("span", f"rank {rank.rank}"), bar(pieces, total), tag("span", life),
+               cls="rank")  # fmt: skip
+
+
+def _bars(rows: Sequence[Markup]) -> Markup:
+    return tag("div", *rows, cls="slim-bars" if len(rows) > _SLIM else None)
+
+
+def _legend(names: Sequence[str]) -> Markup:
+    keys = [tag("span", Markup(f'<i class="p-{name}"></i>'), _PHASES[name]) for name in names]
+    return tag("div", *keys, cls="keys")
+
+
+# -- rows -----------------------------------------------------------------------------------------
+
+
+def data(run: Run) -> Markup:
+    """Rows a rank, how much they share, and how much of the data one pass saw."""
+    seen = [rank for rank in run.record if rank.samples]
+    if not seen:
+        return Markup()
+    inside: list[Markup] = []
+    counts = {rank.samples for rank in seen}
+    if len(seen) > 4 and len(counts) == 1:
+        inside.append(tag("p", f"{seen[0].samples:,} samples on each of {len(seen)} ranks."))
+    else:
+        inside.append(_bars([_row_bar(rank, max(counts)) for rank in seen[:_MOST_BARS]]))
+    inside += _coverage(seen)
+    loaders = [
+        [f"rank {r.rank}", ld.dataset, ld.length, ld.batch_size, ld.sampler, ld.num_workers,
+         ld.set_epoch_calls, ld.finished, str(ld.site) if ld.site.file else None]
+        for r in seen for ld in _distinct_loaders(r)
+    ]  # fmt: skip
+    if loaders:
+        head = ["", "dataset", "rows", "batch", "sampler", "processes", "set_epoch", "passes", "at"]
+        inside.append(folded("loaders", table(head, loaders, texts=(0, 1, 4, 8))))
+    return section("Data", *inside, note="Samples that each rank took, over all epochs.")
+
+
+def _row_bar(rank: RankRecord, most: int) -> Markup:
+    text = f"{rank.samples:,}"
+    drawn = bar([("p-rows", rank.samples, f"{text} samples", text)], most)
+    batches = plural(rank.batches, "batch") if rank.batches else ""
+    return tag("div", tag("span", f"rank {rank.rank}"), drawn, tag("span", batches), cls="rank")
+
+
+def _distinct_loaders(rank: RankRecord) -> Iterator[Loader]:
+    """A trainer that makes a loader an epoch has many alike: each kind once."""
+    known = set()
+    for loader in rank.loaders:
+        kind = (loader.dataset, loader.length, loader.batch_size, loader.sampler, loader.site)
+        if kind not in known:
+            known.add(kind)
+            yield loader
+
+
+def _coverage(seen: Sequence[RankRecord]) -> Iterator[Markup]:
+    """The newest pass that all ranks made: what they share, and what of the data was seen."""
+    passes = [{(p.loader, p.epoch): p for p in rank.passes if p.count} for rank in seen]
+    common = set(passes[0]).intersection(*passes[1:]) if passes else set()
+    trained = {
+        key for key in common
+        if key[0] < 0 or any(ld.index == key[0] and ld.trained for ld in seen[0].loaders)
+    }  # fmt: skip
+    if not trained:
+        return
+    key = max(trained, key=lambda key: (key[1], -key[0]))
+    chosen = [found[key] for found in passes]
+    length = next((ld.length for ld in seen[0].loaders if ld.index == key[0]), None)
+    yield tag("h3", f"Epoch {key[1]}")
+    yield tag("p", _covered(chosen, length))
+    if 1 < len(chosen) <= _MOST_PAIRS:
+        yield _overlaps(seen, chosen)
+
+
+def _covered(passes: Sequence[SamplePass], length: int | None) -> str:
+    count = sum(given.count for given in passes)
+    if not all(given.is_exact for given in passes):
+        about = sum(samples.distinct(given) for given in passes)
+        return f"{count:,} samples, about {about:,} distinct ones counted rank by rank."
+    distinct = len({number for given in passes for number in given.ids})
+    text = f"{count:,} samples, {distinct:,} distinct"
+    if length:
+        text += f", of {length:,} rows ({distinct / length:.1%})"
+    twice = count - distinct
+    return (
+        f"{text}; {plural(twice, 'row')} given more than once."
+        if twice
+        else f"{text}; no row twice."
+    )
+
+
+def _overlaps(seen: Sequence[RankRecord], passes: Sequence[SamplePass]) -> Markup:
+    shares = {
+        (i, j): samples.overlap(passes[i], passes[j])
+        for i, j in itertools.combinations(range(len(passes)), 2)
+    }
+    rows = []
+    for i, rank in enumerate(seen):
+        cells = [
+            tag("td", "·", cls="soft") if i == j else _shared(shares[min(i, j), max(i, j)])
+            for j in range(len(seen))
+        ]
+        rows.append(tag("tr", tag("td", f"rank {rank.rank}", cls="s"), *cells))
+    top = tag("tr", tag("th", "shared", cls="s"), *(tag("th", str(rank.rank)) for rank in seen))
+    return tag("div", tag("table", top, *rows, cls="heat", style="min-width:0"), cls="wide")
+
+
+def _shared(share: float) -> Markup:
+    strength = 0 if share < 0.005 else 12 + round(60 * share)
+    style = f"background:color-mix(in srgb,var(--bad) {strength}%,transparent)"
+    return tag("td", f"{share:.0%}", style=style)
+
+
+# -- memory, the table ----------------------------------------------------------------------------
+
+
+def memory(run: Run) -> Markup:
+    """Resident memory over each rank's life, and its peak."""
+    found = []
+    for rank in run.record:
+        points = rank.notes.get("memory")
+        if isinstance(points, list) and len(points) > 1:
+            line = [(float(p[0]), p[2] / 1e6) for p in points if len(p) == 3]
+            found.append(Curve(f"rank {rank.rank}", line))
+    rows = [
+        [f"rank {r.rank}", size(r.peak_rss), size(r.rss), _gpu(r)] for r in run.record if r.peak_rss
+    ]
+    if not rows:
+        return Markup()
+    has_gpu = any(row[-1] for row in rows)
+    head = ["", "peak", "last", *(["GPU (torch)"] if has_gpu else [])]
+    shown = table(head, [row if has_gpu else row[:-1] for row in rows])
+    drawn = chart("resident memory, MB", found, "seconds") if found else ""
+    return section("Memory", tag("div", drawn, shown, cls="charts"))
+
+
+def _gpu(rank: RankRecord) -> str | None:
+    if rank.gpu is None:
+        return None
+    return f"{size(rank.gpu.process_memory)} of {size(rank.gpu.memory_total)}"
+
+
+def overview(run: Run) -> Markup:
+    """One line a rank."""
+    rows = []
+    over = run.state not in ("running", "unknown")
+    for facts in gather(run.record):
+        rank = facts.record
+        state = tag("b", facts.state, cls="bad") if facts.failed else facts.state
+        if over and rank.alive:
+            state = "idle"  # its driver is done and keeps it, for the next train()
+        loss = None if rank.loss is None else float(rank.loss)
+        phase = rank.section.name if rank.section is not None else rank.phase.name
+        rows.append([f"rank {rank.rank}", state, rank.step, rank.samples or None, loss,
+                     phase or None, rank.attempt or None, size(rank.peak_rss),
+                     f"{rank.host}:{rank.pid}"])  # fmt: skip
+    head = ["", "state", "step", "samples", "loss", "last phase", "restarts", "memory", "process"]
+    used = [i for i in range(len(head)) if not i or any(row[i] is not None for row in rows)]
+    rows = [[row[i] for i in used] for row in rows]
+    texts = [k for k, i in enumerate(used) if i in (0, 1, 5, 8)]
+    head = [head[i] for i in used]
+    missing = run.record.missing if run.record.ranks else ()
+    rows += [[f"rank {rank}", tag("b", "no record", cls="bad")] for rank in missing[:16]]
+    if not rows:
+        return Markup()
+    return section("Ranks", table(head, rows, texts=texts), join(_logs(run)))
+
+
+def _logs(run: Run) -> Iterator[Markup]:
+    """The last words of ranks that failed, else of rank 0."""
+    every = list(gather(run.record))
+    chosen = [facts for facts in every if facts.failed][:4] or every[:1]
+    for facts in chosen:
+        text = _tail(run.path / "ranks" / f"{facts.rank}.log")
+        if text:
+            yield folded(f"last lines of rank {facts.rank}", tag("pre", text))
+
+
+def _tail(path: object, most: int = 4000) -> str:
+    try:
+        with open(str(path), "rb") as file:
+            file.seek(0, 2)
+            length = file.tell()
+            file.seek(max(0, length - most))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return (text.partition("\n")[2] if length > most else text).rstrip()

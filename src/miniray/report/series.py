@@ -1,0 +1,157 @@
+"""From lines of metrics to curves: which numbers there are, what belongs together, how many points.
+
+A curve is a list of (x, y); y may be NaN or infinite, which a chart marks instead of drawing it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Points = list[tuple[float, float]]
+
+#: Words in a metric's name that mean more is better. Everything else is taken for a loss.
+_MORE_IS_BETTER = re.compile(
+    r"acc|accuracy|auc|auroc|bleu|correct|dice|f1|iou|map|precision|psnr|r2|recall|returns?"
+    r"|rewards?|rouge|scores?|speedup|ssim|success|throughput|top\d+"
+)
+#: Numbers of every line that are no measure of the training.
+NOT_A_SCORE = frozenset(
+    {"epoch", "step", "global_step", "seconds", "time", "num_samples", "val_num_samples", "synced"}
+)
+_HELD_OUT = ("val_", "eval_", "test_", "valid_")
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """One line of a chart. ``group`` is the chart it belongs in."""
+
+    name: str
+    points: Points
+    group: str = ""
+
+    @property
+    def finite(self) -> Points:
+        return [(x, y) for x, y in self.points if math.isfinite(y)]
+
+    @property
+    def broken(self) -> Points:
+        return [(x, y) for x, y in self.points if not math.isfinite(y)]
+
+    @property
+    def best(self) -> tuple[float, float] | None:
+        """The best point: the lowest, or the highest where the name says that more is better."""
+        sign = -1 if more_is_better(self.name) else 1
+        return min(self.finite, key=lambda point: (sign * point[1], point[0]), default=None)
+
+
+def more_is_better(metric: str) -> bool:
+    words = re.findall(r"[a-z]+[0-9]*", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", metric).lower())
+    return any(_MORE_IS_BETTER.fullmatch(word) for word in words)
+
+
+def number(value: Any) -> float | None:
+    """A number as a float; booleans, texts and numbers beyond floats are none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def curves(metrics: Sequence[Mapping[str, Any]]) -> list[Curve]:
+    """A curve for every number in the lines, in order of appearance; nested ones by dotted names.
+
+    ``val_loss`` belongs in the chart of ``loss`` where there is one.
+    """
+    found: dict[str, Points] = {}
+    for i, record in enumerate(metrics):
+        x = position(record, i)
+        for key, value in flat(record).items():
+            plain = number(value)
+            if plain is not None and key.rpartition(".")[2] not in NOT_A_SCORE:
+                found.setdefault(key, []).append((x, plain))
+    return [Curve(name, points, _group(name, found)) for name, points in found.items()]
+
+
+def by_rank(metrics: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, list[Curve]]:
+    """Metrics whose values are lists with a number for each rank: a curve a rank."""
+    found: dict[str, list[Points]] = {}
+    for i, record in enumerate(metrics):
+        for key, values in record.items():
+            if world_size > 1 and isinstance(values, list) and len(values) == world_size:
+                numbers = [number(value) for value in values]
+                if all(value is not None for value in numbers):
+                    lines = found.setdefault(key, [[] for _ in range(world_size)])
+                    for line, value in zip(lines, numbers, strict=True):
+                        line.append((position(record, i), value or 0.0))
+    return {
+        key: [Curve(f"rank {rank}", points) for rank, points in enumerate(lines)]
+        for key, lines in found.items()
+    }
+
+
+def one(metrics: Sequence[Mapping[str, Any]], key: str) -> Points:
+    """The curve of one field, whatever its name."""
+    pairs = ((position(r, i), number(r.get(key))) for i, r in enumerate(metrics))
+    return [(x, y) for x, y in pairs if y is not None]
+
+
+def position(record: Mapping[str, Any], index: int) -> float:
+    """Where a line stands: its epoch, else its step, else its place in the file."""
+    for key in ("epoch", "step", "global_step"):
+        value = number(record.get(key))
+        if value is not None and math.isfinite(value):
+            return value
+    return float(index)
+
+
+def axis(metrics: Sequence[Mapping[str, Any]]) -> str:
+    """What ``position`` is, for a label."""
+    first = metrics[0] if metrics else {}
+    return next((key for key in ("epoch", "step", "global_step") if key in first), "line")
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested fields as one level of dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found.update(flat(value, f"{prefix}{key}."))
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def thinned(points: Points, most: int = 400) -> Points:
+    """At most about ``most`` points that draw the same line: the extremes of each stretch stay."""
+    if len(points) <= most:
+        return points
+    kept: Points = [points[0]]
+    size = len(points) / (most // 2)
+    for i in range(most // 2):
+        stretch = points[math.floor(i * size) : math.floor((i + 1) * size)]
+        kept += sorted({min(stretch, key=_height), max(stretch, key=_height)})
+    return [*kept, points[-1]]
+
+
+def spread(values: Sequence[Any], most: int) -> list[Any]:
+    """At most ``most`` of the values, evenly, with both ends."""
+    if len(values) <= most:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
+
+
+def _height(point: tuple[float, float]) -> float:
+    return point[1]
+
+
+def _group(name: str, known: Iterable[str]) -> str:
+    for prefix in _HELD_OUT:
+        if name.startswith(prefix) and name.removeprefix(prefix) in known:
+            return name.removeprefix(prefix)
+    return name

@@ -1,0 +1,182 @@
+"""Line charts as SVG inside the page: colours by CSS, so light, dark and paper are one drawing.
+
+Large inputs become small pictures: lines are thinned to their extremes, and what a pointer can ask
+for is a hundred columns with a title each. Values that are not finite are crosses at the foot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from miniray.report.series import Curve, Points, spread, thinned
+from miniray.report.text import escape, short
+
+WIDTH, HEIGHT = 400, 216
+LEFT, RIGHT, TOP, BOTTOM = 50, 10, 10, 34
+_COLUMNS = 100  #: places a pointer can ask about
+_MARKS = 60  #: crosses for values that are not finite
+_LOGARITHMIC = 1000.0  #: a curve that spans more than this is drawn on a logarithmic scale
+_COLOURS = 8
+
+Shown = Callable[[float], str]
+
+
+def colour(index: int, count: int) -> str:
+    """The colour of a line: one of eight that were chosen, else evenly round the circle."""
+    if count <= _COLOURS:
+        return f"var(--c{index % _COLOURS})"
+    return f"hsl({round(360 * index / count)} 60% 50%)"
+
+
+def lines(
+    curves: Sequence[Curve],
+    x_label: str,
+    label: str,
+    *,
+    shown: Shown | None = None,
+    from_zero: bool = False,
+) -> str:
+    """A chart of curves over one axis. Without a finite value it is an empty frame with crosses."""
+    shown = shown or short
+    finite = [point for curve in curves for point in curve.finite]
+    every = [x for curve in curves for x, _ in curve.points]
+    across = _Linear(min(every, default=0.0), max(every, default=1.0), LEFT, WIDTH - RIGHT)
+    up = _scale([y for _, y in finite], from_zero)
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">']
+    parts += _grid(across, up, x_label, shown)
+    for index, curve in enumerate(curves):
+        parts.append(_line(curve, colour(index, len(curves)), across, up, len(curves)))
+    parts += _crosses(curves, across, x_label)
+    parts += _columns(curves, across, x_label, shown)
+    return "".join([*parts, "</svg>"])
+
+
+class _Linear:
+    """Values to places on the paper. A range of nothing gets one around it."""
+
+    def __init__(self, low: float, high: float, start: float, end: float) -> None:
+        if not high > low:
+            margin = abs(low) * 0.1 or 0.5
+            low, high = low - margin, high + margin
+        self.low, self.high, self.start, self.end = low, high, start, end
+
+    def __call__(self, value: float) -> float:
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+    def ticks(self, about: int, whole: bool = False) -> list[float]:
+        return round_steps(self.low, self.high, about, whole)
+
+
+class _Log(_Linear):
+    def __init__(self, low: float, high: float, start: float, end: float) -> None:
+        super().__init__(math.log10(low), math.log10(high), start, end)
+
+    def __call__(self, value: float) -> float:
+        return super().__call__(math.log10(value))
+
+    def ticks(self, about: int, whole: bool = False) -> list[float]:
+        first, last = math.ceil(self.low - 1e-9), math.floor(self.high + 1e-9)
+        every = max(1, math.ceil((last - first) / about))
+        return [10.0**power for power in range(first, last + 1, every)]
+
+
+def _scale(values: Sequence[float], from_zero: bool) -> _Linear:
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    bottom, top = float(HEIGHT - BOTTOM), float(TOP)
+    if low > 0 and high / low > _LOGARITHMIC and not from_zero:
+        return _Log(low, high, bottom, top)
+    if from_zero:
+        low = min(0.0, low)
+    margin = 0.05 * (high - low)
+    return _Linear(low if from_zero else low - margin, high + margin, bottom, top)
+
+
+def _grid(across: _Linear, up: _Linear, x_label: str, shown: Shown) -> list[str]:
+    foot = HEIGHT - BOTTOM
+    parts = []
+    for value in up.ticks(4):
+        y = f"{up(value):.1f}"
+        parts.append(f'<path class="g" d="M{LEFT} {y}H{WIDTH - RIGHT}"/>')
+        parts.append(
+            f'<text x="{LEFT - 6}" y="{up(value) + 4:.1f}" class="e">{shown(value)}</text>'
+        )
+    parts += [
+        f'<text x="{min(across(value), WIDTH - 16):.1f}" y="{foot + 15}" class="m">'
+        f"{short(value)}</text>"
+        for value in across.ticks(6, whole=True)
+    ]
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    parts.append(f'<path class="a" d="M{LEFT} {foot}H{WIDTH - RIGHT}"/>')
+    parts.append(f'<text x="{middle:.0f}" y="{HEIGHT - 4}" class="m">{escape(x_label)}</text>')
+    return parts
+
+
+def _line(curve: Curve, stroke: str, across: _Linear, up: _Linear, count: int) -> str:
+    pieces = []
+    for piece in _pieces(curve.points):
+        drawn = thinned(piece)
+        points = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in drawn)
+        if len(drawn) == 1:
+            x, y = points.split(",")
+            pieces.append(f'<circle cx="{x}" cy="{y}" r="2.5" style="fill:{stroke}"/>')
+        else:
+            thin = ' class="l t"' if count > _COLOURS else ' class="l"'
+            pieces.append(f'<polyline{thin} style="stroke:{stroke}" points="{points}"/>')
+    return "".join(pieces)
+
+
+def _pieces(points: Points) -> list[Points]:
+    """A curve cut where a value is not finite: a line across the gap would be an invention."""
+    pieces: list[Points] = [[]]
+    for x, y in points:
+        if math.isfinite(y):
+            pieces[-1].append((x, y))
+        elif pieces[-1]:
+            pieces.append([])
+    return [piece for piece in pieces if piece]
+
+
+def _crosses(curves: Sequence[Curve], across: _Linear, x_label: str) -> list[str]:
+    broken = [(x, y, curve.name) for curve in curves for x, y in curve.broken]
+    parts = []
+    for x, y, name in spread(broken, _MARKS):
+        at, foot = across(x), HEIGHT - BOTTOM - 6
+        title = escape(f"{name}: {y} at {x_label} {short(x)}")
+        arms = f"M{at - 4:.1f} {foot - 4}l8 8m0 -8l-8 8"
+        parts.append(f'<path class="x" d="{arms}"><title>{title}</title></path>')
+    return parts
+
+
+def _columns(curves: Sequence[Curve], across: _Linear, x_label: str, shown: Shown) -> list[str]:
+    """What the pointer finds: a stripe of the chart, with the values there as its title."""
+    known = [dict(curve.points) for curve in curves]
+    places = spread(sorted({x for values in known for x in values}), _COLUMNS)
+    width = min(40.0, (WIDTH - LEFT - RIGHT) / max(1, len(places)))
+    parts = []
+    for x in places:
+        said = [
+            f"{curve.name} {shown(values[x])}"
+            for curve, values in zip(curves, known, strict=True)
+            if x in values
+        ]
+        more = [f"… and {len(said) - 12} more"] if len(said) > 12 else []
+        title = escape("\n".join([f"{x_label} {short(x)}", *said[:12], *more]))
+        parts.append(
+            f'<path class="h" stroke-width="{width:.1f}" d="M{across(x):.1f} {TOP}V'
+            f'{HEIGHT - BOTTOM}"><title>{title}</title></path>'
+        )
+    return parts
+
+
+def round_steps(low: float, high: float, about: int, whole: bool = False) -> list[float]:
+    """Some ``about`` multiples of 1, 2 or 5 × a power of ten between ``low`` and ``high``."""
+    if not math.isfinite(high - low) or high <= low:
+        return [low] if math.isfinite(low) else []
+    rough = (high - low) / about * (1 - 1e-9)  # 0.02 must do where 0.020000000000000018 is wanted
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    if whole:
+        step = max(1.0, step)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]

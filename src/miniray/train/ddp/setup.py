@@ -1,0 +1,121 @@
+"""What is checked before the ranks of a DDP run may wait for one another.
+
+Once they wait, a difference between them is a hang. So everything they must agree on is compared on
+the driver first, and the error names the ranks and shows both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from miniray.errors import WeightsMismatchError
+from miniray.train.ranks.trainer import check_choices
+
+if TYPE_CHECKING:
+    from miniray.train.ddp.trainer import DDPTrainer
+
+#: What of DistributedDataParallel may be set; the rest is the trainer's business.
+DDP_OPTIONS = (
+    "broadcast_buffers",
+    "bucket_cap_mb",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+)
+_CHOICES = {
+    "shard": ("none", "full"),
+    "uneven": ("join", "pad", "drop", "error"),
+    "precision": ("fp32", "bf16", "fp16"),
+}
+
+
+def check_arguments(
+    *,
+    shard: str,
+    uneven: str,
+    precision: str,
+    accumulate: Any,
+    models: Any,
+    compile: Any,
+    ddp_options: Mapping[str, Any],
+) -> None:
+    """Refuse arguments of ``DDPTrainer`` that make no sense, with ``ValueError``."""
+    check_choices(_CHOICES, shard=shard, uneven=uneven, precision=precision)
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate must be an int >= 1, not {accumulate!r}")
+    if isinstance(models, str) or not models:
+        raise ValueError(f"models must be names of attributes, not {models!r}")
+    if shard == "full":
+        _check_shard(models, compile, ddp_options)
+
+
+def _check_shard(models: Sequence[str], compile: Any, ddp_options: Mapping[str, Any]) -> None:
+    if ddp_options:
+        raise ValueError(
+            f"{', '.join(ddp_options)} {'goes' if len(ddp_options) == 1 else 'go'} to "
+            'DistributedDataParallel, which shard="full" does not use'
+        )
+    if tuple(models) != ("model",):
+        raise ValueError(f'shard="full" shards self.model; models={tuple(models)!r} has others')
+    if compile:
+        raise ValueError(
+            'shard="full" and compile= do not go together: the weights are gathered between '
+            "layers. Compile parts of the model in the worker (self.model.head.compile())"
+        )
+
+
+def refuse_step_options(trainer: DDPTrainer) -> None:
+    """A loop of the user's own makes its own steps: what it would not do is not accepted."""
+    mine = {
+        'shard="full"': trainer.shard != "none",
+        "accumulate": trainer.accumulate != 1,
+        "precision": trainer.precision != "fp32",
+        "clip_norm": trainer.clip_norm is not None,
+        f"uneven={trainer.uneven!r}": trainer.uneven in ("pad", "drop"),
+    }
+    asked = [name for name, is_set in mine.items() if is_set]
+    if asked:
+        raise ValueError(
+            f"{', '.join(asked)} need a worker with training_step(batch, batch_idx): with "
+            "train_epoch(epoch) the steps are the worker's own"
+        )
+
+
+def agree(facts: Sequence[dict[str, Any]], trainer: DDPTrainer) -> list[int] | None:
+    """Compare what the ranks say of themselves; how many batches each brings, where that counts.
+
+    Raises ``WeightsMismatchError`` where their models differ and ``ValueError`` where devices or
+    numbers of batches do, in a way that cannot be trained.
+    """
+    from miniray.train.ddp.model import compare_signatures
+    from miniray.train.ranks.plan import counted_windows
+
+    problem = compare_signatures([fact["models"] for fact in facts])
+    if problem is not None:
+        raise WeightsMismatchError(f"the workers' models differ: {problem}")
+    kinds = [fact["device"] for fact in facts]
+    if len(set(kinds)) > 1:
+        shown = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+        raise ValueError(f"the workers' models are on different kinds of devices ({shown})")
+    if not facts[0]["steps"] or facts[0]["planned"]:
+        return None
+    counts = [fact["batches"] for fact in facts]
+    known = all(count is not None for count in counts)
+    if trainer.shard == "full" and (
+        not known or (len(set(counts)) > 1 and trainer.uneven == "join")
+    ):
+        shown = ", ".join(f"rank {rank}: {count or '?'}" for rank, count in enumerate(counts))
+        raise ValueError(
+            'with shard="full" all ranks must have as many batches, because every one of them is '
+            f'needed for every step ({shown}); choose uneven="drop" and loaders with a len(), or '
+            "leave out load_data_shard() and miniray shares out the samples"
+        )
+    if known:
+        counted_windows(counts, 0, trainer.accumulate, trainer.uneven)
+        return counts
+    if trainer.accumulate > 1 or (trainer.uneven != "join" and len(facts) > 1):
+        raise ValueError(
+            "self.train_loader has no len(): only accumulate=1 and uneven='join' can do without it"
+        )
+    return None

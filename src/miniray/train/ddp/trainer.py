@@ -1,0 +1,207 @@
+"""``DDPTrainer``: gradients averaged over all workers in every step, by torch's own DDP or FSDP.
+
+What happens when a rank fails is ``RankTrainer``'s: one error, the cause's, and all ranks ended.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import miniray
+from miniray.core.remote import adapting
+from miniray.train.base import BaseTrainer
+from miniray.train.ddp import setup
+from miniray.train.ddp.worker import rank_spec
+from miniray.train.evaluate import combine, cut
+from miniray.train.ranks.trainer import RankTrainer
+from miniray.train.results import aggregate
+
+
+class DDPTrainer(RankTrainer):
+    """Trains one model on several workers with gradients averaged in every step.
+
+    The worker has ``self.model``, ``self.optimizer``, ``self.train_loader`` and a
+    ``training_step(batch, batch_idx)`` that returns the loss (a mean over the batch) or a dict with
+    it; with ``self.val_loader`` and ``validation_step`` it can be evaluated. Or it is a worker of
+    the parameter-server trainer, with ``train_epoch`` and ``self.model``: then the model's backward
+    pass averages gradients, and nothing else changes.
+
+    Args:
+        num_workers: how many. ``batch_size`` of the loader is per worker.
+        worker: a class, decorated with ``@miniray.remote`` or not; or override ``create_worker``.
+        shard: ``"none"``: every worker has the whole model. ``"full"``: each keeps its part of
+            weights, gradients and optimizer state, and gets the rest of a layer while it computes
+            that layer (torch's FSDP); for workers with ``training_step``.
+        uneven: what to do when samples do not divide by workers. ``"join"``: every sample once,
+            weighted so that each counts the same; workers that run out early keep the others
+            company. ``"pad"``: some samples twice. ``"drop"``: some not at all. ``"error"``:
+            refuse to begin.
+        accumulate: micro-batches in an optimizer step.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"`` (with a gradient scaler).
+        clip_norm: largest norm of the gradients of all parameters together.
+        compile: ``torch.compile`` the model: True, a backend's name, or a dict of its options.
+        on_nonfinite: ``"error"``: a loss that is NaN or infinite ends the run; or ``"ignore"``.
+        models: attributes of the worker to average gradients of; for loops of one's own.
+        group_backend: ``"gloo"``, ``"nccl"``, or ``"auto"``: NCCL where each worker has a GPU of
+            its own, else gloo.
+        hang_timeout: seconds in which no rank moves and the one that is waited for is idle; then
+            the run ends and says which, and where.
+        timeout: seconds the ranks wait for one another in a collective or barrier at most.
+        max_failures: how often the ranks are started again after one died or hung. Then the state
+            of the run is kept on the driver after each epoch.
+        find_unused_parameters, bucket_cap_mb, broadcast_buffers, gradient_as_bucket_view,
+            static_graph: go to DistributedDataParallel.
+
+    All other arguments are those of ``BaseTrainer``.
+    """
+
+    _group_name = "ddp"
+
+    def __init__(
+        self,
+        num_workers: int = 4,
+        *,
+        worker: Any = None,
+        shard: str = "none",
+        uneven: str = "join",
+        accumulate: int = 1,
+        precision: str = "fp32",
+        clip_norm: float | None = None,
+        compile: bool | str | Mapping[str, Any] = False,
+        on_nonfinite: str = "error",
+        models: Sequence[str] = ("model",),
+        group_backend: str = "auto",
+        hang_timeout: float = 60.0,
+        timeout: float = 600.0,
+        max_failures: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        names = inspect.signature(BaseTrainer.__init__).parameters
+        ddp_options = {k: kwargs.pop(k) for k in setup.DDP_OPTIONS if k in kwargs}
+        unknown = [name for name in kwargs if name not in names]
+        if unknown:
+            raise TypeError(f"{type(self).__name__}() does not know {', '.join(unknown)}")
+        setup.check_arguments(
+            shard=shard,
+            uneven=uneven,
+            precision=precision,
+            accumulate=accumulate,
+            models=models,
+            compile=compile,
+            ddp_options=ddp_options,
+        )
+        super().__init__(
+            num_workers,
+            worker=worker,
+            clip_norm=clip_norm,
+            on_nonfinite=on_nonfinite,
+            group_backend=group_backend,
+            hang_timeout=hang_timeout,
+            timeout=timeout,
+            max_failures=max_failures,
+            **kwargs,
+        )
+        self.shard, self.uneven = shard, uneven
+        self._preloaded = f"miniray.train.ddp.{'rank' if shard == 'none' else 'sharded'}"
+        self.accumulate, self.precision = accumulate, precision
+        self._compile, self._models = compile, tuple(models)
+        self._ddp_options = ddp_options
+
+    def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
+        """Evaluate on all workers, every sample exactly once; see ``miniray.train.evaluate``.
+
+        Workers may have different numbers of samples, or none. No collective is called, unless the
+        model is sharded: then the workers go in step, those without samples for company.
+        """
+        if self._group is None:
+            raise RuntimeError("there are no workers before train()")
+        epoch = self._epoch_for_errors()
+        if self.shard == "full" and self._group.has("evaluate"):
+            return self._retried(epoch, lambda: self._evaluate_in_step(data, epoch))
+        # Not super() inside of the lambda: it would not know where it is.
+        evaluate = super().evaluate
+        return self._retried(epoch, lambda: evaluate(data, **kwargs))
+
+    def _evaluate_in_step(self, data: Any, epoch: int | None) -> dict[str, Any]:
+        count = self.num_workers
+        rows = [None if data is None else cut(data, rank, count)[0] for rank in range(count)]
+        results = self._call_ranks(
+            "_rank_evaluate", lambda rank: (rows[rank],), epoch, watched=True
+        )
+        return combine([(rank, None, sums) for rank, sums in enumerate(results)])
+
+    def _summary(self, results: list[Any]) -> dict[str, Any]:
+        return aggregate(results)
+
+    # -- workers ----------------------------------------------------------------------------------
+
+    def _create(self, worker_id: int) -> Any:
+        with adapting(rank_spec):
+            return super()._create(worker_id)
+
+    def _set_up_all(self) -> None:
+        """Data, then what all must agree on, then the group: in this order nobody can hang."""
+        assert self._group is not None
+        group = self._group
+        self._broken = False
+        if not group.has("training_step") and not group.has("train_epoch"):
+            raise TypeError(
+                f"worker class {self.workers[0]._info.class_name} has neither "
+                "training_step(batch, batch_idx) nor train_epoch(epoch)"
+            )
+        if group.has("load_data_shard"):
+            count = self.num_workers
+            self._call_ranks("load_data_shard", lambda i: (i, count), kwargs=self._kwargs)
+        settings = self._rank_settings()
+        facts = self._call_ranks("_rank_prepare", lambda i: (i, self.num_workers, settings))
+        if not facts[0]["steps"]:
+            setup.refuse_step_options(self)
+        self._meet(facts, setup.agree(facts, self))
+
+    def _rank_settings(self) -> Any:
+        from miniray.train.ddp.loop import StepOptions
+        from miniray.train.ddp.rank import RankSettings
+
+        return RankSettings(
+            **self._run_facts(),
+            steps=StepOptions(
+                accumulate=self.accumulate,
+                precision=self.precision,
+                clip_norm=self.clip_norm,
+                on_nonfinite=self._on_nonfinite,
+                find_unused_parameters=bool(self._ddp_options.get("find_unused_parameters")),
+            ),
+            models=self._models,
+            shard=self.shard,
+            uneven=self.uneven,
+            compile=self._compile,
+            ddp_options=self._ddp_options,
+        )
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def model_weights(self) -> Any:
+        """The trained weights in one piece: worker 0's, with what the others hold of them."""
+        if self.shard == "none":
+            return super().model_weights()
+        return self._call_ranks("get_weights")[0]
+
+    def _shared_state(self) -> dict[str, Any]:
+        if self.shard == "none":
+            state: dict[str, Any] = miniray.get(self.workers[0]._rank_shared_state.remote())
+        else:
+            state = self._call_ranks("_rank_shared_state")[0]
+        return state
+
+    def _describe(self) -> dict[str, Any]:
+        return {
+            **super()._describe(),
+            "shard": self.shard,
+            "uneven": self.uneven,
+            "accumulate": self.accumulate,
+            "precision": self.precision,
+            "clip_norm": self.clip_norm,
+            "ddp_options": dict(self._ddp_options),
+        }

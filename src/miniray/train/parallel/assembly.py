@@ -1,0 +1,132 @@
+"""A rank's part of the model put together: stages, shards, optimizer.
+
+Everything here is done by all ranks together, after rank 0's plan: a difference would be a hang, so
+nothing in it depends on anything but the job, the plan and the place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from miniray.train import torch_parts as parts
+from miniray.train.parallel import planning
+from miniray.train.parallel.feed import Feed
+from miniray.train.parallel.job import Job, Plan
+from miniray.train.parallel.layers import build_model, read_layers
+from miniray.train.parallel.layout import Layout, Place
+from miniray.train.parallel.stages import PipelineRunner, StepRecord, WholeRunner
+from miniray.train.parallel.tensor import apply_plan, check_same
+from miniray.train.ranks.member import is_consequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one rank has of the model, and how it is run."""
+
+    runner: Any
+    parameters: list[Any]
+    optimizer: Any
+    scheduler: Any = None
+
+    @property
+    def modules(self) -> dict[int, Any]:
+        """By stage."""
+        found: dict[int, Any] = self.runner.modules
+        return found
+
+    def train(self, mode: bool = True) -> None:
+        for module in self.modules.values():
+            module.train(mode)
+
+
+def assemble(
+    job: Job, plan: Plan, place: Place, mesh: Any, device: Any, record: StepRecord
+) -> Part:
+    """This rank's part. A collective."""
+    runner = _make_runner(job, plan, place, mesh, device, record)
+    if plan.tensor is not None:
+        _split_tensors(runner, plan, mesh, device)
+    modules = runner.modules.values()
+    parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
+    optimizer = _make_optimizer(job, plan, parameters)
+    scheduler = None if job.lr_scheduler is None else job.lr_scheduler(optimizer)
+    # Shards of one layer draw the same numbers: what is not cut must stay the same on all.
+    torch.manual_seed(job.seed + 7919 * (place.data * job.layout.pipeline + place.pipeline))
+    return Part(runner, parameters, optimizer, scheduler)
+
+
+def _make_runner(
+    job: Job, plan: Plan, place: Place, mesh: Any, device: Any, record: StepRecord
+) -> Any:
+    layout = job.layout
+    if layout.pipeline == 1:
+        model = planning.whole_model(build_model(job.model, job.seed), job.seed).to(device)
+        return WholeRunner(model, job.microbatches, job.loss, record)
+    layers = read_layers(job.model, job.seed)
+    modules = layers.stages(plan.stages.bounds, plan.stages.mine(place.pipeline), plan.sample)
+    for module in modules.values():
+        module.to(device)
+    ranks = [
+        layout.rank(place.data, plan.stages.holder(stage), place.tensor)
+        for stage in range(len(plan.stages.sizes))
+    ]
+    pipeline = mesh.get_group("pipeline")
+    return PipelineRunner(modules, plan.stages, ranks, pipeline, job.loss, device, record)
+
+
+def _split_tensors(runner: Any, plan: Plan, mesh: Any, device: Any) -> None:
+    """Cut the weights, and see that the model still computes the same."""
+    inputs = parts.moved(plan.sample, device)
+    kept = torch.get_rng_state()
+    for module in runner.modules.values():
+        module.eval()
+    with torch.no_grad():
+        before = runner.forward(inputs)
+        for module in runner.modules.values():
+            names = {name for name, _ in module.named_modules()}
+            apply_plan(module, plan.tensor.within(names), mesh["tensor"])
+        try:
+            after = runner.forward(inputs)
+        except (RuntimeError, ValueError) as error:
+            if is_consequence(error):
+                raise
+            raise ValueError(
+                f"the plan does not fit the model: with it, its forward pass fails ({error})\n"
+                f"{plan.tensor.table()}"
+            ) from error
+    if before is not None:
+        check_same(before, after, plan.tensor)
+    torch.set_rng_state(kept)
+
+
+def _make_optimizer(job: Job, plan: Plan, parameters: list[Any]) -> Any:
+    optimizer = job.optimizer(parameters)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            "optimizer= must be a function of a list of parameters that returns a torch "
+            f"optimizer; it returned a {type(optimizer).__name__}"
+        )
+    if plan.tensor is not None:
+        for options in optimizer.param_groups:
+            # Their versions for many tensors at once refuse cut and whole ones in one list.
+            options["foreach"] = False
+    return optimizer
+
+
+def make_feed(layout: Layout, plan: Plan, place: Place, device: Any) -> Feed:
+    """The way of batches within this rank's copy of the model. A collective."""
+    copies = [dist.new_group(layout.copy_ranks(copy)) for copy in range(layout.data)]
+    last = 0 if layout.pipeline == 1 else plan.stages.holder(len(plan.stages.sizes) - 1)
+    shards = range(layout.tensor)
+    return Feed(
+        source=layout.rank(place.data, 0, 0),
+        members=layout.copy_ranks(place.data),
+        group=copies[place.data],
+        input_ranks=[layout.rank(place.data, 0, t) for t in shards],
+        target_ranks=[layout.rank(place.data, last, t) for t in shards],
+        device=device,
+    )

@@ -1,0 +1,6 @@
+"""Training in which all workers go in step: what every such trainer and every rank of it need.
+
+``trainer`` (driver), ``calls`` and ``watch`` (one cause, hangs), ``member`` and ``worker`` (the
+rank's process), ``pulse`` (where each rank is), ``data`` and ``plan`` (who takes which samples),
+``output`` (what ranks print).
+"""

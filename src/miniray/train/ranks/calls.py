@@ -1,0 +1,210 @@
+"""Calling all ranks at once, and finding the one cause when something goes wrong.
+
+When a rank is gone or does not answer, the others fail too, a moment later or earlier: what they
+say is a consequence. So after the first failure the cause is waited for, for a few seconds, and
+raised alone. The caller ends the ranks: those that are left are stuck in a collective.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import miniray
+from miniray.errors import (
+    ActorDiedError,
+    BarrierTimeoutError,
+    MinirayError,
+    PeerLostError,
+    TaskError,
+    WorkerTimeoutError,
+)
+from miniray.train.ranks.pulse import Place, tell
+from miniray.train.ranks.watch import Verdict, Watch
+from miniray.train.workers import WorkerGroup
+
+_LOOK_EVERY = 0.5  # seconds between two looks at the ranks' pulses
+_GRACE = 5.0  # seconds for the cause to be heard of after its first consequence
+_PARTED = (
+    "The ranks did not make the same collective calls in the same order: one of them left out a "
+    "forward or a backward pass, or a parameter in its loss, that the others did not leave out"
+)
+
+
+def call_ranks(
+    group: WorkerGroup,
+    method: str,
+    arguments: Callable[[int], tuple[Any, ...]],
+    kwargs: Mapping[str, Any],
+    *,
+    epoch: int | None,
+    limit: float | None,
+    watch: Watch | None,
+    bar: StepBar,
+) -> list[Any]:
+    """Results by rank. Raises one error, the cause's, with ``rank``, ``epoch`` and ``step``.
+
+    ``limit``: seconds for all of it. With ``watch``, ranks that hang are found by their pulses.
+    """
+    count = len(group.handles)
+    pending = {group.submit(i, method, *arguments(i), **kwargs): i for i in range(count)}
+    results: list[Any] = [None] * count
+    failures: dict[int, Exception] = {}
+    verdict: Verdict | None = None
+    began = answered = time.monotonic()
+    grace: float | None = None
+    try:
+        while pending and verdict is None:
+            for ref in miniray.wait(list(pending), timeout=_LOOK_EVERY)[0]:
+                rank = pending.pop(ref)
+                try:
+                    results[rank] = miniray.get(ref)
+                except Exception as error:
+                    failures[rank] = error
+                answered = time.monotonic()
+            now = time.monotonic()
+            if failures:
+                grace = grace or now + _GRACE
+                if root_cause(failures) is not None or now > grace:
+                    break
+            elif limit is not None and now > began + limit:
+                late = sorted(pending.values())
+                names = ", ".join(map(str, late))
+                verdict = Verdict(late, f"rank {names} gave no result in {limit:g} s")
+            elif watch is not None:
+                bar.update(watch)
+                verdict = watch.hung(pending.values(), answered)
+    finally:
+        bar.close()
+    if not failures and verdict is None:
+        return results
+    places = watch.last_places() if watch is not None else []
+    raise _the_error(failures, sorted(pending.values()), verdict, epoch, places)
+
+
+def _the_error(
+    failures: dict[int, Exception],
+    pending: list[int],
+    verdict: Verdict | None,
+    epoch: int | None,
+    places: list[Place],
+) -> Exception:
+    cause = root_cause(failures)
+    if cause is not None:
+        rank, error = cause
+        return in_context(error, rank, epoch, places[rank] if places else None)
+    if verdict is None and pending and places:
+        names = ", ".join(map(str, pending))
+        lines = [f"rank {names} did not answer, and the others waited for it in vain"]
+        lines += [tell(place) for place in places if place.rank in pending]
+        verdict = Verdict(pending, "\n".join([*lines, *_said(failures)]))
+    told = explain(failures, verdict)
+    guilty = verdict.ranks if verdict is not None else []
+    if len(guilty) != 1:
+        return _marked(told, None, epoch, None)
+    return _marked(told, guilty[0], epoch, places[guilty[0]].step if places else None)
+
+
+def root_cause(failures: Mapping[int, Exception]) -> tuple[int, Exception] | None:
+    """Whose failure is not a consequence of another's; the first that came, of several."""
+    for rank, error in failures.items():
+        if not isinstance(error, (PeerLostError, BarrierTimeoutError)):
+            return rank, error
+    return None
+
+
+def explain(failures: Mapping[int, Exception], verdict: Verdict | None) -> Exception:
+    """The error where ranks only say that others are gone: who did not answer, or all they said."""
+    barriers = [error for error in failures.values() if isinstance(error, BarrierTimeoutError)]
+    if barriers:
+        cause = getattr(barriers[0], "cause", None)
+        return WorkerTimeoutError(str(cause or barriers[0]))
+    if verdict is not None:
+        return WorkerTimeoutError(verdict.text)
+    said = "\n".join(_said(failures))
+    return WorkerTimeoutError(
+        "the ranks lost one another, and all of them are alive: they did not make the same "
+        f"collective calls in the same order\n{said}"
+    )
+
+
+def _said(failures: Mapping[int, Exception]) -> list[str]:
+    """A line for each rank that has only lost the others."""
+    return [
+        f"  rank {rank}: {str(getattr(error, 'cause', None) or error).splitlines()[0]}"
+        for rank, error in sorted(failures.items())
+    ]
+
+
+def in_context(error: Exception, rank: int, epoch: int | None, place: Place | None) -> Exception:
+    """``error`` saying which rank it came from, and when; of the same types as before."""
+    when = "" if epoch is None else f" in epoch {epoch}"
+    step = place.step if place is not None and place.epoch == epoch and place.step >= 0 else None
+    if step is not None:
+        when += f", step {step}"
+    if isinstance(error, TaskError):
+        told: Exception = TaskError(
+            f"rank {rank}{when}: {error.function}",
+            error.worker,
+            error.pid,
+            error.remote_traceback,
+            error.cause,
+        ).as_cause_type()
+    elif isinstance(error, ActorDiedError):
+        told = ActorDiedError(f"rank {rank}{when}: {error}")
+        if "collective mismatch" in str(error):  # gloo's last words
+            told = ActorDiedError(f"{told}\n{_PARTED}")
+    elif isinstance(error, MinirayError):
+        told = type(error)(f"rank {rank}{when}: {error}")
+    else:
+        return error
+    return _marked(told, rank, epoch, step)
+
+
+def _marked(error: Exception, rank: int | None, epoch: int | None, step: int | None) -> Exception:
+    for name, value in (("rank", rank), ("worker_id", rank), ("epoch", epoch), ("step", step)):
+        setattr(error, name, value)
+    return error
+
+
+class StepBar:
+    """The steps of an epoch on a terminal, below the bar of epochs; nothing elsewhere.
+
+    It is made by the driver, which takes no part in any barrier, when all ranks are through the one
+    before the first step.
+    """
+
+    def __init__(self, epoch: int, steps: int | None, enabled: bool) -> None:
+        self._epoch, self._steps = epoch, steps
+        self._enabled = enabled and sys.stderr is not None and sys.stderr.isatty()
+        self._bar: Any = None
+
+    def update(self, watch: Watch) -> None:
+        """Show how far rank 0 is, once all are training."""
+        if not self._enabled:
+            return
+        places = watch.places()
+        if self._bar is None:
+            if any(place.epoch != self._epoch or place.step < 0 for place in places):
+                return
+            from miniray.train.progress import _bar_class, _size
+
+            self._bar = _bar_class()(
+                total=self._steps,
+                desc=f"epoch {self._epoch}",
+                unit=" steps",
+                leave=False,
+                position=1,
+                file=sys.stderr,
+                **_size(sys.stderr),
+            )
+        done = places[0].step + 1
+        if done > self._bar.n:
+            self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.close()

@@ -1,0 +1,141 @@
+"""A rank's data: the worker's loader looked at, checked and cut to the rank's share.
+
+A plain ``DataLoader`` over all samples is replaced by one over the rank's own, with everything else
+as the user set it. Other loaders, and those of workers with ``load_data_shard``, are the user's own
+work and used as they are. What can be neither cut nor trusted is refused: a loader that gives every
+rank the same samples trains, and is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from miniray.doctor.handles import check_handles
+from miniray.train.ranks.plan import EpochPlan
+
+#: What a new loader takes over from the user's.
+_KEPT = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",  # since torch 2.7
+)
+
+
+class PlannedBatches:
+    """A batch sampler: this rank's part of an ``EpochPlan``, in another order each epoch."""
+
+    def __init__(self, plan: EpochPlan, rank: int, shuffle: bool, seed: int) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.plan.batches(self.rank, self.epoch, shuffle=self.shuffle, seed=self.seed)
+
+    def __len__(self) -> int:
+        return self.plan.count(self.rank)
+
+
+def check_loader(loader: Any, name: str) -> None:
+    """Refuse a dataset with open handles before processes are started for it."""
+    if isinstance(loader, DataLoader):
+        context = loader.multiprocessing_context
+        method = context.get_start_method() if context is not None else "fork"
+        check_handles(
+            loader.dataset, f"{name}.dataset", num_workers=loader.num_workers, start_method=method
+        )
+
+
+def own_share(
+    loader: Any,
+    rank: int,
+    world_size: int,
+    *,
+    accumulate: int,
+    uneven: str,
+    seed: int,
+    sharded: bool,
+) -> tuple[Any, EpochPlan | None]:
+    """(the rank's loader, its plan); no plan where the batches are the user's own.
+
+    ``sharded``: the worker has cut its data itself. Raises ``ValueError`` for a loader over all
+    samples that cannot be cut.
+    """
+    if sharded or not isinstance(loader, DataLoader):
+        return loader, None
+    if isinstance(loader.sampler, DistributedSampler) or hasattr(loader.sampler, "set_epoch"):
+        return loader, None  # it was cut by somebody who knows of ranks
+    kind = type(loader.sampler)
+    plain = loader.batch_size is not None and (
+        kind is SequentialSampler
+        or (kind is RandomSampler and not loader.sampler.replacement and not _is_subset(loader))
+    )
+    if isinstance(loader.dataset, IterableDataset) or not plain:
+        if world_size == 1:
+            return loader, None
+        what = (
+            f"an IterableDataset ({type(loader.dataset).__qualname__})"
+            if isinstance(loader.dataset, IterableDataset)
+            else f"a loader with a sampler of its own ({kind.__qualname__})"
+        )
+        raise ValueError(
+            f"self.train_loader has {what}, which miniray cannot cut into {world_size} shards: "
+            "every rank would train on the same samples. Give the worker load_data_shard(shard_id, "
+            "num_shards) and make the loader there, or use a DistributedSampler"
+        )
+    plan = EpochPlan(
+        len(loader.dataset),
+        loader.batch_size,
+        world_size,
+        accumulate=accumulate,
+        uneven=uneven,
+        drop_last=loader.drop_last,
+    )
+    batches = PlannedBatches(plan, rank, shuffle=kind is RandomSampler, seed=seed)
+    return _remade(loader, batches), plan
+
+
+def _remade(loader: Any, batches: Any) -> Any:
+    kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+    return DataLoader(loader.dataset, batch_sampler=batches, **kept)
+
+
+def _is_subset(loader: Any) -> bool:
+    return int(loader.sampler.num_samples) != len(loader.dataset)
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell everything that shuffles which epoch it is."""
+    told = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    for part in told:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
+def length(loader: Any) -> int | None:
+    """How many batches a loader says it has; None where it does not say."""
+    try:
+        return len(loader)
+    except TypeError:  # an iterable without a length, or a loader over one
+        return None

@@ -1,0 +1,150 @@
+"""A rank's process: black box, marked output, process group, pulse, barriers, and the way out.
+
+An error leaves the group in an unknown state: the driver ends all ranks, and the process is not
+used again. An error that only says that others are gone becomes ``PeerLostError``, so that the
+driver can tell the cause from its consequences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from miniray.doctor import barriers, instrument, recorder
+from miniray.errors import PeerLostError
+from miniray.train import group
+from miniray.train.ranks.output import marked_output, tame_tqdm
+from miniray.train.ranks.pulse import PulseThread
+
+_LOST = re.compile(
+    r"gloo|NCCL|Connection (closed|reset|refused)|Timed out waiting|Broken pipe|wait timeout", re.I
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What every rank is told of its run.
+
+    ``own_process``: the rank's process is nobody else's, so output and tqdm may be changed.
+    """
+
+    seed: int = 0
+    run_dir: str | None = None
+    attempt: int = 0
+    own_process: bool = True
+
+
+class Member:
+    """One rank of a run; see the module."""
+
+    def __init__(self, rank: int, world_size: int, facts: RunFacts) -> None:
+        self.rank, self.world_size, self.facts = rank, world_size, facts
+        self.device: Any = torch.device("cpu")
+        self.pulse: Any = None
+        self.recorder: Any = None
+        self._has_boxes = False
+        self._open = contextlib.ExitStack()
+
+    def whereabouts(self) -> dict[str, Any]:
+        """Which machine, process and device this is."""
+        gpu = None
+        if self.device.type == "cuda":
+            gpu = str(torch.cuda.get_device_properties(self.device).uuid)
+        where = {"host": socket.gethostname(), "pid": os.getpid()}
+        return {**where, "device": self.device.type, "gpu": gpu}
+
+    def enter(self, spec: group.ProcessGroupSpec, one_machine: bool) -> None:
+        """Join the group. ``one_machine``: all ranks see each other's black boxes."""
+        facts = self.facts
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if facts.own_process:
+            folder = facts.run_dir if os.path.isdir(facts.run_dir or "") else None
+            self._open.enter_context(marked_output(self.rank, self.world_size, folder))
+            self.recorder = self._record(folder)
+            self._has_boxes = one_machine and folder is not None
+            tame_tqdm(self.rank)
+        store = group.join(spec, self.rank)
+        self._open.callback(group.leave)
+        self.pulse = PulseThread(spec, self.rank, store)
+        self._open.callback(self.pulse.close)
+
+    def _record(self, run_dir: str | None) -> Any:
+        """This process's black box: what it did last is known whatever ends it."""
+        if run_dir is None:
+            return None
+        instrument.install()
+        current = recorder.current()
+        if current is None:
+            current = recorder.start(
+                run_dir,
+                self.rank,
+                self.world_size,
+                launcher="miniray",
+                attempt=self.facts.attempt,
+            )
+            self._open.callback(recorder.stop)
+        return current
+
+    def epoch(self, epoch: int) -> dict[str, Any]:
+        """Train one epoch; what this rank has to say about it."""
+        with self.peers_named():
+            self.pulse.epoch, self.pulse.step = epoch, -1
+            if self.recorder is not None:
+                self.recorder.set_epoch(epoch)
+                self.recorder.note(steps_before_epoch=self.recorder.step_number)
+            return self._epoch(epoch)
+
+    def _epoch(self, epoch: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def peers_named(self) -> Iterator[None]:
+        """Inside, errors that are consequences of another rank's say so."""
+        try:
+            yield
+        except Exception as error:
+            with contextlib.suppress(RuntimeError):  # the store may be gone: then nobody reads it
+                self.pulse.post()
+            if is_consequence(error):
+                raise PeerLostError(
+                    f"rank {self.rank} lost the other ranks at step {self.pulse.step}: {error}"
+                ) from error
+            raise
+
+    def barrier(self, name: str) -> None:
+        """Wait for all ranks; over the black boxes, which the doctor reads, or over the store."""
+        if not self._has_boxes:
+            self.pulse.barrier(name)
+            return
+        self.pulse.at(f"barrier {name!r}")
+        barriers.barrier(name, timeout=self.pulse.limit)
+        self.pulse.at(f"after barrier {name!r}")
+
+    def leave(self) -> None:
+        """Leave the group and give the process back as it was."""
+        self._open.close()
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether ``error`` only says that other ranks are gone or do not answer."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+
+
+def check_loss(value: float, on_nonfinite: str, rank: int, step: int, epoch: int) -> None:
+    """``FloatingPointError`` for a loss that is NaN or infinite, unless that is to be ignored."""
+    if on_nonfinite == "error" and value - value != 0:
+        raise FloatingPointError(
+            f"the loss is {value} on rank {rank} at step {step} of epoch {epoch}; "
+            'on_nonfinite="ignore" would train on with it'
+        )

@@ -1,0 +1,50 @@
+"""Tensors that are cut over ranks as tensors in one piece, and back.
+
+What is saved has its whole shape. So a checkpoint knows nothing of the layout it was written on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from miniray.train.ranks.mesh import stages_through_host
+
+
+def whole(tensor: Any) -> Any:
+    """The tensor in one piece, on the CPU. A collective where it is cut over ranks."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().cpu().clone()
+    if stages_through_host(tensor.device):
+        tensor = _on_host(tensor)
+    return tensor.full_tensor().detach().cpu().clone()
+
+
+def _on_host(tensor: Any) -> Any:
+    """The same, each part in host memory: gloo would read a GPU's as its own, and crash."""
+    mesh = tensor.device_mesh
+    return DTensor.from_local(
+        tensor.to_local().detach().cpu(),
+        DeviceMesh.from_group(mesh.get_group(), "cpu"),
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def put_into(target: Any, value: Any) -> None:
+    """Fill ``target``, which may be cut over ranks, from a tensor in one piece."""
+    with torch.no_grad():
+        target.copy_(cut_like(target, value))
+
+
+def cut_like(target: Any, value: Any) -> Any:
+    """``value`` cut as ``target`` is. Nothing is sent: every rank has all of ``value``."""
+    if not isinstance(target, DTensor):
+        return value
+    value = value.to(target.to_local().device)
+    return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)

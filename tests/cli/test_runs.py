@@ -1,0 +1,244 @@
+"""`miniray runs`, `report`: which run is meant, what is shown, and what is never deleted."""
+
+import json
+import os
+import socket
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from miniray.cli import cli
+
+
+@pytest.fixture
+def run_cli(tmp_path, monkeypatch):
+    """The command line in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+    def run(*args, **options):
+        return CliRunner().invoke(cli, args, prog_name="miniray", standalone_mode=True, **options)
+
+    return run
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    def make(name, metrics=(), **info):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        said = {"state": "finished", "world_size": 2, "versions": {"miniray": "0.1.0"}}
+        (folder / "run.json").write_text(json.dumps({**said, **info}))
+        if metrics:
+            text = "".join(json.dumps(line) + "\n" for line in metrics)
+            (folder / "metrics.jsonl").write_text(text)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def three(make_run):
+    """Begun in the order old, middle, new."""
+    make_run("middle", [{"epoch": 0, "loss": 0.5}], started="2026-01-02T00:00:00+00:00",
+             ended="2026-01-02T00:00:30+00:00", config={"lr": 0.1, "trainer": "T"})  # fmt: skip
+    make_run("new", [{"epoch": 0, "loss": 4.0}, {"epoch": 1, "loss": "NaN"}], state="failed",
+             started="2026-01-03T00:00:00+00:00", config={"lr": 0.2, "trainer": "T"})  # fmt: skip
+    make_run("old", started="2026-01-01T00:00:00+00:00")
+
+
+# -- list, compare --------------------------------------------------------------------------------
+
+
+def test_runs_are_listed_newest_first(run_cli, three):
+    done = run_cli("runs")
+    assert done.exit_code == 0
+    lines = done.output.splitlines()
+    assert lines[0].split()[:2] == ["run", "state"]
+    assert [line.split()[:2] for line in lines[1:]] == [
+        ["new", "failed"],
+        ["middle", "finished"],
+        ["old", "finished"],
+    ]
+    assert "loss 0.5" in lines[2]
+    assert "30 s" in lines[2]
+
+
+def test_the_newest_so_many(run_cli, three):
+    done = run_cli("runs", "-n", "1")
+    assert [line.split()[0] for line in done.output.splitlines()[1:]] == ["new", "…"]
+    assert done.output.endswith("… and 2 older\n")
+
+
+def test_json_has_no_nan(run_cli, three):
+    found = json.loads(run_cli("runs", "--json").output, parse_constant=pytest.fail)
+    assert [run["name"] for run in found] == ["new", "middle", "old"]
+    assert found[0]["metrics"] == {"epoch": 1, "loss": "nan"}
+    assert (found[1]["seconds"], found[1]["world_size"], found[1]["kind"]) == (30, 2, "T")
+
+
+def test_no_runs_is_said(run_cli):
+    assert run_cli("runs").output.startswith("no runs in ")
+    assert json.loads(run_cli("runs", "--json").output) == []
+
+
+def test_compare_shows_metrics_and_differing_settings(run_cli, three):
+    done = run_cli("runs", "compare", "middle", "latest")
+    rows = {line[:20].strip(): line.split() for line in done.output.splitlines()}
+    head = done.output.splitlines()[0].split()
+    assert head == ["middle", "new"]
+    cells = {" ".join(row[:-2]): row[-2:] for row in rows.values() if len(row) > 2}
+    assert cells["loss"] == ["0.5", "nan"]
+    assert cells["best loss"] == ["0.5", "4"]
+    assert cells["config.lr"] == ["0.1", "0.2"]
+    assert "config.trainer" not in cells  # equal in both
+
+
+def test_compare_for_programs(run_cli, three):
+    found = json.loads(run_cli("runs", "compare", "new", "old", "--json").output)
+    assert [run["name"] for run in found] == ["new", "old"]
+    assert found[0]["best"] == {"loss": 4.0}
+
+
+def test_a_name_that_is_nearly_right_is_offered(run_cli, three):
+    done = run_cli("runs", "compare", "midle")
+    assert done.exit_code == 1
+    assert "did you mean middle?" in str(done.exception)
+
+
+# -- delete ---------------------------------------------------------------------------------------
+
+
+def test_delete_removes_the_run_and_nothing_else(run_cli, three, tmp_path):
+    done = run_cli("runs", "delete", "old", "new", "--yes")
+    assert done.exit_code == 0, done.output
+    assert done.output.endswith("deleted 2 runs\n")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["middle"]
+
+
+def test_delete_asks_and_without_a_terminal_refuses(run_cli, three, tmp_path, monkeypatch):
+    done = run_cli("runs", "delete", "old")
+    assert done.exit_code == 2
+    assert "--yes" in done.output
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert (tmp_path / "runs" / "old").is_dir()
+
+
+def test_no_is_an_answer(miniray_on_terminal_with, three, tmp_path):
+    code, screen = miniray_on_terminal_with("n\n", "runs", "delete", "old")
+    assert code == 130
+    assert "Delete 1 run for good?" in screen
+    assert (tmp_path / "runs" / "old").is_dir()
+    code, screen = miniray_on_terminal_with("y\n", "runs", "delete", "old")
+    assert code == 0
+    assert not (tmp_path / "runs" / "old").exists()
+
+
+def not_a_run(folder):
+    (folder / "notes.txt").write_text("mine")
+
+
+def metrics_of_another_tool(folder):
+    (folder / "metrics.jsonl").write_text('{"loss": 1}\n')
+
+
+def run_json_of_another_tool(folder):
+    (folder / "run.json").write_text('{"name": "mine", "versions": {"torch": "2"}}')
+
+
+def repository(folder):
+    ours(folder)
+    (folder / ".git").mkdir()
+
+
+def root_of_runs(folder):
+    ours(folder)
+    (folder / "inner").mkdir()
+    ours(folder / "inner")
+
+
+def box_of_another_format(folder):
+    (folder / "ranks").mkdir()
+    (folder / "ranks" / "0.box").write_bytes(b"something else")
+
+
+def ours(folder):
+    (folder / "run.json").write_text('{"state": "finished", "versions": {"miniray": "0.1.0"}}')
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        not_a_run,
+        metrics_of_another_tool,
+        run_json_of_another_tool,
+        repository,
+        root_of_runs,
+        box_of_another_format,
+    ],
+)
+def test_what_is_not_a_run_is_never_deleted(run_cli, three, tmp_path, make):
+    folder = tmp_path / "precious"
+    folder.mkdir()
+    make(folder)
+    before = sorted(path.name for path in folder.rglob("*"))
+    done = run_cli("runs", "delete", "old", "precious", "--yes")
+    assert done.exit_code == 1
+    assert "precious is not deleted" in done.output
+    assert sorted(path.name for path in folder.rglob("*")) == before
+    assert (tmp_path / "runs" / "old").is_dir()  # none is, if one is refused
+
+
+def test_the_current_directory_and_links_are_not_deleted(run_cli, three, tmp_path, monkeypatch):
+    (tmp_path / "link").symlink_to(tmp_path / "runs" / "old")
+    assert "it is a link" in run_cli("runs", "delete", "link", "--yes").output
+    monkeypatch.chdir(tmp_path / "runs" / "old")
+    assert "holds the current directory" in run_cli("runs", "delete", ".", "--yes").output
+    assert (tmp_path / "runs" / "old").is_dir()
+
+
+def test_a_run_that_lives_is_not_deleted(run_cli, make_run, tmp_path):
+    me = psutil.Process()
+    make_run("alive", state="running", pid=os.getpid(), process_started=me.create_time(),
+             host=socket.gethostname())  # fmt: skip
+    done = run_cli("runs", "delete", "alive", "--yes")
+    assert done.exit_code == 1
+    assert f"still going on (process {os.getpid()})" in done.output
+    assert (tmp_path / "runs" / "alive" / "run.json").is_file()
+
+
+def test_a_run_that_lives_elsewhere_is_not_deleted(run_cli, make_run):
+    make_run("far", state="running", pid=1, host="another-machine")
+    assert "on another-machine" in run_cli("runs", "delete", "far", "--yes").output
+
+
+def test_a_run_that_died_can_be_deleted(run_cli, make_run, tmp_path):
+    make_run("dead", state="running", pid=2**22 + 7, process_started=1.0, host=socket.gethostname())
+    assert run_cli("runs", "delete", "dead", "--yes").exit_code == 0
+    assert not (tmp_path / "runs" / "dead").exists()
+
+
+# -- report ---------------------------------------------------------------------------------------
+
+
+def test_report_writes_the_page_and_says_where(run_cli, three, tmp_path):
+    done = run_cli("report", "middle")
+    assert done.output == f"report: {os.path.join('runs', 'middle', 'report.html')}\n"
+    assert "middle" in (tmp_path / "runs" / "middle" / "report.html").read_text("utf-8")
+
+
+def test_report_of_the_latest_elsewhere_for_a_program(run_cli, three, tmp_path):
+    done = run_cli("report", "-o", "page.html", "--json")
+    said = json.loads(done.output, parse_constant=pytest.fail)
+    assert (said["name"], said["report"], said["findings"]) == ("new", "page.html", [])
+    assert (tmp_path / "page.html").is_file()
+    assert not (tmp_path / "runs" / "new" / "report.html").exists()
+
+
+@pytest.mark.parametrize("target", ["nowhere", ".", "latest"])
+def test_report_of_nothing_is_refused(miniray_cli, tmp_path, target):
+    done = miniray_cli("report", target)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,161 @@
+"""`demo NAME`, `bench`, `dashboard`, `run`: what is handed over, and what is said instead."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from miniray.cli import _take_debug, bench, cli, demo, scripts
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def handed_over(monkeypatch):
+    """What the process would have become."""
+    found = []
+    monkeypatch.setattr(os, "execv", lambda program, args: found.append((program, args)))
+    return found
+
+
+def invoke(*args):
+    return CliRunner().invoke(cli, args, prog_name="miniray")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "passed"),
+    [
+        ("classify", [], ["classification"]),
+        ("classify", ["--workers", "2"], ["classification", "--workers", "2"]),
+        ("gan", ["--help"], ["--help"]),
+        ("geoguessr", [], ["--quick", "--size", "tiny"]),
+        ("geoguessr", ["--steps", "5"], ["--steps", "5"]),
+    ],
+)
+def test_a_demo_is_its_example(handed_over, name, given, passed):
+    done = invoke("demo", name, *given)
+    assert done.exit_code == 0, done.output
+    script = str(ROOT / demo.SCRIPTS[name].path)
+    assert handed_over == [(sys.executable, [sys.executable, script, *passed])]
+    assert "$ python " in done.output
+
+
+@pytest.mark.parametrize("name", list(demo.SCRIPTS))
+def test_every_demo_has_its_example_in_the_checkout(name):
+    assert scripts.find(demo.SCRIPTS[name].path) == ROOT / demo.SCRIPTS[name].path
+
+
+def test_a_demo_whose_packages_are_missing_says_what_to_install(handed_over, monkeypatch):
+    monkeypatch.setattr(
+        scripts.importlib.util, "find_spec", lambda name: None if name == "sklearn" else object()
+    )
+    done = invoke("demo", "classify")
+    assert done.exit_code == 1
+    assert "scikit-learn not installed: pip install 'miniray[examples]'" in done.output
+    assert handed_over == []
+    listed = json.loads(invoke("demo", "--list", "--json").output)
+    assert "scikit-learn" in listed["gan"]["obstacle"]
+    assert listed["pipeline"]["obstacle"] == ""
+
+
+def test_an_installation_without_sources(handed_over, monkeypatch, tmp_path):
+    monkeypatch.setattr(scripts, "PACKAGE", tmp_path / "lib" / "miniray")
+    done = invoke("demo", "ddp")
+    assert done.exit_code == 1
+    assert "came without examples/ddp_digits.py" in done.output
+    done = invoke("bench", "engine")
+    assert done.exit_code == 1
+    assert "not part of the installed package" in done.output
+    shipped = tmp_path / "lib" / "miniray" / "demos" / "scripts" / "examples" / "ddp_digits.py"
+    shipped.parent.mkdir(parents=True)
+    shipped.touch()
+    assert invoke("demo", "ddp").exit_code == 0
+    assert handed_over[-1][1][1] == str(shipped)
+
+
+def test_an_unknown_demo_is_refused():
+    done = invoke("demo", "chess")
+    assert done.exit_code == 2
+    assert "chess" in done.output
+
+
+def test_benchmarks_are_listed_and_handed_over(handed_over):
+    listed = invoke("bench").output
+    found = bench.benchmarks(ROOT / "benchmarks")
+    assert {"engine", "ps", "data", "train"} <= set(found)
+    assert "common" not in found
+    for name, (_, text) in found.items():
+        assert f"  {name}" in listed
+        assert text
+    invoke("bench", "engine", "--quick", "--debug")
+    script = str(ROOT / "benchmarks" / "engine.py")
+    assert handed_over == [(sys.executable, [sys.executable, script, "--quick", "--debug"])]
+    assert "there are: " in invoke("bench", "nothing").output
+
+
+@pytest.mark.parametrize(
+    ("args", "kept", "debug"),
+    [
+        (["--debug", "runs"], ["runs"], True),
+        (["runs", "list", "--debug"], ["runs", "list"], True),
+        (["run", "train.py", "--debug"], ["run", "train.py", "--debug"], False),
+        (["run", "--debug", "train.py"], ["run", "train.py"], True),
+        (["--debug", "run", "train.py", "--debug"], ["run", "train.py", "--debug"], True),
+        (["doctor", "data", "t.py", "--debug"], ["doctor", "data", "t.py", "--debug"], False),
+        (["doctor", "latest", "--debug"], ["doctor", "latest"], True),
+        (["doctor", "speedup", "t.py", "--", "--debug"],
+         ["doctor", "speedup", "t.py", "--", "--debug"], False),
+        ([], [], False),
+    ],
+)  # fmt: skip
+def test_the_scripts_own_debug_stays_its_own(args, kept, debug):
+    assert _take_debug(args) == (kept, debug)
+
+
+def test_the_dashboard_gets_what_was_asked_for(monkeypatch, tmp_path):
+    asked = []
+    module = type(sys)("miniray.dashboard")
+    module.serve = lambda root, **options: asked.append((root, options))
+    monkeypatch.setitem(sys.modules, "miniray.dashboard", module)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    assert invoke("dashboard", "mine", "--port", "8080", "--no-browser").exit_code == 0
+    assert invoke("dashboard").exit_code == 0
+    here = {"host": "127.0.0.1"}
+    assert asked == [
+        (tmp_path / "runs", {**here, "run": "mine", "port": 8080, "open_browser": False}),
+        (Path("runs"), {**here, "run": None, "port": 0, "open_browser": True}),
+    ]
+
+
+def test_a_missing_extra_is_named(monkeypatch, tmp_path):
+    def serve(root, **options):
+        raise ImportError("plotly is not installed")
+
+    module = type(sys)("miniray.dashboard")
+    module.serve = serve
+    monkeypatch.setitem(sys.modules, "miniray.dashboard", module)
+    monkeypatch.chdir(tmp_path)
+    done = invoke("dashboard")
+    assert done.exit_code == 1
+    assert "plotly is not installed" in done.output
+    assert "pip install 'miniray[dashboard]'" in done.output
+
+
+def test_miniray_run_leaves_a_page(miniray_cli, tmp_path):
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    done = miniray_cli("run", "--nproc", "1", "train.py")
+    assert done.returncode == 0, done.stderr
+    (page,) = tmp_path.glob("runs/train-*/report.html")
+    assert "miniray run" in page.read_text("utf-8")
+
+
+def test_miniray_run_of_a_missing_script_leaves_nothing(miniray_cli, tmp_path):
+    done = miniray_cli("run", "nothing.py")
+    assert done.returncode == 1
+    assert "there is no script nothing.py" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,112 @@
+"""A server over a temporary directory of runs, ranks that end with the test, and a browser."""
+
+import http.client
+import json
+import os
+import shutil
+
+import pytest
+
+from miniray.dashboard import Server
+from tests.doctor.helpers import Ranks
+
+pytest.importorskip("plotly", reason="the dashboard needs plotly: pip install 'miniray[dashboard]'")
+
+
+class Client:
+    """Requests as a program would send them; headers may be anything."""
+
+    def __init__(self, server):
+        self.server = server
+
+    def ask(self, path, method="GET", cookie=True, **headers):
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=60)
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        if cookie:
+            headers["Cookie"] = self.server.gate.cookie().partition(";")[0]
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        body = answer.read()
+        connection.close()
+        return answer.status, body
+
+    def json(self, path, method="GET"):
+        status, body = self.ask(path, method)
+        assert status == 200, (status, body)
+        return json.loads(body)
+
+    def events(self, *runs):
+        """Server-sent events as (name, value), for as long as one reads."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=60)
+        query = "&".join(f"run={name}" for name in runs)
+        cookie = self.server.gate.cookie().partition(";")[0]
+        connection.request("GET", f"/api/events?{query}", headers={"Cookie": cookie})
+        answer = connection.getresponse()
+        assert answer.status == 200
+        name = ""
+        try:
+            while line := answer.readline():
+                if line.startswith(b"event: "):
+                    name = line[7:].decode().strip()
+                elif line.startswith(b"data: "):
+                    yield name, json.loads(line[6:])
+        finally:
+            answer.close()
+            connection.close()
+
+    def state(self, run, wanted=lambda state: True):
+        """The first state of the run that is ``wanted``."""
+        for name, value in self.events(run):
+            if name == "state" and wanted(value):
+                return value
+        raise AssertionError(f"the stream of {run} ended")
+
+
+@pytest.fixture
+def root(tmp_path):
+    path = tmp_path / "runs"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def ranks():
+    """Forked before the server starts: a fork should find one thread."""
+    made = Ranks()
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def start():
+    """``start(root)`` gives a client of a new server."""
+    servers = []
+
+    def start_server(path, **options):
+        server = Server(path, interval=0.1, **options)
+        servers.append(server)
+        server.start()
+        return Client(server)
+
+    yield start_server
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    names = ("chromium", "chromium-browser", "google-chrome")
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip("no Chromium for the tests of the page: `apt-get install chromium` as root")
+    api = pytest.importorskip(
+        "playwright.sync_api", reason="no playwright for the tests of the page: pip install it"
+    )
+    options = ["--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+    options += ["--disable-sync", "--no-first-run", "--disable-dev-shm-usage"]
+    if os.getuid() == 0:
+        options.append("--no-sandbox")
+    with api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=found, args=options)
+        yield started
+        started.close()

@@ -1,0 +1,143 @@
+"""Runs for the dashboard to show: ranks that train for real in forked processes, and still ones."""
+
+import json
+import os
+import random
+import time
+from pathlib import Path
+
+from miniray.doctor import recorder, runfile
+from miniray.doctor.box import Box
+from miniray.doctor.recorder import Recorder
+from tests.doctor.helpers import wait_until
+
+TRAIN = "/home/user/train.py"
+
+
+def site(line, function="main"):
+    return f"{TRAIN}\0{line}\0{function}"
+
+
+def write_run(run_dir, world_size, state="running", **fields):
+    """``run.json`` as the launcher writes it, of this process."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    runfile.write_run(run_dir, world_size, "miniray run", hang_timeout=fields.pop("limit", 60.0))
+    runfile.change_run(run_dir, state=state, **fields)
+
+
+def append_metrics(run_dir, *records):
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        for record in records:
+            file.write(json.dumps(record) + "\n")
+
+
+def one_step(box, rank, step, pace=0.02, loss=None):
+    """A step of a data-parallel loop: data, compute, backward, a collective."""
+    box.set_phase("data", site(10))
+    time.sleep(pace * 0.2)
+    box.data_seconds += pace * 0.2
+    box.set_phase("compute", site(12))
+    time.sleep(pace * 0.5)
+    box.set_phase("backward", site(14))
+    time.sleep(pace * 0.2)
+    box.backward_seconds += pace * 0.2
+    number = box.collective("all_reduce", "SUM", "default", (4,), "float32", site(16))
+    time.sleep(pace * 0.1)
+    box.collective_seconds += pace * 0.1
+    box.end(number)
+    box.set_loss(2.0 / (1 + step / 20) if loss is None else loss, site(13))
+    box.add_samples(None, 8)
+    box.end_step()
+
+
+def train(run_dir, rank, world_size, pace=0.02):
+    """A rank that goes on until there is a file ``enough``; rank 0 writes the metrics."""
+    box = recorder.start(run_dir, rank, world_size, heartbeat_interval=0.2)
+    box.begin_steps()
+    with open(run_dir / "ranks" / f"{rank}.log", "a", buffering=1) as log:
+        step = 0
+        while not (run_dir / "enough").exists():
+            step += 1
+            one_step(box, rank, step, pace)
+            print(f"[Rank {rank}/{world_size}] step {step} done", file=log)
+            if rank == 0 and step % 5 == 0:
+                append_metrics(run_dir, {"epoch": step // 5, "loss": 2.0 / (1 + step / 20)})
+
+
+def a_function_that_takes_long(run_dir):
+    while not (run_dir / "enough").exists():
+        time.sleep(0.01)
+
+
+def hang(run_dir, rank, world_size, culprit, steps=10):
+    """All ranks but one wait in a collective; that one is in a function of its own."""
+    box = recorder.start(run_dir, rank, world_size, heartbeat_interval=0.2)
+    box.begin_steps()
+    log = open(run_dir / "ranks" / f"{rank}.log", "a", buffering=1)
+    for step in range(1, steps + 1):
+        one_step(box, rank, step, 0.02)
+        print(f"[Rank {rank}/{world_size}] step {step} done", file=log)
+    if rank == culprit:
+        print(f"[Rank {rank}/{world_size}] looking for the vocabulary", file=log)
+        box.set_phase("compute", site(12))
+        a_function_that_takes_long(run_dir)
+    else:
+        box.set_phase("backward", site(14))
+        number = box.collective("all_reduce", "SUM", "default", (4,), "float32", site(16))
+        wait_until((run_dir / "enough").exists, limit=600)
+        box.end(number)
+
+
+def still_rank(run_dir, rank, world_size, steps=50, losses=None, kind="finished", **exit_fields):
+    """The box of a rank that ended, as it would have left it."""
+    folder = run_dir / "ranks"
+    folder.mkdir(parents=True, exist_ok=True)
+    info = {
+        "rank": rank,
+        "local_rank": rank,
+        "world_size": world_size,
+        "local_world_size": world_size,
+        "pid": 0,
+        "host": "elsewhere",
+        "launcher": "miniray run",
+        "box": str((folder / f"{rank}.box").absolute()),
+        "heartbeat_interval": 1.0,
+    }
+    made = Recorder(Box.create(folder / f"{rank}.box"), info)
+    made.begin_steps(time.monotonic() - steps * 0.1)
+    for step in range(1, steps + 1):
+        value = losses[step - 1] if losses else 2.0 / step + 0.01 * rank
+        made.set_loss(value, site(13))
+        made.data_seconds += 0.01
+        made.backward_seconds += 0.03
+        made.collective_seconds += 0.02
+        made._step_began = time.monotonic() - 0.1
+        made.end_step()
+    made.box.ints[16] = 300_000_000 + rank * 1_000_000
+    made.record_exit(kind, **exit_fields)
+    made.close()
+
+
+SPIKE = 1234.5
+
+
+def many_points(path: Path, ranks=64, steps=977, names=16):
+    """``metrics.jsonl`` of a million points: a line a rank and step, one spike in the loss."""
+    draw = random.Random(0)
+    noise = [round(draw.random(), 5) for _ in range(997)]
+    words = ["loss", *(f"layer_{number}" for number in range(1, names))]
+    with open(path, "w") as file:
+        for step in range(steps):
+            for rank in range(ranks):
+                loss = SPIKE if (step, rank) == (steps // 2, 17) else noise[(step + rank) % 997]
+                values = [loss] + [noise[(step * 7 + rank * 13 + k) % 997] for k in range(1, names)]
+                texts = [f'"{name}": {value}' for name, value in zip(words, values, strict=True)]
+                file.write(f'{{"step": {step}, "rank": {rank}, {", ".join(texts)}}}\n')
+    return ranks * steps * names
+
+
+def end(run_dir, ranks):
+    """Let the ranks of ``train`` or ``hang`` end, and see that they did."""
+    Path(run_dir, "enough").touch()
+    assert set(ranks.wait()) == {0}
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in ranks.pids)

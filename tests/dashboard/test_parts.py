@@ -1,0 +1,285 @@
+"""The parts below the server: curves, lanes, logs, access."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miniray.dashboard import logs
+from miniray.dashboard.access import Gate, NotFoundError, Root, is_ours
+from miniray.dashboard.lanes import KINDS, Lane, window
+from miniray.dashboard.series import Metrics, thin
+from miniray.doctor.facts import gather
+from miniray.doctor.model import Phase, Steps
+from tests.doctor.records import NOW, at, call, calling, rank, run
+
+# -- curves ---------------------------------------------------------------------------------------
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def values(metrics, name, rank=None):
+    series = metrics.series[name, rank]
+    return list(series.x), list(series.y)
+
+
+def test_lines_are_read_as_they_come_and_half_ones_wait(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path)
+    assert not metrics.read()  # there is no file yet
+    write(path, {"epoch": 0, "loss": 2.0})
+    assert metrics.read()
+    with open(path, "a") as file:
+        file.write('{"epoch": 1, "lo')
+        file.flush()
+        metrics.read()
+        assert values(metrics, "loss") == ([0.0], [2.0])
+        file.write('ss": 1.5}\n')
+    assert metrics.read()
+    assert values(metrics, "loss") == ([0.0, 1.0], [2.0, 1.5])
+    assert not metrics.read()
+    assert metrics.damaged == 0
+
+
+def test_a_file_that_was_cut_or_replaced_is_read_anew(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path)
+    write(path, *({"epoch": n, "loss": float(n)} for n in range(5)))
+    metrics.read()
+    write(path, {"epoch": 0, "loss": 9.0})  # shorter
+    metrics.read()
+    assert values(metrics, "loss") == ([0.0], [9.0])
+    other = tmp_path / "other"
+    write(other, *({"epoch": n, "accuracy": 0.5} for n in range(9)))
+    other.replace(path)  # longer, and another file
+    metrics.read()
+    assert list(metrics.series) == [("accuracy", None)]
+
+
+def test_what_is_no_record_is_counted_and_passed_over(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"step": 1, "loss": 1}\nnonsense\n[1, 2]\n1}, {"a": 2\n\n{"step": 2, "loss": 2}\n'
+    )
+    metrics = Metrics(path)
+    metrics.read()
+    assert values(metrics, "loss") == ([1.0, 2.0], [1.0, 2.0])
+    assert metrics.damaged == 3
+
+
+def test_axes_ranks_and_what_is_no_metric(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(
+        path,
+        {"epoch": 3, "step": 30, "rank": 1, "loss": 0.5, "synced": True, "note": "x", "time": 1.0},
+        {"epoch": 4, "loss": 0.25},
+        {"loss": 0.125},
+        {"step": "NaN", "loss": 8},
+    )
+    metrics = Metrics(path)
+    metrics.read()
+    assert set(metrics.series) == {("loss", 1), ("loss", None)}
+    assert values(metrics, "loss", 1) == ([30.0], [0.5])
+    assert values(metrics, "loss") == ([4.0, 3.0, 4.0], [0.25, 0.125, 8.0])
+    assert metrics.series["loss", 1].axis == "step"
+
+
+def test_values_that_are_not_finite_are_marked_where_the_curve_was(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    losses = ["NaN", 2.0, "Infinity", math.nan, 1.0, "-Infinity", "a word"]
+    write(path, *({"step": n, "loss": loss} for n, loss in enumerate(losses)))
+    metrics = Metrics(path)
+    metrics.read()
+    found = metrics.series["loss", None].to_json(2000, None, None)
+    assert (found["x"], found["y"]) == ([1, 4], [2, 1])
+    assert found["bad"] == 4
+    assert found["marks"] == [
+        (0, None, "NaN"), (2, 2.0, "Infinity"), (3, 2.0, "NaN"), (5, 1.0, "-Infinity"),
+    ]  # fmt: skip
+
+
+def test_a_part_of_the_axis_has_more_detail(tmp_path):
+    metrics = Metrics(tmp_path)
+    for step in range(10_000):
+        metrics.add("loss", None, "step", step, float(step % 7))
+    series = metrics.series["loss", None]
+    assert len(series.to_json(100, None, None)["x"]) <= 100
+    part = series.to_json(100, 5000, 5050)
+    assert part["x"] == list(range(4999, 5052))
+    assert part["points"] == 10_000
+
+
+@given(
+    st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(min_value=4, max_value=50)
+)
+def test_thinning_keeps_ends_extremes_and_order(numbers, most):
+    y = np.array(numbers)
+    x = np.arange(len(y), dtype=float)
+    few_x, few_y = thin(x, y, most)
+    assert len(few_x) <= max(most, 4)
+    assert (np.diff(few_x) > 0).all()
+    assert np.array_equal(few_y, y[few_x.astype(int)])
+    assert few_y.min() == y.min()
+    assert few_y.max() == y.max()
+    assert few_x[0] == 0
+    assert few_x[-1] == len(y) - 1
+
+
+# -- lanes ----------------------------------------------------------------------------------------
+
+
+def shares(lane, begin, end, buckets=1):
+    text = lane.shares(np.linspace(begin, end, buckets + 1))
+    size = len(KINDS)
+    return [
+        {k: int(text[i * size + j], 36) for j, k in enumerate(KINDS) if text[i * size + j] != "0"}
+        for i in range(buckets)
+    ]
+
+
+def look(lane, record, **fields):
+    facts = gather(run(record, **fields)).ranks[record.rank]
+    return lane.look(facts)
+
+
+def test_a_step_is_divided_as_the_rank_measured_it():
+    lane = Lane()
+    step = Steps(1, 1, 0, NOW - 90, 10.0, 2.0, 3.0, 1.0, 0.5, 8)
+    record = rank(0, attached=NOW - 100, steps=(step,), phase=Phase("data", at(1), NOW - 90))
+    assert look(lane, record) == [step]
+    assert look(lane, record) == []
+    # 35 is all of the time: 4 of 10 s computing, 3 backward, 2 data, 1 collective.
+    assert shares(lane, NOW - 100, NOW - 90) == [
+        {"compute": 14, "backward": round(10.5), "data": 7, "sync": round(3.5)}
+    ]
+    assert shares(lane, NOW - 90, NOW) == [{"data": 35}]
+
+
+def test_a_rank_that_waits_is_seen_to_wait():
+    lane = Lane()
+    record = calling(0, call(0, ago=60.0, is_open=True), attached=NOW - 100)
+    look(lane, record)
+    assert shares(lane, NOW - 100, NOW, 5) == [{"other": 35}, {"other": 35}] + [{"sync": 35}] * 3
+
+
+def test_what_was_seen_gives_way_to_what_the_rank_recorded():
+    lane = Lane()
+    look(lane, rank(0, attached=NOW - 10, phase=Phase("data", at(1), NOW - 10)))
+    assert shares(lane, NOW - 10, NOW) == [{"data": 35}]
+    step = Steps(1, 1, 0, NOW, 5.0, 0.0, 0.0, 0.0, None, 8)
+    look(lane, rank(0, attached=NOW - 10, steps=(step,), phase=Phase("data", at(1), NOW)))
+    assert shares(lane, NOW - 10, NOW, 2) == [{"data": 35}, {"compute": 35}]
+
+
+def test_old_moments_go_and_the_shares_stay():
+    lane = Lane()
+    every = [Steps(n, 1, 0, NOW - 10_000 + n, 1.0, 0.5, 0.0, 0.0, None, 8) for n in range(1, 9001)]
+    for first in range(0, 9000, 250):
+        look(lane, rank(0, attached=NOW - 10_000, steps=tuple(every[first : first + 250])))
+    assert len(lane._moments) < 5000
+    assert shares(lane, NOW - 10_000, NOW - 1000) == [{"compute": 18, "data": 18}]
+    assert window([lane], 600, 10)[1] - window([lane], 600, 10)[0] == pytest.approx(600)
+
+
+# -- logs -----------------------------------------------------------------------------------------
+
+
+def test_a_log_is_read_from_its_end_and_followed(tmp_path):
+    path = tmp_path / "0.log"
+    path.write_bytes(b"one\ntwo\nthr")
+    first = logs.tail(path)
+    assert (first["lines"], first["rest"], first["end"]) == (["one", "two"], "thr", 8)
+    with open(path, "ab") as file:
+        file.write(b"ee\nfour\n")
+    then = logs.tail(path, since=first["end"])
+    assert (then["lines"], then["rest"], then["anew"]) == (["three", "four"], "", False)
+    path.write_bytes(b"again\n")
+    assert logs.tail(path, since=then["end"])["lines"] == ["again"]
+
+
+def test_a_long_log_is_never_read_whole(tmp_path):
+    path = tmp_path / "0.log"
+    line = "x" * 99
+    path.write_text("".join(f"{line}{n:08}\n" for n in range(20_000)))
+    newest = logs.tail(path)
+    assert newest["lines"][-1].endswith("00019999")
+    assert 1000 < len(newest["lines"]) < 1500
+    older = logs.tail(path, before=newest["start"])
+    assert older["end"] == newest["start"]
+    assert older["lines"][-1][-8:] == f"{int(newest['lines'][0][-8:]) - 1:08}"
+    assert sum(len(text) for text in newest["lines"]) < 200_000
+
+
+def test_progress_bars_are_shown_as_a_terminal_does(tmp_path):
+    path = tmp_path / "0.log"
+    path.write_bytes(b"10%\r50%\r100%\r\n\xff\xfe\n")
+    assert logs.tail(path)["lines"] == ["100%", "��"]
+
+
+def test_search_finds_the_last_ones_and_counts_all(tmp_path):
+    path = tmp_path / "0.log"
+    path.write_text(
+        "".join(f"step {n} {'Warning' if n % 2 else 'fine'}\n" for n in range(2000)) + "warning"
+    )
+    found = logs.search(path, "WARNING")
+    assert found["total"] == 1001
+    assert len(found["found"]) == 300
+    assert found["found"][-2]["line"] == "step 1999 Warning"
+    assert found["found"][-1]["line"] == "warning"
+    assert path.read_bytes()[found["found"][-2]["at"] :].startswith(b"step 1999 ")
+
+
+# -- access ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "ours"),
+    [
+        ("127.0.0.1:8000", None, True),
+        ("localhost:8000", "http://localhost:8000", True),
+        ("[::1]:8000", None, True),
+        ("localhost:9000", "http://localhost:8000", False),  # another program's page
+        ("evil.example:8000", None, False),
+        ("127.0.0.1.evil.example", None, False),
+        ("localhost.evil.example:80", None, False),
+        ("127.0.0.1:8000", "http://evil.example", False),
+        ("127.0.0.1:8000", "null", False),
+        ("", None, False),
+        (None, None, False),
+        ("[", None, False),
+    ],
+)
+def test_hosts_and_origins(host, origin, ours):
+    assert is_ours(host, origin) is ours
+
+
+def test_the_token_in_the_cookie():
+    gate = Gate()
+    assert gate.allows({"Cookie": f"a=b; {gate.cookie_name}={gate.token}"}, None)
+    assert gate.allows({}, gate.token)
+    for headers in ({}, {"Cookie": ""}, {"Cookie": f"{gate.cookie_name}=x"}, {"Cookie": "=;;é"}):
+        assert not gate.allows(headers, None)
+    assert not gate.allows({"Cookie": f"{gate.cookie_name}={gate.token}"}, "wrong")
+    assert "HttpOnly" in gate.cookie()
+    assert "SameSite=Strict" in gate.cookie()
+
+
+def test_a_root_may_be_one_run(tmp_path):
+    one = tmp_path / "one"
+    (one / "ranks").mkdir(parents=True)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    assert Root(tmp_path).names() == ["one"]
+    alone = Root(one)
+    assert alone.names() == ["one"]
+    assert alone.run("one") == one
+    for name in ("two", "..", "ranks", "", "notes", "loop"):
+        with pytest.raises(NotFoundError):
+            alone.run(name)
+        with pytest.raises(NotFoundError):
+            Root(tmp_path).run(name)

@@ -1,0 +1,331 @@
+"""The server over HTTP: who is let in, what is never served, what is sent, how it ends."""
+
+import http.client
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from miniray.dashboard import Server
+from miniray.doctor import runfile
+from tests.dashboard import synthetic
+from tests.doctor.helpers import wait_until
+
+PATHS = ("/", "/app.js", "/style.css", "/plotly.min.js", "/api/events", "/api/lanes?run=a")
+
+
+@pytest.fixture
+def run_dir(root):
+    """A run of two ranks that has ended."""
+    path = root / "a"
+    synthetic.write_run(path, 2, state="finished")
+    synthetic.append_metrics(path, *({"epoch": n, "loss": 1.0 / (n + 1)} for n in range(10)))
+    for rank in range(2):
+        synthetic.still_rank(path, rank, 2)
+        (path / "ranks" / f"{rank}.log").write_text(f"rank {rank} says hello\n")
+    return path
+
+
+# -- who is let in --------------------------------------------------------------------------------
+
+
+def test_without_the_token_nothing_is_served(root, run_dir, start):
+    client = start(root)
+    for path in PATHS:
+        assert client.ask(path, cookie=False)[0] == 403
+        token = f"{'&' if '?' in path else '?'}token=wrong"
+        assert client.ask(path + token, cookie=True)[0] == 403
+    assert client.ask("/api/stack?run=a&rank=0", "POST", cookie=False)[0] == 403
+    body = client.ask("/", cookie=False)[1]
+    assert b"miniray dashboard" in body  # what to do
+
+
+def test_only_this_machine_by_its_own_name(root, run_dir, start):
+    client = start(root)
+    assert client.ask("/", Host="evil.example")[0] == 403
+    assert client.ask("/", Host=f"localhost:{client.server.port}")[0] == 200
+    assert client.ask("/", Origin="http://localhost:1")[0] == 403
+    assert client.ask("/api/lanes?run=a&buckets=9", Sec_Fetch_Site="same-site")[0] == 403
+    assert client.ask("/api/stack?run=a&rank=0", "POST", Sec_Fetch_Site="cross-site")[0] == 403
+    with pytest.raises(ValueError, match="ssh -L"):
+        Server(root, host="0.0.0.0")
+
+
+def test_the_address_sets_the_cookie(root, run_dir, start):
+    client = start(root)
+    connection = http.client.HTTPConnection("127.0.0.1", client.server.port, timeout=60)
+    connection.request("GET", f"/?token={client.server.gate.token}")
+    answer = connection.getresponse()
+    answer.read()
+    connection.close()
+    assert answer.status == 200
+    cookie = answer.getheader("Set-Cookie")
+    assert cookie == client.server.gate.cookie()
+    assert "frame-ancestors 'none'" in answer.getheader("Content-Security-Policy")
+    assert client.ask("/api/stack?run=a&rank=0")[0] == 404  # GET changes nothing
+    for method in ("PUT", "DELETE", "HEAD", "OPTIONS"):
+        assert client.ask("/", method)[0] == 501
+
+
+# -- what is never served -------------------------------------------------------------------------
+
+
+def test_nothing_outside_of_the_root(root, run_dir, start, tmp_path):
+    secret = tmp_path / "secret"
+    shutil.copytree(run_dir, secret)
+    (secret / "ranks" / "0.log").write_text("the secret\n")
+    (root / "linked").symlink_to(secret)
+    (run_dir / "ranks" / "1.log").unlink()
+    (run_dir / "ranks" / "1.log").symlink_to(secret / "ranks" / "0.log")
+    (run_dir / "ranks" / "1.box").unlink()
+    (run_dir / "ranks" / "1.box").symlink_to(secret / "ranks" / "1.box")
+    (run_dir / "metrics.jsonl").unlink()
+    (run_dir / "metrics.jsonl").symlink_to(secret / "metrics.jsonl")
+    shutil.copytree(run_dir, root / "told", symlinks=True)
+    (root / "told" / "run.json").unlink()
+    (root / "told" / "run.json").symlink_to(secret / "run.json")
+    os.mkfifo(run_dir / "ranks" / "2.log")
+    client = start(root)
+    for path in (
+        "/../server.py", "/static/app.js", "/app.js/../../server.py", "/%2e%2e/server.py",
+        "/api/log?run=linked&rank=0", "/api/log?run=..&rank=0", "/api/log?run=../secret&rank=0",
+        "/api/log?run=%2e%2e%2fsecret&rank=0", "/api/log?run=a%00&rank=0", "/api/log?run=&rank=0",
+        "/api/log?run=a&rank=1", "/api/log?run=a&rank=2", "/api/search?run=a&rank=1&q=e",
+        "/api/events?run=linked", "/api/events?run=told", "/api/lanes?run=linked&buckets=5",
+        "/api/chart?run=x&name=l&by_rank=0",
+    ):  # fmt: skip
+        status, body = client.ask(path)
+        assert status == 404, path
+        assert b"secret" not in body
+    for path in ("/api/log?run=a&rank=../0", "/api/log?run=a&rank=%2e%2e", "/api/log?run=a"):
+        assert client.ask(path)[0] == 400
+    assert client.json("/api/search?run=a&rank=all&q=s")["0"]["total"] == 1  # of the others nothing
+    assert "1" not in client.json("/api/search?run=a&rank=all&q=s")
+    state = client.state("a")
+    assert [row["rank"] for row in state["ranks"]] == [0]
+    assert "leads out" in state["damaged"]["ranks/1.box"]
+    assert [chart["by_rank"] for chart in state["charts"]] == [True]  # the box's; not the file's
+    name, runs = next(client.events())
+    assert (name, [entry["name"] for entry in runs]) == ("runs", ["a"])
+
+
+def test_parameters_are_checked(root, run_dir, start):
+    client = start(root)
+    for path in (
+        "/api/lanes?run=a", "/api/lanes?run=a&buckets=0", "/api/lanes?run=a&buckets=1e9",
+        "/api/lanes?run=a&buckets=nan", "/api/chart?run=a&run=a&name=loss&by_rank=0",
+        "/api/chart?run=a&name=loss&by_rank=0&from=inf", "/api/search?run=a&rank=0&q=",
+        f"/api/search?run=a&rank=0&q={'x' * 201}",
+    ):  # fmt: skip
+        assert client.ask(path)[0] == 400, path
+
+
+# -- what is sent ---------------------------------------------------------------------------------
+
+
+def test_a_run_that_ended(root, run_dir, start):
+    client = start(root)
+    state = client.state("a")
+    assert state["verdict"] == "2 ranks finished at step 50"
+    assert state["severity"] == "healthy"
+    assert [(row["rank"], row["state"], row["step"]) for row in state["ranks"]] == [
+        (0, "finished", 50), (1, "finished", 50),
+    ]  # fmt: skip
+    charts = {(chart["name"], chart["by_rank"]): chart["points"] for chart in state["charts"]}
+    assert charts == {("loss", False): 10, ("loss", True): 100}
+    curves = client.json("/api/chart?run=a&name=loss&by_rank=0")["curves"]
+    assert curves[0]["y"] == [float(f"{1 / (n + 1):.6g}") for n in range(10)]
+    by_rank = client.json("/api/chart?run=a&name=loss&by_rank=1")["curves"]
+    assert [curve["rank"] for curve in by_rank] == [0, 1]
+    lanes = client.json("/api/lanes?run=a&buckets=50")
+    assert set(lanes["lanes"]) == {"0", "1"}
+    assert len(lanes["lanes"]["0"]) == 50 * len(lanes["kinds"])
+    assert client.json("/api/log?run=a&rank=1")["lines"] == ["rank 1 says hello"]
+    assert client.json("/api/log?run=a&rank=7")["missing"] is True
+    assert client.ask("/plotly.min.js")[1][:200].count(b"plotly.js") == 1
+
+
+def test_workers_that_their_trainer_ended_have_finished(root, ranks, start):
+    """They are killed when the run is over, and leave no word of their end."""
+    path = root / "trained"
+    synthetic.write_run(path, 1)
+    pid = ranks.start(synthetic.train, path, 0, 1)
+    wait_until((path / "metrics.jsonl").exists)
+    runfile.finish_run(path, "finished")
+    os.kill(pid, signal.SIGKILL)
+    state = start(root).state("trained", lambda state: not state["live"])
+    assert (state["severity"], state["ranks"][0]["state"]) == ("healthy", "finished")
+    assert ranks.wait() == [-signal.SIGKILL]
+
+
+def test_a_rank_that_failed_is_to_blame(root, start):
+    synthetic.write_run(root / "b", 3, state="failed")
+    for rank in range(2):
+        synthetic.still_rank(root / "b", rank, 3)
+    synthetic.still_rank(
+        root / "b", 2, 3, kind="exception", type="ValueError", message="bad label",
+        site=["/home/user/train.py", 33, "main"], traceback="",
+    )  # fmt: skip
+    state = start(root).state("b")
+    assert state["severity"] == "failed"
+    assert "rank 2" in state["verdict"]
+    assert {row["rank"]: row["blame"] for row in state["ranks"]} == {0: "", 1: "", 2: "failed"}
+    assert state["findings"][0]["ranks"] == [2]
+
+
+def test_a_run_without_ranks_says_what_run_json_says(root, start):
+    error = {"type": "ValueError", "message": "no data", "traceback": None}
+    synthetic.write_run(root / "c", 2, state="failed", error=error)
+    synthetic.write_run(root / "d", 2, state="finished")
+    synthetic.write_run(root / "e", 2, pid=0)
+    client = start(root)
+    assert client.state("c")["verdict"] == "ValueError: no data"
+    assert client.state("d")["verdict"] == "finished; no rank recorded itself here"
+    assert client.state("e")["state"] == "died"
+
+
+def test_a_truncated_box_is_named_and_the_others_are_shown(root, run_dir, start):
+    os.truncate(run_dir / "ranks" / "1.box", 1000)
+    (run_dir / "run.json").write_text('{"state": "fini')
+    client = start(root)
+    state = client.state("a")
+    assert [row["rank"] for row in state["ranks"]] == [0]
+    assert "1000 bytes" in state["damaged"]["ranks/1.box"]
+    assert "run.json" in state["damaged"]
+    assert client.ask("/api/stack?run=a&rank=1", "POST")[0] == 409
+
+
+def test_half_written_lines_wait_for_the_rest(root, run_dir, start):
+    client = start(root)
+    stream = client.events("a")
+    points = lambda state: next(c["points"] for c in state["charts"] if not c["by_rank"])  # noqa: E731
+    assert points(next(value for name, value in stream if name == "state")) == 10
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write('{"epoch": 10, "loss": 0.5')
+        file.flush()
+        with open(run_dir / "run.json", "r+") as run:  # something else changes: a state comes
+            text = run.read().replace('"finished"', '"interrupted"')
+            run.seek(0)
+            run.write(text)
+        state = next(v for n, v in stream if n == "state" and v["state"] == "interrupted")
+        assert points(state) == 10
+        assert state["damaged"] == {}
+        file.write("}\n")
+    assert next(v for n, v in stream if n == "state" and points(v) == 11)
+    stream.close()
+
+
+def test_a_run_deleted_while_it_is_looked_at(root, run_dir, start):
+    client = start(root)
+    stream = client.events("a")
+    assert next(value for name, value in stream if name == "state")["state"] == "finished"
+    shutil.rmtree(run_dir)
+    seen = {}
+    while seen.get("runs") != [] or seen["state"]["state"] != "deleted":
+        name, value = next(stream)
+        seen[name] = value
+    assert len(seen["state"]["ranks"]) == 2  # what was known stays
+    stream.close()
+    assert client.ask("/api/log?run=a&rank=0")[0] == 404
+    assert client.ask("/api/stack?run=a&rank=0", "POST")[0] == 404
+
+
+def test_the_stack_of_a_rank_that_has_ended_says_so(root, run_dir, start):
+    client = start(root)
+    status, body = client.ask("/api/stack?run=a&rank=0", "POST")
+    assert status == 409
+    assert b"rank 0 shows no stack: it has ended" in body
+    assert client.ask("/api/stack?run=a&rank=9", "POST")[0] == 404
+
+
+def test_a_hang_names_who_waits_for_whom(root, ranks, start):
+    path = root / "hung"
+    synthetic.write_run(path, 3, limit=1.0)
+    for rank in range(3):
+        ranks.start(synthetic.hang, path, rank, 3, 1, 2)
+    client = start(root)
+    state = client.state("hung", lambda state: state["severity"] == "stuck")
+    assert "rank 1" in state["verdict"]
+    assert {row["rank"]: row["blame"] for row in state["ranks"]} == {0: "", 1: "stuck", 2: ""}
+    (wait,) = state["waits"]
+    assert wait["in"] == [0, 2]
+    assert [missing["rank"] for missing in wait["missing"]] == [1]
+    assert wait["what"].startswith("all_reduce SUM (4,) float32 at train.py:16")
+    found = client.json("/api/stack?run=hung&rank=1", "POST")
+    functions = [frame["function"] for frame in found["threads"][0]["frames"]]
+    assert "a_function_that_takes_long" in functions
+    assert found["threads"][0]["main"] is True
+    os.kill(ranks.pids[1], signal.SIGSTOP)
+    wait_until(lambda: "kill -CONT" in client.json("/api/stack?run=hung&rank=1", "POST")["note"])
+    os.kill(ranks.pids[1], signal.SIGCONT)
+    synthetic.end(path, ranks)
+
+
+# -- how it ends ----------------------------------------------------------------------------------
+
+
+def test_close_leaves_no_thread_whatever_is_open(root, run_dir):
+    before = set(threading.enumerate())
+    server = Server(root, interval=0.1)
+    server.start()
+    silent = socket.create_connection(("127.0.0.1", server.port))  # says nothing at all
+    talking = socket.create_connection(("127.0.0.1", server.port))
+    cookie = server.gate.cookie().partition(";")[0]
+    talking.sendall(
+        f"GET /api/events?run=a HTTP/1.0\r\nHost: localhost\r\nCookie: {cookie}\r\n\r\n".encode()
+    )
+    assert talking.recv(12) == b"HTTP/1.0 200"
+    server.close()
+    assert set(threading.enumerate()) == before
+    server.close()
+    silent.close()
+    talking.close()
+
+
+SCRIPT = """
+import sys, threading
+from pathlib import Path
+from miniray.dashboard import serve
+assert "torch" not in sys.modules and "plotly" not in sys.modules
+serve(Path(sys.argv[1]), open_browser=False)
+assert threading.enumerate() == [threading.main_thread()]
+print("ended well")
+"""
+
+
+def test_ctrl_c_ends_it(root, run_dir):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, root], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+    try:
+        first = process.stdout.readline()
+        assert first.startswith("miniray dashboard: http://127.0.0.1:"), first
+        assert "?token=" in first
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+        assert (process.wait(timeout=40), rest.strip()) == (0, "ended well")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_what_cannot_be_served_is_said_at_once(root, run_dir, monkeypatch):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        Server(root / "nowhere")
+    with pytest.raises(FileNotFoundError, match="no run 'b'"):
+        Server(root, run="b")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(OSError, match="in use"):
+            Server(root, port=taken.getsockname()[1])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"miniray\[dashboard\]"):
+        Server(root)

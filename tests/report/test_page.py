@@ -1,0 +1,328 @@
+"""The page: from runs that ended well, badly, or not at all; safe to open whatever is in them."""
+
+import html.parser
+import json
+import os
+import signal
+import socket
+
+import numpy as np
+import pytest
+
+import miniray
+from miniray import doctor, report
+from miniray.report.page import render
+from miniray.report.ranks import _spent as time_spent_by_rank
+from miniray.train import DataParallelTrainer
+from tests.doctor.helpers import wait_until
+from tests.report.conftest import FETCHES
+from tests.train.workers_for_tests import Counter
+
+_VOID = {"meta", "br", "hr", "img", "input", "path", "circle", "polyline"}
+
+
+class Checker(html.parser.HTMLParser):
+    """Every tag is closed, in order; collects the text, and headings by themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.text, self.headings = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in _VOID or (tag == "path" and not self.get_starttag_text().endswith("/>")):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.text.append(data)
+            if self.open[-1] in ("h1", "h2"):
+                self.headings.append(data)
+
+
+def checked(page):
+    """The page's text and headings, once it is known to be whole and to fetch nothing."""
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == []
+    assert not FETCHES.search(page.replace("data:image", ""))
+    return " ".join(" ".join(checker.text).split()), checker.headings
+
+
+def of(folder):
+    return checked(report.write_report(folder).read_text("utf-8"))
+
+
+# -- real runs ------------------------------------------------------------------------------------
+
+
+class CounterTrainer(DataParallelTrainer):
+    def create_worker(self, worker_id, **kwargs):
+        return Counter.remote(worker_id)
+
+
+def test_a_run_writes_its_page_by_itself(tmp_path):
+    with CounterTrainer(2, run_dir=tmp_path / "run", progress=False, seed=3) as trainer:
+        trainer.train(epochs=3)
+    text, headings = checked((tmp_path / "run" / "report.html").read_text("utf-8"))
+    assert headings[:2] == ["run", "Curves"]
+    for part in ("Parameter sync", "Memory", "Ranks", "Epochs", "Environment"):
+        assert part in headings
+    assert "CounterTrainer · 2 workers · local engine" in text
+    assert "healthy" in text
+    # Losses are 1/(epoch+1) + worker id: 1.5, 1.0, 0.8333 on average.
+    assert "loss 0.8333 best, epoch 2" in text
+    assert "strategy average" in text
+    assert "syncs 3" in text
+    assert f"miniray {miniray.__version__}" in text
+    # Once more from the files alone, when the workers are gone.
+    text, _ = of(tmp_path / "run")
+    assert "healthy" in text
+    assert "rank 1 finished" in text
+
+
+@miniray.remote
+class Broken(Counter.__wrapped__):
+    def train_epoch(self, epoch):
+        if epoch == 1:
+            raise ValueError("row 4711 <script>alert(1)</script> & cannot be decoded")
+        return super().train_epoch(epoch)
+
+
+def test_a_run_that_fails_has_a_page_with_the_reason(tmp_path):
+    with (
+        pytest.raises(ValueError, match="row 4711"),
+        DataParallelTrainer(1, worker=Broken, run_dir=tmp_path / "run", progress=False,
+                            backend="inline") as trainer,
+    ):  # fmt: skip
+        trainer.train(epochs=3)
+    page = (tmp_path / "run" / "report.html").read_text("utf-8")
+    text, headings = checked(page)
+    assert "failed" in text
+    assert headings[1].startswith("ValueError: row 4711 <script>")  # text, not a tag
+    assert "<script" not in page
+    assert "worker 0" in text
+
+
+def test_a_page_that_cannot_be_written_does_not_fail_the_run(tmp_path, capfd):
+    (tmp_path / "run" / "report.html").mkdir(parents=True)
+    with DataParallelTrainer(1, worker=Counter, run_dir=tmp_path / "run", progress=False,
+                             backend="inline") as trainer:  # fmt: skip
+        result = trainer.train(epochs=1)
+    assert result.epochs == 1
+    (said,) = [line for line in capfd.readouterr().err.splitlines() if "report" in line]
+    assert said.startswith(f"no report of {tmp_path / 'run'}: ")
+
+
+def train_for_ever(folder):
+    with DataParallelTrainer(1, worker=Counter, run_dir=folder, progress=False,
+                             backend="inline") as trainer:  # fmt: skip
+        trainer.train(epochs=10**6)
+
+
+def test_a_killed_run(tmp_path, ranks):
+    folder = tmp_path / "run"
+    pid = ranks.start(train_for_ever, folder)
+    wait_until(lambda: report.run.is_run(folder) and report.read(folder).last_metrics())
+    assert report.read(folder).state == "running"
+    assert report.read(folder).living == f"process {pid}"
+    os.kill(pid, signal.SIGKILL)
+    ranks.wait()
+    _, headings = of(folder)
+    assert headings[1] == "The run died"
+    assert "Curves" in headings
+    assert report.read(folder).living == ""
+
+
+def one_rank(folder, rank):
+    doctor.attach(folder, rank=rank, world_size=2, instrumented=False)
+    for step in range(4):
+        ids = [8 * step + 2 * i + rank for i in range(4)]
+        doctor.step(loss=1.0 / (step + 1) if (rank, step) != (1, 2) else float("nan"),
+                    sample_ids=ids, epoch=0)  # fmt: skip
+
+
+def test_a_run_of_another_launcher_has_only_boxes(tmp_path, ranks):
+    folder = tmp_path / "foreign"
+    for rank in range(2):
+        ranks.start(one_rank, folder, rank)
+    assert ranks.wait() == [0, 0]
+    (folder / "run.json").unlink(missing_ok=True)
+    text, headings = of(folder)
+    assert "finished" in text
+    assert "loss by step and rank" in text
+    assert "1 value is not finite" in text
+    assert "loss is nan" in text.lower() or "nan" in text
+    assert "32 samples, 32 distinct; no row twice." in text
+    assert "0%" in text  # the ranks share nothing
+    assert {"Doctor", "Time by phase and rank", "Data", "Memory", "Ranks"} <= set(headings)
+
+
+def test_ranks_that_share_rows_are_seen(tmp_path, ranks):
+    folder = tmp_path / "foreign"
+    ranks.start(one_rank, folder, 0)
+    ranks.wait()
+    ranks.start(share_rows, folder)
+    ranks.wait()
+    text, _ = of(folder)
+    # Ids 0, 2, …, 30 on rank 0; 0, 1, …, 15 on rank 1: 8 of 16 are the same.
+    assert "32 samples, 24 distinct; 8 rows given more than once." in text
+    assert "50%" in text
+
+
+def share_rows(folder):
+    doctor.attach(folder, rank=1, world_size=2, instrumented=False)
+    for step in range(4):
+        doctor.step(loss=1.0, sample_ids=range(4 * step, 4 * step + 4), epoch=0)
+
+
+# -- runs written by hand -------------------------------------------------------------------------
+
+
+def test_what_is_not_a_run_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="is not a run directory"):
+        report.write_report(tmp_path)
+    with pytest.raises(FileNotFoundError, match="there is no run directory"):
+        report.write_report(tmp_path / "nowhere")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_everything_a_run_says_is_text(make_run):
+    evil = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>\x07\ud800"
+    folder = make_run(
+        metrics=[{"epoch": 0, evil: 1.0, "loss": evil}, {"epoch": 1, evil: 2.0}],
+        events=[{"event": evil, "reason": evil, "worker": evil, "time": evil}],
+        config={evil: evil, "trainer": evil, "backend": evil, "sync_strategy": evil},
+        versions={"miniray": "0", evil: evil},
+        host=evil, platform=evil, command=evil, stop_reason=evil, seed=evil,
+        error={"type": evil, "message": evil + "\n" + evil, "traceback": evil},
+        attempts=[{"state": evil, "started": evil, "error": {"type": evil, "message": evil}}],
+        sync={"num_syncs": 1, "last_error": evil, "skipped": {evil: 1}},
+    )  # fmt: skip
+    (folder / "doctor.txt").write_text("<script>alert(2)</script>")
+    page = report.write_report(folder).read_text("utf-8")
+    tags = {tag for tag in ("<script", "<img") if tag in page}
+    assert tags == set()
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == []
+    assert "\x07" not in page
+
+
+def test_damaged_files_are_said_and_the_rest_is_shown(make_run):
+    folder = make_run(metrics=[{"epoch": 0, "loss": 2.0}, {"epoch": 1, "loss": 1.0}])
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text(
+        "\n".join([lines[0], "{torn", lines[1], '{"epoch": 2, "l'])
+    )
+    (folder / "run.json").write_text('{"state": "fini')
+    (folder / "ranks").mkdir()
+    (folder / "ranks" / "0.box").write_bytes(b"no box")
+    text, headings = of(folder)
+    assert "loss 1 best, epoch 1" in text
+    assert headings[-1] == "Could not be read"
+    for said in ("metrics.jsonl : line 2 could not be read", "run.json", "ranks/0.box"):
+        assert said in text
+
+
+def test_nan_is_marked_and_numbers_are_whole(make_run):
+    folder = make_run(
+        metrics=[{"epoch": e, "loss": "NaN" if e == 2 else 1.0 / (e + 1)} for e in range(5)]
+    )
+    page = report.write_report(folder).read_text("utf-8")
+    text, _ = checked(page)
+    assert "1 value is not finite" in text
+    assert "loss: nan at epoch 2" in page
+    assert "loss 0.2 best, epoch 4" in text
+
+
+def test_ten_thousand_lines_are_a_small_page(make_run):
+    random = np.random.default_rng(0)
+    lines = [{"step": i, "loss": float(x), "lr": 1e-3} for i, x in enumerate(random.random(10_000))]
+    page = render(report.read(make_run(metrics=lines)))
+    assert len(page) < 120_000
+    assert "200 of 10,000 lines" in page
+
+
+def test_events_and_attempts_are_told(make_run):
+    folder = make_run(
+        started="2026-01-01T10:00:00+00:00", ended="2026-01-01T10:01:00+00:00",
+        events=[{"time": "2026-01-01T10:00:30+00:00", "event": "worker_failed", "worker": 2,
+                 "epoch": 7, "reason": "killed by SIGKILL\nmore"},
+                {"time": "2026-01-01T10:00:31+00:00", "event": "worker_replaced", "worker": 2}],
+        attempts=[{"state": "died", "started": "2025-12-31T09:00:00+00:00", "world_size": 4}],
+    )  # fmt: skip
+    text, headings = of(folder)
+    assert "Failures and restarts" in headings
+    assert "30 s worker failed 2 7 killed by SIGKILL" in text
+    assert "1 2025-12-31 09:00:00 died 4" in text
+    assert "1 min" in text or "60 s" in text
+
+
+def test_what_workers_do_after_the_end_is_not_the_runs_time(make_run, ranks):
+    folder = make_run()
+    ranks.start(one_rank, folder, 0)
+    ranks.wait()
+    (rank,) = report.read(folder).record
+    spent = time_spent_by_rank(rank, rank.attached)
+    assert sum(spent.values()) == pytest.approx(rank.total.ended - rank.attached, abs=0.05)
+    assert sum(time_spent_by_rank(rank, None).values()) >= sum(spent.values())
+
+
+def test_a_kept_diagnosis_is_shown_as_of_its_moment(make_run, ranks):
+    folder = make_run(state="failed", config={"launcher": "miniray run"})
+    ranks.start(one_rank, folder, 0)
+    ranks.wait()
+    finding = {"code": "x", "severity": "stuck", "title": "rank 0 is blocked at train.py:28"}
+    finding |= {"evidence": ["rank 0: step 0"], "cause": "A lock.", "fix": "look at its stack"}
+    (folder / "doctor.json").write_text(json.dumps({"findings": [finding], "notes": []}))
+    (folder / "doctor.txt").write_text("STUCK: rank 0\n  train.py:28 train\n")
+    text, _ = of(folder)
+    assert "STUCK: rank 0 is blocked at train.py:28" in text
+    assert "train.py:28 train" in text
+
+
+def test_an_interrupted_run_is_not_accused(make_run):
+    error = {"type": "KeyboardInterrupt", "message": "", "traceback": "Traceback ..."}
+    text, headings = of(make_run(state="interrupted", error=error))
+    assert "Interrupted. by Ctrl-C" in text
+    assert headings == ["by-hand", "Environment"]
+
+
+def test_a_page_of_somebody_else_is_not_overwritten(make_run, tmp_path):
+    folder = make_run()
+    (folder / "report.html").write_text("<p>mine</p>")
+    with pytest.raises(FileExistsError, match="written by something else"):
+        report.write_report(folder)
+    assert (folder / "report.html").read_text() == "<p>mine</p>"
+    assert report.write_report(folder, tmp_path / "deep" / "r.html").is_file()
+    (folder / "report.html").unlink()
+    report.write_report(folder)
+    report.write_report(folder)  # over its own
+
+
+def test_states_and_order(make_run, tmp_path):
+    make_run("old", started="2026-01-01T00:00:00+00:00")
+    make_run("new", started="2026-02-01T00:00:00+00:00", state="interrupted")
+    make_run("dead", started="2026-01-15T00:00:00+00:00", state="running", pid=2**22 + 5,
+             process_started=1.0, host=socket.gethostname())  # fmt: skip
+    (tmp_path / "runs" / "no-run").mkdir()
+    found = report.find_runs(tmp_path / "runs")
+    assert [(run.name, run.state) for run in found] == [
+        ("new", "interrupted"),
+        ("dead", "died"),
+        ("old", "finished"),
+    ]
+    assert report.find_runs(tmp_path / "nowhere") == []
+
+
+def test_the_last_line_is_found_without_reading_all(make_run):
+    folder = make_run(metrics=[{"epoch": i, "loss": 1.0, "x": "y" * 100} for i in range(2000)])
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"epoch": 2000, "lo')
+    assert report.read(folder).last_metrics()["epoch"] == 1999

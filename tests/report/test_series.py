@@ -1,0 +1,81 @@
+"""Curves from lines of metrics, and fewer points that draw the same line."""
+
+import math
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from miniray.report.series import Curve, axis, by_rank, curves, spread, thinned
+
+#: A loaded machine is no reason to fail.
+QUICK = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+
+
+def named(found):
+    return {curve.name: (curve.group, curve.points) for curve in found}
+
+
+def test_held_out_metrics_share_the_chart_of_their_twin():
+    lines = [{"epoch": 0, "loss": 2, "val_loss": 3, "val_f1": 0.5}, {"epoch": 1, "loss": 1}]
+    assert named(curves(lines)) == {
+        "loss": ("loss", [(0, 2), (1, 1)]),
+        "val_loss": ("loss", [(0, 3)]),
+        "val_f1": ("val_f1", [(0, 0.5)]),  # there is no f1 to share one with
+    }
+
+
+def test_what_is_no_measure_gets_no_curve():
+    line = {"epoch": 0, "seconds": 1.0, "num_samples": 8, "synced": True, "note": "x", "loss": 1.0}
+    assert list(named(curves([line]))) == ["loss"]
+
+
+def test_nested_metrics_have_dotted_names_and_steps_do_where_there_are_no_epochs():
+    lines = [{"step": 10, "reward": {"mean": 0.5}}, {"step": 20, "reward": {"mean": 0.75}}]
+    assert named(curves(lines)) == {"reward.mean": ("reward.mean", [(10, 0.5), (20, 0.75)])}
+    assert axis(lines) == "step"
+
+
+def test_a_list_with_a_number_for_each_rank_is_a_curve_a_rank():
+    lines = [{"epoch": 0, "loss": [1.0, 2.0], "sizes": [1, 2, 3]}, {"epoch": 1, "loss": [0.5, 1.5]}]
+    found = by_rank(lines, world_size=2)
+    assert list(found) == ["loss"]
+    assert [(c.name, c.points) for c in found["loss"]] == [
+        ("rank 0", [(0, 1.0), (1, 0.5)]),
+        ("rank 1", [(0, 2.0), (1, 1.5)]),
+    ]
+
+
+def test_best_is_the_lowest_loss_and_the_highest_accuracy_and_never_nan():
+    points = [(0.0, math.nan), (1.0, 3.0), (2.0, 1.0), (3.0, 2.0)]
+    assert Curve("loss", points).best == (2.0, 1.0)
+    assert Curve("val_accuracy", points).best == (1.0, 3.0)
+    assert Curve("loss", points[:1]).best is None
+
+
+def test_ten_thousand_points_become_some_hundred_with_every_peak():
+    points = [(float(i), 1.0) for i in range(10_000)]
+    points[1234], points[7777] = (1234.0, 50.0), (7777.0, -50.0)
+    thin = thinned(points, 400)
+    assert len(thin) <= 402
+    assert {(1234.0, 50.0), (7777.0, -50.0), points[0], points[-1]} <= set(thin)
+
+
+@QUICK
+@given(st.lists(st.integers(-9, 9), min_size=1, max_size=120), st.integers(4, 20))
+def test_thinning_keeps_ends_order_and_extremes(values, most):
+    points = [(float(i), float(value)) for i, value in enumerate(values)]
+    thin = thinned(points, most)
+    assert len(thin) <= max(most, 4) + 2
+    assert [x for x, _ in thin] == sorted(x for x, _ in thin)
+    assert (thin[0], thin[-1]) == (points[0], points[-1])
+    assert set(thin) <= set(points)
+    heights = [y for _, y in thin]
+    assert (min(heights), max(heights)) == (min(values), max(values))
+
+
+@QUICK
+@given(st.lists(st.integers(), min_size=1, max_size=60), st.integers(2, 20))
+def test_spread_keeps_both_ends(values, most):
+    found = spread(values, most)
+    assert len(found) == min(len(values), most)
+    assert (found[0], found[-1]) == (values[0], values[-1])

@@ -1,0 +1,94 @@
+"""The drawing: well-formed, points where they belong, what is not finite marked and not drawn."""
+
+import math
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from miniray.report.series import Curve
+from miniray.report.svg import HEIGHT, LEFT, RIGHT, WIDTH, lines, round_steps
+from miniray.report.text import short
+
+
+def drawn(*curves, **options):
+    return ET.fromstring(lines(curves, "epoch", "a chart", **options))
+
+
+def places(svg):
+    return [
+        [tuple(map(float, point.split(","))) for point in line.get("points").split()]
+        for line in svg.iter("polyline")
+    ]
+
+
+def test_a_line_goes_from_edge_to_edge_and_larger_is_higher():
+    ((first, middle, last),) = places(drawn(Curve("a", [(0.0, 1.0), (5.0, 2.0), (10.0, 3.0)])))
+    assert (first[0], last[0]) == (LEFT, WIDTH - RIGHT)
+    assert middle[0] == pytest.approx((LEFT + WIDTH - RIGHT) / 2)
+    assert middle[1] == pytest.approx((first[1] + last[1]) / 2, abs=0.1)
+    assert first[1] > last[1]
+
+
+def test_values_that_are_not_finite_are_crosses_and_cut_the_line():
+    points = [(0.0, 1.0), (1.0, 2.0), (2.0, math.nan), (3.0, 4.0), (4.0, math.inf), (5.0, 1.0)]
+    svg = drawn(Curve("loss", points))
+    assert [len(line) for line in places(svg)] == [2]
+    assert len(list(svg.iter("circle"))) == 2  # a piece of one point each
+    crosses = [path for path in svg.iter("path") if path.get("class") == "x"]
+    assert [cross.find("title").text for cross in crosses] == [
+        "loss: nan at epoch 2",
+        "loss: inf at epoch 4",
+    ]
+
+
+def test_only_nan_is_an_empty_frame_with_crosses():
+    svg = drawn(Curve("loss", [(0.0, math.nan), (1.0, math.nan)]))
+    assert places(svg) == []
+    assert sum(path.get("class") == "x" for path in svg.iter("path")) == 2
+
+
+@pytest.mark.parametrize(
+    "points", [[], [(0.0, 0.0)], [(3.0, 5.0), (3.0, 5.0)], [(0.0, -1e300), (1.0, 1e300)]]
+)
+def test_odd_curves_can_be_drawn(points):
+    assert drawn(Curve("a", points)).tag == "svg"
+
+
+def test_a_curve_over_many_powers_of_ten_is_logarithmic():
+    ((first, middle, last),) = places(drawn(Curve("a", [(0.0, 1e-4), (1.0, 1e-1), (2.0, 1e2)])))
+    assert middle[1] == pytest.approx((first[1] + last[1]) / 2, abs=0.2)
+
+
+def test_the_pointer_finds_the_values():
+    svg = drawn(Curve("a", [(0.0, 1.0), (1.0, 2.0)]), Curve("b", [(1.0, 0.5)]))
+    titles = [p.find("title").text for p in svg.iter("path") if p.get("class") == "h"]
+    assert titles == ["epoch 0\na 1", "epoch 1\na 2\nb 0.5"]
+
+
+def test_many_points_are_a_small_picture():
+    points = [(float(i), math.sin(i)) for i in range(10_000)]
+    curves = [Curve(f"rank {r}", points) for r in range(10)]
+    text = lines(curves, "step", "loss")
+    assert len(text) < 150_000
+    assert ET.fromstring(text).get("viewBox") == f"0 0 {WIDTH} {HEIGHT}"
+
+
+def test_labels_are_escaped():
+    assert "<b>" not in lines([Curve("<b>", [(0.0, 1.0)])], "<b>", '"<b>')
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "steps"),
+    [(0.0, 10.0, [0, 2, 4, 6, 8, 10]), (3.1, 3.2, [3.1, 3.12, 3.14, 3.16, 3.18, 3.2])],
+)
+def test_axis_steps_are_round_numbers(low, high, steps):
+    assert round_steps(low, high, 5) == pytest.approx(steps)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.017253, "0.01725"), (1437.0, "1437"), (12345.0, "12.35k"), (2.5e6, "2.5M"),
+     (2.5e-7, "2.5e-07"), (-3.0, "-3"), (math.nan, "nan"), (1e20, "1e+20")],
+)  # fmt: skip
+def test_numbers_are_short(value, text):
+    assert short(value) == text
