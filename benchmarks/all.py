@@ -58,7 +58,6 @@ class Benchmark:
 
 BENCHMARKS: dict[str, Benchmark] = {
     "engine": Benchmark("engine.py"),
-    "engine_data": Benchmark("engine.py", ("--only", "put,returned,get")),
     "train": Benchmark("train.py"),
     "scaling": Benchmark("train.py", ("--scaling",), needs_cores=4),
     "sync_interval": Benchmark("sync_interval.py"),

@@ -285,7 +285,6 @@ def geoguessr(record: Record) -> Figures:
 
 MAKERS: dict[str, Callable[[Record], Figures]] = {
     "engine": engine,
-    "engine_data": engine,
     "train": train,
     "scaling": scaling,
     "sync_interval": sync_interval,

@@ -14,7 +14,6 @@ from page_figures import Figures, Record, figures, worker_counts
 #: Columns of results whose tables always have the same ones.
 COLUMNS = {
     "engine": ["miniray", "Ray", "ratio"],
-    "engine_data": ["miniray", "Ray", "ratio"],
     "sync_interval": ["held-out loss", "accuracy", "moved", "to interval 1"],
     "ps": ["miniray", "other", "ratio"],
     "memory_table": ["one driver", "sharded, decoded at once", "miniray"],
@@ -151,7 +150,7 @@ README_LINES: list[tuple[str, str, str, str, str, str]] = [
     ("memory, idle with 4 actors", "空闲内存（4 个 actor）",
      "engine.memory.miniray", "Ray", "engine.memory.ray", "engine.memory.ratio"),
     ("`put` of 200 MB", "`put` 200 MB",
-     "engine_data.put.miniray", "Ray", "engine_data.put.ray", "engine_data.put.ratio"),
+     "engine.put.miniray", "Ray", "engine.put.ray", "engine.put.ratio"),
     ("a CNN on 2 workers, weights averaged once an epoch", "2 个 worker 训练 CNN，每轮平均一次权重",
      "train.wall.miniray", "torchrun DDP", "train.wall.torchrun", "train.wall.over_torchrun"),
     ("the same, gradients averaged in every step", "同上，每步平均梯度",

@@ -226,7 +226,7 @@ def test_a_run_deleted_while_it_is_looked_at(root, run_dir, start):
     assert next(value for name, value in stream if name == "state")["state"] == "finished"
     shutil.rmtree(run_dir)
     seen = {}
-    while seen.get("runs") != [] or seen["state"]["state"] != "deleted":
+    while seen.get("runs") != [] or seen.get("state", {}).get("state") != "deleted":
         name, value = next(stream)
         seen[name] = value
     assert len(seen["state"]["ranks"]) == 2  # what was known stays

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -98,6 +99,15 @@ def test_a_run_is_found_by_path_pid_and_as_the_latest(ranks, tmp_path):
         find_run("999999999", runs)
 
 
+def verdict(watching, kind):
+    """The next line of that kind."""
+    line = ""
+    while not line.startswith(kind):
+        line = watching.stdout.readline()
+        assert line, "it ended without a verdict"
+    return line
+
+
 def test_watching_goes_on_until_the_run_has_ended(ranks, tmp_path):
     run_dir = tmp_path / "run"
     for rank in range(2):
@@ -109,15 +119,12 @@ def test_watching_goes_on_until_the_run_has_ended(ranks, tmp_path):
         text=True,
     )
     try:
-        line = ""
-        while not line.startswith("STUCK"):
-            line = watching.stdout.readline()
-            assert line, "it ended without a verdict"
-        assert line.startswith("STUCK: rank 0 is blocked")
+        assert verdict(watching, "STUCK").startswith("STUCK: rank 0 is blocked")
+        os.kill(ranks.pids[0], signal.SIGKILL)
+        assert verdict(watching, "FAILED").startswith("FAILED: rank 0 is gone")
         ranks.end()
         ranks.pids.clear()
-        rest = watching.stdout.read()
-        assert "FAILED: rank 0 is gone" in rest
+        watching.stdout.read()
         assert watching.wait(timeout=40) == 1
     finally:
         watching.kill()

@@ -58,7 +58,8 @@ class ValueFile:
 
     def will_need(self, start: int, size: int) -> None:
         """Let the system fetch this from the disk while we go on."""
-        os.posix_fadvise(self._handle, start, size, os.POSIX_FADV_WILLNEED)
+        if hasattr(os, "posix_fadvise"):  # macOS has none
+            os.posix_fadvise(self._handle, start, size, os.POSIX_FADV_WILLNEED)
 
 
 def has_changed(where: str) -> DataError:

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from miniray.doctor import runfile
+from miniray.doctor.reader import BoxReader
+from miniray.errors import BoxError
 
 _MAX_LINE = 65536
 
@@ -116,7 +118,19 @@ class Ranks:
     def failed(self) -> list[Rank]:
         """Those that failed by themselves, the first one first."""
         found = [rank for rank in self.ranks if rank.failed]
-        return sorted(found, key=lambda rank: rank.ended or 0.0)
+        return sorted(found, key=self._failed_at) if len(found) > 1 else found
+
+    def _failed_at(self, rank: Rank) -> float:
+        """When its exception was raised, if it said so: processes do not end in that order.
+
+        One that others waited for fails, they hear of it and fail too, and may be gone first.
+        """
+        try:
+            with BoxReader(self.folder / f"{rank.rank}.box") as box:
+                said = box.exit() if box.info().get("pid") == rank.pid else None
+        except BoxError:  # it failed before it had one
+            said = None
+        return said.at if said is not None and said.at is not None else rank.ended or 0.0
 
     def end(self, first: int = signal.SIGTERM, patience: float = 3.0) -> None:
         """End every rank: ``first``, then SIGKILL after ``patience`` seconds. Nothing is left.

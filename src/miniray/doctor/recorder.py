@@ -211,6 +211,7 @@ class Recorder(Tally):
         self._sections.pop()
         self.box.ints[Cell.SECTION] = self._sections[-1]
         self.event(model.PHASE, name, "end", site=site)
+        self.flush()  # the process may be ended any time now: its last steps must not be missing
 
     # -- the end ----------------------------------------------------------------------------------
 

@@ -1,6 +1,8 @@
 """Each process makes a world of its own."""
 
+import os
 import time
+from pathlib import Path
 
 from common import dataset, dist, model, optimizer, step, torch
 from torch.utils.data import DataLoader
@@ -11,4 +13,6 @@ net = model()
 opt = optimizer(net)
 for batch in DataLoader(dataset(), batch_size=2):
     step(net, opt, batch)
-time.sleep(1.5)
+# Both are alive at the same time, however late the other one starts.
+while len(list(Path(os.environ["MINIRAY_RUN_DIR"], "ranks").glob("*.box"))) < 2:
+    time.sleep(0.01)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from miniray.core.engine import bytes_of
+from miniray.core.local.copying import copy
 from miniray.core.local.sharing import Shared
 from miniray.core.local.store import Lease, aligned
 from miniray.core.refs import ObjectRef
@@ -262,8 +263,8 @@ def _write(node: Node, packed: Packed) -> tuple[Lease, list[tuple[int, int]]]:
     lease, layout = _reserve(node, packed)
     target = _writable(lease)
     for (at, size), part in zip(layout, [packed.data, *packed.buffers], strict=True):
-        if size:  # numpy copies with the interpreter's lock released
-            target[at : at + size] = _array(part)
+        if size:
+            copy(target[at : at + size], _array(part))
     return lease, layout
 
 

@@ -101,7 +101,10 @@ class Member:
             if self.recorder is not None:
                 self.recorder.set_epoch(epoch)
                 self.recorder.note(steps_before_epoch=self.recorder.step_number)
-            return self._epoch(epoch)
+            said = self._epoch(epoch)
+            if self.recorder is not None:
+                self.recorder.flush()
+            return said
 
     def _epoch(self, epoch: int) -> dict[str, Any]:
         raise NotImplementedError
