@@ -196,7 +196,9 @@ def readme(quoted: Figures, language: str) -> str:
             title, name = english, peer
             if language == "zh":
                 title, name = chinese, CHINESE.get(peer, peer)
-            cells = [title, quoted[ours], name, quoted[theirs], f"**{quoted[ratio]}**"]
+            better = float(quoted[ratio].rstrip("×").replace(",", "")) >= 1
+            shown = f"**{quoted[ratio]}**" if better else quoted[ratio]
+            cells = [title, quoted[ours], name, quoted[theirs], shown]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -196,9 +196,9 @@ def test_the_readmes_say_the_same():
 
 
 def figures_of(text):
-    """Numbers in the tables of a page, line by line."""
+    """Numbers in the tables of a page, line by line; each language has its own order of words."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
-    return [re.findall(r"\d[\d.,]*", re.sub(r"`[^`]*`", "", line)) for line in lines]
+    return [sorted(re.findall(r"\d[\d.,]*", re.sub(r"`[^`]*`", "", line))) for line in lines]
 
 
 # -- the site -------------------------------------------------------------------------------------

@@ -217,8 +217,8 @@ def test_logs_are_searched_and_shown_as_text(open_page):
     until(page, f"{lines} === 500")
     page.keyboard.press("/")
     page.keyboard.type("warning: <IMG")
-    until(page, "document.querySelectorAll('#log mark').length === 3")
-    assert text(page, "#log mark") == "Warning: <img"
+    until(page, "document.querySelector('#log mark')?.innerText === 'Warning: <img'")
+    assert page.locator("#log mark").count() == 3
     assert text(page, "#log-note") == "3 lines"
     assert page.locator("#log img").count() == 0
     page.locator("#log-everywhere").uncheck()
