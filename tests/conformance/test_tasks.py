@@ -230,3 +230,36 @@ def test_tasks_run_at_the_same_time(engine, tmp_path):
         return mine
 
     assert miniray.get([meet.remote(0, 1), meet.remote(1, 0)]) == [0, 1]
+
+
+def test_short_tasks_do_not_wait_behind_a_long_one(engine, tmp_path):
+    needs(engine, "concurrent")
+    gate = Gate(tmp_path)
+
+    @miniray.remote
+    def waits():
+        gate.wait()
+        return "done"
+
+    miniray.get([identity.remote(i) for i in range(200)])  # known to be short by now
+    long = waits.remote()
+    assert miniray.get(identity.remote(1)) == 1
+    gate.open()
+    assert miniray.get(long) == "done"
+
+
+def test_tasks_do_not_wait_behind_one_that_was_short_before(engine, tmp_path):
+    needs(engine, "concurrent")
+    gate = Gate(tmp_path)
+
+    @miniray.remote
+    def sometimes_long(is_long):
+        if is_long:
+            gate.wait()
+        return is_long
+
+    miniray.get([sometimes_long.remote(False) for _ in range(200)])
+    refs = [sometimes_long.remote(i == 0) for i in range(10)]
+    assert miniray.get(refs[1:]) == [False] * 9
+    gate.open()
+    assert miniray.get(refs[0])

@@ -31,6 +31,8 @@ DEFAULT_RETRIES = 3
 #: Tasks shorter than this are sent several at a time.
 _SHORT_SECONDS = 0.002
 _DEPTH = 32
+#: Tasks behind one that takes longer than this, against expectation, are for another worker.
+_STUCK_SECONDS = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,10 @@ class Function:
         self.name = spec.name
         self.blob = Blob.of(node, spec.function, f"function {spec.name}")
         self.seconds: float | None = None  # running mean of how long it takes
+
+    @property
+    def short(self) -> bool:
+        return self.seconds is not None and self.seconds < _SHORT_SECONDS
 
 
 class Lane:
@@ -77,6 +83,7 @@ class TaskClient:
         self._lanes: dict[Demand, Lane] = {}
         self._demands: dict[int, Demand] = {}  # by leased worker
         self._channels: dict[int, Channel] = {}  # kept after the lease, for the next one
+        self._watch = _Watch(self)
 
     def submit(
         self, spec: FunctionSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
@@ -142,9 +149,7 @@ class TaskClient:
             if channel is None:
                 break
             call = lane.queue[0]
-            seconds = call.spec.seconds
-            depth = _DEPTH if seconds is not None and seconds < _SHORT_SECONDS else 1
-            if len(channel.pending) >= depth:
+            if not _has_room(channel, call):
                 break
             lane.queue.popleft()
             if not channel.pending:
@@ -156,10 +161,13 @@ class TaskClient:
                 del lane.leased[channel.peer]
                 channel.lost()
         while lane.asked < min(len(lane.queue), self._max_parallel):
-            lane.asked += 1
-            self.node.ask(
-                DRIVER, "lease", demand, [], lambda ok, proc, _: self._granted(demand, ok, proc)
-            )
+            self._ask(demand, lane)
+
+    def _ask(self, demand: Demand, lane: Lane) -> None:
+        lane.asked += 1
+        self.node.ask(
+            DRIVER, "lease", demand, [], lambda ok, proc, _: self._granted(demand, ok, proc)
+        )
 
     def _send(self, channel: Channel, call: Call) -> None:
         function: Function = call.spec
@@ -169,6 +177,8 @@ class TaskClient:
             channel.send_ahead(FUNCTION, pickle.dumps((function.id, function.name, wire)), fds)
             channel.functions.add(function.id)
         channel.submit(call)
+        if len(channel.pending) == 2:
+            self.node.look_later(self._watch)
         if len(channel.pending) == 1 and self._lanes[self._demands[channel.peer]].queue:
             channel.arm()  # its result makes room for the next task: somebody must read it
 
@@ -240,6 +250,25 @@ class TaskClient:
         lane.recalled.discard(proc)
         lane.blocked.discard(proc)
         self._return(proc)
+
+    def rescue(self) -> None:
+        """A task takes long and has others behind it: ask for a worker to take these over.
+
+        Short tasks are not always short. Without this they would wait for it, and for ever if it
+        waits for what one of them does.
+        """
+        now = time.monotonic()
+        with self._lock:
+            for demand, lane in self._lanes.items():
+                behind = [c.peer for c in lane.leased.values() if len(c.pending) > 1]
+                if behind:
+                    self.node.look_later(self._watch)
+                if not lane.asked and any(
+                    now - lane.last_event.get(proc, now) > _STUCK_SECONDS
+                    and proc not in lane.blocked
+                    for proc in behind
+                ):
+                    self._ask(demand, lane)
 
     def recall(self, proc: int) -> None:
         """The driver wants ``proc`` back: send it nothing more, return it when it is idle."""
@@ -350,3 +379,29 @@ class TaskClient:
                         call_.retries = 0
                         self.node.tell(proc, CANCEL, (id, False))
                     return
+
+
+class _Watch:
+    """What the I/O thread looks at in a moment, like a channel (``IoThread.look_later``)."""
+
+    def __init__(self, client: TaskClient) -> None:
+        self._client = client
+        self.pending = True
+
+    def arm(self) -> None:
+        self._client.rescue()
+
+
+def _has_room(channel: Channel, call: Call) -> bool:
+    """Whether to send ``call`` there now: to an idle worker, or behind tasks as short as it is."""
+    pending = channel.pending
+    if not pending:
+        return True
+    if len(pending) >= _DEPTH or not call.spec.short:
+        return False
+    # Only the first can be a long one: nothing else is sent to a worker that is busy.
+    try:
+        first = next(iter(pending.values()), None)
+    except RuntimeError:  # it was answered in this very moment, by another thread
+        return True
+    return first is None or first.spec.short
