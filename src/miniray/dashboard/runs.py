@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from miniray.dashboard.access import NotFoundError, Root
+from miniray.doctor import runfile
 
 _MOST_RUNS = 500
 
@@ -43,7 +43,7 @@ class Listing:
         started = run.get("started")
         return {
             "name": name,
-            "state": state_of(run),
+            "state": runfile.state_of(run),
             "started": started if isinstance(started, str) else None,
             "ended": run.get("ended") if isinstance(run.get("ended"), str) else None,
             "world_size": run.get("world_size"),
@@ -71,26 +71,6 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def state_of(run: Mapping[str, Any]) -> str:
-    """What ``run.json`` says, or ``died`` where it says "running" and its process is gone."""
-    state = str(run.get("state", "unknown"))
-    if state == "running" and run.get("host") == socket.gethostname() and not _alive(run):
-        return "died"
-    return state
-
-
-def _alive(run: Mapping[str, Any]) -> bool:
-    import psutil
-
-    try:
-        process = psutil.Process(int(run["pid"]))
-        # Process ids are used again; the time a process began tells the two apart.
-        same = abs(process.create_time() - float(run["process_started"])) < 1.0
-        return same and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, KeyError, TypeError, ValueError):
-        return False
 
 
 def _moment(text: Any) -> float | None:

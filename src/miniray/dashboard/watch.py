@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from miniray.dashboard import lanes, runs, view
+from miniray.dashboard import lanes, view
 from miniray.dashboard.access import NotFoundError, Root
 from miniray.dashboard.series import Metrics
-from miniray.doctor import stacks
+from miniray.doctor import runfile, stacks
 from miniray.doctor.diagnose import Diagnosis, examine
 from miniray.doctor.model import RankRecord, RunRecord, ThreadStack
 from miniray.doctor.reader import read_box, read_run
@@ -78,7 +78,7 @@ class Watch:
                 self.state = {**self.state, "name": self.name, "state": "deleted", "live": False}
                 self.version += 1
             return
-        state = runs.state_of(record.run)
+        state = runfile.state_of(record.run)
         diagnosis = examine(record, self._before, self._fresh_stacks(record))
         with self._lock:
             self._look(diagnosis)

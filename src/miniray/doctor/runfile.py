@@ -1,4 +1,6 @@
-"""``run.json`` of a run that no trainer of miniray writes: the same fields, in the same words.
+"""``run.json``: what it says of a run's state, and writing it for a run without a trainer of ours.
+
+Trainers write the same fields in the same words (``train.rundir``).
 
 The file is replaced whole. A run whose process was killed still says "running"; whether that is so
 is seen from ``pid`` and ``process_started``.
@@ -67,6 +69,29 @@ def finish_run(run_dir: Path, state: str, error: str | None = None, **fields: An
     """Say how it ended: ``finished``, ``failed`` or ``interrupted``, and why."""
     shown = None if error is None else {"type": None, "message": error, "traceback": None}
     change_run(run_dir, state=state, ended=now(), error=shown, **fields)
+
+
+def state_of(run: Mapping[str, Any]) -> str:
+    """What ``run.json`` says, or ``died`` where it says "running" and its process is gone.
+
+    Of a run on another machine one only knows what it wrote.
+    """
+    state = str(run.get("state", "unknown"))
+    if state == "running" and run.get("host") == socket.gethostname() and not _lives(run):
+        return "died"
+    return state
+
+
+def _lives(run: Mapping[str, Any]) -> bool:
+    import psutil
+
+    try:
+        process = psutil.Process(int(run["pid"]))
+        # Process ids are used again; the time a process began tells the two apart.
+        same = abs(process.create_time() - float(run["process_started"])) < 1.0
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, KeyError, TypeError, ValueError):
+        return False
 
 
 def new_directory(root: Path, prefix: str) -> Path:

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from miniray.doctor import runfile
 from miniray.doctor.layout import MAGIC
 from miniray.doctor.model import RankRecord, RunRecord
 from miniray.doctor.reader import read_run
@@ -66,11 +67,8 @@ class Run:
         A run that says "running" and whose process is gone died. Of a run on another machine one
         only knows what it wrote.
         """
-        said = self.info.get("state")
-        if said == "running" and self.info.get("host") == socket.gethostname():
-            return "running" if _lives(self.info) else "died"
-        if isinstance(said, str):
-            return said
+        if isinstance(self.info.get("state"), str):
+            return runfile.state_of(self.info)
         ends = [rank.exit for rank in self.record]
         if any(rank.alive for rank in self.record):
             return "running"
@@ -274,15 +272,3 @@ def _mtime(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _lives(info: Mapping[str, Any]) -> bool:
-    import psutil
-
-    try:
-        process = psutil.Process(int(info["pid"]))
-        # Process ids are used again; the time a process began tells the two apart.
-        same = abs(process.create_time() - float(info["process_started"])) < 1.0
-        return bool(same and process.status() != psutil.STATUS_ZOMBIE)
-    except (psutil.Error, KeyError, TypeError, ValueError):
-        return False

@@ -15,8 +15,6 @@ process was killed still says ``"state": "running"``, and ``status()`` tells tha
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -30,6 +28,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from miniray.doctor import runfile
 from miniray.train import files, records
 
 FORMAT = 1
@@ -133,13 +132,13 @@ class RunDirectory:
                 "format": FORMAT,
                 "name": self.path.name,
                 "state": "running",
-                "started": _now(),
+                "started": runfile.now(),
                 "ended": None,
                 "error": None,
                 "seed": config.get("seed"),
                 "world_size": config.get("world_size", config.get("num_workers")),
                 "config": dict(config),
-                "versions": _versions(),
+                "versions": runfile.versions(),
                 "host": socket.gethostname(),
                 "platform": platform.platform(),
                 "pid": os.getpid(),
@@ -158,7 +157,7 @@ class RunDirectory:
         """
         run = self.read_run()
         run.update(fields)
-        run.update(state=state, ended=_now())
+        run.update(state=state, ended=runfile.now())
         if isinstance(error, BaseException):
             shown = traceback.format_exception(type(error), error, error.__traceback__)
             run["error"] = {
@@ -187,11 +186,7 @@ class RunDirectory:
 
         Of a run on another machine one only knows what it wrote.
         """
-        run = self.read_run()
-        state = str(run.get("state", "unknown"))
-        if state == "running" and run.get("host") == socket.gethostname() and not _alive(run):
-            return "died"
-        return state
+        return runfile.state_of(self.read_run())
 
     def _write(self, run: Mapping[str, Any]) -> None:
         text = json.dumps(records.to_json(run), indent=2, ensure_ascii=False, allow_nan=False)
@@ -230,37 +225,10 @@ class RunDirectory:
 
     def append_event(self, event: Mapping[str, Any]) -> None:
         """Add a line to ``events.jsonl``, with the time. ``event["event"]`` says what happened."""
-        records.append_record(self.events_file, {"time": _now(), **event})
+        records.append_record(self.events_file, {"time": runfile.now(), **event})
 
     def read_events(self) -> list[dict[str, Any]]:
         return records.read_records(self.events_file)
 
     def __repr__(self) -> str:
         return f"RunDirectory({str(self.path)!r})"
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
-
-
-def _versions() -> dict[str, str | None]:
-    """Versions without importing anything: torch alone would cost a second."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("miniray", "torch", "numpy"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
-
-
-def _alive(run: Mapping[str, Any]) -> bool:
-    import psutil
-
-    try:
-        process = psutil.Process(int(run["pid"]))
-        # Process ids are used again; the time a process began tells the two apart.
-        same = abs(process.create_time() - float(run["process_started"])) < 1.0
-        return same and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, KeyError, TypeError, ValueError):
-        return False

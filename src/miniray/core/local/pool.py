@@ -10,10 +10,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from miniray.core.local.lanes import Demand
 from miniray.core.local.objects import Blob
 from miniray.core.local.peers import BLOCKED, DRIVER, RECALL, Reply
 from miniray.core.local.processes import Worker
-from miniray.core.local.tasks import Demand
 from miniray.core.resources import Grant
 from miniray.errors import WorkerCrashedError
 

@@ -7,15 +7,14 @@ short are sent several at a time; a worker that gets stuck on one gives the rest
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 import threading
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from miniray.core.local.actors import fill_arguments
 from miniray.core.local.calls import FUNCTION, Call, Channel
+from miniray.core.local.lanes import Demand, Function, Lane, has_room
 from miniray.core.local.objects import FAILED, Blob
 from miniray.core.local.peers import CANCEL, DRIVER, STEAL
 from miniray.core.local.sinks import make_sink, sink_entries
@@ -28,47 +27,8 @@ if TYPE_CHECKING:
     from miniray.core.remote import FunctionSpec
 
 DEFAULT_RETRIES = 3
-#: Tasks shorter than this are sent several at a time.
-_SHORT_SECONDS = 0.002
-_DEPTH = 32
 #: Tasks behind one that takes longer than this, against expectation, are for another worker.
 _STUCK_SECONDS = 0.02
-
-
-@dataclasses.dataclass(frozen=True)
-class Demand:
-    """What a task needs of its worker; tasks that need the same share workers."""
-
-    cpus: float
-    gpus: float
-    env: tuple[tuple[str, str], ...]
-
-
-class Function:
-    """A user's function as this session ships it: pickled once, sent once to each worker."""
-
-    def __init__(self, node: Node, spec: FunctionSpec) -> None:
-        self.id = next(node.ids)
-        self.name = spec.name
-        self.blob = Blob.of(node, spec.function, f"function {spec.name}")
-        self.seconds: float | None = None  # running mean of how long it takes
-
-    @property
-    def short(self) -> bool:
-        return self.seconds is not None and self.seconds < _SHORT_SECONDS
-
-
-class Lane:
-    """The queue and the leased workers of one kind of demand."""
-
-    def __init__(self) -> None:
-        self.queue: deque[Call] = deque()
-        self.leased: dict[int, Channel] = {}
-        self.asked = 0
-        self.last_event: dict[int, float] = {}
-        self.stealing: set[int] = set()
-        self.recalled: set[int] = set()  # workers the driver wants back for somebody else
-        self.blocked: set[int] = set()  # workers whose task waits for others
 
 
 class TaskClient:
@@ -149,7 +109,7 @@ class TaskClient:
             if channel is None:
                 break
             call = lane.queue[0]
-            if not _has_room(channel, call):
+            if not has_room(channel, call):
                 break
             lane.queue.popleft()
             if not channel.pending:
@@ -390,18 +350,3 @@ class _Watch:
 
     def arm(self) -> None:
         self._client.rescue()
-
-
-def _has_room(channel: Channel, call: Call) -> bool:
-    """Whether to send ``call`` there now: to an idle worker, or behind tasks as short as it is."""
-    pending = channel.pending
-    if not pending:
-        return True
-    if len(pending) >= _DEPTH or not call.spec.short:
-        return False
-    # Only the first can be a long one: nothing else is sent to a worker that is busy.
-    try:
-        first = next(iter(pending.values()), None)
-    except RuntimeError:  # it was answered in this very moment, by another thread
-        return True
-    return first is None or first.spec.short

@@ -12,6 +12,7 @@ import dataclasses
 import os
 import re
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,7 +43,7 @@ class RunFacts:
     own_process: bool = True
 
 
-class Member:
+class Member(ABC):
     """One rank of a run; see the module."""
 
     def __init__(self, rank: int, world_size: int, facts: RunFacts) -> None:
@@ -106,8 +107,9 @@ class Member:
                 self.recorder.flush()
             return said
 
+    @abstractmethod
     def _epoch(self, epoch: int) -> dict[str, Any]:
-        raise NotImplementedError
+        """The steps of an epoch."""
 
     @contextlib.contextmanager
     def peers_named(self) -> Iterator[None]:

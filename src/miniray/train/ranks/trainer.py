@@ -9,6 +9,7 @@ started again with the state of the end of the last epoch.
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -31,7 +32,7 @@ T = TypeVar("T")
 _CHOICES = {"on_nonfinite": ("error", "ignore"), "group_backend": ("auto", "gloo", "nccl")}
 
 
-class RankTrainer(BaseTrainer):
+class RankTrainer(BaseTrainer, ABC):
     """See the module. A subclass says how ranks are set up and what their state is.
 
     The arguments are described at ``DDPTrainer``.
@@ -77,13 +78,13 @@ class RankTrainer(BaseTrainer):
 
     # -- what a subclass says ---------------------------------------------------------------------
 
+    @abstractmethod
     def _summary(self, results: list[Any]) -> dict[str, Any]:
         """The result of an epoch from those of the ranks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _shared_state(self) -> dict[str, Any]:
         """What all ranks share besides the weights."""
-        raise NotImplementedError
 
     def _held_by(self, rank: int) -> str | None:
         """What is lost with a rank that no other has; None where all have the same."""
