@@ -88,6 +88,7 @@ class Feed:
         self._alone = len(members) == 1
         self._input_ranks, self._target_ranks = list(input_ranks), list(target_ranks)
         self._rank: int = dist.get_rank()
+        self._under_way: list[tuple[Any, Any]] = []  # what was sent, and the tensor it is sent from
 
     @property
     def loads(self) -> bool:
@@ -119,41 +120,54 @@ class Feed:
         if self._alone:
             count, inputs, target = batch
             return count, *parts.moved((inputs, target), self.device)
+        return self._receive() if batch is None else self._send(*batch)
+
+    def _send(self, count: int, inputs: Any, target: Any) -> tuple[int, Any, Any]:
+        """Sent while this rank computes: it waits for the batch before to have arrived only."""
+        for work, _ in self._under_way:
+            work.wait()
+        header = torch.tensor([count, len(inputs)], device=self.device)
+        told = dist.broadcast(header, src=self.source, group=self.group, async_op=True)
+        self._under_way = [(told, header)]
+        if count <= 0:
+            told.wait()
+            return count, None, None
+        inputs, target = parts.moved((inputs, target), self.device)
+        for ranks, values in ((self._input_ranks, inputs), (self._target_ranks, (target,))):
+            for rank in ranks:
+                if rank != self.source:
+                    for value in values:
+                        self._under_way += start_sending(value, rank)
+        return count, inputs, target
+
+    def _receive(self) -> tuple[int, Any, Any]:
         header = torch.zeros(2, dtype=torch.int64, device=self.device)
-        if batch is not None:
-            header[0], header[1] = batch[0], len(batch[1])
         dist.broadcast(header, src=self.source, group=self.group)
         count, number = header.tolist()
-        if count <= 0:
-            return count, None, None
         inputs = target = None
-        if batch is not None:
-            inputs, target = parts.moved((batch[1], batch[2]), self.device)
-            for rank in self._input_ranks:
-                if rank != self.source:
-                    for value in inputs:
-                        send_tensor(value, rank)
-            for rank in self._target_ranks:
-                if rank != self.source:
-                    send_tensor(target, rank)
-            return count, inputs, target
-        if self._rank in self._input_ranks:
+        if count > 0 and self._rank in self._input_ranks:
             inputs = tuple(recv_tensor(self.source, self.device) for _ in range(number))
-        if self._rank in self._target_ranks:
+        if count > 0 and self._rank in self._target_ranks:
             target = recv_tensor(self.source, self.device)
         return count, inputs, target
 
 
 def send_tensor(value: Any, rank: int) -> None:
     """Send a tensor of any shape and type to ``rank``, which calls ``recv_tensor``."""
+    for work, _ in start_sending(value, rank):
+        work.wait()
+
+
+def start_sending(value: Any, rank: int) -> list[tuple[Any, Any]]:
+    """The same without waiting: (work, the tensor it is sent from, which must be kept) each."""
     shape = list(value.shape)
     head = [_DTYPES.index(value.dtype), len(shape), *shape]
     head += [0] * (_MOST_DIMENSIONS + 2 - len(head))
     value = value.detach().contiguous()
     if stages_through_host(value.device):
         value = value.cpu()
-    dist.send(torch.tensor(head, device=value.device), rank)
-    dist.send(value, rank)
+    sent = (torch.tensor(head, device=value.device), value)
+    return [(dist.isend(tensor, rank), tensor) for tensor in sent]
 
 
 def recv_tensor(rank: int, device: Any) -> Any:

@@ -112,7 +112,7 @@ class ModelRank(Member):
     def _step(self, number: int, count: int, inputs: Any, target: Any) -> Any:
         part, record = self.part, self.record
         part.optimizer.zero_grad(set_to_none=True)
-        record.begin(measure_memory=number == 0)
+        record.begin(measure_memory=not record.peak_activations)
         loss = None
         if count:
             loss = part.runner.train(count, self.plan.batch_size, inputs, target)
