@@ -136,7 +136,7 @@ class Bench:
                         "loader": name,
                         "files": self.files,
                         "rows": self.rows,
-                        "scratch": str(self.scratch),
+                        "folder": str(self.scratch),
                         "rank": rank,
                         "world_size": 1 if controller else RANKS,
                         "batch_size": BATCH * RANKS if controller else BATCH,
@@ -291,8 +291,8 @@ def memory_of(pid: int) -> tuple[float, float]:
 
 
 def bare_process() -> float:
-    """USS in MB of an interpreter that has imported what reading images from parquet takes."""
-    code = "import numpy, pyarrow.parquet, PIL.Image; print(flush=True); input()"
+    """USS in MB of an interpreter that has imported what decoding images takes."""
+    code = "import numpy, PIL.Image; print(flush=True); input()"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

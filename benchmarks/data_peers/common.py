@@ -7,19 +7,23 @@ where it applies:
 - ``prepare(run)``: what a user does once before the first training (conversion, cache).
 - ``Loader.state()`` and ``run.state``: its own means to go on in mid-epoch. None where it has none.
 - ``drive(run, meet)``: for a peer that starts its ranks itself.
+
+What is imported here counts in every loader's time to its first batch, so it is little: numpy and
+Pillow are imported when something is decoded.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
 
 SIDE = 224
 Batch = tuple[list[int], list[Any]]
@@ -32,7 +36,7 @@ class Run:
     loader: str
     files: list[str]
     rows: int
-    scratch: Path
+    folder: str
     rank: int
     world_size: int
     batch_size: int
@@ -44,12 +48,21 @@ class Run:
     resume: bool = False
 
     @property
+    def scratch(self) -> Path:
+        """Where the loader may keep what it prepares."""
+        from pathlib import Path
+
+        return Path(self.folder)
+
+    @property
     def state_file(self) -> Path:
         return self.scratch / f"state-{self.loader}-{self.rank}.pickle"
 
     @property
     def state(self) -> Any:
         """What ``Loader.state()`` gave when the run before this one stopped; None for a new run."""
+        import pickle
+
         return pickle.loads(self.state_file.read_bytes()) if self.resume else None
 
     def images(self, encoded: Iterable[bytes]) -> list[Any]:
@@ -59,6 +72,7 @@ class Run:
 
 def decode(data: bytes) -> np.ndarray:
     """JPEG to 224 x 224 x 3."""
+    import numpy as np
     from PIL import Image
 
     with Image.open(io.BytesIO(data)) as image:
@@ -78,6 +92,8 @@ def measure(loader: Any, run: Run, meet: Callable[[], None]) -> dict[str, Any]:
         ids.extend(numbers)
         touched += sum(int(image[0].sum()) if run.decoded else image[0] for image in images)
         if number == run.stop_after:
+            import pickle
+
             run.state_file.write_bytes(pickle.dumps(loader.state()))
             break
     end = time.monotonic()

@@ -1,25 +1,35 @@
-"""miniray: Ray's actor API on one machine with nothing to start, and training on top of it."""
+"""miniray: Ray's actor API on one machine with nothing to start, and training on top of it.
 
-from miniray import errors
-from miniray.core.engine import RuntimeContext
-from miniray.core.refs import ObjectRef, ObjectRefGenerator
-from miniray.core.remote import Actor, ActorClass, ActorHandle, RemoteFunction, method, remote
-from miniray.core.session import (
-    available_resources,
-    cancel,
-    cluster_resources,
-    get,
-    get_actor,
-    get_gpu_ids,
-    get_runtime_context,
-    init,
-    is_initialized,
-    kill,
-    nodes,
-    put,
-    shutdown,
-    wait,
-)
+The engine is loaded when a name of it is used: ``miniray.data`` and others need nothing of it, and
+are there sooner.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from miniray import errors
+    from miniray.core.engine import RuntimeContext
+    from miniray.core.refs import ObjectRef, ObjectRefGenerator
+    from miniray.core.remote import Actor, ActorClass, ActorHandle, RemoteFunction, method, remote
+    from miniray.core.session import (
+        available_resources,
+        cancel,
+        cluster_resources,
+        get,
+        get_actor,
+        get_gpu_ids,
+        get_runtime_context,
+        init,
+        is_initialized,
+        kill,
+        nodes,
+        put,
+        shutdown,
+        wait,
+    )
 
 __version__ = "0.1.0"
 
@@ -50,3 +60,43 @@ __all__ = [
     "shutdown",
     "wait",
 ]
+
+_WHERE = {
+    "Actor": "core.remote",
+    "ActorClass": "core.remote",
+    "ActorHandle": "core.remote",
+    "ObjectRef": "core.refs",
+    "ObjectRefGenerator": "core.refs",
+    "RemoteFunction": "core.remote",
+    "RuntimeContext": "core.engine",
+    "available_resources": "core.session",
+    "cancel": "core.session",
+    "cluster_resources": "core.session",
+    "get": "core.session",
+    "get_actor": "core.session",
+    "get_gpu_ids": "core.session",
+    "get_runtime_context": "core.session",
+    "init": "core.session",
+    "is_initialized": "core.session",
+    "kill": "core.session",
+    "method": "core.remote",
+    "nodes": "core.session",
+    "put": "core.session",
+    "remote": "core.remote",
+    "shutdown": "core.session",
+    "wait": "core.session",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module("miniray.errors")
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

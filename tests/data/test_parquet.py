@@ -176,7 +176,7 @@ def test_a_row_group_larger_than_the_budget_is_read_in_slices(tmp_path):
 
 def test_blocks_in_memory_stay_within_the_budget(tmp_path):
     path = write_parquet(tmp_path / "x.parquet", range(20_000), rows=1000, payload=100)
-    total = int(ParquetSource(path).blocks.nbytes.sum())
+    total = sum(ParquetSource(path).blocks.nbytes)
     budget = total // 3
     loader = DataLoader(ParquetDataset(path, shuffle=True, seed=1, memory_budget=budget), 50)
     iterator = iter(loader)
@@ -189,8 +189,8 @@ def test_only_wanted_columns_are_read(parquet_folder):
     dataset = ParquetDataset(parquet_folder, columns=["id"])
     assert dataset[5] == {"id": 5}
     assert dataset.column_names == ["id"]
-    every = ParquetDataset(parquet_folder).sources[0].blocks.nbytes.sum()
-    assert dataset.sources[0].blocks.nbytes.sum() < every / 3
+    every = sum(ParquetDataset(parquet_folder).sources[0].blocks.nbytes)
+    assert sum(dataset.sources[0].blocks.nbytes) < every / 3
 
 
 # -- travel --------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miniray.data.arrow_rows import ArrowRows, columns, rows_of
+from miniray.data.arrow_rows import ArrowRows, rows_of
+from miniray.data.columns import from_parts
 from miniray.data.slabs import Slabs
 
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
@@ -72,7 +73,7 @@ def test_values_are_those_of_arrow(name, copied):
         rows = rows_of(batches, 0, Slabs(1 << 20) if copied else None)
         expected = array.slice(skip).to_pylist()
         assert rows.num_rows == len(expected)
-        backwards = np.arange(len(expected))[::-1].copy()
+        backwards = range(len(expected))[::-1]
         assert [row[name] for row in rows.rows(backwards)] == expected[::-1]
 
     check()
@@ -80,8 +81,8 @@ def test_values_are_those_of_arrow(name, copied):
 
 def column(array, index, parts=1):
     batches = pa.table({"x": array}).to_batches(max_chunksize=max(1, -(-len(array) // parts)))
-    index = np.array(index)
-    return columns([(ArrowRows(batches, 0), index, np.arange(len(index)))])["x"]
+    rows = ArrowRows(batches, 0)
+    return from_parts([(rows, index, range(len(index)))], rows.layout)["x"]
 
 
 @pytest.mark.parametrize("kind", [pa.int64(), pa.uint8(), pa.float32(), pa.bool_()])
@@ -113,8 +114,7 @@ def test_what_is_made_shares_no_memory_with_the_slab():
     slabs = Slabs(1 << 20)
     batch = pa.table({"n": [1, 2, 3], "b": [b"one", b"two", b"three"]}).to_batches()[0]
     rows = rows_of([batch], 0, slabs)
-    index = np.arange(3)
-    found = columns([(rows, index, index)])
+    found = from_parts([(rows, range(3), range(3))], rows.layout)
     del rows
     (slab,) = slabs._free
     slab[:] = b"\xff" * len(slab)

@@ -6,15 +6,13 @@ batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from miniray.data.dataset import Dataset
 from miniray.data.gather import BlockCache
-from miniray.data.permutation import Permutation, Positions, derive_key
+from miniray.data.permutation import Permutation, derive_key
 from miniray.errors import RowError
 
 
@@ -22,7 +20,7 @@ from miniray.errors import RowError
 class Batch:
     """Rows of a rank's part, and what the rank has taken once they are delivered."""
 
-    index: Positions
+    index: Sequence[int]
     taken: Any
     last: bool
 
@@ -53,7 +51,7 @@ class FixedBatches:
             stop = min(self._rows, start + self._size)
             # Not the rows this rank took but what a full batch has: with this, a rank whose part is
             # shorter speaks for those whose part is longer.
-            yield Batch(np.arange(start, stop), start + self._size, number + 1 == len(self))
+            yield Batch(range(start, stop), start + self._size, number + 1 == len(self))
 
 
 class TokenBatches:
@@ -83,40 +81,40 @@ class TokenBatches:
     def __iter__(self) -> Iterator[Batch]:
         total, cache = len(self._dataset), self._length_cache()
         for start in range(0, total, self._chunk):
-            index = np.arange(start, min(total, start + self._chunk))
+            index = range(start, min(total, start + self._chunk))
             found = self.cut(self._dataset.positions(index), cache)
             for number, inside in enumerate(found, 1):
-                after = int(index[-1]) + 1 if number == len(found) else [start, number]
-                yield Batch(index[inside], after, after == total)
+                after = index[-1] + 1 if number == len(found) else [start, number]
+                yield Batch([index[i] for i in inside], after, after == total)
 
     def _length_cache(self) -> BlockCache:
         columns = [self._length] if isinstance(self._length, str) else None
         return self._dataset.new_cache(max(1, self._dataset.memory_budget // 4), columns)
 
-    def cut(self, positions: Positions, cache: BlockCache | None = None) -> list[Positions]:
+    def cut(self, positions: Sequence[int], cache: BlockCache | None = None) -> list[list[int]]:
         """The batches of one chunk, as indices into ``positions``."""
         cache = cache or self._length_cache()
         lengths = self._lengths(positions, cache)
-        order = np.argsort(lengths, kind="stable")
         found: list[list[int]] = []
-        for i in order.tolist():  # ascending, so that the newest row is the longest
+        for i in sorted(
+            range(len(lengths)), key=lengths.__getitem__
+        ):  # ascending, so that the newest row is the longest
             if found and (len(found[-1]) + 1) * lengths[i] <= self._tokens:
                 found[-1].append(i)
             else:
                 found.append([i])
         seed, epoch = self._dataset.seed or 0, self._dataset.epoch
-        key = derive_key(seed, "tokens", epoch, int(positions[0]), len(positions))
-        return [np.array(found[i]) for i in Permutation(len(found), key)(np.arange(len(found)))]
+        key = derive_key(seed, "tokens", epoch, positions[0], len(positions))
+        return [found[i] for i in Permutation(len(found), key).rows(range(len(found)))]
 
-    def _lengths(self, positions: Positions, cache: BlockCache) -> Positions:
+    def _lengths(self, positions: Sequence[int], cache: BlockCache) -> list[int]:
         places = self._dataset.places_of(positions)
         if isinstance(self._length, str):
             values = cache.columns(places)[self._length]
-            sizes = [v if isinstance(v, (int, np.integer)) else len(v) for v in values]
+            lengths = [len(v) if hasattr(v, "__len__") else int(v) for v in values]
         else:
-            sizes = [int(self._length(row)) for row in cache.rows(places)]
-        lengths = np.array(sizes, dtype=np.int64)
-        longest = int(np.argmax(lengths))
+            lengths = [int(self._length(row)) for row in cache.rows(places)]
+        longest = lengths.index(max(lengths))
         if lengths[longest] > self._tokens:
             file, row = self._dataset.name_rows(places[longest : longest + 1])[0]
             raise RowError(

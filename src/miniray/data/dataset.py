@@ -12,11 +12,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
 from miniray.data import progress
 from miniray.data.gather import BlockCache, Places
-from miniray.data.groups import GroupedOrder, group_starts
 from miniray.data.order import (
     GlobalOrder,
     Order,
@@ -26,8 +23,7 @@ from miniray.data.order import (
     shuffle_kind,
     window_bytes,
 )
-from miniray.data.permutation import Positions
-from miniray.data.plan import Even, check_rank, resolve_seed
+from miniray.data.parts import Even, check_rank, resolve_seed
 from miniray.data.selection import Kept, Selection
 from miniray.data.share import Share
 from miniray.data.source import Blocks, Source, parse_bytes, wanted
@@ -86,7 +82,7 @@ class Dataset(Share):
         self._even: Even = even
         self._budget = parse_bytes(memory_budget)
         self._window = window_bytes(self._budget, source.blocks)
-        total = int(source.blocks.rows.sum())
+        total = sum(source.blocks.rows)
         drawn = -1 < max_samples < total
         self._seed, self._seed_given = seed, seed is not None
         if drawn or self._shuffle:
@@ -98,7 +94,7 @@ class Dataset(Share):
     def _forget(self) -> None:
         self._selection: Selection | None = None
         self._rows: int | None = None
-        self._groups: Positions | None = None
+        self._groups: list[int] | None = None
         self._cache: BlockCache | None = None
         self._order = None
         self._part = None
@@ -116,6 +112,7 @@ class Dataset(Share):
 
     @property
     def sources(self) -> list[Source]:
+        """Where the rows come from: one, or those of a mixture."""
         return [self._source]
 
     @property
@@ -130,6 +127,7 @@ class Dataset(Share):
 
     @property
     def kind(self) -> str:
+        """``parquet``, ``jsonl``, ...: what the rows are kept in."""
         return self._source.kind
 
     @property
@@ -143,6 +141,7 @@ class Dataset(Share):
 
     @property
     def column_names(self) -> list[str] | None:
+        """Columns of the rows; None where a row is no table's, as in ``IndexedDataset``."""
         return self._source.column_names()
 
     def shard(self: Self, rank: int, world_size: int) -> Self:
@@ -163,6 +162,8 @@ class Dataset(Share):
             blocks = self._source.blocks
             self._selection = Selection(blocks.rows, self._kept(), self._max_samples, self._seed)
             if self._group_by is not None:
+                from miniray.data.groups import group_starts
+
                 self._groups = group_starts(self._source, self._group_by, self._selection)
         return self
 
@@ -193,6 +194,8 @@ class Dataset(Share):
         """The order of an epoch that ``world_size`` ranks begin."""
         sizes, nbytes = self._selected.sizes, self._source.blocks.nbytes
         if self._group_by is not None:
+            from miniray.data.groups import GroupedOrder
+
             assert self._groups is not None
             return GroupedOrder(
                 sizes, nbytes, self._groups, self._shuffle, self._seed, epoch, self._window
@@ -252,20 +255,14 @@ class Dataset(Share):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Several rows at once, as torch's loader asks for them."""
-        asked, count = np.array(indices, dtype=np.int64), len(self)
-        asked[asked < 0] += count
-        if len(asked) and (asked.min() < 0 or asked.max() >= count):
-            raise IndexError(f"rows {list(indices)} of {count}")
-        return self._blocks_held().rows(self.places(asked))
+        return self._blocks_held().rows(self.places(checked_indices(indices, len(self))))
 
     def __iter__(self) -> Iterator[Any]:
         self.restart()
         count, cache = len(self), self._blocks_held()
         for start in range(0, count, _ROWS_AT_A_TIME):
             stop = min(count, start + _ROWS_AT_A_TIME)
-            for number, row in enumerate(
-                cache.rows(self.places(np.arange(start, stop))), start + 1
-            ):
+            for number, row in enumerate(cache.rows(self.places(range(start, stop))), start + 1):
                 self.record(number, complete=number == count)
                 yield row
         self.finish_epoch()
@@ -275,3 +272,11 @@ class Dataset(Share):
             f"<{type(self).__name__}: rank {self._rank} of {self._world_size},"
             f" {len(self._source.blocks.files)} files, epoch {self._epoch}>"
         )
+
+
+def checked_indices(indices: Sequence[int], count: int) -> list[int]:
+    """``indices`` of ``count`` rows with those from the end counted from the start."""
+    asked = [int(i) + count if i < 0 else int(i) for i in indices]
+    if asked and not 0 <= min(asked) <= max(asked) < count:
+        raise IndexError(f"rows {list(indices)} of {count}")
+    return asked

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from miniray.data.dataset import Dataset
 from miniray.data.files import Spec
 from miniray.data.order import Shuffle
-from miniray.data.plan import Even
+from miniray.data.parts import Even
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -12,12 +12,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from miniray.data.columns import columns_of
 from miniray.data.dataset import Dataset
 from miniray.data.gather import BlockCache
-from miniray.data.permutation import Positions
+from miniray.data.parts import part_bounds
 from miniray.data.row_ids import RowId
 from miniray.errors import RowError
 
@@ -83,16 +81,17 @@ class Decoder:
         self._transform, self._collate, self._format = transform, collate_fn, format
         self._skip, self._skipped, self._pool = on_error == "skip", skipped, pool
 
-    def split(self, task: Task, workers: int) -> Sequence[Positions]:
+    def split(self, task: Task, workers: int) -> Sequence[range]:
         """The parts of a batch that threads may work on at the same time."""
         count = len(task.places)
         if self._transform is None or count < 2:
-            return [np.arange(count)]
-        return [part for part in np.array_split(np.arange(count), workers) if len(part)]
+            return [range(count)]
+        bounds = (part_bounds(count, worker, workers) for worker in range(workers))
+        return [range(start, end) for start, end in bounds if start < end]
 
-    def part(self, task: Task, index: Positions) -> Any:
+    def part(self, task: Task, index: range) -> Any:
         """One part: columns or a table where nothing is done to rows, else a list of rows."""
-        places, held = task.places[index], task.held
+        places, held = task.places[index.start : index.stop], task.held
         if self._transform is None and self._collate is None:
             if self._format == "arrow":
                 return self._cache.arrow(places, held)
@@ -144,6 +143,7 @@ class Decoder:
     def _formatted(self, batch: Any) -> Any:
         if self._format != "torch":
             return batch
+        import numpy as np
         import torch
 
         return {
@@ -158,7 +158,7 @@ class Decoder:
     def whole(self, task: Task) -> None:
         """A batch from beginning to end, in this thread."""
         try:
-            task.parts = [self.part(task, np.arange(len(task.places)))]
+            task.parts = [self.part(task, range(len(task.places)))]
         except BaseException as error:  # raised where the batch is taken
             task.error = error
         self.join(task)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from miniray.data import progress
 from miniray.data.order import Order
-from miniray.data.plan import Even
+from miniray.data.parts import Even
 from miniray.errors import DataError
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import threading
 from abc import abstractmethod
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any
-
-import numpy as np
 
 from miniray.data.files import FileList, is_remote
 from miniray.data.permutation import derive_key
@@ -81,13 +81,11 @@ class FileSource(Source):
         paths, counts = self.paths, [len(file.rows) for file in found]
         blocks = Blocks(
             files=paths,
-            file=np.repeat(np.arange(len(paths)), counts),
-            number=np.array([n for count in counts for n in range(count)], dtype=np.int64),
-            first=np.array(
-                [row for file in found for row in np.cumsum([0, *file.rows])[:-1]], dtype=np.int64
-            ),
-            rows=np.array([rows for file in found for rows in file.rows], dtype=np.int64),
-            nbytes=np.array([size for file in found for size in file.nbytes], dtype=np.int64),
+            file=_joined([number] * count for number, count in enumerate(counts)),
+            number=_joined(range(count) for count in counts),
+            first=_joined(accumulate([0, *file.rows[:-1]]) for file in found if file.rows),
+            rows=_joined(file.rows for file in found),
+            nbytes=_joined(file.nbytes for file in found),
         )
         fingerprint = blocks.fingerprint([file.size for file in found if file.size is not None])
         if self._expected not in (None, fingerprint):
@@ -117,3 +115,7 @@ class FileSource(Source):
     def folder(self, file: int) -> str | None:
         path = self.paths[file]
         return None if self._list is None or is_remote(path) else os.path.dirname(path)
+
+
+def _joined(parts: Iterable[Iterable[int]]) -> Sequence[int]:
+    return array("q", chain.from_iterable(parts))

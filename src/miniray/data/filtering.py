@@ -64,9 +64,9 @@ class FilterRun:
         files = range(len(self._blocks.files))
         self._identities = [source.identity(file) for file in files]
         self._names = [name.partition("-")[0] for name in self._identities]
-        self._rows = np.bincount(
-            self._blocks.file, weights=self._blocks.rows, minlength=len(files)
-        ).astype(np.int64)
+        self._rows = [0] * len(files)
+        for file, rows in zip(self._blocks.file, self._blocks.rows, strict=True):
+            self._rows[file] += rows
 
     def result(self) -> Kept:
         """The answer, from the index or by doing what nobody has done yet."""
@@ -87,7 +87,7 @@ class FilterRun:
         known = {}
         for file, (name, identity) in enumerate(zip(self._names, self._identities, strict=True)):
             entry = entries.get(name)
-            if entry is not None and entry[:2] == (identity, int(self._rows[file])):
+            if entry is not None and entry[:2] == (identity, self._rows[file]):
                 known[file] = entry[2]
         return known
 
@@ -122,7 +122,7 @@ class FilterRun:
         self._save(found)
         if bar is not None:
             bar.summary(
-                int(sum(self._rows)),
+                sum(self._rows),
                 sum(int(np.unpackbits(bits).sum()) for bits in found.values()),
                 counted,
                 time.monotonic() - began,
@@ -132,14 +132,14 @@ class FilterRun:
 
     def _cut(self) -> list[Part]:
         """Parts: the same for every rank, and not so many that they are a burden."""
-        least = max(_LEAST_ROWS, int(self._rows.sum()) // _MOST_PARTS)
+        least = max(_LEAST_ROWS, sum(self._rows) // _MOST_PARTS)
         parts: list[Part] = []
         begin = 0
         for block in range(len(self._blocks)):
-            rows = int(self._blocks.rows[begin : block + 1].sum())
+            rows = sum(self._blocks.rows[begin : block + 1])
             last = block + 1 == len(self._blocks)
             if rows >= least or last or self._blocks.file[block + 1] != self._blocks.file[block]:
-                file, first = int(self._blocks.file[begin]), int(self._blocks.first[begin])
+                file, first = self._blocks.file[begin], self._blocks.first[begin]
                 parts.append(Part(file, range(begin, block + 1), first, rows))
                 begin = block + 1
         return parts
@@ -187,15 +187,15 @@ class FilterRun:
     def _filter(self, part: Part) -> Bits:
         kept: list[bool] = []
         for block in part.blocks:
-            count = int(self._blocks.rows[block])
+            count = self._blocks.rows[block]
             # A slice at a time: a row group may be larger than memory.
-            step = max(1, count * (16 << 20) // max(1, int(self._blocks.nbytes[block])))
+            step = max(1, count * (16 << 20) // max(1, self._blocks.nbytes[block]))
             step = max(1, count) if step * 4 > count else step
             for start in range(0, count, step):
                 stop = min(count, start + step)
                 rows = self._source.read(block, start, stop, self._columns)
-                inside = np.arange(start, stop) - rows.start
-                first = int(self._blocks.first[block]) + start
+                inside = range(start - rows.start, stop - rows.start)
+                first = self._blocks.first[block] + start
                 kept += self._answers(rows.rows(inside), self._blocks.files[part.file], first)
         return np.packbits(np.array(kept, dtype=bool), bitorder="little")
 
@@ -234,7 +234,7 @@ class FilterRun:
             if len(self._known()) < len(self._names):
                 entries = index.read(self._path)
                 for file, bits in found.items():
-                    entry = (self._identities[file], int(self._rows[file]), bits)
+                    entry = (self._identities[file], self._rows[file], bits)
                     entries[self._names[file]] = entry
                 index.write(self._path, entries)
             with contextlib.suppress(OSError):  # another rank may be removing it too

@@ -7,14 +7,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
-from miniray.data.columns import columns_of
-from miniray.data.distinct import distinct, first_places
-from miniray.data.permutation import Positions
+from miniray.data.columns import Part, columns_of, from_parts
 from miniray.data.slabs import Slabs
 from miniray.data.source import Blocks, Rows, Source
 
@@ -25,24 +20,27 @@ Piece = tuple[int, int, int]  # source, block, slice of the block
 class Places:
     """Where rows are: for each the source, the block and the row within the block."""
 
-    source: Positions
-    block: Positions
-    row: Positions
+    source: Sequence[int]
+    block: Sequence[int]
+    row: Sequence[int]
 
     def __len__(self) -> int:
         return len(self.row)
 
-    def __getitem__(self, index: Any) -> Places:
+    def __getitem__(self, index: slice) -> Places:
         return Places(self.source[index], self.block[index], self.row[index])
 
 
-class Slices:
-    """Blocks of more than ``largest`` bytes, which are read in slices of a quarter of that."""
+def slice_rows(blocks: Blocks, largest: int) -> list[int]:
+    """Rows that are read at a time, by block; blocks above ``largest`` bytes are read in slices.
 
-    def __init__(self, blocks: Blocks, largest: int) -> None:
-        count = -(-blocks.nbytes // max(1, largest // 4))
-        self.rows = np.maximum(1, -(-blocks.rows // np.maximum(1, count)))
-        self.rows[blocks.nbytes <= largest] = np.iinfo(np.int64).max
+    These have a quarter of that.
+    """
+    found = []
+    for rows, nbytes in zip(blocks.rows, blocks.nbytes, strict=True):
+        count = -(-nbytes // max(1, largest // 4)) if nbytes > largest else 1
+        found.append(max(1, -(-rows // max(1, count))))
+    return found
 
 
 class BlockCache:
@@ -60,7 +58,7 @@ class BlockCache:
     ) -> None:
         self._sources = sources
         self._columns = columns
-        self._slices = [Slices(source.blocks, largest) for source in sources]
+        self._slices = [slice_rows(source.blocks, largest) for source in sources]
         self._blocks = [source.blocks for source in sources]
         self._budget = budget
         self._slabs = Slabs(budget)
@@ -73,31 +71,21 @@ class BlockCache:
 
     def pieces(self, places: Places) -> list[Piece]:
         """What must be read for these rows, in the order of first use."""
-        if not len(places):
-            return []
-        which = self._which(places)
-        code = (places.source << 48) ^ (places.block << 16) ^ which
-        first = first_places(code)
-        return [
-            (int(places.source[i]), int(places.block[i]), int(which[i])) for i in first.tolist()
-        ]
+        return list(dict.fromkeys(self._pieces(places)))
 
-    def _which(self, places: Places) -> Positions:
-        if len(self._slices) == 1:
-            return places.row // self._slices[0].rows[places.block]
-        which = np.empty_like(places.row)
-        for number in distinct(places.source).tolist():
-            inside = places.source == number
-            rows = self._slices[number].rows[places.block[inside]]
-            which[inside] = places.row[inside] // rows
-        return which
+    def _pieces(self, places: Places) -> list[Piece]:
+        slices = self._slices
+        return [
+            (source, block, row // slices[source][block])
+            for source, block, row in zip(places.source, places.block, places.row, strict=True)
+        ]
 
     def expected(self, piece: Piece) -> int:
         """About how many bytes a piece will take."""
         source, block, _ = piece
-        total, rows = int(self._blocks[source].nbytes[block]), int(self._blocks[source].rows[block])
-        part = min(rows, int(self._slices[source].rows[block]))
-        return total * part // max(1, rows)
+        blocks = self._blocks[source]
+        part = min(blocks.rows[block], self._slices[source][block])
+        return blocks.nbytes[block] * part // max(1, blocks.rows[block])
 
     def holds(self, piece: Piece) -> bool:
         return piece in self._held
@@ -111,8 +99,7 @@ class BlockCache:
                 return found
             self._make_room(self.expected(piece), {piece, *keep})
         source, block, number = piece
-        size = int(self._slices[source].rows[block])
-        rows = int(self._blocks[source].rows[block])
+        size, rows = self._slices[source][block], self._blocks[source].rows[block]
         start = 0 if size >= rows else number * size
         read = self._sources[source].read(
             block, start, min(rows, start + size), self._columns, self._slabs
@@ -144,46 +131,43 @@ class BlockCache:
 
     # -- rows ------------------------------------------------------------------------------------
 
-    def _parts(
-        self, places: Places, held: dict[Piece, Rows] | None
-    ) -> list[tuple[Rows, Positions, Positions]]:
+    def _parts(self, places: Places, held: dict[Piece, Rows] | None) -> list[Part]:
         """(rows of a piece, which of them, where they go) for each piece."""
-        which = self._which(places)
-        code = (places.source << 48) ^ (places.block << 16) ^ which
-        order = np.argsort(code, kind="stable")
-        edges = [0, *(np.flatnonzero(np.diff(code[order])) + 1).tolist(), len(order)]
-        groups = [order[a:b] for a, b in pairwise(edges) if a < b]
-        pieces = [
-            (int(places.source[g[0]]), int(places.block[g[0]]), int(which[g[0]])) for g in groups
-        ]
+        found: dict[Piece, tuple[list[int], list[int]]] = {}
+        for place, (piece, row) in enumerate(zip(self._pieces(places), places.row, strict=True)):
+            part = found.get(piece)
+            if part is None:
+                part = found[piece] = ([], [])
+            part[0].append(row)
+            part[1].append(place)
         if held is None:
-            held = {piece: self.get(piece, keep=pieces) for piece in pieces}
-        return [
-            (held[piece], places.row[group] - held[piece].start, group)
-            for piece, group in zip(pieces, groups, strict=True)
-        ]
+            held = {piece: self.get(piece, keep=found) for piece in found}
+        parts: list[Part] = []
+        for piece, (index, inside) in found.items():
+            rows = held[piece]
+            if rows.start:
+                index = [row - rows.start for row in index]
+            parts.append((rows, index, inside))
+        return parts
 
     def columns(self, places: Places, held: dict[Piece, Rows] | None = None) -> dict[str, Any]:
         """The rows at ``places`` as columns; ``held`` has their pieces where they are read."""
         parts = self._parts(places, held)
-        first: Any = parts[0][0]
-        schema = getattr(first, "schema", None)
+        layout = parts[0][0].layout
         # Rows that are Python objects, or a mixture of different sources.
-        if schema is None or any(getattr(rows, "schema", None) != schema for rows, _, _ in parts):
+        if layout is None or any(rows.layout != layout for rows, _, _ in parts):
             return columns_of(self._rows(parts, len(places)))
-        from miniray.data.arrow_rows import columns
-
-        return columns(parts)  # type: ignore[arg-type]  # those with a schema are ArrowRows
+        return from_parts(parts, layout)
 
     def rows(self, places: Places, held: dict[Piece, Rows] | None = None) -> list[Any]:
         """The rows at ``places`` as Python objects."""
         return self._rows(self._parts(places, held), len(places))
 
     @staticmethod
-    def _rows(parts: Sequence[tuple[Rows, Positions, Positions]], count: int) -> list[Any]:
+    def _rows(parts: Sequence[Part], count: int) -> list[Any]:
         out: list[Any] = [None] * count
         for rows, index, inside in parts:
-            for place, row in zip(inside.tolist(), rows.rows(index), strict=True):
+            for place, row in zip(inside, rows.rows(index), strict=True):
                 out[place] = row
         return out
 
@@ -193,5 +177,6 @@ class BlockCache:
 
         parts = self._parts(places, held)
         table = pa.concat_tables([rows.arrow(index) for rows, index, _ in parts])
-        back = np.argsort(np.concatenate([inside for _, _, inside in parts]))
-        return table.take(pa.array(back)).combine_chunks()
+        order = [place for _, _, inside in parts for place in inside]
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return table.take(pa.array(back, pa.int64())).combine_chunks()

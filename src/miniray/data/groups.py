@@ -6,14 +6,14 @@ ranks begin where a group does, so parts differ by up to the rows of a group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from miniray.data.distinct import distinct
-from miniray.data.order import Order, SequentialOrder
+from miniray.data.order import Order, SequentialOrder, starts_of
 from miniray.data.permutation import Permutation, Positions, derive_key
 from miniray.data.selection import Selection
 from miniray.data.source import Source
@@ -22,7 +22,7 @@ from miniray.errors import DataError
 Ranges = npt.NDArray[np.int64]
 
 
-def group_starts(source: Source, column: str, selection: Selection) -> Positions:
+def group_starts(source: Source, column: str, selection: Selection) -> list[int]:
     """Where groups begin among the selected rows, in the order of the data.
 
     Raises ``DataError`` where rows of a group are not next to each other.
@@ -33,7 +33,7 @@ def group_starts(source: Source, column: str, selection: Selection) -> Positions
     previous = object()
     for position, (block, row, key) in enumerate(_keys(source, column, selection)):
         if key != previous:
-            where = blocks.files[int(blocks.file[block])], int(blocks.first[block]) + row
+            where = blocks.files[blocks.file[block]], blocks.first[block] + row
             if key in seen:
                 raise DataError(
                     f"rows of group {column}={key!r} are not next to each other: one run begins at"
@@ -43,18 +43,19 @@ def group_starts(source: Source, column: str, selection: Selection) -> Positions
             seen[key] = where
             starts.append(position)
             previous = key
-    return np.array(starts, dtype=np.int64)
+    return starts
 
 
 def _keys(source: Source, column: str, selection: Selection) -> Iterator[tuple[int, int, object]]:
     blocks = source.blocks
     for block in range(len(blocks)):
-        count = int(selection.sizes[block])
+        count = selection.sizes[block]
         if not count:
             continue
-        chosen = selection.rows(np.full(count, block), np.arange(count))
-        rows = source.read(block, 0, int(blocks.rows[block]), [column])
-        for row, found in zip(chosen.tolist(), rows.rows(chosen - rows.start), strict=True):
+        chosen = selection.rows([block] * count, range(count))
+        rows = source.read(block, 0, blocks.rows[block], [column])
+        inside = [row - rows.start for row in chosen]
+        for row, found in zip(chosen, rows.rows(inside), strict=True):
             yield block, row, found[column]
 
 
@@ -63,9 +64,9 @@ class GroupedOrder(Order):
 
     def __init__(
         self,
-        sizes: npt.NDArray[np.int64],
-        nbytes: npt.NDArray[np.int64],
-        starts: Positions,
+        sizes: Sequence[int],
+        nbytes: Sequence[int],
+        starts: Sequence[int],
         shuffle: str | None,
         seed: int | None,
         epoch: int,
@@ -73,7 +74,7 @@ class GroupedOrder(Order):
     ) -> None:
         super().__init__(sizes)
         self._natural = SequentialOrder(sizes)
-        self._starts = np.concatenate([starts, [self.n]])
+        self._starts = np.array([*starts, self.n], dtype=np.int64)
         self._key = (seed, "groups", epoch)
         self._shuffled = shuffle is not None
         if shuffle == "window":
@@ -86,19 +87,17 @@ class GroupedOrder(Order):
         self._edges = np.cumsum([0, *lengths])
         self._arranged = lru_cache(maxsize=4)(self._arrange)
 
-    def _cut(
-        self, sizes: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], window: int
-    ) -> list[Ranges]:
+    def _cut(self, sizes: Sequence[int], nbytes: Sequence[int], window: int) -> list[Ranges]:
         """Windows, each some ranges of groups."""
         # A group belongs to the block it begins in.
-        first = np.searchsorted(self._starts[:-1], np.cumsum(sizes) - sizes)
+        first = np.searchsorted(self._starts[:-1], starts_of(sizes))
         last = np.append(first[1:], len(self._starts) - 1)
         shuffle = Permutation(len(sizes), derive_key(*self._key, "blocks"))
         windows: list[Ranges] = []
         ranges: list[tuple[int, int]] = []
         held = 0
-        for block in shuffle(np.arange(len(sizes))).tolist():
-            size = int(nbytes[block])
+        for block in shuffle.rows(range(len(sizes))):
+            size = nbytes[block]
             if ranges and held + size > window:
                 windows.append(np.array(ranges))
                 ranges, held = [], 0
@@ -118,27 +117,25 @@ class GroupedOrder(Order):
         groups = np.concatenate([np.arange(a, b) for a, b in ranges.tolist()])
         if self._shuffled:
             shuffle = Permutation(len(groups), derive_key(*self._key, "rows", window))
-            groups = groups[shuffle(np.arange(len(groups)))]
+            groups = groups[shuffle.rows(range(len(groups)))]
         lengths = self._starts[groups + 1] - self._starts[groups]
         return self._starts[groups], np.cumsum(lengths) - lengths
 
-    def places(self, positions: Positions) -> tuple[Positions, Positions]:
-        natural = np.empty_like(positions)
-        windows = np.searchsorted(self._edges, positions, side="right") - 1
+    def places(self, positions: Sequence[int]) -> tuple[list[int], list[int]]:
+        asked = np.array(positions, dtype=np.int64)
+        natural = np.empty_like(asked)
+        windows = np.searchsorted(self._edges, asked, side="right") - 1
         for window in distinct(windows).tolist():
             inside = windows == window
             data, own = self._arranged(window)
-            at = positions[inside] - self._edges[window]
+            at = asked[inside] - self._edges[window]
             group = np.searchsorted(own, at, side="right") - 1
             natural[inside] = data[group] + at - own[group]
-        return self._natural.places(natural)
+        return self._natural.places(natural.tolist())
 
-    def snap(self, positions: Positions) -> Positions:
-        """Each position, or the next at which a group begins."""
-        moved = np.empty_like(positions)
-        for number, position in enumerate(positions.tolist()):
-            window = int(np.searchsorted(self._edges, position, side="right")) - 1
-            own = self._arranged(window)[1] + self._edges[window]
-            at = int(np.searchsorted(own, position))
-            moved[number] = own[at] if at < len(own) else self._edges[window + 1]
-        return moved
+    def snap(self, position: int) -> int:
+        """The position, or the next at which a group begins."""
+        window = int(np.searchsorted(self._edges, position, side="right")) - 1
+        own = self._arranged(window)[1] + self._edges[window]
+        at = int(np.searchsorted(own, position))
+        return int(own[at] if at < len(own) else self._edges[window + 1])

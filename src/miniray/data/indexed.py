@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from miniray.data.permutation import Positions
 from miniray.data.slabs import Slabs
 from miniray.data.source import Blocks, Rows, Source
 from miniray.errors import DataError, RowError
@@ -26,8 +23,8 @@ class IndexedRows(Rows):
         self._data, self._name, self._first, self._columns = data, name, first, columns
         self.start = 0
 
-    def rows(self, index: Positions) -> list[Any]:
-        return [self._row(self._first + i) for i in index.tolist()]
+    def rows(self, index: Sequence[int]) -> list[Any]:
+        return [self._row(self._first + i) for i in index]
 
     def _row(self, number: int) -> Any:
         try:
@@ -51,14 +48,14 @@ class IndexedSource(Source):
         self._data = data
         self._name = name or type(data).__name__
         count = len(data)
-        starts = np.arange(0, count, _BLOCK, dtype=np.int64)
+        starts = range(0, count, _BLOCK)
         self._blocks = Blocks(
             files=[self._name],
-            file=np.zeros(len(starts), dtype=np.int64),
-            number=np.arange(len(starts)),
+            file=[0] * len(starts),
+            number=range(len(starts)),
             first=starts,
-            rows=np.minimum(_BLOCK, count - starts),
-            nbytes=np.zeros(len(starts), dtype=np.int64),
+            rows=[min(_BLOCK, count - start) for start in starts],
+            nbytes=[0] * len(starts),
         )
 
     @property
@@ -80,4 +77,4 @@ class IndexedSource(Source):
         columns: Sequence[str] | None = None,
         slabs: Slabs | None = None,
     ) -> IndexedRows:
-        return IndexedRows(self._data, self._name, int(self._blocks.first[block]), columns)
+        return IndexedRows(self._data, self._name, self._blocks.first[block], columns)

@@ -15,7 +15,6 @@ import numpy as np
 
 from miniray.data.file_source import FileBlocks, FileSource
 from miniray.data.files import FileList, Spec, is_remote
-from miniray.data.permutation import Positions
 from miniray.data.slabs import Slabs
 from miniray.data.source import Rows
 from miniray.errors import DataError, RowError
@@ -34,8 +33,8 @@ class LineRows(Rows):
         self.start = 0
         self.nbytes = sum(map(len, lines)) + 64 * len(lines)
 
-    def rows(self, index: Positions) -> list[Any]:
-        return [self._parse(i) for i in index.tolist()]
+    def rows(self, index: Sequence[int]) -> list[Any]:
+        return [self._parse(i) for i in index]
 
     def _parse(self, i: int) -> Any:
         where = f"{self._path}, row {self._first + i} (line {self._first + i + 1})"

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from miniray.data.batches import BatchPlan, FixedBatches, TokenBatches
 from miniray.data.dataset import Dataset
-from miniray.data.decode import Decoder, Format, Skipped, is_skipped
-from miniray.data.pipeline import Pipeline
+from miniray.data.decode import Format, Skipped
+from miniray.data.iteration import LoaderIterator
 
 
 class DataLoader:
@@ -85,10 +84,12 @@ class DataLoader:
 
     @property
     def memory_budget(self) -> int:
+        """Bytes that rows read ahead may take, in this process."""
         return self.dataset.memory_budget
 
     @property
     def epoch(self) -> int:
+        """The epoch under way, from 0; it is counted up when its last batch was taken."""
         return self.dataset.epoch
 
     def _plan(self) -> BatchPlan:
@@ -99,12 +100,10 @@ class DataLoader:
 
     def _chunk_left(self, positions: Any, batches: int) -> Any:
         """Of a chunk of an earlier run, the positions that were not in its first batches."""
-        import numpy as np
-
         plan = self._plan()
         assert isinstance(plan, TokenBatches)
-        cut = plan.cut(positions)
-        return np.sort(positions[np.concatenate(cut[batches:])])
+        left = plan.cut(positions)[batches:]
+        return sorted(positions[i] for batch in left for i in batch)
 
     def __len__(self) -> int:
         """Batches that iterating gives now: of the epoch, or of what a loaded state left of it."""
@@ -180,81 +179,6 @@ class DataLoader:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-
-
-class LoaderIterator(Iterator[Any]):
-    """One pass over a loader's batches."""
-
-    def __init__(self, loader: DataLoader) -> None:
-        self._loader = loader
-        dataset = loader.dataset
-        dataset.restart()
-        plan = loader._plan()
-        self._alone = plan.alone
-        budget = loader.memory_budget
-        cache = dataset.new_cache()
-        decoder = Decoder(
-            dataset,
-            cache,
-            transform=loader.transform,
-            collate_fn=loader.collate_fn,
-            format=loader._format,
-            on_error=loader._on_error,
-            skipped=loader.skipped,
-            pool=loader._process_pool(),
-        )
-        self._pipeline: Pipeline | None = Pipeline(
-            dataset,
-            iter(plan),
-            cache,
-            decoder,
-            prefetch=loader.prefetch,
-            workers=loader.decode_workers,
-            budget=budget // 2,
-        )
-        self._epoch = dataset.epoch
-        # The threads know the pipeline and not this object: once nobody has it, they end.
-        self._finalizer = weakref.finalize(self, Pipeline.close, self._pipeline)
-
-    def __iter__(self) -> LoaderIterator:
-        return self
-
-    def __next__(self) -> Any:
-        while self._pipeline is not None:
-            try:
-                task = self._pipeline.take()
-            except BaseException:
-                self.close()
-                raise
-            if task is None:
-                self.close()
-                self._finish()
-                break
-            # A batch less than other ranks: from here on they are apart.
-            self._alone = self._alone or is_skipped(task.result)
-            self._loader.dataset.record(task.batch.taken, self._alone, task.batch.last)
-            if not is_skipped(task.result):
-                return task.result
-        raise StopIteration
-
-    def _finish(self) -> None:
-        loader = self._loader
-        loader.dataset.finish_epoch()
-        if loader.skipped.count:
-            warnings.warn(
-                f"{loader.skipped.count} rows were skipped by epoch {self._epoch}'s end:"
-                f" {loader.skipped.by_file()}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def close(self) -> None:
-        """End the threads. What was delivered stays delivered."""
-        self._pipeline = None
-        self._finalizer()
 
 
 def _check(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -21,9 +22,9 @@ import numpy as np
 from miniray.data.dataset import Dataset
 from miniray.data.distinct import distinct
 from miniray.data.gather import Places
-from miniray.data.order import Order
+from miniray.data.order import Order, starts_of
+from miniray.data.parts import Even, check_rank, resolve_seed
 from miniray.data.permutation import Permutation, Positions, derive_key
-from miniray.data.plan import Even, check_rank, resolve_seed
 from miniray.data.row_ids import RowId
 from miniray.data.source import Source, parse_bytes
 
@@ -121,6 +122,7 @@ class Mixture(Dataset):
 
     @property
     def sources(self) -> list[Source]:
+        """Those of all members, in the order they were given."""
         return [member.sources[0] for member in self._sources]
 
     def set_memory_budget(self, budget: int | str) -> None:
@@ -129,10 +131,12 @@ class Mixture(Dataset):
 
     @property
     def column_names(self) -> list[str] | None:
+        """Those of the first member."""
         return self._given[0].column_names
 
     @property
     def kind(self) -> str:
+        """Always ``"mixture"``."""
         return "mixture"
 
     @property
@@ -188,8 +192,9 @@ class Mixture(Dataset):
             turns[of_it] = first + np.arange(counts[which])
         return sources, turns
 
-    def _turns(self, positions: Positions) -> tuple[Positions, Positions]:
+    def _turns(self, asked: Sequence[int]) -> tuple[Positions, Positions]:
         """For each position its source, and the number of the row in its endless order."""
+        positions = np.array(asked, dtype=np.int64)
         source, turn = np.empty_like(positions), np.empty_like(positions)
         last = max(1, self._n() // self._round) - 1
         rounds = np.minimum(positions // self._round, last)
@@ -202,7 +207,7 @@ class Mixture(Dataset):
 
     def _by_order(
         self, source: Positions, turn: Positions
-    ) -> Iterator[tuple[int, Dataset, Order, Positions, Positions]]:
+    ) -> Iterator[tuple[int, Dataset, Order, list[int], list[int]]]:
         """(source, its dataset, the order of its epoch, positions there, which rows these are)."""
         assert self._orders is not None
         for which, member in enumerate(self._sources):
@@ -214,41 +219,42 @@ class Mixture(Dataset):
                     which,
                     member,
                     self._orders(which, epoch),
-                    turn[chosen] - epoch * count,
-                    chosen,
+                    (turn[chosen] - epoch * count).tolist(),
+                    chosen.tolist(),
                 )
 
-    def places_of(self, positions: Positions) -> Places:
+    def places_of(self, positions: Sequence[int]) -> Places:
         self.prepare()
         source, turn = self._turns(positions)
-        block, row = np.empty_like(positions), np.empty_like(positions)
+        block, row = [0] * len(positions), [0] * len(positions)
         for _, member, order, inside, chosen in self._by_order(source, turn):
             places = member.places_in(order, inside)
-            block[chosen], row[chosen] = places.block, places.row
-        return Places(source, block, row)
+            _put(block, chosen, places.block)
+            _put(row, chosen, places.row)
+        return Places(source.tolist(), block, row)
 
-    def ordinals(self, positions: Positions) -> Positions:
+    def ordinals(self, positions: Sequence[int]) -> list[int]:
         self.prepare()
-        found = np.empty_like(positions)
+        found = [0] * len(positions)
         starts = self._member_starts()
         for which, member, order, inside, chosen in self._by_order(*self._turns(positions)):
-            found[chosen] = starts[which] + member.ordinals_in(order, inside)
+            ordinals = member.ordinals_in(order, inside)
+            _put(found, chosen, [starts[which] + ordinal for ordinal in ordinals])
         return found
 
-    def places_of_ordinals(self, ordinals: Positions) -> Places:
+    def places_of_ordinals(self, ordinals: Sequence[int]) -> Places:
         starts = self._member_starts()
-        source = np.searchsorted(starts, ordinals, side="right") - 1
-        block, row = np.empty_like(ordinals), np.empty_like(ordinals)
+        source = [bisect_right(starts, ordinal) - 1 for ordinal in ordinals]
+        block, row = [0] * len(ordinals), [0] * len(ordinals)
         for which, member in enumerate(self._sources):
-            chosen = source == which
-            places = member.places_of_ordinals(ordinals[chosen] - starts[which])
-            block[chosen], row[chosen] = places.block, places.row
+            chosen = [i for i, number in enumerate(source) if number == which]
+            places = member.places_of_ordinals([ordinals[i] - starts[which] for i in chosen])
+            _put(block, chosen, places.block)
+            _put(row, chosen, places.row)
         return Places(source, block, row)
 
-    def _member_starts(self) -> Positions:
-        rows = np.array([member.total_rows for member in self._sources], dtype=np.int64)
-        starts: Positions = np.cumsum(rows) - rows
-        return starts
+    def _member_starts(self) -> list[int]:
+        return starts_of([member.total_rows for member in self._sources])
 
     @property
     def distinct_rows(self) -> int:
@@ -257,17 +263,24 @@ class Mixture(Dataset):
     def name_rows(self, places: Places) -> list[RowId]:
         found: list[RowId] = [("", -1)] * len(places)
         for which, member in enumerate(self._sources):
-            chosen = np.flatnonzero(places.source == which)
-            for place, name in zip(chosen.tolist(), member.name_rows(places[chosen]), strict=True):
+            chosen = [i for i, number in enumerate(places.source) if number == which]
+            blocks, rows = [places.block[i] for i in chosen], [places.row[i] for i in chosen]
+            names = member.name_rows(Places([0] * len(chosen), blocks, rows))
+            for place, name in zip(chosen, names, strict=True):
                 found[place] = name
         return found
 
-    def source_of(self, index: Any) -> Positions:
+    def source_of(self, index: Sequence[int]) -> Positions:
         """Which source this rank's ``index``-th rows are of, by its number in the list."""
-        return self.places(index).source
+        return np.array(self.places(index).source, dtype=np.int64)
 
     def _plan(self) -> dict[str, Any]:
         return {**super()._plan(), "until": self._until, "sources": len(self._given)}
 
     def __repr__(self) -> str:
         return f"<Mixture of {len(self._given)}: rank {self._rank} of {self._world_size}>"
+
+
+def _put(into: list[int], places: Sequence[int], values: Sequence[int]) -> None:
+    for place, value in zip(places, values, strict=True):
+        into[place] = value

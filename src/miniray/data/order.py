@@ -13,15 +13,14 @@ All three orders are bijections between ``0 .. n-1`` and the rows, computed wher
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-
-from miniray.data.distinct import distinct
-from miniray.data.permutation import Permutation, Positions, derive_key
-from miniray.data.plan import part_bounds
+from miniray.data.parts import part_bounds
+from miniray.data.permutation import Permutation, derive_key
 from miniray.data.source import Blocks, Source
 
 Shuffle = bool | Literal["window", "global"]
@@ -30,32 +29,33 @@ Shuffle = bool | Literal["window", "global"]
 class Order(ABC):
     """``sizes`` are the blocks' rows; a place is (block, row among those of the block)."""
 
-    def __init__(self, sizes: npt.NDArray[np.int64]) -> None:
-        self.n = int(sizes.sum())
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.n = sum(sizes)
 
     @abstractmethod
-    def places(self, positions: Positions) -> tuple[Positions, Positions]:
+    def places(self, positions: Sequence[int]) -> tuple[list[int], list[int]]:
         """Blocks, and rows within them, at ``positions``."""
 
 
 class SequentialOrder(Order):
-    def __init__(self, sizes: npt.NDArray[np.int64]) -> None:
+    def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__(sizes)
-        self._starts = np.cumsum(sizes) - sizes
+        self._starts = starts_of(sizes)
 
-    def places(self, positions: Positions) -> tuple[Positions, Positions]:
+    def places(self, positions: Sequence[int]) -> tuple[list[int], list[int]]:
+        starts = self._starts
         # Of blocks that start at the same row, all but the last are empty.
-        blocks = np.searchsorted(self._starts, positions, side="right") - 1
-        return blocks, positions - self._starts[blocks]
+        blocks = [bisect_right(starts, position) - 1 for position in positions]
+        return blocks, [p - starts[block] for p, block in zip(positions, blocks, strict=True)]
 
 
 class GlobalOrder(SequentialOrder):
-    def __init__(self, sizes: npt.NDArray[np.int64], seed: int, epoch: int) -> None:
+    def __init__(self, sizes: Sequence[int], seed: int, epoch: int) -> None:
         super().__init__(sizes)
         self._rows = Permutation(self.n, derive_key(seed, "order", epoch))
 
-    def places(self, positions: Positions) -> tuple[Positions, Positions]:
-        return super().places(self._rows(positions))
+    def places(self, positions: Sequence[int]) -> tuple[list[int], list[int]]:
+        return super().places(self._rows.rows(positions))
 
 
 class WindowOrder(Order):
@@ -68,8 +68,8 @@ class WindowOrder(Order):
 
     def __init__(
         self,
-        sizes: npt.NDArray[np.int64],
-        nbytes: npt.NDArray[np.int64],
+        sizes: Sequence[int],
+        nbytes: Sequence[int],
         seed: int,
         epoch: int,
         window: int,
@@ -77,60 +77,64 @@ class WindowOrder(Order):
     ) -> None:
         super().__init__(sizes)
         self._key = (seed, "rows", epoch)
-        self._blocks = Permutation(len(sizes), derive_key(seed, "blocks", epoch))(
-            np.arange(len(sizes))
-        )
-        sizes, nbytes = sizes[self._blocks], nbytes[self._blocks]
-        self._starts = np.cumsum(sizes) - sizes
+        shuffle = Permutation(len(sizes), derive_key(seed, "blocks", epoch))
+        self._blocks = shuffle.rows(range(len(sizes)))
+        self._natural = SequentialOrder([sizes[block] for block in self._blocks])
         parts = [part_bounds(self.n, rank, world_size)[0] for rank in range(world_size)]
-        edges = _window_edges(sizes, nbytes, self._starts, window, parts)
-        self._edges = distinct(np.array([*edges, *parts, self.n], dtype=np.int64))
+        ordered = [(sizes[block], nbytes[block]) for block in self._blocks]
+        self._edges = sorted({*_window_edges(ordered, window, parts), *parts, self.n})
         self._permutation = lru_cache(maxsize=16)(self._make_permutation)
 
     def _make_permutation(self, start: int, size: int) -> Permutation:
         return Permutation(size, derive_key(*self._key, start))
 
-    def places(self, positions: Positions) -> tuple[Positions, Positions]:
-        windows = np.searchsorted(self._edges, positions, side="right") - 1
-        rows = np.empty_like(positions)
-        for window in distinct(windows).tolist():
-            start, end = int(self._edges[window]), int(self._edges[window + 1])
-            inside = windows == window
+    def places(self, positions: Sequence[int]) -> tuple[list[int], list[int]]:
+        rows: list[int] = []
+        at = 0
+        while at < len(positions):
+            window = bisect_right(self._edges, positions[at]) - 1
+            start, end = self._edges[window], self._edges[window + 1]
+            inside = []
+            while at < len(positions) and start <= positions[at] < end:
+                inside.append(positions[at] - start)
+                at += 1
             shuffle = self._permutation(start, end - start)
-            rows[inside] = start + shuffle(positions[inside] - start)
-        which = np.searchsorted(self._starts, rows, side="right") - 1
-        return self._blocks[which], rows - self._starts[which]
+            rows += [start + row for row in shuffle.rows(inside)]
+        which, rows = self._natural.places(rows)
+        return [self._blocks[block] for block in which], rows
+
+
+def starts_of(sizes: Sequence[int]) -> list[int]:
+    """Where each of things of these sizes begins that come one after the other."""
+    return list(accumulate(sizes, initial=0))[:-1]
 
 
 def _window_edges(
-    sizes: npt.NDArray[np.int64],
-    nbytes: npt.NDArray[np.int64],
-    starts: npt.NDArray[np.int64],
-    window: int,
-    parts: list[int],
+    blocks: Sequence[tuple[int, int]], window: int, parts: Sequence[int]
 ) -> list[int]:
     """Where windows begin: as many whole blocks as fit, or a part of one that does not.
 
-    The first windows of a rank's part are an eighth, a quarter and a half of the others: all of a
-    window is read before its first row comes, and somebody is waiting for that.
+    ``blocks`` are (rows, bytes) in their order. The first windows of a rank's part are an eighth, a
+    quarter and a half of the others: all of a window is read before its first row comes, and
+    somebody is waiting for that.
     """
-    ends = np.cumsum(nbytes)
+    starts = starts_of([rows for rows, _ in blocks])
+    ends = list(accumulate(nbytes for _, nbytes in blocks))
     # Blocks in which parts begin; the end of the data after the last.
-    first = np.searchsorted(starts, parts, side="right") - 1
-    begins = [*first.tolist(), len(sizes)]
+    begins = [*(bisect_right(starts, part) - 1 for part in parts), len(blocks)]
     edges: list[int] = []
     block, part, limit = 0, 0, window
-    while block < len(sizes):
+    while block < len(blocks):
         while begins[part] <= block:
             part, limit = part + 1, max(1, window // 8)
-        size, start = int(nbytes[block]), int(starts[block])
+        (rows, size), start = blocks[block], starts[block]
         if size > limit:
             pieces = -(-size // limit)
-            edges += [start + int(sizes[block]) * piece // pieces for piece in range(pieces)]
+            edges += [start + rows * piece // pieces for piece in range(pieces)]
             block += 1
         else:
             edges.append(start)
-            fitting = int(np.searchsorted(ends, int(ends[block]) - size + limit, side="right"))
+            fitting = bisect_right(ends, ends[block] - size + limit)
             block = min(max(block + 1, fitting), begins[part])
         limit = min(window, 2 * limit)
     return edges
@@ -142,7 +146,9 @@ def window_bytes(budget: int, blocks: Blocks) -> int:
     An eighth of the budget; up to a quarter where less than four blocks would fit. Two windows are
     held at times.
     """
-    typical = int(np.median(blocks.nbytes)) if len(blocks) else 0
+    ordered = sorted(blocks.nbytes)
+    half = len(ordered) // 2
+    typical = (ordered[half] + ordered[~half]) // 2 if ordered else 0
     return max(1, min(budget // 4, max(budget // 8, 4 * typical)))
 
 

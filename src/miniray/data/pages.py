@@ -1,201 +1,118 @@
-"""Large values of parquet files taken from where they lie, one copy a value.
+"""The pages of a column that is stored plainly: what is missing, and where the values lie.
 
-Images and other values of many kilobytes are stored one after the other in a page, each behind its
-length, where a column is neither compressed nor dictionary encoded. Once it is known where they
-begin, a row costs one copy out of the page cache, and no row group has to be held in memory to take
-rows from it in random order. All other columns, and all columns of other files, are Arrow's.
-
-The format: https://parquet.apache.org/docs/file-format/data-pages/ and, for page headers, Thrift's
-compact protocol.
+A page has repetition levels (where lists begin), definition levels (how much of a path is there)
+and the values that are there, one after the other. The format:
+https://parquet.apache.org/docs/file-format/data-pages/
 """
 
 from __future__ import annotations
 
-import os
-from array import array
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from miniray.errors import DataError
+from miniray.data.footer import Chunk
+from miniray.data.thrift import DAMAGED, read_struct, varint
+from miniray.data.value_file import ValueFile
 
-#: Values of fewer bytes on average are left to Arrow, which is quicker at many small ones.
-SMALLEST = 4096
 _HEADER = 1 << 15  # bytes that a page's header has at most; it may show its least and largest value
-
 _DATA_PAGE, _DATA_PAGE_V2 = 0, 3
 _PLAIN, _RLE = 0, 3
 
 
-class ValueFile:
-    """A local file of which pieces are read.
+class NotPlainError(Exception):
+    """The pages are not what the footer says: damaged, or of an encoding that Arrow may know."""
 
-    Not through a map: pages that were touched there count as this process's memory, and one that is
-    not there any more ends the process. Here that is a ``DataError``.
+
+#: What reading pages raises where they are not as they should be.
+NOT_PLAIN = (NotPlainError, *DAMAGED)
+
+
+@dataclass(frozen=True)
+class Page:
+    """An entry is a value or the place of a missing one; the values are in ``begin`` to ``end``."""
+
+    entries: int
+    repetitions: bytes  # of entries; none if the column is in no list
+    definitions: bytes  # of entries; none if nothing can be missing
+    begin: int
+    end: int
+
+
+def pages(
+    file: ValueFile, chunk: Chunk, held: bytes, repetition: int, definition: int
+) -> Iterator[Page]:
+    """The pages of ``chunk``, of which ``held`` are the bytes if they have been read.
+
+    ``repetition`` and ``definition`` are the column's highest levels. Raises one of ``NOT_PLAIN``.
     """
+    at, stop = chunk.start, chunk.start + chunk.size
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._handle = -1
-        self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def piece(start: int, size: int) -> bytes:
+        if not chunk.start <= start <= start + size <= stop:
+            raise NotPlainError(f"{size} bytes at {start}, behind the end of the column ({stop})")
+        if held:
+            return held[start - chunk.start : start - chunk.start + size]
+        return file.read(start, size)
 
-    def __del__(self) -> None:
-        if self._handle >= 0:
-            os.close(self._handle)
-
-    def read(self, start: int, size: int) -> bytes:
-        found = os.pread(self._handle, size, start)
-        if len(found) != size:
-            raise has_changed(self.path)
-        return found
-
-    def header(self, start: int) -> bytes:
-        """What stands at ``start``: a page's header, and more."""
-        return os.pread(self._handle, _HEADER, start)
-
-    def length(self, start: int) -> int:
-        """The number at ``start``, with its own four bytes."""
-        return int.from_bytes(self.read(start, 4), "little") + 4
-
-    def will_need(self, start: int, size: int) -> None:
-        """Let the system fetch this from the disk while we go on."""
-        if hasattr(os, "posix_fadvise"):  # macOS has none
-            os.posix_fadvise(self._handle, start, size, os.POSIX_FADV_WILLNEED)
-
-
-def has_changed(where: str) -> DataError:
-    return DataError(
-        f"{where}: the file has changed its size while it was read; files of a run must not be"
-        " written to"
-    )
-
-
-class StoredValues:
-    """The values of one column chunk: where each of them lies in the file."""
-
-    def __init__(self, file: ValueFile, bounds: Sequence[tuple[int, int]]) -> None:
-        self._file = file
-        self._begins, self._sizes = array("q"), array("q")
-        for start, stop in bounds:
-            self._walk(start, stop)
-
-    def _walk(self, start: int, stop: int) -> None:
-        """Find the values between two places of the file."""
-        begins, sizes, read = self._begins, self._sizes, self._file.read
-        while start < stop:
-            size = int.from_bytes(read(start, 4), "little")
-            start += 4
-            begins.append(start)
-            sizes.append(size)
-            start += size
-        if start != stop:
-            raise DataError(
-                f"{self._file.path}: a value ends at byte {start}, after its page ({stop}); the"
-                " file is damaged"
-            )
-
-    def __len__(self) -> int:
-        return len(self._begins)
-
-    @property
-    def nbytes(self) -> int:
-        return 16 * len(self)
-
-    def __call__(self, i: int) -> bytes:
-        return self._file.read(self._begins[i], self._sizes[i])
-
-
-def may_be_stored(chunk: Any) -> bool:
-    """Whether a column chunk, as its footer describes it, has values that can be taken directly."""
-    return bool(
-        chunk.physical_type == "BYTE_ARRAY"
-        and chunk.compression == "UNCOMPRESSED"
-        and not chunk.has_dictionary_page
-        and set(chunk.encodings) <= {"PLAIN", "RLE"}
-        and chunk.num_values
-        and chunk.total_compressed_size >= SMALLEST * chunk.num_values
-    )
-
-
-def stored_values(file: ValueFile, chunk: Any, levels: tuple[int, int]) -> StoredValues | None:
-    """The values of a chunk that may be stored; None if its pages say that they are not.
-
-    ``levels`` are the column's highest repetition and definition level. Missing values are not
-    among those found.
-    """
-    at, end = chunk.data_page_offset, chunk.data_page_offset + chunk.total_compressed_size
-    file.will_need(at, end - at)
-    bounds = []
-    while at < end:
-        try:
-            header, size = read_struct(file.header(at), 0)
-        except IndexError:
-            return None  # longer than any header we know, or damaged: Arrow will say
+    while at < stop:
+        header, size = read_struct(piece(at, min(stop - at, _HEADER)), 0)
         at += size
+        end = at + header[3]
         if header[1] == _DATA_PAGE:
-            page, values = header[5], at
-            if page[2] != _PLAIN:
-                return None
-            for level, encoding in zip(levels, (page[4], page[3]), strict=True):
-                if level and encoding != _RLE:
-                    return None
-                if level:
-                    values += file.length(values)
+            page = header[5]
+            begin, levels = at, []
+            for highest, encoding in ((repetition, page[4]), (definition, page[3])):
+                if highest and encoding != _RLE:
+                    raise NotPlainError(f"levels of encoding {encoding}")
+                if highest:
+                    size = int.from_bytes(piece(begin, 4), "little")
+                    begin += 4
+                    levels.append(piece(begin, size))
+                    begin += size
+                else:
+                    levels.append(b"")
+            encoding = page[2]
         elif header[1] == _DATA_PAGE_V2:
             page = header[8]
-            if page[4] != _PLAIN:
-                return None
-            values = at + page[5] + page[6]
+            levels = [piece(at, page[6]), piece(at + page[6], page[5])]
+            begin, encoding = at + page[6] + page[5], page[4]
         else:
-            return None
-        at += header[3]
-        bounds.append((values, at))
-    return StoredValues(file, bounds)
+            raise NotPlainError(f"a page of type {header[1]}")
+        entries = page[1]
+        if encoding != _PLAIN or not begin <= end <= stop or not 0 <= entries <= chunk.values:
+            raise NotPlainError(f"a page of encoding {encoding} from {at} to {end}")
+        yield Page(
+            entries,
+            _levels(levels[0], repetition, entries),
+            _levels(levels[1], definition, entries),
+            begin,
+            end,
+        )
+        at = end
 
 
-# -- Thrift's compact protocol ---------------------------------------------------------------------
-
-
-def read_struct(data: Any, at: int) -> tuple[dict[int, Any], int]:
-    """(fields by their number, where the struct ends). Bytes and lists are passed over."""
-    fields: dict[int, Any] = {}
-    number = 0
-    while True:
-        head = data[at]
-        at += 1
-        if not head:
-            return fields, at
-        kind = head & 15
-        if head >> 4:
-            number += head >> 4
+def _levels(data: bytes, highest: int, count: int) -> bytes:
+    """``count`` numbers up to ``highest``: runs of one number, and groups of eight packed."""
+    if not highest:
+        return b""
+    found = bytearray()
+    width, at = highest.bit_length(), 0
+    mask = (1 << width) - 1
+    while len(found) < count:
+        head, at = varint(data, at)
+        if not head >> 1:
+            raise NotPlainError("a run of nothing")
+        if head & 1:
+            groups = min(head >> 1, -(-(count - len(found)) // 8))
+            if at + groups * width > len(data):
+                raise NotPlainError("levels end too early")
+            for _ in range(groups):
+                packed = int.from_bytes(data[at : at + width], "little")
+                found += bytes(packed >> shift & mask for shift in range(0, 8 * width, width))
+                at += width
         else:
-            number, at = _integer(data, at)
-        fields[number], at = _value(data, at, kind)
-
-
-def _value(data: Any, at: int, kind: int) -> tuple[Any, int]:
-    if kind in (1, 2):  # a boolean is its kind
-        return kind == 1, at
-    if kind in (4, 5, 6):
-        return _integer(data, at)
-    if kind == 8:
-        size, at = _varint(data, at)
-        return None, at + size
-    if kind == 12:
-        return read_struct(data, at)
-    raise DataError(f"a page header has a field of kind {kind}, which no page header has")
-
-
-def _integer(data: Any, at: int) -> tuple[int, int]:
-    coded, at = _varint(data, at)
-    return (coded >> 1) ^ -(coded & 1), at
-
-
-def _varint(data: Any, at: int) -> tuple[int, int]:
-    found = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        found |= (byte & 127) << shift
-        if byte < 128:
-            return found, at
-        shift += 7
+            found += bytes([data[at]]) * min(head >> 1, count - len(found))
+            at += 1
+    if max(found[:count], default=0) > highest:
+        raise NotPlainError(f"levels above {highest}")
+    return bytes(found[:count])

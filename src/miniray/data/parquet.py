@@ -6,18 +6,21 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from miniray.data.arrow_rows import ArrowRows
 from miniray.data.file_source import FileBlocks, FileSource
-from miniray.data.files import FileList, Spec
-from miniray.data.parquet_file import OpenParquet
+from miniray.data.files import FileList, Spec, is_remote
+from miniray.data.footer import LONGEST, Footer, read_footer
 from miniray.data.permutation import derive_key
+from miniray.data.plain import PlainFile
 from miniray.data.slabs import Slabs
-from miniray.data.source import wanted
+from miniray.data.source import Rows, wanted
 from miniray.errors import DataError
+
+if TYPE_CHECKING:
+    from miniray.data.arrow_rows import ArrowRows
+    from miniray.data.parquet_file import OpenParquet
 
 _OPEN_FILES = 16  # a thread keeps open
 _READERS = 16  # threads that read footers
@@ -39,7 +42,8 @@ class ParquetSource(FileSource):
 
     def _forget(self) -> None:
         super()._forget()
-        self._schema: Any = None
+        self._names: list[str] = []
+        self._plain: list[Footer] = []  # if all files can be read without Arrow
         self._metadata: dict[str, Any] = {}  # of some files, which need not be parsed again
         self._local = threading.local()
         self._pid = os.getpid()
@@ -47,20 +51,24 @@ class ParquetSource(FileSource):
     # -- metadata --------------------------------------------------------------------------------
 
     def column_names(self) -> list[str]:
-        return wanted(self.schema.names, self._columns, self.paths[0])
-
-    @property
-    def schema(self) -> Any:
-        """The Arrow schema of the files, with all columns."""
         self.blocks  # noqa: B018
-        return self._schema
+        return wanted(self._names, self._columns, self.paths[0])
 
     def _look(self) -> list[FileBlocks]:
         """Read all footers, and refuse files that do not belong together."""
+        self._plain = self._look_plainly()
+        if self._plain:
+            self._names = [column.name for column in self._plain[0].columns]
+            return [
+                FileBlocks(f.rows, f.nbytes, f.size, _mark(f.rows, f.created_by))
+                for f in self._plain
+            ]
         paths = self.paths
         if len(paths) == 1:
             footers = [self._footer(paths[0])]
         else:
+            from concurrent.futures import ThreadPoolExecutor
+
             with ThreadPoolExecutor(min(_READERS, len(paths))) as pool:
                 footers = list(pool.map(self._footer, paths))
         # Files without rows may have any columns: writers may know no types where nothing is.
@@ -71,10 +79,26 @@ class ParquetSource(FileSource):
         for path, footer in filled:
             names = wanted(footer.schema.names, self._columns, path)
             _same_columns(first, schema, path, footer.schema, names, self._columns is None)
-        self._schema = schema
+        self._names = schema.names
         return [footer.found for footer in footers]
 
+    def _look_plainly(self) -> list[Footer]:
+        """The footers, if all files can be read without Arrow, and belong together; else none."""
+        found: list[Footer] = []
+        left = LONGEST
+        for path in self.paths:
+            footer = _plain_footer(path, self._columns, left)
+            if footer is None or not footer.complete:
+                return []
+            if found and footer.types != found[0].types:
+                return []
+            found.append(footer)
+            left -= footer.length
+        return found
+
     def _footer(self, path: str) -> _Footer:
+        from miniray.data.parquet_file import OpenParquet
+
         opened = OpenParquet(path, self._memory_map)
         try:
             meta = opened.reader.metadata
@@ -104,38 +128,45 @@ class ParquetSource(FileSource):
                         )
             if len(self._metadata) < _OPEN_FILES:
                 self._metadata[path] = meta
-            mark = f"{derive_key(meta.num_rows, rows, meta.created_by):x}"
-            return _Footer(opened.reader.schema_arrow, FileBlocks(rows, nbytes, opened.size, mark))
+            blocks = FileBlocks(rows, nbytes, opened.size, _mark(rows, meta.created_by))
+            return _Footer(opened.reader.schema_arrow, blocks)
         finally:
             opened.close()
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def _opened(self, file: int) -> OpenParquet:
-        """The file as this thread has it open."""
+    def _opened(self, file: int, plainly: bool) -> Any:
+        """The file as this thread has it open, for Arrow or for ourselves."""
         if self._pid != os.getpid():
             # After a fork: the parent's maps and readers are left to it.
             self._local, self._pid, self._lock = threading.local(), os.getpid(), threading.Lock()
-        handles: OrderedDict[int, OpenParquet] | None = getattr(self._local, "handles", None)
+        handles: OrderedDict[tuple[int, bool], Any] | None = getattr(self._local, "handles", None)
         if handles is None:
             handles = self._local.handles = OrderedDict()
+        key = file, plainly
         for other, opened in handles.items():
-            if other != file:
+            if other[0] != file and opened is not None:
                 opened.forget()
-        if file in handles:
-            handles.move_to_end(file)
-            return handles[file]
-        known = self._metadata.get(self.paths[file])
-        handles[file] = OpenParquet(self.paths[file], self._memory_map, known)
+        if key in handles:
+            handles.move_to_end(key)
+            return handles[key]
+        path = self.paths[file]
+        if plainly:
+            footer = self._plain[file] if self._plain else _plain_footer(path, self._columns)
+            handles[key] = None if footer is None else PlainFile(footer)
+        else:
+            from miniray.data.parquet_file import OpenParquet
+
+            handles[key] = OpenParquet(path, self._memory_map, self._metadata.get(path))
         while len(handles) > _OPEN_FILES:
-            handles.popitem(last=False)[1].close()
-        return handles[file]
+            _close(handles.popitem(last=False)[1])
+        return handles[key]
 
     def close(self) -> None:
         """Close what this thread has open; it opens again when needed."""
         handles = self.__dict__["_local"].__dict__.pop("handles", {})
         for opened in handles.values():
-            opened.close()
+            _close(opened)
 
     def read(
         self,
@@ -144,12 +175,41 @@ class ParquetSource(FileSource):
         stop: int,
         columns: Sequence[str] | None = None,
         slabs: Slabs | None = None,
-    ) -> ArrowRows:
+    ) -> Rows:
         table = self.blocks
-        opened = self._opened(int(table.file[block]))
+        file, number, rows = table.file[block], table.number[block], table.rows[block]
         names = self._columns if columns is None else list(columns)
-        nbytes = int(table.nbytes[block])
-        return opened.read(int(table.number[block]), start, stop, names, nbytes, slabs)
+        plain: PlainFile | None = self._opened(file, True)
+
+        nbytes = table.nbytes[block]
+
+        def others(names: Sequence[str]) -> ArrowRows:
+            opened: OpenParquet = self._opened(file, False)
+            return opened.read(number, 0, rows, names, nbytes // 4, slabs)
+
+        if plain is not None and plain.has(number, rows, names):
+            found = plain.read(number, names, start > 0 or stop < rows, others)
+            if found is not None:
+                return found
+        opened: OpenParquet = self._opened(file, False)
+        return opened.read(number, start, stop, names, nbytes, slabs)
+
+
+def _plain_footer(path: str, names: Sequence[str] | None, longest: int = LONGEST) -> Footer | None:
+    try:
+        return None if is_remote(path) else read_footer(path, names, longest)
+    except OSError:
+        return None  # Arrow will say
+
+
+def _close(opened: PlainFile | OpenParquet | None) -> None:
+    if opened is not None:
+        opened.close()
+
+
+def _mark(rows: Sequence[int], created_by: str | None) -> str:
+    """Changes where a file was written anew."""
+    return f"{derive_key(sum(rows), list(rows), created_by):x}"
 
 
 @dataclass

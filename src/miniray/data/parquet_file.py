@@ -13,21 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from miniray.data.arrow_rows import ArrowRows, Large, fits, rows_of
+from miniray.data.arrow_rows import ArrowRows, rows_of
 from miniray.data.files import is_remote
-from miniray.data.pages import (
-    StoredValues,
-    ValueFile,
-    has_changed,
-    may_be_stored,
-    stored_values,
-)
 from miniray.data.slabs import Slabs
-from miniray.data.values import Path
+from miniray.data.value_file import has_changed
 from miniray.errors import DataError
 
 _CHUNK = 4 << 20  # bytes decoded at a time
-_SMALL = 1 << 20  # bytes that Arrow's own memory is good enough for
 
 Names = Sequence[str] | None
 
@@ -52,9 +44,7 @@ class OpenParquet:
 
         self.path = path
         self._mapped: mmap.mmap | None = None
-        self._values: ValueFile | None = None  # for values that are not taken through Arrow
         self._cursor: _Cursor | None = None
-        self._whole: tuple[int, Names, ArrowRows] | None = None
         try:
             if is_remote(path):
                 import fsspec
@@ -93,7 +83,7 @@ class OpenParquet:
 
     def forget(self) -> None:
         """Let go of what is kept for the next slice, which may be large."""
-        self._cursor = self._whole = None
+        self._cursor = None
 
     def read(
         self, group: int, start: int, stop: int, names: Names, nbytes: int, slabs: Slabs | None
@@ -106,17 +96,13 @@ class OpenParquet:
             if self._size_now() != self.size:
                 raise has_changed(f"{self.path}, row group {group}")
             part = start > 0 or stop < rows
-            found = self._with_stored(group, names, slabs)
-            if found is not None:
-                self._whole = (group, names, found) if part else None
+            chunk = max(1, rows * _CHUNK // max(1, nbytes))
+            if not part:
+                batches = self._batches(group, names, chunk)
             else:
-                chunk = max(1, rows * _CHUNK // max(1, nbytes))
-                if not part:
-                    batches = self._batches(group, names, chunk)
-                else:
-                    chunk = max(1, min(chunk, (stop - start) // 4))
-                    batches, start = self._slice(group, names, chunk, start, stop)
-                found = rows_of(batches, start, slabs)
+                chunk = max(1, min(chunk, (stop - start) // 4))
+                batches, start = self._slice(group, names, chunk, start, stop)
+            found = rows_of(batches, start, slabs)
         except FileNotFoundError as error:
             raise DataError(f"{self.path} does not exist any more") from error
         except (OSError, pa.ArrowException) as error:
@@ -169,62 +155,6 @@ class OpenParquet:
         if cursor.row < self.reader.metadata.row_group(group).num_rows:
             self._cursor = cursor  # only if nothing was raised: what failed begins anew
         return kept, cursor.row - sum(batch.num_rows for batch in kept)
-
-    # -- large values, left where they are ---------------------------------------------------------
-
-    def _with_stored(self, group: int, names: Names, slabs: Slabs | None) -> ArrowRows | None:
-        """The row group with its large values left in the file; None if it has no such values."""
-        if is_remote(self.path):
-            return None
-        if self._whole is not None and self._whole[:2] == (group, names):
-            return self._whole[2]
-        meta, arrow = self.reader.metadata.row_group(group), self.reader.schema_arrow
-        fields = [field for field in arrow if names is None or field.name in names]
-        asked = {field.name for field in fields}
-        rest: list[str] = []
-        stored: dict[Path, StoredValues] = {}
-        for leaf in range(meta.num_columns):
-            chunk = meta.column(leaf)
-            path = chunk.path_in_schema.split(".")
-            if path[0] not in asked:
-                continue
-            where = _place(arrow, path) if may_be_stored(chunk) else None
-            values = None if where is None else self._stored(leaf, chunk)
-            if where is None or values is None:
-                rest.append(chunk.path_in_schema)
-            else:
-                stored[where] = values
-        if not stored:
-            return None
-        table = self.reader.read_row_group(group, columns=rest, use_threads=False)
-        batches = table.combine_chunks().to_batches()
-        large = Large(fields, stored, meta.num_rows)
-        if not fits(batches, large):
-            return None  # values are missing: which ones is for Arrow to find out
-        return rows_of(batches, 0, slabs if table.nbytes > _SMALL else None, large)
-
-    def _stored(self, leaf: int, chunk: Any) -> StoredValues | None:
-        column = self.reader.schema.column(leaf)
-        levels = (column.max_repetition_level, column.max_definition_level)
-        if self._values is None:
-            self._values = ValueFile(self.path)
-        return stored_values(self._values, chunk, levels)
-
-
-def _place(schema: Any, path: list[str]) -> Path | None:
-    """Where the values of a column go in a row; None if they are no bytes, or no struct's field."""
-    import pyarrow as pa
-
-    names: Path = ()
-    kind, rest = pa.struct(list(schema)), path
-    while rest:
-        if pa.types.is_struct(kind) and kind.get_field_index(rest[0]) >= 0:
-            names, kind, rest = (*names, rest[0]), kind.field(rest[0]).type, rest[1:]
-        elif len(rest) > 2 and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-            kind, rest = kind.value_type, rest[2:]
-        else:
-            return None
-    return names if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) else None
 
 
 def _first_line(error: BaseException) -> str:

@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from miniray.data.batches import Batch
 from miniray.data.dataset import Dataset
 from miniray.data.decode import Decoder, size_of
@@ -203,7 +201,7 @@ class Pipeline:
                 break
         if not batches:
             return
-        places = self._dataset.places(np.concatenate([batch.index for batch in batches]))
+        places = self._dataset.places([i for batch in batches for i in batch.index])
         start = 0
         for batch in batches:
             own = places[start : start + len(batch.index)]

@@ -10,78 +10,95 @@ batches, any one rank can write it for all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from miniray.data.permutation import Positions
-from miniray.data.plan import Even, part_bounds
+from miniray.data.parts import Even, part_bounds
 from miniray.errors import DataError
 
-#: Sorted, disjoint, half-open intervals of positions, one a row.
-Intervals = npt.NDArray[np.int64]
+#: Sorted, disjoint, half-open intervals of positions, none of them empty.
+Intervals = Sequence[tuple[int, int]]
 
 #: [world_size, rows each rank took], or with a list where ranks took different numbers of rows.
 Stage = Sequence[Any]
 
-#: Moves positions that would split a group to where the next group starts.
-Snap = Callable[[Positions], Positions]
+#: Moves a position that would split a group to where the next group starts.
+Snap = Callable[[int], int]
 
 #: Of the positions of a chunk of rows, sorted, those not in its first so many batches.
-ChunkLeft = Callable[[Positions, int], Positions]
+ChunkLeft = Callable[[Sequence[int], int], Sequence[int]]
 
 STATE_VERSION = 1
 
 
 def whole(n: int) -> Intervals:
     """All positions of an epoch."""
-    return np.array([[0, n]] if n else np.empty((0, 2)), dtype=np.int64)
+    return [(0, n)] if n else []
 
 
 def size(intervals: Intervals) -> int:
-    return int((intervals[:, 1] - intervals[:, 0]).sum())
+    return sum(end - start for start, end in intervals)
+
+
+class _Numbered:
+    """Intervals whose positions are numbered from 0."""
+
+    def __init__(self, intervals: Intervals) -> None:
+        self._intervals = intervals
+        self._begins = list(accumulate((end - start for start, end in intervals), initial=0))
+        self.total = self._begins.pop()
+
+    def portion(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The intervals of the ``start``-th to ``stop``-th position."""
+        which = max(0, bisect_right(self._begins, start) - 1)
+        for (first, end), begin in zip(self._intervals[which:], self._begins[which:], strict=True):
+            if begin >= stop:
+                return
+            low, high = max(first, first + start - begin), min(end, first + stop - begin)
+            if low < high:
+                yield low, high
+
+    def positions(self, ordinals: Sequence[int]) -> list[int]:
+        """The positions with these numbers."""
+        if len(self._intervals) == 1:
+            first = self._intervals[0][0]
+            return [first + ordinal for ordinal in ordinals]
+        found = []
+        for ordinal in ordinals:
+            which = bisect_right(self._begins, ordinal) - 1
+            found.append(self._intervals[which][0] + ordinal - self._begins[which])
+        return found
+
+    def ordinal(self, position: int) -> int:
+        """How many come before ``position``."""
+        which = bisect_right(self._intervals, (position, float("inf"))) - 1
+        start, end = self._intervals[which]
+        return self._begins[which] + min(position, end) - start
 
 
 def portion(intervals: Intervals, start: int, stop: int) -> Intervals:
     """The ``start``-th to ``stop``-th of the positions in ``intervals``."""
-    ends = np.cumsum(intervals[:, 1] - intervals[:, 0])
-    begins = ends - (intervals[:, 1] - intervals[:, 0])
-    low = np.clip(start - begins, 0, ends - begins)
-    high = np.clip(stop - begins, 0, ends - begins)
-    cut = np.stack([intervals[:, 0] + low, intervals[:, 0] + high], axis=1)
-    kept: Intervals = cut[low < high]
-    return kept
+    return list(_Numbered(intervals).portion(start, stop))
 
 
-def positions_at(intervals: Intervals, ordinals: npt.ArrayLike) -> Positions:
+def positions_at(intervals: Intervals, ordinals: Sequence[int]) -> list[int]:
     """The positions that are the ``ordinals``-th in ``intervals``."""
-    asked = np.asarray(ordinals, dtype=np.int64)
-    begins = np.cumsum(intervals[:, 1] - intervals[:, 0]) - (intervals[:, 1] - intervals[:, 0])
-    which = np.searchsorted(begins, asked, side="right") - 1
-    result: Positions = intervals[which, 0] + asked - begins[which]
-    return result
+    return _Numbered(intervals).positions(ordinals)
 
 
-def cuts(intervals: Intervals, world_size: int, even: Even, snap: Snap | None = None) -> Positions:
+def cuts(intervals: Intervals, world_size: int, even: Even, snap: Snap | None = None) -> list[int]:
     """Where parts of ``intervals`` begin and end, as ordinals: ``world_size + 1`` of them."""
     total = size(intervals)
     shared = total - total % world_size if even == "drop" else total
     edges = [part_bounds(shared, rank, world_size)[0] for rank in range(world_size)]
-    found = np.array([*edges, shared], dtype=np.int64)
-    if snap is None or not total:
-        return found
-    inner = found[1:-1]
-    inside = inner < total
-    wanted = positions_at(intervals, inner[inside])
-    moved = snap(wanted)
-    # From positions back to ordinals: how many of the positions left come before.
-    lengths = intervals[:, 1] - intervals[:, 0]
-    begins = np.cumsum(lengths) - lengths
-    which = np.searchsorted(intervals[:, 0], moved, side="right") - 1
-    inner[inside] = begins[which] + np.minimum(moved - intervals[which, 0], lengths[which])
-    return found
+    if snap is not None and total:
+        numbered = _Numbered(intervals)
+        for number, edge in enumerate(edges):
+            if number and edge < total:
+                edges[number] = numbered.ordinal(snap(numbered.positions([edge])[0]))
+    return [*edges, shared]
 
 
 def after(
@@ -93,23 +110,24 @@ def after(
 ) -> Intervals:
     """What is left of ``intervals`` after a stage."""
     world_size, taken = int(stage[0]), stage[1]
-    edges = cuts(intervals, world_size, even, snap).tolist()
+    edges = cuts(intervals, world_size, even, snap)
     counts = taken if isinstance(taken, list) else [taken] * world_size
-    left: list[Intervals] = []
+    numbered = _Numbered(intervals)
+    left: list[tuple[int, int]] = []
     for start, end, count in zip(edges[:-1], edges[1:], counts, strict=True):
         if isinstance(count, int):
-            left.append(portion(intervals, min(start + count, end), end))
+            left += numbered.portion(min(start + count, end), end)
             continue
         # In the midst of a chunk that was cut into batches by length: not an interval.
         (rows, batches), chunk = count, int(stage[2])
         assert chunk_left is not None
         first = min(start + rows, end)
         after_chunk = min(first + chunk, end)
-        positions = positions_at(intervals, np.arange(first, after_chunk))
-        some = chunk_left(positions, batches)
-        left += [np.stack([some, some + 1], axis=1), portion(intervals, after_chunk, end)]
-    left.append(portion(intervals, edges[-1], size(intervals)))
-    return _joined(np.concatenate(left))
+        some = chunk_left(numbered.positions(range(first, after_chunk)), batches)
+        left += [(position, position + 1) for position in some]
+        left += numbered.portion(after_chunk, end)
+    left += numbered.portion(edges[-1], numbered.total)
+    return _joined(left)
 
 
 def remaining(
@@ -128,11 +146,12 @@ def remaining(
 
 def _joined(intervals: Intervals) -> Intervals:
     """Neighbours that touch made one."""
-    if len(intervals) < 2:
-        return intervals
-    first = np.concatenate([[True], intervals[1:, 0] != intervals[:-1, 1]])
-    last = np.concatenate([first[1:], [True]])
-    return np.stack([intervals[first, 0], intervals[last, 1]], axis=1)
+    found: list[tuple[int, int]] = []
+    for start, end in intervals:
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, end))
+    return found
 
 
 def extended(

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from miniray.data.datasets import ParquetDataset
 from miniray.data.loader import DataLoader
+from miniray.data.order import starts_of
 from miniray.data.rlhf_config import RLHFConfig, read_config
 from miniray.data.rlhf_prompt import PromptEncoder, build_messages, cut, lazy_image, rgb
 from miniray.data.selection import Selection
@@ -133,6 +134,7 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
         return (attention_mask.cumsum(-1) - 1).clamp(min=0)
 
     def images_of(self, row: Mapping[str, Any]) -> Sequence[Any]:
+        """The row's images as they are in the file; empty where it has none."""
         return row.get(self.config.image_key) or ()
 
     # -- rows ------------------------------------------------------------------------------------
@@ -242,9 +244,9 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
         if self._selection is None and self._first_ones:
             kept = self._kept()
             chosen = Selection(self._source.blocks.rows, kept, -1, None)
-            before = np.cumsum(chosen.sizes) - chosen.sizes
-            chosen.sizes = np.clip(self._max_samples - before, 0, chosen.sizes)
-            chosen.n = int(chosen.sizes.sum())
+            left = [self._max_samples - before for before in starts_of(chosen.sizes)]
+            chosen.sizes = [max(0, min(a, b)) for a, b in zip(left, chosen.sizes, strict=True)]
+            chosen.n = sum(chosen.sizes)
             self._selection = chosen
         return super().prepare()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, overload
 
-import numpy as np
-
 if TYPE_CHECKING:
     from miniray.data.share import Share
 
@@ -29,7 +27,7 @@ class RowIds(Sequence[RowId]):
     def __getitem__(self, index: slice) -> list[RowId]: ...
     def __getitem__(self, index: int | slice) -> RowId | list[RowId]:
         if isinstance(index, slice):
-            wanted = np.arange(*index.indices(self._length), dtype=np.int64)
+            wanted = range(*index.indices(self._length))
             return self._dataset.name_rows(self._dataset.places(wanted))
         number = int(index) + (self._length if index < 0 else 0)
         if not 0 <= number < self._length:

@@ -5,15 +5,18 @@ Holds a number a block (and a bit a row where there is a filter), whatever the n
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
-from miniray.data.distinct import distinct
-from miniray.data.permutation import Permutation, Positions, derive_key
+from miniray.data.permutation import Permutation, derive_key
 from miniray.data.source import Blocks
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 _CHUNK = 1 << 16
 
@@ -23,15 +26,18 @@ class Kept:
 
     def __init__(self, blocks: Blocks, bits: Sequence[npt.NDArray[np.uint8]]) -> None:
         self._blocks, self._bits = blocks, bits
-        self.sizes = np.array([len(self(block)) for block in range(len(blocks))], dtype=np.int64)
+        self.sizes = [len(self(block)) for block in range(len(blocks))]
 
-    def __call__(self, block: int) -> Positions:
+    def __call__(self, block: int) -> list[int]:
         """The rows of a block that are kept."""
-        start, count = int(self._blocks.first[block]), int(self._blocks.rows[block])
+        import numpy as np
+
+        start, count = self._blocks.first[block], self._blocks.rows[block]
         first, last = start // 8, -(-(start + count) // 8)
-        packed = self._bits[int(self._blocks.file[block])][first:last]
+        packed = self._bits[self._blocks.file[block]][first:last]
         unpacked = np.unpackbits(packed, bitorder="little")
-        return np.flatnonzero(unpacked[start - 8 * first : start - 8 * first + count])
+        found = np.flatnonzero(unpacked[start - 8 * first : start - 8 * first + count])
+        return found.tolist()  # type: ignore[no-any-return]
 
 
 class Selection:
@@ -39,7 +45,7 @@ class Selection:
 
     def __init__(
         self,
-        rows: npt.NDArray[np.int64],
+        rows: Sequence[int],
         kept: Kept | None,
         max_samples: int,
         seed: int | None,
@@ -47,41 +53,39 @@ class Selection:
         self._kept = kept
         self._available = rows if kept is None else kept.sizes
         self._seed = seed
-        self._drawn = -1 < max_samples < int(self._available.sum())
+        self._drawn = -1 < max_samples < sum(self._available)
         self.sizes = self._draw(max_samples) if self._drawn else self._available
-        self.n = int(self.sizes.sum())
+        self.n = sum(self.sizes)
         self.everything = kept is None and not self._drawn
         self._chosen = lru_cache(maxsize=256)(self._choose)
 
-    def _draw(self, max_samples: int) -> npt.NDArray[np.int64]:
+    def _draw(self, max_samples: int) -> list[int]:
         """How many of each block: as a draw of single rows without replacement would give."""
-        total = int(self._available.sum())
-        ends = np.cumsum(self._available)
+        ends = list(accumulate(self._available))
+        total = ends[-1]
         draw = Permutation(total, derive_key(self._seed, "subset"))
         # Whichever is less is drawn: those in, or those out.
         count = min(max_samples, total - max_samples)
-        counts = np.zeros(len(ends), dtype=np.int64)
+        counts = [0] * len(ends)
         for start in range(0, count, _CHUNK):
-            rows = draw(np.arange(start, min(count, start + _CHUNK)))
-            blocks = np.searchsorted(ends, rows, side="right")
-            counts += np.bincount(blocks, minlength=len(ends))
-        return counts if count == max_samples else self._available - counts
+            for row in draw.rows(range(start, min(count, start + _CHUNK))):
+                counts[bisect_right(ends, row)] += 1
+        if count == max_samples:
+            return counts
+        return [have - out for have, out in zip(self._available, counts, strict=True)]
 
-    def _choose(self, block: int) -> Positions:
-        chosen: Positions
+    def _choose(self, block: int) -> Sequence[int]:
+        chosen: Sequence[int] = range(self.sizes[block])
         if self._drawn:
-            draw = Permutation(int(self._available[block]), derive_key(self._seed, "subset", block))
-            chosen = np.sort(draw(np.arange(int(self.sizes[block]))))
-        else:
-            chosen = np.arange(int(self.sizes[block]))
-        return chosen if self._kept is None else self._kept(block)[chosen]
+            draw = Permutation(self._available[block], derive_key(self._seed, "subset", block))
+            chosen = sorted(draw.rows(chosen))
+        if self._kept is None:
+            return chosen
+        kept = self._kept(block)
+        return [kept[row] for row in chosen]
 
-    def rows(self, blocks: Positions, places: Positions) -> Positions:
+    def rows(self, blocks: Sequence[int], places: Sequence[int]) -> Sequence[int]:
         """From places among the chosen rows of blocks to rows of the blocks."""
         if self.everything:
             return places
-        found = np.empty_like(places)
-        for block in distinct(blocks).tolist():
-            inside = blocks == block
-            found[inside] = self._chosen(block)[places[inside]]
-        return found
+        return [self._chosen(block)[place] for block, place in zip(blocks, places, strict=True)]

@@ -6,16 +6,12 @@ Arithmetic only; nothing is read but what the order itself needs.
 from __future__ import annotations
 
 from abc import abstractmethod
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence
 
 from miniray.data import progress
 from miniray.data.epochs import Epochs
 from miniray.data.gather import Places
-from miniray.data.groups import GroupedOrder
-from miniray.data.order import Order, SequentialOrder
-from miniray.data.permutation import Positions
+from miniray.data.order import Order, SequentialOrder, starts_of
 from miniray.data.row_ids import RowId, RowIds
 from miniray.data.selection import Selection
 from miniray.data.source import Blocks
@@ -41,30 +37,33 @@ class Share(Epochs):
     def _parts(self) -> tuple[progress.Intervals, progress.Intervals]:
         """What is left of the epoch for all ranks, and this rank's part of it."""
         if self._part is None:
-            order = self._current_order() if self._group_by else None
-            snap = order.snap if isinstance(order, GroupedOrder) else None
+            snap = None
+            if self._group_by is not None:
+                from miniray.data.groups import GroupedOrder
+
+                order = self._current_order()
+                assert isinstance(order, GroupedOrder)
+                snap = order.snap
             left = progress.remaining(self._n(), self._history, self._even, snap, self._chunk_left)
             edges = progress.cuts(left, self._world_size, self._even, snap)
-            own = progress.portion(left, int(edges[self._rank]), int(edges[self._rank + 1]))
+            own = progress.portion(left, edges[self._rank], edges[self._rank + 1])
             self._part = left, own
         return self._part
 
-    def positions(self, index: npt.ArrayLike) -> Positions:
+    def positions(self, index: Sequence[int]) -> list[int]:
         """Positions in the epoch's order of this rank's ``index``-th rows (padding included)."""
         left, own = self._parts()
-        asked = np.array(index, dtype=np.int64)
         count = progress.size(own)
         if count:
-            asked[asked >= count] = 0
-            return progress.positions_at(own, asked)
-        asked[:] = self._rank % max(1, progress.size(left))
-        return progress.positions_at(left, asked)
+            return progress.positions_at(own, [i if i < count else 0 for i in index])
+        spare = self._rank % max(1, progress.size(left))
+        return progress.positions_at(left, [spare] * len(index))
 
-    def places(self, index: npt.ArrayLike) -> Places:
+    def places(self, index: Sequence[int]) -> Places:
         """Where this rank's ``index``-th rows are."""
         return self.places_of(self.positions(index))
 
-    def places_of(self, positions: Positions) -> Places:
+    def places_of(self, positions: Sequence[int]) -> Places:
         """Where the rows at ``positions`` of the epoch's order are."""
         return self.places_in(self._current_order(), positions)
 
@@ -73,25 +72,24 @@ class Share(Epochs):
             self._order = self.order_of(self._epoch, self._began_with)
         return self._order
 
-    def ordinals(self, positions: Positions) -> Positions:
+    def ordinals(self, positions: Sequence[int]) -> list[int]:
         """The rows at ``positions`` by their number among all rows that take part, unshuffled."""
         return self.ordinals_in(self._current_order(), positions)
 
-    def ordinals_in(self, order: Order, positions: Positions) -> Positions:
+    def ordinals_in(self, order: Order, positions: Sequence[int]) -> list[int]:
         blocks, places = order.places(positions)
-        sizes = self._selected.sizes
-        found: Positions = (np.cumsum(sizes) - sizes)[blocks] + places
-        return found
+        starts = starts_of(self._selected.sizes)
+        return [starts[block] + place for block, place in zip(blocks, places, strict=True)]
 
-    def places_of_ordinals(self, ordinals: Positions) -> Places:
+    def places_of_ordinals(self, ordinals: Sequence[int]) -> Places:
         """Where rows are, by their number among all rows that take part."""
         return self.places_in(SequentialOrder(self._selected.sizes), ordinals)
 
-    def places_in(self, order: Order, positions: Positions) -> Places:
+    def places_in(self, order: Order, positions: Sequence[int]) -> Places:
         """Where the rows at ``positions`` of any order of this dataset are."""
         blocks, places = order.places(positions)
         rows = self._selected.rows(blocks, places)
-        return Places(np.zeros_like(blocks), blocks, rows)
+        return Places([0] * len(blocks), blocks, rows)
 
     def __len__(self) -> int:
         left, own = self._parts()
@@ -102,9 +100,10 @@ class Share(Epochs):
     def name_rows(self, places: Places) -> list[RowId]:
         """Stable ids of rows: file, and row within the file."""
         blocks = self._table
-        files = blocks.file[places.block].tolist()
-        rows = (blocks.first[places.block] + places.row).tolist()
-        return [(blocks.files[file], row) for file, row in zip(files, rows, strict=True)]
+        return [
+            (blocks.files[blocks.file[block]], blocks.first[block] + row)
+            for block, row in zip(places.block, places.row, strict=True)
+        ]
 
     @property
     def row_ids(self) -> RowIds:
@@ -115,7 +114,7 @@ class Share(Epochs):
     def padded(self) -> list[RowId]:
         """Rows this rank gets although it or another rank has them (``even="pad"``)."""
         own = progress.size(self._parts()[1])
-        return self.name_rows(self.places(np.arange(own, len(self))))
+        return self.name_rows(self.places(range(own, len(self))))
 
     @property
     def dropped(self) -> list[RowId]:
@@ -123,4 +122,4 @@ class Share(Epochs):
         left = self._parts()[0]
         total = progress.size(left)
         shared = total - total % self._world_size if self._even == "drop" else total
-        return self.name_rows(self.places_of(progress.positions_at(left, np.arange(shared, total))))
+        return self.name_rows(self.places_of(progress.positions_at(left, range(shared, total))))

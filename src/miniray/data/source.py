@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from miniray.data.permutation import Positions
 from miniray.data.slabs import Slabs
 from miniray.errors import DataError
 
@@ -25,11 +22,11 @@ class Blocks:
     """Where the rows of a source are; one entry a block, in the order of the data."""
 
     files: Sequence[str]
-    file: npt.NDArray[np.int64]  # which file, as an index into ``files``
-    number: npt.NDArray[np.int64]  # which block within its file
-    first: npt.NDArray[np.int64]  # its first row within the file
-    rows: npt.NDArray[np.int64]
-    nbytes: npt.NDArray[np.int64]  # in memory, of the columns that are read
+    file: Sequence[int]  # which file, as an index into ``files``
+    number: Sequence[int]  # which block within its file
+    first: Sequence[int]  # its first row within the file
+    rows: Sequence[int]
+    nbytes: Sequence[int]  # in memory, of the columns that are read
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -39,9 +36,13 @@ class Blocks:
         digest = hashlib.blake2b(digest_size=8)
         for name in self.files:
             digest.update(name.replace("\\", "/").rsplit("/", 1)[-1].encode() + b"\0")
-        digest.update(self.file.tobytes() + self.rows.tobytes())
+        digest.update(array("q", self.file).tobytes() + array("q", self.rows).tobytes())
         digest.update(repr(list(extra)).encode())
         return digest.hexdigest()
+
+
+#: Names of columns and their types, as Arrow names them.
+Layout = tuple[tuple[str, str], ...]
 
 
 class Rows(ABC):
@@ -49,12 +50,22 @@ class Rows(ABC):
 
     start: int
     nbytes: int
+    #: None where rows may be any Python objects; others have ``getter``.
+    layout: Layout | None = None
 
     @abstractmethod
-    def rows(self, index: Positions) -> list[Any]:
+    def rows(self, index: Sequence[int]) -> list[Any]:
         """Rows at ``index`` as Python objects, usually dicts."""
 
-    def arrow(self, index: Positions) -> Any:
+    def getter(self, name: str) -> Callable[[int], Any]:
+        """A function from a row to its value in a column of the layout."""
+        raise NotImplementedError
+
+    def numbers(self, name: str, index: Sequence[int]) -> Any:
+        """An array of a column's numbers where that is quicker and none is missing; or None."""
+        return None
+
+    def arrow(self, index: Sequence[int]) -> Any:
         """Rows at ``index`` as an Arrow table."""
         import pyarrow as pa
 
@@ -117,9 +128,9 @@ class ObjectRows(Rows):
         self.start = start
         self.nbytes = nbytes
 
-    def rows(self, index: Positions) -> list[Any]:
+    def rows(self, index: Sequence[int]) -> list[Any]:
         objects = self._objects
-        return [objects[i] for i in index.tolist()]
+        return [objects[i] for i in index]
 
 
 def parse_bytes(value: int | float | str, name: str = "memory_budget") -> int:

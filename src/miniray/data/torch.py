@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch.utils.data as torch_data
 
-from miniray.data.dataset import Dataset
+from miniray.data.dataset import Dataset, checked_indices
 
 _ROWS_AT_A_TIME = 256
 
@@ -34,11 +33,7 @@ class TorchDataset(torch_data.Dataset[Any]):  # type: ignore[misc]
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        count = len(self)
-        asked = np.array(indices, dtype=np.int64)
-        asked[asked < 0] += count
-        if len(asked) and (asked.min() < 0 or asked.max() >= count):
-            raise IndexError(f"rows {list(indices)} of {count}")
+        asked = checked_indices(indices, len(self))
         rows = self.dataset.rows_at(self.dataset.places_of_ordinals(asked))
         return rows if self.transform is None else [self.transform(row) for row in rows]
 
@@ -68,6 +63,7 @@ class ShardSampler(torch_data.Sampler[int]):  # type: ignore[misc]
 
     @property
     def epoch(self) -> int:
+        """The epoch under way, from 0."""
         return self._shard.epoch
 
     def __len__(self) -> int:
@@ -77,8 +73,8 @@ class ShardSampler(torch_data.Sampler[int]):  # type: ignore[misc]
         shard = self._shard
         count = len(shard)
         for start in range(0, count, 4096):
-            index = np.arange(start, min(count, start + 4096))
-            yield from shard.ordinals(shard.positions(index)).tolist()
+            index = range(start, min(count, start + 4096))
+            yield from shard.ordinals(shard.positions(index))
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; nothing happens where that is the current one."""
@@ -90,6 +86,7 @@ class ShardSampler(torch_data.Sampler[int]):  # type: ignore[misc]
         return self._shard.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a ``state_dict``, also one taken on another number of ranks."""
         self._shard.load_state_dict(state)
 
 
@@ -110,6 +107,7 @@ class TorchIterableDataset(torch_data.IterableDataset[Any]):  # type: ignore[mis
         return len(self.dataset)
 
     def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; nothing happens where that is the current one."""
         self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -122,7 +120,7 @@ class TorchIterableDataset(torch_data.IterableDataset[Any]):  # type: ignore[mis
         stop = count * (number + 1) // workers
         self._taken, self._skip = self._skip, 0
         for begin in range(start, stop, _ROWS_AT_A_TIME):
-            index = np.arange(begin, min(stop, begin + _ROWS_AT_A_TIME))
+            index = range(begin, min(stop, begin + _ROWS_AT_A_TIME))
             for row in self.dataset.rows_at(self.dataset.places(index)):
                 self._taken += 1
                 if info is None:
@@ -133,12 +131,14 @@ class TorchIterableDataset(torch_data.IterableDataset[Any]):  # type: ignore[mis
             self.dataset.finish_epoch()
 
     def state_dict(self) -> dict[str, Any]:
+        """How far the epoch is; inside a worker process of a loader, how far that worker is."""
         info = torch_data.get_worker_info()
         if info is None:
             return self.dataset.state_dict()
         return {"worker": info.id, "workers": info.num_workers, "taken": self._taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a ``state_dict``; ``ValueError`` for one of another worker."""
         info = torch_data.get_worker_info()
         if info is None:
             self.dataset.load_state_dict(state)

@@ -8,7 +8,7 @@ offsets and bytes directly; a batch of rows from many blocks then costs little m
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -16,19 +16,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 Getter = Callable[[int], Any]
-Path = tuple[str, ...]  # names of structs' fields, from a column down; lists have none
-
-#: Values that are not in the array but elsewhere, by where they belong.
-Elsewhere = Mapping[Path, Getter]
-_NONE: Elsewhere = {}
 
 
-def getter(array: Any, kind: Any = None, elsewhere: Elsewhere = _NONE, path: Path = ()) -> Getter:
-    """A function from a row number to the value, as ``array[i].as_py()`` gives it.
-
-    ``kind`` is the type with those fields of structs that are ``elsewhere`` and not in the array.
-    """
-    get = _plain(array, kind or array.type, elsewhere, path)
+def getter(array: Any) -> Getter:
+    """A function from a row number to the value, as ``array[i].as_py()`` gives it."""
+    get = _plain(array, array.type)
     if not array.null_count or array.buffers()[0] is None:
         return get
     bits, offset = memoryview(array.buffers()[0]).cast("B"), array.offset
@@ -63,7 +55,7 @@ def numbers(array: Any) -> npt.NDArray[Any]:
     return found[array.offset : array.offset + len(array)]
 
 
-def _plain(array: Any, kind: Any, elsewhere: Elsewhere, path: Path) -> Getter:
+def _plain(array: Any, kind: Any) -> Getter:
     """The same for values that are known to be there."""
     if not len(array) or pa.types.is_null(kind):
         return lambda i: None
@@ -73,9 +65,9 @@ def _plain(array: Any, kind: Any, elsewhere: Elsewhere, path: Path) -> Getter:
         return _bytes(array, "q", pa.types.is_large_string(kind))
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         code: Literal["i", "q"] = "q" if pa.types.is_large_list(kind) else "i"
-        return _lists(array, code, kind.value_type, elsewhere, path)
+        return _lists(array, code, kind.value_type)
     if pa.types.is_struct(kind):
-        return _structs(array, kind, elsewhere, path)
+        return _structs(array, kind)
     if pa.types.is_boolean(kind):
         bits, offset = memoryview(array.buffers()[1]).cast("B"), array.offset
         return lambda i: bool(bits[(offset + i) >> 3] >> ((offset + i) & 7) & 1)
@@ -103,44 +95,18 @@ def _bytes(array: Any, code: Literal["i", "q"], text: bool) -> Getter:
     return lambda i: bytes(data[offsets[i] : offsets[i + 1]])
 
 
-def _lists(
-    array: Any, code: Literal["i", "q"], kind: Any, elsewhere: Elsewhere, path: Path
-) -> Getter:
+def _lists(array: Any, code: Literal["i", "q"], kind: Any) -> Getter:
     offsets, child = _offsets(array, code), array.values
     if is_number(kind) and not child.null_count and not pa.types.is_boolean(kind):
         flat = numbers(child)
         return lambda i: flat[offsets[i] : offsets[i + 1]].tolist()
-    get = getter(child, kind, elsewhere, path)
+    get = getter(child)
     return lambda i: [get(k) for k in range(offsets[i], offsets[i + 1])]
 
 
-def _structs(array: Any, kind: Any, elsewhere: Elsewhere, path: Path) -> Getter:
-    fields: list[tuple[str, Getter]] = []
-    number = 0
-    for field in kind:
-        below = (*path, field.name)
-        get = elsewhere.get(below)
-        if get is None:
-            get = getter(array.field(number), field.type, elsewhere, below)
-            number += 1
-        fields.append((field.name, get))
+def _structs(array: Any, kind: Any) -> Getter:
+    fields = [(field.name, getter(array.field(number))) for number, field in enumerate(kind)]
     if len(fields) == 2:  # images and chat messages are this
         (a, get_a), (b, get_b) = fields
         return lambda i: {a: get_a(i), b: get_b(i)}
     return lambda i: {name: get(i) for name, get in fields}
-
-
-def holder(batch: Any, path: Path) -> Any:
-    """The array of structs that a field at ``path`` belongs to; None if that is not there."""
-    found = None
-    for name in path[:-1]:
-        kind = batch.schema if found is None else found.type
-        at = kind.get_field_index(name)
-        if at < 0:
-            return None
-        found = batch.column(at) if found is None else found.field(at)
-        while pa.types.is_list(found.type) or pa.types.is_large_list(found.type):
-            found = found.values
-        if not pa.types.is_struct(found.type):
-            return None
-    return found
