@@ -1,6 +1,6 @@
 """What the recorder costs: one update of the box, and a training step with and without it.
 
-    python benchmarks/doctor.py [--quick] [--json PATH] [--markdown]
+    python benchmarks/doctor.py [--quick] [--gpu] [--json PATH] [--markdown]
 
 All figures are CPU time of the thread, the best of several: other work of the machine only adds.
 The step is a whole one of a DDP model on gloo, with a DataLoader, an optimizer and one all_reduce.
@@ -8,6 +8,10 @@ Blocks of steps with the recorder and without it take turns in one process, so t
 machine's load meets both. The steps are small ones, in which the recorder's part can be told from
 the rest, and that part is set against a step of 5 ms. "Never attached" are steps of a process whose
 torch was left as it is.
+
+With ``--gpu`` the step is one of 5 ms on the GPU, in bfloat16, DDP over NCCL. It is measured twice:
+by the clock, with the GPU never waiting for the next step, and by the CPU time it takes to hand one
+step over, with the GPU idle.
 """
 
 from __future__ import annotations
@@ -26,35 +30,42 @@ from common import Line, median
 #: Wanted: nanoseconds for an update; per cent of a step of 5 ms.
 UPDATE_NANOSECONDS, STEP_PERCENT = 1000, 1.0
 STEP_SECONDS = 0.005
-BATCH_SIZE = 16
+KINDS = ("plain", "without", "with")
+
+#: kind (see KINDS) → figure → seconds, one for each block
+Steps = dict[str, dict[str, list[float]]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few repetitions")
-    parser.add_argument("--json", type=Path, default=common.RESULTS / "doctor.json", metavar="PATH")
+    parser.add_argument("--gpu", action="store_true", help="a step on the GPU instead")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="where all samples go")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--child", choices=["attached", "plain"], help=argparse.SUPPRESS)
     parser.add_argument("--blocks", type=int, default=40, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        found = measure_steps(arguments.child == "attached", arguments.blocks)
+        found = measure_steps(arguments.gpu, arguments.child == "attached", arguments.blocks)
         arguments.out.write_text(json.dumps(found))
         return
 
     started = common.stamp()
-    with tempfile.TemporaryDirectory() as folder:
-        updates = measure_updates(Path(folder), 3 if arguments.quick else 15)
-    repetitions, blocks = (1, 10) if arguments.quick else (3, 40)
-    steps: dict[str, list[float]] = {"with": [], "without": [], "plain": []}
+    updates: dict[str, list[float]] = {}
+    if not arguments.gpu:
+        with tempfile.TemporaryDirectory() as folder:
+            updates = measure_updates(Path(folder), 3 if arguments.quick else 15)
+    repetitions, blocks = (1, 10) if arguments.quick else (1, 20) if arguments.gpu else (3, 40)
+    steps: Steps = {}
     for repetition in range(repetitions):
         print(f"steps, repetition {repetition + 1} of {repetitions}", flush=True)
         for child in ("attached", "plain"):
-            options = ["--child", child, "--blocks", str(blocks)]
+            options = ["--child", child, "--blocks", str(blocks)] + ["--gpu"] * arguments.gpu
             for kind, samples in common.run_measured(Path(__file__), options).items():
-                steps[kind] += samples
-    lines = summarise(updates, steps)
+                for figure, values in samples.items():
+                    steps.setdefault(kind, {}).setdefault(figure, []).extend(values)
+    lines = summarise_gpu(steps) if arguments.gpu else summarise(updates, steps)
     if arguments.markdown:
         print(common.markdown_table(["figure"], lines))
     else:
@@ -62,14 +73,17 @@ def main() -> None:
     record = {
         "started": started,
         "finished": common.stamp(),
-        "machine": common.machine(),
+        "machine": {**common.machine(), "gpu": _gpu_name() if arguments.gpu else None},
         "versions": common.versions("miniray", "torch", "numpy"),
         "updates_ns": updates,
-        "steps_s": steps,  # a median of 30 steps each
+        # A figure a block of steps.
+        "steps_s": steps if arguments.gpu else {kind: of["cpu"] for kind, of in steps.items()},
         "table": [vars(line) for line in lines],
     }
-    common.write_json(arguments.json, record)
-    print(f"all samples: {arguments.json}")
+    name = "doctor_gpu.json" if arguments.gpu else "doctor.json"
+    path = arguments.json or common.RESULTS / name
+    common.write_json(path, record)
+    print(f"all samples: {path}")
 
 
 # -- updates --------------------------------------------------------------------------------------
@@ -79,7 +93,7 @@ def measure_updates(folder: Path, repeats: int) -> dict[str, list[float]]:
     """Nanoseconds of each kind of update, a figure a repetition."""
     from miniray import doctor
     from miniray.doctor import recorder, sites
-    from miniray.doctor.reader import BoxReader
+    from miniray.doctor.box_reader import BoxReader
 
     current = recorder.start(folder, 0, 1)
     box = current.box
@@ -88,8 +102,10 @@ def measure_updates(folder: Path, repeats: int) -> dict[str, list[float]]:
     ids = list(range(64))
     current.begin_pass(0, 0)
 
+    begin = current.collective("all_reduce", "SUM", "default", (4, 8), "float32", site)
+
     def collective() -> None:
-        current.end(current.collective("all_reduce", "SUM", "default", (4, 8), "float32", site))
+        current.end(begin(time.monotonic()))
 
     def cell() -> None:
         box.ints[4] = 7
@@ -124,72 +140,39 @@ def measure_updates(folder: Path, repeats: int) -> dict[str, list[float]]:
 # -- steps ----------------------------------------------------------------------------------------
 
 
-def measure_steps(attached: bool, blocks: int) -> dict[str, list[float]]:
-    """CPU seconds of a step, a median a block; by whether the recorder was on."""
+def measure_steps(on_gpu: bool, attached: bool, blocks: int) -> Steps:
+    """Seconds of a step, a figure a block; by whether the recorder was on."""
+    import doctor_training
+
     from miniray import doctor
     from miniray.doctor import recorder
 
     with tempfile.TemporaryDirectory() as folder:
         current = doctor.attach(folder, rank=0, world_size=1) if attached else None
-        run = _training(Path(folder))
-        found: dict[str, list[float]] = {}
+        training = doctor_training.on_gpu if on_gpu else doctor_training.on_cpu
+        run = training(Path(folder))
+        found: Steps = {}
         for block in range(blocks):
             kind = "plain" if not attached else "without" if block % 2 else "with"
             recorder._current = current if kind == "with" else None
-            times = run(BATCH_SIZE, 32)
-            found.setdefault(kind, []).append(median(times[2:]))  # the first find cold caches
+            for figure, seconds in run().items():
+                found.setdefault(kind, {}).setdefault(figure, []).append(seconds)
         recorder._current = current
+        doctor_training.leave()  # before the folder goes: a thread of NCCL looks into the store
         recorder.stop()
     return found
 
 
-def _training(folder: Path) -> Callable[[int, int], list[float]]:
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader, TensorDataset
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1
-    )
-    net = torch.nn.Sequential(
-        torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256), torch.nn.ReLU(),
-        torch.nn.Linear(256, 1),
-    )  # fmt: skip
-    model = DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-    def run(batch_size: int, steps: int) -> list[float]:
-        data = TensorDataset(torch.randn(steps * batch_size, 64))
-        loader = DataLoader(data, batch_size=batch_size, collate_fn=_first)
-        times: list[float] = []
-        began = time.thread_time()
-        for x in loader:
-            optimizer.zero_grad()
-            loss = model(x).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            dist.all_reduce(loss.detach())
-            now = time.thread_time()
-            times.append(now - began)
-            began = now
-        return times
-
-    return run
-
-
-def _first(samples: list[Any]) -> Any:
+def _gpu_name() -> str:
     import torch
 
-    return torch.stack([sample[0] for sample in samples])
+    return str(torch.cuda.get_device_name(0))
 
 
 # -- the table ------------------------------------------------------------------------------------
 
 
-def summarise(updates: dict[str, list[float]], steps: dict[str, list[float]]) -> list[Line]:
+def summarise(updates: dict[str, list[float]], steps: Steps) -> list[Line]:
     lines = []
     in_the_way = {"a number", "the phase", "an event"}
     for name, samples in updates.items():
@@ -197,7 +180,7 @@ def summarise(updates: dict[str, list[float]], steps: dict[str, list[float]]) ->
         goal = f"≤ {UPDATE_NANOSECONDS} ns" if name in in_the_way else ""
         reached = best <= UPDATE_NANOSECONDS if goal else None
         lines.append(Line(name, [common.human(best / 1e9, "s")], goal, reached))
-    plain, without, recorded = (min(steps[kind]) for kind in ("plain", "without", "with"))
+    plain, without, recorded = (min(steps[kind]["cpu"]) for kind in KINDS)
     extra = recorded - min(plain, without)
     percent = 100 * extra / STEP_SECONDS
     lines.append(Line("a small step, never attached", [common.human(plain, "s")]))
@@ -211,6 +194,26 @@ def summarise(updates: dict[str, list[float]], steps: dict[str, list[float]]) ->
             percent < STEP_PERCENT,
         )
     )
+    return lines
+
+
+def summarise_gpu(steps: Steps) -> list[Line]:
+    titles = dict(zip(KINDS, ("never attached", "recorder off", "recorder on"), strict=True))
+    lines = []
+    for kind, title in titles.items():
+        clock, cpu = median(steps[kind]["clock"]), min(steps[kind]["cpu"])
+        lines.append(Line(f"a step on the GPU, {title}", [common.human(clock, "s")]))
+        lines.append(Line(f"handing it over, {title}", [common.human(cpu, "s")]))
+    # Blocks with the recorder and without it took turns: each is compared with its neighbour.
+    pairs = zip(steps["with"]["clock"], steps["without"]["clock"], strict=True)
+    slower = 100 * median([recorded / without - 1 for recorded, without in pairs])
+    extra = min(steps["with"]["cpu"]) - min(steps["plain"]["cpu"] + steps["without"]["cpu"])
+    percent = 100 * extra / STEP_SECONDS
+    for title, cell, value in (
+        ("slower by the clock", f"{slower:+.2f} %", slower),
+        ("CPU time for 5 ms on the GPU", f"{percent:.2f} % ({extra * 1e6:.0f} µs)", percent),
+    ):
+        lines.append(Line(title, [cell], f"< {STEP_PERCENT:g} %", value < STEP_PERCENT))
     return lines
 
 

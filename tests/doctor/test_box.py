@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from miniray.doctor import layout, model
 from miniray.doctor.box import Box
+from miniray.doctor.box_reader import BoxReader
 from miniray.doctor.layout import Cell, Real
-from miniray.doctor.reader import BoxReader, read_box, read_run
+from miniray.doctor.reader import read_box, read_run
 from miniray.errors import BoxError
 
 
@@ -93,11 +94,11 @@ def test_texts_beyond_the_table_are_said_to_have_no_room(box):
 
 def test_steps_are_kept_finely_then_coarsely(box):
     for step in range(1, 1025):
-        box.add_step(0, step, 0, 0.5, 0.1, 0.2, 0.05, 1.0 / step, 8)
+        box.add_step(0, step, 0, (0.5, 0.1, 0.2, 0.05), 1.0 / step, 8, 0.0)
         if step % 16 == 0:
-            box.add_step(1, step, 0, 8.0, 1.6, 3.2, 0.8, 1.0, 8)
+            box.add_step(1, step, 0, (8.0, 1.6, 3.2, 0.8), 1.0, 8, 0.0)
         if step % 256 == 0:
-            box.add_step(2, step, 0, 128.0, 25.6, 51.2, 12.8, 1.0, 8)
+            box.add_step(2, step, 0, (128.0, 25.6, 51.2, 12.8), 1.0, 8, 0.0)
     record = read_box(box.path)
     assert [s.step for s in record.steps] == list(range(769, 1025))
     assert record.steps[-1].compute == pytest.approx(0.15)
@@ -107,15 +108,16 @@ def test_steps_are_kept_finely_then_coarsely(box):
 
 
 def test_a_step_without_a_loss_is_not_a_nan(box):
-    box.add_step(0, 1, 0, 0.5, 0, 0, 0, layout.NO_LOSS, 8)
-    box.add_step(0, 2, 0, 0.5, 0, 0, 0, math.nan, 8)
+    box.add_step(0, 1, 0, (0.5, 0, 0, 0), layout.NO_LOSS, 8, 0.0)
+    box.add_step(0, 2, 0, (0.5, 0, 0, 0), math.nan, 8, 0.0)
     without, nan = read_box(box.path).steps
     assert without.loss is None
     assert math.isnan(nan.loss)
 
 
 def test_phase_and_its_time_are_one_cell(box):
-    box.phase(box.intern("forward\0/code/model.py\x0040\x00step"))
+    text = box.intern("forward\0/code/model.py\x0040\x00step")
+    box.ints[layout.Cell.PHASE] = time.monotonic_ns() & layout.MOMENT | text
     phase = read_box(box.path).phase
     assert phase.name == "forward"
     assert phase.site == model.Site("/code/model.py", 40, "step")
@@ -181,7 +183,8 @@ while True:
     # Everything in a record follows from its number: a mixture would show.
     sizes = (step, step + 1)
     box.event(box.what("collective", f"op{step % 10}", sizes=sizes), sequence=step)
-    box.add_step(0, step, step, step * 2.0, step * 3.0, step * 4.0, step * 5.0, step * 6.0, step)
+    parts = step * 2.0, step * 3.0, step * 4.0, step * 5.0
+    box.add_step(0, step, step, parts, step * 6.0, step, 0.0)
     writer.add([step * 2, step * 2 + 1])
     if step % 50 == 0:
         box.write_info({"rank": 0, "world_size": 1, "notes": {"step": step, "twice": [step] * 500}})

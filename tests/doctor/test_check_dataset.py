@@ -5,7 +5,7 @@ import json
 import pytest
 
 from miniray import doctor
-from miniray.doctor import data_probe, dataset_check
+from miniray.doctor import data_probe, dataset_findings, dataset_shares
 
 
 class Numbers:
@@ -41,7 +41,7 @@ def test_that_is_what_torch_does(length, world):
         sampler = data.DistributedSampler(
             Numbers(length), num_replicas=world, rank=rank, shuffle=False
         )
-        assert list(dataset_check.dealt(length, world, rank)) == list(sampler)
+        assert list(dataset_shares.dealt(length, world, rank)) == list(sampler)
 
 
 def test_one_rank_of_interest():
@@ -90,22 +90,22 @@ def test_a_loader_is_asked_for_itself():
 
 def test_uneven_shares_will_hang():
     shares = [
-        dataset_check.share_of(rank, range(count), 2, False) for rank, count in enumerate((8, 6))
+        dataset_shares.share_of(rank, range(count), 2, False) for rank, count in enumerate((8, 6))
     ]
-    setup = dataset_check.Setup(14, 2, 2)
-    found = list(dataset_check.judge(setup, shares, []))
+    setup = dataset_shares.Setup(14, 2, 2)
+    found = list(dataset_findings.judge(setup, shares, []))
     assert "uneven-batches" in [finding.code for finding in found]
 
 
 def test_a_long_epoch_is_compared_by_its_sketch():
-    setup = dataset_check.Setup(40_000, 2, 8, sampler="Mine")
-    same = [dataset_check.share_of(rank, range(20_000), 8, False) for rank in range(2)]
+    setup = dataset_shares.Setup(40_000, 2, 8, sampler="Mine")
+    same = [dataset_shares.share_of(rank, range(20_000), 8, False) for rank in range(2)]
     apart = [
-        dataset_check.share_of(rank, range(rank * 20_000, (rank + 1) * 20_000), 8, False)
+        dataset_shares.share_of(rank, range(rank * 20_000, (rank + 1) * 20_000), 8, False)
         for rank in range(2)
     ]
-    assert [f.code for f in dataset_check.judge(setup, same, [])] == ["same-data"]
-    assert list(dataset_check.judge(setup, apart, [])) == []
+    assert [f.code for f in dataset_findings.judge(setup, same, [])] == ["same-data"]
+    assert list(dataset_findings.judge(setup, apart, [])) == []
 
 
 def test_bad_questions_are_refused():

@@ -1,6 +1,8 @@
 """The doctor's reasoning on records made by hand: who waits for whom, and who is to blame."""
 
 import dataclasses
+import socket
+import subprocess
 import threading
 
 import pytest
@@ -568,3 +570,66 @@ def test_what_nobody_caused_is_the_cause():
     one = calling(0, call(0, ago=70.0, ended=NOW - 9), exit=lost, process=GONE)
     finding = top(one, calling(1, call(0, is_open=True, ago=70.0)))
     assert finding.title.startswith("rank 0 raised RuntimeError: Timed out")
+
+
+# -- drivers -------------------------------------------------------------------------------------
+
+HERE = {"host": socket.gethostname(), "state": "running", "process_started": 1.0}
+BY_DRIVER = ended("signal", signal="SIGKILL", by_launcher=True)
+TRACEBACK = """Traceback (most recent call last):
+  File "/code/train.py", line 50, in <module>
+    trainer.train(epochs=3)
+  File "/code/train.py", line 28, in on_epoch_end
+    print(result["accuracy"])
+          ~~~~~~^^^^^^^^^^^^
+KeyError: 'accuracy'
+"""
+
+
+def test_an_error_of_the_driver_is_the_cause_and_the_ranks_it_ended_are_consequences():
+    error = {"type": "KeyError", "message": "'accuracy'", "traceback": TRACEBACK}
+    stopped = [rank(number, exit=BY_DRIVER, process=GONE) for number in range(2)]
+    finding = top(*stopped, state="failed", error=error)
+    assert finding.title == "the driver raised KeyError: 'accuracy' at train.py:28"
+    assert finding.site == "train.py:28"
+    assert finding.evidence[-1] == "ranks 0 and 1 ended with it: consequences"
+
+
+def test_the_error_of_a_worker_comes_before_what_its_driver_said_about_it():
+    error = {"type": "TaskError(ValueError)", "message": "worker 1 in epoch 2", "traceback": ""}
+    finding = top(
+        rank(0, exit=BY_DRIVER, process=GONE),
+        rank(1, exit=ended(message="bad row 7 (in epoch 2)"), process=GONE),
+        state="failed",
+        error=error,
+    )
+    assert finding.title == "rank 1 raised ValueError: bad row 7 (in epoch 2) at train.py:33"
+    assert finding.ranks == (1,)
+
+
+def test_what_the_launcher_says_is_said_where_no_rank_knows_better():
+    error = {"type": None, "message": "the connection to machine 1 is lost", "traceback": None}
+    stopped = [rank(number, exit=BY_DRIVER, process=GONE) for number in range(2)]
+    finding = top(*stopped, state="failed", error=error)
+    assert finding.title == "the run failed: the connection to machine 1 is lost"
+
+
+def test_ranks_that_went_down_with_their_driver_are_not_blamed():
+    gone = [rank(number, exit=ended("gone"), process=GONE) for number in range(2)]
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    finding = top(*gone, **HERE, pid=process.pid)
+    assert finding.title == f"the driver (pid {process.pid}) is gone, and nobody saw it end"
+    assert finding.ranks == ()
+    # Ranks that finished do not need it any more.
+    done = [rank(number, exit=FINISHED, process=GONE) for number in range(2)]
+    healthy(*done, **HERE, pid=process.pid)
+    # Where the run has no driver but rank 0, that rank is the one that is gone.
+    driving = dataclasses.replace(gone[0], pid=process.pid)
+    assert "rank 0 is gone" in top(driving, gone[1], **HERE, pid=process.pid).title
+
+
+def test_a_run_that_was_interrupted_is_said_to_be():
+    stopped = [rank(number, exit=BY_DRIVER, process=GONE) for number in range(2)]
+    verdict = healthy(*stopped, state="interrupted").verdict
+    assert verdict == "HEALTHY: 2 ranks at step 10 when the run was interrupted"

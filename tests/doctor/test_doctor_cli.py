@@ -52,7 +52,8 @@ def sleep():
 
 
 def wait_for_ever():
-    recorder.current().collective("all_reduce", "SUM", "default", (4,), "float32")
+    begin = recorder.current().collective("all_reduce", "SUM", "default", (4,), "float32")
+    begin(time.monotonic())
     time.sleep(600)
 
 

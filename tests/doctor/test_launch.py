@@ -366,6 +366,10 @@ def test_a_taken_port_is_replaced_and_a_module_can_be_run(tmp_path):
         (["--nnodes", "2", "x.py"], "several nodes need one --master-addr and --master-port"),
         (["--hang-timeout", "0", "x.py"], "more than 0 seconds"),
         (["--nnodes", "2", "--node-rank", "2", "x.py"], "--node-rank must be between 0 and 1"),
+        (
+            ["--nnodes", "2", "--node-rank", "1", "--master-port", "29500", "x.py"],
+            "machine 1 needs MINIRAY_RUN_TOKEN in its environment",
+        ),
     ],
 )
 def test_bad_options_are_refused_before_anything_starts(
@@ -396,6 +400,7 @@ def two_machines(tmp_path, text, *options):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env={**os.environ, "MINIRAY_RUN_TOKEN": "a token of the tests"},
         )
         for node in (1, 0)
     ]
@@ -413,6 +418,7 @@ def test_barriers_and_seeds_reach_over_machines(tmp_path):
         tmp_path,
         """
 Path(f"seed-{rank}").write_text(os.environ["MINIRAY_RUN_SEED"])
+assert "MINIRAY_RUN_TOKEN" not in os.environ
 for turn in range(3):
     Path(f"came-{rank}-{turn}").touch()
     doctor.barrier(f"turn {turn}", timeout=40)

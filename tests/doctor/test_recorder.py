@@ -105,9 +105,12 @@ def test_phases_nest_and_come_back(recording, tmp_path):
 
 
 def test_sequence_numbers_count_for_each_group_by_itself(recording, tmp_path):
-    recording.end(recording.collective("all_reduce", "SUM", "default", (4,), "float32"))
-    recording.end(recording.collective("broadcast", "src=0", "ranks 0,1 (#1)"))
-    recording.collective("barrier", group="default")
+    def begin(*words):
+        return recording.collective(*words)(time.monotonic())
+
+    recording.end(begin("all_reduce", "SUM", "default", (4,), "float32"))
+    recording.end(begin("broadcast", "src=0", "ranks 0,1 (#1)"))
+    begin("barrier", "", "default")
     events = only(tmp_path).events
     assert [(e.name, e.group, e.sequence) for e in events] == [
         ("all_reduce", "default", 0), ("broadcast", "ranks 0,1 (#1)", 0), ("barrier", "default", 1),

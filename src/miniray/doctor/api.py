@@ -77,3 +77,5 @@ class phase:  # noqa: N801  # called like a function, with or without ``with``
     ) -> None:
         if self._recorder is not None and self._recorder is recorder.current():
             self._recorder.close_section(self.name, self._site)
+            # The process may be ended any time now: its last samples must not be missing.
+            self._recorder.flush()

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from miniray.doctor import env, instrument, processes, recorder, runfile
-from miniray.doctor.reader import BoxReader
+from miniray.doctor.box_reader import BoxReader
 from miniray.doctor.recorder import Recorder
 from miniray.errors import BoxError
 

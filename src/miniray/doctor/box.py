@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ from miniray.doctor.layout import Cell, Real
 
 # Looked up once: these are in the way of every event.
 _EVENTS_AT, _EVENT_SLOTS, _EVENT_SIZE = layout.EVENTS_AT, layout.EVENT_SLOTS, layout.EVENT.size
+_FIRST_EVENT, _EVENT_WORDS = _EVENTS_AT >> 3, _EVENT_SIZE >> 3
 _pack_event = layout.EVENT.pack_into
-_pack_step = layout.STEP.pack_into
 _monotonic = time.monotonic
-_monotonic_ns = time.monotonic_ns
+
+#: See ``Box.beginner``.
+Begin = Callable[[float], int]
 
 
 class Box:
@@ -48,8 +50,11 @@ class Box:
         self._words = view[: layout.BOX_SIZE // 8 * 8].cast("Q")
         self._reals = view[: layout.BOX_SIZE // 8 * 8].cast("d")
         self._texts: dict[str, int] = {}
-        # Counting this way is one step for Python: two threads never get the same number.
-        self._next_event = itertools.count(1).__next__
+        # Counting this way is one step for Python: two threads never get the same number and place.
+        places = itertools.cycle(
+            range(_EVENTS_AT, _EVENTS_AT + _EVENT_SLOTS * _EVENT_SIZE, _EVENT_SIZE)
+        )
+        self._next_event = zip(itertools.count(1), places).__next__
         self._steps = [0] * len(layout.STEP_WIDTHS)
         self._text_lock = threading.Lock()  # for new texts only, which are few
         self._versions = {layout.INFO_AT: 0, layout.EXIT_AT: 0}
@@ -137,34 +142,41 @@ class Box:
 
         A blocking open one is what the rank waits in, until ``end_event``.
         """
-        count = self._next_event()
+        count, at = self._next_event()
         now = _monotonic()
         ints = self.ints
         # Plain numbers for cells here and below: Cell.STEP and the like would double the time.
-        _pack_event(
-            self._memory,
-            _EVENTS_AT + (count - 1) % _EVENT_SLOTS * _EVENT_SIZE,
-            count,
-            now,
-            0.0 if is_open else now,
-            sequence,
-            ints[4],
-            what,
-            count,
-        )
+        ended = 0.0 if is_open else now
+        _pack_event(self._memory, at, count, now, ended, sequence, ints[4], what, count)
         ints[0] = count
         if blocking and is_open:
             ints[1] = count
         return count - 1
 
+    def beginner(self, what: bytes, next_one: Callable[[], int], blocking: bool) -> Begin:
+        """A function that adds this event, open: ``event`` with everything at hand.
+
+        ``next_one`` gives the sequence number. The function takes the time and gives the event's
+        number.
+        """
+        memory, ints, next_event, pack = self._memory, self.ints, self._next_event, _pack_event
+
+        def begin(now: float) -> int:
+            count, at = next_event()
+            pack(memory, at, count, now, 0.0, next_one(), ints[4], what, count)
+            ints[0] = count
+            if blocking:
+                ints[1] = count
+            return count - 1
+
+        return begin
+
     def end_event(self, number: int, now: float | None = None) -> None:
         """Say that the open event ended now. One that the ring has lost is passed over."""
+        word = _FIRST_EVENT + number % _EVENT_SLOTS * _EVENT_WORDS
+        if self._words[word] == number + 1:
+            self._reals[word + 2] = _monotonic() if now is None else now  # EVENT_ENDED
         ints = self.ints
-        at = _EVENTS_AT + number % _EVENT_SLOTS * _EVENT_SIZE
-        # What was added since tells whether the ring has lost it, within a few that other threads
-        # are adding: only near that the record itself is asked.
-        if ints[0] - number < _EVENT_SLOTS - 64 or self._words[at >> 3] == number + 1:
-            self._reals[(at + 16) >> 3] = _monotonic() if now is None else now  # EVENT_ENDED
         if ints[1] == number + 1:
             ints[1] = 0
 
@@ -172,45 +184,29 @@ class Box:
         """The rank waits now for an open event that did not block when it was called."""
         self.ints[1] = number + 1
 
-    # -- phases and steps -------------------------------------------------------------------------
-
-    def phase(self, text: int) -> None:
-        """The rank does now what ``text`` ("name\\0file\\0line\\0function") says."""
-        self.ints[2] = (_monotonic_ns() >> 10) << 16 | text
+    # -- steps ------------------------------------------------------------------------------------
 
     def add_step(
         self,
         level: int,
         step: int,
         epoch: int,
-        seconds: float,
-        data: float,
-        backward: float,
-        collective: float,
+        parts: Sequence[float],
         loss: float,
         batch_size: int,
-        ended: float | None = None,
+        ended: float,
     ) -> None:
-        """Add a record to one of the rings of steps; ``level`` is an index of ``STEP_WIDTHS``."""
+        """Add a record to one of the rings of steps; ``level`` is an index of ``STEP_WIDTHS``.
+
+        ``parts`` are seconds: of all, of data, backward and collectives.
+        """
         self._steps[level] = count = self._steps[level] + 1
         slot = level * layout.STEP_SLOTS + (count - 1) % layout.STEP_SLOTS
-        _pack_step(
-            self._memory,
-            layout.STEPS_AT + slot * layout.STEP.size,
-            count,
-            step,
-            layout.STEP_WIDTHS[level],
-            epoch,
-            _monotonic() if ended is None else ended,
-            seconds,
-            data,
-            backward,
-            collective,
-            loss,
-            batch_size,
-            count,
-        )
-        self.ints[27 + level] = count  # Cell.STEPS and the two after it
+        layout.STEP.pack_into(
+            self._memory, layout.STEPS_AT + slot * layout.STEP.size,
+            count, step, layout.STEP_WIDTHS[level], epoch, ended, *parts, loss, batch_size, count,
+        )  # fmt: skip
+        self.ints[Cell.STEPS + level] = count
 
     # -- blobs ------------------------------------------------------------------------------------
 

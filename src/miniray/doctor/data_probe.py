@@ -15,11 +15,10 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from miniray.doctor import dataset_check, recorder, sites
+from miniray.doctor import dataset_check, dataset_findings, dataset_shares, recorder, sites
 from miniray.doctor.findings import by_weight
 from miniray.doctor.handles import find_handles
-from miniray.doctor.model import SamplePass, Site
-from miniray.doctor.reader import site_from
+from miniray.doctor.model import SamplePass, Site, site_from
 
 _loaders: list[Any] = []
 
@@ -70,9 +69,9 @@ def _leave(iterated: Any, site: str) -> None:
 
 
 def _describe(loader: Any, site: str) -> dict[str, Any]:
-    sampler = dataset_check.sampler_of(loader)
-    ids = dataset_check.indices_of(sampler) if sampler is not None else []
-    given = dataset_check.pass_of(ids)
+    sampler = dataset_shares.sampler_of(loader)
+    ids = dataset_shares.indices_of(sampler) if sampler is not None else []
+    given = dataset_shares.pass_of(ids)
     made = getattr(loader, "_miniray_made_at", "")
     return {
         "iterated": bool(site),
@@ -111,7 +110,7 @@ def read(run_dir: Path, world_size: int) -> list[dataset_check.DataReport]:
         ranks = {rank: found[index] for rank, found in left.items() if len(found) > index}
         first = next(iter(ranks.values()))
         site = Site(*first["site"])
-        setup = dataset_check.Setup(
+        setup = dataset_shares.Setup(
             length=first["length"],
             world_size=world_size,
             batch_size=first["batch_size"],
@@ -127,12 +126,12 @@ def read(run_dir: Path, world_size: int) -> list[dataset_check.DataReport]:
         for rank, said in ranks.items():
             given = SamplePass(0, 0, said["count"], tuple(said["ids"]), tuple(said["sketch"]))
             counted = range(given.count)
-            share = dataset_check.share_of(rank, counted, said["batch_size"], said["drop_last"])
+            share = dataset_shares.share_of(rank, counted, said["batch_size"], said["drop_last"])
             shares.append(
-                dataset_check.Share(rank, given, share.batches, share.last_batch, share.dropped)
+                dataset_shares.Share(rank, given, share.batches, share.last_batch, share.dropped)
             )
         handles = sorted({handle for said in ranks.values() for handle in said["handles"]})
-        found = by_weight(dataset_check.judge(setup, shares, handles))
+        found = by_weight(dataset_findings.judge(setup, shares, handles))
         reports.append(dataset_check.report(setup, shares, found))
     return reports
 

@@ -11,61 +11,16 @@ then.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from miniray.doctor import layout, samples
-from miniray.doctor.findings import Finding, Severity, by_weight, named, plural
+from miniray.doctor.dataset_findings import judge
+from miniray.doctor.dataset_shares import Setup, Share, dealt, length_of, of_loader, share_of
+from miniray.doctor.findings import Finding, Severity, by_weight, plural
 from miniray.doctor.handles import find_handles
-from miniray.doctor.model import SamplePass
-
-#: Indices that are dealt out at most, for one rank: of a larger epoch the beginning is compared.
-_MOST_IDS = 1_000_000
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """What one rank gets in one epoch. ``dropped`` samples of it are left over by ``drop_last``."""
-
-    rank: int
-    given: SamplePass
-    batches: int
-    last_batch: int
-    dropped: int
-
-    @property
-    def samples(self) -> int:
-        return self.given.count - self.dropped
-
-    def line(self) -> str:
-        """``rank 1: 3 samples, 2 batches (the last of 1): 1, 5, 9``"""
-        shown = ", ".join(map(str, self.given.ids[:8]))
-        last = f" (the last of {self.last_batch})" if self.batches > 1 else ""
-        more = ", …" if self.given.count > 8 else ""
-        counts = f"{plural(self.samples, 'sample')}, {plural(self.batches, 'batch')}{last}"
-        return (
-            f"rank {self.rank}: {counts}: {shown}{more}" if shown else f"rank {self.rank}: {counts}"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """How the data is dealt out. ``sampler`` is "" where it is only assumed what it would be."""
-
-    length: int | None
-    world_size: int
-    batch_size: int | None
-    drop_last: bool = False
-    num_workers: int = 0
-    sampler: str = ""
-    distributed: bool = True
-    shuffle: bool | None = None
-    epoch_set: bool | None = None  #: whether set_epoch was called; None where nobody can know yet
-    where: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,10 +100,10 @@ def check_dataset(
     if rank is not None and not 0 <= rank < world:
         raise ValueError(f"rank must be at least 0 and less than world_size {world}, not {rank}")
     if hasattr(data, "dataset") and hasattr(data, "batch_sampler"):
-        setup, indices = _of_loader(data, world)
+        setup, indices = of_loader(data, world)
         dataset = data.dataset
     else:
-        length = _length(data)
+        length = length_of(data)
         if length is None:
             kind = type(data).__name__
             raise TypeError(f"{kind} has no length: which samples a rank gets cannot be told")
@@ -168,219 +123,7 @@ def report(setup: Setup, shares: Sequence[Share], found: Iterable[Finding]) -> D
     return DataReport(setup, tuple(shares), tuple(f for f in every if f not in notes), notes)
 
 
-def dealt(length: int, world_size: int, rank: int) -> range | list[int]:
-    """What ``DistributedSampler(shuffle=False)`` gives a rank: evenly, the first ones once more."""
-    each = -(-length // world_size)
-    if length == 0:
-        return []
-    whole = range(rank, each * world_size, world_size)
-    return whole if each * world_size == length else [index % length for index in whole]
-
-
-def share_of(rank: int, ids: Sequence[int], batch_size: int | None, drop_last: bool) -> Share:
-    count = len(ids)
-    if not batch_size:
-        return Share(rank, pass_of(ids), count, 1 if count else 0, 0)
-    whole, rest = divmod(count, batch_size)
-    if drop_last:
-        return Share(rank, pass_of(ids), whole, batch_size if whole else 0, rest)
-    return Share(rank, pass_of(ids), whole + bool(rest), rest or min(count, batch_size), 0)
-
-
-def pass_of(ids: Sequence[int]) -> SamplePass:
-    """The samples as a rank's box would have them, so that they are compared in the same way."""
-    import numpy as np
-
-    array = np.asarray(ids, dtype=np.int64)
-    sketch: tuple[int, ...] = ()
-    if array.size > layout.PASS_IDS:
-        sketch = tuple(np.unique(samples.hash_ids(array))[: layout.SKETCH_SIZE].tolist())
-    return SamplePass(0, 0, int(array.size), tuple(array[: layout.PASS_IDS].tolist()), sketch)
-
-
-# -- what is wrong with it ------------------------------------------------------------------------
-
-
-def judge(setup: Setup, shares: Sequence[Share], handles: Sequence[str]) -> Iterator[Finding]:
-    yield from _sampler(setup)
-    yield from _overlap(setup, shares)
-    yield from _uneven(setup, shares)
-    yield from _dropped(setup, shares)
-    yield from _epoch(setup)
-    if handles:
-        serious = setup.num_workers > 0
-        yield Finding(
-            code="open-handles",
-            severity=Severity.WRONG if serious else Severity.NOTE,
-            title=f"the dataset holds {plural(len(handles), 'open handle')}: {handles[0]}",
-            evidence=tuple(handles),
-            cause="A forked loader worker shares the file position and the library's state: wrong "
-            "data, crashes, hangs. " + ("" if serious else "With num_workers=0 nothing is shared."),
-            fix="open it in __getitem__ on first use in each process, or in worker_init_fn",
-        )
-
-
-def _sampler(setup: Setup) -> Iterator[Finding]:
-    if setup.world_size > 1 and not setup.distributed:
-        yield Finding(
-            code="no-distributed-sampler",
-            severity=Severity.WRONG,
-            title=f"the loader uses {setup.sampler}, not a DistributedSampler: every rank gets "
-            "everything",
-            cause="Each of the ranks trains on all samples; an epoch is as long as with one.",
-            fix="DataLoader(..., sampler=DistributedSampler(dataset)), without shuffle=",
-            explains=frozenset({"same-data"}),
-        )
-
-
-def _overlap(setup: Setup, shares: Sequence[Share]) -> Iterator[Finding]:
-    repeated = _padding(setup, shares)
-    for one, two in itertools.combinations(shares[:32], 2):
-        share = samples.overlap(one.given, two.given)
-        if share > 0.10 and share * min(one.given.count, two.given.count) > setup.world_size:
-            yield Finding(
-                code="same-data",
-                severity=Severity.WRONG,
-                title=f"ranks {one.rank} and {two.rank} share {share:.0%} of their samples",
-                ranks=(one.rank, two.rank),
-                evidence=(one.line(), two.line()),
-                cause="Ranks train on the same samples.",
-                fix="DistributedSampler(dataset) takes rank and world size from the process group",
-            )
-            return
-    if repeated:
-        shown = ", ".join(map(str, repeated[:8]))
-        yield Finding(
-            code="repeated-samples",
-            severity=Severity.NOTE,
-            title=f"{plural(len(repeated), 'sample')} given twice to make the shares even: {shown}",
-            cause="DistributedSampler repeats the first samples. Metrics over them count double.",
-            fix="drop_last=True leaves samples out instead; miniray.data does neither",
-        )
-
-
-def _padding(setup: Setup, shares: Sequence[Share]) -> list[int]:
-    if not all(share.given.is_exact for share in shares):
-        return []
-    seen: set[int] = set()
-    twice: set[int] = set()
-    for share in shares:
-        twice |= seen & set(share.given.ids)
-        seen |= set(share.given.ids)
-    return sorted(twice)
-
-
-def _uneven(setup: Setup, shares: Sequence[Share]) -> Iterator[Finding]:
-    none = [share.rank for share in shares if share.batches == 0]
-    most = max(shares, key=lambda share: share.batches, default=None)
-    if most is None:
-        return
-    if none:
-        why = ""
-        if setup.length is not None and setup.length < setup.world_size:
-            why = f" ({plural(setup.length, 'sample')} < {setup.world_size} ranks)"
-        yield Finding(
-            code="no-batches",
-            severity=Severity.WRONG,
-            title=f"{named(none)} {'has' if len(none) == 1 else 'have'} 0 batches{why}",
-            ranks=tuple(none),
-            cause="A rank without a batch never calls backward, and the others wait for it there.",
-            fix="more data, fewer ranks, a smaller batch, or drop_last=False",
-        )
-        return
-    fewer = [share for share in shares if share.batches < most.batches]
-    if fewer:
-        yield Finding(
-            code="uneven-batches",
-            severity=Severity.WRONG,
-            title=f"{named(s.rank for s in fewer)} {'has' if len(fewer) == 1 else 'have'} "
-            f"{plural(fewer[0].batches, 'batch')}, rank {most.rank} has {most.batches}",
-            ranks=tuple(share.rank for share in fewer),
-            cause="The ranks with more batches will wait for the others in backward, for ever.",
-            fix="an even sampler, drop_last=True, or the loop inside `with model.join():`",
-        )
-
-
-def _dropped(setup: Setup, shares: Sequence[Share]) -> Iterator[Finding]:
-    dropped = sum(share.dropped for share in shares)
-    given = sum(share.samples for share in shares)
-    if dropped:
-        yield Finding(
-            code="dropped-samples",
-            severity=Severity.NOTE,
-            title=f"drop_last leaves out {plural(dropped, 'sample')} of {given + dropped} an epoch",
-            ranks=tuple(share.rank for share in shares if share.dropped),
-            cause="Batches that are not full are not given.",
-            fix="drop_last=False, or a batch size that divides the shares",
-        )
-
-
-def _epoch(setup: Setup) -> Iterator[Finding]:
-    if setup.shuffle and setup.distributed and setup.world_size > 1 and setup.epoch_set is False:
-        yield Finding(
-            code="set-epoch-forgotten",
-            severity=Severity.WRONG,
-            title="set_epoch was not called before the first epoch: every epoch has the same order",
-            cause="DistributedSampler shuffles by seed + epoch; the epoch is 0 until it is told.",
-            fix="call loader.sampler.set_epoch(epoch) at the beginning of each epoch",
-        )
-
-
-# -- loaders --------------------------------------------------------------------------------------
-
-
-def _of_loader(loader: Any, world: int) -> tuple[Setup, Mapping[int, Sequence[int]]]:
-    """A torch DataLoader: its sampler is copied for every rank and asked."""
-    sampler = sampler_of(loader)
-    replicas = getattr(sampler, "num_replicas", None)
-    setup = Setup(
-        length=_length(loader.dataset),
-        world_size=replicas or world,
-        batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
-        drop_last=bool(getattr(loader, "drop_last", False)),
-        num_workers=int(getattr(loader, "num_workers", 0)),
-        sampler=type(sampler).__name__ if sampler is not None else "no sampler",
-        distributed=replicas is not None,
-        shuffle=getattr(sampler, "shuffle", None),
-    )
-    if sampler is None:
-        raise TypeError(
-            "the loader's dataset is iterable: which samples a rank gets cannot be told"
-        )
-    if replicas is None:
-        ids = indices_of(sampler)
-        return setup, dict.fromkeys(range(world), ids)
-    return setup, {r: indices_of(_for_rank(sampler, r)) for r in range(replicas)}
-
-
-def sampler_of(loader: Any) -> Any:
-    """The sampler that gives single samples; None for an iterable dataset."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    if batch_sampler is None:
-        return None
-    return getattr(batch_sampler, "sampler", batch_sampler)
-
-
-def _for_rank(sampler: Any, rank: int) -> Any:
-    other = copy.copy(sampler)
-    other.rank = rank
-    return other
-
-
-def indices_of(sampler: Any) -> list[int]:
-    return [int(index) for index in itertools.islice(iter(sampler), _MOST_IDS)]
-
-
-def _length(data: Any) -> int | None:
-    try:
-        return len(data)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def _world_size() -> int:
-    import sys
-
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_world_size())

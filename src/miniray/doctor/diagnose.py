@@ -17,7 +17,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from miniray.doctor import checks, collectives, crossed, ended, hang, render, stacks
+from miniray.doctor import (
+    checks,
+    collectives,
+    crossed,
+    driver,
+    ended,
+    hang,
+    render,
+    render_json,
+    stacks,
+)
 from miniray.doctor.facts import Case, gather
 from miniray.doctor.findings import Finding, Severity, by_weight, plural
 from miniray.doctor.model import RunRecord, ThreadStack
@@ -66,6 +76,8 @@ class Diagnosis:
         low, high = self.case.steps
         steps = f"step {low}" if low == high else f"steps {low}–{high}"
         ranks = plural(len(self.case.ranks), "rank")
+        if self.run.run.get("state") == "interrupted":
+            return f"HEALTHY: {ranks} at {steps} when the run was interrupted"
         if not self.case.live:
             return f"HEALTHY: {ranks} finished at {steps}"
         return f"HEALTHY: {ranks} at {steps}, nothing wrong"
@@ -76,7 +88,7 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, Any]:
         """The same for a program; plain data that ``json.dumps`` takes."""
-        return render.to_json(self)
+        return render_json.to_json(self)
 
 
 def diagnose(
@@ -120,7 +132,7 @@ def examine(
 
 def _ends(case: Case) -> Iterable[Finding]:
     """Why the run ended or does not go on: one finding at most, for the rest follows from it."""
-    failed = ended.explain(case)
+    failed = driver.explain_gone(case) or ended.explain(case)
     if failed is not None:
         return [failed]
     stuck = hang.explain(case)
@@ -128,7 +140,8 @@ def _ends(case: Case) -> Iterable[Finding]:
         # All in one place, and nobody to blame: then what one of them raised is the best there is.
         raised = ended.explain_any(case) if stuck.code == "does-not-complete" else None
         return [raised or stuck]
-    return _diverged(case)
+    told = driver.explain_error(case)
+    return [told] if told is not None else _diverged(case)
 
 
 def _diverged(case: Case) -> Iterable[Finding]:

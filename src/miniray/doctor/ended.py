@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from miniray.doctor.facts import Case, Facts
-from miniray.doctor.findings import Finding, Severity, named, plural, size
+from miniray.doctor.findings import Finding, Severity, named, plural, shortened, size
 
 _CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"}
 
@@ -33,7 +33,7 @@ def _of(failed: Sequence[Facts], case: Case) -> Finding | None:
     others = [f for f in case if f not in together]
     evidence = [_evidence(first)]
     if ended.traceback:
-        evidence += [_short(line.strip()) for line in _tail(ended.traceback)]
+        evidence += [shortened(line.strip()) for line in _tail(ended.traceback)]
     consequences = [f.rank for f in others if f.consequence or f.wait is not None]
     if consequences:
         state = "was" if len(consequences) == 1 else "were"
@@ -98,7 +98,7 @@ def _story(facts: Facts, case: Case) -> tuple[str, str, str]:
     memory = f"{size(record.rss)} resident, {size(record.peak_rss)} at most"
     if ended.kind == "exception":
         first_line = ended.message.strip().splitlines()[0] if ended.message.strip() else ""
-        said = _short(f"{ended.type}: {first_line}".rstrip(": "))
+        said = shortened(f"{ended.type}: {first_line}".rstrip(": "))
         where = f" at {ended.site}" if ended.site.file else ""
         if "address already in use" in ended.message:
             return (
@@ -116,7 +116,7 @@ def _story(facts: Facts, case: Case) -> tuple[str, str, str]:
             f"raised {said}{where}",
             "The exception is the root cause; what the other ranks say about connections or "
             "time-outs only follows from it.",
-            "fix the error at that line; the whole traceback is in the rank's log",
+            f"fix the error at that line; the whole traceback is in {_traceback_in(facts)}",
         )
     if ended.kind in ("signal", "gone"):
         if ended.signal == "SIGKILL" or ended.kind == "gone":
@@ -150,10 +150,6 @@ def _story(facts: Facts, case: Case) -> tuple[str, str, str]:
     )
 
 
-def _short(text: str, limit: int = 100) -> str:
-    return text if len(text) <= limit else text[: limit - 2].rstrip() + " …"
-
-
 def _last_place(facts: Facts) -> str:
     site = facts.record.phase.site
     return f", last seen at {site} ({facts.record.phase.name})" if site.file else ""
@@ -161,10 +157,15 @@ def _last_place(facts: Facts) -> str:
 
 def _evidence(facts: Facts) -> str:
     record = facts.record
-    return (
-        f"rank {record.rank}: pid {record.pid}, step {record.step}, "
-        f"{plural(record.batches, 'batch')} taken, log {record.path.with_suffix('.log').name}"
-    )
+    log = record.path.with_suffix(".log")
+    where = f", log {log.name}" if log.exists() else ""
+    taken = plural(record.batches, "batch")
+    return f"rank {record.rank}: pid {record.pid}, step {record.step}, {taken} taken{where}"
+
+
+def _traceback_in(facts: Facts) -> str:
+    """Where ranks' output is not kept in the run directory, their driver knows it."""
+    return "the rank's log" if facts.record.path.with_suffix(".log").exists() else "run.json"
 
 
 def _tail(traceback: str) -> Sequence[str]:

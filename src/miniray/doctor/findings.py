@@ -105,6 +105,10 @@ def plural(count: int, word: str) -> str:
     )
 
 
+def shortened(text: str, limit: int = 100) -> str:
+    return text if len(text) <= limit else text[: limit - 2].rstrip() + " …"
+
+
 def seconds(value: float) -> str:
     """``0.4 s``, ``12 s``, ``3 min 20 s``, ``2 h 5 min``"""
     if value < 9.95:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -22,16 +21,6 @@ from miniray.doctor import hooks, model, recorder, sites
 _installed = False
 #: Observers that failed. Nearly always empty: to ask that first costs less than ``works``.
 broken: set[str] = set()
-
-
-class _Here(threading.local):
-    """What this thread is inside of."""
-
-    collective = False  # a collective made of collectives is recorded once
-    backward = False  # so is a backward that runs others (checkpointing)
-
-
-here = _Here()
 
 
 def install() -> None:

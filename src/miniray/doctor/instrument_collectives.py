@@ -7,14 +7,18 @@ wait for the others. The rank that handed over fewer than the others is the one 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
+from sys import _getframe as getframe
+from threading import get_ident
 from time import monotonic
 from typing import Any
 
-from miniray.doctor import model, recorder, sites
-from miniray.doctor.instrument import broken, failed, here, replace, works
-from miniray.doctor.recorder import Call, Recorder
+from miniray.doctor import instrument_groups, model, recorder
+from miniray.doctor.box import Begin
+from miniray.doctor.instrument import broken, failed, replace, works
+from miniray.doctor.instrument_groups import group_name, inside
+from miniray.doctor.recorder import Recorder
+from miniray.doctor.sites import call_site
 
 #: name → (the argument that is sent, the arguments that say how)
 _COLLECTIVES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -54,18 +58,16 @@ _MOST_OPEN = 1024
 
 #: The events of collectives called with async_op=True, by the id of the Work that torch returned.
 _async_events: dict[int, int] = {}
-_groups: dict[int, str] = {}
 
 
 #: (recorder, shape, dtype, details, id of the group, whether asynchronous) of the last call at a
-#: line, and that call: the same again needs no words to be found.
-_Known = tuple[tuple[Recorder, Any, Any, tuple[Any, ...], int, bool], Call]
+#: line, and what that call is for the recorder: the same again needs no words to be found.
+_Known = tuple[tuple[Recorder, Any, Any, list[Any], int, bool], Begin]
 #: Of each kind of collective, by site. Forgotten when groups come or go, for their ids are reused.
 _known: list[dict[str, _Known]] = []
 
 
-def _forget_groups() -> None:
-    _groups.clear()
+def _forget() -> None:
     for calls in _known:
         calls.clear()
 
@@ -76,30 +78,9 @@ def change_collectives(module: Any) -> None:
         for name, (payload, details) in table.items():
             if hasattr(module, name):
                 replace(module, name, _make_collective(module, kind, name, payload, details))
-    replace(module, "init_process_group", lambda original: _make_init(module, original))
-    replace(module, "new_group", lambda original: _make_new_group(module, original))
-    replace(module, "destroy_process_group", _make_destroy)
+    instrument_groups.when_changed.append(_forget)
+    instrument_groups.change_groups(module)
     _change_work(module)
-    if (current := recorder.current()) is not None:
-        current.update(distributed_available=True)
-        if module.is_initialized():
-            _note_group(module, current)
-
-
-def group_name(module: Any, group: Any) -> str:
-    """A name for a process group that is equal on all its ranks: "default" or "ranks 0,2 (#1)"."""
-    key = id(group)
-    name = _groups.get(key)
-    if name is None:
-        default = module._get_default_group()
-        if group is None or group is default:
-            name = "default"
-        else:
-            ranks = module.get_process_group_ranks(group)
-            shown = ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{len(ranks)} of them"
-            name = f"ranks {shown} (#{str(group.group_name)[:8]})"
-        _groups[key] = name
-    return name
 
 
 def _make_collective(
@@ -117,29 +98,32 @@ def _make_collective(
         known: dict[str, _Known] = {}
         _known.append(known)
 
-        def begin(current: Recorder, args: Any, kwargs: Any, group: Any, is_async: bool) -> int:
+        def begin(current: Recorder, args: Any, kwargs: Any, group: Any, is_async: bool) -> Begin:
             count = len(args)
             shape: Any = ()
             dtype: Any = None
             if payload_at >= 0:
                 sent = args[payload_at] if count > payload_at else kwargs.get(payload)
-                if isinstance(sent, (list, tuple)) and sent:
+                if sent.__class__ is list and sent:
                     sent = sent[0]
                 if sent is not None:
                     shape, dtype = sent.shape, sent.dtype
-            how = tuple([args[at] if count > at else kwargs.get(word) for at, word in details_at])
-            site = sites.call_site(sys._getframe(2))
-            now = current, shape, dtype, how, id(group), is_async
+            how = []
+            for at, word in details_at:
+                how.append(args[at] if count > at else kwargs.get(word))
+            site = call_site(getframe(2))
+            same = current, shape, dtype, how, id(group), is_async
             last = known.get(site)
-            if last is None or last[0] != now:
-                call = current.prepare(
-                    name, _in_words(how), group_name(module, group), tuple(shape),
-                    _dtype_name(dtype), site, blocking=not is_async, kind=kind,
-                )  # fmt: skip
-                last = known[site] = now, call
-            return current.begin(last[1])
+            if last is not None and last[0] == same:
+                return last[1]
+            call = current.collective(
+                name, _in_words(how), group_name(module, group), tuple(map(int, shape)),
+                _dtype_name(dtype), site, blocking=not is_async, kind=kind,
+            )  # fmt: skip
+            known[site] = same, call
+            return call
 
-        def _in_words(how: tuple[Any, ...]) -> str:
+        def _in_words(how: list[Any]) -> str:
             op = ""
             for (_, word), value in zip(details_at, how, strict=True):
                 if word == "op":
@@ -150,10 +134,11 @@ def _make_collective(
 
         def collective(*args: Any, **kwargs: Any) -> Any:
             # torch.compile knows collectives by identity: what it traces must be the original.
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling():
                 return original(*args, **kwargs)
             current = recorder._current
-            if current is None or here.collective or (broken and not works("collectives")):
+            thread = get_ident()
+            if current is None or thread in inside or (broken and not works("collectives")):
                 return original(*args, **kwargs)
             count = len(args)
             group = None
@@ -165,12 +150,13 @@ def _make_collective(
                 args[async_at] if count > async_at else kwargs.get("async_op")
             )
             try:
-                number = begin(current, args, kwargs, group, is_async)
+                call = begin(current, args, kwargs, group, is_async)
             except Exception as error:  # whatever an odd argument makes it raise
                 failed("collectives", error)
                 return original(*args, **kwargs)
-            here.collective = True
             started = monotonic()
+            number = call(started)
+            inside.add(thread)
             ended = True
             try:
                 result = original(*args, **kwargs)
@@ -179,7 +165,7 @@ def _make_collective(
                     _remember(result, number)
                 return result
             finally:
-                here.collective = False
+                inside.discard(thread)
                 now = monotonic()
                 current.collective_seconds += now - started
                 if ended:
@@ -215,84 +201,6 @@ def _change_work(module: Any) -> None:
 
     wait.__doc__ = original.__doc__
     module.Work.wait = wait
-
-
-def _make_init(module: Any, original: Any) -> Any:
-    def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        current = recorder.current()
-        if current is None:
-            return original(*args, **kwargs)
-        site = sites.call_site(sys._getframe(1))
-        backend = str(args[0] if args else kwargs.get("backend") or "")
-        current.set_phase("init", site)
-        current.note(world_size_wanted=kwargs.get("world_size", -1), rank_wanted=kwargs.get("rank"))
-        number = current.event(model.GROUP, "init_process_group", backend, site=site, is_open=True)
-        here.collective = True
-        try:
-            result = original(*args, **kwargs)
-        finally:
-            here.collective = False
-            current.end(number)
-        _forget_groups()
-        _note_group(module, current)
-        current.set_phase("compute", site)
-        return result
-
-    return init_process_group
-
-
-def _note_group(module: Any, current: Recorder) -> None:
-    rank, size = module.get_rank(), module.get_world_size()
-    fields: dict[str, Any] = {
-        "initialised": True,
-        "backend": str(module.get_backend()),
-        "group_rank": rank,
-        "group_size": size,
-    }
-    if current.world_size == 1 < size and rank == current.rank:
-        # A launcher that starts the other ranks from inside of rank 0 (Lightning): only now is it
-        # known how many there are.
-        current.world_size = size
-        fields.update(world_size=size, local_world_size=size)
-    current.update(**fields)
-
-
-def _make_new_group(module: Any, original: Any) -> Any:
-    def new_group(*args: Any, **kwargs: Any) -> Any:
-        current = recorder.current()
-        if current is None or here.collective or not module.is_initialized():
-            return original(*args, **kwargs)
-        ranks = args[0] if args else kwargs.get("ranks")
-        op = "" if ranks is None else f"ranks={list(ranks)}"[:200]
-        site = sites.call_site(sys._getframe(1))
-        # All ranks must make all groups, in the same order: as much a collective as any other.
-        number = current.collective("new_group", op, "default", site=site)
-        here.collective = True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            here.collective = False
-            current.end(number)
-
-    return new_group
-
-
-def _make_destroy(original: Any) -> Any:
-    def destroy_process_group(group: Any = None) -> Any:
-        current = recorder.current()
-        if current is None:
-            return original(group)
-        site = sites.call_site(sys._getframe(1))
-        number = current.event(model.GROUP, "destroy_process_group", site=site, is_open=True)
-        try:
-            return original(group)
-        finally:
-            current.end(number)
-            _forget_groups()
-            if group is None:
-                current.update(initialised=False)
-
-    return destroy_process_group
 
 
 _names: dict[Any, str] = {}

@@ -10,45 +10,42 @@ evaluation.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import time
 import weakref
-import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from time import monotonic_ns
 from types import FrameType
 from typing import Any
 
 from miniray.doctor import model, recorder, sites
 from miniray.doctor.instrument import broken, failed, works
-from miniray.doctor.layout import Cell
-from miniray.doctor.reader import site_from
+from miniray.doctor.layout import MOMENT, Cell
+from miniray.doctor.loader_facts import (
+    Watched,
+    batch_size_of,
+    describe,
+    digests_of,
+    ids_of,
+    sampler_of,
+)
 from miniray.doctor.recorder import Recorder
 
-_DIGEST_BYTES = 65536
 _MOST_LOADERS = 32
 _MOST_SKIPS = 3
 
 
-class Watched:
-    """One loader of this rank."""
-
-    def __init__(self, loader: Any, info: dict[str, Any]) -> None:
-        self.info = info
-        self.subsets, dataset = _unwrapped(loader.dataset)
-        self.name_samples = getattr(dataset, "miniray_sample_ids", None)
-        self.has_ids = _has_ids(loader)
-        self.epochs = 0  # passes that are not evaluation
-
-
 class Pass:
-    """One pass over it, kept on torch's iterator."""
+    """One pass over a loader, kept on torch's iterator."""
 
     def __init__(self, watched: Watched, site: str) -> None:
         self.watched = watched
         self.site = site
-        self.places = (0, 0)  # of the phases "data" and "compute"
+        self.places: tuple[int, int] = (0, 0)  # of the phases "data" and "compute"
+        #: Gives the indices of the batch that comes next, where the sampler's are known.
+        self.next_index: Callable[[], Any] | None = None
         self.batches = 0
         self.recording = False
         self.trains = False  # a backward was seen
@@ -75,7 +72,9 @@ _watched: weakref.WeakKeyDictionary[Any, Watched] = weakref.WeakKeyDictionary()
 def change_loader(module: Any) -> None:
     """``module`` is ``torch.utils.data.dataloader``."""
     loader_class, base = module.DataLoader, module._BaseDataLoaderIter
-    loader_class.__iter__ = _make_iter(loader_class.__iter__)
+    in_process = module._SingleProcessDataLoaderIter
+    in_process._next_index = base._next_index  # see ``_indices_of``
+    loader_class.__iter__ = _make_iter(loader_class.__iter__, in_process)
     base.__next__ = _make_next(base.__next__)
     base._next_index = _make_next_index(base._next_index)
 
@@ -93,7 +92,7 @@ def change_sampler(module: Any) -> None:
     module.DistributedSampler.set_epoch = set_epoch
 
 
-def _make_iter(original: Any) -> Any:
+def _make_iter(original: Any, in_process: Any) -> Any:
     @functools.wraps(original)
     def iterate(self: Any) -> Any:
         current = recorder._current
@@ -108,7 +107,9 @@ def _make_iter(original: Any) -> Any:
         iterator = original(self)
         waited = time.monotonic() - started
         try:
-            iterator._miniray_pass = _begin_pass(current, self, site, started)
+            one = iterator._miniray_pass = _begin_pass(current, self, site, started)
+            if one.watched.has_ids:
+                one.next_index = _indices_of(iterator, in_process)
         except Exception as error:  # a loader that somebody built in a way of their own
             failed("loaders", error)
         current.data_seconds += waited
@@ -121,18 +122,18 @@ def _begin_pass(current: Recorder, loader: Any, site: str, began: float) -> Pass
     watched = _watched.get(loader)
     if watched is None:
         index = len(current.loaders)
-        watched = _watched[loader] = Watched(loader, _describe(loader, index, site))
+        watched = _watched[loader] = Watched(loader, describe(loader, index, site))
         if index < _MOST_LOADERS:
             current.loaders.append(watched.info)
             current.write_info()
     info = watched.info
     info["passes"] += 1
-    sampler = _sampler(loader)
+    sampler = sampler_of(loader)
     info["set_epoch_calls"] = getattr(sampler, "_miniray_set_epoch", 0)
     current.event(model.LOADER, "begin", f"loader {info['index']}", site=site)
     current.mark_dirty()
     one = Pass(watched, site)
-    one.places = current.places_of("data", site)
+    one.places = current.place_of("data", site)[:2]
     one.recording = _grad_enabled()
     one.backwards = one.last_backwards = current.box.ints[Cell.BACKWARDS]
     if one.recording:
@@ -144,12 +145,27 @@ def _begin_pass(current: Recorder, loader: Any, site: str, began: float) -> Pass
     return one
 
 
+def _indices_of(iterator: Any, in_process: Any) -> Callable[[], Any]:
+    """What gives the indices of each batch, one after the other.
+
+    Without workers a copy of what the sampler gives: nothing of ours is called for it. With workers
+    indices are taken ahead, from the moment the iterator is made.
+    """
+    if type(iterator) is in_process and iterator._sampler_iter is not None:
+        iterator._sampler_iter, copy = itertools.tee(iterator._sampler_iter)
+        return copy.__next__
+    if not hasattr(iterator, "_miniray_indices"):
+        iterator._miniray_indices = deque()
+    taken: deque[Any] = iterator._miniray_indices
+    return lambda: taken.popleft() if taken else None
+
+
 def _make_next_index(original: Any) -> Any:
     @functools.wraps(original)
     def next_index(self: Any) -> Any:
         index = original(self)
         if recorder._current is not None:
-            # With workers indices are taken ahead; batches come in the same order.
+            # Batches come in the same order.
             waiting = self.__dict__.get("_miniray_indices")
             if waiting is None:
                 waiting = self._miniray_indices = deque()
@@ -166,14 +182,14 @@ def _make_next(original: Any) -> Any:
         one: Pass | None = self.__dict__.get("_miniray_pass") if current is not None else None
         if current is None or one is None:
             return original(self)
-        ints = current.box.ints
+        ints = current.ints
         backwards = ints[9]  # Cell.BACKWARDS
         if one.batches and one.recording and backwards == one.last_backwards:
             _note_skip(current, one, sys._getframe(1))
         one.last_backwards = backwards
         during, after = one.places
         started = monotonic_ns()
-        ints[2] = (started >> 10) << 16 | during  # Cell.PHASE
+        ints[2] = started & MOMENT | during  # Cell.PHASE
         try:
             batch = original(self)
         except StopIteration:
@@ -183,26 +199,28 @@ def _make_next(original: Any) -> Any:
         current.data_seconds += (monotonic_ns() - started) * 1e-9
         if not broken or works("batches"):
             try:
-                _count_batch(current, self, one, batch)
+                _count_batch(current, one, batch)
             except Exception as error:  # a batch of a kind we do not know
                 failed("batches", error)
-        ints[2] = (monotonic_ns() >> 10) << 16 | after
+        ints[2] = monotonic_ns() & MOMENT | after
         return batch
 
     return next_batch
 
 
-def _count_batch(current: Recorder, iterator: Any, one: Pass, batch: Any) -> None:
+def _count_batch(current: Recorder, one: Pass, batch: Any) -> None:
     one.batches += 1
-    ints = current.box.ints
+    ints = current.ints
     ints[7] += 1  # Cell.BATCHES
-    waiting = iterator.__dict__.get("_miniray_indices")
-    indices = waiting.popleft() if waiting else None
     watched = one.watched
     ids = None
-    if watched.has_ids and isinstance(indices, (list, tuple)):
-        ids = _ids(watched, indices)
-    given = _batch_size(batch)
+    if one.next_index is not None:
+        ids = one.next_index()
+        if watched.renames or ids.__class__ is not list or not ids or ids[0].__class__ is not int:
+            ids = ids_of(watched, ids)
+    first = batch[0] if batch.__class__ is list and batch else batch
+    shape = getattr(first, "shape", None)
+    given = shape[0] if shape else batch_size_of(batch)
     size = len(ids) if ids is not None and given != 0 else given
     info = watched.info
     if given == 0:  # also where the sampler gave indices and the collate function dropped them all
@@ -211,7 +229,7 @@ def _count_batch(current: Recorder, iterator: Any, one: Pass, batch: Any) -> Non
         current.mark_dirty()
     if one.batches == 1 and info["passes"] == 1 and works("first batches"):
         try:
-            info["first_batch"] = _digests(batch)
+            info["first_batch"] = digests_of(batch)
         except Exception as error:  # tensors of a kind that has no plain bytes
             failed("first batches", error)
         current.mark_dirty()
@@ -264,116 +282,6 @@ def _end_pass(current: Recorder, one: Pass) -> None:
     loader = f"loader {info['index']}"
     current.event(model.LOADER, "end", loader, site=one.site, number=one.batches)
     current.write_info()
-
-
-def _describe(loader: Any, index: int, site: str) -> dict[str, Any]:
-    sampler = _sampler(loader)
-    shuffle = getattr(sampler, "shuffle", None)
-    kind = type(sampler).__name__ if sampler is not None else ""
-    if shuffle is None and kind in ("RandomSampler", "SequentialSampler"):
-        shuffle = kind == "RandomSampler"
-    return {
-        "index": index,
-        "dataset": type(loader.dataset).__name__,
-        "length": _length(loader.dataset),
-        "batches": _length(loader),
-        "batch_size": loader.batch_size,
-        "num_workers": loader.num_workers,
-        "drop_last": bool(loader.drop_last),
-        "persistent_workers": bool(loader.persistent_workers),
-        "sampler": kind,
-        "replicas": getattr(sampler, "num_replicas", None),
-        "sampler_rank": getattr(sampler, "rank", None),
-        "shuffle": shuffle,
-        "seed": getattr(sampler, "seed", None),
-        "set_epoch_calls": 0,
-        "passes": 0,
-        "finished": 0,
-        "last_batches": 0,
-        "empty_batches": 0,
-        "trained": False,
-        "first_batch": [],
-        "site": list(site_from(site)),
-    }
-
-
-def _sampler(loader: Any) -> Any:
-    """The sampler that decides which samples: that of a batch sampler of the user's, too."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    return getattr(batch_sampler, "sampler", None) or batch_sampler or loader.sampler
-
-
-def _length(value: Any) -> int | None:
-    try:
-        return len(value)
-    except (TypeError, NotImplementedError):  # an iterable one has none
-        return None
-
-
-def _has_ids(loader: Any) -> bool:
-    from torch.utils.data import IterableDataset
-
-    return not isinstance(loader.dataset, IterableDataset)
-
-
-def _unwrapped(dataset: Any) -> tuple[list[Any], Any]:
-    """(the indices of each ``Subset`` around the dataset, outermost first; the dataset)"""
-    from torch.utils.data import Subset
-
-    subsets = []
-    while type(dataset) is Subset:
-        subsets.append(dataset.indices)
-        dataset = dataset.dataset
-    return subsets, dataset
-
-
-def _ids(watched: Watched, indices: Sequence[Any]) -> Sequence[int] | None:
-    for chosen in watched.subsets:
-        indices = [chosen[index] for index in indices]
-    if watched.name_samples is not None:
-        return list(watched.name_samples(indices))
-    # Most samplers give Python's own numbers; those that do not are known by their first.
-    return indices if indices and type(indices[0]) is int else _as_ints(indices)
-
-
-def _as_ints(indices: Sequence[Any]) -> list[int] | None:
-    try:
-        return [int(index) for index in indices]  # numpy's and torch's numbers
-    except (TypeError, ValueError):  # a sampler of names or of pairs
-        return None
-
-
-def _batch_size(batch: Any) -> int | None:
-    """The length of the first tensor or list in the batch."""
-    if isinstance(batch, dict):
-        batch = next(iter(batch.values()), None)
-    elif isinstance(batch, (list, tuple)) and batch and not isinstance(batch[0], (int, float, str)):
-        return _batch_size(batch[0])
-    shape = getattr(batch, "shape", None)
-    if shape is not None:
-        return int(shape[0]) if len(shape) else 1
-    return _length(batch)
-
-
-def _digests(batch: Any) -> list[str]:
-    """Checksums of the first few tensors of a batch, 64 KB each."""
-    import torch
-
-    if isinstance(batch, dict):
-        leaves = list(batch.values())
-    else:
-        leaves = list(batch) if isinstance(batch, (list, tuple)) else [batch]
-    found = []
-    leaf: Any
-    for leaf in leaves[:4]:
-        if isinstance(leaf, torch.Tensor):
-            if leaf.device.type != "cpu" or not leaf.numel():
-                continue
-            data = leaf.detach().contiguous().reshape(-1).view(torch.uint8)[:_DIGEST_BYTES]
-            found.append(f"{zlib.crc32(data.numpy().tobytes()):08x}")
-        elif isinstance(leaf, (list, tuple)) and leaf and isinstance(leaf[0], str):
-            found.append(f"{zlib.crc32(repr(leaf)[:_DIGEST_BYTES].encode()):08x}")
-    return found
 
 
 def _grad_enabled() -> bool:

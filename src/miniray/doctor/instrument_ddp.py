@@ -10,15 +10,19 @@ from __future__ import annotations
 import hashlib
 import sys
 import weakref
-from time import monotonic_ns
+from sys import _getframe as getframe
+from time import monotonic, monotonic_ns
 from typing import Any
 
-from miniray.doctor import model, recorder, sites
+from miniray.doctor import model, recorder
+from miniray.doctor.box import Begin
 from miniray.doctor.instrument import failed, replace, works
-from miniray.doctor.instrument_collectives import group_name
+from miniray.doctor.instrument_groups import group_name
 from miniray.doctor.instrument_training import state
-from miniray.doctor.reader import site_from
-from miniray.doctor.recorder import Call, Recorder
+from miniray.doctor.layout import MOMENT
+from miniray.doctor.model import site_from
+from miniray.doctor.recorder import Recorder
+from miniray.doctor.sites import call_site
 
 _MOST_NAMES = 64
 #: Looking for unused parameters may take this share of the time between two looks.
@@ -36,15 +40,14 @@ class Observed:
             (name, weakref.ref(p)) for name, p in ddp.module.named_parameters() if p.requires_grad
         ]
         self.next_look = 0  # nanoseconds
-        self._backwards: dict[str, tuple[Recorder, Call]] = {}  # by the line that calls backward
+        #: Buffers may be sent in forward; whether they are, torch knows each time.
+        self.has_buffers = bool(ddp.modules_buffers)
 
-    def backward_at(self, current: Recorder, site: str) -> Call:
+    def backward_at(self, current: Recorder, site: str) -> Begin:
         """What a backward of this model, called at this line, is for the recorder."""
-        known = self._backwards.get(site)
-        if known is None or known[0] is not current:
-            call = current.prepare("DDP.backward", "", self.group, site=site)
-            known = self._backwards[site] = current, call
-        return known[1]
+        begin = current.collective("DDP.backward", "", self.group, site=site)
+        current.places["backward"][site][2][self] = begin
+        return begin
 
 
 #: By the id of the model: to find it by a weak reference takes three times as long.
@@ -81,7 +84,7 @@ def _make_init(original: Any) -> Any:
         if current is None or not works("models"):
             original(self, *args, **kwargs)
             return
-        site = sites.call_site(sys._getframe(1))
+        site = call_site(getframe(1))
         number = -1
         info: dict[str, Any] = {}
         try:
@@ -90,7 +93,7 @@ def _make_init(original: Any) -> Any:
             current.models.append(info)
             current.write_info()
             said = f"{info['parameters']} parameters {info['digest']}"
-            number = current.collective("DDP.__init__", said, group, site=site)
+            number = current.collective("DDP.__init__", said, group, site=site)(monotonic())
         except Exception as error:  # a module that counts its parameters in a way of its own
             failed("models", error)
         try:
@@ -138,26 +141,27 @@ def _make_forward(original: Any) -> Any:
     import torch
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return original(self, *args, **kwargs)
         current = recorder._current
         observed = _observed.get(id(self)) if current is not None else None
         if current is None or observed is None:
             return original(self, *args, **kwargs)
-        site = sites.call_site(sys._getframe(1))
-        during, after = current.places["forward"].get(site) or current.places_of("forward", site)
-        ints = current.box.ints
-        ints[2] = (monotonic_ns() >> 10) << 16 | during  # Cell.PHASE
+        site = call_site(getframe(1))
+        place = current.places["forward"].get(site) or current.place_of("forward", site)
+        ints = current.ints
+        ints[2] = monotonic_ns() & MOMENT | place[0]  # Cell.PHASE
+        sync = self.require_backward_grad_sync and torch.is_grad_enabled()
         number = -1
-        sync = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if self.will_sync_module_buffers():
-            number = current.collective("DDP.forward", "buffers", observed.group, site=site)
+        if observed.has_buffers and self.will_sync_module_buffers():
+            begin = current.collective("DDP.forward", "buffers", observed.group, site=site)
+            number = begin(monotonic())
         try:
             output = original(self, *args, **kwargs)
         finally:
             if number >= 0:
                 current.end(number)
-            ints[2] = (monotonic_ns() >> 10) << 16 | after
+            ints[2] = monotonic_ns() & MOMENT | place[1]
         if sync and observed not in state.pending:
             state.pending.append(observed)
         return output

@@ -10,15 +10,16 @@ A step is a step of the first optimizer that makes one; others (a GAN has two) d
 
 from __future__ import annotations
 
-import sys
-import time
 import weakref
-from time import monotonic_ns
+from sys import _getframe as getframe
+from time import monotonic, monotonic_ns
 from typing import Any
 
-from miniray.doctor import model, recorder, sites
-from miniray.doctor.instrument import broken, failed, here, replace, works
+from miniray.doctor import model, recorder
+from miniray.doctor.instrument import broken, failed, replace, works
+from miniray.doctor.layout import MOMENT
 from miniray.doctor.recorder import Recorder
+from miniray.doctor.sites import call_site
 
 _GPU_LOSS_SECONDS = 0.1
 
@@ -32,6 +33,9 @@ class State:
         #: Set by ``instrument_ddp``: looks for unused parameters; gives when to look again.
         self.after_backward: Any = None
         self.next_look = 0  # nanoseconds
+        #: A backward that runs others (checkpointing) is recorded once. On a GPU those run in
+        #: another thread.
+        self.in_backward = False
         self.scaled: tuple[int, Any] | None = None  # (id of the scaled loss, the loss itself)
         self.after_optimizer = 0  # the place to return to
         self.clock: weakref.ref[Any] | None = None  # the optimizer whose steps count
@@ -48,9 +52,9 @@ def change_autograd(module: Any) -> None:
     def make(original: Any) -> Any:
         def backward(*args: Any, **kwargs: Any) -> Any:
             current = recorder._current
-            if current is None or here.backward:
+            if current is None or state.in_backward:
                 return original(*args, **kwargs)
-            site = sites.call_site(sys._getframe(1))
+            site = call_site(getframe(1))
             if not broken or works("losses"):
                 try:
                     _observe_loss(current, args[0] if args else kwargs.get("tensors"), site)
@@ -58,52 +62,61 @@ def change_autograd(module: Any) -> None:
                     failed("losses", error)
             # Written out, here and where there are other phases: this runs cold, once a step, and
             # every call less is a microsecond.
-            during, after = current.places["backward"].get(site) or current.places_of(
-                "backward", site
-            )
-            ints = current.box.ints
+            place = current.places["backward"].get(site) or current.place_of("backward", site)
+            ints = current.ints
             started = monotonic_ns()
-            ints[2] = (started >> 10) << 16 | during  # Cell.PHASE
+            ints[2] = started & MOMENT | place[0]  # Cell.PHASE
             ints[9] += 1  # Cell.BACKWARDS
-            pending = state.pending
-            begin = current.begin
-            numbers = [begin(ddp.backward_at(current, site)) for ddp in pending]
-            here.backward = True
+            models = state.pending
+            numbers = []
+            for ddp in models:
+                begin = place[2].get(ddp) or ddp.backward_at(current, site)
+                numbers.append(begin(started * 1e-9))
+            state.in_backward = True
             try:
                 return original(*args, **kwargs)
             finally:
-                here.backward = False
+                state.in_backward = False
                 ended = monotonic_ns()
                 current.backward_seconds += (ended - started) * 1e-9
-                ints[2] = (ended >> 10) << 16 | after
-                if pending:
-                    for number in reversed(numbers):
-                        current.box.end_event(number, ended * 1e-9)
+                ints[2] = ended & MOMENT | place[1]
+                if models:
                     state.pending = []
+                    for number in numbers:
+                        current.box.end_event(number, ended * 1e-9)
                     if ended > state.next_look:
-                        state.next_look = state.after_backward(current, pending)
+                        state.next_look = state.after_backward(current, models)
 
         return backward
 
     replace(module, "backward", make)
 
 
-def _observe_loss(current: Recorder, tensors: Any, site: str) -> None:
-    loss = tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
-    if loss is None or loss.numel() != 1:  # several tensors, or one of several numbers
-        return
+def _observe_loss(current: Recorder, loss: Any, site: str) -> None:
+    if loss.__class__ is list or loss.__class__ is tuple:
+        if len(loss) != 1:
+            return
+        loss = loss[0]
     if state.scaled is not None:
         # The gradient scaler multiplies the loss by 65536: the user's number is the one before.
         scaled, plain = state.scaled
         state.scaled = None
         loss = plain if scaled == id(loss) else loss
-    if loss.is_cpu:
-        current.set_loss(loss.item(), site)
-    elif loss.is_cuda:
+    on_cpu = getattr(loss, "is_cpu", None)  # a GradientEdge has none
+    if on_cpu:
+        try:
+            value = loss.item()
+        except RuntimeError:  # several numbers, and so the gradient was given too
+            return
+        current.set_loss(value, site)
+    elif on_cpu is not None and loss.is_cuda:
         _observe_gpu_loss(current, loss, site)
 
 
 def _observe_gpu_loss(current: Recorder, loss: Any, site: str) -> None:
+    now = monotonic()
+    if now < state.next_copy or loss.numel() != 1:
+        return
     import torch
 
     if current.info.get("device") != loss.device.index:
@@ -112,11 +125,7 @@ def _observe_gpu_loss(current: Recorder, loss: Any, site: str) -> None:
         copy, event, step, seen_at = state.arriving
         if not event.query():
             return
-        state.arriving = None
         current.set_loss(float(copy), seen_at, step)
-    now = time.monotonic()
-    if now < state.next_copy:
-        return
     state.next_copy = now + _GPU_LOSS_SECONDS
     copy = torch.empty((), dtype=torch.float32, pin_memory=True)
     copy.copy_(loss.detach().reshape(()), non_blocking=True)
@@ -144,17 +153,16 @@ def change_optimizer(module: Any) -> None:
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         current = recorder._current
         if current is not None:
-            site = sites.call_site(sys._getframe(1))
-            during, state.after_optimizer = current.places["optimizer"].get(
-                site
-            ) or current.places_of("optimizer", site)
-            current.box.ints[2] = (monotonic_ns() >> 10) << 16 | during  # Cell.PHASE
+            site = call_site(getframe(1))
+            place = current.places["optimizer"].get(site) or current.place_of("optimizer", site)
+            state.after_optimizer = place[1]
+            current.ints[2] = monotonic_ns() & MOMENT | place[0]  # Cell.PHASE
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
         current = recorder._current
         if current is None:
             return
-        current.box.ints[2] = (monotonic_ns() >> 10) << 16 | state.after_optimizer
+        current.ints[2] = monotonic_ns() & MOMENT | state.after_optimizer
         clock = state.clock() if state.clock is not None else None
         if clock is None:
             state.clock = weakref.ref(optimizer)

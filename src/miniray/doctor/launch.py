@@ -24,13 +24,14 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 
 from miniray.doctor import processes, recorder, runfile
 from miniray.doctor.launch_mirror import Mirror
 from miniray.doctor.launch_options import Options, check, environment, master_port, say
 from miniray.doctor.launch_ranks import Output, Ranks, end_orphans
+from miniray.doctor.launch_signals import Stopped, give_signals_back, take_signals
 from miniray.doctor.launch_watch import Watch, diverged
+from miniray.doctor.mirror_wire import TOKEN_VARIABLE
 from miniray.doctor.verdict import Judgement, judge
 from miniray.errors import MinirayError
 
@@ -39,14 +40,6 @@ _GRACE_SECONDS = 3.0  # for the other ranks when one has failed
 _DIVERGENCE_SECONDS = 2.0  # between two comparisons of the ranks' collectives, while some wait
 _TELL_SECONDS = 0.5  # between two words to the launchers of other machines
 _AFTER_THE_END = 15.0  # at most, for ranks that wait while another has finished
-
-
-class _Stopped(BaseException):
-    """SIGTERM or SIGHUP came; ``KeyboardInterrupt`` stands for SIGINT."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 def launch(options: Options) -> int:
@@ -95,7 +88,7 @@ class _Launch:
             max_restarts=options.max_restarts,
         )
         say(f"{options.world_size} ranks, recorded in {_shown(self.run_dir)}")
-        before = _take_signals()
+        before = take_signals()
         try:
             if options.nnodes > 1:
                 self._meet()
@@ -109,14 +102,14 @@ class _Launch:
                         f"{options.max_restarts} restarts)")  # fmt: skip
             runfile.finish_run(self.run_dir, "failed", reason)
             return code
-        except (KeyboardInterrupt, _Stopped) as stop:
-            number = stop.number if isinstance(stop, _Stopped) else int(signal.SIGINT)
+        except (KeyboardInterrupt, Stopped) as stop:
+            number = stop.number if isinstance(stop, Stopped) else int(signal.SIGINT)
             name = signal.Signals(number).name
             runfile.finish_run(self.run_dir, "interrupted", f"stopped by {name}")
             say(f"stopped by {name}; every rank has ended")
             return 128 + number
         finally:
-            _give_signals_back(before)
+            give_signals_back(before)
             end_orphans()
             self.output.close()
             if self.mirror is not None:
@@ -126,13 +119,17 @@ class _Launch:
         """On several machines: wait for the other launchers, and use the seed of machine 0."""
         options = self.options
         assert options.master_port is not None
-        first = options.first_rank
+        token = options.token
+        if not token:  # machine 0 makes it; the others cannot begin without
+            token = secrets.token_hex(16)
+            say(f"start the other machines with {TOKEN_VARIABLE}={token} in their environment")
         self.mirror = Mirror(
             self.folder,
-            range(first, first + options.nproc),
+            options.nproc,
             options.node_rank,
             options.nnodes,
             (options.master_addr, options.master_port + 1),
+            token,
             say,
         )
         ours = {
@@ -174,11 +171,11 @@ class _Launch:
                     self.mirror.tell(failed=reason)
             ranks.end()
             return _status(ranks, reason), reason
-        except (KeyboardInterrupt, _Stopped) as stop:
-            number = stop.number if isinstance(stop, _Stopped) else int(signal.SIGINT)
+        except (KeyboardInterrupt, Stopped) as stop:
+            number = stop.number if isinstance(stop, Stopped) else int(signal.SIGINT)
             try:
                 ranks.end(number)
-            except (KeyboardInterrupt, _Stopped):  # once more: no patience
+            except (KeyboardInterrupt, Stopped):  # once more: no patience
                 ranks.kill()
             raise
         finally:
@@ -289,18 +286,6 @@ def _status(ranks: Ranks, reason: str) -> int:
     if first is None or first.code is None:
         return 1
     return first.code if first.code > 0 else 128 - first.code
-
-
-def _take_signals() -> dict[int, object]:
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise _Stopped(number)
-
-    return {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
-
-
-def _give_signals_back(before: dict[int, object]) -> None:
-    for number, handler in before.items():
-        signal.signal(number, handler)  # type: ignore[arg-type]
 
 
 def _shown(path: Path) -> str:

@@ -3,67 +3,29 @@
 So barriers and the doctor see all ranks and need not know about machines. The launcher of machine 0
 listens on the port after the master port; the others connect to it and it passes on what it gets.
 Boxes travel whole once a second, and their cells (where a barrier is seen) twenty times a second
-when they change. Nothing that comes in is executed or unpickled: it is copies of boxes, texts of
-stacks, and JSON with known fields. A lost connection is told to whoever asks for ``lost``.
+when they change. Only who knows the run's token is let in, and may then write the copies of its own
+ranks, which are boxes, texts of stacks, and JSON with known fields: nothing that comes in is
+executed or unpickled. A lost connection is told to whoever asks for ``lost``.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
-import os
 import socket
-import struct
 import threading
 import time
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
-from miniray.doctor import layout, runfile, stacks
+from miniray.doctor import layout, mirror_wire, stacks
 from miniray.doctor.layout import Cell
+from miniray.doctor.mirror_copies import Copies, packed
+from miniray.doctor.mirror_wire import BOX, CELLS, EXIT, LIMITS, SAID, STACK
 from miniray.errors import MinirayError
 
-_FRAME = struct.Struct("<4sII")  # what, rank, length of the rest
-_LARGEST = 4 * 1024 * 1024
-_BOX, _CELLS, _STACK, _EXIT, _SAID, _HELLO = b"BOX ", b"CELL", b"STCK", b"EXIT", b"SAID", b"HELO"
 _TICK, _WHOLE_SECONDS, _CONNECT_SECONDS = 0.05, 1.0, 600.0
-
-
-class Copies:
-    """Boxes of other machines' ranks, written into this run directory."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._memory: dict[int, mmap.mmap] = {}
-
-    def take(self, what: bytes, rank: int, data: bytes) -> None:
-        if what == _BOX:
-            self._box(rank, zlib.decompress(data, bufsize=layout.BOX_SIZE))
-        elif what == _CELLS and rank in self._memory and len(data) == layout.CELLS * 8:
-            start = layout.CELLS_AT
-            self._memory[rank][start : start + len(data)] = data
-        elif what == _STACK:
-            (self._folder / f"{rank}.stack").write_bytes(data)
-        elif what == _EXIT:
-            runfile.replace_text(self._folder / f"{rank}.exit", data.decode(errors="replace"))
-
-    def _box(self, rank: int, data: bytes) -> None:
-        if len(data) != layout.BOX_SIZE:
-            return
-        if rank not in self._memory:
-            path = self._folder / f"{rank}.box"
-            partial = path.with_name(f".{path.name}.partial")
-            partial.write_bytes(data)
-            with open(partial, "r+b") as file:
-                self._memory[rank] = mmap.mmap(file.fileno(), layout.BOX_SIZE)
-            os.replace(partial, path)
-            return
-        # Readers have it mapped: in place, and the cells, which refer to the rest, last.
-        memory, cells_end = self._memory[rank], layout.CELLS_AT + layout.CELLS * 8
-        memory[cells_end:] = data[cells_end:]
-        memory[layout.CELLS_AT : cells_end] = data[layout.CELLS_AT : cells_end]
+_HANDSHAKE_SECONDS = 10.0  # a stranger that says nothing is in the way of the others for so long
 
 
 class Mirror:
@@ -72,25 +34,28 @@ class Mirror:
     def __init__(
         self,
         folder: Path,
-        ranks: range,
+        nproc: int,
         node_rank: int,
         nnodes: int,
         address: tuple[str, int],
+        token: str,
         say: Callable[[str], None],
     ) -> None:
         self._folder = folder
-        self._ranks = ranks
+        self._nproc = nproc
+        self._ranks = range(node_rank * nproc, (node_rank + 1) * nproc)
         self._node_rank = node_rank
-        self._copies = Copies(folder)
+        self._nnodes = nnodes
+        self._address = address
+        self._token = token
         self._say = say
+        self._copies = Copies(folder)
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._peers: dict[int, socket.socket] = {}
         self._heard: dict[int, dict[str, Any]] = {}
         self._lost: str = ""
         self._answered: set[int] = set()
-        self._nnodes = nnodes
-        self._address = address
         self._threads: list[threading.Thread] = []
 
     # -- beginning --------------------------------------------------------------------------------
@@ -120,37 +85,50 @@ class Mirror:
                 except TimeoutError:
                     missing = sorted(set(range(1, self._nnodes)) - self._peers.keys())
                     raise MinirayError(f"machines {missing} did not connect") from None
-                peer.settimeout(10)
-                try:
-                    hello = json.loads(_receive_frame(peer)[2])
-                    node = int(hello["node_rank"])
-                except (OSError, ValueError, KeyError, TypeError, EOFError):
-                    peer.close()  # nobody of ours
-                    continue
-                if hello.get("world_size") != ours["world_size"] or node in self._peers:
-                    peer.close()
-                    raise MinirayError(
-                        f"machine {node} was started with other options, or twice: it says {hello}"
-                    )
-                _send_frame(peer, _HELLO, 0, json.dumps(ours).encode())
-                self._peers[node] = peer
+                self._let_in(peer, ours)
         return dict(ours)
+
+    def _let_in(self, peer: socket.socket, ours: Mapping[str, Any]) -> None:
+        """Whoever does not prove to be of this run is sent away, and the waiting goes on."""
+        peer.settimeout(_HANDSHAKE_SECONDS)
+        try:
+            hello = mirror_wire.welcome(peer, self._token, ours)
+            node = int(hello["node_rank"])
+        except PermissionError as error:
+            self._say(f"refused a connection from {_name(peer)}: {error}")
+            peer.close()
+            return
+        except (OSError, ValueError, KeyError, TypeError, EOFError):
+            peer.close()  # nobody of ours
+            return
+        known = self._peers.keys() | {0}
+        if hello.get("world_size") != ours["world_size"] or node in known or node >= self._nnodes:
+            peer.close()
+            raise MinirayError(
+                f"machine {node} was started with other options, or twice: it says {hello}"
+            )
+        self._peers[node] = peer
 
     def _connect(self, ours: Mapping[str, Any], deadline: float) -> dict[str, Any]:
         told = False
         while True:
+            peer = None
             try:
-                peer = socket.create_connection(self._address, timeout=10)
-                _send_frame(peer, _HELLO, 0, json.dumps(ours).encode())
-                peer.settimeout(_CONNECT_SECONDS)  # machine 0 may still wait for others
-                agreed: dict[str, Any] = json.loads(_receive_frame(peer)[2])
+                peer = socket.create_connection(self._address, timeout=_HANDSHAKE_SECONDS)
+                agreed = mirror_wire.join(peer, self._token, ours)
             except (OSError, EOFError) as error:
+                if peer is not None:
+                    peer.close()
                 if time.monotonic() > deadline:
                     raise MinirayError(f"no launcher at {self._address}: {error}") from error
                 if not told:
                     self._say(f"waiting for the launcher of machine 0 at {self._address[0]}")
                     told = True
                 time.sleep(0.2)
+            except MinirayError:
+                if peer is not None:
+                    peer.close()
+                raise
             else:
                 self._peers[0] = peer
                 return agreed
@@ -160,7 +138,7 @@ class Mirror:
     def tell(self, **said: Any) -> None:
         """Say something to all launchers: how long our ranks have been quiet, that they failed."""
         data = json.dumps({"node": self._node_rank, **said}).encode()
-        self._broadcast(_SAID, 0, data)
+        self._broadcast(SAID, 0, data)
 
     def heard(self) -> dict[int, dict[str, Any]]:
         """The last thing each other launcher said, by machine."""
@@ -205,7 +183,7 @@ class Mirror:
                 continue
             try:
                 with self._lock:
-                    _send_frame(peer, what, rank, data)
+                    mirror_wire.send(peer, what, rank, data)
             except OSError as error:
                 self._lose(node, error)
 
@@ -214,17 +192,29 @@ class Mirror:
             self._lost = f"the connection to machine {node} is lost ({error})"
 
     def _receive(self, node: int, peer: socket.socket) -> None:
+        allowed = self._ranks_of(node)
         try:
             while True:
-                what, rank, data = _receive_frame(peer)
+                kind, rank, data = mirror_wire.receive(peer)
+                if kind == SAID:
+                    said = json.loads(data)
+                    if self._node_rank == 0 and said["node"] != node:
+                        raise ValueError(f"it speaks for machine {said['node']}")
+                    self._hear(said)
+                elif rank in allowed:
+                    self._copies.take(kind, rank, data)
+                else:
+                    raise ValueError(f"it sends rank {rank}, which is none of its own")
                 if self._node_rank == 0:  # the others are connected to us only
-                    self._broadcast(what, rank, data, but=node)
-                if what == _SAID:
-                    self._hear(json.loads(data))
-                elif rank not in self._ranks:
-                    self._copies.take(what, rank, data)
-        except (OSError, ValueError, EOFError, zlib.error) as error:
+                    self._broadcast(kind, rank, data, but=node)
+        except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
             self._lose(node, error)
+
+    def _ranks_of(self, node: int) -> Container[int]:
+        """What the machine at the other end may send: its own ranks; machine 0 those of others."""
+        if self._node_rank == 0:
+            return range(node * self._nproc, (node + 1) * self._nproc)
+        return set(range(self._nnodes * self._nproc)) - set(self._ranks)
 
     def _hear(self, said: dict[str, Any]) -> None:
         node = int(said["node"])
@@ -241,7 +231,7 @@ class Mirror:
         for rank in self._ranks:
             path = self._folder / f"{rank}.stack"
             if path.exists():
-                self._broadcast(_STACK, rank, path.read_bytes()[-65536:])
+                self._broadcast(STACK, rank, path.read_bytes()[-LIMITS[STACK] :])
         self.tell(answered=True)
 
     def _send_changes(self) -> None:
@@ -262,9 +252,10 @@ class Mirror:
                 count = int.from_bytes(now[Cell.TEXTS * 8 : Cell.TEXTS * 8 + 8], "little")
                 # Cells may refer to texts: new ones are never sent without the rest.
                 if whole or texts.get(rank) != count:
-                    self._broadcast(_BOX, rank, zlib.compress(_read(path) or b"", 1))
+                    if (box := _read(path)) is not None:
+                        self._broadcast(BOX, rank, packed(box))
                 elif cells.get(rank) != now:
-                    self._broadcast(_CELLS, rank, now)
+                    self._broadcast(CELLS, rank, now)
                 cells[rank], texts[rank] = now, count
                 if rank not in exited and (self._folder / f"{rank}.exit").exists():
                     exited.add(rank)
@@ -276,9 +267,9 @@ class Mirror:
             ended = _read(self._folder / f"{rank}.exit")
             data = _read(self._folder / f"{rank}.box")
             if data is not None and ended is not None:
-                self._broadcast(_BOX, rank, zlib.compress(data, 1))
+                self._broadcast(BOX, rank, packed(data))
             if ended is not None:
-                self._broadcast(_EXIT, rank, ended)
+                self._broadcast(EXIT, rank, ended)
 
 
 def _read(path: Path, size: int = -1) -> bytes | None:
@@ -289,23 +280,8 @@ def _read(path: Path, size: int = -1) -> bytes | None:
         return None
 
 
-def _send_frame(peer: socket.socket, what: bytes, rank: int, data: bytes) -> None:
-    peer.sendall(_FRAME.pack(what, rank, len(data)) + data)
-
-
-def _receive_frame(peer: socket.socket) -> tuple[bytes, int, bytes]:
-    """The next frame. ``EOFError`` at the end, ``ValueError`` for what is no frame of ours."""
-    what, rank, length = _FRAME.unpack(_receive_exactly(peer, _FRAME.size))
-    if length > _LARGEST or what not in (_BOX, _CELLS, _STACK, _EXIT, _SAID, _HELLO):
-        raise ValueError("something that is no launcher of miniray is at the other end")
-    return what, rank, _receive_exactly(peer, length)
-
-
-def _receive_exactly(peer: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        piece = peer.recv(size - len(data))
-        if not piece:
-            raise EOFError("closed")
-        data += piece
-    return bytes(data)
+def _name(peer: socket.socket) -> str:
+    try:
+        return str(peer.getpeername()[0])
+    except OSError:
+        return "somebody"

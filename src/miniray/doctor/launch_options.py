@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from miniray.doctor.mirror_wire import SHORTEST_TOKEN, TOKEN_VARIABLE
 from miniray.errors import MinirayError
 
 
@@ -27,6 +28,10 @@ class Options:
     run_dir: Path | None = None
     hang_timeout: float = 60.0
     instrument: bool = True
+    #: Of a run on several machines: who knows it may join. Machine 0 makes one where it has none.
+    token: str = dataclasses.field(
+        default_factory=lambda: os.environ.get(TOKEN_VARIABLE, ""), repr=False
+    )
 
     @property
     def world_size(self) -> int:
@@ -48,6 +53,13 @@ def check(options: Options) -> None:
         raise ValueError("--hang-timeout must be more than 0 seconds")
     if options.nnodes > 1 and options.master_port is None:
         raise ValueError("several nodes need one --master-addr and --master-port for all of them")
+    if options.node_rank and not options.token:
+        raise ValueError(
+            f"machine {options.node_rank} needs {TOKEN_VARIABLE} in its environment: the same as "
+            "machine 0, which prints the one it makes where it has none"
+        )
+    if options.nnodes > 1 and 0 < len(options.token) < SHORTEST_TOKEN:
+        raise ValueError(f"{TOKEN_VARIABLE} needs at least {SHORTEST_TOKEN} characters")
     if options.nnodes > 1 and options.max_restarts:
         raise ValueError("--max-restarts works on one machine only")
     if options.command[0] != "-m" and not Path(options.command[0]).is_file():
@@ -93,6 +105,7 @@ def environment(
     """What torchrun would set for a rank, and ours."""
     rank = options.first_rank + local_rank
     env = dict(os.environ)
+    env.pop(TOKEN_VARIABLE, None)  # for launchers only
     if options.nproc > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
     env.update(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from miniray.doctor import runfile
-from miniray.doctor.reader import BoxReader
+from miniray.doctor.box_reader import BoxReader
 from miniray.errors import BoxError
 
 _MAX_LINE = 65536

@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 import struct
 
-MAGIC = b"miniray\x00box\x00\x00\x00\x00\x01"  # its last byte is the version of the layout
+MAGIC = b"miniray\x00box\x00\x00\x00\x00\x02"  # its last byte is the version of the layout
 HEADER_SIZE = 64
 
 
@@ -30,7 +30,7 @@ class Cell(enum.IntEnum):
 
     EVENTS = 0  # events ever written
     OPEN = 1  # number + 1 of the event whose blocking call the main thread is in; 0 for none
-    PHASE = 2  # moment << 16 | text "name\0file\0line\0function"; see pack_moment
+    PHASE = 2  # a moment and the text "name\0file\0line\0function"; see MOMENT
     SECTION = 3  # likewise; 0 for none
     STEP = 4
     EPOCH = 5
@@ -137,11 +137,10 @@ NO_TEXT, FULL_TEXT = 0, 1
 FIRST_TEXTS = ("", "(no room)")
 
 
-def pack_moment(nanoseconds: int, text: int) -> int:
-    """A time (to a microsecond) and a text's index as one cell; good for four years of uptime."""
-    return (nanoseconds >> 10) << 16 | text
+#: A time (to 65 microseconds) and a text's index as one cell: ``monotonic_ns() & MOMENT | text``.
+MOMENT = 0x7FFF_FFFF_FFFF_0000
 
 
 def unpack_moment(cell: int) -> tuple[float, int]:
     """(seconds of the monotonic clock, index of the text)"""
-    return (cell >> 16 << 10) / 1e9, cell & 0xFFFF
+    return (cell & MOMENT) / 1e9, cell & 0xFFFF

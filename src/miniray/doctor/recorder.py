@@ -20,20 +20,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from miniray.doctor import heartbeat, layout, model, processes, sites, stacks
+from miniray.doctor import heartbeat, model, processes, sites, stacks
 from miniray.doctor.box import Box
-from miniray.doctor.layout import Cell
 from miniray.doctor.tally import Tally
 from miniray.errors import MinirayError
 
-_monotonic_ns = time.monotonic_ns
 _LONGEST_TRACEBACK = 5000
 _LONGEST_MESSAGE = 1000
-_MOST_WHATS = 4096  # shapes may differ at every call
-
-
-#: A collective as one line calls it: its words, the counter of its group, whether it blocks.
-Call = tuple[bytes, list[int], bool]
 
 
 class Recorder(Tally):
@@ -52,16 +45,6 @@ class Recorder(Tally):
         self.loaders: list[dict[str, Any]] = []
         self.models: list[dict[str, Any]] = []
         self.barriers = 0  # named ones entered so far
-        self._ints = box.ints
-        #: By phase and site: what ``set_phase`` writes, and what "compute" at that site is.
-        self.places: dict[str, dict[str, tuple[int, int]]] = {
-            name: {} for name in ("data", "forward", "backward", "optimizer")
-        }
-        self._places: dict[tuple[str, str], int] = {}
-        self._sections = [0]  # the innermost last; 0 for none
-        self._replaced = 0
-        self._whats: dict[tuple[Any, ...], bytes] = {}
-        self._sequences: dict[tuple[str, str], list[int]] = {}
         self._info_lock = threading.RLock()  # seldom taken: what is frequent is in cells and rings
         self._dirty = False
         self.exit_kind = ""
@@ -108,110 +91,6 @@ class Recorder(Tally):
             # What matters least comes last: that is what goes when there is no room.
             whole = {**plain, "models": self.models, "loaders": self.loaders[:32], "notes": notes}
             self.box.write_info(whole)
-
-    # -- events -----------------------------------------------------------------------------------
-
-    def event(
-        self,
-        kind: str,
-        name: str,
-        op: str = "",
-        *,
-        site: str = "",
-        number: int = -1,
-        is_open: bool = False,
-    ) -> int:
-        """Add an event by its words and return its number; see ``model.Event``.
-
-        Words stay in the box for ever and there is room for some thousand. What counts up goes into
-        ``number``.
-        """
-        what = self.box.what(kind, name, op, site=site, blocking=is_open)
-        return self.box.event(what, number, is_open, is_open)
-
-    def collective(
-        self,
-        name: str,
-        op: str = "",
-        group: str = "",
-        shape: tuple[int, ...] = (),
-        dtype: str = "",
-        site: str = "",
-        *,
-        blocking: bool = True,
-        kind: str = model.COLLECTIVE,
-    ) -> int:
-        """A collective is being called: give its event's number, for ``end``."""
-        call = self.prepare(name, op, group, shape, dtype, site, blocking=blocking, kind=kind)
-        return self.begin(call)
-
-    def prepare(
-        self,
-        name: str,
-        op: str = "",
-        group: str = "",
-        shape: tuple[int, ...] = (),
-        dtype: str = "",
-        site: str = "",
-        *,
-        blocking: bool = True,
-        kind: str = model.COLLECTIVE,
-    ) -> Call:
-        """All that is the same whenever one line calls the same thing; to be kept for ``begin``."""
-        key = (name, op, group, shape, dtype, site, blocking, kind)
-        what = self._whats.get(key)
-        if what is None:
-            what = self.box.what(kind, name, op, group, dtype, site, shape, blocking)
-            if len(self._whats) < _MOST_WHATS:
-                self._whats[key] = what
-        return what, self._sequences.setdefault((group, kind), [0]), blocking
-
-    def begin(self, call: Call) -> int:
-        """What was prepared is being called: give its event's number, for ``end``."""
-        what, counter, blocking = call
-        sequence = counter[0]
-        counter[0] = sequence + 1
-        return self.box.event(what, sequence, True, blocking)
-
-    def end(self, number: int) -> None:
-        """The collective (or other open event) has ended."""
-        self.box.end_event(number)
-
-    # -- phases -----------------------------------------------------------------------------------
-
-    def set_phase(self, name: str, site: str) -> None:
-        place = self._places.get((name, site))
-        if place is None:
-            place = self._places[name, site] = self.box.intern(f"{name}\0{site}")
-        # What ``box.phase`` does; eight times a step, one call less counts.
-        self._ints[2] = (_monotonic_ns() >> 10) << 16 | place
-
-    def places_of(self, name: str, site: str) -> tuple[int, int]:
-        """For ``ints[Cell.PHASE]``: the phase at this site, and "compute", which comes after it."""
-        found = self.places[name].get(site)
-        if found is None:
-            intern = self.box.intern
-            found = intern(f"{name}\0{site}"), intern(f"compute\0{site}")
-            self.places[name][site] = found
-        return found
-
-    def set_section(self, name: str, site: str) -> None:
-        """``doctor.phase`` was called; without ``with`` it takes the place of the one before."""
-        place = self.box.intern(f"{name}\0{site}")
-        self._replaced = self._sections[-1]
-        self._sections[-1] = layout.pack_moment(time.monotonic_ns(), place)
-        self.box.ints[Cell.SECTION] = self._sections[-1]
-        self.event(model.PHASE, name, "begin", site=site)
-
-    def open_section(self) -> None:
-        """It was called with ``with``: the one before comes back after it."""
-        self._sections.insert(-1, self._replaced)
-
-    def close_section(self, name: str, site: str) -> None:
-        self._sections.pop()
-        self.box.ints[Cell.SECTION] = self._sections[-1]
-        self.event(model.PHASE, name, "end", site=site)
-        self.flush()  # the process may be ended any time now: its last steps must not be missing
 
     # -- the end ----------------------------------------------------------------------------------
 

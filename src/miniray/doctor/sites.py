@@ -10,6 +10,7 @@ import os
 import sys
 import sysconfig
 from types import CodeType, FrameType
+from typing import Any
 
 from miniray.doctor.model import Site
 
@@ -65,6 +66,22 @@ def without_boot(stack: tuple[Site, ...]) -> tuple[Site, ...]:
 
 def call_site(frame: FrameType | None) -> str:
     """The site of a call, from ``frame`` outwards, as "file\\0line\\0function"; "" for none."""
+    first: Any = frame
+    try:
+        # What happens each time, all lines being known: ours and torch's are left out, until the
+        # user's. The rest is for a line that is met for the first time and for other frameworks.
+        lines = _codes[id(first.f_code)]
+        while lines is None:
+            first = first.f_back
+            lines = _codes[id(first.f_code)]
+        if lines.__class__ is dict:
+            return lines[first.f_lasti]
+    except (KeyError, AttributeError):  # AttributeError: no frame is left
+        pass
+    return _find(frame)
+
+
+def _find(frame: FrameType | None) -> str:
     outer: FrameType | None = None
     inner = frame
     for _ in range(_DEEPEST):

@@ -1,9 +1,9 @@
-"""Steps, losses and samples of a rank, counted as they come and written in small lots.
+"""Steps, losses and samples of a rank, counted as they come.
 
 What shows that a rank moves (counts of steps, batches, samples; the loss) is in the box at once.
-The records of steps and the ids of samples follow at most a fiftieth of a second later, or with the
+The records of steps and the ids of samples follow at most a tenth of a second later, or with the
 next heartbeat when the rank is stuck: code that runs once a step runs cold, and in lots it costs a
-fraction. A rank that is killed loses that fiftieth of a second.
+fraction. A rank that is killed loses that tenth of a second.
 """
 
 from __future__ import annotations
@@ -12,27 +12,33 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from miniray.doctor import layout, model
 from miniray.doctor.box import Box
-from miniray.doctor.layout import Cell
-from miniray.doctor.reader import site_from
+from miniray.doctor.events import Events
+from miniray.doctor.layout import Cell, Real
+from miniray.doctor.model import site_from
 from miniray.doctor.samples import PassWriter
 
-_LOT_SECONDS = 0.02
+_monotonic = time.monotonic
+_isfinite = math.isfinite
+_NO_LOSS = layout.NO_LOSS
+_LOT_SECONDS = 0.1
 _MOST_PENDING = 64
 
 #: number, epoch, seconds, data, backward, collective, loss, batch size, when it ended
 _Step = tuple[int, int, float, float, float, float, float, int, float]
 
 
-class Tally(ABC):
-    """The counting half of the recorder."""
+class Tally(Events, ABC):
+    """Events, and steps, losses and samples."""
 
     def __init__(self, box: Box) -> None:
-        self.box = box
+        super().__init__(box)
+        self._floats = box.floats
         self.step_number = 0
         self.explicit_steps = False  # the user calls doctor.step: nobody else counts
         # Seconds spent since the last step ended; see ``model.Steps``.
@@ -40,33 +46,33 @@ class Tally(ABC):
         self.backward_seconds = 0.0
         self.collective_seconds = 0.0
         self._step_began: float | None = None
-        self._sums = [[0.0] * 4, [0.0] * 4]
-        self._totals = [0.0] * 4
-        self._loss = layout.NO_LOSS
+        self._totals = [0.0] * 4  # seconds, data, backward, collective
+        self._spans = [[0.0] * 4 for _ in layout.STEP_WIDTHS]  # at the end of the last span
+        self._loss = _NO_LOSS
         self._samples: Sequence[int] = ()
         self._pass: PassWriter | None = None
-        self._pending_steps: list[_Step] = []
-        self._pending_ids: list[Sequence[int]] = []
-        self._flushed = 0.0
+        # One thread adds while another may be taking: what is in here is never lost between them.
+        self._pending_steps: deque[_Step] = deque()
+        self._pending_ids: deque[Sequence[int]] = deque()
+        self._next_flush = 0.0
         self._tally_lock = threading.RLock()  # taken once a lot
 
     # -- steps ------------------------------------------------------------------------------------
 
     def begin_steps(self, began: float | None = None) -> None:
         """Steps are measured from here (or ``began``): what happened before belongs to none."""
-        self._step_began = time.monotonic() if began is None else began
+        self._step_began = _monotonic() if began is None else began
         self.data_seconds = self.backward_seconds = self.collective_seconds = 0.0
 
     def end_step(self) -> None:
         """A step is done: count it, with the times gathered since the last one."""
-        now = time.monotonic()
+        now = _monotonic()
         began = self._step_began
         self._step_began = now
         self.step_number = number = self.step_number + 1
-        ints = self.box.ints
+        ints = self.ints
         ints[4] = number  # Cell.STEP
-        pending = self._pending_steps
-        pending.append(
+        self._pending_steps.append(
             (
                 number,
                 ints[5],  # Cell.EPOCH
@@ -80,46 +86,38 @@ class Tally(ABC):
             )
         )
         self.data_seconds = self.backward_seconds = self.collective_seconds = 0.0
-        self._loss = layout.NO_LOSS
-        if now - self._flushed > _LOT_SECONDS or len(pending) > _MOST_PENDING:
+        self._loss = _NO_LOSS
+        if now > self._next_flush:
             self.flush_tally()
 
     def flush_tally(self) -> None:
         """Write what is pending. Any thread may: the heartbeat does when the rank is stuck."""
         with self._tally_lock:
-            self._flushed = time.monotonic()
-            steps, self._pending_steps = self._pending_steps, []
-            for step in steps:
-                self._write_step(step)
-            ids, self._pending_ids = self._pending_ids, []
+            self._next_flush = _monotonic() + _LOT_SECONDS
+            while self._pending_steps:
+                self._write_step(self._pending_steps.popleft())
+            for index, total in enumerate(self._totals):
+                self._floats[Real.TOTAL_SECONDS + index] = total
+            ids: list[int] = []
+            while self._pending_ids:
+                ids += self._pending_ids.popleft()
             # Ids of one pass only: a pass ends with a flush.
             if ids and self._pass is not None:
-                self._pass.add([number for batch in ids for number in batch])
+                self._pass.add(ids)
 
     def _write_step(self, step: _Step) -> None:
-        number, epoch, seconds, data, backward, collective, loss, batch_size, ended = step
-        parts = (seconds, data, backward, collective)
+        number, epoch, *parts, loss, batch_size, ended = step
         box = self.box
-        box.add_step(
-            0, number, epoch, seconds, data, backward, collective, loss, batch_size, ended
-        )  # fmt: skip
-        for index in range(4):
-            self._totals[index] += parts[index]
-        floats = box.floats
-        floats[68], floats[69], floats[70], floats[71] = self._totals  # Real.TOTAL_SECONDS, ...
-        for level, sums in enumerate(self._sums, start=1):
-            for index in range(4):
-                sums[index] += parts[index]
-            if number % layout.STEP_WIDTHS[level] == 0:
-                seconds, data, backward, collective = sums
-                box.add_step(
-                    level, number, epoch, seconds, data, backward, collective, loss, batch_size,
-                    ended,
-                )  # fmt: skip
-                sums[:] = [0.0] * 4
+        box.add_step(0, number, epoch, parts, loss, batch_size, ended)
+        self._totals = totals = [sum(two) for two in zip(self._totals, parts, strict=True)]
+        for level in (1, 2):
+            if number % layout.STEP_WIDTHS[level] == 0:  # steps are kept in sixteens, ... too
+                span = [now - then for now, then in zip(totals, self._spans[level], strict=True)]
+                self._spans[level] = totals
+                box.add_step(level, number, epoch, span, loss, batch_size, ended)
 
     def set_epoch(self, epoch: int, site: str = "") -> None:
-        self.box.ints[Cell.EPOCH] = epoch
+        self.ints[Cell.EPOCH] = epoch
         self.event(model.EPOCH, "epoch", site=site, number=epoch)
 
     # -- losses -----------------------------------------------------------------------------------
@@ -129,13 +127,13 @@ class Tally(ABC):
         if step is None:
             step = self.step_number + 1
             self._loss = value
-        self.box.floats[64] = value  # Real.LOSS
-        self.box.ints[11] = step  # Cell.LOSS_STEP
-        if not math.isfinite(value):
+        self._floats[64] = value  # Real.LOSS
+        self.ints[11] = step  # Cell.LOSS_STEP
+        if not _isfinite(value):
             self._count_nonfinite(value, site, step)
 
     def _count_nonfinite(self, value: float, site: str, step: int) -> None:
-        ints = self.box.ints
+        ints = self.ints
         ints[Cell.NONFINITE] += 1
         if ints[Cell.NONFINITE] == 1:
             first = {
@@ -158,7 +156,7 @@ class Tally(ABC):
 
     def own_pass(self) -> None:
         """Samples are told by the user: their pass is the epoch, whatever loaders do."""
-        epoch = max(0, self.box.ints[Cell.EPOCH])
+        epoch = max(0, self.ints[Cell.EPOCH])
         if self._pass is None or (self._pass.loader, self._pass.epoch) != (-1, epoch):
             self.begin_pass(-1, epoch)
 
@@ -170,7 +168,7 @@ class Tally(ABC):
 
     def add_samples(self, ids: Sequence[int] | None, count: int) -> None:
         """A batch of ``count`` samples was taken; ``ids`` where they are known."""
-        ints = self.box.ints
+        ints = self.ints
         ints[6] = count  # Cell.BATCH_SIZE
         ints[10] += count  # Cell.SAMPLES
         if ids is not None and self._pass is not None:
@@ -182,19 +180,6 @@ class Tally(ABC):
             self._samples = ()
 
     # -- given by the recorder --------------------------------------------------------------------
-
-    @abstractmethod
-    def event(
-        self,
-        kind: str,
-        name: str,
-        op: str = "",
-        *,
-        site: str = "",
-        number: int = -1,
-        is_open: bool = False,
-    ) -> int:
-        """Put an event into the ring; its number."""
 
     @abstractmethod
     def update(self, **fields: Any) -> None:

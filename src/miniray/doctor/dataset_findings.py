@@ -1,0 +1,135 @@
+"""What is wrong with the shares the ranks will get: overlap, unevenness, samples left out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from miniray.doctor import samples
+from miniray.doctor.dataset_shares import Setup, Share
+from miniray.doctor.findings import Finding, Severity, named, plural
+
+
+def judge(setup: Setup, shares: Sequence[Share], handles: Sequence[str]) -> Iterator[Finding]:
+    yield from _sampler(setup)
+    yield from _overlap(setup, shares)
+    yield from _uneven(setup, shares)
+    yield from _dropped(setup, shares)
+    yield from _epoch(setup)
+    if handles:
+        serious = setup.num_workers > 0
+        yield Finding(
+            code="open-handles",
+            severity=Severity.WRONG if serious else Severity.NOTE,
+            title=f"the dataset holds {plural(len(handles), 'open handle')}: {handles[0]}",
+            evidence=tuple(handles),
+            cause="A forked loader worker shares the file position and the library's state: wrong "
+            "data, crashes, hangs. " + ("" if serious else "With num_workers=0 nothing is shared."),
+            fix="open it in __getitem__ on first use in each process, or in worker_init_fn",
+        )
+
+
+def _sampler(setup: Setup) -> Iterator[Finding]:
+    if setup.world_size > 1 and not setup.distributed:
+        yield Finding(
+            code="no-distributed-sampler",
+            severity=Severity.WRONG,
+            title=f"the loader uses {setup.sampler}, not a DistributedSampler: every rank gets "
+            "everything",
+            cause="Each of the ranks trains on all samples; an epoch is as long as with one.",
+            fix="DataLoader(..., sampler=DistributedSampler(dataset)), without shuffle=",
+            explains=frozenset({"same-data"}),
+        )
+
+
+def _overlap(setup: Setup, shares: Sequence[Share]) -> Iterator[Finding]:
+    repeated = _padding(setup, shares)
+    for one, two in itertools.combinations(shares[:32], 2):
+        share = samples.overlap(one.given, two.given)
+        if share > 0.10 and share * min(one.given.count, two.given.count) > setup.world_size:
+            yield Finding(
+                code="same-data",
+                severity=Severity.WRONG,
+                title=f"ranks {one.rank} and {two.rank} share {share:.0%} of their samples",
+                ranks=(one.rank, two.rank),
+                evidence=(one.line(), two.line()),
+                cause="Ranks train on the same samples.",
+                fix="DistributedSampler(dataset) takes rank and world size from the process group",
+            )
+            return
+    if repeated:
+        shown = ", ".join(map(str, repeated[:8]))
+        yield Finding(
+            code="repeated-samples",
+            severity=Severity.NOTE,
+            title=f"{plural(len(repeated), 'sample')} given twice to make the shares even: {shown}",
+            cause="DistributedSampler repeats the first samples. Metrics over them count double.",
+            fix="drop_last=True leaves samples out instead; miniray.data does neither",
+        )
+
+
+def _padding(setup: Setup, shares: Sequence[Share]) -> list[int]:
+    if not all(share.given.is_exact for share in shares):
+        return []
+    seen: set[int] = set()
+    twice: set[int] = set()
+    for share in shares:
+        twice |= seen & set(share.given.ids)
+        seen |= set(share.given.ids)
+    return sorted(twice)
+
+
+def _uneven(setup: Setup, shares: Sequence[Share]) -> Iterator[Finding]:
+    none = [share.rank for share in shares if share.batches == 0]
+    most = max(shares, key=lambda share: share.batches, default=None)
+    if most is None:
+        return
+    if none:
+        why = ""
+        if setup.length is not None and setup.length < setup.world_size:
+            why = f" ({plural(setup.length, 'sample')} < {setup.world_size} ranks)"
+        yield Finding(
+            code="no-batches",
+            severity=Severity.WRONG,
+            title=f"{named(none)} {'has' if len(none) == 1 else 'have'} 0 batches{why}",
+            ranks=tuple(none),
+            cause="A rank without a batch never calls backward, and the others wait for it there.",
+            fix="more data, fewer ranks, a smaller batch, or drop_last=False",
+        )
+        return
+    fewer = [share for share in shares if share.batches < most.batches]
+    if fewer:
+        yield Finding(
+            code="uneven-batches",
+            severity=Severity.WRONG,
+            title=f"{named(s.rank for s in fewer)} {'has' if len(fewer) == 1 else 'have'} "
+            f"{plural(fewer[0].batches, 'batch')}, rank {most.rank} has {most.batches}",
+            ranks=tuple(share.rank for share in fewer),
+            cause="The ranks with more batches will wait for the others in backward, for ever.",
+            fix="an even sampler, drop_last=True, or the loop inside `with model.join():`",
+        )
+
+
+def _dropped(setup: Setup, shares: Sequence[Share]) -> Iterator[Finding]:
+    dropped = sum(share.dropped for share in shares)
+    given = sum(share.samples for share in shares)
+    if dropped:
+        yield Finding(
+            code="dropped-samples",
+            severity=Severity.NOTE,
+            title=f"drop_last leaves out {plural(dropped, 'sample')} of {given + dropped} an epoch",
+            ranks=tuple(share.rank for share in shares if share.dropped),
+            cause="Batches that are not full are not given.",
+            fix="drop_last=False, or a batch size that divides the shares",
+        )
+
+
+def _epoch(setup: Setup) -> Iterator[Finding]:
+    if setup.shuffle and setup.distributed and setup.world_size > 1 and setup.epoch_set is False:
+        yield Finding(
+            code="set-epoch-forgotten",
+            severity=Severity.WRONG,
+            title="set_epoch was not called before the first epoch: every epoch has the same order",
+            cause="DistributedSampler shuffles by seed + epoch; the epoch is 0 until it is told.",
+            fix="call loader.sampler.set_epoch(epoch) at the beginning of each epoch",
+        )

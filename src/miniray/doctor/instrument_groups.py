@@ -1,0 +1,132 @@
+"""Process groups of torch.distributed: when they are made and left, and what they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from sys import _getframe as getframe
+from threading import get_ident
+from time import monotonic
+from typing import Any
+
+from miniray.doctor import model, recorder
+from miniray.doctor.instrument import replace
+from miniray.doctor.recorder import Recorder
+from miniray.doctor.sites import call_site
+
+#: Threads that are in a collective: one made of others is recorded once.
+inside: set[int] = set()
+#: Called when groups come or go: their ids are used again.
+when_changed: list[Callable[[], None]] = []
+_groups: dict[int, str] = {}
+
+
+def change_groups(module: Any) -> None:
+    """``module`` is ``torch.distributed.distributed_c10d``."""
+    replace(module, "init_process_group", lambda original: _make_init(module, original))
+    replace(module, "new_group", lambda original: _make_new_group(module, original))
+    replace(module, "destroy_process_group", _make_destroy)
+    if (current := recorder.current()) is not None:
+        current.update(distributed_available=True)
+        if module.is_initialized():
+            _note_group(module, current)
+
+
+def _forget() -> None:
+    _groups.clear()
+    for action in when_changed:
+        action()
+
+
+def group_name(module: Any, group: Any) -> str:
+    """A name for a process group that is equal on all its ranks: "default" or "ranks 0,2 (#1)"."""
+    key = id(group)
+    name = _groups.get(key)
+    if name is None:
+        default = module._get_default_group()
+        if group is None or group is default:
+            name = "default"
+        else:
+            ranks = module.get_process_group_ranks(group)
+            shown = ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{len(ranks)} of them"
+            name = f"ranks {shown} (#{str(group.group_name)[:8]})"
+        _groups[key] = name
+    return name
+
+
+def _make_init(module: Any, original: Any) -> Any:
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        current = recorder.current()
+        if current is None:
+            return original(*args, **kwargs)
+        site = call_site(getframe(1))
+        backend = str(args[0] if args else kwargs.get("backend") or "")
+        current.set_phase("init", site)
+        current.note(world_size_wanted=kwargs.get("world_size", -1), rank_wanted=kwargs.get("rank"))
+        number = current.event(model.GROUP, "init_process_group", backend, site=site, is_open=True)
+        thread = get_ident()
+        inside.add(thread)
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            inside.discard(thread)
+            current.end(number)
+        _forget()
+        _note_group(module, current)
+        current.set_phase("compute", site)
+        return result
+
+    return init_process_group
+
+
+def _note_group(module: Any, current: Recorder) -> None:
+    rank, size = module.get_rank(), module.get_world_size()
+    fields: dict[str, Any] = {
+        "initialised": True,
+        "backend": str(module.get_backend()),
+        "group_rank": rank,
+        "group_size": size,
+    }
+    if current.world_size == 1 < size and rank == current.rank:
+        # A launcher that starts the other ranks from inside of rank 0 (Lightning): only now is it
+        # known how many there are.
+        current.world_size = size
+        fields.update(world_size=size, local_world_size=size)
+    current.update(**fields)
+
+
+def _make_new_group(module: Any, original: Any) -> Any:
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        current, thread = recorder.current(), get_ident()
+        if current is None or thread in inside or not module.is_initialized():
+            return original(*args, **kwargs)
+        ranks = args[0] if args else kwargs.get("ranks")
+        op = "" if ranks is None else f"ranks={list(ranks)}"[:200]
+        site = call_site(getframe(1))
+        # All ranks must make all groups, in the same order: as much a collective as any other.
+        number = current.collective("new_group", op, "default", site=site)(monotonic())
+        inside.add(thread)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            inside.discard(thread)
+            current.end(number)
+
+    return new_group
+
+
+def _make_destroy(original: Any) -> Any:
+    def destroy_process_group(group: Any = None) -> Any:
+        current = recorder.current()
+        if current is None:
+            return original(group)
+        site = call_site(getframe(1))
+        number = current.event(model.GROUP, "destroy_process_group", site=site, is_open=True)
+        try:
+            return original(group)
+        finally:
+            current.end(number)
+            _forget()
+            if group is None:
+                current.update(initialised=False)
+
+    return destroy_process_group

@@ -1,0 +1,128 @@
+"""What launchers of several machines say to each other, and to whom they say it.
+
+A connection begins with each side proving to the other that it knows the run's token; the token
+itself is never sent. Who does not know it is refused before anything of theirs is looked at. After
+that come frames, of few kinds, each with a limit on its size. Nothing is encrypted: whoever can
+change packets on their way between the machines is not kept out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from miniray.doctor import layout
+from miniray.errors import MinirayError
+
+#: In the environment of every launcher of a run on several machines, the same on all of them.
+TOKEN_VARIABLE = "MINIRAY_RUN_TOKEN"
+SHORTEST_TOKEN = 16
+
+BOX, CELLS, STACK, EXIT, SAID = b"BOX ", b"CELL", b"STCK", b"EXIT", b"SAID"
+_CHALLENGE, _HELLO, _REFUSED = b"CHAL", b"HELO", b"REFU"
+#: What of each kind may be sent at most, in bytes. A box travels compressed.
+LIMITS = {
+    BOX: layout.BOX_SIZE + 65536,
+    CELLS: layout.CELLS * 8,
+    STACK: 65536,
+    EXIT: 65536,
+    SAID: 65536,
+    _CHALLENGE: 32,
+    _HELLO: 4096,
+    _REFUSED: 1024,
+}
+_FRAME = struct.Struct("<4sII")  # kind, rank, length of the rest
+
+
+def send(peer: socket.socket, kind: bytes, rank: int, data: bytes) -> None:
+    peer.sendall(_FRAME.pack(kind, rank, len(data)) + data)
+
+
+def receive(peer: socket.socket) -> tuple[bytes, int, bytes]:
+    """The next frame. ``EOFError`` at the end, ``ValueError`` for what is no frame of ours."""
+    kind, rank, length = _FRAME.unpack(_exactly(peer, _FRAME.size))
+    if length > LIMITS.get(kind, -1):
+        raise ValueError("something that is no launcher of miniray is at the other end")
+    return kind, rank, _exactly(peer, length)
+
+
+def welcome(peer: socket.socket, token: str, ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Machine 0's side: what the other end says of itself, once it has proved that it may.
+
+    ``PermissionError`` where it cannot. It is then told so, and has to be closed. ``OSError``,
+    ``ValueError`` or ``EOFError`` where it does not speak our language at all.
+    """
+    challenge = secrets.token_bytes(32)
+    send(peer, _CHALLENGE, 0, challenge)
+    theirs, hello, proof = _hello(peer)
+    if not hmac.compare_digest(proof, _proof(token, b"client", challenge, theirs, hello)):
+        refuse(peer, f"{TOKEN_VARIABLE} is not the one of machine 0")
+        raise PermissionError("it does not know the run's token")
+    _introduce(peer, token, b"server", theirs, challenge, ours)
+    return dict(json.loads(hello))
+
+
+def join(peer: socket.socket, token: str, ours: Mapping[str, Any]) -> dict[str, Any]:
+    """The other machines' side: what machine 0 says all must use.
+
+    ``MinirayError`` where it refuses us, or cannot prove that it is machine 0 of this run.
+    """
+    kind, _, challenge = receive(peer)
+    if kind != _CHALLENGE:
+        raise ValueError("no launcher of miniray is at the other end")
+    nonce = secrets.token_bytes(32)
+    _introduce(peer, token, b"client", challenge, nonce, ours)
+    theirs, hello, proof = _hello(peer)
+    if theirs != challenge or not hmac.compare_digest(
+        proof, _proof(token, b"server", nonce, challenge, hello)
+    ):
+        raise MinirayError("what listens there is not machine 0 of this run: it has another token")
+    return dict(json.loads(hello))
+
+
+def refuse(peer: socket.socket, why: str) -> None:
+    send(peer, _REFUSED, 0, why.encode()[: LIMITS[_REFUSED]])
+
+
+def _introduce(
+    peer: socket.socket,
+    token: str,
+    role: bytes,
+    asked: bytes,
+    nonce: bytes,
+    ours: Mapping[str, Any],
+) -> None:
+    hello = json.dumps(dict(ours)).encode()
+    proof = _proof(token, role, asked, nonce, hello)
+    send(peer, _HELLO, 0, nonce + proof + hello)
+
+
+def _hello(peer: socket.socket) -> tuple[bytes, bytes, bytes]:
+    """(the other side's nonce, what it says, its proof)"""
+    kind, _, data = receive(peer)
+    if kind == _REFUSED:
+        raise MinirayError(f"machine 0 refuses this one: {data.decode(errors='replace')}")
+    if kind != _HELLO or len(data) < 64:
+        raise ValueError("no launcher of miniray is at the other end")
+    return data[:32], data[64:], data[32:64]
+
+
+def _proof(token: str, role: bytes, asked: bytes, nonce: bytes, hello: bytes) -> bytes:
+    """The role is in it, so that nobody can send a proof back to whoever made it."""
+    return hmac.new(token.encode(), role + asked + nonce + hello, hashlib.sha256).digest()
+
+
+def _exactly(peer: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        piece = peer.recv(size - len(data))
+        if not piece:
+            raise EOFError("closed")
+        data += piece
+    return bytes(data)
