@@ -5,12 +5,16 @@
 Runs ``recipes/geoguessr/train_ppo.py`` once a seed, on the same rows, and keeps what each run says
 of held-out pictures: the mean reward of sampled answers before and after the steps, and reward and
 accuracy of the likeliest answers. The JSON file has all of it for every seed.
+
+A worker has one thread, whatever the environment says: another number rounds otherwise, and a seed
+would not give the same figures again. They are those of this kind of CPU and this torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -33,7 +37,8 @@ def run(seed: int, steps: int, folder: Path, quick: bool) -> dict[str, Any]:
         *(["--quick", "--size", "tiny"] if quick else []),
     ]
     start = time.monotonic()
-    subprocess.run(command, check=True, cwd=folder)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, cwd=folder, env=environment)
     figures: dict[str, Any] = json.loads((run_dir / "geoguessr.json").read_text())
     return {**figures, "wall_seconds": time.monotonic() - start}
 

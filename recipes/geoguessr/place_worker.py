@@ -15,7 +15,7 @@ import reward as scoring
 import torch
 from byte_tokenizer import ByteTokenizer
 from geoguessr_dataset_distributed import GeoguessrRLHFDatasetDistributed
-from policy import ANSWER_TOKENS
+from policy import ANSWER_TOKENS, pixels
 
 from miniray.data import DataLoader
 from miniray.rl import Quad, RLWorker, held_out, make_source, sum_gradients
@@ -23,20 +23,25 @@ from miniray.rl import Quad, RLWorker, held_out, make_source, sum_gradients
 
 @dataclasses.dataclass(frozen=True)
 class PlaceLoader:
-    """``make_loader(rank, world_size)``: batches of this worker's own rows, pictures encoded.
+    """``make_loader(rank, world_size)``: batches of this worker's own rows, decoded ahead.
 
-    ``batch`` rows of all workers together make a step.
+    ``batch`` rows of all workers together make a step. Pictures become pixels of ``side`` in the
+    loader's threads, for the next two batches and within its memory budget.
     """
 
     files: Sequence[str]
     batch: int
+    side: int
     seed: int | None = None  # None: in the files' order
+    decode_workers: int = 0  # 0: the thread that reads decodes too
 
     def __call__(self, rank: int, world_size: int) -> DataLoader:
+        shuffled = {"shuffle": self.seed is not None, "seed": self.seed}
         dataset = GeoguessrRLHFDatasetDistributed(
             list(self.files),
             ByteTokenizer(),
-            {**checks.CONFIG, "shuffle": self.seed is not None, "seed": self.seed},
+            # Padded tensors of every prompt are nothing a policy asks for.
+            {**checks.CONFIG, **shuffled, "tokenize": False},
             rank=rank,
             world_size=world_size,
         )
@@ -45,13 +50,15 @@ class PlaceLoader:
             found = dataset.encode(row)
             return {
                 "index": found["index"],
-                "image": row["images"][0]["bytes"],
-                "prompt_ids": found["raw_prompt_ids"],
+                "pixels": pixels(row["images"][0]["bytes"], self.side),
+                "prompt_ids": dataset.encoder.ids(dataset.encoder.text(found["raw_prompt"])),
                 "place": tuple(found["place"].tolist()),
             }
 
         own = self.batch * (rank + 1) // world_size - self.batch * rank // world_size
-        return dataset.loader(own, transform=small, collate_fn=list)
+        return dataset.loader(
+            own, transform=small, collate_fn=list, decode_workers=self.decode_workers
+        )
 
 
 def place_reward(row: Mapping[str, Any], response: str) -> dict[str, float]:
@@ -98,12 +105,12 @@ class PlaceWorker(RLWorker):
         return {"loss": (told, float(len(rows)), mean, mean)}
 
     def train_epoch(self, epoch: int, seed: int, kl_coef: float) -> dict[str, Quad]:
-        """A step; also tells the seconds spent on decoding pictures, and the GPU's memory."""
-        before = self.policy.pixels.seconds
+        """A step; also tells the seconds spent on handing pictures over, and the GPU's memory."""
+        before = self.policy.pictures.seconds
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         told = super().train_epoch(epoch, seed, kl_coef)
-        numbers = {"decode_seconds": self.policy.pixels.seconds - before}
+        numbers = {"picture_seconds": self.policy.pictures.seconds - before}
         if self.device.type == "cuda":
             numbers["gpu_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
         return {**told, **{name: (x, 1.0, x, x) for name, x in numbers.items()}}
@@ -113,8 +120,8 @@ class PlaceWorker(RLWorker):
         made = []
         greedy = dataclasses.replace(self.setup.sampling, temperature=0.0)
         numbered = list(held_out(self.setup.eval_data, shard_id, num_shards))
-        for start in range(0, len(numbered), self.config.prompts_per_step):
-            part = numbered[start : start + self.config.prompts_per_step]
+        for start in range(0, len(numbered), self.sequences_per_step):
+            part = numbered[start : start + self.sequences_per_step]
             rows = [row for _, row in part]
             texts = self._generate(rows, [i for i, _ in part], greedy).texts
             for row, text in zip(rows, texts, strict=True):

@@ -1,7 +1,7 @@
 r"""The policy: looks at a row's picture and writes ``\boxed{lat, lon}``, a byte at a time.
 
-Rows carry their pictures encoded, about 30 KB each. Pixels are made for the sequences at hand, a
-picture once however many responses it has.
+A row has its picture as small as the model sees it; the loader has decoded it ahead. A picture goes
+to the device once, however many responses it has.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import io
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,8 @@ from torch.nn.functional import cross_entropy
 from vision_lm import VisionLM
 
 from miniray.rl import CausalLM, pad_left, positions
+
+Row = Mapping[str, Any]
 
 QUESTION_TOKENS = 256
 
@@ -55,54 +56,54 @@ def answer(lat: float, lon: float) -> str:
 ANSWER_TOKENS = len(answer(0, 0)) + 1  # and the end
 
 
-class Pixels:
-    """Encoded pictures to small ones of (3, side, side) bytes, when they are asked for.
+def pixels(encoded: bytes, side: int) -> Tensor:
+    """An encoded picture as (3, side, side) bytes. Raises what PIL raises if it cannot be read."""
+    with Image.open(io.BytesIO(encoded)) as image:
+        image.draft("RGB", (side, side))  # a JPEG at half its size, if that is enough: less work
+        small = image.convert("RGB").resize((side, side), Image.Resampling.BILINEAR)
+    return torch.from_numpy(np.ascontiguousarray(np.asarray(small).transpose(2, 0, 1)))
 
-    A step looks at a picture several times (rollout, log-probs, update), so the latest are kept, up
-    to ``budget`` bytes. A picture that cannot be decoded raises what PIL raises.
+
+class Pictures:
+    """Pictures of rows on the model's device, copied there once for the many passes of a step.
+
+    Rollout, log-probs and updates look at the same rows. The latest are kept, up to ``budget``
+    bytes.
     """
 
-    def __init__(self, side: int, threads: int = 1, budget: int = 32 << 20) -> None:
-        self._side = side
-        self._keep = max(1, budget // (3 * side * side))
-        self._kept: OrderedDict[int, np.ndarray] = OrderedDict()
-        self._pool = ThreadPoolExecutor(threads, "decode") if threads > 1 else None
+    def __init__(self, budget: int = 64 << 20) -> None:
+        self._budget = budget
+        self._kept: OrderedDict[int, tuple[Row, Tensor]] = OrderedDict()
         self.seconds = 0.0  # spent here so far
 
-    def __call__(self, encoded: Sequence[bytes]) -> Tensor:
+    def __call__(self, rows: Sequence[Row], device: torch.device) -> Tensor:
         began = time.perf_counter()
-        by_key = {hash(picture): picture for picture in encoded}
-        missing = [key for key in by_key if key not in self._kept]
-        decode = map if self._pool is None else self._pool.map
-        made = decode(self._decode, [by_key[key] for key in missing])
-        found = dict(zip(missing, made, strict=True))
-        for key in by_key.keys() - found.keys():
-            found[key] = self._kept[key]
-        for key, pixels in found.items():
-            self._kept[key] = pixels
-            self._kept.move_to_end(key)
-        while len(self._kept) > self._keep:
-            self._kept.popitem(last=False)
-        pixels = torch.from_numpy(np.stack([found[hash(picture)] for picture in encoded]))
+        if device.type == "cpu":
+            made = torch.stack([row["pixels"] for row in rows])
+        else:
+            self._copy([row for row in rows if id(row) not in self._kept], device)
+            made = torch.stack([self._kept[id(row)][1] for row in rows])
+            while len(self._kept) * made[0].nbytes > self._budget:
+                self._kept.popitem(last=False)
         self.seconds += time.perf_counter() - began
-        return pixels
+        return made
 
-    def _decode(self, encoded: bytes) -> np.ndarray:
-        with Image.open(io.BytesIO(encoded)) as image:
-            image.draft("RGB", (self._side, self._side))  # a JPEG at half its size: a third of work
-            small = image.convert("RGB").resize((self._side, self._side), Image.Resampling.BILINEAR)
-        return np.asarray(small).transpose(2, 0, 1)
+    def _copy(self, rows: Sequence[Row], device: torch.device) -> None:
+        if not rows:
+            return
+        # From pinned memory, and nobody waits for it: kernels that read it come after it.
+        block = torch.stack([row["pixels"] for row in rows]).pin_memory()
+        for row, picture in zip(rows, block.to(device, non_blocking=True), strict=True):
+            self._kept[id(row)] = row, picture  # with its row, or its id might be another's
 
-    def __deepcopy__(self, memo: Any) -> Pixels:
+    def __deepcopy__(self, memo: Any) -> Pictures:
         return self  # a reference model looks at the same pictures
 
 
 class PlacePolicy(CausalLM):
-    """``VisionLM`` as a policy of ``miniray.rl``. Rows have ``image`` and ``prompt_ids``."""
+    """``VisionLM`` as a policy of ``miniray.rl``. Rows have ``pixels`` and ``prompt_ids``."""
 
-    def __init__(
-        self, size: Size, *, seed: int = 0, decode_threads: int = 1, value_head: bool = False
-    ) -> None:
+    def __init__(self, size: Size, *, seed: int = 0, value_head: bool = False) -> None:
         self.size = size
         patches = (size.side // 16) ** 2
         with torch.random.fork_rng(devices=[]):
@@ -117,28 +118,24 @@ class PlacePolicy(CausalLM):
                 context=patches + QUESTION_TOKENS + ANSWER_TOKENS,
             )
         super().__init__(model, ByteTokenizer(), value_head=value_head)
-        self.pixels = Pixels(size.side, decode_threads)
+        self.pictures = Pictures()
 
-    def encode(self, row: Mapping[str, Any]) -> list[int]:
+    def encode(self, row: Row) -> list[int]:
         """A token for every patch, then the question or just the start of the answer."""
         question = row["prompt_ids"] if self.size.reads_question else [START]
         return [self.model.image_token] * self.model.image_tokens + list(question)
 
-    def extra_inputs(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def extra_inputs(self, rows: Sequence[Row]) -> dict[str, Any]:
         """The pictures of these rows. Responses to a prompt share its row, and so its picture."""
         distinct = {id(row): row for row in rows}
         number = {key: i for i, key in enumerate(distinct)}
-        pixels = self.pixels([row["image"] for row in distinct.values()])
-        image_of = torch.tensor([number[id(row)] for row in rows])
         device = self.model.head.weight.device
-        if device.type == "cuda":
-            pixels, image_of = pixels.pin_memory(), image_of.pin_memory()
         return {
-            "pixel_values": pixels.to(device, non_blocking=True),
-            "image_of": image_of.to(device, non_blocking=True),
+            "pixel_values": self.pictures(list(distinct.values()), device),
+            "image_of": torch.tensor([number[id(row)] for row in rows], device=device),
         }
 
-    def imitation_loss(self, rows: Sequence[Mapping[str, Any]]) -> Tensor:
+    def imitation_loss(self, rows: Sequence[Row]) -> Tensor:
         """Mean cross-entropy of the right answers' tokens: what the warm-up makes small."""
         device = self.model.head.weight.device
         end = self.eos_ids[:1]

@@ -89,5 +89,5 @@ def compute_score(
     return {
         "score": math.exp(-distance / scale_km),
         "answered": float(math.isfinite(distance)),
-        **accuracy([distance]),
+        **{f"acc@{limit:g}km": float(distance <= limit) for limit in WITHIN_KM},
     }

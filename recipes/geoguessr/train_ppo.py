@@ -119,15 +119,19 @@ def make_trainer(
     }
     sampling = Sampling(max_new_tokens=ANSWER_TOKENS, batch_tokens=16 * micro_batch_tokens)
     options.setdefault("eval_sampling", sampling)  # what is trained for; guesses are the likeliest
-    cores = (os.cpu_count() or 1) // workers
+    # A few threads keep up with any step; more of them would only take the GIL from it.
+    decode_workers = min(4, (os.cpu_count() or 1) // workers - 1)
+    loader = partial(
+        PlaceLoader, batch=prompts, side=SIZES[size].side, decode_workers=max(0, decode_workers)
+    )
     kind = PlacePPO if ppo else PlaceGRPO
     return kind(
-        partial(PlacePolicy, SIZES[size], seed=seed, decode_threads=min(16, cores), value_head=ppo),
+        partial(PlacePolicy, SIZES[size], seed=seed, value_head=ppo),
         place_reward,
-        PlaceLoader(files["train"], prompts, seed),
+        loader(files["train"], seed=seed),
         config=PPOConfig(lam=0.95, **settings) if ppo else GRPOConfig(**settings),
         sampling=sampling,
-        eval_data=PlaceLoader(files["test"], prompts),
+        eval_data=loader(files["test"]),
         eval_interval=max(1, steps // EVALUATIONS),
         num_workers=workers,
         reward_timeout=None,  # arithmetic: it cannot hang
@@ -140,28 +144,43 @@ def make_trainer(
     )
 
 
-def speed(history: list[dict[str, Any]]) -> str:
-    """Tokens a second, and where a step's time goes; the first step is left out if it can be."""
+def speed(history: list[dict[str, Any]]) -> dict[str, Any]:
+    """Tokens a second, and where a step's time goes; the first step is left out if it can be.
+
+    ``data`` is the wait for the loader and the handing over of pictures to the model's device; the
+    second happens in rollouts and updates, so it is taken off none of these.
+    """
     lines = history[1:] or history
-    mean = {
-        name: float(np.mean([line["timing"][name] for line in lines]))
-        for name in ("data", "rollout", "reward", "log_prob", "update")
+
+    def mean(name: str) -> float:
+        return float(np.mean([line["timing"][name] for line in lines]))
+
+    seconds = {
+        "rollout": mean("rollout"),
+        "reward": mean("reward"),
+        "log-probs and update": mean("log_prob") + mean("update"),
     }
-    whole = sum(mean.values())
-    decode = float(np.mean([line["decode_seconds"] for line in lines]))
-    parts = {
-        "rollout": mean["rollout"],
-        "reward": mean["reward"],
-        "log-probs and update": mean["log_prob"] + mean["update"],
-        "waiting for data": mean["data"],
-        "data with decoding": mean["data"] + decode,  # which is in rollout and update, too
+    waited = mean("data")
+    whole = sum(seconds.values()) + waited
+    seconds["data"] = waited + float(np.mean([line["picture_seconds"] for line in lines]))
+    told: dict[str, Any] = {
+        "tokens_per_second": float(np.mean([line["tokens_per_second"] for line in lines])),
+        "step_seconds": whole,
+        "shares": {name: value / whole for name, value in seconds.items()},
     }
-    tokens = np.mean([line["tokens_per_second"] for line in lines])
-    text = f"{tokens:,.0f} tokens/s; a step has {whole:.2f} s: "
-    text += ", ".join(f"{name} {value / whole:.1%}" for name, value in parts.items())
     if "gpu_gb" in lines[-1]:
-        text += f"; GPU memory {max(line['gpu_gb'] for line in lines):.1f} GB"
-    return text
+        told["gpu_gb"] = max(line["gpu_gb"] for line in lines)
+    return told
+
+
+def shown(told: dict[str, Any]) -> str:
+    """``speed`` in a line."""
+    shares = ", ".join(f"{name} {share:.2%}" for name, share in told["shares"].items())
+    memory = f"; GPU memory {told['gpu_gb']:.1f} GB" if "gpu_gb" in told else ""
+    return (
+        f"{told['tokens_per_second']:,.0f} tokens/s sampled; a step has "
+        f"{told['step_seconds']:.2f} s: {shares}{memory}"
+    )
 
 
 @click.command(help=__doc__.replace("\n    python", "\n\n\b\n    python"))
@@ -189,6 +208,8 @@ def speed(history: list[dict[str, Any]]) -> str:
               help="Training rows to make.")  # fmt: skip
 @click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False),
               help="[default: runs/geoguessr-DATE-TIME]")  # fmt: skip
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False),
+              help="Write the figures (geoguessr.json) here too.")  # fmt: skip
 @click.option("--resume", is_flag=True, help="Go on with the run in --run-dir, for --steps more.")
 @click.option("--quick", is_flag=True, help="Few rows and steps, to see that it all works.")
 @click.option("--progress/--no-progress", default=True)
@@ -199,6 +220,7 @@ def main(
     data: Path | None,
     rows: int,
     run_dir: Path | None,
+    out: Path | None,
     resume: bool,
     quick: bool,
     prompts: int,
@@ -214,7 +236,8 @@ def main(
     data = data or Path("runs") / f"geoguessr-data-{rows}-{test_rows}"
     files = find_data(data, rows, test_rows)
     run_dir = run_dir or Path("runs") / time.strftime("geoguessr-%Y%m%d-%H%M%S")
-    click.echo(f"policy of {_millions(options['size'])} M parameters, run in {run_dir}")
+    parameters = count_parameters(options["size"])
+    click.echo(f"policy of {parameters / 1e6:.1f} M parameters, run in {run_dir}")
     with make_trainer(
         files,
         steps=steps,
@@ -229,27 +252,49 @@ def main(
     rewards = [line["val_reward"] for line in result.history if "val_reward" in line]
     if trainer.start is not None:
         rewards.insert(0, trainer.start)
-    shown = " -> ".join(f"{reward:.3f}" for reward in (rewards[0], rewards[-1]))
-    click.echo(f"held-out rows, mean reward of samples: {shown}; the likeliest answers:")
+    change = " -> ".join(f"{reward:.3f}" for reward in (rewards[0], rewards[-1]))
+    click.echo(f"held-out rows, mean reward of samples: {change}; the likeliest answers:")
     click.echo(plots.table(trainer.guesses))
-    click.echo(speed(result.history))
+    told = speed(result.history)
+    click.echo(shown(told))
     figures = {
+        "settings": {
+            "steps": steps,
+            "warm_up": warm_up,
+            "warm_up_lr": warm_up_lr,
+            "prompts": prompts,
+            **options,
+        },
+        "parameters": parameters,
+        "on": machine(),
         "reward": rewards,
         "likeliest": {state: plots.scores(made) for state, made in trainer.guesses.items()},
-        "step_seconds": [line["seconds"] for line in result.history],
+        "speed": told,
+        "seconds": [line["seconds"] for line in result.history],
     }
-    (run_dir / "geoguessr.json").write_text(json.dumps(figures, indent=1))
+    for path in (run_dir / "geoguessr.json", *([out] if out is not None else [])):
+        path.write_text(json.dumps(figures, indent=1))
     picture = run_dir / "geoguessr.png"
     plots.draw(result.history, trainer.guesses, picture, trainer.start)
     click.echo(f"picture: {picture}")
 
 
-def _millions(size: str) -> str:
+def machine() -> dict[str, str]:
+    """On what else than the seed a run's numbers depend, to the bit."""
+    import torch
+
+    return {
+        "torch": torch.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "threads": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+
+
+def count_parameters(size: str) -> int:
     import torch
 
     with torch.device("meta"):  # shapes only
-        policy = PlacePolicy(SIZES[size])
-    return f"{sum(p.numel() for p in policy.parameters()) / 1e6:.1f}"
+        return sum(p.numel() for p in PlacePolicy(SIZES[size]).parameters())
 
 
 if __name__ == "__main__":

@@ -16,21 +16,33 @@ from torch.nn import functional
 
 
 class Cache:
-    """Keys and values of all layers; rows can be chosen or repeated."""
+    """Keys and values of all layers; rows can be chosen or repeated.
+
+    Room for tokens to come is made ahead: one more token does not copy all that were before it.
+    """
+
+    _ROOM = 32
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[int, Tensor] = {}  # (2, rows, heads, tokens and room, width of a head)
+        self._filled: dict[int, int] = {}
 
     def add(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        if layer in self._kept:
-            old_keys, old_values = self._kept[layer]
-            keys = torch.cat((old_keys, keys), dim=2)
-            values = torch.cat((old_values, values), dim=2)
-        self._kept[layer] = keys, values
-        return keys, values
+        start = self._filled.get(layer, 0)
+        end = self._filled[layer] = start + keys.shape[2]
+        if start == 0 or end > self._kept[layer].shape[3]:
+            rows, heads, _, width = keys.shape
+            larger = keys.new_empty(2, rows, heads, end + self._ROOM, width)
+            if start:
+                larger[..., :start, :] = self._kept[layer][..., :start, :]
+            self._kept[layer] = larger
+        for kept, new in zip(self._kept[layer], (keys, values), strict=True):
+            kept[:, :, start:end] = new
+        kept_keys, kept_values = self._kept[layer][..., :end, :]
+        return kept_keys, kept_values
 
     def batch_select_indices(self, index: Tensor) -> None:
-        self._kept = {i: (k[index], v[index]) for i, (k, v) in self._kept.items()}
+        self._kept = {layer: kept[:, index] for layer, kept in self._kept.items()}
 
 
 class Block(nn.Module):

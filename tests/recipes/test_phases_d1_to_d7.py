@@ -94,22 +94,53 @@ def test_d5_a_worker_loads_its_own_rows_and_decodes_late(files):
     from place_worker import PlaceLoader
     from policy import SIZES, PlacePolicy
 
-    parts = [list(PlaceLoader(files, 20, seed=0)(rank, 2)) for rank in range(2)]
+    loaders = [PlaceLoader(files, 20, side=32, seed=0)(rank, 2) for rank in range(2)]
+    parts = [list(loader) for loader in loaders]
     assert [[len(batch) for batch in part] for part in parts] == [[10, 10, 10], [10, 10, 10]]
     rows = [row for part in parts for batch in part for row in batch]
     assert sorted(row["index"] for row in rows) == list(range(60))
-    assert all(row["image"][:2] == b"\xff\xd8" for row in rows)  # still a JPEG
+    assert all(row["pixels"].shape == (3, 32, 32) for row in rows)
+    assert all(row["pixels"].dtype == torch.uint8 for row in rows)
+
+    threads = list(PlaceLoader(files, 20, side=32, seed=0, decode_workers=3)(0, 2))
+    for batch, other in zip(parts[0], threads, strict=True):  # any number of threads, one order
+        for row, same in zip(batch, other, strict=True):
+            assert row["index"] == same["index"]
+            assert torch.equal(row["pixels"], same["pixels"])
 
     policy = PlacePolicy(SIZES["tiny"])
-    policy.pixels._keep = 5
     first, second = rows[:2]
     made = policy.extra_inputs([first, second, first, first])
     assert made["pixel_values"].shape == (2, 3, 32, 32)  # a picture once for all its responses
-    assert made["pixel_values"].dtype == torch.uint8
+    assert torch.equal(made["pixel_values"][1], second["pixels"])
     assert made["image_of"].tolist() == [0, 1, 0, 0]
-    again = policy.extra_inputs(rows)["pixel_values"]
-    assert torch.equal(again[:2], made["pixel_values"])
-    assert len(policy.pixels._kept) == 5  # what is decoded stays within its budget
+
+
+def test_d5_pictures_are_decoded_ahead_and_no_further(files, monkeypatch):
+    """The next two batches while one is used: neither none nor all of them."""
+    import threading
+
+    import place_worker
+
+    decoded, changed = [], threading.Condition()
+    original = place_worker.pixels
+
+    def counted(encoded, side):
+        with changed:
+            decoded.append(side)
+            changed.notify_all()
+        return original(encoded, side)
+
+    monkeypatch.setattr(place_worker, "pixels", counted)
+    batches = iter(place_worker.PlaceLoader(files, 5, side=32)(0, 1))
+    next(batches)
+    with changed:  # without another next()
+        assert changed.wait_for(lambda: len(decoded) >= 15, timeout=30)
+    next(batches)
+    with changed:
+        assert changed.wait_for(lambda: len(decoded) >= 20, timeout=30)
+        assert len(decoded) < 60
+    batches.close()
 
 
 def test_d6_the_loop_runs_where_the_data_is(trained):
@@ -155,5 +186,10 @@ def test_d7_end_to_end(trained):
     picture = trained.folder / "geoguessr.png"
     plots.draw(trained.result.history, guesses, picture, trained.trainer.start)
     assert picture.stat().st_size > 20_000
-    assert "tokens/s" in train_ppo.speed(trained.result.history)
+    told = train_ppo.speed(trained.result.history)
+    assert "tokens/s" in train_ppo.shown(told)
+    parts = {"rollout", "reward", "log-probs and update", "data"}
+    assert told["shares"].keys() == parts
+    # Handing over pictures is a part of rollouts and updates: with it, the sum may be above 1.
+    assert sum(told["shares"].values()) == pytest.approx(1, abs=0.2)
     assert (Path(trained.result.run_dir) / "metrics.jsonl").read_text().count("\n") == 3

@@ -9,37 +9,15 @@ import torch
 from miniray.errors import ActorDiedError
 from miniray.rl import (
     CausalLM,
-    Generated,
     GRPOConfig,
     GRPOTrainer,
     KLPenalty,
-    NonFiniteError,
-    NoTokensError,
     PPOConfig,
     PPOTrainer,
-    RewardError,
-    RewardTimeoutError,
-    Sampling,
 )
 from miniray.train import Checkpoint, LRSchedule
-from tests.rl.models_for_tests import TOKENIZER, Momentum, digits, make_model, rows
-
-SMALL = {"prompts_per_step": 4, "rollouts": 4, "micro_batch_tokens": 80}
-
-
-def make(kind=GRPOTrainer, *, policy=make_model, reward=digits, data=None, config=None, **more):
-    default = GRPOConfig if kind is GRPOTrainer else PPOConfig
-    settings = {
-        "tokenizer": TOKENIZER,
-        "config": config or default(**SMALL),
-        "sampling": Sampling(max_new_tokens=6),
-        "optimizer": Momentum,
-        "seed": 1,
-        "backend": "inline",
-        "progress": False,
-        **more,
-    }
-    return kind(policy, reward, data or rows(12), **settings)
+from tests.rl.models_for_tests import TOKENIZER, digits, make_model, rows
+from tests.rl.trainers_for_tests import BANDITS, SMALL, Bandit, make, pull
 
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, PPOTrainer])
@@ -139,44 +117,6 @@ def test_a_learning_rate_schedule_reaches_the_optimizer():
 # -- policies of one's own ------------------------------------------------------------------------
 
 
-class Bandit(torch.nn.Module):
-    """Chooses one of three arms by a table of logits; rows carry bytes that it decodes itself."""
-
-    def __init__(self, length=1):
-        super().__init__()
-        self.table = torch.nn.Parameter(torch.zeros(2, 3))
-        self.worth = torch.nn.Parameter(torch.zeros(2))
-        self.length = length
-        self.decoded = 0
-
-    def _logits(self, rows):
-        self.decoded += len(rows)
-        return self.table[[row["image"][0] for row in rows]]
-
-    def generate(self, rows, seeds, sampling):
-        chances = self._logits(rows).softmax(-1)
-        arms = []
-        for chance, seed in zip(chances, seeds, strict=True):
-            random = torch.Generator().manual_seed(seed % 2**63)
-            arms.append(torch.multinomial(chance, self.length, True, generator=random))
-        return Generated([torch.zeros(1)] * len(rows), arms, [arm.tolist() for arm in arms])
-
-    def log_probs(self, batch):
-        logits = self._logits(batch.rows).log_softmax(-1)
-        return logits.gather(1, batch.responses)
-
-    def values(self, batch):
-        own = self.worth[[row["image"][0] for row in batch.rows]]
-        return own[:, None].expand(-1, batch.width)
-
-
-BANDITS = [{"image": bytes([i]), "best": 2 * i} for i in (0, 1)]
-
-
-def pull(row, arms):
-    return {"reward": float(arms[:1] == [row["best"]]), "pulled": sum(arms)}
-
-
 @pytest.mark.parametrize("kind", [GRPOTrainer, PPOTrainer])
 def test_a_policy_class_with_rows_it_decodes_itself(kind):
     config = (GRPOConfig if kind is GRPOTrainer else PPOConfig)(
@@ -212,131 +152,6 @@ def test_what_a_policy_lacks_is_named():
 
     with pytest.raises(ValueError, match=r"Wide: log_probs .* \(\d+, 1\), not \(\d+, 5\)"):
         make(policy=Wide, reward=pull, data=BANDITS * 2).train(steps=1)
-
-
-# -- degenerate steps -----------------------------------------------------------------------------
-
-
-def test_equal_rewards_teach_nothing_and_say_so():
-    config = GRPOConfig(**SMALL, kl=KLPenalty(0))
-    with make(reward=lambda row, text: 0.3, config=config) as trainer:
-        result = trainer.train(steps=1)
-        weights = trainer.model_weights()
-    assert result["flat_groups"] == 1
-    assert result["policy_loss"] == 0
-    assert result["grad_norm"] == 0
-    torch.manual_seed(7)
-    for name, value in CausalLM(make_model(), TOKENIZER).state_dict().items():
-        assert torch.equal(weights[name], value)
-
-
-class Silent(Bandit):
-    """Says nothing to image 1."""
-
-    def generate(self, rows, seeds, sampling):
-        made = super().generate(rows, seeds, sampling)
-        made.responses = [
-            r[: 0 if row["image"] == b"\x01" else None]
-            for r, row in zip(made.responses, rows, strict=True)
-        ]
-        return made
-
-
-@pytest.mark.parametrize("kind", [GRPOTrainer, PPOTrainer])
-@pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean"])
-def test_empty_responses_are_counted_and_harmless(kind, agg):
-    config = (GRPOConfig if kind is GRPOTrainer else PPOConfig)(
-        prompts_per_step=2, rollouts=8, agg=agg, epochs=2
-    )
-    with make(kind, policy=Silent, reward=pull, data=BANDITS, config=config) as trainer:
-        result = trainer.train(steps=2)
-    assert result["empty_responses"] == 8
-    assert result["response_tokens"] == 0.5
-    assert math.isfinite(result["loss"])
-
-
-@pytest.mark.parametrize("how", ["filtered", "empty"])
-def test_a_step_without_tokens_is_named_or_skipped(how):
-    if how == "filtered":
-        settings = {"sampling": Sampling(max_new_tokens=6, max_prompt_tokens=2)}
-    else:
-        settings = {"policy": Silent, "reward": pull, "data": BANDITS[1:] * 4}
-    with pytest.raises(NoTokensError, match="step 0 has no token to learn from"):
-        make(**settings).train(steps=1)
-    with make(**settings, on_error="skip") as trainer:
-        result = trainer.train(steps=2)
-    assert result["skipped_updates"] == 1
-    assert result["counts"]["tokens"] == 0
-    assert result.get("filtered_prompts") == (4 if how == "filtered" else None)
-
-
-def test_long_prompts_are_left_out_and_counted():
-    data = [*rows(3), {"prompt": "1234567890+1"}]
-    with make(data=data, sampling=Sampling(max_new_tokens=4, max_prompt_tokens=6)) as trainer:
-        result = trainer.train(steps=1)
-    assert result["filtered_prompts"] == 1
-    assert result["counts"]["sequences"] == 12
-
-
-class Broken(Bandit):
-    """NaN for image 1, from the start."""
-
-    def log_probs(self, batch):
-        bad = torch.tensor([row["image"] == b"\x01" for row in batch.rows])
-        return super().log_probs(batch).masked_fill(bad[:, None], math.nan)
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_nan_log_probs_are_named_or_skipped(several):
-    config = GRPOConfig(
-        prompts_per_step=2, rollouts=4, epochs=1 + several, kl=KLPenalty(0.1 * several)
-    )
-    settings = {"policy": Broken, "reward": pull, "data": BANDITS, "config": config}
-    with pytest.raises(NonFiniteError, match=r"worker 0, step 0.*\n.*image=<1 bytes>, best='?2"):
-        make(**settings).train(steps=1)
-    with make(**settings, on_error="skip") as trainer:
-        result = trainer.train(steps=1)
-        assert trainer.model_weights()["table"].isfinite().all()
-    assert result["skipped_nonfinite"] == 4
-    assert result["counts"]["sequences"] == 4
-    assert math.isfinite(result["loss"])
-
-
-class Exploding(Bandit):
-    """Finite numbers whose gradient is not."""
-
-    def log_probs(self, batch):
-        made = super().log_probs(batch)
-        return made + 0 * (self.table.sum() * 0).sqrt()
-
-
-def test_a_gradient_that_is_not_finite_changes_no_weight():
-    settings = {"policy": Exploding, "reward": pull, "data": BANDITS}
-    config = GRPOConfig(prompts_per_step=2, rollouts=8)
-    with pytest.raises(NonFiniteError, match=r"step 0, epoch 0, mini-batch 0: the gradient is not"):
-        make(**settings, config=config).train(steps=1)
-    with make(**settings, config=config, on_error="skip") as trainer:
-        assert trainer.train(steps=2)["skipped_updates"] == 1
-        assert trainer.model_weights()["table"].tolist() == [[0, 0, 0], [0, 0, 0]]
-
-
-def test_a_reward_function_that_raises_or_hangs():
-    def raises(row, text):
-        raise LookupError(row["prompt"])
-
-    with pytest.raises(RewardError, match=r"worker 0, step 0, sequence 0: .*LookupError"):
-        make(reward=raises).train(steps=1)
-
-    def hangs(row, text):
-        while True:
-            pass
-
-    with pytest.raises(RewardTimeoutError, match=r"no result in 0.2 s; it is at .*test_trainer"):
-        make(reward=hangs, reward_timeout=0.2).train(steps=1)
-    with make(reward=raises, on_error="skip") as trainer:
-        result = trainer.train(steps=1)
-    assert result["skipped_rewards"] == 16
-    assert result["skipped_updates"] == 1
 
 
 # -- refusals -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from miniray.rl.checks import same_shape, selected
+from miniray.rl.masking import same_shape, selected
 
 
 def gae(

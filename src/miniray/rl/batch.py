@@ -8,15 +8,15 @@ tensors for just these sequences, and drop them afterwards.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from miniray.rl.checks import selected
-
-Row = Mapping[str, Any]
+from miniray.rl.masking import selected
+from miniray.rl.sources import Row
 
 
 @dataclasses.dataclass
@@ -55,6 +55,7 @@ class MicroBatch:
 
     @property
     def responses(self) -> Tensor:
+        """Their token ids, (sequences, width)."""
         return self.input_ids[:, self.input_ids.shape[1] - self.width :]
 
 
@@ -88,9 +89,11 @@ class Rollouts:
 
     @property
     def mask(self) -> Tensor:
+        """True where the policy chose the token."""
         return self.tokens["mask"]
 
     def lengths(self) -> list[int]:
+        """Tokens of each sequence, prompt and response."""
         return [len(p) + len(r) for p, r in zip(self.prompts, self.responses, strict=True)]
 
     def keep(self, wanted: Tensor) -> None:
@@ -132,19 +135,14 @@ class Rollouts:
     def _padded(
         self, index: Sequence[int], device: torch.device | str, temperature: float
     ) -> MicroBatch:
-        width = max(len(self.responses[i]) for i in index)
         ids, mask = pad_left([self.prompts[i] for i in index], device)
-        answers = torch.zeros(len(index), width, dtype=torch.long)
-        there = torch.zeros(len(index), width, dtype=torch.long)
-        for place, i in enumerate(index):
-            length = len(self.responses[i])
-            answers[place, :length] = self.responses[i]
-            there[place, :length] = 1
-        mask = torch.cat((mask, there.to(device)), dim=1)
+        answers, there = _pad([self.responses[i] for i in index], device, "right")
+        width = answers.shape[1]
+        mask = torch.cat((mask, there), dim=1)
         where = torch.tensor(index, dtype=torch.long)
         return MicroBatch(
             rows=[self.rows[i] for i in index],
-            input_ids=torch.cat((ids, answers.to(device)), dim=1),
+            input_ids=torch.cat((ids, answers), dim=1),
             attention_mask=mask,
             position_ids=positions(mask),
             mask=self.mask[where, :width].to(device),
@@ -177,14 +175,20 @@ def split_by_tokens(
 
 def pad_left(sequences: Sequence[Tensor], device: torch.device | str) -> tuple[Tensor, Tensor]:
     """(ids, mask) of shape (sequences, longest). Padding is token 0: nothing attends to it."""
-    width = max((len(s) for s in sequences), default=0)
-    ids = torch.zeros(len(sequences), width, dtype=torch.long)
-    mask = torch.zeros(len(sequences), width, dtype=torch.long)
-    for i, sequence in enumerate(sequences):
-        if len(sequence):
-            ids[i, width - len(sequence) :] = sequence
-            mask[i, width - len(sequence) :] = 1
-    return ids.to(device), mask.to(device)
+    return _pad(sequences, device, "left")
+
+
+def _pad(
+    sequences: Sequence[Tensor], device: torch.device | str, side: str
+) -> tuple[Tensor, Tensor]:
+    if not sequences:
+        none = torch.zeros(0, 0, dtype=torch.long, device=device)
+        return none, none
+    ids = pad_sequence(list(sequences), batch_first=True, padding_side=side).long()
+    place = torch.arange(ids.shape[1])
+    lengths = torch.tensor([len(s) for s in sequences])[:, None]
+    there = place < lengths if side == "right" else place >= ids.shape[1] - lengths
+    return ids.to(device), there.long().to(device)
 
 
 def positions(mask: Tensor) -> Tensor:

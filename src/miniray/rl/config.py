@@ -9,7 +9,10 @@ from __future__ import annotations
 import dataclasses
 
 from miniray.rl.checks import in_range, one_of, whole
-from miniray.rl.losses import AGGREGATIONS, KL_KINDS
+
+#: How losses of tokens become one; how the distance to the reference is estimated. See ``losses``.
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+KL_KINDS = ("k1", "k2", "k3")
 
 
 @dataclasses.dataclass(frozen=True)

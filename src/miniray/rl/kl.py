@@ -38,7 +38,11 @@ class AdaptiveKL:
         return self.coefficient
 
     def state_dict(self) -> dict[str, float]:
+        """The coefficient as it is now, for a checkpoint."""
+        """The coefficient; the rest is settings."""
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on with the coefficient of a ``state_dict``."""
+        """Go on from there."""
         self.coefficient = float(state["coefficient"])

@@ -15,10 +15,9 @@ import math
 import torch
 from torch import Tensor
 
-from miniray.rl.checks import in_range, one_of, same_shape, selected
-
-AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
-KL_KINDS = ("k1", "k2", "k3")
+from miniray.rl.checks import in_range, one_of
+from miniray.rl.config import AGGREGATIONS, KL_KINDS
+from miniray.rl.masking import same_shape, selected
 
 #: exp(20) is 5e8: beyond it a ratio says no more, and exp(89) is no float32.
 _LARGEST_EXPONENT = 20.0

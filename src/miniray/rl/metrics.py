@@ -57,6 +57,7 @@ class Metrics:
         self.merge(name, (amount, 1.0, amount, amount))
 
     def merge(self, name: str, quad: Quad) -> None:
+        """Numbers that were added up elsewhere."""
         self._quads[name] = combine([self._quads[name], quad]) if name in self._quads else quad
 
     def export(self) -> dict[str, Quad]:
@@ -65,6 +66,7 @@ class Metrics:
 
 
 def combine(quads: Sequence[Quad]) -> Quad:
+    """Several as one."""
     return (
         math.fsum(q[0] for q in quads),
         math.fsum(q[1] for q in quads),

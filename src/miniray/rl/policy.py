@@ -13,10 +13,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from miniray.rl.batch import Generated, MicroBatch, Row
-from miniray.rl.generate import generate
-from miniray.rl.losses import entropy
+from miniray.rl.batch import Generated, MicroBatch
+from miniray.rl.generation import generate
+from miniray.rl.logprobs import chosen_log_probs
 from miniray.rl.sampling import Sampling
+from miniray.rl.sources import Row
 
 
 @runtime_checkable
@@ -113,6 +114,7 @@ class CausalLM(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
         return self.tokenizer
 
     def generate(self, rows: Sequence[Row], seeds: Sequence[int], sampling: Sampling) -> Generated:
+        """A response for each row, in text; see ``miniray.rl.generate`` for what is refused."""
         known: dict[int, Tensor] = {}  # rollouts of a prompt share its row
         for row in rows:
             if id(row) not in known:
@@ -141,9 +143,11 @@ class CausalLM(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
     # -- log-probs and values ----------------------------------------------------------------------
 
     def log_probs(self, batch: MicroBatch) -> Tensor | tuple[Tensor, Tensor]:
+        """Log-probs of the responses; with gradients enabled, their entropies too."""
         return self._log_probs(self._run(self.model, batch).logits, batch)
 
     def values(self, batch: MicroBatch) -> Tensor:
+        """What was expected before each token of the responses. ``TypeError`` without a head."""
         if self.value_head is None:
             raise TypeError("this CausalLM has no values: make it with value_head=True or critic=")
         trunk = self.model if self.critic is None else self.critic
@@ -153,6 +157,7 @@ class CausalLM(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
     def log_probs_and_values(
         self, batch: MicroBatch
     ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor]:
+        """Both, by one pass where the value head is on the policy's own hidden states."""
         if self.critic is not None or self.value_head is None:
             return self.log_probs(batch), self.values(batch)
         out = self._run(self.model, batch, output_hidden_states=True)
@@ -175,21 +180,14 @@ class CausalLM(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
 
     def _log_probs(self, logits: Tensor, batch: MicroBatch) -> Tensor | tuple[Tensor, Tensor]:
         # The logits of a column are about the next one.
-        kept = logits[:, logits.shape[1] - batch.width - 1 : -1].float() / batch.temperature
-        chosen = kept.gather(-1, batch.responses[..., None])[..., 0]
-        logp = chosen - torch.logsumexp(kept, dim=-1)
-        if not torch.is_grad_enabled():
-            return logp  # looking back: nobody asks for entropies
-        with torch.set_grad_enabled(self.entropy_gradient):
-            return logp, entropy(kept)
+        kept = logits[:, logits.shape[1] - batch.width - 1 :]
+        logp, entropies = chosen_log_probs(kept, batch.responses, batch.temperature)
+        return (logp, entropies) if torch.is_grad_enabled() else logp
 
     def _values(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
         assert self.value_head is not None
         kept = hidden[:, hidden.shape[1] - batch.width - 1 : -1]
         return self.value_head(kept.to(self.value_head.weight.dtype))[..., 0].float()
-
-    #: Whether entropies carry a gradient; costs memory, and only an entropy bonus needs it.
-    entropy_gradient: bool = False
 
 
 def as_policy(made: Any, tokenizer: Any, needs_values: bool) -> Any:

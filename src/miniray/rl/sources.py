@@ -11,18 +11,25 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from miniray.rl.batch import Row
 from miniray.train.evaluate import shard_bounds
+
+Row = Mapping[str, Any]
 
 
 class Source(Protocol):
     """Gives this worker's prompts of each step."""
 
-    def rows(self, step: int, seed: int) -> list[Row]: ...
+    def rows(self, step: int, seed: int) -> list[Row]:
+        """The prompts of a step; steps are asked for in order."""
+        ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is."""
+        ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go there."""
+        ...
 
 
 class ListSource:
@@ -137,6 +144,7 @@ class LoaderSource:
 
 
 def make_source(data: Any, per_step: int, rank: int, world_size: int) -> Source:
+    """This worker's source of ``data``, which is a list of rows or a ``make_loader``."""
     if callable(data):
         own = shard_bounds(per_step, rank, world_size)
         return LoaderSource(data(rank, world_size), own[1] - own[0], rank)

@@ -23,6 +23,7 @@ class CharTokenizer:
         return len(self.alphabet) + 3
 
     def encode(self, text: str) -> list[int]:
+        """Its token ids, after that which begins a text."""
         unknown = sorted(set(text) - self._ids.keys())
         if unknown:
             raise ValueError(f"{text!r:.80} has characters that are not in the alphabet: {unknown}")

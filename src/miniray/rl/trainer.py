@@ -16,17 +16,17 @@ from typing import Any
 import miniray
 from miniray.core import session
 from miniray.errors import ActorDiedError, CapabilityError, PeerLostError, TaskError
+from miniray.rl.calls import Worker
 from miniray.rl.checks import in_range, one_of
 from miniray.rl.config import Algorithm
 from miniray.rl.kl import AdaptiveKL
 from miniray.rl.metrics import pool, record
+from miniray.rl.resuming import Resumable
 from miniray.rl.sampling import Sampling
+from miniray.rl.setup import Setup
 from miniray.rl.sources import check_data
-from miniray.rl.worker import RLWorker, Setup
 from miniray.train.base import BaseTrainer
-from miniray.train.data_parallel import DataParallelTrainer
 from miniray.train.evaluate import cut, shard_bounds
-from miniray.train.group import GroupHost
 from miniray.train.results import TrainResult
 from miniray.train.workers import in_context
 
@@ -34,7 +34,7 @@ from miniray.train.workers import in_context
 _PATIENCE = 5.0
 
 
-class RLTrainer(DataParallelTrainer):
+class RLTrainer(Resumable):
     """What the two have in common; use ``PPOTrainer`` or ``GRPOTrainer``.
 
     Args:
@@ -68,8 +68,10 @@ class RLTrainer(DataParallelTrainer):
     one, since the others cannot go on without its gradients: resume from the last checkpoint.
     """
 
-    #: What runs in the workers; a subclass of it may change any part of a step.
-    worker_class: type[RLWorker] = RLWorker
+    #: What runs in the workers; a subclass of ``RLWorker`` may change any part of a step.
+    worker_class: type[Worker] = Worker
+    #: Once for all workers, where the engine can; the driver itself does without torch.
+    _preloaded = ("miniray.train.dynamo", "miniray.rl.worker")
 
     def __init__(
         self,
@@ -132,7 +134,6 @@ class RLTrainer(DataParallelTrainer):
             raise ValueError("eval_interval needs eval_data to evaluate on")
         self._worker_options = dict(resources_per_worker or {})
         self._group_options = {"backend": group_backend, "timeout": group_timeout}
-        self._host: GroupHost | None = None
         # Drawn once for all: workers must agree on what is random in a step.
         self._run_seed = secrets.randbits(62) if seed is None else seed
         self._setup = Setup(
@@ -177,6 +178,7 @@ class RLTrainer(DataParallelTrainer):
         return super().train(wanted[0], resume=resume, **kwargs)
 
     def create_worker(self, worker_id: int, **kwargs: Any) -> Any:
+        """An actor of ``worker_class``, with everything the trainer was told."""
         if self._setup_ref is None:  # rows of a list are in shared memory once
             self._setup_ref = miniray.put(self._setup)
         worker: Any = miniray.remote(self.worker_class)
@@ -265,13 +267,11 @@ class RLTrainer(DataParallelTrainer):
                 'sync="grad" with more than one worker needs workers that run at the same time: '
                 'use backend="local" or "ray", or sync="weights", or one worker'
             )
-        self._host = GroupHost(
-            self.num_workers,
-            name="rl",
-            other_machines=engine == "ray",
-            **self._group_options,  # type: ignore[arg-type]
+        other_machines = engine == "ray"
+        opened = self.workers[0].host_group.remote(
+            self.num_workers, other_machines=other_machines, **self._group_options
         )
-        spec = self._host.spec
+        spec = miniray.get(opened)
         self._group.call("join_group", lambda _: (spec,), {})
 
     def _set_up_worker(self, worker_id: int) -> None:
@@ -283,57 +283,9 @@ class RLTrainer(DataParallelTrainer):
         return self.sync == "grad" or super()._workers_in_sync()
 
     def shutdown(self) -> None:
+        """End the workers; safe to call twice."""
         super().shutdown()
         self._setup_ref = self._reference_ref = None
-        host, self._host = self._host, None
-        if host is not None:
-            host.close()
-
-    # -- checkpoints -------------------------------------------------------------------------------
-
-    def load_checkpoint(self, path: str | Path = "latest") -> int:
-        epoch = super().load_checkpoint(path)
-        if self._loaded is not None:  # before the run is described and its workers are there
-            self._run_seed = self._loaded["extra"]["rl"]["seed"]
-        return epoch
-
-    def _extra_state(self) -> dict[str, Any]:
-        state = super()._extra_state() if self.sync == "weights" else {}
-        worker = self.workers[0]
-        shared = self.sync == "grad"  # workers' optimizers are equal: one is enough for any number
-        state["rl"] = {
-            "sync": self.sync,
-            "seed": self._run_seed,
-            "num_workers": self.num_workers,
-            "source": miniray.get(worker.get_source.remote()),
-            "kl": None if self._adaptive is None else self._adaptive.state_dict(),
-            "reference": miniray.get(worker.get_reference.remote()),
-            "optimizer": miniray.get(worker.get_optimizer.remote()) if shared else None,
-        }
-        return state
-
-    def _load_extra_state(self, state: Mapping[str, Any]) -> None:
-        own = state["rl"]
-        if own["sync"] != self.sync:
-            raise ValueError(
-                f"the checkpoint was made with sync={own['sync']!r}, this trainer has {self.sync!r}"
-            )
-        if self.sync == "weights":
-            super()._load_extra_state(state)
-        if self._adaptive is not None and own["kl"] is not None:
-            self._adaptive.load_state_dict(own["kl"])
-            self._kl_coef = self._adaptive.coefficient
-        if own["num_workers"] != self.num_workers and own["source"].get("loader") is not None:
-            miniray.get([worker.set_source.remote(own["source"]) for worker in self.workers])
-        reference = miniray.put(own["reference"])
-        calls = [worker.set_reference.remote(reference) for worker in self.workers]
-        if own["optimizer"] is not None:
-            optimizer = miniray.put(own["optimizer"])
-            calls += [worker.set_optimizer.remote(optimizer) for worker in self.workers]
-        miniray.get(calls)
-        if self._reference_ref is not None and own["reference"] is not None:
-            self._reference_ref = reference
-        self._run_seed = own["seed"]
 
     def _describe(self) -> dict[str, Any]:
         return {

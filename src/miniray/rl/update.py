@@ -20,9 +20,9 @@ from torch import Tensor
 from miniray.errors import NonFiniteError
 from miniray.rl import losses
 from miniray.rl.batch import MicroBatch, Rollouts
-from miniray.rl.checks import selected
 from miniray.rl.collective import Collective, sum_gradients
 from miniray.rl.config import Algorithm, PPOConfig
+from miniray.rl.masking import selected
 from miniray.rl.metrics import Metrics
 
 
@@ -231,6 +231,7 @@ def bad_sequences(values: Tensor, mask: Tensor) -> Tensor:
 def check_finite(
     named: dict[str, Tensor | None], batch: MicroBatch, where: str, worker: int
 ) -> None:
+    """Raise ``NonFiniteError`` with the first row that has NaN or infinity."""
     from miniray.rl.reward import brief
 
     for name, values in named.items():

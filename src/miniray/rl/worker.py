@@ -11,55 +11,30 @@ up counts, moments and gradients (``collective``).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from miniray import doctor
-from miniray.errors import NonFiniteError, NoTokensError
-from miniray.rl import advantages as adv
-from miniray.rl import losses
-from miniray.rl.batch import Generated, Rollouts, Row
-from miniray.rl.checks import selected
+from miniray.rl.batch import Generated, Rollouts
+from miniray.rl.calls import Worker
 from miniray.rl.collective import Alone, Collective, Together
-from miniray.rl.config import Algorithm, GRPOConfig, PPOConfig
+from miniray.rl.config import PPOConfig
+from miniray.rl.experience import add_advantages, drop_bad, look_back
 from miniray.rl.metrics import Metrics, Quad
-from miniray.rl.policy import CausalLM, as_policy
-from miniray.rl.reward import RewardFunction, Scorer, brief
+from miniray.rl.policy import as_policy
+from miniray.rl.reward import Scorer
 from miniray.rl.sampling import Sampling, row_seed
-from miniray.rl.sources import held_out, make_source
-from miniray.rl.state import WorkerState
-from miniray.rl.update import Updater, bad_sequences, run_policy
+from miniray.rl.setup import Setup
+from miniray.rl.sources import Row, held_out, make_source
+from miniray.rl.update import Updater
 from miniray.train import group
 
 
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """What every worker is told; the same for all of them."""
-
-    policy: Callable[[], Any]
-    reward: RewardFunction
-    data: Any
-    config: Algorithm
-    sampling: Sampling
-    eval_sampling: Sampling
-    num_workers: int
-    tokenizer: Any = None
-    eval_data: Any = None
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
-    sync: str = "grad"
-    on_error: str = "raise"
-    reward_timeout: float | None = 60.0
-    device: str = "auto"
-    precision: str = "fp32"
-
-
-class RLWorker(WorkerState):
+class RLWorker(Worker):
     """Lives in an actor; ``worker_id`` is its rank. See the module."""
 
     def __init__(self, worker_id: int, setup: Setup) -> None:
@@ -78,8 +53,6 @@ class RLWorker(WorkerState):
         # No dropout, neither in rollouts nor in updates: the ratio of two probabilities under
         # different masks says nothing about the policy.
         self.policy.eval()
-        if isinstance(self.policy, CausalLM):
-            self.policy.entropy_gradient = setup.config.entropy_coef > 0
         self.reference: Any = None
         self.collective: Collective = Alone(worker_id)
         make = setup.optimizer or self._adamw
@@ -96,6 +69,14 @@ class RLWorker(WorkerState):
 
     def _adamw(self, parameters: Sequence[Any]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=self.config.lr, weight_decay=0.0)
+
+    def host_group(self, world_size: int, **options: Any) -> group.ProcessGroupSpec:
+        """Open the store of a process group for all workers; it ends with this one.
+
+        A worker that is lost ends such a run: there is nobody whom the store must outlive.
+        """
+        self._host = group.GroupHost(world_size, name="rl", **options)
+        return self._host.spec
 
     def join_group(self, spec: group.ProcessGroupSpec) -> None:
         """From now on, add up gradients with the other workers."""
@@ -170,36 +151,10 @@ class RLWorker(WorkerState):
         rollouts.keep(there)
 
     def _look_back(self, rollouts: Rollouts, step: int, metrics: Metrics) -> None:
-        """Log-probs of what was sampled, now and under the reference, and values."""
-        config = self.config
-        with_values = isinstance(config, PPOConfig)
-        several = config.epochs * config.mini_batches > 1
-        # One update and nothing to skip: the update's own pass gives the old log-probs too.
-        old_wanted = several or with_values or self.setup.on_error == "skip"
-        for batch in self._batches(rollouts):
-            if not bool(batch.mask.any()):
-                continue  # empty responses
-            with torch.no_grad(), self._precision():
-                if old_wanted:
-                    logp, _, values = run_policy(self.policy, batch, with_values)
-                    rollouts.put("old_logp", batch, logp)
-                    if values is not None:
-                        rollouts.put("values", batch, values)
-                if self.reference is not None:
-                    rollouts.put("ref_logp", batch, run_policy(self.reference, batch, False)[0])
-        bad = torch.zeros(len(rollouts), dtype=torch.bool)
-        for name in ("old_logp", "values", "ref_logp"):
-            if name in rollouts.tokens:
-                bad |= bad_sequences(rollouts.tokens[name], rollouts.mask)
-        if bool(bad.any()) and self.setup.on_error != "skip":
-            at = int(torch.nonzero(bad)[0, 0])
-            raise NonFiniteError(
-                f"worker {self.rank}, step {step}: log-probs or values are NaN or infinite for "
-                f"{int(bad.sum())} of {len(bad)} sequences\n"
-                f"  first: sequence {int(rollouts.ids[at])}, row: {brief(rollouts.rows[at])}"
-            )
-        metrics.total("skipped_nonfinite", int(bad.sum()))
-        rollouts.keep(~bad)
+        batches = self._batches(rollouts)
+        look_back(rollouts, batches, self.setup, self.policy, self.reference, self._precision)
+        where = f"worker {self.rank}, step {step}"
+        drop_bad(rollouts, self.setup.on_error, where, metrics)
 
     def _batches(self, rollouts: Rollouts) -> Iterator[Any]:
         return rollouts.micro_batches(
@@ -207,40 +162,7 @@ class RLWorker(WorkerState):
         )
 
     def _advantages(self, rollouts: Rollouts, kl_coef: float, step: int, metrics: Metrics) -> None:
-        config, mask = self.config, rollouts.mask
-        tokens = float(self.collective.sum(mask.sum().double(), f"tokens of step {step}"))
-        if tokens == 0 and self.setup.on_error != "skip":
-            raise NoTokensError(
-                f"step {step} has no token to learn from on any worker: all prompts were left out "
-                f"(max_prompt_tokens={self.setup.sampling.max_prompt_tokens}), or all responses "
-                'are empty; on_error="skip" goes on to the next step'
-            )
-        distance = None
-        if "old_logp" in rollouts.tokens and "ref_logp" in rollouts.tokens:
-            old, reference = rollouts.tokens["old_logp"], rollouts.tokens["ref_logp"]
-            distance = selected(losses.kl(old, reference, config.kl.kind), mask)
-            if bool(mask.any()):
-                metrics.merge("kl", _quad(distance[mask]))
-        if isinstance(config, PPOConfig):
-            rewards = _on_last_token(rollouts.rewards, mask)
-            if distance is not None and config.kl.place == "reward":
-                rewards = rewards - kl_coef * distance
-            values = rollouts.tokens.get("values", torch.zeros(mask.shape))
-            made, returns = adv.gae(rewards, values, mask, config.gamma, config.lam)
-            if config.whiten:
-                stats = self.collective.sum(adv.moments(made, mask), f"moments of step {step}")
-                made = adv.whiten(made, mask, stats)
-            rollouts.tokens["returns"] = returns
-            rollouts.tokens["values"] = values
-        else:
-            assert isinstance(config, GRPOConfig)
-            if config.baseline == "rloo":
-                scores = adv.rloo(rollouts.rewards, rollouts.groups)
-            else:
-                scores = adv.grpo(rollouts.rewards, rollouts.groups, norm_std=config.norm_std)
-            metrics.extend("flat_groups", _flat(rollouts.rewards, rollouts.groups))
-            made = adv.spread(scores, mask)
-        rollouts.tokens["advantages"] = made
+        add_advantages(rollouts, self.setup, self.collective, kl_coef, step, metrics)
 
     def _describe(self, rollouts: Rollouts, metrics: Metrics) -> None:
         metrics.total("sequences", len(rollouts))
@@ -248,6 +170,12 @@ class RLWorker(WorkerState):
         metrics.extend("response_tokens", rollouts.mask.sum(-1).tolist())
 
     # -- evaluation --------------------------------------------------------------------------------
+
+    @property
+    def sequences_per_step(self) -> int:
+        """About as many as this worker has at a time in a step; at least one."""
+        config = self.config
+        return max(1, config.prompts_per_step * config.rollouts // self.setup.num_workers)
 
     def evaluate(
         self, shard_id: int, num_shards: int, data: Sequence[Row] | None = None, first: int = 0
@@ -262,7 +190,7 @@ class RLWorker(WorkerState):
         else:
             numbered = enumerate(data, first)
         metrics = Metrics()
-        while chunk := list(itertools.islice(numbered, self.config.prompts_per_step)):
+        while chunk := list(itertools.islice(numbered, self.sequences_per_step)):
             self._evaluate(chunk, metrics)
         return metrics.export()
 
@@ -311,30 +239,3 @@ def _tell(scores: Sequence[dict[str, float] | None], metrics: Metrics) -> None:
     metrics.total("skipped_rewards", len(scores) - len(told))
     for name in dict.fromkeys(name for score in told for name in score):
         metrics.extend(name, [score[name] for score in told if name in score])
-
-
-def _on_last_token(rewards: Tensor, mask: Tensor) -> Tensor:
-    """The reward on the last token of the policy's own; nowhere where there is none."""
-    numbered = mask.long().cumsum(-1)
-    last = mask & (numbered == numbered[:, -1:]) if mask.shape[1] else mask
-    return rewards[:, None] * last
-
-
-def _flat(rewards: Tensor, groups: Tensor) -> list[float]:
-    """For each prompt 1 if its rewards are all equal, so that there is nothing to learn from it."""
-    ids, index = torch.unique(groups, return_inverse=True)
-    low, high = (
-        torch.zeros(len(ids)).scatter_reduce_(0, index, rewards, kind, include_self=False)
-        for kind in ("amin", "amax")
-    )
-    flat: list[float] = (low == high).double().tolist()
-    return flat
-
-
-def _quad(values: Tensor) -> Quad:
-    return (
-        float(values.double().sum()),
-        float(values.numel()),
-        float(values.min()),
-        float(values.max()),
-    )

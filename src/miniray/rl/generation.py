@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from miniray.rl.batch import pad_left, positions
-from miniray.rl.sampling import Sampling, pick, uniforms
+from miniray.rl.picking import pick, uniforms
+from miniray.rl.sampling import Sampling
 
 #: Further arguments of the model for rows with these numbers.
 Extra = Callable[[Sequence[int]], Mapping[str, Any]]
@@ -43,10 +44,12 @@ def generate(
     """
     if len(prompts) != len(seeds):
         raise ValueError(f"there are {len(prompts)} prompts and {len(seeds)} seeds")
+    prompts = list(prompts)
     _check(model, prompts, sampling)
     stops = sorted({*eos_ids, *sampling.stop_ids})
     responses: list[Tensor] = []
-    keys = [(tuple(p.tolist()), None if same is None else same[i]) for i, p in enumerate(prompts)]
+    numbers = _numbers(prompts)
+    keys = [(number, None if same is None else same[i]) for i, number in enumerate(numbers)]
     for batch in _batches([len(p) + sampling.max_new_tokens for p in prompts], sampling):
         own, own_seeds = [prompts[i] for i in batch], [seeds[i] for i in batch]
         first = batch[0]
@@ -73,6 +76,14 @@ def _batches(lengths: Sequence[int], sampling: Sampling) -> list[range]:
     if lengths:
         batches.append(range(first, len(lengths)))
     return batches
+
+
+def _numbers(prompts: Sequence[Tensor]) -> list[int]:
+    """A number for each prompt, the same for equal ones. Rollouts often share a prompt's tensor."""
+    distinct = {id(prompt): prompt for prompt in prompts}
+    seen: dict[tuple[int, ...], int] = {}
+    found = {key: seen.setdefault(tuple(p.tolist()), len(seen)) for key, p in distinct.items()}
+    return [found[id(prompt)] for prompt in prompts]
 
 
 class _Reader:
@@ -158,7 +169,8 @@ def _generate(
         mask = torch.cat((mask, mask.new_ones(len(rows), 1)), dim=1)
         position = position + 1
         logits, cache = reader.next(token[:, None], mask, position, cache)
-    return [tokens[i, : int(lengths[i])].cpu() for i in range(count)]
+    # One copy to the host: a GPU is waited for once, not twice a response.
+    return [row[:length] for row, length in zip(tokens.cpu(), lengths.tolist(), strict=True)]
 
 
 def _select(cache: Any, index: Tensor) -> bool:

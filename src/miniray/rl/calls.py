@@ -1,61 +1,111 @@
-"""What a worker is asked for besides steps: weights, and state to resume from."""
+"""What the driver asks of a worker, in a class that does without torch.
+
+A driver only calls workers, so it need not load torch for it: that saves it a second and the memory
+of one more process. The class it makes its workers of is ``Worker``, and what it gets in their
+processes is an ``RLWorker``.
+"""
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from miniray.rl.collective import Collective
-from miniray.rl.sources import Source
+from miniray.rl.metrics import Quad
+from miniray.rl.setup import Setup
+from miniray.rl.sources import Row, Source
+from miniray.train.group import ProcessGroupSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from miniray.rl.collective import Collective
 
 
-class WorkerState:
-    """The part of ``RLWorker`` that trainers use between steps."""
+class Worker:
+    """An ``RLWorker``, by the name that needs no torch. Weights and state are dealt with here."""
 
     rank: int
-    setup: Any
+    setup: Setup
     policy: Any
     reference: Any
     optimizer: Any
     source: Source
     collective: Collective
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is Worker:
+            from miniray.rl.worker import RLWorker
+
+            return object.__new__(RLWorker)  # whose __init__ comes next
+        return object.__new__(cls)
+
+    def __init__(self, worker_id: int, setup: Setup) -> None:
+        raise NotImplementedError
+
+    # -- a step: RLWorker does these ---------------------------------------------------------------
+
+    def train_epoch(self, epoch: int, seed: int, kl_coef: float) -> dict[str, Quad]:
+        """One step; ``epoch`` is its number."""
+        raise NotImplementedError
+
+    def evaluate(
+        self, shard_id: int, num_shards: int, data: Sequence[Row] | None = None, first: int = 0
+    ) -> dict[str, Quad]:
+        """Rewards on held-out prompts."""
+        raise NotImplementedError
+
+    def host_group(self, world_size: int, **options: Any) -> ProcessGroupSpec:
+        """Open the store of a process group for all workers, in this one."""
+        raise NotImplementedError
+
+    def join_group(self, spec: ProcessGroupSpec) -> None:
+        """From now on, add up gradients with the other workers."""
+        raise NotImplementedError
+
     # -- weights, state ----------------------------------------------------------------------------
 
     def get_weights(self) -> dict[str, Tensor]:
+        """The policy's, on the CPU."""
         return {k: v.detach().cpu() for k, v in self.policy.state_dict().items()}
 
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Raises ``RuntimeError``, and changes nothing, if they are another model's."""
         self.policy.load_state_dict(weights)
 
     def set_lr(self, lr: float) -> None:
+        """For all parameters."""
         for settings in self.optimizer.param_groups:
             settings["lr"] = lr
 
     def get_reference(self) -> dict[str, Tensor] | None:
+        """The weights that the policy is held to; None if it is held to nothing, or not yet."""
         if self.reference is None:
             return None
         return {k: v.detach().cpu() for k, v in self.reference.state_dict().items()}
 
     def set_reference(self, weights: Mapping[str, Tensor] | None) -> None:
+        """Hold the policy to these; None leaves all as it is."""
         if weights is not None:
             self.reference = self._frozen_copy()
             self.reference.load_state_dict(weights)
 
     def get_optimizer(self) -> dict[str, Any]:
+        """Its ``state_dict``."""
         state: dict[str, Any] = self.optimizer.state_dict()
         return state
 
     def set_optimizer(self, state: dict[str, Any]) -> None:
+        """Take up what ``get_optimizer`` gave."""
         self.optimizer.load_state_dict(state)
 
     def get_state(self) -> dict[str, Any]:
+        """What is this worker's own: its place in the data, random numbers, optimizer."""
+        import torch
+
         version, internal, gauss = random.getstate()
         name, keys, *rest = np.random.get_state()
         return {
@@ -68,6 +118,9 @@ class WorkerState:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
+        """Take up what ``get_state`` gave: the run goes on bit for bit (on the CPU)."""
+        import torch
+
         self.source.load_state_dict(state["source"])
         if state["optimizer"] is not None:
             self.set_optimizer(state["optimizer"])
@@ -77,6 +130,7 @@ class WorkerState:
         np.random.set_state(tuple(state["numpy"]))
 
     def get_source(self) -> dict[str, Any]:
+        """This worker's place in the data."""
         return self.source.state_dict()
 
     def set_source(self, state: Mapping[str, Any]) -> None:
@@ -84,6 +138,7 @@ class WorkerState:
         self.source.load_state_dict(state)
 
     def ping(self) -> int:
+        """Answers when it is not busy, and is alive."""
         return self.rank
 
     def _frozen_copy(self) -> Any:

@@ -1,0 +1,148 @@
+"""What is learnt from: rollouts with their log-probs, values and advantages.
+
+Of a worker's own sequences only. What advantages need of the others' goes through the collective:
+counts and moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from miniray.errors import NonFiniteError, NoTokensError
+from miniray.rl import advantages as adv
+from miniray.rl import losses
+from miniray.rl.batch import MicroBatch, Rollouts
+from miniray.rl.collective import Collective
+from miniray.rl.config import GRPOConfig, PPOConfig
+from miniray.rl.masking import selected
+from miniray.rl.metrics import Metrics, Quad
+from miniray.rl.reward import brief
+from miniray.rl.setup import Setup
+from miniray.rl.update import bad_sequences, run_policy
+
+
+def look_back(
+    rollouts: Rollouts,
+    batches: Iterable[MicroBatch],
+    setup: Setup,
+    policy: Any,
+    reference: Any,
+    precision: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    """Log-probs of what was sampled, now and under the reference, and values."""
+    config = setup.config
+    with_values = isinstance(config, PPOConfig)
+    several = config.epochs * config.mini_batches > 1
+    # One update and nothing to skip: the update's own pass gives the old log-probs too.
+    old_wanted = several or with_values or setup.on_error == "skip"
+    for batch in batches:
+        if not bool(batch.mask.any()):
+            continue  # empty responses
+        with torch.no_grad(), precision():
+            if old_wanted:
+                logp, _, values = run_policy(policy, batch, with_values)
+                rollouts.put("old_logp", batch, logp)
+                if values is not None:
+                    rollouts.put("values", batch, values)
+            if reference is not None:
+                rollouts.put("ref_logp", batch, run_policy(reference, batch, False)[0])
+
+
+def drop_bad(rollouts: Rollouts, on_error: str, where: str, metrics: Metrics) -> None:
+    """Leave out and count sequences whose log-probs or values are NaN or infinite.
+
+    Raises ``NonFiniteError`` with the first of them unless ``on_error`` is ``"skip"``.
+    """
+    bad = torch.zeros(len(rollouts), dtype=torch.bool)
+    for name in ("old_logp", "values", "ref_logp"):
+        if name in rollouts.tokens:
+            bad |= bad_sequences(rollouts.tokens[name], rollouts.mask)
+    if bool(bad.any()) and on_error != "skip":
+        at = int(torch.nonzero(bad)[0, 0])
+        raise NonFiniteError(
+            f"{where}: log-probs or values are NaN or infinite for "
+            f"{int(bad.sum())} of {len(bad)} sequences\n"
+            f"  first: sequence {int(rollouts.ids[at])}, row: {brief(rollouts.rows[at])}"
+        )
+    metrics.total("skipped_nonfinite", int(bad.sum()))
+    rollouts.keep(~bad)
+
+
+def add_advantages(
+    rollouts: Rollouts,
+    setup: Setup,
+    collective: Collective,
+    kl_coef: float,
+    step: int,
+    metrics: Metrics,
+) -> None:
+    """What each token earned beyond what was expected; all workers must call it.
+
+    Raises ``NoTokensError`` where no worker has a token, unless such steps are skipped.
+    """
+    config, mask = setup.config, rollouts.mask
+    tokens = float(collective.sum(mask.sum().double(), f"tokens of step {step}"))
+    if tokens == 0 and setup.on_error != "skip":
+        raise NoTokensError(
+            f"step {step} has no token to learn from on any worker: all prompts were left out "
+            f"(max_prompt_tokens={setup.sampling.max_prompt_tokens}), or all responses "
+            'are empty; on_error="skip" goes on to the next step'
+        )
+    distance = None
+    if "old_logp" in rollouts.tokens and "ref_logp" in rollouts.tokens:
+        old, reference = rollouts.tokens["old_logp"], rollouts.tokens["ref_logp"]
+        distance = selected(losses.kl(old, reference, config.kl.kind), mask)
+        if bool(mask.any()):
+            metrics.merge("kl", _quad(distance[mask]))
+    if isinstance(config, PPOConfig):
+        rewards = _on_last_token(rollouts.rewards, mask)
+        if distance is not None and config.kl.place == "reward":
+            rewards = rewards - kl_coef * distance
+        values = rollouts.tokens.get("values", torch.zeros(mask.shape))
+        made, returns = adv.gae(rewards, values, mask, config.gamma, config.lam)
+        if config.whiten:
+            stats = collective.sum(adv.moments(made, mask), f"moments of step {step}")
+            made = adv.whiten(made, mask, stats)
+        rollouts.tokens["returns"] = returns
+        rollouts.tokens["values"] = values
+    else:
+        assert isinstance(config, GRPOConfig)
+        if config.baseline == "rloo":
+            scores = adv.rloo(rollouts.rewards, rollouts.groups)
+        else:
+            scores = adv.grpo(rollouts.rewards, rollouts.groups, norm_std=config.norm_std)
+        metrics.extend("flat_groups", _flat(rollouts.rewards, rollouts.groups))
+        made = adv.spread(scores, mask)
+    rollouts.tokens["advantages"] = made
+
+
+def _on_last_token(rewards: Tensor, mask: Tensor) -> Tensor:
+    """The reward on the last token of the policy's own; nowhere where there is none."""
+    numbered = mask.long().cumsum(-1)
+    last = mask & (numbered == numbered[:, -1:]) if mask.shape[1] else mask
+    return rewards[:, None] * last
+
+
+def _flat(rewards: Tensor, groups: Tensor) -> list[float]:
+    """For each prompt 1 if its rewards are all equal, so that there is nothing to learn from it."""
+    ids, index = torch.unique(groups, return_inverse=True)
+    low, high = (
+        torch.zeros(len(ids)).scatter_reduce_(0, index, rewards, kind, include_self=False)
+        for kind in ("amin", "amax")
+    )
+    flat: list[float] = (low == high).double().tolist()
+    return flat
+
+
+def _quad(values: Tensor) -> Quad:
+    return (
+        float(values.double().sum()),
+        float(values.numel()),
+        float(values.min()),
+        float(values.max()),
+    )

@@ -1,0 +1,70 @@
+"""What a checkpoint of reinforcement learning has on top of weights and the workers' own state.
+
+The run's seed, the KL controller, the reference model, a place in the data that any number of
+workers can take up and, where workers are always equal, one optimizer for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import miniray
+from miniray.rl.kl import AdaptiveKL
+from miniray.train.data_parallel import DataParallelTrainer
+
+
+class Resumable(DataParallelTrainer):
+    """The part of ``RLTrainer`` that saves and takes up checkpoints."""
+
+    sync: str
+    _run_seed: int
+    _adaptive: AdaptiveKL | None
+    _kl_coef: float
+    _reference_ref: Any
+
+    def load_checkpoint(self, path: str | Path = "latest") -> int:
+        """As every trainer does; the run's seed is the checkpoint's from here on."""
+        epoch = super().load_checkpoint(path)
+        if self._loaded is not None:  # before the run is described and its workers are there
+            self._run_seed = self._loaded["extra"]["rl"]["seed"]
+        return epoch
+
+    def _extra_state(self) -> dict[str, Any]:
+        state = super()._extra_state() if self.sync == "weights" else {}
+        worker = self.workers[0]
+        shared = self.sync == "grad"  # workers' optimizers are equal: one is enough for any number
+        state["rl"] = {
+            "sync": self.sync,
+            "seed": self._run_seed,
+            "num_workers": self.num_workers,
+            "source": miniray.get(worker.get_source.remote()),
+            "kl": None if self._adaptive is None else self._adaptive.state_dict(),
+            "reference": miniray.get(worker.get_reference.remote()),
+            "optimizer": miniray.get(worker.get_optimizer.remote()) if shared else None,
+        }
+        return state
+
+    def _load_extra_state(self, state: Mapping[str, Any]) -> None:
+        own = state["rl"]
+        if own["sync"] != self.sync:
+            raise ValueError(
+                f"the checkpoint was made with sync={own['sync']!r}, this trainer has {self.sync!r}"
+            )
+        if self.sync == "weights":
+            super()._load_extra_state(state)
+        if self._adaptive is not None and own["kl"] is not None:
+            self._adaptive.load_state_dict(own["kl"])
+            self._kl_coef = self._adaptive.coefficient
+        if own["num_workers"] != self.num_workers and own["source"].get("loader") is not None:
+            miniray.get([worker.set_source.remote(own["source"]) for worker in self.workers])
+        reference = miniray.put(own["reference"])
+        calls = [worker.set_reference.remote(reference) for worker in self.workers]
+        if own["optimizer"] is not None:
+            optimizer = miniray.put(own["optimizer"])
+            calls += [worker.set_optimizer.remote(optimizer) for worker in self.workers]
+        miniray.get(calls)
+        if self._reference_ref is not None and own["reference"] is not None:
+            self._reference_ref = reference
+        self._run_seed = own["seed"]
