@@ -35,6 +35,9 @@ class Trainer:
     def save_checkpoint(self, epoch):
         return self.checkpoints.save(epoch, {"history": self.history})
 
+    def call_workers(self, method, *args, epoch=None):
+        return miniray.get([getattr(worker, method).remote(*args) for worker in self.workers])
+
     def train(self, callback, results, first=0, **kwargs):
         callback.on_train_start(self, **kwargs)
         for epoch, result in enumerate(results, start=first):

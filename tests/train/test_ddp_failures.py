@@ -1,10 +1,13 @@
 """A rank that raises, dies, hangs or leaves out a step: one cause, and nothing left behind."""
 
+import os
+import signal
+
 import pytest
 
 import miniray
 from miniray.errors import ActorDiedError, WorkerTimeoutError
-from miniray.train import DDPTrainer
+from miniray.train import Checkpoint, DDPTrainer
 
 torch = pytest.importorskip("torch")
 psutil = pytest.importorskip("psutil")
@@ -157,6 +160,38 @@ def test_ranks_start_again_from_the_end_of_the_last_epoch(engine):
     assert (failed["event"], failed["worker"], failed["epoch"]) == ("worker_failed", 1, 1)
     assert "step 2" in failed["reason"]
     assert (restarted["event"], restarted["epoch"]) == ("ranks_restarted", 1)
+
+
+class DiesTakingUp(Stepper):
+    """Rank 1 is killed when it is given its state of a checkpoint, once."""
+
+    def __init__(self, worker_id, marker=""):
+        super().__init__(worker_id, n=32)
+        self.marker = marker if worker_id == 1 else ""
+
+    def get_state(self):
+        return {"mine": 1}
+
+    def set_state(self, state):
+        if self.marker and not os.path.exists(self.marker):
+            open(self.marker, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_killed_while_a_checkpoint_is_taken_up_is_a_failure_like_others(engine):
+    engine()
+    options = {"worker": DiesTakingUp, "progress": False, "seed": SEED, "run_dir": "run"}
+    with DDPTrainer(2, callbacks=[Checkpoint()], **options) as trainer:
+        trainer.train(epochs=1)
+    with DDPTrainer(2, max_failures=1, **options) as trainer:
+        result = trainer.train(epochs=1, resume=True, marker="gone-wrong")
+    losses, _ = one_process(32, 8, epochs=2)
+    assert [record["loss"] for record in result.history] == pytest.approx(losses, abs=1e-5)
+    failed, restarted = trainer.run.read_events()
+    assert (failed["event"], failed["worker"]) == ("worker_failed", 1)
+    assert "SIGKILL" in failed["reason"]
+    assert restarted["event"] == "ranks_restarted"
 
 
 def test_what_ranks_must_agree_on_is_compared_before_they_wait_for_one_another(engine):

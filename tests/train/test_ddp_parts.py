@@ -1,6 +1,7 @@
 """Pulses, barriers, marked output, the bar of steps: the parts of a DDP run, alone."""
 
 import io
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -36,7 +37,7 @@ def test_a_barrier_names_who_is_missing_and_where(host):
             first.barrier("before-iteration", timeout=0.2)
         text = str(failure.value)
         assert "barrier 'before-iteration' of epoch 4 waited 0.2 s in vain for rank 1 of 2" in text
-        assert "rank 1 is in forward, epoch 4, step 3, for 5 s" in text
+        assert re.search(r"rank 1 is in forward, epoch 4, step 3, for ([5-9]|[1-9]\d) s", text)
         assert "test_ddp_parts.py" in text  # its stack: here, one thread is both
         assert failure.value.missing == (1,)
         second.barrier("before-iteration")  # rank 0 has been there

@@ -72,21 +72,27 @@ class RuntimeContext:
         return None if self.make_handle is None else self.make_handle()
 
     def get_node_id(self) -> str:
+        """The machine's."""
         return self.node_id
 
     def get_worker_id(self) -> str:
+        """The process's; the driver has one too."""
         return self.worker_id
 
     def get_job_id(self) -> str:
+        """The run's, from ``init`` to ``shutdown``: the same in all its processes."""
         return self.job_id
 
     def get_actor_id(self) -> str | None:
+        """The running actor's; None outside of one."""
         return self.actor_id
 
     def get_actor_name(self) -> str | None:
+        """The name the actor was given; None without one, and outside of an actor."""
         return self.actor_name
 
     def get_task_id(self) -> str | None:
+        """The running task's or call's; None in the driver's own code."""
         return self.task_id
 
 

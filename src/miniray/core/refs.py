@@ -45,9 +45,11 @@ class ObjectRef(Generic[T]):
         raise NotImplementedError("provided by the engine's own subclass")
 
     def hex(self) -> str:
+        """The object's id, as text."""
         return self._id.hex()
 
     def binary(self) -> bytes:
+        """The object's id, as bytes."""
         return self._id
 
     def __eq__(self, other: object) -> bool:

@@ -159,10 +159,12 @@ class Actor:
 
         @classmethod
         def remote(cls, *args: Any, **kwargs: Any) -> Any:
+            """Start an actor; returns its handle at once."""
             return _actor_class(cls).remote(*args, **kwargs)
 
         @classmethod
         def options(cls, **changes: Any) -> Any:
+            """The same class with some options changed."""
             return _actor_class(cls).options(**changes)
 
         setattr(remote.__func__, NOT_A_METHOD, True)

@@ -1,22 +1,54 @@
-"""Training on top of actors: trainers, checkpoints, the run directory, callbacks."""
+"""Training on top of actors: trainers, checkpoints, the run directory, callbacks.
 
-from miniray.train.base import BaseTrainer
-from miniray.train.callbacks import (
-    Callback,
-    Checkpoint,
-    CSVLogger,
-    EarlyStopping,
-    LRSchedule,
-    TensorBoard,
-)
-from miniray.train.checkpoint import CheckpointInfo, CheckpointStore, load_model, save_model
-from miniray.train.data_parallel import DataParallelTrainer
-from miniray.train.ddp import DDPTrainer
-from miniray.train.parallel.model import ModelParallelTrainer
-from miniray.train.parallel.pipeline import PipelineParallelTrainer
-from miniray.train.results import TrainResult, aggregate
-from miniray.train.rundir import RunDirectory
-from miniray.train.torch_worker import TorchWorker
+What is here is imported when it is first used: a worker's process needs little of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from miniray.train.averaging import aggregate
+    from miniray.train.base import BaseTrainer
+    from miniray.train.callbacks import (
+        Callback,
+        Checkpoint,
+        CSVLogger,
+        EarlyStopping,
+        LRSchedule,
+        TensorBoard,
+    )
+    from miniray.train.checkpoint import CheckpointInfo, CheckpointStore, load_model, save_model
+    from miniray.train.data_parallel import DataParallelTrainer
+    from miniray.train.ddp import DDPTrainer
+    from miniray.train.parallel.model import ModelParallelTrainer
+    from miniray.train.parallel.pipeline import PipelineParallelTrainer
+    from miniray.train.results import TrainResult
+    from miniray.train.rundir import RunDirectory
+    from miniray.train.torch_worker import TorchWorker
+
+_WHERE = {
+    "BaseTrainer": "base",
+    "CSVLogger": "callbacks",
+    "Callback": "callbacks",
+    "Checkpoint": "callbacks",
+    "CheckpointInfo": "checkpoint",
+    "CheckpointStore": "checkpoint",
+    "DDPTrainer": "ddp",
+    "DataParallelTrainer": "data_parallel",
+    "EarlyStopping": "callbacks",
+    "LRSchedule": "callbacks",
+    "ModelParallelTrainer": "parallel.model",
+    "PipelineParallelTrainer": "parallel.pipeline",
+    "RunDirectory": "rundir",
+    "TensorBoard": "callbacks",
+    "TorchWorker": "torch_worker",
+    "TrainResult": "results",
+    "aggregate": "averaging",
+    "load_model": "checkpoint",
+    "save_model": "checkpoint",
+}
 
 __all__ = [
     "BaseTrainer",
@@ -39,3 +71,12 @@ __all__ = [
     "load_model",
     "save_model",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported when first used."""
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import miniray
+from miniray.core import session
 from miniray.train.records import simplify
 from miniray.train.workers import WorkerGroup
 
@@ -74,7 +75,10 @@ class AsyncEpochs:
         while self._running:
             self._advance()
         for worker in list(self._given):
-            self._check_given(worker)
+            try:
+                self._check_given(worker)
+            except Exception as error:
+                self._group.recover(error, worker, "set_weights", self._next[worker] - 1)
         results = [
             [epoch, worker, simplify(result)]
             for epoch, found in self._results.items()
@@ -92,14 +96,19 @@ class AsyncEpochs:
 
     @contextlib.contextmanager
     def at_rest_with(self, weights: Any) -> Iterator[None]:
-        """All workers between two epochs and with these weights; with their own again after."""
+        """All workers between two epochs and with these weights; with their own again after.
+
+        One that is replaced meanwhile keeps those of the server, as all replacements do.
+        """
         self.settle()
-        workers = self._group.handles
-        own = [worker.get_weights.remote() for worker in workers]
-        miniray.get([worker.set_weights.remote(weights) for worker in workers])
+        group = self._group
+        session.engine().peek(weights)  # the server's error, if it is one, and not a worker's
+        before = list(group.handles)
+        own = [worker.get_weights.remote() for worker in before]
+        group.call("set_weights", lambda _: (weights,), {})
         yield
-        pairs = zip(workers, own, strict=True)
-        miniray.get([worker.set_weights.remote(saved) for worker, saved in pairs])
+        kept = [i for i, worker in enumerate(before) if group.handles[i] is worker]
+        group.call_some(kept, lambda i: group.submit(i, "set_weights", own[i]), "set_weights")
 
     # -- one worker's steps -----------------------------------------------------------------------
 

@@ -7,32 +7,25 @@ raises, everything the trainer started is ended (``lifecycle``) and the error go
 from __future__ import annotations
 
 import inspect
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import miniray
 from miniray.core import session, startup
-from miniray.core.remote import ActorClass
-from miniray.doctor import actors
 from miniray.train import resume as resuming
+from miniray.train.arguments import check_whole, worker_class
+from miniray.train.averaging import aggregate
 from miniray.train.callbacks import Callback
 from miniray.train.evaluate import evaluate_on
-from miniray.train.lifecycle import Lifecycle
-from miniray.train.modelfile import save_model
+from miniray.train.launching import environment
 from miniray.train.progress import Progress
-from miniray.train.results import TrainResult, aggregate
-from miniray.train.rundir import RunDirectory
-from miniray.train.workers import WorkerGroup, accepted
-
-#: What the first optimizer of every worker would load: a second, and memory of its own. If the
-#: driver has the one, the local engine loads the other once for all workers.
-_LOADED_LATE = {"torch": "torch._dynamo"}
+from miniray.train.results import TrainResult
+from miniray.train.saving import Saving
+from miniray.train.workers import LostAgainError, WorkerGroup, accepted, is_loss
 
 
-class BaseTrainer(Lifecycle):
+class BaseTrainer(Saving):
     """Runs ``train_epoch`` on several workers, epoch after epoch. Subclasses say how to make one.
 
     Constructing a trainer starts nothing; ``train`` does. It may be called again and goes on from
@@ -57,6 +50,8 @@ class BaseTrainer(Lifecycle):
 
     #: Methods every worker must have; without an overridden ``train_epoch``, that too.
     required_methods: Sequence[str] = ()
+    #: What all workers import: loaded once, where the engine can.
+    _preloaded: Sequence[str] = ()
 
     def __init__(
         self,
@@ -77,27 +72,14 @@ class BaseTrainer(Lifecycle):
         keep_last: int = 3,
         keep_best: tuple[str, str] | None = None,
     ) -> None:
-        if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
-            raise ValueError(f"num_workers must be an int >= 1, not {num_workers!r}")
-        if inspect.isclass(worker):
-            worker = miniray.remote(worker)
-        if worker is not None and not isinstance(worker, ActorClass):
-            raise TypeError(f"worker must be a class, not {worker!r}")
-        if resources_per_worker and worker is None:
-            raise ValueError(
-                "resources_per_worker goes with worker=; in create_worker() use "
-                "MyWorker.options(num_cpus=..., num_gpus=...).remote(...)"
-            )
-        super().__init__(name, run_dir, backend, keep_last, keep_best)
+        check_whole("num_workers", num_workers, 1)
+        self._worker_class = worker_class(worker, resources_per_worker)
+        super().__init__(name, run_dir, backend, keep_last, keep_best, callbacks)
         self.num_workers = num_workers
-        self.history: list[dict[str, Any]] = []
-        self.epoch = 0  # epochs done so far
         self._end = 0  # the epoch this train() goes up to
         self.should_stop = False
         self.stop_reason = ""
         self.result: TrainResult | None = None
-        self.callbacks = list(callbacks)
-        self._worker_class = worker
         self._resources = dict(resources_per_worker or {})
         self._seed = seed
         self._resume = resume
@@ -105,7 +87,6 @@ class BaseTrainer(Lifecycle):
         self._eval_interval = eval_interval
         self._max_failures, self._worker_timeout = max_failures, worker_timeout
         self._kwargs: dict[str, Any] = {}
-        self._loaded: dict[str, Any] | None = None  # a checkpoint to apply when workers are there
 
     # -- what users override ----------------------------------------------------------------------
 
@@ -143,11 +124,6 @@ class BaseTrainer(Lifecycle):
 
     # -- the run ----------------------------------------------------------------------------------
 
-    @property
-    def workers(self) -> list[Any]:
-        """The workers' handles, by worker id. A worker that is replaced has a new one here."""
-        return self._group.handles if self._group is not None else []
-
     def train(
         self, epochs: int, *, resume: bool | str | Path | None = None, **kwargs: Any
     ) -> TrainResult:
@@ -157,8 +133,7 @@ class BaseTrainer(Lifecycle):
         ``resume=True`` goes on from the newest intact checkpoint of this run (or of the newest run
         of this trainer), a path from that one.
         """
-        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
-            raise ValueError(f"epochs must be an int >= 0, not {epochs!r}")
+        check_whole("epochs", epochs, 0)
         self.should_stop, self.stop_reason = False, ""
         self._kwargs = kwargs
         began = time.monotonic()
@@ -269,12 +244,12 @@ class BaseTrainer(Lifecycle):
                 required,
                 self._max_failures,
                 self._worker_timeout,
-                self._on_worker_event,
+                self._on_group_event,
             )
             self._group.start()
             self._set_up_all()
         if self._loaded is not None:
-            resuming.apply(self, self._loaded)
+            self._take_up(self._loaded)
             self._loaded = None
 
     def _create(self, worker_id: int) -> Any:
@@ -282,10 +257,7 @@ class BaseTrainer(Lifecycle):
         env = {}
         if session.engine().capabilities.processes:  # else there is one process for all workers
             assert self.run is not None
-            modules = [late for early, late in _LOADED_LATE.items() if early in sys.modules]
-            env = actors.environment(self.run.path, worker_id, self.num_workers)
-            env[startup.SET_UP] = f"{actors.__name__}:{actors.set_up.__name__}"
-            env[startup.PRELOAD] = " ".join([*modules, *actors.MODULES])
+            env = environment(self.run.path, worker_id, self.num_workers, self._preloaded)
         with startup.actors_with(seed, env):
             return self.create_worker(worker_id, **self._taken(self.create_worker))
 
@@ -298,9 +270,16 @@ class BaseTrainer(Lifecycle):
     def _set_up_replacement(self, worker_id: int) -> None:
         self._set_up_worker(worker_id)
         for callback in self.callbacks:
-            callback.on_worker_replaced(self, worker_id)
+            try:
+                callback.on_worker_replaced(self, worker_id)
+            except Exception as error:
+                if is_loss(error):
+                    raise LostAgainError(error, "on_worker_replaced") from None
+                raise
 
-    # -- checkpoints, the model -------------------------------------------------------------------
+    def _on_group_event(self, event: dict[str, Any]) -> None:
+        """A worker failed or was replaced."""
+        self._on_worker_event(event)
 
     def _describe(self) -> dict[str, Any]:
         return {
@@ -309,51 +288,6 @@ class BaseTrainer(Lifecycle):
             "seed": self._seed,
             "kwargs": {key: repr(value) for key, value in self._kwargs.items()},
         }
-
-    def save_checkpoint(self, epoch: int | None = None) -> Path:
-        """Write all there is to go on from here; returns where. Call it from ``on_epoch_end``."""
-        if self.checkpoints is None:
-            raise RuntimeError("there is nothing to save before train()")
-        epoch = self.epoch - 1 if epoch is None else epoch
-        return self.checkpoints.save(epoch, resuming.collect(self))
-
-    def load_checkpoint(self, path: str | Path = "latest") -> int:
-        """Take up a checkpoint, now or when ``train`` starts the workers; returns its epoch."""
-        store, where = resuming.locate(path, self.checkpoints, self._run_dir, self._name)
-        epoch, state = store.load(where)
-        if self.run is None:
-            self.run = RunDirectory.reopen(store.directory.parent)
-        self.checkpoints = self.checkpoints or self._store(store.directory)
-        self.epoch = epoch + 1
-        self.history = list(state["history"])
-        self.run.truncate_metrics(epoch)
-        self._loaded = state
-        if self._group is not None:
-            resuming.apply(self, state)
-            self._loaded = None
-        return epoch
-
-    def _workers_in_sync(self) -> bool:
-        """Whether all workers have the same weights, so that one copy is enough."""
-        return False
-
-    def _extra_state(self) -> dict[str, Any]:
-        """What a subclass adds to a checkpoint."""
-        return {}
-
-    def _load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what ``_extra_state`` gave."""
-
-    def model_weights(self) -> Any:
-        """The trained weights: worker 0's."""
-        return miniray.get(self.workers[0].get_weights.remote())
-
-    def save_final_model(self, path: str | Path | None = None) -> Path:
-        """Write the weights as one safetensors file (default: ``final_model.safetensors``)."""
-        if self.run is None or not self.workers:
-            raise RuntimeError("there is no model before train()")
-        target = Path(path) if path is not None else self.run.path / "final_model.safetensors"
-        return save_model(target, self.model_weights())
 
     def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Evaluate on all workers, every sample exactly once; see ``miniray.train.evaluate``."""

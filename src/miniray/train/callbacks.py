@@ -17,6 +17,7 @@ from typing import Any
 
 import miniray
 from miniray.train import files, records
+from miniray.train.arguments import check_whole
 from miniray.train.results import better_direction
 
 __all__ = ["CSVLogger", "Callback", "Checkpoint", "EarlyStopping", "LRSchedule", "TensorBoard"]
@@ -41,17 +42,19 @@ class Callback:
     def on_worker_replaced(self, trainer: Any, worker_id: int) -> None:
         """A worker was lost; the one in its place has its shard and weights and does nothing yet.
 
-        Comes at any time, in the middle of an epoch too.
+        Comes at any time, in the middle of an epoch too. Call no other worker here: one that is
+        lost in this call is taken for the new one, which is then replaced in turn.
         """
 
     def on_train_end(self, trainer: Any, history: Any, **kwargs: Any) -> None:
         """After the last epoch, with the result of the run. Not called where the run failed."""
 
     def get_state(self) -> dict[str, Any]:
+        """What a resumed run must know again; goes into every checkpoint, so plain values."""
         return {}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        pass
+        """What ``get_state`` gave when the checkpoint was written; before the first epoch."""
 
 
 class Checkpoint(Callback):
@@ -71,8 +74,7 @@ class Checkpoint(Callback):
         monitor: str = "loss",
         mode: str = "auto",
     ) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be an int >= 1, not {every!r}")
+        check_whole("every", every, 1)
         self.every = every
         self.keep_last = keep_last
         self.keep_best = (monitor, _direction(monitor, mode)) if keep_best else None
@@ -107,8 +109,7 @@ class EarlyStopping(Callback):
     def __init__(
         self, monitor: str = "loss", patience: int = 3, mode: str = "auto", min_delta: float = 0.0
     ) -> None:
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-            raise ValueError(f"patience must be an int >= 1, not {patience!r}")
+        check_whole("patience", patience, 1)
         if not min_delta >= 0:
             raise ValueError(f"min_delta must be a number >= 0, not {min_delta!r}")
         self.monitor = monitor
@@ -253,7 +254,7 @@ class LRSchedule(Callback):
         if value is None or value < 0:
             raise ValueError(f"schedule({epoch}) must give a number >= 0")
         self.lr = value
-        miniray.get([worker.set_lr.remote(value) for worker in trainer.workers])
+        trainer.call_workers("set_lr", value, epoch=epoch)
 
     def on_worker_replaced(self, trainer: Any, worker_id: int) -> None:
         if self.lr is not None:

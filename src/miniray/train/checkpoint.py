@@ -39,13 +39,13 @@ from miniray.train.checkpoint_dir import (
     remove_leftovers,
     write_checkpoint,
 )
+from miniray.train.checkpoint_keeping import best_of, check_keeping, superfluous
 from miniray.train.modelfile import load_model, save_model
 
 __all__ = ["CheckpointInfo", "CheckpointStore", "load_model", "save_model"]
 
 #: Other names in the directory are somebody else's and let alone.
 _NAME = re.compile(r"epoch-\d+(-\d+)?")
-_MODES = ("min", "max")
 _TRIES = 100
 
 
@@ -88,10 +88,7 @@ class CheckpointStore:
 
     def configure(self, *, keep_last: int | None, keep_best: tuple[str, str] | None) -> None:
         """Change what is kept, from the next ``save`` on."""
-        if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
-            raise ValueError(f"keep_last must be an int >= 1 or None, not {keep_last!r}")
-        if keep_best is not None and (len(keep_best) != 2 or keep_best[1] not in _MODES):
-            raise ValueError(f'keep_best must be (metric, "min" or "max"), not {keep_best!r}')
+        check_keeping(keep_last, keep_best)
         self.keep_last = keep_last
         self.keep_best = keep_best
 
@@ -178,32 +175,16 @@ class CheckpointStore:
             f"checkpoint {path} could not be written: {reason}; earlier ones are as they were"
         )
 
-    # -- keeping ----------------------------------------------------------------------------------
-
     def _prune(self, newest: Path) -> None:
         """Drop what is not to be kept; never ``newest``, which was just written and flushed.
 
         Damaged ones count for nothing and are left for a person to look at.
         """
         found = self._scan()[0]
-        current = next((c for c in found if c.path == newest), None)
-        if current is None or self.keep_last is None:
+        if all(checkpoint.path != newest for checkpoint in found):
             return
-        keep = {newest, *(c.path for c in _without_superseded(found)[-self.keep_last :])}
-        best = self._best(found)
-        if best is not None:
-            keep.add(best.path)
-        for checkpoint in found:
-            if checkpoint.path not in keep:
-                discard_checkpoint(checkpoint.path)
-
-    def _best(self, found: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-        if self.keep_best is None:
-            return None
-        metric, mode = self.keep_best
-        sign = 1 if mode == "max" else -1
-        scored = [(sign * c.metrics[metric], c.serial, c) for c in found if metric in c.metrics]
-        return max(scored, key=lambda s: s[:2])[2] if scored else None  # of equals, the newest
+        for path in superfluous(found, newest, self.keep_last, self.keep_best):
+            discard_checkpoint(path)
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -220,7 +201,7 @@ class CheckpointStore:
 
     def best(self) -> Path | None:
         """Where the best one by ``keep_best`` is, if there is one."""
-        best = self._best(self.list())
+        best = best_of(self.list(), self.keep_best)
         return best.path if best is not None else None
 
     def load(self, path: str | os.PathLike[str] = "latest") -> tuple[int, dict[str, Any]]:
@@ -314,8 +295,3 @@ class CheckpointStore:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _without_superseded(found: Sequence[CheckpointInfo]) -> Sequence[CheckpointInfo]:
-    newest = {c.epoch: c.path for c in found}  # the last of an epoch wins
-    return [c for c in found if newest[c.epoch] == c.path]

@@ -39,6 +39,7 @@ class CheckpointInfo:
 
     @property
     def nbytes(self) -> int:
+        """Size of all its files."""
         return sum(int(entry["bytes"]) for entry in self.files.values())
 
     def problem(self) -> str | None:

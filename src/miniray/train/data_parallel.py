@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import miniray
@@ -13,10 +13,11 @@ from miniray.core.remote import adapting
 from miniray.errors import MinirayError
 from miniray.ps import check_strategy, create_parameter_server
 from miniray.train import resume as resuming
+from miniray.train.arguments import check_whole
 from miniray.train.asynchronous import AsyncEpochs
+from miniray.train.averaging import aggregate
 from miniray.train.base import BaseTrainer
 from miniray.train.dealing import Dealer, Shardable, dealt_spec
-from miniray.train.results import aggregate
 from miniray.train.syncing import sync
 from miniray.train.workers import REQUIRED_METHODS
 
@@ -49,6 +50,7 @@ class DataParallelTrainer(BaseTrainer):
     """
 
     required_methods = REQUIRED_METHODS
+    _preloaded: Sequence[str] = ("miniray.train.torch_worker",)
 
     def __init__(
         self,
@@ -62,11 +64,11 @@ class DataParallelTrainer(BaseTrainer):
         data: Shardable | None = None,
         **kwargs: Any,
     ) -> None:
-        _whole("sync_interval", sync_interval, 1)
+        check_whole("sync_interval", sync_interval, 1)
         if mode not in _MODES:
             raise ValueError(f'mode must be "sync" or "async", not {mode!r}')
         if staleness is not None:
-            _whole("staleness", staleness, 0)
+            check_whole("staleness", staleness, 0)
             if mode != "async":
                 raise ValueError('staleness needs mode="async"')
         if data is not None and mode == "async":
@@ -180,6 +182,8 @@ class DataParallelTrainer(BaseTrainer):
             return super()._create(worker_id)
 
     def _set_up_all(self) -> None:
+        group = self._group
+        assert group is not None
         options = dict(self._server_options)
         if self.mode == "async":
             options.update(mode="async", num_workers=self.num_workers)
@@ -188,25 +192,20 @@ class DataParallelTrainer(BaseTrainer):
         )
         for worker_id, weight in self._worker_weights.items():
             miniray.get(self.param_server.set_worker_weight.remote(worker_id, weight))
-        assert self._group is not None
         if self._dealer is not None:
-            self._dealer.deal(self._group, self._kwargs)
-        elif self._group.has("load_data_shard"):
+            self._dealer.deal(group, self._kwargs)
+        elif group.has("load_data_shard"):
             count = self.num_workers
-            self._group.call("load_data_shard", lambda i: (i, count), self._kwargs)
-        first = self.workers[0].get_weights.remote()
-        followers = self.workers[1:] if self._initial_sync else []
-        miniray.get(
-            [
-                self.param_server.set_weights.remote(first),
-                *(worker.set_weights.remote(first) for worker in followers),
-            ]
-        )
+            group.call("load_data_shard", lambda i: (i, count), self._kwargs)
+        first = group.ref_of(0, "get_weights")
+        miniray.get(self.param_server.set_weights.remote(first))
         self._server_ready = True
+        if self._initial_sync:
+            self._give("set_weights", dict.fromkeys(range(1, self.num_workers), first))
         self._in_sync = self._initial_sync
         if self.mode == "async":
             self._async = AsyncEpochs(
-                self._group, self.param_server, self.sync_interval, self.staleness, self.epoch
+                group, self.param_server, self.sync_interval, self.staleness, self.epoch
             )
 
     def _set_up_worker(self, worker_id: int) -> None:
@@ -298,8 +297,3 @@ class DataParallelTrainer(BaseTrainer):
         if server is not None and self._owned_session is None and miniray.is_initialized():
             miniray.kill(server)
         super().shutdown()
-
-
-def _whole(name: str, value: Any, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"{name} must be an int >= {low}, not {value!r}")

@@ -12,9 +12,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import miniray
-from miniray.train.workers import accepted, in_context, method_spec
-
 if TYPE_CHECKING:
     from miniray.train.workers import WorkerGroup
 
@@ -48,8 +45,9 @@ def _slice(data: Any, low: int, high: int) -> Any:
 def evaluate_on(group: WorkerGroup, data: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Call ``evaluate`` on all workers that have samples, and combine what they return.
 
-    Raises what a worker raised, with its id; ``TypeError`` where workers cannot evaluate and
-    ``ValueError`` where a mean comes without the number of samples behind it.
+    A worker that is lost is replaced within ``max_failures`` and evaluates again. Raises what a
+    worker raised, with its id; ``TypeError`` where workers cannot evaluate and ``ValueError`` where
+    a mean comes without the number of samples behind it.
     """
     if not group.has("evaluate"):
         name = group.handles[0]._info.class_name
@@ -57,28 +55,20 @@ def evaluate_on(group: WorkerGroup, data: Any, kwargs: Mapping[str, Any]) -> dic
             f"worker class {name} has no evaluate(); give it one that returns "
             '{"loss": (sum, count), ...} or means together with "num_samples"'
         )
-    calls = []
     count = len(group.handles)
-    for worker_id, worker in enumerate(group.handles):
-        spec = method_spec(worker, "evaluate")
+    rows = [(None, None) if data is None else cut(data, i, count) for i in range(count)]
+    # Where there is nothing to evaluate: a mean over nothing is no number.
+    busy = [worker_id for worker_id, (_, samples) in enumerate(rows) if samples != 0]
+
+    def submit(worker_id: int) -> Any:
         given = {**kwargs, "shard_id": worker_id, "num_shards": count}
-        samples = None
-        args: tuple[Any, ...] = ()
-        if data is not None:
-            shard, samples = cut(data, worker_id, count)
-            if samples == 0:
-                continue  # nothing to evaluate, and a mean over nothing is no number
-            args = (shard,)
-            given.pop("data", None)
-        taken = accepted(spec.signature if spec else None, given)
-        calls.append((worker_id, samples, worker.evaluate.remote(*args, **taken)))
-    results = []
-    for worker_id, samples, ref in calls:
-        try:
-            scores = miniray.get(ref)
-        except Exception as error:
-            raise in_context(error, worker_id, "evaluate", None) from error.__cause__
-        results.append((worker_id, samples, scores))
+        if data is None:
+            return group.submit(worker_id, "evaluate", **given)
+        given.pop("data", None)
+        return group.submit(worker_id, "evaluate", rows[worker_id][0], **given)
+
+    scores = group.call_some(busy, submit, "evaluate")
+    results = [(worker_id, rows[worker_id][1], scores[worker_id]) for worker_id in busy]
     return combine(results)
 
 

@@ -37,6 +37,11 @@ class Lifecycle:
         self._group: WorkerGroup | None = None
         self._owned_session: session.Session | None = None
 
+    @property
+    def workers(self) -> list[Any]:
+        """The workers' handles, by worker id. A worker that is replaced has a new one here."""
+        return self._group.handles if self._group is not None else []
+
     # -- the start --------------------------------------------------------------------------------
 
     def _start_engine(self) -> None:
@@ -77,6 +82,10 @@ class Lifecycle:
             state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             self.run.finish(state, error=error)
         self.shutdown()
+        if self.run is not None:
+            from miniray.train.ending import record_ends  # nothing before a failure needs it
+
+            record_ends(self.run.path / "ranks", error)
         self._write_report()
 
     def _write_report(self) -> None:

@@ -8,13 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from miniray.train.aggregate import aggregate
 from miniray.train.records import number
 
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Best", "TrainResult", "aggregate", "better_direction"]
+__all__ = ["Best", "TrainResult", "better_direction"]
 
 #: Words in a metric's name that mean more is better. Everything else is taken for a loss.
 _MORE_IS_BETTER = re.compile(

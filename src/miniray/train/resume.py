@@ -18,12 +18,12 @@ from miniray.train.checkpoint import CheckpointStore
 from miniray.train.records import simplify
 
 if TYPE_CHECKING:
-    from miniray.train.base import BaseTrainer
+    from miniray.train.saving import Saving
 
 _FORMAT = 1
 
 
-def collect(trainer: BaseTrainer) -> dict[str, Any]:
+def collect(trainer: Saving) -> dict[str, Any]:
     """The state of a run between two epochs."""
     group = trainer._group
     assert group is not None
@@ -46,8 +46,11 @@ def collect(trainer: BaseTrainer) -> dict[str, Any]:
     return state
 
 
-def apply(trainer: BaseTrainer, state: dict[str, Any]) -> None:
-    """Give the workers what was saved. Says so where their number is another than then."""
+def apply(trainer: Saving, state: dict[str, Any]) -> None:
+    """Give the workers what was saved. Says so where their number is another than then.
+
+    A worker that is lost meanwhile is replaced within ``max_failures``, and gets it too.
+    """
     workers = trainer.workers
     if state.get("format") != _FORMAT:
         raise CheckpointError(f"the checkpoint has format {state.get('format')!r}, not {_FORMAT}")
@@ -63,17 +66,20 @@ def apply(trainer: BaseTrainer, state: dict[str, Any]) -> None:
         tell(trainer, "resumed_on_other_size", text)
     for callback, saved in zip(trainer.callbacks, state["callbacks"], strict=False):
         callback.set_state(saved)
-    if weights is not None:
-        count = len(workers)
-        given = weights if len(weights) == count else [_mean(weights)] * count
-        miniray.get([w.set_weights.remote(x) for w, x in zip(workers, given, strict=True)])
-    if states is not None:
-        pairs = zip(workers, states, strict=False)
-        miniray.get([w.set_state.remote(saved) for w, saved in pairs])
+    if weights is not None and len(weights) != len(workers):
+        weights = [miniray.put(_mean(weights))] * len(workers)
+    complete = False
+    while not complete:  # one that is lost meanwhile is replaced, and needs all of it again
+        before = list(workers)
+        if weights is not None:
+            trainer._give("set_weights", dict(enumerate(weights)))
+        if states is not None:
+            trainer._give("set_state", dict(enumerate(states[: len(workers)])))
+        complete = list(workers) == before
     trainer._load_extra_state(state["extra"])
 
 
-def tell(trainer: BaseTrainer, event: str, text: str) -> None:
+def tell(trainer: Saving, event: str, text: str) -> None:
     """Say that the run goes on otherwise than it was: a warning, and an event of the run."""
     warnings.warn(text, stacklevel=3)
     trainer._on_worker_event({"event": event, "message": text})

@@ -228,6 +228,7 @@ class RunDirectory:
         records.append_record(self.events_file, {"time": runfile.now(), **event})
 
     def read_events(self) -> list[dict[str, Any]]:
+        """What happened beside the epochs, oldest first: failures, restarts, checkpoints."""
         return records.read_records(self.events_file)
 
     def __repr__(self) -> str:

@@ -38,14 +38,14 @@ def sync(
             return miniray.get(ref, timeout=timeout), False
         except (ActorDiedError, GetTimeoutError, SyncError):
             before = list(group.handles)
-            # Finds out who it is, replaces it or raises what the user should see.
-            group.call("get_weights", lambda _: (), {}, epoch)
-            lost = [i for i, handle in enumerate(before) if group.handles[i] is not handle]
+            lost = _replaced(group, before, epoch)
             if not lost:
                 raise
         failure = _failure(ref, timeout)
         if failure is not None and not set(failure.workers) <= set(lost):
-            raise failure  # another one's code raised as well
+            lost = _replaced(group, before, epoch)  # some may be lost since they were asked
+            if not set(failure.workers) <= set(lost):
+                raise failure  # another one's code raised as well
         survivors = [i for i in range(len(before)) if i not in lost]
         # After the call above: whatever the server sent a survivor has reached it.
         weights = _weights_of(group, survivors, timeout)
@@ -57,6 +57,12 @@ def sync(
         if weights is not None and failure.phase == "distribute":
             version = miniray.get(server.set_weights.remote(weights))
             return {"synced": True, "version": version, "num_workers": len(before)}, True
+
+
+def _replaced(group: WorkerGroup, before: Sequence[Any], epoch: int | None) -> list[int]:
+    """Finds out who is lost, and replaces it or raises what the user should see."""
+    group.call("get_weights", lambda _: (), {}, epoch)
+    return [i for i, handle in enumerate(before) if group.handles[i] is not handle]
 
 
 def _weights_of(group: WorkerGroup, survivors: Sequence[int], timeout: float | None) -> Any:

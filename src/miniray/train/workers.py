@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import miniray
@@ -131,9 +131,21 @@ class WorkerGroup:
         def submit(worker_id: int) -> Any:
             return self.submit(worker_id, method, *arguments(worker_id), **kwargs)
 
-        pending = {submit(i): i for i in range(len(self.handles))}
-        started = dict.fromkeys(range(len(self.handles)), time.monotonic())
-        results: list[Any] = [None] * len(self.handles)
+        count = len(self.handles)
+        results = self.call_some(range(count), submit, method, epoch)
+        return [results[worker_id] for worker_id in range(count)]
+
+    def call_some(
+        self,
+        worker_ids: Iterable[int],
+        submit: Callable[[int], Any],
+        method: str,
+        epoch: int | None = None,
+    ) -> dict[int, Any]:
+        """Like ``call``, on some workers; ``submit(i)`` begins worker i's call of ``method``."""
+        pending = {submit(i): i for i in worker_ids}
+        started = dict.fromkeys(pending.values(), time.monotonic())
+        results: dict[int, Any] = {}
         while pending:
             for ref in self.some_ready({ref: started[i] for ref, i in pending.items()}):
                 worker_id = pending.pop(ref)
@@ -154,10 +166,15 @@ class WorkerGroup:
 
     def call_one(self, worker_id: int, method: str, epoch: int | None = None) -> Any:
         """Call ``method`` on one worker and wait; it is replaced like in ``call``."""
+        return miniray.get(self.ref_of(worker_id, method, epoch))
+
+    def ref_of(self, worker_id: int, method: str, epoch: int | None = None) -> Any:
+        """Like ``call_one``, but a ref to the result, for others to take it from."""
         while True:
             ref = self.submit(worker_id, method)
             try:
-                return miniray.get(ref, timeout=self._timeout)
+                miniray.get(ref, timeout=self._timeout)
+                return ref
             except Exception as error:
                 self.recover(error, worker_id, method, epoch)
 

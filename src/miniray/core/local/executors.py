@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import inspect
 import os
 import pickle
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     import asyncio
 
     from miniray.core.local.node import Node
+
+#: A keyword argument of miniray's own beside the user's: what is called with the method, instead of
+#: the method itself.
+AROUND = "__miniray_around__"
 
 #: The id of the call being run, for ``get_runtime_context``.
 current_call: contextvars.ContextVar[int | None] = contextvars.ContextVar("call", default=None)
@@ -116,6 +121,8 @@ class Executor:
 
         args, kwargs = _arguments(self.node, job.blobs, job.places or [])
         job.blobs = None  # the arguments live as long as the user's code keeps them, not longer
+        if AROUND in kwargs:
+            function = functools.partial(kwargs.pop(AROUND), function)
         return function, args, kwargs
 
     def label(self, job: Job) -> str:

@@ -29,6 +29,7 @@ class _Pipe:
         self.worker = worker
         self.fd = fd
         self.is_error = is_error
+        self.events = 0  # what it is watched for
         self.partial = b""
 
 
@@ -71,14 +72,22 @@ class LogReader:
                 read_fd, write_fd = os.pipe()
                 os.set_blocking(read_fd, False)
                 self._pipes[read_fd] = _Pipe(worker, read_fd, is_error)
-                self._poller.set(read_fd, 0, system.IN)
                 writers.append(write_fd)
             return writers[0], writers[1]
 
     def set_pid(self, proc: int, pid: int) -> None:
+        """From here on it is read: what it wrote before that waits for the name it is shown by."""
         with self._lock:
-            if proc in self._workers:
-                self._workers[proc].pid = pid
+            worker = self._workers.get(proc)
+            if worker is not None:
+                worker.pid = pid
+                self._watch(worker)
+
+    def _watch(self, worker: _Worker) -> None:
+        for pipe in self._pipes.values():
+            if pipe.worker is worker:
+                self._poller.set(pipe.fd, pipe.events, system.IN)
+                pipe.events = system.IN
 
     def tail(self, proc: int) -> tuple[list[str], str]:
         """(last lines, log file) of a worker that ended, with all it wrote before."""
@@ -96,7 +105,9 @@ class LogReader:
     def forget(self, proc: int) -> None:
         """The worker ended: drop its record; its pipes close when they are read to the end."""
         with self._lock:
-            self._workers.pop(proc, None)
+            worker = self._workers.pop(proc, None)
+            if worker is not None:
+                self._watch(worker)  # one whose pid never came
 
     def _run(self) -> None:
         while True:
@@ -140,7 +151,7 @@ class LogReader:
                 return
             if not data:
                 self._emit_partial(pipe)
-                self._poller.set(pipe.fd, system.IN, 0)
+                self._poller.set(pipe.fd, pipe.events, 0)
                 del self._pipes[pipe.fd]
                 os.close(pipe.fd)
                 pipe.worker.open_pipes -= 1

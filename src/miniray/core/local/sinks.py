@@ -1,24 +1,20 @@
-"""Where the result of a call goes: into one object, several, a stream, or nowhere."""
+"""Where the result of a call goes: into one object, several, a stream, or nowhere.
+
+Each has ``resolve(state, value)`` and ``fail(error)``, as an ``Entry`` has.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from miniray.core.local.objects import BLOB, FAILED, Blob, Entry, LocalRef
 from miniray.core.refs import ObjectRefGenerator
 
 if TYPE_CHECKING:
     from miniray.core.local.node import Node
-
-
-class Sink(Protocol):
-    """Where the result of a call goes."""
-
-    def resolve(self, state: int, value: Any) -> None: ...
-    def fail(self, error: BaseException) -> None: ...
 
 
 class Many:

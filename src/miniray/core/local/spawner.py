@@ -28,7 +28,10 @@ _SOCKET_KIND = socket.SOCK_SEQPACKET if system.LINUX else socket.SOCK_DGRAM
 #: starts a thread on import. (pyarrow does, and with it pandas and sklearn: its allocator has one.)
 PRELOAD = ("numpy", "torch", "scipy", "transformers")
 
-_BOOT = "import sys; sys.path[:] = {path!r}; from miniray.core.local.zygote import main; main({fd})"
+_BOOT = (
+    "import sys; sys.path[:] = {path!r}; from miniray.core.local.zygote import main; "
+    "main({fd}, {modules!r})"
+)
 
 
 class Zygote:
@@ -41,7 +44,9 @@ class Zygote:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         self._lock = threading.Lock()
-        boot = _BOOT.format(path=sys.path, fd=theirs.fileno())
+        # Loaded while this process gets the rest of the engine ready.
+        shared = [m for m in PRELOAD if m in sys.modules]
+        boot = _BOOT.format(path=sys.path, fd=theirs.fileno(), modules=shared)
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         # Its own session: Ctrl-C in the terminal reaches the driver, which decides.
         self._process = subprocess.Popen(
@@ -51,7 +56,8 @@ class Zygote:
             start_new_session=True,
         )
         theirs.close()
-        self._preloaded: set[str] = set()
+        self._preloaded = set(shared)
+        self._spawned = False
 
     def begin(self, info: SessionInfo) -> None:
         """Tell it about its session. Before that it only gets ready."""
@@ -69,6 +75,7 @@ class Zygote:
         shared = [m for m in PRELOAD if m in sys.modules]
         wanted = [m for m in (*shared, *modules) if m not in self._preloaded]
         self._preloaded.update(wanted)
+        self._spawned = True
         self._send(("spawn", request, wanted), fds)
 
     def kill(self, proc: int) -> None:
@@ -97,6 +104,8 @@ class Zygote:
 
     def close(self) -> None:
         """End all workers and the zygote, and wait until they are gone."""
+        if not self._spawned:  # it may be in the midst of its imports, and has nobody to end
+            self._process.kill()
         self._send(("exit",))
         try:
             self._process.wait(timeout=3)

@@ -121,7 +121,9 @@ class Store:
         #: Whether there is anything that `trim` may have to look at later.
         self.watched = False
         self._wake = wake
-        self._live = 0
+        # Held here too: out of a cycle of garbage, a segment must not be finalised beside the lease
+        # that hands it back.
+        self._in_use: set[Segment] = set()
         self.returned: deque[tuple[Segment, bool, bool]] = deque()
         self._sharing = sharing
         self._next_id = next_id
@@ -140,7 +142,7 @@ class Store:
         with self._lock:
             self._collect()
             segment = self._reuse(size) or self._fresh(size)
-            self._live += 1
+            self._in_use.add(segment)
         self._watch()
         return Lease(self._sharing, next(self._next_id), None, segment, self)
 
@@ -158,7 +160,7 @@ class Store:
                 segment = Segment(segment_id, fd, size, writable=False, on_disk=False)
             elif fd >= 0:
                 os.close(fd)
-            self._live += 1
+            self._in_use.add(segment)
         self._watch()
         return Lease(self._sharing, lease_id, parent, segment, self)
 
@@ -215,7 +217,7 @@ class Store:
         while self.returned:
             segment, home, abandoned = self.returned.popleft()
             segment.used_at = now
-            self._live -= 1
+            self._in_use.discard(segment)
             if segment.kept is not None and not system.is_untouched(segment.kept):
                 segment.kept = None  # what the last receiver wrote there is nobody's business
             if not home:
@@ -243,7 +245,7 @@ class Store:
                 self._release(segment)
             for segment in [s for s in self._mapped.values() if s.used_at < before]:
                 del self._mapped[segment.id]
-            self.watched = bool(self._live or self._free or self._mapped)
+            self.watched = bool(self._in_use or self._free or self._mapped)
 
     def close(self) -> None:
         """The session ends: keep nothing, now or later, though somebody may still refer to us."""
@@ -251,6 +253,7 @@ class Store:
         with self._lock:
             self._free.clear()
             self._mapped.clear()
+            self._in_use.clear()
 
     def forget_home(self, proc: int) -> None:
         """Drop cached mappings of a dead process's segments: they can never be used again."""

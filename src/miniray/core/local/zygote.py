@@ -23,6 +23,7 @@ import shutil
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from miniray.core.local import system
@@ -30,8 +31,8 @@ from miniray.core.local.info import SessionInfo
 from miniray.core.local.spawner import MAX_MESSAGE
 
 
-def main(fd: int) -> None:
-    """Serve until told to exit or until the driver is gone."""
+def main(fd: int, modules: Sequence[str]) -> None:
+    """Load ``modules`` and serve until told to exit or until the driver is gone."""
     system.adopt_orphans()
     system.raise_descriptor_limit()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -42,6 +43,7 @@ def main(fd: int) -> None:
     os.set_inheritable(fd, False)
     import miniray.core.local.worker  # noqa: F401  # what every worker needs, before the first fork
 
+    _load(modules)
     data, ancillary, _, _ = sock.recvmsg(MAX_MESSAGE, socket.CMSG_SPACE(4), system.CLOEXEC_FLAG)
     kind, *rest = pickle.loads(data) if data else ("exit",)
     if kind == "exit":
@@ -111,11 +113,8 @@ class _Server:
                 _kill_group(self._pids[rest[0]])
             return True
         request, modules = rest
-        for name in modules:
-            # A module that fails here fails in the worker again, where the user can see it.
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
         if modules:
+            _load(modules)
             gc.freeze()
         self._fork(request, fds)
         return True
@@ -197,6 +196,13 @@ class _Server:
         _kill_descendants(os.getpid())
         shutil.rmtree(self._info.directory, ignore_errors=True)
         os._exit(0)
+
+
+def _load(modules: Sequence[str]) -> None:
+    for name in modules:
+        # A module that fails here fails in the worker again, where the user can see it.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 
 
 def _kill_group(pid: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from miniray.errors import WeightsMismatchError
-from miniray.train.ranks.trainer import check_choices
+from miniray.train.arguments import check_choices, check_whole
 
 if TYPE_CHECKING:
     from miniray.train.ddp.trainer import DDPTrainer
@@ -42,8 +42,7 @@ def check_arguments(
 ) -> None:
     """Refuse arguments of ``DDPTrainer`` that make no sense, with ``ValueError``."""
     check_choices(_CHOICES, shard=shard, uneven=uneven, precision=precision)
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate must be an int >= 1, not {accumulate!r}")
+    check_whole("accumulate", accumulate, 1)
     if isinstance(models, str) or not models:
         raise ValueError(f"models must be names of attributes, not {models!r}")
     if shard == "full":

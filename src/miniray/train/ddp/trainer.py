@@ -11,12 +11,12 @@ from typing import Any
 
 import miniray
 from miniray.core.remote import adapting
+from miniray.train.averaging import aggregate
 from miniray.train.base import BaseTrainer
 from miniray.train.ddp import setup
 from miniray.train.ddp.worker import rank_spec
 from miniray.train.evaluate import combine, cut
 from miniray.train.ranks.trainer import RankTrainer
-from miniray.train.results import aggregate
 
 
 class DDPTrainer(RankTrainer):
@@ -104,7 +104,11 @@ class DDPTrainer(RankTrainer):
             **kwargs,
         )
         self.shard, self.uneven = shard, uneven
-        self._preloaded = f"miniray.train.ddp.{'rank' if shard == 'none' else 'sharded'}"
+        kind = "rank" if shard == "none" else "sharded"
+        self._preloaded = (
+            *("miniray.train.ddp.worker", f"miniray.train.ddp.{kind}"),
+            *(("torch._dynamo.convert_frame",) if compile else ()),
+        )
         self.accumulate, self.precision = accumulate, precision
         self._compile, self._models = compile, tuple(models)
         self._ddp_options = ddp_options

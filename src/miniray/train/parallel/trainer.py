@@ -29,7 +29,7 @@ class SplitModelTrainer(RankTrainer):
     """See the module. The arguments are described at ``PipelineParallelTrainer``."""
 
     _group_name = "parallel"
-    _preloaded = "miniray.train.parallel.rank torch.distributed.tensor.parallel"
+    _preloaded = ("miniray.train.parallel.rank", "torch.distributed.tensor.parallel")
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import miniray
-from miniray.core import session, startup
+from miniray.core import session
 from miniray.errors import (
     ActorDiedError,
     CapabilityError,
@@ -22,6 +22,8 @@ from miniray.errors import (
     TaskError,
     WorkerTimeoutError,
 )
+from miniray.train import resume as resuming
+from miniray.train.arguments import check_choices
 from miniray.train.base import BaseTrainer
 from miniray.train.group import GroupHost
 from miniray.train.ranks.calls import StepBar, call_ranks
@@ -40,8 +42,6 @@ class RankTrainer(BaseTrainer, ABC):
 
     #: What the group of ranks is called in error messages.
     _group_name = "ranks"
-    #: What all workers need of torch, seconds to import: loaded once, where the engine can.
-    _preloaded = ""
 
     def __init__(
         self,
@@ -109,10 +109,14 @@ class RankTrainer(BaseTrainer, ABC):
 
     def _retried(self, epoch: int | None, attempt: Callable[[], T]) -> T:
         """``attempt()``, again after all ranks were started anew, within ``max_failures``."""
+        ready = True
         while True:
             try:
+                if not ready:
+                    self._start_again(epoch)
                 return attempt()
             except (ActorDiedError, WorkerTimeoutError) as error:
+                ready = False
                 self.failures += 1
                 rank, reason = getattr(error, "rank", None), str(error)
                 self._on_worker_event(
@@ -120,7 +124,9 @@ class RankTrainer(BaseTrainer, ABC):
                 )
                 if isinstance(error, TaskError) or self.failures > self._most_failures:
                     raise
-                self._start_again(epoch)
+
+    def _on_group_event(self, event: dict[str, Any]) -> None:
+        """Nothing: who fails and is started again is said here, of all ranks together."""
 
     def _start_again(self, epoch: int | None) -> None:
         """End all ranks and start them with the state that was kept last."""
@@ -177,12 +183,6 @@ class RankTrainer(BaseTrainer, ABC):
                 "'ray', or num_workers=1"
             )
 
-    def create_worker(self, worker_id: int, **kwargs: Any) -> Any:
-        env = dict(startup.environment() or {})
-        env[startup.PRELOAD] = f"{env.get(startup.PRELOAD, '')} {self._preloaded}"
-        with startup.actors_with(env=env):
-            return super().create_worker(worker_id, **kwargs)
-
     def _run_facts(self) -> dict[str, Any]:
         """What every rank is told of the run; see ``RunFacts``."""
         assert self.run is not None
@@ -214,6 +214,18 @@ class RankTrainer(BaseTrainer, ABC):
             self._keep_state()
 
     # -- state ------------------------------------------------------------------------------------
+
+    def _take_up(self, state: dict[str, Any]) -> None:
+        def take_up() -> None:
+            resuming.apply(self, state)
+
+        self._retried(self._epoch_for_errors(), take_up)
+
+    def _give(self, method: str, values: Mapping[int, Any]) -> None:
+        if len(values) == self.num_workers:
+            self._call_ranks(method, lambda rank: (values[rank],))
+        else:
+            super()._give(method, values)
 
     def _workers_in_sync(self) -> bool:
         return True
@@ -275,14 +287,6 @@ class RankTrainer(BaseTrainer, ABC):
             self._leave_group()
         super().shutdown()
         self._close_group()
-
-
-def check_choices(choices: Mapping[str, Sequence[str]], **chosen: Any) -> None:
-    """Refuse arguments that are none of what they may be, with ``ValueError``."""
-    for name, value in chosen.items():
-        if value not in choices[name]:
-            known = ", ".join(map(repr, choices[name]))
-            raise ValueError(f"{name} must be one of {known}, not {value!r}")
 
 
 def choose_backend(wanted: str, facts: Sequence[Mapping[str, Any]]) -> str:

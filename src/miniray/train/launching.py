@@ -1,0 +1,25 @@
+"""The environment that a trainer's worker starts in, where workers are processes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from miniray.core import startup
+from miniray.doctor import actors
+
+#: If the driver has the one, the local engine loads the other once for all workers.
+LOADED_LATE = {"torch": "miniray.train.dynamo"}
+
+
+def environment(
+    run_dir: Path, worker_id: int, num_workers: int, modules: Sequence[str]
+) -> dict[str, str]:
+    """Variables by which a worker records what it does, and the engine loads its modules early."""
+    late = [late for early, late in LOADED_LATE.items() if early in sys.modules]
+    return {
+        **actors.environment(run_dir, worker_id, num_workers),
+        startup.SET_UP: f"{actors.__name__}:{actors.set_up.__name__}",
+        startup.PRELOAD: " ".join([*late, *actors.MODULES, *modules]),
+    }
