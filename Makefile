@@ -26,6 +26,7 @@ help: ## Show this list
 
 demo: $(DEMO) ## Train a classifier on four workers and write a report
 	$(BIN)/python examples/train_framework_demo.py classification $(ARGS)
+	@echo "next:   source $(BIN)/activate, then miniray dashboard, or miniray demo --list"
 
 test: $(DEV) $(CHROMIUM) ## Run the test suite
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
@@ -64,7 +65,7 @@ $(BIN)/python:
 
 $(DEMO): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing miniray and torch into $(VENV)"
-	$(PIP_INSTALL) -e '.[examples]'
+	$(PIP_INSTALL) -e '.[examples,dashboard]'
 	@touch $@
 
 $(DEV): pyproject.toml constraints.txt | $(BIN)/python

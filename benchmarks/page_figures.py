@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,13 @@ def engine(record: Record) -> Figures:
             for api, of in samples.items():
                 found[f"{key}.slowest.{api}"] = percent(min(of[key]) / median(of["memcpy"]))
     return found
+
+
+def start(record: Record) -> Figures:
+    return {
+        re.sub(r"\W+", "_", name): human(median(of["wall"]), "s")
+        for name, of in record["samples"].items()
+    }
 
 
 def train(record: Record) -> Figures:
@@ -227,13 +235,9 @@ def nanoseconds(value: float) -> str:
 
 
 def parallel(record: Record) -> Figures:
-    """Of bubble, overhead and memory, those that were measured."""
+    """Of overhead and memory, those that were measured."""
     found: Figures = {}
     samples = record["samples"]
-    for name, of in samples.get("bubble", {}).items():
-        key = name.replace(", ", ".").replace("=", "")
-        found[f"bubble.{key}"] = f"{100 * median(of['bubble']):.1f} %"
-        found[f"bubble.{key}.formula"] = f"{100 * of['formula'][0]:.1f} %"
     if "overhead" in samples:
         steps, by_hand = samples["overhead"]["step"], samples["overhead"]["hand"]
         ratio = median([mine / hand for mine, hand in zip(steps, by_hand, strict=True)])
@@ -247,6 +251,15 @@ def parallel(record: Record) -> Figures:
 
         for kind in ("layers", "tensor"):
             found[f"memory.{kind}"] = f"{own(kind, 2) / own('layers', 1):.2f}×"
+    return found
+
+
+def bubble(record: Record) -> Figures:
+    found: Figures = {}
+    for name, of in record["samples"]["bubble"].items():
+        key = name.replace(", ", ".").replace("=", "")
+        found[key] = f"{100 * median(of['bubble']):.1f} %"
+        found[f"{key}.formula"] = f"{100 * of['formula'][0]:.1f} %"
     return found
 
 
@@ -283,8 +296,28 @@ def geoguessr(record: Record) -> Figures:
     return found
 
 
+def geoguessr_gpu(record: Record) -> Figures:
+    """The large policy on a GPU: what it is, how fast a step is and of what, what it learnt."""
+    speed, settings = record["speed"], record["settings"]
+    return {
+        "parameters": f"{record['parameters'] / 1e6:.0f} M",
+        "warm_up": str(settings["warm_up"]),
+        "steps": str(settings["steps"]),
+        "tokens": f"{speed['tokens_per_second']:,.0f}",
+        "step": human(speed["step_seconds"], "s").strip(),
+        "memory": f"{speed['gpu_gb']:.1f} GB",
+        "reward.before": f"{record['reward'][0]:.3f}",
+        "reward.after": f"{record['reward'][-1]:.3f}",
+        **{
+            f"share.{name.replace(' ', '_')}": f"{100 * share:.1f} %"
+            for name, share in speed["shares"].items()
+        },
+    }
+
+
 MAKERS: dict[str, Callable[[Record], Figures]] = {
     "engine": engine,
+    "start": start,
     "train": train,
     "scaling": scaling,
     "sync_interval": sync_interval,
@@ -294,6 +327,8 @@ MAKERS: dict[str, Callable[[Record], Figures]] = {
     "memory_table": memory_table,
     "doctor": doctor,
     "parallel": parallel,
+    "bubble": bubble,
     "rl": rl,
     "geoguessr": geoguessr,
+    "geoguessr_gpu": geoguessr_gpu,
 }

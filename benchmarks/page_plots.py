@@ -217,9 +217,7 @@ def memory_table(record: Record) -> str:
     return bars("Memory of one machine (logarithmic, less is better)", drawn, unit=1e8)
 
 
-def parallel(record: Record) -> str | None:
-    if "bubble" not in record["samples"]:
-        return None
+def bubble(record: Record) -> str:
     found = []
     for name, of in record["samples"]["bubble"].items():
         measured, formula = median(of["bubble"]), of["formula"][0]
@@ -248,6 +246,6 @@ PLOTS: dict[str, tuple[str, Callable[[Record], str | None]]] = {
     "bench-data": ("data", data),
     "bench-data-first": ("data", data_first),
     "bench-memory": ("memory_table", memory_table),
-    "bench-parallel": ("parallel", parallel),
+    "bench-bubble": ("bubble", bubble),
     "bench-rl": ("rl", rl),
 }

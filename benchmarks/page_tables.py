@@ -18,7 +18,8 @@ COLUMNS = {
     "ps": ["miniray", "other", "ratio"],
     "memory_table": ["one driver", "sharded, decoded at once", "miniray"],
     "doctor": ["figure"],
-    "parallel": ["miniray", "against", "difference"],
+    "parallel": ["miniray", "against", "ratio"],
+    "bubble": ["measured", "by the formula", "difference"],
 }
 
 
@@ -71,6 +72,12 @@ def machines(results: dict[str, Record]) -> str:
         shown = ", ".join(f"{package} {version}" for package, version in versions.items())
         lines.append(f"| `{name}.json` | {when[:10]} | {machine} | {shown} |")
     return "\n".join(lines)
+
+
+def start(record: Record) -> str:
+    from start import COLUMNS
+
+    return _table(COLUMNS, record["table"])
 
 
 def train(record: Record) -> str:
@@ -129,6 +136,7 @@ def geoguessr(record: Record) -> str:
 
 
 MAKERS: dict[str, Callable[[Record], str]] = {
+    "start": start,
     "train": train,
     "scaling": scaling,
     "gpu_sync": gpu_sync,

@@ -1,12 +1,14 @@
 """Models split over workers: bubble against the formula, memory a worker, the trainer's overhead.
 
-    python benchmarks/parallel.py [--bubble] [--overhead] [--memory] [--quick] [--out PATH]
+    python benchmarks/parallel.py [--overhead] [--memory] [--quick] [--out PATH]
+    python benchmarks/parallel.py --bubble [--quick] [--out PATH]
 
-Without a choice all three are measured. Workers have one thread each; pipelines of more workers
-than the machine has cores are left out, because there a stage that computes takes the time of
-another.
+Without a choice overhead and memory are measured. Workers have one thread each; pipelines of more
+workers than the machine has cores are left out, because there a stage that computes takes the time
+of another: the bubble is for a machine of 4 cores and more, and has a file of results of its own.
 
-Bubble: equal stages and microbatches of equal size, every step of an epoch after the first.
+Bubble: equal stages and microbatches of equal size, every step of an epoch after the first. Stages
+take long enough that the schedule is measured, not the sending.
 Overhead: the steps of an epoch in the trainer's ranks over those of two processes that make the
 same calls of torch.distributed.pipelining by hand; both pairs are alive and take turns, and each
 measures its own loop, from the first batch to the last optimizer step, on its slower rank. The
@@ -35,7 +37,9 @@ from common import Line, median
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 #: Wanted: a step of the trainer over the same calls by hand; the bubble above the formula's.
 OVERHEAD, ABOVE = 1.03, 0.05
-WIDTH, ROWS, LAYERS = 384, 96, 8  # of a layer, of a microbatch, of a model
+LAYERS = 8
+#: Width of a layer and rows of a microbatch, of a step a trainer would take and of a long one.
+USUAL, LONG = (384, 96), (768, 128)
 
 
 # -- the model and its data ------------------------------------------------------------------------
@@ -70,13 +74,14 @@ def pipeline(case: dict[str, Any], kind: Any = None) -> Any:
 
     from miniray.train import PipelineParallelTrainer
 
+    width, rows = case["size"]
     stages = case["workers"] * (2 if case["schedule"] in ("interleaved", "zero_bubble") else 1)
     return (kind or PipelineParallelTrainer)(
         case["workers"],
-        model=[partial(make_block, WIDTH)] * LAYERS,
+        model=[partial(make_block, width)] * LAYERS,
         loss=nn.functional.mse_loss,
         optimizer=partial(torch.optim.Adam, lr=1e-4),
-        data=partial(make_data, ROWS * case["microbatches"], case["steps"], WIDTH),
+        data=partial(make_data, rows * case["microbatches"], case["steps"], width),
         schedule=case["schedule"],
         microbatches=case["microbatches"],
         layers_per_stage=[LAYERS // stages] * stages,
@@ -122,8 +127,9 @@ def measure_bubble(quick: bool, say: Any) -> dict[str, Any]:
             workers=workers,
             microbatches=(4, 8) if quick else (4, 8, 16),
             schedules=("gpipe", "1f1b") if quick else SCHEDULES,
-            epochs=2 if quick else 4,
+            epochs=2 if quick else 3,
             steps=4,
+            size=USUAL if quick else LONG,
         )
     return found
 
@@ -136,7 +142,7 @@ def bubble_lines(found: dict[str, Any]) -> list[Line]:
         goal = None if name.startswith("zero") else formula + ABOVE
         cells = [f"{100 * mine:.1f} %", f"{100 * formula:.1f} %", f"{100 * (mine - formula):+.1f}"]
         wanted = "" if goal is None else f"< +{100 * ABOVE:.0f}"
-        lines.append(Line(f"bubble: {name}", cells, wanted, None if goal is None else mine <= goal))
+        lines.append(Line(name, cells, wanted, None if goal is None else mine <= goal))
     return lines
 
 
@@ -211,11 +217,12 @@ def _hand_rank(rank: int, case: dict[str, Any], port: int, pipe: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    module = nn.Sequential(*(make_block(WIDTH) for _ in range(LAYERS // 2)))
+    width, rows = case["size"]
+    module = nn.Sequential(*(make_block(width) for _ in range(LAYERS // 2)))
     stage = PipelineStage(module, rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, case["microbatches"], loss_fn=nn.functional.mse_loss)
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-4)
-    loader = make_data(ROWS * case["microbatches"], case["steps"], WIDTH)
+    loader = make_data(rows * case["microbatches"], case["steps"], width)
     while pipe.recv() == "epoch":
         dist.barrier()
         began = time.perf_counter()
@@ -234,7 +241,7 @@ def _hand_rank(rank: int, case: dict[str, Any], port: int, pipe: Any) -> None:
 
 def measure_overhead(quick: bool, say: Any) -> dict[str, Any]:
     say("overhead")
-    case = {"workers": 2, "microbatches": 8, "schedule": "1f1b"}
+    case = {"workers": 2, "microbatches": 8, "schedule": "1f1b", "size": USUAL}
     return run_case("overhead", **case, epochs=4 if quick else 12, steps=4 if quick else 8)
 
 
@@ -316,20 +323,12 @@ def run_case(kind: str, **case: Any) -> dict[str, Any]:
     return common.run_measured(Path(__file__), ["--case", kind, "--with", json.dumps(case)])
 
 
-def kept(path: Path) -> dict[str, Any]:
-    """What was measured on this machine before and is not measured now."""
-    record = json.loads(path.read_text()) if path.exists() else {}
-    samples: dict[str, Any] = record.get("samples", {})
-    return samples if record.get("machine") == common.machine() else {}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in SECTIONS:
         parser.add_argument(f"--{name}", action="store_true", help=f"measure the {name} only")
     parser.add_argument("--quick", action="store_true", help="fewer cases, fewer epochs")
-    results = common.RESULTS / "parallel.json"
-    parser.add_argument("--out", "--json", type=Path, default=results, metavar="PATH")
+    parser.add_argument("--out", "--json", type=Path, metavar="PATH", help="where results go")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--with", dest="settings", type=json.loads, help=argparse.SUPPRESS)
@@ -338,15 +337,14 @@ def main() -> None:
         arguments.out.write_text(json.dumps(CASES[arguments.case](arguments.settings)))
         return
 
-    chosen = [name for name in SECTIONS if getattr(arguments, name)] or list(SECTIONS)
-    started, samples = common.stamp(), kept(arguments.out)
+    chosen = [name for name in SECTIONS if getattr(arguments, name)] or ["overhead", "memory"]
+    out = arguments.out or common.RESULTS / f"{'bubble' if arguments.bubble else 'parallel'}.json"
+    started, samples = common.stamp(), {}
     for name in chosen:
         samples[name] = SECTIONS[name][0](arguments.quick, lambda text: print(text, flush=True))
     if "memory" in chosen:
         samples["width"] = 512 if arguments.quick else 1024
-    lines = [
-        line for name in SECTIONS if name in samples for line in SECTIONS[name][1](samples[name])
-    ]
+    lines = [line for name in chosen for line in SECTIONS[name][1](samples[name])]
     record = {
         "started": started,
         "finished": common.stamp(),
@@ -356,13 +354,13 @@ def main() -> None:
         "samples": samples,
         "table": [vars(line) for line in lines],
     }
-    common.write_json(arguments.out, record)
+    common.write_json(out, record)
     columns = ["miniray", "against", "difference"]
     if arguments.markdown:
         print(common.markdown_table(columns, lines))
     else:
         common.print_table("Models split over workers", columns, lines)
-    print(f"all samples: {arguments.out}")
+    print(f"all samples: {out}")
 
 
 if __name__ == "__main__":

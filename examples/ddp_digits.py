@@ -48,4 +48,5 @@ if __name__ == "__main__":
     with trainer:
         result = trainer.train(arguments.epochs, batch_size=arguments.batch // arguments.workers)
         print(f"held-out accuracy {result['val_accuracy']:.1%}")
-        print("model:", trainer.save_final_model())
+        print("model: ", trainer.save_final_model())
+        print("report:", result.report())

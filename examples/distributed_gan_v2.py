@@ -117,3 +117,4 @@ if __name__ == "__main__":
         result = trainer.train(epochs=arguments.epochs, lr=2e-3, batch_size=64)
         print(f"g_loss {result['g_loss']:.3f}  d_loss {result['d_loss']:.3f}")
         print("curves:", result.plot())
+        print("report:", result.report())

@@ -10,16 +10,18 @@ import numpy as np
 CIFAR_FOLDER = "cifar-10-batches-py"
 
 
-def load_images(dataset: str = "digits", folder: str = "data") -> tuple[np.ndarray, ...]:
+def load_images(
+    dataset: str = "digits", folder: str = "data", say: bool = True
+) -> tuple[np.ndarray, ...]:
     """(train images, train labels, test images, test labels); images are float32, N x C x H x W.
 
     ``dataset="cifar10"`` reads the standard Python version from ``folder/cifar-10-batches-py`` and
-    falls back to the digits, saying so, where there is none.
+    falls back to the digits where there is none. It says so; of several workers, one is enough.
     """
     root = Path(folder) / CIFAR_FOLDER
     if dataset == "cifar10" and root.is_dir():
         return _load_cifar(root)
-    if dataset == "cifar10":
+    if dataset == "cifar10" and say:
         print(f"no {root} here: using scikit-learn's digits instead")
     return load_digits_images()
 

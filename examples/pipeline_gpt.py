@@ -10,6 +10,7 @@ No worker ever has the whole model: layers are functions, and each is built wher
 from __future__ import annotations
 
 import argparse
+import os
 from functools import partial
 from pathlib import Path
 
@@ -113,10 +114,12 @@ if __name__ == "__main__":
         first, last = result.history[0]["loss"], result["loss"]
         print(f"loss {first:.2f} -> {last:.2f}")
         print(f"bubble {result.bubble:.1%} measured, {result.bubble_formula:.1%} expected")
-        print(
-            "activations kept, at most:",
-            [f"{n / 1e6:.1f} MB" for n in result.peak_activation_bytes],
-        )
+        if trainer.num_workers > (os.cpu_count() or 1):
+            print(f"  (on {os.cpu_count()} cores, stages wait for a core more than for each other)")
+        kept = ", ".join(f"{n / 1e6:.1f} MB" for n in result.peak_activation_bytes)
+        print(f"activations kept, at most, by stage: {kept}")
         print("timeline:", result.plot_pipeline())
-        print("model:", trainer.save_final_model())
-        print(write_on(trainer.model_weights(), TEXT[:CONTEXT]))
+        print("model:   ", trainer.save_final_model())
+        print("report:  ", result.report())
+        print(f"\nwhat it writes after {TEXT[:CONTEXT]!r}:")
+        print(write_on(trainer.model_weights(), TEXT[:CONTEXT])[CONTEXT:])

@@ -27,7 +27,8 @@ class ImageClassifier:
         self.lr = lr
 
     def load_data_shard(self, shard_id, num_shards, dataset="cifar10", batch_size=32):
-        images, labels, test_images, test_labels = map(torch.from_numpy, load_images(dataset))
+        loaded = load_images(dataset, say=shard_id == 0)
+        images, labels, test_images, test_labels = map(torch.from_numpy, loaded)
         self.images, self.labels = images[shard_id::num_shards], labels[shard_id::num_shards]
         self.test = test_images[shard_id::num_shards], test_labels[shard_id::num_shards]
         self.batch_size = batch_size
@@ -160,13 +161,11 @@ def custom_loop(num_workers: int) -> None:
 
 
 def show(result) -> None:
-    """The epochs as a table, and where the rest is."""
-    keys = [
-        key for key in ("epoch", "loss", "accuracy", "val_accuracy") if key in result.history[0]
-    ]
-    print("  ".join(f"{key:>12}" for key in keys))
-    for record in result.history:
-        print("  ".join(f"{record[key]:>12.4g}" for key in keys))
+    """The epochs as a table, counted from 1 as on the progress bar, and where the rest is."""
+    keys = [key for key in ("loss", "accuracy", "val_accuracy") if key in result.history[0]]
+    print("epoch", *(f"{key:>12}" for key in keys), sep="  ")
+    for number, record in enumerate(result.history, 1):
+        print(f"{number:>5}", *(f"{record[key]:>12.4g}" for key in keys), sep="  ")
     print("curves:", result.plot())
     print("report:", result.report())
     print("run:   ", result.run_dir)
@@ -179,6 +178,9 @@ if __name__ == "__main__":
     parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--workers", type=int, default=4)
     arguments = parser.parse_args()
+    for part in arguments.parts:
+        if part not in PARTS:
+            parser.error(f"there is no part {part!r}; there are {', '.join(PARTS)}")
     for part in arguments.parts or PARTS:
         print(f"\n== {part}")
         PARTS[part](arguments.workers)

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.timeout(180)  # seconds each, but on a crowded machine minutes
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
@@ -35,7 +37,6 @@ def test_monte_carlo(tmp_path):
     assert float(error) == pytest.approx(0.0116, abs=1e-3)  # 4 √(π/4 (1 - π/4) / 20000)
 
 
-@pytest.mark.timeout(120)
 def test_one_framework_for_three_trainings(tmp_path):
     pytest.importorskip("sklearn")
     shown = run(tmp_path, "train_framework_demo.py")
@@ -76,21 +77,18 @@ def test_a_model_without_torch(tmp_path):
     assert float(re.search(r"held-out accuracy ([\d.]+)%", shown)[1]) > 95
 
 
-@pytest.mark.timeout(120)
 def test_the_transformer_reads_new_sentences(tmp_path):
     pytest.importorskip("torch")
     shown = run(tmp_path, "bert_tiny.py")
     assert float(re.search(r"new sentences ([\d.]+)%", shown)[1]) > 95
 
 
-@pytest.mark.timeout(120)
 def test_ddp_reads_the_digits(tmp_path):
     pytest.importorskip("sklearn")
     shown = run(tmp_path, "ddp_digits.py", "--epochs", "6")
     assert float(re.search(r"held-out accuracy ([\d.]+)%", shown)[1]) > 95
 
 
-@pytest.mark.timeout(120)
 def test_the_gan_draws_its_samples(tmp_path):
     pytest.importorskip("sklearn")
     shown = run(tmp_path, "distributed_gan_v2.py", "--epochs", "10", "--workers", "2")

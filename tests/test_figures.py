@@ -178,6 +178,7 @@ def everything(page):
                 "width": 64,
             }
         },
+        "start": {"samples": {"import miniray": {"wall": [0.04], "cpu": [0.04]}}},
         "geoguessr": {
             "steps": 60,
             "runs": {
@@ -264,11 +265,12 @@ def runner(page, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "PEERS", tmp_path / "peers")
     benchmarks = {
         "first": runner.Benchmark("bad.py"),
-        "second": runner.Benchmark("good.py", takes_peers=True),
+        "second": runner.Benchmark("good.py"),
         "third": runner.Benchmark("good.py", needs_gpu=True),
         "fourth": runner.Benchmark("good.py", needs_cores=10**6),
     }
     monkeypatch.setattr(runner, "BENCHMARKS", benchmarks)
+    monkeypatch.setattr(runner, "PEER_PACKAGES", {"second": ["torch=={torch}", "bad", "a b"]})
     monkeypatch.setattr(runner, "has_gpu", lambda: False)
     return runner
 
@@ -285,12 +287,38 @@ def test_a_benchmark_that_fails_is_named_and_the_others_run(runner, tmp_path, ca
 
 
 def test_options_reach_the_benchmarks(runner, tmp_path):
-    python = tmp_path / "peers" / "bin" / "python"
+    python = tmp_path / "peers" / "second" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.touch()
     results = tmp_path / "results"
     assert runner.main(["--quick", "--only", "second", "--results", str(results)]) == 0
     assert (results / "second.json").read_text() == f"--quick --peer-python {python}"
+
+
+def test_the_list_says_what_would_run_and_runs_nothing(runner, tmp_path, capsys):
+    results = tmp_path / "results"
+    assert runner.main(["--list", "--peers", "--results", str(results)]) == 0
+    first, second, third, fourth = capsys.readouterr().out.splitlines()
+    assert first.endswith(f"bad.py --json {results / 'first.json'}")
+    assert second.endswith(f"--peer-python {tmp_path / 'peers/second/bin/python'}")
+    assert "left out, there is no GPU" in third
+    assert "left out, it needs" in fourth
+    assert not results.exists()
+    assert not (tmp_path / "peers").exists()
+
+
+def test_peers_that_train_get_the_torch_that_is_here(runner, tmp_path, monkeypatch, capfd):
+    python = tmp_path / "peers" / "second" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    # Not pip, but its words are those that pip would get; the second cannot be installed.
+    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said\n[ "$5" != bad ]\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(runner.common, "versions", lambda name: {name: "2.9.1+cpu"})
+    runner.make_peers("second")
+    pip = "-m pip install --quiet"
+    said = (tmp_path / "said").read_text().splitlines()
+    assert said == [f"{pip} torch==2.9.1", f"{pip} bad", f"{pip} a b"]
+    assert "without bad: it cannot be installed here" in capfd.readouterr().out
 
 
 def test_every_script_that_all_runs_is_there(page):

@@ -26,16 +26,17 @@ def test_the_result_depends_on_the_seed_only(miniray_cli, tmp_path, backend):
     done = miniray_cli(*SMALL, "--backend", backend, "--name", "first")
     assert done.returncode == 0, done.stderr
     run = json.loads((tmp_path / "runs" / "first" / "run.json").read_text("utf-8"))
-    assert run["backend"] == backend
-    assert run["config"] == {"actors": 3, "batches": 5, "batch_size": 2000, "seed": 7}
+    assert (run["state"], run["seed"], run["world_size"]) == ("finished", 7, 3)
+    assert run["config"]["backend"] == backend
     assert [a["hits"] for a in run["actors"]] == [expected_hits(i) for i in range(3)]
-    assert run["points"] == 30_000
-    share = run["hits"] / 30_000
-    assert run["hits"] == sum(expected_hits(i) for i in range(3))
-    assert run["estimate"] == pytest.approx(4 * share)
-    assert run["error"] == pytest.approx(4 * (share * (1 - share) / 30_000) ** 0.5)
-    assert len(run["convergence"]) == 15
-    assert run["convergence"][-1] == [30_000, run["estimate"], run["error"]]
+    assert [a["points"] for a in run["actors"]] == [10_000] * 3
+    share = sum(expected_hits(i) for i in range(3)) / 30_000
+    lines = (tmp_path / "runs" / "first" / "metrics.jsonl").read_text("utf-8").splitlines()
+    assert len(lines) == 15
+    last = json.loads(lines[-1])
+    assert last["step"] == 15
+    assert last["pi"] == pytest.approx(4 * share)
+    assert last["standard_error"] == pytest.approx(4 * (share * (1 - share) / 30_000) ** 0.5)
 
 
 def test_it_ends_with_a_table_and_the_path_of_the_report(miniray_cli, tmp_path):
@@ -49,9 +50,9 @@ def test_it_ends_with_a_table_and_the_path_of_the_report(miniray_cli, tmp_path):
 def test_the_report_stands_alone(miniray_cli, tmp_path):
     miniray_cli(*SMALL, "--backend", "inline", "--name", "first")
     page = (tmp_path / "runs" / "first" / "report.html").read_text("utf-8")
-    run = json.loads((tmp_path / "runs" / "first" / "run.json").read_text("utf-8"))
-    assert f"{run['estimate']:.6f}" in page
-    assert page.count("<tr>") == 1 + 3 + 1
+    estimate = 4 * sum(expected_hits(i) for i in range(3)) / 30_000
+    assert f"<b>{estimate:.4g}</b>" in page
+    assert "pi by step" in page
     assert "<svg" in page
     assert "prefers-color-scheme: dark" in page
     assert not re.search(r"https?:|src=|href=|<script|url\(|@import", page)

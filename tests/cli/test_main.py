@@ -50,6 +50,8 @@ def test_every_command_has_help_with_an_example(name):
         assert command.name == name
         text = command.get_help(click.Context(command, parent=ctx, info_name=name))
     assert f"  miniray {name}" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "..." not in text.partition("\n\n")[2]  # below the usage, nothing is cut off
 
 
 @pytest.mark.parametrize(
@@ -60,12 +62,18 @@ def test_every_command_has_help_with_an_example(name):
         (["--nonsense"], "--nonsense"),
         (["demo", "--actors", "0"], "--actors"),
         (["demo", "--backend", "cloud"], "cloud"),
+        (["demo", "clasify"], "Did you mean 'classify'?"),
+        (["runs", "show"], "There are: compare, delete, list."),
+        (["run", "nowhere.py"], "there is no script nowhere.py"),
+        (["run", "--hang-timeout", "0", __file__], "--hang-timeout must be more than 0"),
     ],
 )
 def test_wrong_usage_is_said_in_a_line_with_exit_code_2(capsys, args, complaint):
     assert _run(args, debug=False) == 2
     shown = capsys.readouterr()
     assert complaint in shown.err
+    assert shown.err.startswith("error: ")
+    assert shown.err.rstrip().endswith("--help` says more.")
     assert "Traceback" not in shown.err
     assert shown.out == ""
 

@@ -8,7 +8,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from miniray.cli import cli
+from miniray.cli import _run, cli, colour, runs
 
 
 @pytest.fixture
@@ -71,6 +71,23 @@ def test_the_newest_so_many(run_cli, three):
     assert done.output.endswith("… and 2 older\n")
 
 
+@pytest.mark.parametrize(
+    ("width", "head"),
+    [
+        (100, ["run", "state", "started", "took", "ranks", "epochs", "metrics"]),
+        (72, ["run", "state", "started", "took", "epochs", "metrics"]),
+        (30, ["run", "state", "metrics"]),
+    ],
+)
+def test_on_a_narrow_terminal_columns_give_way(run_cli, three, monkeypatch, width, head):
+    for module in (runs, colour):
+        monkeypatch.setattr(module, "columns", lambda: width)
+    lines = run_cli("runs").output.splitlines()
+    assert lines[0].split() == head
+    assert all(len(line) <= width for line in lines)
+    assert [line.split()[0] for line in lines[1:]] == ["new", "middle", "old"]
+
+
 def test_json_has_no_nan(run_cli, three):
     found = json.loads(run_cli("runs", "--json").output, parse_constant=pytest.fail)
     assert [run["name"] for run in found] == ["new", "middle", "old"]
@@ -81,6 +98,30 @@ def test_json_has_no_nan(run_cli, three):
 def test_no_runs_is_said(run_cli):
     assert run_cli("runs").output.startswith("no runs in ")
     assert json.loads(run_cli("runs", "--json").output) == []
+
+
+@pytest.mark.parametrize("command", ["top", "doctor", "report", "dashboard", "runs"])
+def test_where_there_are_no_runs_every_command_says_how_to_get_one(
+    command, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert _run([command], debug=False) == (0 if command == "runs" else 2)
+    (line,) = "".join(capsys.readouterr()).splitlines()
+    assert str(tmp_path / "runs") in line
+    assert line.endswith("`miniray demo classify` makes one, --runs-dir looks elsewhere")
+    assert _run([command, "--runs-dir", "elsewhere"], debug=False) == (
+        0 if command == "runs" else 2
+    )
+    (line,) = "".join(capsys.readouterr()).splitlines()
+    assert line.endswith("elsewhere: is it the folder you meant with --runs-dir?")
+
+
+@pytest.mark.parametrize("words", [["report", "x"], ["runs", "compare", "x"], ["dashboard", "x"]])
+def test_a_name_where_there_are_no_runs_at_all(words, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert _run(words, debug=False) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no run directory x, and no run in runs: `miniray demo classify` makes one" in line
 
 
 def test_compare_shows_metrics_and_differing_settings(run_cli, three):
@@ -103,8 +144,8 @@ def test_compare_for_programs(run_cli, three):
 
 def test_a_name_that_is_nearly_right_is_offered(run_cli, three):
     done = run_cli("runs", "compare", "midle")
-    assert done.exit_code == 1
-    assert "did you mean middle?" in str(done.exception)
+    assert done.exit_code == 2
+    assert "did you mean middle?" in done.output
 
 
 # -- delete ---------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def invoke(*args):
         ("classify", [], ["classification"]),
         ("classify", ["--workers", "2"], ["classification", "--workers", "2"]),
         ("gan", ["--help"], ["--help"]),
-        ("geoguessr", [], ["--quick", "--size", "tiny"]),
+        ("geoguessr", ["--quick"], ["--quick"]),
         ("geoguessr", ["--steps", "5"], ["--steps", "5"]),
     ],
 )
@@ -139,6 +139,7 @@ def test_a_missing_extra_is_named(monkeypatch, tmp_path):
     module.serve = serve
     monkeypatch.setitem(sys.modules, "miniray.dashboard", module)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
     done = invoke("dashboard")
     assert done.exit_code == 1
     assert "plotly is not installed" in done.output
@@ -155,7 +156,7 @@ def test_miniray_run_leaves_a_page(miniray_cli, tmp_path):
 
 def test_miniray_run_of_a_missing_script_leaves_nothing(miniray_cli, tmp_path):
     done = miniray_cli("run", "nothing.py")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "there is no script nothing.py" in done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []

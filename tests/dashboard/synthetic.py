@@ -41,7 +41,9 @@ def one_step(box, rank, step, pace=0.02, loss=None):
     box.set_phase("backward", site(14))
     time.sleep(pace * 0.2)
     box.backward_seconds += pace * 0.2
-    number = box.collective("all_reduce", "SUM", "default", (4,), "float32", site(16))
+    number = box.collective("all_reduce", "SUM", "default", (4,), "float32", site(16))(
+        time.monotonic()
+    )
     time.sleep(pace * 0.1)
     box.collective_seconds += pace * 0.1
     box.end(number)
@@ -83,7 +85,9 @@ def hang(run_dir, rank, world_size, culprit, steps=10):
         a_function_that_takes_long(run_dir)
     else:
         box.set_phase("backward", site(14))
-        number = box.collective("all_reduce", "SUM", "default", (4,), "float32", site(16))
+        number = box.collective("all_reduce", "SUM", "default", (4,), "float32", site(16))(
+            time.monotonic()
+        )
         wait_until((run_dir / "enough").exists, limit=600)
         box.end(number)
 

@@ -184,7 +184,7 @@ def test_a_run_without_ranks_says_what_run_json_says(root, start):
     synthetic.write_run(root / "d", 2, state="finished")
     synthetic.write_run(root / "e", 2, pid=0)
     client = start(root)
-    assert client.state("c")["verdict"] == "ValueError: no data"
+    assert client.state("c")["verdict"].endswith("ValueError: no data")
     assert client.state("d")["verdict"] == "finished; no rank recorded itself here"
     assert client.state("e")["state"] == "died"
 

@@ -3,6 +3,7 @@
 import html.parser
 import json
 import os
+import re
 import signal
 import socket
 
@@ -48,7 +49,7 @@ class Checker(html.parser.HTMLParser):
 def checked(page):
     """The page's text and headings, once it is known to be whole and to fetch nothing."""
     checker = Checker()
-    checker.feed(page)
+    checker.feed(page.replace("<wbr>", ""))  # where a name may go on in the next line
     assert checker.open == []
     assert not FETCHES.search(page.replace("data:image", ""))
     return " ".join(" ".join(checker.text).split()), checker.headings
@@ -181,6 +182,35 @@ def share_rows(folder):
         doctor.step(loss=1.0, sample_ids=range(4 * step, 4 * step + 4), epoch=0)
 
 
+# -- figures at a glance --------------------------------------------------------------------------
+
+
+def test_the_first_figures_are_scores_and_held_out_ones_before_others(make_run):
+    lines = [
+        {"epoch": e, "loss": -0.1 * e, "reward": 0.1 * e, "val_reward": 0.2 * e, "kept": 7,
+         "timing": {"reward": 0.5 - 0.1 * e}}
+        for e in range(3)
+    ]  # fmt: skip
+    page = report.write_report(make_run(metrics=lines)).read_text("utf-8")
+    tiles = re.findall(r'<div class="tile"><span>(.*?)</span><b>(.*?)</b>', page)
+    assert tiles == [("epochs", "3"), ("val_reward", "0.4"), ("loss", "-0.2")]
+
+
+def test_of_numbers_nobody_knows_the_last_are_shown(make_run):
+    lines = [{"step": i, "pi": value} for i, value in enumerate((3.2, 3.0, 3.14))]
+    page = report.write_report(make_run(metrics=lines)).read_text("utf-8")
+    tiles = re.findall(r'<div class="tile"><span>(.*?)</span><b>(.*?)</b><span>(.*?)</span>', page)
+    assert tiles[-1] == ("pi", "3.14", "last")
+
+
+def test_what_never_changes_is_said_and_not_drawn(make_run):
+    lines = [{"epoch": e, "loss": 1 / (e + 1), "places": 4, "rate": 2.5} for e in range(3)]
+    page = report.write_report(make_run(metrics=lines)).read_text("utf-8")
+    assert "The same all the time: places 4, rate 2.5" in checked(page)[0]
+    assert "places by epoch" not in page
+    assert "loss by epoch" in page
+
+
 # -- runs written by hand -------------------------------------------------------------------------
 
 
@@ -209,7 +239,7 @@ def test_everything_a_run_says_is_text(make_run):
     tags = {tag for tag in ("<script", "<img") if tag in page}
     assert tags == set()
     checker = Checker()
-    checker.feed(page)
+    checker.feed(page.replace("<wbr>", ""))  # where a name may go on in the next line
     assert checker.open == []
     assert "\x07" not in page
 

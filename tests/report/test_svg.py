@@ -29,6 +29,19 @@ def test_a_line_goes_from_edge_to_edge_and_larger_is_higher():
     assert first[1] > last[1]
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (3.1411, 3.1422, ["3.1415", "3.142"]),
+        (3.1411, 3.1419, ["3.1415"]),
+        (0.0, 1.0, ["0", "0.5", "1"]),
+    ],
+)
+def test_labels_of_the_axis_have_the_digits_that_it_needs(low, high, labels):
+    svg = drawn(Curve("pi", [(0.0, low), (1.0, high)]))
+    assert [text.text for text in svg.iter("text") if text.get("class") == "e"] == labels
+
+
 def test_values_that_are_not_finite_are_crosses_and_cut_the_line():
     points = [(0.0, 1.0), (1.0, 2.0), (2.0, math.nan), (3.0, 4.0), (4.0, math.inf), (5.0, 1.0)]
     svg = drawn(Curve("loss", points))

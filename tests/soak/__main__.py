@@ -99,7 +99,9 @@ class Soak:
                 break
             if self.checkpoint() != seen:
                 seen, moved = self.checkpoint(), now
-                until = until or now + seconds
+                if until is None:
+                    until = now + seconds
+                    self.lives[-1]["samples"].clear()  # what grew until now was its start
             if now - moved > STUCK:
                 self.problem(f"no checkpoint for {STUCK:g} s")
                 self.driver.send_signal(signal.SIGUSR1)  # stacks to the log

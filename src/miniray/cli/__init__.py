@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
@@ -17,6 +16,7 @@ import click
 
 from miniray import __version__
 from miniray.cli.colour import paint
+from miniray.cli.groups import Group
 from miniray.errors import TaskError
 
 #: Heading → command → (where it lives, what the list of commands says about it). The texts are here
@@ -58,7 +58,7 @@ Examples:
 """
 
 
-class LazyGroup(click.Group):
+class LazyGroup(Group):
     """A group that knows its commands by name and imports one only to run it or show its help."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -70,15 +70,6 @@ class LazyGroup(click.Group):
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else " `miniray` alone lists them."
-            raise click.UsageError(f"No such command {args[0]!r}.{hint}", ctx)
-        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         widest = max(map(len, COMMANDS))
@@ -138,7 +129,10 @@ def _run(args: list[str], debug: bool) -> int:
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
-        error.show()
+        _complain(f"error: {error.format_message()}")
+        if isinstance(error, click.UsageError) and error.ctx is not None:
+            more = f"`{error.ctx.command_path} --help` says more."
+            click.echo(f"{error.ctx.get_usage()}\n{more}", err=True)
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         if debug:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -17,9 +18,12 @@ def paint(text: str, colour: str | None, stream: TextIO | None = None) -> str:
     return click.style(text, fg=colour) if wanted else text
 
 
+def columns() -> float:
+    """How wide a line may be: the terminal's width, and any in a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+
+
 def fitted(line: str, used: int = 0) -> str:
     """The line cut to what the terminal has left after ``used`` columns; whole in a pipe."""
-    if not sys.stdout.isatty():
-        return line
-    room = max(20, shutil.get_terminal_size().columns - used)
-    return line if len(line) <= room else f"{line[: room - 1]}…"
+    room = columns() - used
+    return line if len(line) <= room else f"{line[: max(0, int(room) - 1)]}…"

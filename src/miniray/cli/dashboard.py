@@ -6,13 +6,19 @@ from pathlib import Path
 
 import click
 
-from miniray.cli.targets import complete_runs, resolve, runs_dir_option
+from miniray.cli.targets import (
+    NoRunError,
+    complete_runs,
+    how_to_get_one,
+    resolve,
+    runs_dir_option,
+)
 
 EPILOG = """\b
 Examples:
-  miniray dashboard                      all runs under runs/
-  miniray dashboard my-run               begin with one of them
-  miniray dashboard --port 8080 --no-browser  print the address and open nothing
+  miniray dashboard               all runs under runs/
+  miniray dashboard my-run        begin with one of them
+  miniray dashboard --no-browser  print the address and open nothing
 """
 
 
@@ -28,17 +34,15 @@ Examples:
 )
 @click.option("--no-browser", is_flag=True, help="Print the address and open nothing.")
 @runs_dir_option
-def dashboard(target: str, port: int, no_browser: bool, runs_dir: Path) -> int:
+def dashboard(target: str, port: int, no_browser: bool, runs_dir: Path) -> None:
     """Show runs live: ranks, phases, curves, logs, stacks.
 
     Reads run directories, and binds to this machine only. Ends with Ctrl-C.
     """
-    try:
-        run = resolve(target, runs_dir) if target else None
-    except FileNotFoundError as error:
-        click.echo(f"error: {error}", err=True)
-        return 2
+    run = resolve(target, runs_dir) if target else None
     root = runs_dir if run is None else run.absolute().parent
+    if not root.is_dir():
+        raise NoRunError(f"there is no folder {root.absolute()}: {how_to_get_one(root)}")
     try:
         from miniray.dashboard import serve
 
@@ -53,4 +57,3 @@ def dashboard(target: str, port: int, no_browser: bool, runs_dir: Path) -> int:
         raise click.ClickException(
             f"the dashboard cannot run ({error}): pip install 'miniray[dashboard]'"
         ) from error
-    return 0

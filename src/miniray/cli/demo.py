@@ -9,14 +9,16 @@ from pathlib import Path
 import click
 
 from miniray.cli import scripts
+from miniray.cli.groups import Group
 
 EPILOG = """\b
 Examples:
-  miniray demo                          π by four actors (needs nothing else)
+  miniray demo                    π by four actors (needs nothing else)
   miniray demo --actors 8 --seed 7
-  miniray demo classify                 train a classifier on four workers
-  miniray demo gan --epochs 20          a demo's own options come after its name
-  miniray demo --list                   which there are, and what they need
+  miniray demo classify           train a classifier on four workers
+  miniray demo gan --epochs 20    a demo's own options come after its name
+  miniray demo geoguessr --quick  see it run; too short to learn anything
+  miniray demo --list             which there are, and what they need
 """
 
 #: The demo that is meant when none is named.
@@ -31,8 +33,7 @@ class Script:
     text: str
     needs: tuple[str, ...]
     extra: str  #: what to install of miniray for it
-    args: tuple[str, ...] = ()  #: always
-    usual: tuple[str, ...] = ()  #: unless the user gives others
+    args: tuple[str, ...] = ()  #: before the user's
 
 
 _EXAMPLES = ("torch", "sklearn", "matplotlib")
@@ -64,23 +65,18 @@ SCRIPTS = {
     ),
     "geoguessr": Script(
         "recipes/geoguessr/train_ppo.py",
-        "A vision-language policy learns where photos were taken, by GRPO (some minutes).",
+        "A vision-language policy learns where photos were taken, by GRPO (ten minutes).",
         ("torch", "pyarrow", "PIL", "matplotlib"),
         "data,examples",
-        usual=("--quick", "--size", "tiny"),
     ),
 }
 
 
-class _Demo(click.Group):
+class _Demo(Group):
     """``miniray demo X``: X is a demo; without one, or with options first, it is π."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        asked = ctx.resilient_parsing and not args  # a shell wants to know what may come next
-        ours = ("-h", "--help", "--list", "--json")
-        if not asked and (not args or (args[0][:1] == "-" and args[0] not in ours)):
-            args = [_DEFAULT, *args]
-        return super().parse_args(ctx, args)
+    usual = _DEFAULT
+    own_options = ("-h", "--help", "--list", "--json")
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [_DEFAULT, *SCRIPTS]
@@ -132,6 +128,7 @@ def _command(name: str, script: Script) -> click.Command:
 
     @click.command(
         name=name,
+        short_help=script.text,
         help=f"{script.text}\n\nRuns {script.path} with ARGS, which are its own.",
         context_settings={"ignore_unknown_options": True, "help_option_names": []},
     )
@@ -142,7 +139,7 @@ def _command(name: str, script: Script) -> click.Command:
             raise click.ClickException(f"`miniray demo {name}` cannot run: {why}")
         path = scripts.find(script.path)
         assert path is not None
-        scripts.become(path, [*script.args, *(args or script.usual)])
+        scripts.become(path, [*script.args, *args])
 
     return run_script
 
@@ -197,13 +194,13 @@ def pi(
     from miniray.train.rundir import RunDirectory
 
     config = monte_carlo.Config(actors, batches, batch_size, seed)
-    folder = RunDirectory.open(None, name, "monte-carlo", root=runs_dir).path
+    folder = RunDirectory.open(None, name, "monte-carlo", root=runs_dir)
     try:
         result = monte_carlo.run(config, backend=backend)
     except BaseException:
-        folder.rmdir()  # still empty: nothing came of this run
+        folder.path.rmdir()  # still empty: nothing came of this run
         raise
-    report = monte_carlo.write_report(folder, result)
+    report = monte_carlo.record(folder, result)
     console = Console(highlight=False)
     console.print(f"\n{monte_carlo.headline(result)}\n", style="bold")
     console.print(monte_carlo.table(result))

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from miniray.cli.targets import complete_runs, find_recorded, run_argument, runs_dir_option
+from miniray.cli.groups import Group
+from miniray.cli.targets import (
+    NoRunError,
+    complete_runs,
+    find_recorded,
+    run_argument,
+    runs_dir_option,
+)
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -38,15 +45,13 @@ _THE_RUN = "run to look at"
 _PAUSE = 2.0
 
 
-class _Doctor(click.Group):
+class _Doctor(Group):
     """``miniray doctor X``: X is one of our commands, or else the run to look at."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        # A shell that asks what may come next is offered both, see below.
-        asked = ctx.resilient_parsing and not args
-        if not asked and (not args or args[0] not in (*self.commands, "-h", "--help")):
-            args = [_THE_RUN, *args]
-        return super().parse_args(ctx, args)
+    usual = _THE_RUN
+
+    def means_usual(self, ctx: click.Context, args: list[str]) -> bool:
+        return not args or args[0] not in (*self.commands, *self.own_options)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Our commands, and the runs one may mean instead."""
@@ -81,8 +86,8 @@ def examine(
     """Diagnose one run (what `miniray doctor` does without a command)."""
     from miniray.doctor.diagnose import diagnose
 
+    run_dir = find_recorded(target, runs_dir)
     try:
-        run_dir = find_recorded(target, runs_dir)
         diagnosis = diagnose(run_dir, hang_timeout=hang_timeout)
         _show(diagnosis, as_json)
         while watch and diagnosis.case.live:
@@ -93,9 +98,8 @@ def examine(
             else:
                 click.echo(f"{time.strftime('%H:%M:%S')} {diagnosis.verdict}")
         return diagnosis.exit_code
-    except FileNotFoundError as error:
-        click.echo(f"error: {error}", err=True)
-        return 2
+    except FileNotFoundError as error:  # it went away while we looked
+        raise NoRunError(str(error)) from error
 
 
 def _kinds(diagnosis: Diagnosis) -> list[tuple[str, tuple[int, ...]]]:
@@ -113,7 +117,11 @@ def _show(diagnosis: Diagnosis, as_json: bool) -> None:
     sys.stdout.flush()
 
 
-@doctor.command(name="data", context_settings={"allow_interspersed_args": False})
+@doctor.command(
+    name="data",
+    short_help="Say which rank of SCRIPT gets which samples.",
+    context_settings={"allow_interspersed_args": False},
+)
 @click.option("--nproc", type=click.IntRange(1), default=2, show_default=True, help="Ranks.")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON for a program.")
 @click.option("--hang-timeout", type=click.FloatRange(0, min_open=True), default=60.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from miniray.cli.targets import resolve, run_argument, runs_dir_option
+from miniray.cli.targets import NoRunError, resolve, run_argument, runs_dir_option
 
 EPILOG = """\b
 Examples:
@@ -32,7 +32,7 @@ Examples:
 @runs_dir_option
 def report(
     target: str, output: Path | None, open_browser: bool, as_json: bool, runs_dir: Path
-) -> int:
+) -> None:
     """Write a run as one HTML page that needs nothing else.
 
     Reads the run's directory only: a run that lives, died, or was recorded by another launcher will
@@ -40,19 +40,17 @@ def report(
     """
     from miniray.report import read, write_report
 
+    run_dir = resolve(target, runs_dir)
     try:
-        run_dir = resolve(target, runs_dir)
         path = write_report(run_dir, output)
     except (FileNotFoundError, FileExistsError) as error:
-        click.echo(f"error: {error}", err=True)
-        return 2
+        raise NoRunError(str(error)) from error
     if as_json:
         click.echo(json.dumps(_summary(read(run_dir), path), ensure_ascii=False, allow_nan=False))
     else:
         click.echo(f"report: {path}")
     if open_browser:
         click.launch(path.absolute().as_uri())
-    return 0
 
 
 def _summary(run: Any, path: Path) -> dict[str, Any]:

@@ -11,7 +11,10 @@ EPILOG = """\b
 Examples:
   miniray run --nproc 4 train.py --epochs 3
   miniray run --nproc 2 --hang-timeout 20 -m my.package.train
-  miniray run --nproc 8 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 29500 train.py
+  miniray run --nproc 8 --nnodes 2 --node-rank 0 \\
+      --master-addr 10.0.0.1 --master-port 29500 train.py
+
+Launchers of several machines need the same secret in MINIRAY_RUN_TOKEN.
 """
 
 
@@ -108,8 +111,11 @@ def run(
         hang_timeout=hang_timeout,
         instrument=not no_instrument,
     )
-    if run_dir is None:
+    try:
         check(options)  # before a directory is made for it
+    except (ValueError, FileNotFoundError) as error:
+        raise click.UsageError(str(error)) from error
+    if run_dir is None:
         run_dir = new_directory(Path("runs"), Path(script).stem)
         options = dataclasses.replace(options, run_dir=run_dir)
     code = launch(options)

@@ -12,34 +12,29 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from miniray.cli.colour import fitted, paint
-from miniray.cli.targets import resolve, run_argument, runs_dir_option
+from miniray.cli.colour import columns, fitted, paint
+from miniray.cli.groups import Group
+from miniray.cli.targets import how_to_get_one, resolve, run_argument, runs_dir_option
 
 if TYPE_CHECKING:
     from miniray.report import Run
 
 EPILOG = """\b
 Examples:
-  miniray runs                             the runs under runs/, newest first
-  miniray runs --json                      the same for a program
-  miniray runs compare my-run latest       their metrics and settings side by side
-  miniray runs delete my-run other-run     asks first; --yes does not
+  miniray runs                          the runs under runs/, newest first
+  miniray runs --json                   the same for a program
+  miniray runs compare my-run latest    their metrics and settings together
+  miniray runs delete my-run other-run  asks first; --yes does not
 """
 
-#: The command that is meant when none is named.
-_LIST = "list"
-_HEAD = ["run", "state", "started", "took", "ranks", "epoch", "metrics"]
+_HEAD = ["run", "state", "started", "took", "ranks", "epochs", "metrics"]
+_GIVE_WAY = ["ranks", "took", "started", "epochs"]  # the first first, where a terminal is narrow
+_ROOM = 16  # columns that metrics must have; below that others give way
 _STATES = {"finished": "green", "running": "cyan", "failed": "red", "died": "red"}
 
 
-class _Runs(click.Group):
-    """``miniray runs`` alone lists."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        asked = ctx.resilient_parsing and not args  # a shell wants to know what may come next
-        if not asked and (not args or (args[0][:1] == "-" and args[0] not in ("-h", "--help"))):
-            args = [_LIST, *args]
-        return super().parse_args(ctx, args)
+class _Runs(Group):
+    usual = "list"
 
 
 @click.group(cls=_Runs, epilog=EPILOG)
@@ -47,7 +42,7 @@ def runs() -> None:
     """List, compare and delete runs."""
 
 
-@runs.command(name=_LIST)
+@runs.command(name="list", short_help="List the runs, newest first; meant where none is named.")
 @click.option("--json", "as_json_", is_flag=True, help="Write JSON for a program.")
 @click.option("-n", "--number", type=click.IntRange(1), help="The newest so many.")
 @runs_dir_option
@@ -60,7 +55,7 @@ def list_(as_json_: bool, number: int | None, runs_dir: Path) -> None:
     if as_json_:
         click.echo(json.dumps([as_json(run) for run in shown], allow_nan=False))
     elif not found:
-        click.echo(f"no runs in {runs_dir.absolute()}")
+        click.echo(f"no runs in {runs_dir.absolute()}: {how_to_get_one(runs_dir)}")
     else:
         _show(shown)
         if len(shown) < len(found):
@@ -68,18 +63,38 @@ def list_(as_json_: bool, number: int | None, runs_dir: Path) -> None:
 
 
 def _show(found: list[Run]) -> None:
-    rows = [_HEAD]
-    for run in found:
-        last = run.last_metrics()
-        rows.append([run.name, run.state, _ago(run.started), _took(run.seconds),
-                     str(run.world_size or ""), _plain(last.get("epoch")),
-                     _metrics(last)])  # fmt: skip
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD) - 1)]
+    rows = [dict(zip(_HEAD, _HEAD, strict=True)), *map(_row, found)]
+    widths = {name: max(len(row[name]) for row in rows) for name in _HEAD[:-1]}
+    for name in _GIVE_WAY:  # never the run's own: a name must be one that can be copied
+        if _used(widths) + _ROOM > columns():
+            del widths[name]
     for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        cells[1] = paint(cells[1], _STATES.get(row[1]))
-        # Where a line is too long the metrics give way: a name must be one that can be copied.
-        click.echo("  ".join([*cells, fitted(row[-1], sum(widths) + 2 * len(widths))]).rstrip())
+        cells = {name: row[name].ljust(width) for name, width in widths.items()}
+        cells["state"] = paint(cells["state"], _STATES.get(row["state"]))
+        cells["metrics"] = fitted(row["metrics"], _used(widths))
+        click.echo("  ".join(cells.values()).rstrip())
+
+
+def _used(widths: dict[str, int]) -> int:
+    return sum(widths.values()) + 2 * len(widths)
+
+
+def _row(run: Run) -> dict[str, str]:
+    return {
+        "run": run.name,
+        "state": run.state,
+        "started": _ago(run.started),
+        "took": _took(run.seconds),
+        "ranks": str(run.world_size or ""),
+        "epochs": _epochs(run),
+        "metrics": _metrics(run.last_metrics()),
+    }
+
+
+def _epochs(run: Run) -> str:
+    """How many are done; they are counted from 0."""
+    last = run.last_metrics().get("epoch")
+    return str(last + 1) if isinstance(last, int) else ""
 
 
 def as_json(run: Run) -> dict[str, Any]:
@@ -96,7 +111,7 @@ def as_json(run: Run) -> dict[str, Any]:
     }
 
 
-@runs.command()
+@runs.command(short_help="Show metrics and settings of several runs side by side.")
 @run_argument("targets", many=True)
 @click.option("--json", "as_json_", is_flag=True, help="Write JSON for a program.")
 @runs_dir_option
@@ -128,8 +143,11 @@ def _compare(found: list[Run]) -> None:
     row("state", [run.state for run in found])
     row("took", [_took(run.seconds) for run in found])
     row("ranks", [str(run.world_size or "–") for run in found])
+    row("epochs", [_epochs(run) or "–" for run in found])
     lasts = [run.last_metrics() for run in found]
     for key in _keys(lasts):
+        if key == "epoch":
+            continue
         row(key, [_plain(last.get(key)) or "–" for last in lasts])
     bests = [_best(run) for run in found]
     for key in _keys(bests):
@@ -164,7 +182,7 @@ def _settings(run: Run) -> dict[str, str]:
     return {key: str(value) for key, value in found.items()}
 
 
-@runs.command()
+@runs.command(short_help="Delete runs with everything in them.")
 @run_argument("targets", many=True)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @runs_dir_option

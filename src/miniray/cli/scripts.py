@@ -1,7 +1,7 @@
 """Scripts that come with miniray: where they are, and handing the process over to one.
 
 In a checkout they are in ``examples``, ``recipes`` and ``benchmarks`` beside ``src``. A wheel has
-those of the demos in ``miniray/demos/scripts``, and no benchmarks.
+the examples of the demos in ``miniray/demos/scripts``, and neither recipes nor benchmarks.
 """
 
 from __future__ import annotations

@@ -22,10 +22,16 @@ runs_dir_option = click.option(
 )
 
 
+class NoRunError(click.ClickException):
+    """There is no such run: what was looked for, and what to do."""
+
+    exit_code = 2
+
+
 def resolve(target: str, runs_dir: Path) -> Path:
     """A run's directory from its path, its name in ``runs_dir``, ``latest``, or a process id.
 
-    ``FileNotFoundError`` says what was looked for, and names what is near.
+    ``NoRunError`` says what was looked for, and names what is near.
     """
     if Path(target).is_dir():
         return Path(target)
@@ -34,14 +40,16 @@ def resolve(target: str, runs_dir: Path) -> Path:
     if target == "latest":
         return latest(runs_dir)
     if target.isdigit():
-        from miniray.doctor.diagnose import find_run
-
-        return find_run(target, runs_dir)
+        return _of_process(target, runs_dir)
     import difflib
 
-    near = difflib.get_close_matches(target, names(runs_dir), n=1)
+    known = names(runs_dir)
+    if not known:
+        hint = how_to_get_one(runs_dir)
+        raise NoRunError(f"there is no run directory {target}, and no run in {runs_dir}: {hint}")
+    near = difflib.get_close_matches(target, known, n=1)
     hint = f"did you mean {near[0]}?" if near else "`miniray runs` lists those there are"
-    raise FileNotFoundError(
+    raise NoRunError(
         f"there is no run directory {target}, and no run of that name in {runs_dir}: {hint}"
     )
 
@@ -51,17 +59,37 @@ def find_recorded(target: str, runs_dir: Path) -> Path:
     if target == "latest" and not Path(target).is_dir():
         from miniray.doctor.diagnose import find_run
 
-        return find_run(target, runs_dir)
+        try:
+            return find_run(target, runs_dir)
+        except FileNotFoundError as error:
+            raise NoRunError(f"{error}: {how_to_get_one(runs_dir)}") from error
     return resolve(target, runs_dir)
 
 
 def latest(runs_dir: Path) -> Path:
+    """The newest run of all; ``NoRunError`` where there is none."""
     from miniray.report import find_runs
 
     found = find_runs(runs_dir)
     if not found:
-        raise FileNotFoundError(f"there are no runs in {runs_dir.absolute()}")
+        raise NoRunError(f"no runs in {runs_dir.absolute()}: {how_to_get_one(runs_dir)}")
     return found[0].path
+
+
+def how_to_get_one(runs_dir: Path) -> str:
+    """What to do where ``runs_dir`` has no runs, in a line."""
+    if runs_dir == RUNS_DIR:
+        return "`miniray demo classify` makes one, --runs-dir looks elsewhere"
+    return "is it the folder you meant with --runs-dir?"
+
+
+def _of_process(pid: str, runs_dir: Path) -> Path:
+    from miniray.doctor.diagnose import find_run
+
+    try:
+        return find_run(pid, runs_dir)
+    except FileNotFoundError as error:
+        raise NoRunError(str(error)) from error
 
 
 def names(runs_dir: Path) -> list[str]:

@@ -40,11 +40,7 @@ def top(target: str, once: bool, interval: float, runs_dir: Path) -> int:
 
     from miniray.doctor.reader import read_run
 
-    try:
-        run_dir = find_recorded(target, runs_dir)
-    except FileNotFoundError as error:
-        click.echo(f"error: {error}", err=True)
-        return 2
+    run_dir = find_recorded(target, runs_dir)
     console = Console(highlight=False)
     run = read_run(run_dir)
     if once or not console.is_terminal:

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import math
-import platform
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import miniray
-from miniray.demos import chart
-from miniray.train import files
+from miniray.report import write_report
 from miniray.train.progress import Steps
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from miniray.train.rundir import RunDirectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,53 +170,20 @@ def table(result: Result) -> Table:
     return shown
 
 
-def write_report(folder: Path, result: Result) -> Path:
-    """Write ``run.json`` and ``report.html`` into ``folder``; returns the report's path."""
+def record(run: RunDirectory, result: Result) -> Path:
+    """Write it as any run is written, so that every tool reads it; returns the report's path."""
+    config = dataclasses.asdict(result.config)
+    run.write_run({"launcher": "miniray demo pi", "backend": result.backend, **config})
+    for points, estimate, error in result.convergence:
+        step = points // result.config.batch_size
+        run.append_metrics({"step": step, "pi": estimate, "standard_error": error})
     ended = datetime.datetime.now(datetime.timezone.utc)
     started = ended - datetime.timedelta(seconds=result.wall_seconds)
-    times = {"started": started.isoformat(), "ended": ended.isoformat()}
-    facts = json.dumps({**as_dict(result), **times}, indent=2, ensure_ascii=False)
-    files.replace_text(folder / "run.json", facts + "\n")
-    page = chart.page(
-        title="π by parallel Monte-Carlo",
-        headline=headline(result),
-        figure=chart.convergence(result.convergence, truth=math.pi),
-        caption="Estimate by number of points drawn (logarithmic); the band is two standard "
-        "errors, the dashed line is π.",
-        rows=_rows(result),
-        facts={
-            "engine": result.backend,
-            "actors": str(result.config.actors),
-            "batches an actor": str(result.config.batches),
-            "points a batch": f"{result.config.batch_size:,}",
-            "seed": str(result.config.seed),
-            "wall time": f"{result.wall_seconds:.1f} s",
-            "miniray": miniray.__version__,
-            "Python": platform.python_version(),
-        },
-    )
-    return files.replace_text(folder / "report.html", page)
-
-
-def as_dict(result: Result) -> dict[str, Any]:
-    """The run for ``run.json``: configuration, versions, seed, and what came out."""
-    return {
-        "kind": "monte-carlo",
-        "state": "finished",
-        "config": dataclasses.asdict(result.config),
-        "backend": result.backend,
-        "versions": {"miniray": miniray.__version__, "python": platform.python_version()},
-        "wall_seconds": round(result.wall_seconds, 3),
-        "estimate": result.total.estimate,
-        "error": result.total.error,
-        "points": result.total.points,
-        "hits": result.total.hits,
-        "actors": [
-            {"actor": i, **dataclasses.asdict(t), "estimate": t.estimate, "error": t.error}
-            for i, t in enumerate(result.tallies)
-        ],
-        "convergence": [list(point) for point in result.convergence],
-    }
+    actors = [
+        {**dataclasses.asdict(t), "estimate": t.estimate, "error": t.error} for t in result.tallies
+    ]
+    run.finish(started=started.isoformat(), world_size=len(actors), actors=actors)
+    return write_report(run.path)
 
 
 def headline(result: Result) -> str:

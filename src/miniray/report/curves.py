@@ -22,11 +22,19 @@ def curves(run: Run, found: Sequence[Curve]) -> Markup:
     for curve in found:
         groups.setdefault(curve.group, []).append(curve)
     word = axis(run.metrics)
-    charts = [chart(name, members, word) for name, members in list(groups.items())[:_MOST_CHARTS]]
-    left = len(groups) - len(charts)
+    level = [c for members in groups.values() if all(c.level for c in members) for c in members]
+    drawn = {k: members for k, members in groups.items() if not all(c.level for c in members)}
+    charts = [chart(name, members, word) for name, members in list(drawn.items())[:_MOST_CHARTS]]
+    left = len(drawn) - len(charts)
     note = f"{left} more metrics are in the table below." if left > 0 else ""
     charts += _ranks(run)
-    return section("Curves", tag("div", *charts, cls="charts") if charts else "", note=note)
+    same = ", ".join(f"{curve.name} {_last(curve)}" for curve in level)
+    return section(
+        "Curves",
+        tag("div", *charts, cls="charts") if charts else "",
+        tag("p", f"The same all the time: {same}", cls="soft") if same else "",
+        note=note,
+    )
 
 
 def chart(title: str, members: Sequence[Curve], x_label: str, *, from_zero: bool = False) -> Markup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -57,8 +58,15 @@ def cell(value: Any) -> Any:
 
 def facts(pairs: Iterable[tuple[Any, Any]]) -> Markup:
     """Names and values, side by side."""
-    rows = [tag("div", tag("dt", name), tag("dd", cell(value))) for name, value in pairs]
+    rows = [
+        tag("div", tag("dt", _breakable(name)), tag("dd", cell(value))) for name, value in pairs
+    ]
     return tag("dl", *rows)
+
+
+def _breakable(name: Any) -> Markup:
+    """A name that may go on in the next line after a dot or an underscore."""
+    return Markup(re.sub(r"([._])(?=\w)", r"\1<wbr>", escape(name)))
 
 
 def section(title: str, *inside: Any, note: str = "") -> Markup:

@@ -48,7 +48,7 @@ def head(run: Run) -> Markup:
 
 
 def tiles(run: Run, curves: Sequence[Curve]) -> Markup:
-    """A handful of figures. Of each metric with a held-out twin, the twin is the one to show."""
+    """A handful of figures: scores first, and of a metric with a held-out twin the twin alone."""
     found: list[tuple[str, str, str]] = []
     if run.metrics:
         done = len({number(record.get("epoch")) for record in run.metrics})
@@ -60,11 +60,16 @@ def tiles(run: Run, curves: Sequence[Curve]) -> Markup:
     groups = {curve.group for curve in curves if curve.group != curve.name}
     single = [curve for curve in curves if curve.name not in groups]
     known = [c for c in single if "loss" in c.name.lower() or more_is_better(c.name)]
-    for curve in (known or single)[:3]:
+    # Fields of a group, as timing.reward, are details whatever they are called.
+    known = [c for c in known if "." not in c.name] or known
+    known.sort(key=lambda c: (c.group == c.name, not more_is_better(c.name)))
+    for curve in known[:3]:
         best = curve.best
         if best is not None:
             where = f"best, {axis(run.metrics)} {short(best[0])}"
             found.append((curve.name, short(best[1]), where))
+    if not known:  # nobody knows what would be good
+        found += [(c.name, short(c.points[-1][1]), "last") for c in single[:3]]
     steps = [rank.step for rank in run.record]
     if any(steps):
         low, high = min(steps), max(steps)

@@ -167,7 +167,7 @@ def _coverage(seen: Sequence[RankRecord]) -> Iterator[Markup]:
     key = max(trained, key=lambda key: (key[1], -key[0]))
     chosen = [found[key] for found in passes]
     length = next((ld.length for ld in seen[0].loaders if ld.index == key[0]), None)
-    yield tag("h3", f"Epoch {key[1]}")
+    yield tag("h3", "The last pass over the data")
     yield tag("p", _covered(chosen, length))
     if 1 < len(chosen) <= _MOST_PAIRS:
         yield _overlaps(seen, chosen)

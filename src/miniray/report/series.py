@@ -42,6 +42,11 @@ class Curve:
         return [(x, y) for x, y in self.points if not math.isfinite(y)]
 
     @property
+    def level(self) -> bool:
+        """Whether several points all have one value: nothing that a chart would show."""
+        return len(self.points) > 1 and len({y for _, y in self.points}) == 1
+
+    @property
     def best(self) -> tuple[float, float] | None:
         """The best point: the lowest, or the highest where the name says that more is better."""
         sign = -1 if more_is_better(self.name) else 1

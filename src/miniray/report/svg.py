@@ -95,12 +95,11 @@ def _scale(values: Sequence[float], from_zero: bool) -> _Linear:
 def _grid(across: _Linear, up: _Linear, x_label: str, shown: Shown) -> list[str]:
     foot = HEIGHT - BOTTOM
     parts = []
-    for value in up.ticks(4):
+    ticks = up.ticks(4)
+    for value, label in zip(ticks, _labels(ticks, up, shown), strict=True):
         y = f"{up(value):.1f}"
         parts.append(f'<path class="g" d="M{LEFT} {y}H{WIDTH - RIGHT}"/>')
-        parts.append(
-            f'<text x="{LEFT - 6}" y="{up(value) + 4:.1f}" class="e">{shown(value)}</text>'
-        )
+        parts.append(f'<text x="{LEFT - 6}" y="{up(value) + 4:.1f}" class="e">{label}</text>')
     parts += [
         f'<text x="{min(across(value), WIDTH - 16):.1f}" y="{foot + 15}" class="m">'
         f"{short(value)}</text>"
@@ -110,6 +109,24 @@ def _grid(across: _Linear, up: _Linear, x_label: str, shown: Shown) -> list[str]
     parts.append(f'<path class="a" d="M{LEFT} {foot}H{WIDTH - RIGHT}"/>')
     parts.append(f'<text x="{middle:.0f}" y="{HEIGHT - 4}" class="m">{escape(x_label)}</text>')
     return parts
+
+
+def _labels(ticks: Sequence[float], up: _Linear, shown: Shown) -> list[str]:
+    """With as many digits as place them: 3.1415 and 3.1418 would both be 3.142."""
+    labels, near = [shown(value) for value in ticks], 0.02 * (up.high - up.low)
+    for digits in range(5, 10):
+        if all(_says(label, value, near) for label, value in zip(labels, ticks, strict=True)):
+            break
+        labels = [f"{value:.{digits}g}" for value in ticks]
+    return labels
+
+
+def _says(label: str, value: float, near: float) -> bool:
+    """Whether the label is the value; one with a unit is taken to be."""
+    try:
+        return abs(float(label) - value) <= near
+    except ValueError:
+        return True
 
 
 def _line(curve: Curve, stroke: str, across: _Linear, up: _Linear, count: int) -> str:
