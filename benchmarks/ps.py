@@ -64,6 +64,7 @@ def summarise(found: dict[str, dict[str, Samples]]) -> list[Line]:
             lines.append(_factor_line("  and Ray, arrays", samples, "ray", None, "arrays"))
         lines.append(_phases_line(samples["miniray"]))
         lines.append(_speed_line(samples["miniray"], workers))
+        lines.append(_transport_line(samples["miniray"]))
         lines.append(_memory_line(samples["miniray"]))
     return lines
 
@@ -82,6 +83,11 @@ def summarise_variants(variants: dict[str, Samples]) -> list[Line]:
 def _speed_line(samples: Samples, workers: int) -> Line:
     speed = 2 * workers * MEGABYTES / 1000 / median(samples["sync"])
     return Line("  to and from the workers", [f"{speed:.1f} GB/s", "", ""])
+
+
+def _transport_line(samples: Samples) -> Line:
+    share = f"{100 * sum(samples['read']) / len(samples['read']):.0f} %"
+    return Line("  workers whose memory was read", [share, "", ""])
 
 
 def _factor_line(

@@ -110,6 +110,7 @@ def run_miniray(
             sync()
     means = miniray.get([handle.first.remote() for handle in handles])
     assert means == [(workers - 1) / 2] * workers, means
+    ways = list(miniray.get(server.get_stats.remote())["transport"].values())
     miniray.shutdown()
     size = 4 * tensors * numbers
     return {
@@ -117,6 +118,7 @@ def run_miniray(
         "first": [first],
         **{phase: [p[phase] for p in phases[3 : 3 + rounds]] for phase in phases[0]},
         "server_memory": [memory.grown / size],
+        "read": [ways.count("read") / workers],
     }
 
 

@@ -44,11 +44,16 @@ class AsyncServer(Server):
         compression: str | None = None,
         num_workers: int | None = None,
         threads: int | None = None,
+        transport: str = "auto",
         max_staleness: int | None = None,
         staleness_power: float = 0.0,
     ) -> None:
         super().__init__(
-            strategy, on_nonfinite=on_nonfinite, compression=compression, threads=threads
+            strategy,
+            on_nonfinite=on_nonfinite,
+            compression=compression,
+            threads=threads,
+            transport=transport,
         )
         self._max_staleness = max_staleness
         self._staleness_power = staleness_power

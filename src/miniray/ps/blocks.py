@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from miniray.ps.leaves import Array, Leaf
+from miniray.ps.reading import Room
 
 #: Numbers in a piece: large enough that Python's share is small, small enough for the L2 cache.
 PIECE = 131_072
@@ -84,6 +85,8 @@ class Crew:
         available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
         self.threads = threads or min(available or os.cpu_count() or 1, 8)
         self._pool: ThreadPoolExecutor | None = None
+        #: Room for intermediate results, for each thread: fresh memory costs ten times warm one.
+        self._rooms: deque[Scratch] = deque()
 
     def run(self, pieces: list[Piece], work: Callable[[Piece, Scratch], None]) -> None:
         """Call ``work`` for every piece. The first exception stops all and is raised."""
@@ -93,7 +96,10 @@ class Crew:
         failed = threading.Event()
 
         def drain() -> None:
-            scratch = Scratch()
+            try:
+                scratch = self._rooms.pop()
+            except IndexError:
+                scratch = Scratch()
             try:
                 # Overflow and NaN are looked for in the results; this setting is the thread's own.
                 with np.errstate(all="ignore"):
@@ -106,6 +112,8 @@ class Crew:
             except BaseException:
                 failed.set()
                 raise
+            finally:
+                self._rooms.append(scratch)
 
         if helpers and self._pool is None:
             self._pool = ThreadPoolExecutor(self.threads, "miniray-ps")
@@ -114,12 +122,15 @@ class Crew:
             drain()
         finally:
             errors = [f.exception() for f in futures]
-        for error in errors:
-            if error is not None:
-                raise error
+        try:
+            for error in errors:
+                if error is not None:
+                    raise error
+        finally:
+            errors, error = [], None  # a cycle with the traceback would keep all memory in it
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"threads": self.threads, "_pool": None}
+        return {"threads": self.threads, "_pool": None, "_rooms": deque()}
 
 
 class Scratch:
@@ -127,12 +138,20 @@ class Scratch:
 
     def __init__(self) -> None:
         self._arrays: dict[tuple[Any, np.dtype[Any]], Array] = {}
+        self._rooms: dict[tuple[int, np.dtype[Any]], Room] = {}
 
     def get(self, name: Any, size: int, dtype: np.dtype[Any]) -> Array:
         array = self._arrays.get((name, dtype))
         if array is None or len(array) < size:
             array = self._arrays[name, dtype] = np.empty(max(size, min(PIECE, 4096)), dtype)
         return array[:size]
+
+    def room(self, worker: int, dtype: np.dtype[Any]) -> Room:
+        """Room for a piece of this worker's weights, always at the same place."""
+        room = self._rooms.get((worker, dtype))
+        if room is None:
+            room = self._rooms[worker, dtype] = Room(PIECE, dtype)
+        return room
 
 
 def all_finite(block: Array) -> bool:

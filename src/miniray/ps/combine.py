@@ -15,6 +15,7 @@ import numpy as np
 from miniray.ps.blocks import Crew, Piece, Range, Scratch, all_finite, pieces_of
 from miniray.ps.leaves import Array, Leaf, Source, read, write
 from miniray.ps.places import Run
+from miniray.ps.reading import FarRun
 from miniray.ps.strategies.base import Buffers, Context, Strategy
 
 #: Up to this many numbers norms are exact; beyond, an eighth of every eighth piece is looked at.
@@ -78,7 +79,7 @@ class Combiner:
         found = np.zeros((len(self._pieces), count, count))
 
         def measure(piece: Piece, scratch: Scratch) -> None:
-            blocks = self._blocks(piece, workers)
+            blocks = self._blocks(piece, workers, scratch)
             gap = scratch.get("gap", piece.stop - piece.start, blocks[0].dtype)
             for i in range(count):
                 for j in range(i):
@@ -112,7 +113,7 @@ class Combiner:
         def work(piece: Piece, scratch: Scratch) -> None:
             size = piece.stop - piece.start
             leaf = self._leaves[piece.leaf]
-            blocks = self._blocks(piece, workers)
+            blocks = self._blocks(piece, workers, scratch)
             old = None
             if current is not None:
                 old = read(current[piece.leaf], piece.start, piece.stop, leaf.compute)
@@ -159,7 +160,7 @@ class Combiner:
 
         def look(piece: Piece, scratch: Scratch) -> None:
             try:
-                self._check(piece, self._blocks(piece, [sources])[0])
+                self._check(piece, self._blocks(piece, [sources], scratch)[0])
             except NotFiniteError as error:
                 found.append((piece, error.place))
 
@@ -171,10 +172,20 @@ class Combiner:
 
     # -- helpers -----------------------------------------------------------------------------------
 
-    def _blocks(self, piece: Piece, workers: Sequence[Sequence[Source]]) -> list[Array]:
+    def _blocks(
+        self, piece: Piece, workers: Sequence[Sequence[Source]], scratch: Scratch
+    ) -> list[Array]:
         which, start, stop = piece.leaf, piece.start, piece.stop
         compute = self._leaves[which].compute
-        return [read(sources[which], start, stop, compute) for sources in workers]
+        blocks = []
+        for i, source in enumerate(sources[which] for sources in workers):
+            if isinstance(source, FarRun):
+                near = source.read(start, stop, scratch.room(i, source.dtype))
+                block = read(near, 0, stop - start, compute)
+            else:
+                block = read(source, start, stop, compute)
+            blocks.append(block)
+        return blocks
 
     def _measured(self, piece: Piece) -> int:
         """How many numbers of a piece are looked at for the norms, from its start."""

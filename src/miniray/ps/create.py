@@ -8,6 +8,7 @@ from typing import Any
 from miniray.core.options import Options
 from miniray.core.remote import ActorClass, ActorHandle, ClassSpec
 from miniray.ps.asynchronous import AsyncServer
+from miniray.ps.collect import TRANSPORTS
 from miniray.ps.compression import CODECS
 from miniray.ps.server import Server
 from miniray.ps.sharded import Coordinator
@@ -29,6 +30,7 @@ def create_parameter_server(
     max_staleness: int | None = None,
     staleness_power: float = 0.0,
     threads: int | None = None,
+    transport: str = "auto",
     **strategy_kwargs: Any,
 ) -> ActorHandle[Any]:
     """Start a parameter server and return its handle.
@@ -43,6 +45,9 @@ def create_parameter_server(
         max_staleness: with ``mode="async"``, how many pushes a worker may be ahead of the slowest.
         staleness_power: with ``mode="async"``, how much less a stale push counts.
         threads: for combining; all cores (at most 8) if not said.
+        transport: how ``sync_from_workers`` gets weights on one machine: ``"copy"``, workers copy
+            them into shared memory; ``"read"``, the server reads them where they lie, if it can;
+            ``"auto"``, it does so where that is faster.
         **strategy_kwargs: options of the strategy.
 
     Raises:
@@ -95,6 +100,7 @@ def _checked(
     max_staleness: int | None,
     staleness_power: float,
     threads: int | None,
+    transport: str,
     strategy_kwargs: dict[str, Any],
 ) -> tuple[type[Server], dict[str, Any]]:
     """(class of the server, its arguments)."""
@@ -102,6 +108,7 @@ def _checked(
     _one_of("mode", mode, MODES)
     _one_of("on_nonfinite", on_nonfinite, NONFINITE)
     _one_of("compression", compression, (None, *CODECS))
+    _one_of("transport", transport, TRANSPORTS)
     whole_number("num_servers", num_servers, 1)
     for name, value, low in (
         ("num_workers", num_workers, 1),
@@ -116,6 +123,7 @@ def _checked(
         "compression": compression,
         "num_workers": num_workers,
         "threads": threads,
+        "transport": transport,
     }
     if mode == "sync":
         if max_staleness is not None or staleness_power:

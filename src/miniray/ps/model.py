@@ -1,4 +1,4 @@
-"""The server's weights: what they are now, and what they become.
+"""The server's weights, and what they become.
 
 ``Model.combined`` makes new weights of the workers' and changes nothing; ``adopt`` makes them the
 current ones. In between the workers are given them, and if that fails the old ones are still here.
@@ -14,11 +14,12 @@ import numpy as np
 
 from miniray.core import session
 from miniray.errors import NonFiniteWeightsError
-from miniray.ps.blocks import Crew, Range, whole
+from miniray.ps.blocks import Range
 from miniray.ps.combine import Combiner, NotFiniteError, Tally, typed
-from miniray.ps.leaves import COUNT, REAL, Array, Source, Who, combine_counts, flatten_leaf
-from miniray.ps.places import Places, Stowed
-from miniray.ps.strategies.base import Strategy
+from miniray.ps.current import Current
+from miniray.ps.leaves import COUNT, Array, Source, Who, combine_counts, flatten_leaf
+from miniray.ps.places import Stowed
+from miniray.ps.reading import Far, UnreadableError
 from miniray.ps.weights import Layout
 
 
@@ -26,13 +27,15 @@ from miniray.ps.weights import Layout
 class Given:
     """The weights of one worker, as they came. ``ref`` is where others can get them, if known.
 
-    Of weights that lie in shared memory as the model knows them, ``stored`` is enough.
+    Of weights that lie in shared memory as the model knows them, ``stored`` is enough; of such that
+    lie so in the worker's own, ``far``.
     """
 
     worker: Hashable
     weights: Any
     ref: Any = None
     stored: Any = None
+    far: Far | None = None
 
     @property
     def who(self) -> str:
@@ -50,45 +53,8 @@ class Combined:
     skipped: list[Hashable]
 
 
-class Model:
+class Model(Current):
     """The current weights, and how to combine others into new ones."""
-
-    def __init__(self, strategy: Strategy, on_nonfinite: str, threads: int | None) -> None:
-        self.strategy = strategy
-        self.layout: Layout | None = None
-        self.ref: Any = None
-        self._weights: Any = None
-        self._sources: Sequence[Source] | None = None
-        self._stored: Any = None
-        self._places: Places | None = None
-        self._on_nonfinite = on_nonfinite
-        self._crew = Crew(threads)
-        self._small: Combiner | None = None
-        self._large: Any = None
-        self._joined: Combiner | None = None
-        self._holes: list[Any] = []
-
-    # -- the current weights -----------------------------------------------------------------------
-
-    @property
-    def weights(self) -> Any:
-        """The current weights as users see them; None if there are none yet."""
-        if self._weights is None and self.ref is not None:
-            self._weights = session.engine().peek(self.ref)
-        return self._weights
-
-    @property
-    def has_weights(self) -> bool:
-        return self._sources is not None
-
-    def set(self, weights: Any) -> None:
-        """Make ``weights`` the current ones. Raises ``TypeError`` for what cannot be combined.
-
-        The strategy starts anew if they are of another structure.
-        """
-        layout = Layout(weights)
-        self._prepare(layout)
-        self._take(layout, weights)
 
     def adopt(self, new: Combined) -> None:
         """Make ``new`` the current weights, and what the strategy remembered during it final."""
@@ -103,41 +69,6 @@ class Model:
         else:
             self._take(new.layout, engine.peek(new.ref), stored)
         self.ref, self._stored = new.ref, stored
-
-    def _take(self, layout: Layout, weights: Any, stored: Any = None) -> None:
-        assert self.layout is not None
-        self.ref, self._stored, self._weights = None, None, weights
-        self._sources = self._extracted(weights, stored, "the server", "the server")
-
-    def _prepare(self, layout: Layout) -> None:
-        """Get ready for weights of this layout."""
-        if self.layout is not None and self.layout.same_as(layout):
-            return
-        self.layout = layout
-        real = [i for i, leaf in enumerate(layout.leaves) if leaf.role == REAL and leaf.size]
-        large = [i for i in real if layout.leaves[i].is_array]
-        small = [i for i in real if not layout.leaves[i].is_array]
-        self._small = Combiner(
-            self.strategy, layout.leaves, whole(small, layout.leaves), self._crew
-        )
-        self._large = self._make_large(layout, whole(large, layout.leaves))
-        self._holes = [layout.empty(layout.leaves[i]) for i in large]
-        self._places, self._joined = Places(layout), None
-
-    def _make_large(self, layout: Layout, ranges: list[Range]) -> Any:
-        return Combiner(self.strategy, layout.leaves, ranges, self._crew)
-
-    def knows(self, stored: Any) -> bool:
-        """Whether a value in shared memory is weights that fit, and where they are in it."""
-        return self.has_weights and self._places is not None and self._places.knows(stored)
-
-    def _extracted(self, weights: Any, stored: Any, who: Who, reference: Who) -> Sequence[Source]:
-        """The checked leaves of ``weights``; those of ``stored`` are known from now on."""
-        assert self.layout is not None
-        assert self._places is not None
-        sources = _readonly(self.layout.extract(weights, who, reference))
-        self._places.learn(stored, sources)
-        return sources
 
     # -- combining ---------------------------------------------------------------------------------
 
@@ -180,6 +111,8 @@ class Model:
         ]
 
     def _leaves_of(self, given: Given, reference: Who) -> Sequence[Source]:
+        if given.far is not None:
+            return given.far
         if self.knows(given.stored):
             assert self._places is not None
             return self._places.view(given.stored)
@@ -197,6 +130,8 @@ class Model:
         given = [given[i] for i in used]
         if self._stored is not None and _runs([self._sources, *workers]) is not None:
             ref, tally = self._combine_stored(layout, workers, shares)
+        elif any(g.far is not None for g in given):
+            raise UnreadableError("those of another worker lie otherwise")
         else:
             ref, tally = self._combine_entries(layout, given, workers, shares)
         return ref, tally if apart is None else Tally(tally.change, apart)
@@ -330,51 +265,10 @@ class Model:
         found: str | None = self._small.broken(sources) or combiner.broken(large[0])
         return found
 
-    # -- for checkpoints ---------------------------------------------------------------------------
-
-    def buffers(self) -> dict[str, list[Array]]:
-        """The strategy's buffers by name, an array for each float entry in order."""
-        if self._small is None:
-            return {}
-        small, large = self._small.buffers.state(), self._large_buffers()
-        places = [r.leaf for r in self._small.ranges] + [r.leaf for r in self._large.ranges]
-        order = sorted(range(len(places)), key=places.__getitem__)
-        return {n: [(small[n] + large[n])[i] for i in order] for n in small}
-
-    def load_buffers(self, state: dict[str, list[Array]]) -> None:
-        assert self._small is not None
-        small = [r.leaf for r in self._small.ranges]
-        order = sorted(small + [r.leaf for r in self._large.ranges])
-        for name, arrays in state.items():
-            if len(arrays) != len(order):
-                raise ValueError(f"buffer {name!r} of the state does not fit the weights")
-        first = {n: [a[order.index(i)] for i in small] for n, a in state.items()}
-        rest = {n: [a[order.index(r.leaf)] for r in self._large.ranges] for n, a in state.items()}
-        self._small.buffers.load(first)
-        self._load_large(rest)
-
-    def _large_buffers(self) -> dict[str, list[Array]]:
-        state: dict[str, list[Array]] = self._large.buffers.state()
-        return state
-
-    def _load_large(self, state: dict[str, list[Array]]) -> None:
-        self._large.buffers.load(state)
-
-
-def _readonly(sources: list[Source]) -> list[Source]:
-    """The same, so that a strategy that writes to them gets an error.
-
-    They are memory that others see too, and part of it must not be written to at all.
-    """
-    for source in sources:
-        if isinstance(source, np.ndarray):
-            source.flags.writeable = False
-    return sources
-
 
 def _runs(sets: Sequence[Sequence[Source] | None]) -> list[Any] | None:
-    """The runs of weights all of which are known by their place in shared memory."""
-    found = [s.runs for s in sets if isinstance(s, Stowed)]
+    """The runs of weights all of which are known by their place in memory."""
+    found = [s.runs for s in sets if isinstance(s, (Stowed, Far))]
     return found if len(found) == len(sets) else None
 
 

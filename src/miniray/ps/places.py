@@ -21,6 +21,7 @@ from typing import Any, overload
 import numpy as np
 
 from miniray.ps.leaves import NONE, REAL, Array, Leaf, Source
+from miniray.ps.offer import digest_of
 from miniray.ps.weights import Layout
 
 #: Entries of one type are one run if they are not further apart, in bytes.
@@ -72,8 +73,9 @@ class Places:
         self._possible = all(dtype is not None for dtype in self._dtypes)
         #: From the first entry, in bytes; None until seen.
         self._offsets: list[int] | None = None
-        #: By key of a stored value: where its first entry is.
+        #: By key of a stored value: where its first entry is. By digest: the key.
         self._kinds: dict[Any, int] = {}
+        self._digests: dict[bytes, Any] = {}
         self.runs: list[Run] = []
 
     def learn(self, stored: Any, sources: Sequence[Source]) -> None:
@@ -98,6 +100,9 @@ class Places:
         # What is known stays known: somebody may be about to rely on it.
         if offsets == self._offsets and len(self._kinds) < _KINDS:
             self._kinds[stored.key] = at[0] - start
+            stream, buffers, private = stored.key
+            digest = digest_of(stream, [size for _, size in buffers], private)
+            self._digests[digest] = stored.key
 
     def _joined(self, offsets: list[int]) -> list[Run]:
         runs: list[Run] = []
@@ -126,6 +131,24 @@ class Places:
         """A known value, or ``memory`` that is to become such a value."""
         start = self._kinds[stored.key]
         return Stowed(self, (stored.memory if memory is None else memory)[start:])
+
+    def located(self, digest: bytes, buffers: Array) -> Array | None:
+        """Addresses of the entries of a value in another process, whose buffers are at ``buffers``.
+
+        None if it is not known to be weights that fit.
+        """
+        key = self._digests.get(digest)
+        if key is None or len(buffers) != len(key[1]):
+            return None
+        begins = np.array([at for at, _ in key[1]], np.uint64)
+        at = np.array(self._offsets, np.uint64) + np.uint64(self._kinds[key])
+        which = np.searchsorted(begins, at, "right") - 1
+        found: Array = buffers[which] + (at - begins[which])
+        return found
+
+    def shape(self, which: int) -> tuple[int, Any]:
+        """(bytes, type) of an entry."""
+        return self._leaves[which].nbytes, self._dtypes[which]
 
     def entry(self, which: int, memory: Array) -> Source:
         assert self._offsets is not None

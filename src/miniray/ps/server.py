@@ -12,12 +12,12 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import miniray
-from miniray.core import session
 from miniray.core.remote import ActorHandle
-from miniray.errors import ActorDiedError, SyncError, WorkerLostError
 from miniray.ps import state
+from miniray.ps.collect import Collector, Round, failure
 from miniray.ps.compression import Compressed
 from miniray.ps.model import Combined, Given, Model
+from miniray.ps.reading import UnreadableError
 from miniray.ps.stats import PHASES, Stats
 from miniray.ps.strategies.base import Strategy
 
@@ -38,11 +38,13 @@ class Server:
         compression: str | None = None,
         num_workers: int | None = None,
         threads: int | None = None,
+        transport: str = "auto",
     ) -> None:
         self._strategy = strategy
         self._compression = compression
         self._num_workers = num_workers
         self._model = self._make_model(on_nonfinite, threads)
+        self._collector = Collector(self._model, transport)
         self._version = 0
         self._stats = Stats()
         self._worker_weights: dict[Hashable, float] = {}
@@ -68,9 +70,11 @@ class Server:
         try:
             _check_workers(workers)
             times = [time.perf_counter()]
-            given = self._collect(workers)
-            times.append(time.perf_counter())
-            new = self._model.combined(given, [self._weight(i) for i in range(len(workers))])
+            with self._collector.round(workers) as round:
+                given = round.collect()
+                times.append(time.perf_counter())
+                new = self._combined(round, given)
+                round.confirm()
             del given  # the workers' memory is theirs to use again
             times.append(time.perf_counter())
             self._distribute(workers, new)
@@ -79,6 +83,7 @@ class Server:
             self._stats.failed(error)
             raise
         seconds = dict(zip(PHASES, (b - a for a, b in itertools.pairwise(times)), strict=True))
+        self._stats.transport = round.transport
         self._adopt(new, len(workers), seconds, moved=2 * len(workers))
         return {
             "synced": True,
@@ -91,26 +96,14 @@ class Server:
             "skipped": new.skipped,
         }
 
-    def _collect(self, workers: Sequence[ActorHandle[Any]]) -> list[Given]:
-        refs = [worker.get_weights.remote() for worker in workers]
-        given: dict[int, Given] = {}
-        pending = list(refs)
-        # As they come: one that died is noticed although another one takes its time.
-        while pending:
-            ready, pending = miniray.wait(pending)
-            for ref in ready:
-                index = refs.index(ref)
-                try:
-                    given[index] = self._received(index, ref)
-                except Exception as error:  # whatever the worker's code raises
-                    raise _failure({index: error}, "get_weights", "collect") from error
-        return [given[i] for i in range(len(refs))]
-
-    def _received(self, worker: int, ref: Any) -> Given:
-        engine = session.engine()
-        stored = engine.stored(ref)
-        weights = None if self._model.knows(stored) else engine.peek(ref)
-        return Given(worker, weights, ref, stored)
+    def _combined(self, round: Round, given: list[Given]) -> Combined:
+        shares = [self._weight(i) for i in range(len(given))]
+        try:
+            return self._model.combined(given, shares)
+        except UnreadableError as error:
+            reason = str(error)
+        # Not inside the handler: the error holds the memory that was meant for the result.
+        return self._model.combined(round.copies(reason), shares)
 
     def _distribute(self, workers: Sequence[ActorHandle[Any]], new: Combined) -> None:
         refs = [worker.set_weights.remote(new.ref) for worker in workers]
@@ -128,7 +121,7 @@ class Server:
                 break
         if errors:
             ordered = dict(sorted(errors.items()))
-            raise _failure(ordered, "set_weights", "distribute") from next(iter(ordered.values()))
+            raise failure(ordered, "set_weights", "distribute") from next(iter(ordered.values()))
 
     # -- workers that call -------------------------------------------------------------------------
 
@@ -264,16 +257,3 @@ def _check_workers(workers: Any) -> None:
         for method in ("get_weights", "set_weights"):
             if not hasattr(worker, method):
                 raise TypeError(f"worker {i} ({worker!r}) has no method {method}")
-
-
-def _last_line(error: Exception) -> str:
-    return str(error).rstrip().rpartition("\n")[2] or type(error).__name__
-
-
-def _failure(errors: dict[int, Exception], method: str, phase: str) -> SyncError:
-    (first, error), *others = errors.items()
-    # One traceback is enough to read; of the others what they are.
-    lines = [f"worker {first}: {method} failed: {error}"]
-    lines += [f"worker {i}: {method} failed: {_last_line(other)}" for i, other in others]
-    lost = any(isinstance(error, ActorDiedError) for error in errors.values())
-    return (WorkerLostError if lost else SyncError)("\n".join(lines), tuple(errors), phase)

@@ -30,6 +30,7 @@ class Stats:
     )
     last_change_norm: float | None = None
     divergence: dict[str, float] | None = None
+    transport: dict[int, str] = dataclasses.field(default_factory=dict)
     skipped: Counter[Any] = dataclasses.field(default_factory=Counter)
     last_error: str | None = None
 
