@@ -114,6 +114,13 @@ class Events:
         self.ints[Cell.SECTION] = self._sections[-1]
         self.event(model.PHASE, name, "begin", site=site)
 
+    def set_work(self, name: str) -> None:
+        """The same for what is said many times a step: it is no event."""
+        phase = self._phases.get((name, ""))
+        if phase is None:
+            phase = self._phases[name, ""] = self.box.intern(f"{name}\0")
+        self._sections[-1] = self.ints[3] = _monotonic_ns() & MOMENT | phase  # Cell.SECTION
+
     def open_section(self) -> None:
         """It was called with ``with``: the one before comes back after it."""
         self._sections.insert(-1, self._replaced)

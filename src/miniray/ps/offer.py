@@ -105,7 +105,7 @@ def _planned(weights: Any, eager: bool) -> tuple[Plan | None, str]:
     if not _undisturbed():
         return None, "the worker runs several calls at once"
     signature: list[Any] = []
-    if not _describe(weights, signature, set()):
+    if not _describe(weights, signature, set(), sys.modules.get("torch")):
         return None, "they are not plain arrays in memory of their own"
     if _plan is None or _plan.signature != signature:
         _plan = _made(weights, signature)
@@ -157,32 +157,31 @@ def _undisturbed() -> bool:
     return False
 
 
-def _describe(node: Any, found: list[Any], seen: set[int]) -> bool:
+def _describe(node: Any, found: list[Any], seen: set[int], torch: Any) -> bool:
     """Append what ``node`` is, down to addresses. False if it is more than arrays in containers."""
     kind = type(node)
-    if kind in (dict, OrderedDict):
-        found.append((kind, list(node)))
-        return all(_describe(value, found, seen) for value in node.values())
-    if kind in (list, tuple):
-        found.append((kind, len(node)))
-        return all(_describe(value, found, seen) for value in node)
-    if kind is np.ndarray:
-        address = node.__array_interface__["data"][0]
-        plain = node.flags.c_contiguous and node.dtype.kind != "O"
-        found.append((kind, address, node.dtype, node.shape))
-    else:
-        torch = sys.modules.get("torch")
-        if torch is None or kind not in (torch.Tensor, torch.nn.Parameter):
-            return False
+    if torch is not None and (kind is torch.Tensor or kind is torch.nn.Parameter):
         plain = (
-            node.layout is torch.strided
-            and node.device.type == "cpu"
+            node.is_cpu
+            and node.layout is torch.strided
             and node.is_contiguous()
             and not node.is_conj()
             and not node.is_neg()
         )
         address = node.data_ptr() if plain else 0
         found.append((kind, address, node.dtype, node.shape, node.requires_grad))
+    elif kind is np.ndarray:
+        address = node.__array_interface__["data"][0]
+        plain = node.flags.c_contiguous and node.dtype.kind != "O"
+        found.append((kind, address, node.dtype, node.shape))
+    elif kind is list or kind is tuple:
+        found.append((kind, len(node)))
+        return all(_describe(value, found, seen, torch) for value in node)
+    elif kind is dict or kind is OrderedDict:
+        found.append((kind, list(node)))
+        return all(_describe(value, found, seen, torch) for value in node.values())
+    else:
+        return False
     if not plain or (address in seen and node.shape.count(0) == 0):
         return False
     seen.add(address)

@@ -70,7 +70,7 @@ class ModelRank(Member):
     def _tell_work(self, what: str) -> None:
         self.pulse.at(what)
         if self.recorder is not None:
-            self.recorder.set_section(what, "")
+            self.recorder.set_work(what)
 
     # -- an epoch ---------------------------------------------------------------------------------
 
