@@ -6,8 +6,9 @@ are there sooner.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from miniray import lazy
 
 if TYPE_CHECKING:
     from miniray import errors
@@ -62,41 +63,30 @@ __all__ = [
 ]
 
 _WHERE = {
-    "Actor": "core.remote",
-    "ActorClass": "core.remote",
-    "ActorHandle": "core.remote",
-    "ObjectRef": "core.refs",
-    "ObjectRefGenerator": "core.refs",
-    "RemoteFunction": "core.remote",
-    "RuntimeContext": "core.engine",
-    "available_resources": "core.session",
-    "cancel": "core.session",
-    "cluster_resources": "core.session",
-    "get": "core.session",
-    "get_actor": "core.session",
-    "get_gpu_ids": "core.session",
-    "get_runtime_context": "core.session",
-    "init": "core.session",
-    "is_initialized": "core.session",
-    "kill": "core.session",
-    "method": "core.remote",
-    "nodes": "core.session",
-    "put": "core.session",
-    "remote": "core.remote",
-    "shutdown": "core.session",
-    "wait": "core.session",
+    "Actor": ".core.remote",
+    "ActorClass": ".core.remote",
+    "ActorHandle": ".core.remote",
+    "ObjectRef": ".core.refs",
+    "ObjectRefGenerator": ".core.refs",
+    "RemoteFunction": ".core.remote",
+    "RuntimeContext": ".core.engine",
+    "available_resources": ".core.session",
+    "cancel": ".core.session",
+    "cluster_resources": ".core.session",
+    "errors": ".errors",
+    "get": ".core.session",
+    "get_actor": ".core.session",
+    "get_gpu_ids": ".core.session",
+    "get_runtime_context": ".core.session",
+    "init": ".core.session",
+    "is_initialized": ".core.session",
+    "kill": ".core.session",
+    "method": ".core.remote",
+    "nodes": ".core.session",
+    "put": ".core.session",
+    "remote": ".core.remote",
+    "shutdown": ".core.session",
+    "wait": ".core.session",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return importlib.import_module("miniray.errors")
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = lazy.names(__name__, _WHERE)

@@ -50,10 +50,11 @@ class TinyLM(nn.Module):
             k = torch.cat((past_key_values.keys, k), 1)
             v = torch.cat((past_key_values.values, v), 1)
         total, new = k.shape[1], q.shape[1]
-        causal = torch.ones(total, total, dtype=torch.bool).tril()[total - new :]
+        itself = torch.eye(total, dtype=torch.bool, device=x.device)[total - new :]
+        causal = torch.ones_like(itself).tril(total - new)
         seen = causal & attention_mask[:, None, :].bool()
         # A padding query sees nothing; with itself its row is finite, and nobody looks at it.
-        seen = seen | torch.eye(total, dtype=torch.bool)[total - new :]
+        seen = seen | itself
         score = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
         h = x + score.softmax(-1) @ v
         h = h + torch.tanh(self.hidden(h))

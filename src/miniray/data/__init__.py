@@ -6,8 +6,9 @@ name needs (numpy, pyarrow, torch) is imported when the name is used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from miniray import lazy
 
 if TYPE_CHECKING:
     from miniray.data.dataset import Dataset
@@ -32,26 +33,16 @@ __all__ = [
 ]
 
 _WHERE = {
-    "ArrowDataset": "datasets",
-    "DataLoader": "loader",
-    "Dataset": "dataset",
-    "IndexedDataset": "datasets",
-    "JsonlDataset": "datasets",
-    "Mixture": "mixture",
-    "ParquetDataset": "datasets",
-    "RLHFDataset": "rlhf",
-    "merge_states": "progress",
-    "shard_indices": "plan",
+    "ArrowDataset": ".datasets",
+    "DataLoader": ".loader",
+    "Dataset": ".dataset",
+    "IndexedDataset": ".datasets",
+    "JsonlDataset": ".datasets",
+    "Mixture": ".mixture",
+    "ParquetDataset": ".datasets",
+    "RLHFDataset": ".rlhf",
+    "merge_states": ".progress",
+    "shard_indices": ".plan",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = lazy.names(__name__, _WHERE)

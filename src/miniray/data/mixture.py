@@ -270,10 +270,6 @@ class Mixture(Dataset):
                 found[place] = name
         return found
 
-    def source_of(self, index: Sequence[int]) -> Positions:
-        """Which source this rank's ``index``-th rows are of, by its number in the list."""
-        return np.array(self.places(index).source, dtype=np.int64)
-
     def _plan(self) -> dict[str, Any]:
         return {**super()._plan(), "until": self._until, "sources": len(self._given)}
 

@@ -50,7 +50,7 @@ class Rows(ABC):
 
     start: int
     nbytes: int
-    #: None where rows may be any Python objects; others have ``getter``.
+    #: None where rows may be any Python objects.
     layout: Layout | None = None
 
     @abstractmethod
@@ -59,7 +59,7 @@ class Rows(ABC):
 
     def getter(self, name: str) -> Callable[[int], Any]:
         """A function from a row to its value in a column of the layout."""
-        raise NotImplementedError
+        return lambda row: self.rows([row])[0][name]
 
     def numbers(self, name: str, index: Sequence[int]) -> Any:
         """An array of a column's numbers where that is quicker and none is missing; or None."""
@@ -118,19 +118,6 @@ class Source(ABC):
     def folder(self, file: int) -> str | None:
         """The folder a file lies in, if it is one of this machine."""
         return None
-
-
-class ObjectRows(Rows):
-    """Rows that are Python objects already."""
-
-    def __init__(self, objects: Sequence[Any], start: int, nbytes: int) -> None:
-        self._objects = objects
-        self.start = start
-        self.nbytes = nbytes
-
-    def rows(self, index: Sequence[int]) -> list[Any]:
-        objects = self._objects
-        return [objects[i] for i in index]
 
 
 def parse_bytes(value: int | float | str, name: str = "memory_budget") -> int:

@@ -10,8 +10,9 @@ Importing this imports neither torch nor numpy.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from miniray import lazy
 
 if TYPE_CHECKING:
     from miniray.doctor.api import phase, step
@@ -23,15 +24,15 @@ if TYPE_CHECKING:
     from miniray.doctor.stacks import request_stacks
 
 _WHERE = {
-    "attach": "miniray.doctor.attaching",
-    "barrier": "miniray.doctor.barriers",
-    "check_dataset": "miniray.doctor.dataset_check",
-    "checksum": "miniray.doctor.checksums",
-    "phase": "miniray.doctor.api",
-    "read_box": "miniray.doctor.reader",
-    "read_run": "miniray.doctor.reader",
-    "request_stacks": "miniray.doctor.stacks",
-    "step": "miniray.doctor.api",
+    "attach": ".attaching",
+    "barrier": ".barriers",
+    "check_dataset": ".dataset_check",
+    "checksum": ".checksums",
+    "phase": ".api",
+    "read_box": ".reader",
+    "read_run": ".reader",
+    "request_stacks": ".stacks",
+    "step": ".api",
 }
 
 __all__ = [
@@ -46,11 +47,4 @@ __all__ = [
     "step",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """The public functions, imported when first used."""
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_WHERE[name]), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = lazy.names(__name__, _WHERE)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
 
 import numpy as np
 
@@ -17,6 +18,26 @@ REAL, COUNT, NONE = "real", "count", "none"
 #: A flat leaf: a numpy array, or a torch tensor of a type that numpy does not have (bfloat16).
 Source = Any
 Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Entries(Sequence[Source]):
+    """The entries of weights, each made when it is asked for."""
+
+    @abstractmethod
+    def entry(self, index: int) -> Source:
+        """That at ``index``, which is in range and not negative."""
+
+    @overload
+    def __getitem__(self, which: int) -> Source: ...
+    @overload
+    def __getitem__(self, which: slice) -> list[Source]: ...
+    def __getitem__(self, which: Any) -> Any:
+        chosen = range(len(self))[which]
+        return [self.entry(i) for i in chosen] if isinstance(which, slice) else self.entry(chosen)
+
+    def __iter__(self) -> Iterator[Source]:
+        return map(self.entry, range(len(self)))
+
 
 #: Turns a worker's number (None: the server's own weights) into words for an error.
 Who = str

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from miniray.ps.leaves import NONE, REAL, Array, Leaf, Source
+from miniray.ps.leaves import NONE, REAL, Array, Entries, Leaf, Source
 from miniray.ps.offer import digest_of
 from miniray.ps.weights import Layout
 
@@ -156,8 +156,8 @@ class Places:
         return memory[at : at + leaf.nbytes].view(dtype)
 
 
-class Stowed(Sequence[Source]):
-    """The entries of weights in shared memory, each made an array when it is asked for."""
+class Stowed(Entries):
+    """The entries of weights in shared memory."""
 
     def __init__(self, places: Places, memory: Array) -> None:
         self._places = places
@@ -167,17 +167,8 @@ class Stowed(Sequence[Source]):
     def __len__(self) -> int:
         return len(self._places._leaves)
 
-    @overload
-    def __getitem__(self, which: int) -> Source: ...
-    @overload
-    def __getitem__(self, which: slice) -> list[Source]: ...
-    def __getitem__(self, which: Any) -> Any:
-        if isinstance(which, slice):
-            return [self[i] for i in range(len(self))[which]]
-        return self._places.entry(range(len(self))[which], self._memory)
-
-    def __iter__(self) -> Iterator[Source]:
-        return (self[i] for i in range(len(self)))
+    def entry(self, index: int) -> Source:
+        return self._places.entry(index, self._memory)
 
 
 def _dtype(leaf: Leaf) -> np.dtype[Any] | None:

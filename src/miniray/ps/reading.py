@@ -9,12 +9,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from miniray.ps.leaves import Array, Source
+from miniray.ps.leaves import Array, Entries, Source
 
 if TYPE_CHECKING:
     from miniray.ps.places import Places, Run
@@ -123,7 +122,7 @@ class FarRun:
         return (low - start) * width, there, (high - low) * width
 
 
-class Far(Sequence[Source]):
+class Far(Entries):
     """The entries of a worker's weights in its own memory. Each is read when it is asked for."""
 
     def __init__(self, places: Places, memory: Memory, addresses: Array) -> None:
@@ -135,18 +134,9 @@ class Far(Sequence[Source]):
     def __len__(self) -> int:
         return len(self._addresses)
 
-    @overload
-    def __getitem__(self, which: int) -> Source: ...
-    @overload
-    def __getitem__(self, which: slice) -> list[Source]: ...
-    def __getitem__(self, which: Any) -> Any:
-        if isinstance(which, slice):
-            return [self[i] for i in range(len(self))[which]]
-        size, dtype = self.places.shape(which)
-        return np.frombuffer(self._memory.read_bytes(int(self._addresses[which]), size), dtype)
-
-    def __iter__(self) -> Iterator[Source]:
-        return (self[i] for i in range(len(self)))
+    def entry(self, index: int) -> Source:
+        size, dtype = self.places.shape(index)
+        return np.frombuffer(self._memory.read_bytes(int(self._addresses[index]), size), dtype)
 
 
 @functools.cache

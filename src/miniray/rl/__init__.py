@@ -5,8 +5,9 @@ What is here is imported when it is first used: a driver that only calls workers
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from miniray import lazy
 
 if TYPE_CHECKING:
     from miniray.errors import NonFiniteError, NoTokensError, RewardError, RewardTimeoutError
@@ -26,31 +27,33 @@ if TYPE_CHECKING:
     from miniray.rl.worker import RLWorker
 
 _WHERE = {
-    "AdaptiveKL": "rl.kl",
-    "CausalLM": "rl.policy",
-    "CharTokenizer": "rl.tokenizer",
-    "GRPOConfig": "rl.config",
-    "GRPOTrainer": "rl.grpo",
-    "Generated": "rl.batch",
-    "KLPenalty": "rl.config",
-    "MicroBatch": "rl.batch",
-    "NoTokensError": "errors",
-    "NonFiniteError": "errors",
-    "PPOConfig": "rl.config",
-    "PPOTrainer": "rl.ppo",
-    "Policy": "rl.policy",
-    "Quad": "rl.metrics",
-    "RLWorker": "rl.worker",
-    "RewardError": "errors",
-    "RewardTimeoutError": "errors",
-    "Sampling": "rl.sampling",
-    "generate": "rl.generation",
-    "held_out": "rl.sources",
-    "make_source": "rl.sources",
-    "pad_left": "rl.batch",
-    "pool": "rl.metrics",
-    "positions": "rl.batch",
-    "sum_gradients": "rl.collective",
+    "AdaptiveKL": ".kl",
+    "CausalLM": ".policy",
+    "CharTokenizer": ".tokenizer",
+    "GRPOConfig": ".config",
+    "GRPOTrainer": ".grpo",
+    "Generated": ".batch",
+    "KLPenalty": ".config",
+    "MicroBatch": ".batch",
+    "NoTokensError": "..errors",
+    "NonFiniteError": "..errors",
+    "PPOConfig": ".config",
+    "PPOTrainer": ".ppo",
+    "Policy": ".policy",
+    "Quad": ".metrics",
+    "RLWorker": ".worker",
+    "RewardError": "..errors",
+    "RewardTimeoutError": "..errors",
+    "Sampling": ".sampling",
+    "advantages": ".advantages",
+    "generate": ".generation",
+    "held_out": ".sources",
+    "losses": ".losses",
+    "make_source": ".sources",
+    "pad_left": ".batch",
+    "pool": ".metrics",
+    "positions": ".batch",
+    "sum_gradients": ".collective",
 }
 
 __all__ = [
@@ -83,13 +86,4 @@ __all__ = [
     "sum_gradients",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """The public names, imported when first used."""
-    if name in ("advantages", "losses"):
-        return importlib.import_module(f"{__name__}.{name}")
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"miniray.{_WHERE[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = lazy.names(__name__, _WHERE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from miniray.rl.collective import Collective
 
 
-class Worker:
+class Worker(ABC):
     """An ``RLWorker``, by the name that needs no torch. Weights and state are dealt with here."""
 
     rank: int
@@ -43,28 +44,28 @@ class Worker:
             return object.__new__(RLWorker)  # whose __init__ comes next
         return object.__new__(cls)
 
-    def __init__(self, worker_id: int, setup: Setup) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def __init__(self, worker_id: int, setup: Setup) -> None: ...
 
     # -- a step: RLWorker does these ---------------------------------------------------------------
 
+    @abstractmethod
     def train_epoch(self, epoch: int, seed: int, kl_coef: float) -> dict[str, Quad]:
         """One step; ``epoch`` is its number."""
-        raise NotImplementedError
 
+    @abstractmethod
     def evaluate(
         self, shard_id: int, num_shards: int, data: Sequence[Row] | None = None, first: int = 0
     ) -> dict[str, Quad]:
         """Rewards on held-out prompts."""
-        raise NotImplementedError
 
+    @abstractmethod
     def host_group(self, world_size: int, **options: Any) -> ProcessGroupSpec:
         """Open the store of a process group for all workers, in this one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def join_group(self, spec: ProcessGroupSpec) -> None:
         """From now on, add up gradients with the other workers."""
-        raise NotImplementedError
 
     # -- weights, state ----------------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ class RLTrainer(Resumable):
     """
 
     #: What runs in the workers; a subclass of ``RLWorker`` may change any part of a step.
-    worker_class: type[Worker] = Worker
+    worker_class: type[Any] = Worker
     #: Once for all workers, where the engine can; the driver itself does without torch.
     _preloaded = ("miniray.train.dynamo", "miniray.rl.worker")
 

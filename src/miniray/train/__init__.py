@@ -5,8 +5,9 @@ What is here is imported when it is first used: a worker's process needs little 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from miniray import lazy
 
 if TYPE_CHECKING:
     from miniray.train.averaging import aggregate
@@ -29,25 +30,25 @@ if TYPE_CHECKING:
     from miniray.train.torch_worker import TorchWorker
 
 _WHERE = {
-    "BaseTrainer": "base",
-    "CSVLogger": "callbacks",
-    "Callback": "callbacks",
-    "Checkpoint": "callbacks",
-    "CheckpointInfo": "checkpoint",
-    "CheckpointStore": "checkpoint",
-    "DDPTrainer": "ddp",
-    "DataParallelTrainer": "data_parallel",
-    "EarlyStopping": "callbacks",
-    "LRSchedule": "callbacks",
-    "ModelParallelTrainer": "parallel.model",
-    "PipelineParallelTrainer": "parallel.pipeline",
-    "RunDirectory": "rundir",
-    "TensorBoard": "callbacks",
-    "TorchWorker": "torch_worker",
-    "TrainResult": "results",
-    "aggregate": "averaging",
-    "load_model": "checkpoint",
-    "save_model": "checkpoint",
+    "BaseTrainer": ".base",
+    "CSVLogger": ".callbacks",
+    "Callback": ".callbacks",
+    "Checkpoint": ".callbacks",
+    "CheckpointInfo": ".checkpoint",
+    "CheckpointStore": ".checkpoint",
+    "DDPTrainer": ".ddp",
+    "DataParallelTrainer": ".data_parallel",
+    "EarlyStopping": ".callbacks",
+    "LRSchedule": ".callbacks",
+    "ModelParallelTrainer": ".parallel.model",
+    "PipelineParallelTrainer": ".parallel.pipeline",
+    "RunDirectory": ".rundir",
+    "TensorBoard": ".callbacks",
+    "TorchWorker": ".torch_worker",
+    "TrainResult": ".results",
+    "aggregate": ".averaging",
+    "load_model": ".checkpoint",
+    "save_model": ".checkpoint",
 }
 
 __all__ = [
@@ -72,11 +73,4 @@ __all__ = [
     "save_model",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """The public names, imported when first used."""
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = lazy.names(__name__, _WHERE)

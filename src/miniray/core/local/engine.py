@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
 from miniray.core import machine, session
 from miniray.core.engine import Capabilities, Engine, RuntimeContext
-from miniray.core.local import interrupts
+from miniray.core.local import waiting
 from miniray.core.local.actors import ActorEntry, fill_arguments
 from miniray.core.local.calls import Call
 from miniray.core.local.executors import current_call
@@ -60,11 +58,7 @@ class LocalEngine(Engine):
         node.messages[RECALL] = lambda _, proc, __: self._tasks.recall(proc)
 
     def _check(self) -> None:
-        if self.node.closing:
-            raise SessionEndedError(
-                "this miniray session has ended (or belongs to the process this one was forked "
-                "from): call miniray.init() and create what you need again"
-            )
+        waiting.check_open(self.node)
 
     # -- running code -----------------------------------------------------------------------------
 
@@ -170,9 +164,11 @@ class LocalEngine(Engine):
         entries = [self._entry(ref) for ref in refs]
         if len(entries) == 1:
             if entries[0].state == PENDING:
-                self._wait_one(entries[0], deadline)
+                waiting.wait_for_one(self.node, entries[0], deadline, self.on_block)
         else:
-            self._wait_many(entries, len(entries), deadline, stop_on_failure=True)
+            waiting.wait_for_many(
+                self.node, entries, len(entries), deadline, self.on_block, stop_on_failure=True
+            )
         for entry in entries:
             if entry.state == FAILED:
                 self._raise(entry)
@@ -197,88 +193,15 @@ class LocalEngine(Engine):
             raise error.as_cause_type() from None
         raise error
 
-    def _wait_one(self, entry: Entry, deadline: float | None) -> None:
-        node = self.node
-        held = interrupts.hold()
-        try:
-            if node.dirty:
-                node.flush_calls()
-            with self.on_block():
-                channel = entry.channel
-                if (
-                    channel is not None
-                    and channel.lead_until(entry, deadline)
-                    and (entry.state != PENDING or (deadline and time.monotonic() >= deadline))
-                ):
-                    return
-                self._wait_many([entry], 1, deadline, stop_on_failure=True, block=False)
-        finally:
-            if held:
-                interrupts.release()
-
-    def _wait_many(
-        self,
-        entries: Sequence[Entry],
-        count: int,
-        deadline: float | None,
-        stop_on_failure: bool,
-        block: bool = True,
-    ) -> None:
-        """Wait until ``count`` of ``entries`` have an outcome, or (optionally) one failed."""
-        pending = [entry for entry in entries if entry.state == PENDING]
-        missing = count - (len(entries) - len(pending))
-        failed = stop_on_failure and any(entry.state == FAILED for entry in entries)
-        if missing <= 0 or failed:
-            return
-        node = self.node
-        held = interrupts.hold()
-        done = threading.Lock()
-        done.acquire()
-        lock = threading.Lock()
-        left = missing
-
-        def notify(entry: Entry) -> None:
-            nonlocal left
-            with lock:
-                left -= 1
-                finished = left == 0 or (stop_on_failure and entry.state == FAILED)
-                if finished and done.locked():
-                    done.release()
-
-        waiters = [(entry, partial(notify, entry)) for entry in pending]
-        try:
-            node.flush_calls()
-            for entry, waiter in waiters:
-                node.fetch(entry)
-                entry.add_waiter(waiter)
-            with self.on_block() if block else contextlib.nullcontext():
-                paused = interrupts.pause()
-                longest = interrupts.LONGEST_SLEEP if paused else threading.TIMEOUT_MAX
-                try:
-                    while True:
-                        left_s = longest if deadline is None else deadline - time.monotonic()
-                        if done.acquire(timeout=min(longest, max(0.0, left_s))):
-                            break
-                        if deadline is not None and time.monotonic() >= deadline:
-                            break
-                finally:
-                    if paused:
-                        interrupts.resume()
-        finally:
-            for entry, waiter in waiters:
-                if entry.state == PENDING:
-                    entry.remove_waiter(waiter)
-            if held:
-                interrupts.release()
-        self._check()
-
     def wait(
         self, refs: Sequence[ObjectRef[Any]], num_returns: int, timeout: float | None
     ) -> tuple[list[ObjectRef[Any]], list[ObjectRef[Any]]]:
         self._check()
         deadline = None if timeout is None else time.monotonic() + timeout
         entries = [self._entry(ref) for ref in refs]
-        self._wait_many(entries, num_returns, deadline, stop_on_failure=False)
+        waiting.wait_for_many(
+            self.node, entries, num_returns, deadline, self.on_block, stop_on_failure=False
+        )
         ready: list[ObjectRef[Any]] = []
         rest: list[ObjectRef[Any]] = []
         for ref, entry in zip(refs, entries, strict=True):
