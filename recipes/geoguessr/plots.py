@@ -34,13 +34,16 @@ def table(guesses: Guesses) -> str:
     """A line for each state of the policy."""
     made = {name: scores(part) for name, part in guesses.items()}
     names = list(next(iter(made.values())))
-    lines = [" " * 13 + "".join(f"{name:>12}" for name in names)]
+    widths = [max(7, len(name)) + 1 for name in names]
+    lines = [
+        " " * 10 + "".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))
+    ]
     for state, values in made.items():
         shown = (
-            f"{values[name]:12.3f}" if name == "reward" else f"{values[name]:12.1%}"
-            for name in names
+            f"{values[name]:{width}.3f}" if name == "reward" else f"{values[name]:{width}.1%}"
+            for name, width in zip(names, widths, strict=True)
         )
-        lines.append(f"{state:13}" + "".join(shown))
+        lines.append(f"{state:10}" + "".join(shown))
     return "\n".join(lines)
 
 

@@ -44,6 +44,8 @@ class WarmUp:
         if self.epoch:  # taken up again: the weights are those of a checkpoint
             return
         self.guesses["untrained"] = self.guess()
+        if warm_up:
+            self.say(f"warm-up, {warm_up} steps: right answers shown, to learn what one looks like")
         with Steps(warm_up, "warm-up", "steps", enabled=self._progress) as bar:
             for step in range(warm_up):
                 told = pool(self.call_workers("warm_up", step, warm_up, warm_up_lr))
@@ -51,6 +53,17 @@ class WarmUp:
         if warm_up:
             self.guesses["warm-up"] = self.guess()
             self.start = self.evaluate()["reward"]
+            self.say(f"held-out rows: mean reward {self.start:.3f}")
+        self.say("training on its own answers: each is worth what its distance says")
+
+    def on_epoch_end(self: Any, epoch: int, result: dict[str, Any]) -> None:
+        super().on_epoch_end(epoch, result)
+        if "val_reward" in result:
+            self.say(f"step {epoch + 1}, held-out rows: mean reward {result['val_reward']:.3f}")
+
+    def say(self: Any, text: str) -> None:
+        if self._progress:
+            click.echo(text, err=True)
 
     def guess(self: Any) -> np.ndarray:
         """The likeliest answer of the policy as it is, for every held-out row."""
@@ -175,11 +188,11 @@ def speed(history: list[dict[str, Any]]) -> dict[str, Any]:
 
 def shown(told: dict[str, Any]) -> str:
     """``speed`` in a line."""
-    shares = ", ".join(f"{name} {share:.2%}" for name, share in told["shares"].items())
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in told["shares"].items())
     memory = f"; GPU memory {told['gpu_gb']:.1f} GB" if "gpu_gb" in told else ""
     return (
-        f"{told['tokens_per_second']:,.0f} tokens/s sampled; a step has "
-        f"{told['step_seconds']:.2f} s: {shares}{memory}"
+        f"{told['tokens_per_second']:,.0f} tokens/s sampled; a step takes "
+        f"{told['step_seconds']:.2f} s:\n  {shares}{memory}"
     )
 
 
@@ -237,7 +250,10 @@ def main(
     files = find_data(data, rows, test_rows)
     run_dir = run_dir or Path("runs") / time.strftime("geoguessr-%Y%m%d-%H%M%S")
     parameters = count_parameters(options["size"])
-    click.echo(f"policy of {parameters / 1e6:.1f} M parameters, run in {run_dir}")
+    click.echo(
+        f"policy of {parameters / 1e6:.1f} M parameters on {options['workers']} workers, run in "
+        f"{run_dir}\nlook at it with: miniray dashboard, or miniray top {run_dir}"
+    )
     with make_trainer(
         files,
         steps=steps,
@@ -253,7 +269,7 @@ def main(
     if trainer.start is not None:
         rewards.insert(0, trainer.start)
     change = " -> ".join(f"{reward:.3f}" for reward in (rewards[0], rewards[-1]))
-    click.echo(f"held-out rows, mean reward of samples: {change}; the likeliest answers:")
+    click.echo(f"\nheld-out rows, mean reward of samples: {change}; the likeliest answers:")
     click.echo(plots.table(trainer.guesses))
     told = speed(result.history)
     click.echo(shown(told))
@@ -276,7 +292,7 @@ def main(
         path.write_text(json.dumps(figures, indent=1))
     picture = run_dir / "geoguessr.png"
     plots.draw(result.history, trainer.guesses, picture, trainer.start)
-    click.echo(f"picture: {picture}")
+    click.echo(f"picture: {picture}\nreport:  {run_dir / 'report.html'}")
 
 
 def machine() -> dict[str, str]:

@@ -3,10 +3,12 @@
 import gc
 import os
 
+import numpy as np
 import pytest
 
 import miniray
 from miniray.core import session
+from miniray.core.local import system
 
 MEGABYTE = 1 << 20
 
@@ -29,6 +31,29 @@ def test_a_segment_out_of_a_dying_cycle_keeps_its_descriptor(store):
     again = store.allocate(MEGABYTE)
     assert again.segment.id == segment
     assert os.fstat(again.segment.fd).st_size == MEGABYTE
+
+
+def use(store, size, write):
+    """Let somebody have the object in a segment as his own, and perhaps write; the mapping used."""
+    lease = store.allocate(size)
+    np.frombuffer(lease.segment.map, np.uint8)[:] = 7
+    memory = np.frombuffer(lease.private_map(), np.uint8)
+    place = memory.__array_interface__["data"][0]
+    assert memory.min() == memory.max() == 7
+    if write:
+        memory[size // 2] = 1
+    return place, memory  # which, as values do, outlives the lease by a moment
+
+
+@pytest.mark.skipif(not system.LINUX, reason="pages that were written to are seen on Linux only")
+def test_memory_that_was_written_to_is_nobody_elses(store):
+    """A mapping serves again until somebody writes to it, also after uses without a page fault."""
+    size, places = 8 * MEGABYTE, []
+    for write in (False, False, False, True, False):
+        place, memory = use(store, size, write)
+        places.append(place)
+        del memory
+    assert len(set(places[:4])) == 1
 
 
 def test_the_descriptor_is_closed_with_the_last_use(store):

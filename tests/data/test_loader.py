@@ -175,7 +175,7 @@ def test_bad_images_are_skipped_and_counted(images, workers):
     assert "UnidentifiedImageError" in why
     assert loader.skipped.by_file() == {str(images): 1}
     assert "row 7 is skipped" in str(warned[0].message)
-    assert "1 rows were skipped" in str(warned[-1].message)
+    assert "s end: 1, " in str(warned[-1].message)
 
 
 def test_a_batch_of_nothing_but_bad_rows_is_left_out_and_the_rank_is_alone(images):

@@ -42,6 +42,7 @@ def test_a_worker_records_its_methods_and_the_users_lines(tmp_path):
         assert sorted(run.ranks) == [0, 1]
         assert {rank.launcher for rank in run.ranks.values()} == {"miniray"}
         assert all(rank.process.alive for rank in run.ranks.values())
+        assert {rank.epoch for rank in run.ranks.values()} == {0}
 
         section = miniray.get(trainer.workers[0].section.remote())
         assert section.name == section.site.function == "section"

@@ -633,3 +633,29 @@ def test_a_run_that_was_interrupted_is_said_to_be():
     stopped = [rank(number, exit=BY_DRIVER, process=GONE) for number in range(2)]
     verdict = healthy(*stopped, state="interrupted").verdict
     assert verdict == "HEALTHY: 2 ranks at step 10 when the run was interrupted"
+
+
+@pytest.mark.parametrize(("waited", "is_found"), [(0.5, False), (300.0, True)])
+def test_ranks_that_wait_when_somebody_ends_the_run_are_stuck_only_after_the_limit(
+    waited, is_found
+):
+    def waiting(number, *, in_it=True):
+        calls = (call(0, is_open=True, ago=10 + waited),) if in_it else ()
+        return calling(number, *calls, exit=BY_DRIVER, process=GONE)
+
+    together = examine(run(waiting(0), waiting(1), state="interrupted"))
+    for_one = examine(run(waiting(0), waiting(1, in_it=False), state="interrupted"))
+    for found in (together, for_one):
+        assert found.verdict.startswith("STUCK" if is_found else "HEALTHY"), found.verdict
+
+
+def test_workers_without_torch_are_known_by_their_epochs():
+    plain = {"step": 0, "batch_size": 0, "batches": 0, "samples": 0, "loss": None}
+    done = [
+        rank(n, epoch=5, phase=Phase("start", at(1), NOW), exit=FINISHED, process=GONE, **plain)
+        for n in range(2)
+    ]
+    shown = examine(run(*done)).text()
+    assert shown.splitlines()[0] == "HEALTHY: 2 ranks finished at epoch 5"
+    assert "[Rank 1/2] Epoch 5 finished 100 MB" in shown
+    assert "Step" not in shown

@@ -42,6 +42,25 @@ def test_no_line_is_wider_than_the_terminal():
         assert max(map(len, shown.splitlines())) <= width, shown
 
 
+def test_a_narrow_terminal_loses_whole_columns_and_none_is_cut():
+    wide = [
+        rank(
+            n, 16, step=123_456, batch_size=1024, samples=123_456, rss=12_345_000_000, loss=-1.5e-9
+        )
+        for n in range(16)
+    ]
+    case = gather(run(*wide))
+    for width, lost in ((100, ""), (80, "samples"), (70, "since")):
+        shown = render.rank_table(case, width)
+        heads = [column.header for column in shown.columns]
+        assert heads[0] == "rank"
+        assert heads[-1] == "memory"
+        assert lost not in heads
+        assert next(str(cell) for cell in shown.columns[-1].cells) == "12.3 GB"
+    missing = gather(run(rank(0, 3), world=3))
+    assert "never started" in [str(cell) for cell in render.rank_table(missing).columns[2].cells]
+
+
 def test_many_ranks_are_not_all_listed_but_those_in_trouble_are():
     ranks = [rank(n, 64) for n in range(64)]
     ranks[37] = rank(

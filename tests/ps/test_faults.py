@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 import miniray
-from miniray.errors import ActorDiedError, NonFiniteWeightsError, SyncError
+from miniray.errors import ActorDiedError, NonFiniteWeightsError, SyncError, WorkerLostError
 from miniray.ps import create_parameter_server
+from miniray.ps.collect import failure
 from tests.ps.helpers import call, weights_of, workers
 
 NAN, INF = float("nan"), float("inf")
@@ -82,6 +83,16 @@ def test_two_workers_that_fail_are_both_named(engine):
     error = unchanged(server, handles, SyncError, "worker 0: set_weights failed")
     assert error.workers == (0, 2)
     assert "worker 2: set_weights failed" in str(error)
+
+
+def test_of_each_that_died_it_is_said_how():
+    text = "Worker (pid 7) was killed by SIGKILL\nIts last output:\n    half way"
+    error = failure({0: ValueError("bad"), 2: ActorDiedError(text)}, "get_weights", "collect")
+    assert isinstance(error, WorkerLostError)
+    assert str(error).splitlines() == [
+        "worker 0: get_weights failed: bad",
+        "worker 2: get_weights failed: Worker (pid 7) was killed by SIGKILL",
+    ]
 
 
 @pytest.mark.parametrize("strategy", ["average", "momentum", "median", "trimmed_mean"])

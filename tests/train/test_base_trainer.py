@@ -189,14 +189,15 @@ def test_an_exception_in_a_worker_says_which_and_when_and_ends_the_run():
     assert len((trainer.run.path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_callbacks_see_the_trainer_and_may_stop_it():
+def test_callbacks_see_the_trainer_and_may_stop_it(capsys):
     class Stop(Callback):
         def on_epoch_end(self, trainer, epoch, result, **kwargs):
             if epoch == 1:
                 trainer.should_stop, trainer.stop_reason = True, "enough"
 
-    with Recording(1, backend="inline", progress=False, callbacks=[Stop()]) as trainer:
+    with Recording(1, backend="inline", callbacks=[Stop()]) as trainer:
         assert trainer.train(epochs=10).epochs == 2
+        assert capsys.readouterr().err.splitlines()[-1] == "stopped after epoch 1: enough"
         run = json.loads((trainer.run.path / "run.json").read_text())
         assert run["stop_reason"] == "enough"
         assert trainer.train(epochs=1).epochs == 3

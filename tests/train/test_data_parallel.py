@@ -138,6 +138,8 @@ def test_arguments_of_the_strategy_are_given_by_keyword():
         ({"sync_strategy": "averaged"}, "average"),
         ({"sync_strategy": "average", "momentun": 0.9}, "momentun"),
         ({"sync_interval": 0}, "sync_interval must be an int >= 1"),
+        ({"sync_intervall": 5}, "CounterTrainer has no option .*; did you mean 'sync_interval'"),
+        ({"callback": []}, "did you mean 'callbacks'"),
     ],
 )
 def test_unknown_strategies_and_arguments_are_refused_at_once(arguments, message):

@@ -12,7 +12,7 @@ import threading
 import pytest
 import tqdm
 
-from miniray.train.progress import Progress, Steps, describe
+from miniray.train.progress import Progress, Steps, _bar_class, describe
 
 
 def lines(epochs, start=0, **options):
@@ -65,10 +65,19 @@ def test_a_closed_stream_does_not_end_the_run():
     progress.close()
 
 
-def on_terminal(code):
-    """What a program writes to a terminal on its stderr."""
+def test_counts_that_nobody_watches_are_left_out():
+    metrics = {"loss": 1.0, "num_samples": 5, "val_num_samples": 3, "sync_bytes": 7, "seconds": 2}
+    assert describe(metrics) == "loss=1"
+
+
+def on_terminal(code, stdout=False):
+    """What a program writes to a terminal: on its stderr, or on both."""
     ours, theirs = pty.openpty()
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stderr=theirs)
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stderr=theirs,
+        stdout=theirs if stdout else None,
+    )
     os.close(theirs)
     text = b""
     while True:
@@ -96,6 +105,59 @@ def test_on_a_terminal_it_is_one_bar():
     assert "5/5" in text
     assert "loss=0.5" in text
     assert "100%" in text
+
+
+def test_what_is_printed_goes_above_the_bar():
+    text = on_terminal(
+        """
+        import os, sys
+        import click
+        from miniray.train.progress import Progress, Steps
+        before = sys.stdout, sys.stderr
+        with Progress(0, 3) as progress:
+            progress.update(0, {"loss": 0.5})
+            print("one line")
+            print("warned", file=sys.stderr)
+            click.echo("echoed", err=True)
+            print("begun, ", end="", flush=True)
+            progress.update(1, {"loss": 0.5})  # nothing is drawn over a line that is not complete
+            print("ended")
+            with Steps(2, "inner", "steps") as inner:
+                inner.advance(2)
+                assert sys.stdout is not before[0]
+            if os.fork() == 0:  # a process of the user's own: no bars of ours in it
+                print("from a fork")
+                os._exit(0)
+            os.wait()
+            progress.update(2, {"loss": 0.5})
+            print("no end", end="")
+        assert (sys.stdout, sys.stderr) == before
+        print("after")
+        """,
+        stdout=True,
+    )
+    # A carriage return begins the line anew: of each what is left on the screen.
+    shown = [line.rpartition("\r")[2].rstrip() for line in text.replace("\r\n", "\n").split("\n")]
+    assert shown[:4] == ["one line", "warned", "echoed", "begun, ended"]
+    assert shown[-4] == "no end"
+    assert "3/3" in shown[-3]
+    assert shown[-2:] == ["after", ""]
+    assert text.count("from a fork") == 1
+
+
+def test_a_bar_keeps_its_room_and_says_seconds_for_one():
+    def line(note, columns):
+        return _bar_class().format_meter(
+            n=1, total=3, elapsed=4.0, prefix="epochs", unit=" epochs", postfix=note, ncols=columns
+        )
+
+    many = " ".join(f"metric_{i}=0.1234" for i in range(9))
+    assert "metric_0=0.1234]" in line(many, 80)
+    assert "metric_1=0.1234]" in line(many, 96)
+    assert "metric_8" in line(many, 400)
+    assert len(line(many, 80)) <= 80
+    assert line(many, 80).count("█") >= 3
+    assert "4.00 s/epoch," in line(many, 80)
 
 
 def test_the_bar_has_no_lock_of_other_processes_and_no_thread():

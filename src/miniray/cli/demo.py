@@ -65,7 +65,7 @@ SCRIPTS = {
     ),
     "geoguessr": Script(
         "recipes/geoguessr/train_ppo.py",
-        "A vision-language policy learns where photos were taken, by GRPO (ten minutes).",
+        "A vision-language policy learns where photos were taken, by GRPO (three minutes).",
         ("torch", "pyarrow", "PIL", "matplotlib"),
         "data,examples",
     ),

@@ -146,16 +146,17 @@ def _rebuild_tensor(
     import torch
 
     dtype = getattr(torch, dtype_name)
-    view = memoryview(buffer)
-    if view.nbytes == 0:
+    source: Any = memoryview(buffer)
+    if source.nbytes == 0:
         tensor = torch.empty(shape, dtype=dtype)
     else:
-        source: Any = view
-        if view.readonly and _loading.readonly_tensors:
-            source = _pretend_writable(view)
-        elif view.readonly:  # a small tensor that came inside a message, as immutable bytes
-            source = bytearray(view)
-        tensor = torch.frombuffer(source, dtype=dtype).reshape(shape)
+        if source.readonly and _loading.readonly_tensors:
+            source = _pretend_writable(source)
+        elif source.readonly:  # a small tensor that came inside a message, as immutable bytes
+            source = bytearray(source)
+        tensor = torch.frombuffer(source, dtype=dtype)
+        if len(shape) != 1:  # there may be hundreds: a call that changes nothing takes most of it
+            tensor = tensor.view(shape)
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad=requires_grad)
     return tensor.requires_grad_(requires_grad) if requires_grad else tensor

@@ -74,7 +74,7 @@ class LoaderIterator(Iterator[Any]):
         loader.dataset.finish_epoch()
         if loader.skipped.count:
             warnings.warn(
-                f"{loader.skipped.count} rows were skipped by epoch {self._epoch}'s end:"
+                f"rows skipped by epoch {self._epoch}'s end: {loader.skipped.count},"
                 f" {loader.skipped.by_file()}",
                 RuntimeWarning,
                 stacklevel=3,

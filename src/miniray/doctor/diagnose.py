@@ -73,14 +73,12 @@ class Diagnosis:
             damaged = next(iter(self.run.damaged.items()), None)
             why = f": {damaged[0]}: {damaged[1]}" if damaged else " (no ranks/*.box in it)"
             return f"UNREADABLE: {self.run.path} has no record of any rank{why}"
-        low, high = self.case.steps
-        steps = f"step {low}" if low == high else f"steps {low}–{high}"
-        ranks = plural(len(self.case.ranks), "rank")
-        if self.run.run.get("state") == "interrupted":
-            return f"HEALTHY: {ranks} at {steps} when the run was interrupted"
+        ranks, where = plural(len(self.case.ranks), "rank"), self.case.place
+        if self.case.interrupted:
+            return f"HEALTHY: {ranks} at {where} when the run was interrupted"
         if not self.case.live:
-            return f"HEALTHY: {ranks} finished at {steps}"
-        return f"HEALTHY: {ranks} at {steps}, nothing wrong"
+            return f"HEALTHY: {ranks} finished at {where}"
+        return f"HEALTHY: {ranks} at {where}, nothing wrong"
 
     def text(self, width: int = 80, color: bool = False) -> str:
         """The whole diagnosis for a person, at most ``width`` columns wide."""

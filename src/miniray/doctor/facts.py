@@ -188,9 +188,18 @@ class Case:
         )
 
     @property
-    def steps(self) -> tuple[int, int]:
-        done = [facts.record.step for facts in self]
-        return (min(done), max(done)) if done else (0, 0)
+    def interrupted(self) -> bool:
+        """Somebody ended the run, with Ctrl-C: that ranks waited at that moment is no fault."""
+        return self.run.run.get("state") == "interrupted"
+
+    @property
+    def place(self) -> str:
+        """How far the ranks are: ``step 7``, ``steps 7–9``, or ``epoch 3`` where none has steps."""
+        records = [facts.record for facts in self]
+        steps, epochs = [r.step for r in records] or [0], [r.epoch for r in records] or [-1]
+        word, done = ("step", steps) if any(steps) or max(epochs) < 0 else ("epoch", epochs)
+        low, high = min(done), max(done)
+        return f"{word} {low}" if low == high else f"{word}s {low}–{high}"
 
     @cached_property
     def members(self) -> Mapping[str, frozenset[int]]:

@@ -104,11 +104,8 @@ def _observe_loss(current: Recorder, loss: Any, site: str) -> None:
         loss = plain if scaled == id(loss) else loss
     on_cpu = getattr(loss, "is_cpu", None)  # a GradientEdge has none
     if on_cpu:
-        try:
-            value = loss.item()
-        except RuntimeError:  # several numbers, and so the gradient was given too
-            return
-        current.set_loss(value, site)
+        if loss.numel() == 1:  # else the gradient was given too, as a pipeline's stages do
+            current.set_loss(loss.item(), site)
     elif on_cpu is not None and loss.is_cuda:
         _observe_gpu_loss(current, loss, site)
 

@@ -31,6 +31,10 @@ _PHASES = {
     "DDP.__init__": "DDP init",
     "init_process_group": "init",
 }
+_COLUMNS = ("rank", "state", "phase", "since", "samples", "loss", "memory")
+#: What a narrow terminal does without, in this order.
+_GIVE_WAY = ("samples", "since", "loss", "phase")
+_LEAST_PHASE = 8
 _BOOTSTRAP = "miniray/doctor/bootstrap.py"
 _MOST_FRAMES = 12
 _MOST_STACKS = 3
@@ -134,8 +138,15 @@ def distributed(record: RankRecord) -> str:
     return f"available, not initialised{alone}"
 
 
+def _in_epochs(record: RankRecord) -> bool:
+    """A worker without torch: what is known is the trainer's epoch."""
+    return record.epoch >= 0 and not (record.step or record.batch_size or record.batches)
+
+
 def step_line(record: RankRecord) -> str:
-    """P5's line: ``[Rank 2/4] Step 100, Batch size: 8``"""
+    """P5's line: ``[Rank 2/4] Step 100, Batch size: 8``; ``Epoch 3`` where no steps are known."""
+    if _in_epochs(record):
+        return f"{record.label} Epoch {record.epoch}"
     return f"{record.label} Step {record.step}, Batch size: {record.batch_size}"
 
 
@@ -144,24 +155,45 @@ def rank_table(case: Case, width: int = 80) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
-    rows = [_row(facts) for facts in _chosen(case)]
-    for index, name in enumerate(("rank", "state", "phase", "since", "samples", "loss", "memory")):
-        widest = max([len(name), *(len(row[index]) for row in rows)])
-        # Of a line too long for the terminal the phase gives way.
-        least = None if name == "phase" else widest
-        justify: Any = "right" if index > 2 else "left"
-        table.add_column(name, justify=justify, no_wrap=True, min_width=least)
-    for facts, row in zip(_chosen(case), rows, strict=True):
-        table.add_row(*map(Text, row), style=_row_style(facts))
+    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    chosen = _chosen(case)
+    rows = [(_row(facts), _row_style(facts)) for facts in chosen]
     for rank in case.never_started[:4]:
-        table.add_row(
-            f"[Rank {rank}/{case.run.world_size}]".replace("[", "\\["), "missing", "never started"
-        )
-    left = len(case.ranks) - min(len(case.ranks), _MOST_RANKS)
+        label = f"[Rank {rank}/{case.run.world_size}]"
+        rows.append(((label, "missing", "never started", "", "", "", ""), ""))
+    left = len(case.ranks) - len(chosen)
     if left:
-        table.add_row(f"… and {plural(left, 'rank')} more")
+        rows.append(((f"… and {plural(left, 'rank')} more", "", "", "", "", "", ""), ""))
+    widths = _widths([cells for cells, _ in rows], width)
+    for index, (name, least) in enumerate(zip(_COLUMNS, widths, strict=True)):
+        justify: Any = "right" if index > 2 else "left"
+        if least:
+            table.add_column(name, justify=justify, no_wrap=True, width=least)
+    for cells, style in rows:
+        shown = [Text(cell) for cell, least in zip(cells, widths, strict=True) if least]
+        table.add_row(*shown, style=style)
     return table
+
+
+def _widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Of each column; 0 for one that is empty.
+
+    Where a line is too long the phase gets shorter, then columns are left out.
+    """
+    widths = []
+    for index, name in enumerate(_COLUMNS):
+        longest = max((len(row[index]) for row in rows), default=0)
+        widths.append(max(longest, len(name)) if longest or not rows else 0)
+
+    def excess() -> int:
+        return sum(widths) + sum(map(bool, widths)) - 1 - width
+
+    phase = _COLUMNS.index("phase")
+    widths[phase] = min(widths[phase], max(_LEAST_PHASE, widths[phase] - max(0, excess())))
+    for name in _GIVE_WAY:
+        if excess() > 0:
+            widths[_COLUMNS.index(name)] = 0
+    return widths
 
 
 def _chosen(case: Case) -> Sequence[Facts]:
@@ -181,8 +213,11 @@ def _row(facts: Facts) -> tuple[str, ...]:
         phase, since = record.section.name, record.section.since
     age = _age(max(0.0, (record.exit.at if record.exit and record.exit.at else facts.now) - since))
     loss = "" if record.loss is None else _number(record.loss)
-    line = step_line(record)
-    return line, facts.state, phase[:20], age, _count(record.samples), loss, size(record.rss)
+    samples = _count(record.samples)
+    if _in_epochs(record):
+        phase, age = ("", "") if phase == "start" else (phase, age)
+        samples = samples if record.samples else ""
+    return step_line(record), facts.state, phase[:20], age, samples, loss, size(record.rss)
 
 
 def _count(value: int) -> str:

@@ -80,9 +80,10 @@ def is_stuck(case: Case, waiting: Sequence[Facts], awaited: Mapping[int, set[int
     for facts in waiting:
         wait = facts.wait
         assert wait is not None
-        if facts.ended:
+        if facts.ended and not case.interrupted:
             return True  # it gave up waiting, or was made to
-        waited = facts.now - wait.since
+        ended = facts.record.exit.at if facts.record.exit is not None else None
+        waited = (ended or facts.now) - wait.since
         needed = _PROVEN if _is_proven(case, facts, awaited) else case.limit
         if waited >= needed and not any(other.moved for other in case.live):
             return True
@@ -99,7 +100,8 @@ def _is_proven(case: Case, facts: Facts, awaited: Mapping[int, set[int]]) -> boo
         other = case.ranks.get(rank)
         if other is None:
             continue  # it may be about to start
-        if other.ended or (other.record.process.stopped and other.idle >= _PROVEN):
+        ended = other.ended and not case.interrupted  # Ctrl-C ended them all: that proves nothing
+        if ended or (other.record.process.stopped and other.idle >= _PROVEN):
             return True  # a stopped one comes when somebody continues it, which nobody may do
         theirs = other.wait
         if theirs is not None and facts.rank in awaited[rank]:

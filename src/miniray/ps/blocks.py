@@ -1,7 +1,7 @@
 """Work on large weights in pieces that fit the cache, on all cores.
 
-A plain ``stack().mean()`` reads and writes main memory once for every operation. Here one piece of
-half a megabyte is taken through all operations and all workers before the next one is touched, so
+A plain ``stack().mean()`` reads and writes main memory once for every operation. Here a piece of at
+most a megabyte is taken through all operations and all workers before the next one is touched, so
 memory is read once for each worker and written once. numpy releases the interpreter's lock inside
 each operation, so threads do run at the same time.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -20,8 +20,13 @@ import numpy as np
 from miniray.ps.leaves import Array, Leaf
 from miniray.ps.reading import Room
 
-#: Numbers in a piece: large enough that Python's share is small, small enough for the L2 cache.
+#: Numbers in a piece: large enough that Python's share is small, small enough for the cache. Twice
+#: as many where there are many: a thread that finds the interpreter's lock taken between two
+#: operations is woken late, and with larger pieces that happens less often.
 PIECE = 131_072
+_MANY = 16_000_000
+#: Room for pieces that are read may take this part of the weights.
+_ROOM = 0.25
 #: Below this many numbers a second thread costs more than it brings.
 _WORTH_THREADS = 1_000_000
 
@@ -50,13 +55,23 @@ def whole(leaves: Iterable[int], all_leaves: list[Leaf]) -> list[Range]:
     return [Range(i, 0, all_leaves[i].size) for i in leaves]
 
 
-def pieces_of(ranges: Iterable[Range]) -> list[Piece]:
+def pieces_of(ranges: Sequence[Range]) -> list[Piece]:
+    size = _piece(sum(r.stop - r.start for r in ranges))
     cuts = (
-        (which, leaf, low, min(low + PIECE, stop), start)
+        (which, leaf, low, min(low + size, stop), start)
         for which, (leaf, start, stop) in enumerate(ranges)
-        for low in range(start, stop, PIECE)
+        for low in range(start, stop, size)
     )
     return [Piece(number, *cut) for number, cut in enumerate(cuts)]
+
+
+def readers(workers: int, nbytes: int) -> int:
+    """How many threads may have room for a piece of each of so many workers' weights."""
+    return int(_ROOM * nbytes / (4 * _piece(nbytes // 4) * workers))
+
+
+def _piece(numbers: int) -> int:
+    return PIECE if numbers < _MANY else 2 * PIECE
 
 
 def split(ranges: list[Range], leaves: list[Leaf], parts: int) -> list[list[Range]]:
@@ -88,10 +103,19 @@ class Crew:
         #: Room for intermediate results, for each thread: fresh memory costs ten times warm one.
         self._rooms: deque[Scratch] = deque()
 
-    def run(self, pieces: list[Piece], work: Callable[[Piece, Scratch], None]) -> None:
-        """Call ``work`` for every piece. The first exception stops all and is raised."""
+    def run(
+        self,
+        pieces: list[Piece],
+        work: Callable[[Piece, Scratch], None],
+        most: int | None = None,
+    ) -> None:
+        """Call ``work`` for every piece, in at most so many threads.
+
+        The first exception stops all and is raised.
+        """
         total = sum(p.stop - p.start for p in pieces)
-        helpers = 0 if total < _WORTH_THREADS else min(self.threads, len(pieces)) - 1
+        threads = self.threads if most is None else min(self.threads, most)
+        helpers = 0 if total < _WORTH_THREADS else min(threads, len(pieces)) - 1
         left = deque(pieces)
         failed = threading.Event()
 
@@ -150,7 +174,7 @@ class Scratch:
         """Room for a piece of this worker's weights, always at the same place."""
         room = self._rooms.get((worker, dtype))
         if room is None:
-            room = self._rooms[worker, dtype] = Room(PIECE, dtype)
+            room = self._rooms[worker, dtype] = Room(2 * PIECE, dtype)
         return room
 
 

@@ -24,7 +24,7 @@ from miniray.core import session
 from miniray.core.local.executors import AROUND
 from miniray.core.remote import ActorHandle
 from miniray.errors import ActorDiedError, SyncError, WorkerLostError
-from miniray.ps.blocks import PIECE
+from miniray.ps.blocks import readers
 from miniray.ps.model import Given, Model
 from miniray.ps.offer import DIGEST, OFFER, READ, RETURN, Desk, offer
 from miniray.ps.places import Places
@@ -36,8 +36,6 @@ TRANSPORTS = ("auto", "copy", "read")
 #: Nobody is held for others longer than this, in seconds: they may be waiting for him. Longer where
 #: the user insists on reading.
 _PATIENCE = {"auto": 1.0, "read": 30.0}
-#: Room for pieces may take this part of the weights.
-_ROOM = 0.25
 
 
 class Collector:
@@ -73,8 +71,8 @@ class Collector:
         if len(actors) < workers:
             return None  # one of them twice: held in its first call it does not come to the second
         assert layout is not None
-        room = 4 * PIECE * workers * self._model.threads
-        return places if self.eager or room <= _ROOM * layout.nbytes else None
+        enough = readers(workers, layout.nbytes) >= min(2, self._model.threads)
+        return places if self.eager or enough else None
 
 
 class Round:
@@ -254,10 +252,12 @@ def failure(errors: dict[int, Exception], method: str, phase: str) -> SyncError:
     (first, error), *others = errors.items()
     # One traceback is enough to read; of the others what they are.
     lines = [f"worker {first}: {method} failed: {error}"]
-    lines += [f"worker {i}: {method} failed: {_last_line(other)}" for i, other in others]
+    lines += [f"worker {i}: {method} failed: {_one_line(other)}" for i, other in others]
     lost = any(isinstance(error, ActorDiedError) for error in errors.values())
     return (WorkerLostError if lost else SyncError)("\n".join(lines), tuple(errors), phase)
 
 
-def _last_line(error: Exception) -> str:
-    return str(error).rstrip().rpartition("\n")[2] or type(error).__name__
+def _one_line(error: Exception) -> str:
+    """A death says first what happened, then its last output; a traceback says it at its end."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0 if isinstance(error, ActorDiedError) else -1]

@@ -7,12 +7,12 @@ them. Nothing it does is final until ``commit``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from miniray.ps.blocks import Crew, Piece, Range, Scratch, all_finite, pieces_of
+from miniray.ps.blocks import Crew, Piece, Range, Scratch, all_finite, pieces_of, readers
 from miniray.ps.leaves import Array, Leaf, Source, read, write
 from miniray.ps.places import Run
 from miniray.ps.reading import FarRun
@@ -69,6 +69,7 @@ class Combiner:
         self._gaps = [_gaps_in(piece, leaves[piece.leaf].gaps) for piece in self._pieces]
         self._crew = crew
         total = sum(self._numbers(p, p.stop - p.start) for p in self._pieces)
+        self._nbytes = sum((r.stop - r.start) * leaves[r.leaf].compute.itemsize for r in ranges)
         self._sample = 1 if total <= EXACT else _SAMPLE
         measured = sum(self._numbers(p, self._measured(p)) for p in self._pieces)
         self._scale = total / measured if measured else 1.0
@@ -87,7 +88,7 @@ class Combiner:
                     square = _square(self._cleared(piece, gap))
                     found[piece.number, i, j] = found[piece.number, j, i] = square
 
-        self._crew.run(self._pieces, measure)
+        self._run(measure, workers)
         total: Array = found.sum(axis=0)
         return total
 
@@ -151,7 +152,7 @@ class Combiner:
             if not direct:
                 write(target, at, out)
 
-        self._crew.run(self._pieces, work)
+        self._run(work, workers)
         return Tally(float(change.sum()) * self._scale, apart.sum(axis=0) * self._scale)
 
     def broken(self, sources: Sequence[Source]) -> str | None:
@@ -164,13 +165,23 @@ class Combiner:
             except NotFiniteError as error:
                 found.append((piece, error.place))
 
-        self._crew.run(self._pieces, look)
+        self._run(look, [sources])
         return min(found)[1] if found else None
 
     def commit(self) -> None:
         self.buffers.commit()
 
     # -- helpers -----------------------------------------------------------------------------------
+
+    def _run(
+        self, work: Callable[[Piece, Scratch], None], workers: Sequence[Sequence[Source]]
+    ) -> None:
+        """Do it for all pieces; for runs that are read each thread needs room."""
+        far = sum(
+            type(runs) is list and any(isinstance(r, FarRun) for r in runs) for runs in workers
+        )
+        most = max(1, readers(far, self._nbytes)) if far else None
+        self._crew.run(self._pieces, work, most)
 
     def _blocks(
         self, piece: Piece, workers: Sequence[Sequence[Source]], scratch: Scratch

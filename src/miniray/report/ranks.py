@@ -252,13 +252,15 @@ def overview(run: Run) -> Markup:
             state = "idle"  # its driver is done and keeps it, for the next train()
         loss = None if rank.loss is None else float(rank.loss)
         phase = rank.section.name if rank.section is not None else rank.phase.name
-        rows.append([f"rank {rank.rank}", state, rank.step, rank.samples or None, loss,
-                     phase or None, rank.attempt or None, size(rank.peak_rss),
+        epoch = None if rank.epoch < 0 else rank.epoch
+        rows.append([f"rank {rank.rank}", state, epoch, rank.step or None, rank.samples or None,
+                     loss, phase or None, rank.attempt or None, size(rank.peak_rss),
                      f"{rank.host}:{rank.pid}"])  # fmt: skip
-    head = ["", "state", "step", "samples", "loss", "last phase", "restarts", "memory", "process"]
+    head = ["", "state", "epoch", "step", "samples", "loss", "last phase", "restarts", "memory",
+            "process"]  # fmt: skip
     used = [i for i in range(len(head)) if not i or any(row[i] is not None for row in rows)]
     rows = [[row[i] for i in used] for row in rows]
-    texts = [k for k, i in enumerate(used) if i in (0, 1, 5, 8)]
+    texts = [k for k, i in enumerate(used) if i in (0, 1, 6, 9)]
     head = [head[i] for i in used]
     missing = run.record.missing if run.record.ranks else ()
     rows += [[f"rank {rank}", tag("b", "no record", cls="bad")] for rank in missing[:16]]

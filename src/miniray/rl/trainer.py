@@ -72,6 +72,7 @@ class RLTrainer(Resumable):
     worker_class: type[Any] = Worker
     #: Once for all workers, where the engine can; the driver itself does without torch.
     _preloaded = ("miniray.train.dynamo", "miniray.rl.worker")
+    _unit = "step"
 
     def __init__(
         self,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import miniray
@@ -22,6 +23,23 @@ def check_choices(choices: Mapping[str, Sequence[str]], **chosen: Any) -> None:
         if value not in choices[name]:
             known = ", ".join(map(repr, choices[name]))
             raise ValueError(f"{name} must be one of {known}, not {value!r}")
+
+
+def check_spelling(trainer: object, given: Iterable[str], more: Iterable[str] = ()) -> None:
+    """``TypeError`` for a name in ``given`` that is nearly an option of the trainer's class.
+
+    For options that are refused anyway: who mistypes ``sync_interval`` should not have to read
+    about options of strategies.
+    """
+    known = set(more)
+    for cls in type(trainer).__mro__[:-1]:
+        if "__init__" in vars(cls):
+            known |= set(inspect.signature(vars(cls)["__init__"]).parameters)
+    for name in given:
+        for meant in difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7):
+            raise TypeError(
+                f"{type(trainer).__name__} has no option {name!r}; did you mean {meant!r}?"
+            )
 
 
 def worker_class(worker: Any, resources: Mapping[str, Any] | None) -> ActorClass[Any] | None:

@@ -52,6 +52,8 @@ class BaseTrainer(Saving):
     required_methods: Sequence[str] = ()
     #: What all workers import: loaded once, where the engine can.
     _preloaded: Sequence[str] = ()
+    #: What its progress counts.
+    _unit = "epoch"
 
     def __init__(
         self,
@@ -155,7 +157,7 @@ class BaseTrainer(Saving):
         return result
 
     def _loop(self, epochs: int) -> None:
-        with Progress(self.epoch, epochs, enabled=self._progress) as progress:
+        with Progress(self.epoch, epochs, unit=self._unit, enabled=self._progress) as progress:
             for epoch in range(self.epoch, self.epoch + epochs):
                 started = time.monotonic()
                 self._emit("on_epoch_start", epoch)
@@ -177,6 +179,8 @@ class BaseTrainer(Saving):
                     self.run.append_event(
                         {"event": "stopped", "epoch": epoch, "reason": self.stop_reason}
                     )
+                    why = f": {self.stop_reason}" if self.stop_reason else ""
+                    progress.note(f"stopped after {self._unit} {epoch}{why}")
                     break
 
     def _after_epoch(self, epoch: int, result: dict[str, Any]) -> None:

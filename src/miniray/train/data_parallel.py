@@ -13,7 +13,7 @@ from miniray.core.remote import adapting
 from miniray.errors import MinirayError
 from miniray.ps import check_strategy, create_parameter_server
 from miniray.train import resume as resuming
-from miniray.train.arguments import check_whole
+from miniray.train.arguments import check_spelling, check_whole
 from miniray.train.asynchronous import AsyncEpochs
 from miniray.train.averaging import aggregate
 from miniray.train.base import BaseTrainer
@@ -81,7 +81,11 @@ class DataParallelTrainer(BaseTrainer):
         rest = {k: v for k, v in kwargs.items() if k not in names}
         self._server_options = {k: rest.pop(k) for k in _SERVER_OPTIONS if k in rest}
         self._strategy_options = rest
-        check_strategy(sync_strategy, rest)
+        try:
+            check_strategy(sync_strategy, rest)
+        except TypeError:  # the strategy cannot know that it was not meant
+            check_spelling(self, rest, _SERVER_OPTIONS)
+            raise
         self.sync_interval = sync_interval
         self.sync_strategy = sync_strategy
         self.mode = mode

@@ -5,6 +5,7 @@ Workers never print it: they do not know of it.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -14,19 +15,23 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from miniray.train.records import number
+from miniray.train.terminal import Terminal, beneath
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_HIDDEN = ("epoch", "seconds", "num_samples", "synced")
+_HIDDEN = ("epoch", "seconds", "synced")
+#: Counts that are in ``metrics.jsonl`` and that nobody watches; of ``val_num_samples`` likewise.
+_HIDDEN_ENDS = ("num_samples", "_bytes")
 
 
 class Steps:
     """Counts ``count`` steps of something as they get done.
 
-    On a terminal it is one tqdm bar with a note and the time left. Elsewhere it is about ``lines``
-    lines in all, so that a log file stays readable. ``enabled=False``: nothing at all. Writes to
-    stderr; a stream that was closed ends the progress and not the run.
+    On a terminal it is one tqdm bar with a note and the time left, below whatever else is printed
+    (``terminal``). Elsewhere it is about ``lines`` lines in all, so that a log file stays readable.
+    ``enabled=False``: nothing at all. Writes to stderr; a stream that was closed ends the progress
+    and not the run.
     """
 
     def __init__(
@@ -44,12 +49,16 @@ class Steps:
         self.done = 0
         self.began = time.monotonic()
         self._label, self._unit = label, unit
-        self._stream = stream or sys.stderr
+        self._stream = beneath(stream or sys.stderr)
         self._enabled = enabled and count > 0 and self._stream is not None
         self._every = max(1, count // lines)
         self._bar: Any = None
+        self._terminal: Terminal | None = None
         if self._enabled and self._stream.isatty():
-            self._bar = _bar_class()(
+            bars = _bar_class()
+            if bars.terminal is None:
+                bars.terminal = self._terminal = Terminal(self._stream, bars)
+            self._bar = bars(
                 total=start + count,
                 initial=start,
                 desc=label,
@@ -73,7 +82,7 @@ class Steps:
     def note(self, text: str) -> None:
         """A line of its own, above the bar: what a reader should know now."""
         if self._bar is not None:
-            self._bar.write(text, file=self._stream)
+            self._bar.terminal.write(f"{text}\n")
         else:
             self._print(text)
 
@@ -88,8 +97,12 @@ class Steps:
     def close(self) -> None:
         """Leave the bar as it is and the terminal as it was. Safe to call twice."""
         bar, self._bar = self._bar, None
-        if bar is not None:
-            bar.close()
+        if bar is None:
+            return
+        if self._terminal is not None:
+            self._terminal.release()
+            type(bar).terminal = self._terminal = None
+        bar.close()
 
     def __enter__(self) -> Self:
         return self
@@ -107,12 +120,17 @@ class Progress(Steps):
     """Shows epochs ``start`` to ``start + epochs - 1`` with their metrics and the time left."""
 
     def __init__(
-        self, start: int, epochs: int, *, enabled: bool = True, stream: TextIO | None = None
+        self,
+        start: int,
+        epochs: int,
+        *,
+        unit: str = "epoch",
+        enabled: bool = True,
+        stream: TextIO | None = None,
     ) -> None:
-        super().__init__(
-            epochs, "epochs", "epochs", start=start, enabled=enabled, stream=stream, lines=100
-        )
-        self._end = start + epochs
+        many = f"{unit}s"
+        super().__init__(epochs, many, many, start=start, enabled=enabled, stream=stream, lines=100)
+        self._end, self._one = start + epochs, unit
 
     def update(self, epoch: int, metrics: Mapping[str, Any]) -> None:
         """Say that ``epoch`` is done, with these results."""
@@ -121,8 +139,8 @@ class Progress(Steps):
     def _line(self, note: str) -> str:
         each = (time.monotonic() - self.began) / self.done
         left = each * (self.count - self.done)
-        text = f"epoch {self._end - self.count + self.done}/{self._end}  {note}".rstrip()
-        return f"{text}  [{each:.3g} s/epoch, {_clock(left)} left]"
+        text = f"{self._one} {self._end - self.count + self.done}/{self._end}  {note}".rstrip()
+        return f"{text}  [{each:.3g} s/{self._one}, {_clock(left)} left]"
 
 
 def describe(metrics: Mapping[str, Any]) -> str:
@@ -130,7 +148,7 @@ def describe(metrics: Mapping[str, Any]) -> str:
     parts = []
     for key, value in metrics.items():
         plain = number(value)
-        if plain is not None and key not in _HIDDEN:
+        if plain is not None and key not in _HIDDEN and not key.endswith(_HIDDEN_ENDS):
             parts.append(f"{key}={plain:.4g}")
     return " ".join(parts)
 
@@ -150,6 +168,7 @@ def _size(stream: TextIO) -> dict[str, Any]:
     return {"dynamic_ncols": True} if columns else {"ncols": 80, "nrows": 24}
 
 
+@functools.cache
 def _bar_class() -> Any:
     """tqdm with a lock of this process alone and without its monitor thread.
 
@@ -161,6 +180,29 @@ def _bar_class() -> Any:
 
     class Bar(tqdm):  # type: ignore[type-arg]
         monitor_interval = 0
+        terminal: Terminal | None = None  #: of the outermost ``Steps``
+
+        def __init__(self, *, file: TextIO, **options: Any) -> None:
+            super().__init__(file=beneath(file), **options)
+
+        @staticmethod
+        def format_meter(  # type: ignore[override]
+            *, unit: str, postfix: str | None, ncols: int | None, **rest: Any
+        ) -> str:
+            """As many metrics as leave room for the bar, and ``1.2 s/epoch``."""
+            note = postfix or ""
+            while ncols and note:
+                if len(tqdm.format_meter(unit=unit, postfix=note, **rest)) <= ncols:
+                    break  # with a bar of ten columns, which is the width where none is given
+                note = note.rpartition(" ")[0]
+            line = tqdm.format_meter(unit=unit, postfix=note, ncols=ncols, **rest)
+            one = unit.strip().removesuffix("s")
+            return line.replace(f"s/{unit}", f" s/{one}")
+
+        def display(self, *args: Any, **kwargs: Any) -> Any:
+            if self.terminal is not None and self.terminal.line_is_open:
+                return False
+            return super().display(*args, **kwargs)
 
     Bar.set_lock(threading.RLock())
     return Bar

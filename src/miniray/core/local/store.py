@@ -43,7 +43,7 @@ class Segment:
     ``id`` stays the same over all uses, so a receiver recognises a segment it has mapped already.
     """
 
-    __slots__ = ("fd", "id", "kept", "map", "on_disk", "size", "used_at")
+    __slots__ = ("doubtful", "fd", "id", "kept", "map", "on_disk", "size", "used_at")
 
     def __init__(self, id: int, fd: int, size: int, *, writable: bool, on_disk: bool) -> None:
         self.fd = fd
@@ -51,8 +51,10 @@ class Segment:
         self.size = size
         self.on_disk = on_disk
         self.used_at = 0.0
-        #: A private mapping that nobody uses any more, and that still shows the segment itself.
+        #: A private mapping that nobody uses any more, and that still shows the segment itself;
+        #: doubtful until somebody looked whether it does.
         self.kept: mmap.mmap | None = None
+        self.doubtful = False
         prot = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
         self.map = mmap.mmap(fd, size, mmap.MAP_SHARED, prot, **_NO_DUP)
 
@@ -79,7 +81,7 @@ class Lease(Shared):
     Values built over the memory keep the lease alive through their buffers (see ``view``).
     """
 
-    __slots__ = ("abandoned", "private", "segment", "store")
+    __slots__ = ("abandoned", "faults", "private", "segment", "store")
 
     def __init__(
         self, sharing: Sharing, id: int, parent: int | None, segment: Segment, store: Store
@@ -89,9 +91,13 @@ class Lease(Shared):
         self.store = store
         self.abandoned = False
         self.private: weakref.ref[mmap.mmap] | None = None
+        self.faults: int | None = None
 
     def private_map(self) -> mmap.mmap:
         """Writable memory with the object in it, for one receiver. Views on it hold the lease."""
+        # The first write to a page is a fault: no fault, nothing written. A new mapping has none of
+        # its pages, so that reading it is faults, too.
+        self.faults = None if self.segment.kept is None else system.page_faults()
         memory = self.segment.private_map()
         # Weak: what a receiver wrote there takes memory, and is freed with its last view.
         self.private = weakref.ref(memory)
@@ -103,6 +109,7 @@ class Lease(Shared):
     def __del__(self) -> None:
         # The mapping is still there if the last view on it is what held the lease until now.
         self.segment.kept = None if self.private is None else self.private()
+        self.segment.doubtful = self.faults is None or self.faults != system.page_faults()
         self.store.returned.append((self.segment, self.parent is None, self.abandoned))
         super().__del__()
 
@@ -218,7 +225,8 @@ class Store:
             segment, home, abandoned = self.returned.popleft()
             segment.used_at = now
             self._in_use.discard(segment)
-            if segment.kept is not None and not system.is_untouched(segment.kept):
+            kept = segment.kept
+            if kept is not None and segment.doubtful and not system.is_untouched(kept):
                 segment.kept = None  # what the last receiver wrote there is nobody's business
             if not home:
                 self._mapped[segment.id] = segment

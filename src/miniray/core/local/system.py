@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import secrets
 import select
 import selectors
@@ -228,3 +229,9 @@ def is_untouched(private: mmap.mmap) -> bool:
     # Bits 62 and 63: swapped out, in memory. Bit 61: a page of the file and not a copy of one.
     state = np.frombuffer(found, np.uint64) >> np.uint64(61)
     return not bool(np.any((state > 1) & (state & np.uint64(1) == 0)))
+
+
+def page_faults() -> int:
+    """How often this process was given a page until now, or a copy of one to write to."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_minflt + usage.ru_majflt

@@ -172,8 +172,10 @@ function drawRuns() {
 function drawState() {
   const now = state();
   $("run-name").textContent = now.name;
-  const low = Math.min(...(now.ranks ?? []).map((r) => r.step ?? 0)), high = Math.max(...(now.ranks ?? []).map((r) => r.step ?? 0));
-  const steps = now.ranks?.length ? `step ${low === high ? low : `${low}–${high}`}` : "";
+  const ranks = now.ranks ?? [];
+  const unit = ranks.some(inEpochs) && !ranks.some((r) => r.step) ? "epoch" : "step";
+  const low = Math.min(...ranks.map((r) => r[unit] ?? 0)), high = Math.max(...ranks.map((r) => r[unit] ?? 0));
+  const steps = ranks.length ? `${unit} ${low === high ? low : `${low}–${high}`}` : "";
   $("run-facts").textContent = [now.state, now.world_size && `${now.world_size} ranks`, steps, now.facts].filter(Boolean).join(" · ");
   $("run-facts").title = $("run-facts").textContent;
   const word = now.error ? "failed" : now.state === "deleted" ? "none" : now.severity;
@@ -257,6 +259,9 @@ function sameDoing(missing) {
 
 // -- ranks and their lanes -----------------------------------------------------------------------
 
+// A worker without torch has no steps of its own: how far it is, is the trainer's epoch.
+function inEpochs(row) { return !row.step && row.epoch >= 0; }
+
 const CELLS = ["rank", "how", "step", "loss", "lane", "doing", "memory", "cpu", "ask"];
 const NUMBERS = new Set(["step", "loss", "memory", "cpu"]);
 
@@ -304,7 +309,7 @@ function fillRow(line, row) {
   const how = row.blame === "stuck" && row.state !== "waiting" ? "stuck" : row.state;  // "running" would mislead
   word.className = `state ${how}`;
   put(word, how);
-  put(line.cells[2], row.step == null ? "" : String(row.step));
+  put(line.cells[2], inEpochs(row) ? `epoch ${row.epoch}` : row.step == null ? "" : String(row.step));
   const broken = typeof row.loss === "string";
   put(line.cells[3], row.loss == null ? "" : broken ? row.loss : row.loss.toPrecision(4));
   line.cells[3].classList.toggle("nan", broken);

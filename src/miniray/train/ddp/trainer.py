@@ -11,6 +11,7 @@ from typing import Any
 
 import miniray
 from miniray.core.remote import adapting
+from miniray.train.arguments import check_spelling
 from miniray.train.averaging import aggregate
 from miniray.train.base import BaseTrainer
 from miniray.train.ddp import setup
@@ -82,6 +83,7 @@ class DDPTrainer(RankTrainer):
         ddp_options = {k: kwargs.pop(k) for k in setup.DDP_OPTIONS if k in kwargs}
         unknown = [name for name in kwargs if name not in names]
         if unknown:
+            check_spelling(self, unknown, setup.DDP_OPTIONS)
             raise TypeError(f"{type(self).__name__}() does not know {', '.join(unknown)}")
         setup.check_arguments(
             shard=shard,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import miniray
+from miniray.train.arguments import check_spelling
 from miniray.train.evaluate import combine
 from miniray.train.parallel import timeline
 from miniray.train.parallel.layout import Layout
@@ -52,6 +53,7 @@ class SplitModelTrainer(RankTrainer):
     ) -> None:
         unknown = [name for name in options if name not in _OPTIONS]
         if unknown:
+            check_spelling(self, unknown)
             raise TypeError(f"{type(self).__name__}() does not know {', '.join(unknown)}")
         parts = {
             "model": model,

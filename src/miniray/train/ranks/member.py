@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from miniray.doctor import barriers, instrument, recorder
 from miniray.errors import PeerLostError
-from miniray.train import group
+from miniray.train import allocator, group
 from miniray.train.ranks.output import marked_output, tame_tqdm
 from miniray.train.ranks.pulse import PulseThread
 
@@ -73,6 +73,7 @@ class Member(ABC):
             self.recorder = self._record(folder)
             self._has_boxes = one_machine and folder is not None
             tame_tqdm(self.rank)
+            allocator.keep_freed_memory()
         store = group.join(spec, self.rank)
         self._open.callback(group.leave)
         self.pulse = PulseThread(spec, self.rank, store)
