@@ -71,6 +71,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "data": Benchmark("data.py"),
     "memory_table": Benchmark("memory_table.py"),
     "doctor": Benchmark("doctor.py"),
+    "doctor_gpu": Benchmark("doctor.py", ("--gpu",), needs_gpu=True),
     "parallel": Benchmark("parallel.py"),
     "bubble": Benchmark("parallel.py", ("--bubble",), needs_cores=4),
     "rl": Benchmark("rl.py"),

@@ -230,6 +230,14 @@ def doctor(record: Record) -> Figures:
     return found
 
 
+def doctor_gpu(record: Record) -> Figures:
+    """What the table of its results says, by the title of the line."""
+    return {
+        line["title"].replace(",", "").replace(" ", "_"): line["cells"][0]
+        for line in record["table"]
+    }
+
+
 def nanoseconds(value: float) -> str:
     return f"{value:.0f} ns" if value < 1000 else human(value / 1e9, "s")
 
@@ -326,6 +334,7 @@ MAKERS: dict[str, Callable[[Record], Figures]] = {
     "data": data,
     "memory_table": memory_table,
     "doctor": doctor,
+    "doctor_gpu": doctor_gpu,
     "parallel": parallel,
     "bubble": bubble,
     "rl": rl,

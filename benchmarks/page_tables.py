@@ -18,6 +18,7 @@ COLUMNS = {
     "ps": ["miniray", "other", "ratio"],
     "memory_table": ["one driver", "sharded, decoded at once", "miniray"],
     "doctor": ["figure"],
+    "doctor_gpu": ["figure"],
     "parallel": ["miniray", "against", "ratio"],
     "bubble": ["measured", "by the formula", "difference"],
 }
