@@ -95,7 +95,7 @@ if __name__ == "__main__":
     parser.add_argument("--data-parallel", type=int, default=1, help="copies of the pipeline")
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=20)
     arguments = parser.parse_args()
     trainer = PipelineParallelTrainer(
         arguments.workers * arguments.data_parallel,

@@ -268,7 +268,7 @@ def test_what_cannot_be_trained_is_refused_with_what_would_fit():
         planned(model, layout=Layout(tensor=2))
 
 
-PARTS = {"model": make_model, "loss": loss, "optimizer": adam, "data": None}
+PARTS = {"model": make_model, "loss": loss, "optimizer": adam, "data": list}
 
 
 @pytest.mark.parametrize(
@@ -306,3 +306,13 @@ def test_arguments_of_a_split_model_that_make_no_sense(options, message):
         ModelParallelTrainer(**{**PARTS, **options})
     with pytest.raises(TypeError, match="does not know uneven"):
         ModelParallelTrainer(**PARTS, uneven="pad")
+
+
+def test_a_part_that_is_missing_or_misspelled():
+    without = {name: part for name, part in PARTS.items() if name != "data"}
+    with pytest.raises(TypeError, match=r"PipelineParallelTrainer\(\) needs data="):
+        PipelineParallelTrainer(**without)
+    with pytest.raises(TypeError, match=r"PipelineParallelTrainer\(\) does not know train_data"):
+        PipelineParallelTrainer(**without, train_data=PARTS["data"])
+    with pytest.raises(TypeError, match="no option 'micro_batches'; did you mean 'microbatches'"):
+        PipelineParallelTrainer(**PARTS, micro_batches=4)

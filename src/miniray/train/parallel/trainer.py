@@ -36,10 +36,10 @@ class SplitModelTrainer(RankTrainer):
         self,
         layout: Layout,
         *,
-        model: Any,
-        loss: Callable[[Any, Any], Any],
-        optimizer: Callable[[Any], Any],
-        data: Any,
+        model: Any = None,
+        loss: Callable[[Any, Any], Any] | None = None,
+        optimizer: Callable[[Any], Any] | None = None,
+        data: Any = None,
         val_data: Any = None,
         metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
         lr_scheduler: Callable[[Any], Any] | None = None,
@@ -55,11 +55,13 @@ class SplitModelTrainer(RankTrainer):
         if unknown:
             check_spelling(self, unknown)
             raise TypeError(f"{type(self).__name__}() does not know {', '.join(unknown)}")
+        # Not asked for by the signature: whoever misspells one should read what it is called.
+        required = {"model": model, "loss": loss, "optimizer": optimizer, "data": data}
+        missing = ", ".join(f"{name}=" for name, value in required.items() if value is None)
+        if missing:
+            raise TypeError(f"{type(self).__name__}() needs {missing}")
         parts = {
-            "model": model,
-            "loss": loss,
-            "optimizer": optimizer,
-            "data": data,
+            **required,
             "val_data": val_data,
             "metrics": dict(metrics or {}),
             "lr_scheduler": lr_scheduler,
