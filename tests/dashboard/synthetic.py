@@ -35,21 +35,21 @@ def one_step(box, rank, step, pace=0.02, loss=None):
     """A step of a data-parallel loop: data, compute, backward, a collective."""
     box.set_phase("data", site(10))
     time.sleep(pace * 0.2)
-    box.data_seconds += pace * 0.2
+    box.data_ns += int(pace * 0.2e9)
     box.set_phase("compute", site(12))
     time.sleep(pace * 0.5)
     box.set_phase("backward", site(14))
     time.sleep(pace * 0.2)
-    box.backward_seconds += pace * 0.2
+    box.backward_ns += int(pace * 0.2e9)
     number = box.collective("all_reduce", "SUM", "default", (4,), "float32", site(16))(
-        time.monotonic()
+        time.monotonic_ns()
     )
     time.sleep(pace * 0.1)
-    box.collective_seconds += pace * 0.1
+    box.collective_ns += int(pace * 0.1e9)
     box.end(number)
     box.set_loss(2.0 / (1 + step / 20) if loss is None else loss, site(13))
     box.add_samples(None, 8)
-    box.end_step()
+    box.end_step(time.monotonic_ns())
 
 
 def train(run_dir, rank, world_size, pace=0.02):
@@ -86,7 +86,7 @@ def hang(run_dir, rank, world_size, culprit, steps=10):
     else:
         box.set_phase("backward", site(14))
         number = box.collective("all_reduce", "SUM", "default", (4,), "float32", site(16))(
-            time.monotonic()
+            time.monotonic_ns()
         )
         wait_until((run_dir / "enough").exists, limit=600)
         box.end(number)
@@ -108,15 +108,15 @@ def still_rank(run_dir, rank, world_size, steps=50, losses=None, kind="finished"
         "heartbeat_interval": 1.0,
     }
     made = Recorder(Box.create(folder / f"{rank}.box"), info)
-    made.begin_steps(time.monotonic() - steps * 0.1)
+    began = time.monotonic_ns() - steps * 100_000_000
+    made.begin_steps(began)
     for step in range(1, steps + 1):
         value = losses[step - 1] if losses else 2.0 / step + 0.01 * rank
         made.set_loss(value, site(13))
-        made.data_seconds += 0.01
-        made.backward_seconds += 0.03
-        made.collective_seconds += 0.02
-        made._step_began = time.monotonic() - 0.1
-        made.end_step()
+        made.data_ns += 10_000_000
+        made.backward_ns += 30_000_000
+        made.collective_ns += 20_000_000
+        made.end_step(began + step * 100_000_000)
     made.box.ints[16] = 300_000_000 + rank * 1_000_000
     made.record_exit(kind, **exit_fields)
     made.close()

@@ -21,6 +21,8 @@ from miniray.doctor.layout import Cell, Real
 from miniray.doctor.reader import read_box, read_run
 from miniray.errors import BoxError
 
+MS, S = 10**6, 10**9  # nanoseconds
+
 
 @pytest.fixture
 def box(tmp_path):
@@ -58,9 +60,9 @@ def test_events_come_back_as_written_in_order(box):
 
 
 def test_the_blocking_call_is_what_the_rank_waits_in_until_it_ends(box):
-    number = add_event(box, "barrier", is_open=True, blocking=True)
+    added = add_event(box, "barrier", is_open=True, blocking=True)
     assert read_box(box.path).waiting.name == "barrier"
-    box.end_event(number)
+    box.end_event(added, time.monotonic_ns())
     record = read_box(box.path)
     assert record.waiting is None
     assert record.events[0].ended >= record.events[0].at
@@ -70,7 +72,7 @@ def test_the_ring_keeps_the_last_512_events_and_forgets_ends_of_older_ones(box):
     first = add_event(box, "lost", is_open=True)
     for number in range(layout.EVENT_SLOTS + 10):
         add_event(box, f"op{number % 7}", sequence=number)
-    box.end_event(first)  # its place is another event's now
+    box.end_event(first, time.monotonic_ns())  # its place is another event's now
     record = read_box(box.path)
     assert record.event_count == layout.EVENT_SLOTS + 11
     assert [event.sequence for event in record.events] == list(range(10, 10 + layout.EVENT_SLOTS))
@@ -94,11 +96,11 @@ def test_texts_beyond_the_table_are_said_to_have_no_room(box):
 
 def test_steps_are_kept_finely_then_coarsely(box):
     for step in range(1, 1025):
-        box.add_step(0, step, 0, (0.5, 0.1, 0.2, 0.05), 1.0 / step, 8, 0.0)
+        box.add_step(0, step, 0, (500 * MS, 100 * MS, 200 * MS, 50 * MS), 1.0 / step, 8, 0)
         if step % 16 == 0:
-            box.add_step(1, step, 0, (8.0, 1.6, 3.2, 0.8), 1.0, 8, 0.0)
+            box.add_step(1, step, 0, (8 * S, 1600 * MS, 3200 * MS, 800 * MS), 1.0, 8, 0)
         if step % 256 == 0:
-            box.add_step(2, step, 0, (128.0, 25.6, 51.2, 12.8), 1.0, 8, 0.0)
+            box.add_step(2, step, 0, (128 * S, 26 * S, 51 * S, 13 * S), 1.0, 8, 0)
     record = read_box(box.path)
     assert [s.step for s in record.steps] == list(range(769, 1025))
     assert record.steps[-1].compute == pytest.approx(0.15)
@@ -108,8 +110,8 @@ def test_steps_are_kept_finely_then_coarsely(box):
 
 
 def test_a_step_without_a_loss_is_not_a_nan(box):
-    box.add_step(0, 1, 0, (0.5, 0, 0, 0), layout.NO_LOSS, 8, 0.0)
-    box.add_step(0, 2, 0, (0.5, 0, 0, 0), math.nan, 8, 0.0)
+    box.add_step(0, 1, 0, (500 * MS, 0, 0, 0), layout.NO_LOSS, 8, 0)
+    box.add_step(0, 2, 0, (500 * MS, 0, 0, 0), math.nan, 8, 0)
     without, nan = read_box(box.path).steps
     assert without.loss is None
     assert math.isnan(nan.loss)
@@ -151,7 +153,7 @@ def test_a_record_cut_at_any_byte_is_whole_or_not_there(tmp_path_factory, cut):
     for number in range(layout.EVENT_SLOTS):
         add_event(box, "old", sequence=number)
     old = bytes(box.memory[layout.EVENTS_AT : layout.EVENTS_AT + layout.EVENT.size])
-    number = add_event(box, "new", sequence=99)
+    number, _ = add_event(box, "new", sequence=99)
     new = bytes(box.memory[layout.EVENTS_AT : layout.EVENTS_AT + layout.EVENT.size])
     mixed = new[:cut] + old[cut:]
     box.memory[layout.EVENTS_AT : layout.EVENTS_AT + layout.EVENT.size] = mixed
@@ -161,7 +163,7 @@ def test_a_record_cut_at_any_byte_is_whole_or_not_there(tmp_path_factory, cut):
     if mixed == old:  # nothing of the new one was written, or nothing that differs
         assert names == expected | {0: "old"}
     elif mixed == new:
-        assert names == expected | {number: "new"}
+        assert names == expected | {number - 1: "new"}
     else:
         assert names == expected
 
@@ -183,8 +185,8 @@ while True:
     # Everything in a record follows from its number: a mixture would show.
     sizes = (step, step + 1)
     box.event(box.what("collective", f"op{step % 10}", sizes=sizes), sequence=step)
-    parts = step * 2.0, step * 3.0, step * 4.0, step * 5.0
-    box.add_step(0, step, step, parts, step * 6.0, step, 0.0)
+    parts = [step * factor * 10**9 for factor in (2, 3, 4, 5)]
+    box.add_step(0, step, step, parts, step * 6.0, step, 0)
     writer.add([step * 2, step * 2 + 1])
     if step % 50 == 0:
         box.write_info({"rank": 0, "world_size": 1, "notes": {"step": step, "twice": [step] * 500}})
@@ -198,8 +200,9 @@ def check_consistent(record):
         assert event.name == f"op{event.sequence % 10}"
         assert event.shape == (event.sequence, event.sequence + 1)
     for s in record.steps:
-        assert (s.seconds, s.data, s.backward) == (s.step * 2.0, s.step * 3.0, s.step * 4.0)
-        assert (s.collective, s.loss, s.batch_size) == (s.step * 5.0, s.step * 6.0, s.step)
+        times = s.seconds, s.data, s.backward, s.collective
+        assert times == pytest.approx([s.step * factor for factor in (2, 3, 4, 5)])
+        assert (s.loss, s.batch_size) == (s.step * 6.0, s.step)
     if record.notes:
         assert record.notes["twice"] == [record.notes["step"]] * 500
     for one in record.passes:

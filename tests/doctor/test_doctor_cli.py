@@ -32,7 +32,7 @@ def miniray(*args, cwd, timeout=50, **env):
 def record(run_dir, rank, world, what):
     recorder.start(run_dir, rank, world, heartbeat_interval=0.2)
     for _ in range(3):
-        recorder.current().end_step()
+        recorder.current().end_step(time.monotonic_ns())
     what()
 
 
@@ -53,7 +53,7 @@ def sleep():
 
 def wait_for_ever():
     begin = recorder.current().collective("all_reduce", "SUM", "default", (4,), "float32")
-    begin(time.monotonic())
+    begin(time.monotonic_ns())
     time.sleep(600)
 
 

@@ -41,7 +41,7 @@ def test_a_hang_is_seen_in_it():
 def train(run_dir):
     recorder.start(run_dir, 0, 1, heartbeat_interval=0.1)
     while not (run_dir / "enough").exists():
-        recorder.current().end_step()
+        recorder.current().end_step(time.monotonic_ns())
         time.sleep(0.02)
 
 

@@ -7,6 +7,7 @@ runs without the doctor.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -46,7 +47,7 @@ def step(
             current.add_samples(None, batch_size)
     if loss is not None:
         current.set_loss(float(loss), site)
-    current.end_step()
+    current.end_step(time.monotonic_ns())
     current.flush_tally()  # it was told, so it is there
 
 

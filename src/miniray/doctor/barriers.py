@@ -74,8 +74,9 @@ class _Attempt:
             box.ints[Cell.BARRIER_FAILED] = self.number
             raise
         finally:
-            current.collective_seconds += time.monotonic() - self.began
-            box.end_event(event)
+            now = time.monotonic_ns()
+            current.collective_ns += now - int(self.began * 1e9)
+            box.end_event(event, now)
 
     def _wait(self) -> None:
         others = [rank for rank in range(self.current.world_size) if rank != self.current.rank]

@@ -23,20 +23,22 @@ from typing import Any
 from miniray.doctor import layout
 from miniray.doctor.layout import Cell, Real
 
-# Looked up once: these are in the way of every event.
-_EVENTS_AT, _EVENT_SLOTS, _EVENT_SIZE = layout.EVENTS_AT, layout.EVENT_SLOTS, layout.EVENT.size
-_FIRST_EVENT, _EVENT_WORDS = _EVENTS_AT >> 3, _EVENT_SIZE >> 3
-_pack_event = layout.EVENT.pack_into
-_monotonic = time.monotonic
+# Looked up once: these are in the way of every event and every step.
+_pack_event, _pack_step = layout.EVENT.pack_into, layout.STEP.pack_into
+_STEPS_AT, _STEP_SLOTS, _STEP_SIZE = layout.STEPS_AT, layout.STEP_SLOTS, layout.STEP.size
+_STEP_WIDTHS = layout.STEP_WIDTHS
+_monotonic_ns = time.monotonic_ns
 
+#: An event that was added: its number, from 1, and where it is.
+Added = tuple[int, int]
 #: See ``Box.beginner``.
-Begin = Callable[[float], int]
+Begin = Callable[[int], Added]
 
 
 class Box:
     """The box of one rank. ``Box.create`` makes the file; there is no way to reopen one.
 
-    ``ints`` and ``floats`` are the cells: ``box.ints[Cell.STEP] = 7``.
+    ``ints`` and ``floats`` are the cells: ``box.ints[Cell.STEP] = 7``. ``words`` is all of it.
     """
 
     def __init__(self, path: Path, memory: mmap.mmap) -> None:
@@ -47,13 +49,11 @@ class Box:
         cells = view[layout.CELLS_AT : layout.CELLS_AT + layout.CELLS * 8]
         self.ints = cells.cast("q")
         self.floats = cells.cast("d")
-        self._words = view[: layout.BOX_SIZE // 8 * 8].cast("Q")
-        self._reals = view[: layout.BOX_SIZE // 8 * 8].cast("d")
+        self.words = view[: layout.BOX_SIZE // 8 * 8].cast("Q")
         self._texts: dict[str, int] = {}
         # Counting this way is one step for Python: two threads never get the same number and place.
-        places = itertools.cycle(
-            range(_EVENTS_AT, _EVENTS_AT + _EVENT_SLOTS * _EVENT_SIZE, _EVENT_SIZE)
-        )
+        first, size = layout.EVENTS_AT, layout.EVENT.size
+        places = itertools.cycle(range(first, first + layout.EVENT_SLOTS * size, size))
         self._next_event = zip(itertools.count(1), places).__next__
         self._steps = [0] * len(layout.STEP_WIDTHS)
         self._text_lock = threading.Lock()  # for new texts only, which are few
@@ -137,52 +137,56 @@ class Box:
 
     def event(
         self, what: bytes, sequence: int = -1, is_open: bool = False, blocking: bool = False
-    ) -> int:
-        """Add an event and return its number; an open one has no end yet.
+    ) -> Added:
+        """Add an event; an open one has no end yet.
 
         A blocking open one is what the rank waits in, until ``end_event``.
         """
-        count, at = self._next_event()
-        now = _monotonic()
+        added = count, at = self._next_event()
+        now = _monotonic_ns()
         ints = self.ints
         # Plain numbers for cells here and below: Cell.STEP and the like would double the time.
-        ended = 0.0 if is_open else now
+        ended = 0 if is_open else now
         _pack_event(self._memory, at, count, now, ended, sequence, ints[4], what, count)
-        ints[0] = count
-        if blocking and is_open:
-            ints[1] = count
-        return count - 1
+        ints[1 if blocking and is_open else 0] = count
+        return added
 
     def beginner(self, what: bytes, next_one: Callable[[], int], blocking: bool) -> Begin:
         """A function that adds this event, open: ``event`` with everything at hand.
 
-        ``next_one`` gives the sequence number. The function takes the time and gives the event's
-        number.
+        ``next_one`` gives the sequence number. The function takes the time, in nanoseconds.
         """
-        memory, ints, next_event, pack = self._memory, self.ints, self._next_event, _pack_event
 
-        def begin(now: float) -> int:
-            count, at = next_event()
-            pack(memory, at, count, now, 0.0, next_one(), ints[4], what, count)
-            ints[0] = count
-            if blocking:
-                ints[1] = count
-            return count - 1
+        # All of it as defaults, which lie side by side: the cells of a closure are scattered.
+        def begin(
+            now: int,
+            next_event: Callable[[], Added] = self._next_event,
+            pack: Callable[..., None] = _pack_event,
+            memory: mmap.mmap = self._memory,
+            next_one: Callable[[], int] = next_one,
+            ints: memoryview[int] = self.ints,
+            what: bytes = what,
+            cell: int = 1 if blocking else 0,
+        ) -> Added:
+            added = count, at = next_event()
+            pack(memory, at, count, now, 0, next_one(), ints[4], what, count)
+            ints[cell] = count
+            return added
 
         return begin
 
-    def end_event(self, number: int, now: float | None = None) -> None:
-        """Say that the open event ended now. One that the ring has lost is passed over."""
-        word = _FIRST_EVENT + number % _EVENT_SLOTS * _EVENT_WORDS
-        if self._words[word] == number + 1:
-            self._reals[word + 2] = _monotonic() if now is None else now  # EVENT_ENDED
-        ints = self.ints
-        if ints[1] == number + 1:
-            ints[1] = 0
+    def end_event(self, added: Added, now: int) -> None:
+        """Say that the open event ended at ``now``. One that the ring has lost is passed over."""
+        count, at = added
+        word = at >> 3
+        if self.words[word] == count:
+            self.words[word + 2] = now  # EVENT_ENDED
 
-    def wait_for(self, number: int) -> None:
+    def wait_for(self, added: Added) -> None:
         """The rank waits now for an open event that did not block when it was called."""
-        self.ints[1] = number + 1
+        ints = self.ints
+        ints[0] = max(ints[0], ints[1])
+        ints[1] = added[0]
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -191,22 +195,22 @@ class Box:
         level: int,
         step: int,
         epoch: int,
-        parts: Sequence[float],
+        parts: Sequence[int],
         loss: float,
         batch_size: int,
-        ended: float,
+        ended: int,
     ) -> None:
         """Add a record to one of the rings of steps; ``level`` is an index of ``STEP_WIDTHS``.
 
-        ``parts`` are seconds: of all, of data, backward and collectives.
+        ``parts`` are nanoseconds: of all, of data, backward and collectives.
         """
         self._steps[level] = count = self._steps[level] + 1
-        slot = level * layout.STEP_SLOTS + (count - 1) % layout.STEP_SLOTS
-        layout.STEP.pack_into(
-            self._memory, layout.STEPS_AT + slot * layout.STEP.size,
-            count, step, layout.STEP_WIDTHS[level], epoch, ended, *parts, loss, batch_size, count,
+        slot = level * _STEP_SLOTS + (count - 1) % _STEP_SLOTS
+        _pack_step(
+            self._memory, _STEPS_AT + slot * _STEP_SIZE,
+            count, step, _STEP_WIDTHS[level], epoch, ended, *parts, loss, batch_size, count,
         )  # fmt: skip
-        self.ints[Cell.STEPS + level] = count
+        self.ints[27 + level] = count  # Cell.STEPS
 
     # -- blobs ------------------------------------------------------------------------------------
 
@@ -228,7 +232,7 @@ class Box:
 
     def close(self) -> None:
         """Unmap the file. It stays readable."""
-        for view in (self.ints, self.floats, self._words, self._reals, self.memory):
+        for view in (self.ints, self.floats, self.words, self.memory):
             view.release()
         try:
             self._memory.close()

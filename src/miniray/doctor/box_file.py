@@ -75,6 +75,16 @@ class BoxFile:
     def wall(self, monotonic: float) -> float:
         return monotonic + self.floats[Real.CLOCK]
 
+    @property
+    def waits(self) -> bool:
+        """Whether the rank is in a call that blocks."""
+        number = self.ints[Cell.OPEN]
+        if not number:
+            return False
+        slot = (number - 1) % layout.EVENT_SLOTS
+        word = (layout.EVENTS_AT + slot * layout.EVENT.size) >> 3
+        return self._words[word] == number and not self._words[word + layout.EVENT_ENDED]
+
     def blob(self, at: int, size: int) -> dict[str, Any]:
         found: dict[int, bytes] = {}
         for start in (at, at + size):

@@ -10,18 +10,21 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
-from miniray.doctor import model
-from miniray.doctor.box import Begin, Box
+from miniray.doctor import model, sites
+from miniray.doctor.box import Added, Begin, Box
 from miniray.doctor.layout import MOMENT, Cell
 
 _monotonic_ns = time.monotonic_ns
 _MOST_CALLS = 4096  # shapes may differ at every call
 
-#: Of a phase at one line: what ``ints[Cell.PHASE]`` gets in it and after it, and by the model that
-#: takes part, if one does, the collective it makes there.
-Place = tuple[int, int, dict[Any, Begin]]
+#: Of a phase at one line: what ``ints[Cell.PHASE]`` gets in it and after it; by the model that
+#: takes part, if one does, the collective it makes there; the line.
+Place = tuple[int, int, dict[Any, Begin], str]
+#: An instruction of the user's: id of its code object, and where in it.
+Instruction = tuple[int, int]
 
 
 class Events:
@@ -30,10 +33,13 @@ class Events:
     def __init__(self, box: Box) -> None:
         self.box = box
         self.ints = box.ints
-        #: By phase and site. Whoever writes a phase looks here and then asks ``place_of``.
-        self.places: dict[str, dict[str, Place]] = {
-            name: {} for name in ("data", "forward", "backward", "optimizer")
-        }
+        self.words = box.words
+        #: Places by the instruction of the user's that calls. Who writes a phase looks here for the
+        #: frame it is called from as a rule, and then asks ``place_at``.
+        self.forwards: dict[Instruction, Place] = {}
+        self.backwards: dict[Instruction, Place] = {}
+        self.optimizers: dict[Instruction, Place] = {}
+        self._places: dict[tuple[str, str], Place] = {}
         self._phases: dict[tuple[str, str], int] = {}
         self._sections = [0]  # the innermost last; 0 for none
         self._replaced = 0
@@ -51,8 +57,8 @@ class Events:
         site: str = "",
         number: int = -1,
         is_open: bool = False,
-    ) -> int:
-        """Add an event by its words and return its number; see ``model.Event``.
+    ) -> Added:
+        """Add an event by its words; see ``model.Event``.
 
         Words stay in the box for ever and there is room for some thousand. What counts up goes into
         ``number``.
@@ -74,7 +80,7 @@ class Events:
     ) -> Begin:
         """A collective as one line calls it. To be kept, and called whenever that line does.
 
-        It takes the time of the monotonic clock and gives the event's number, for ``end``.
+        It takes the time (``monotonic_ns``) and gives what ``end`` wants.
         """
         key = (name, op, group, shape, dtype, site, blocking, kind)
         begin = self._calls.get(key)
@@ -86,9 +92,9 @@ class Events:
                 self._calls[key] = begin
         return begin
 
-    def end(self, number: int) -> None:
+    def end(self, added: Added) -> None:
         """The collective (or other open event) has ended."""
-        self.box.end_event(number)
+        self.box.end_event(added, _monotonic_ns())
 
     # -- phases -----------------------------------------------------------------------------------
 
@@ -100,9 +106,25 @@ class Events:
 
     def place_of(self, name: str, site: str) -> Place:
         """The phase at this site, and "compute", which comes after it."""
-        intern = self.box.intern
-        place: Place = intern(f"{name}\0{site}"), intern(f"compute\0{site}"), {}
-        return self.places[name].setdefault(site, place)
+        place = self._places.get((name, site))
+        if place is None:
+            intern = self.box.intern
+            place = intern(f"{name}\0{site}"), intern(f"compute\0{site}"), {}, site
+            self._places[name, site] = place
+        return place
+
+    def place_at(
+        self, name: str, known: dict[Instruction, Place], frame: FrameType, caller: FrameType
+    ) -> Place:
+        """The place of the user's line that is found from ``frame`` outwards.
+
+        Where that line is ``caller``'s, it need not be looked for again.
+        """
+        site = sites.call_site(frame)
+        place = self.place_of(name, site)
+        if sites.is_at(caller, site):
+            known[id(caller.f_code), caller.f_lasti] = place
+        return place
 
     # -- sections ---------------------------------------------------------------------------------
 

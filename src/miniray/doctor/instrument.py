@@ -36,6 +36,8 @@ def install() -> None:
         instrument_training,
     )
 
+    hooks.when_imported("tqdm.std", functools.partial(_change_safely, change_tqdm))
+    hooks.when_imported("torch", lambda _: None)  # its end is to be seen, see ``_change_whole``
     for module, change in (
         ("torch.distributed.distributed_c10d", instrument_collectives.change_collectives),
         ("torch.distributed.algorithms.join", instrument_ddp.change_join),
@@ -45,9 +47,13 @@ def install() -> None:
         ("torch.autograd", instrument_training.change_autograd),
         ("torch.optim.optimizer", instrument_training.change_optimizer),
         ("torch.amp.grad_scaler", instrument_training.change_scaler),
-        ("tqdm.std", change_tqdm),
     ):
-        hooks.when_imported(module, functools.partial(_change_safely, change))
+        hooks.when_imported(module, functools.partial(_change_whole, change))
+
+
+def _change_whole(change: Callable[[Any], None], module: Any) -> None:
+    """What torch imports on its way is changed when all of torch is there."""
+    hooks.when_imported("torch", lambda _: _change_safely(change, module))
 
 
 def _change_safely(change: Callable[[Any], None], module: Any) -> None:

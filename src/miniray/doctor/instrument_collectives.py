@@ -6,19 +6,22 @@ wait for the others. The rank that handed over fewer than the others is the one 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from sys import _getframe as getframe
 from threading import get_ident
-from time import monotonic
+from time import monotonic_ns
+from types import FrameType
 from typing import Any
 
 from miniray.doctor import instrument_groups, model, recorder
-from miniray.doctor.box import Begin
+from miniray.doctor.box import Added, Begin
+from miniray.doctor.events import Instruction
 from miniray.doctor.instrument import broken, failed, replace, works
 from miniray.doctor.instrument_groups import group_name, inside
 from miniray.doctor.recorder import Recorder
-from miniray.doctor.sites import call_site
+from miniray.doctor.sites import call_site, is_at
 
 #: name → (the argument that is sent, the arguments that say how)
 _COLLECTIVES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -57,14 +60,18 @@ _POINT_TO_POINT: dict[str, tuple[str, tuple[str, ...]]] = {
 _MOST_OPEN = 1024
 
 #: The events of collectives called with async_op=True, by the id of the Work that torch returned.
-_async_events: dict[int, int] = {}
+_async_events: dict[int, Added] = {}
 
 
 #: (recorder, shape, dtype, details, id of the group, whether asynchronous) of the last call at a
 #: line, and what that call is for the recorder: the same again needs no words to be found.
 _Known = tuple[tuple[Recorder, Any, Any, list[Any], int, bool], Begin]
-#: Of each kind of collective, by site. Forgotten when groups come or go, for their ids are reused.
-_known: list[dict[str, _Known]] = []
+#: (recorder, shape, dtype, (the other arguments, keywords), what it is for the recorder) of the
+#: last call by an instruction of the user's: the same again needs no line to be found. Of those
+#: that send their first argument, return when they are done and are not made of others.
+_Plain = tuple[Recorder, Any, Any, tuple[Any, Any], Begin]
+#: By site and by instruction. Forgotten when groups come or go, for their ids are reused.
+_known: list[dict[Any, Any]] = []
 
 
 def _forget() -> None:
@@ -80,13 +87,14 @@ def change_collectives(module: Any) -> None:
                 replace(module, name, _make_collective(module, kind, name, payload, details))
     instrument_groups.when_changed.append(_forget)
     instrument_groups.change_groups(module)
-    _change_work(module)
 
 
 def _make_collective(
     module: Any, kind: str, name: str, payload: str, details: tuple[str, ...]
 ) -> Callable[[Any], Any]:
     import torch
+
+    is_compiling = torch.compiler.is_dynamo_compiling
 
     def make(original: Any) -> Any:
         parameters = list(inspect.signature(original).parameters)
@@ -95,11 +103,85 @@ def _make_collective(
         async_at = parameters.index("async_op") if "async_op" in parameters else -1
         details_at = [(parameters.index(word), word) for word in details if word in parameters]
         outsider = getattr(module.GroupMember, "NON_GROUP_MEMBER", None)
+        is_plain = payload == "tensor" and payload_at == 0
         known: dict[str, _Known] = {}
-        _known.append(known)
+        plain: dict[Instruction, _Plain] = {}
+        _known.extend((known, plain))
 
-        def begin(current: Recorder, args: Any, kwargs: Any, group: Any, is_async: bool) -> Begin:
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            # torch.compile knows collectives by identity: what it traces must be the original.
+            if is_compiling():
+                return original(*args, **kwargs)
+            current = recorder._current
+            if (
+                current is None
+                or (inside and get_ident() in inside)
+                or (broken and not works("collectives"))
+            ):
+                return original(*args, **kwargs)
+            caller = getframe(1)
+            last = plain.get((id(caller.f_code), caller.f_lasti))
+            if last is None or not args:
+                return in_general(current, caller, args, kwargs)
+            was, shape, dtype, others, call = last
+            sent = args[0]
+            if (
+                getattr(sent, "shape", None) != shape
+                or sent.dtype is not dtype
+                or (args[1:], kwargs) != others
+                or current is not was
+            ):
+                return in_general(current, caller, args, kwargs)
+            started = monotonic_ns()
+            added = call(started)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                now = monotonic_ns()
+                current.collective_ns += now - started
+                word = added[1] >> 3
+                if current.words[word] == added[0]:
+                    current.words[word + 2] = now  # as ``Box.end_event`` does
+
+        def in_general(current: Recorder, caller: FrameType, args: Any, kwargs: Any) -> Any:
+            try:
+                call, is_async = begin(current, caller, args, kwargs)
+            except Exception as error:  # whatever an odd argument makes it raise
+                failed("collectives", error)
+                call = None
+            if call is None:
+                return original(*args, **kwargs)
+            thread = get_ident()
+            started = monotonic_ns()
+            added = call(started)
+            inside.add(thread)
+            ended = True
+            try:
+                result = original(*args, **kwargs)
+                if is_async and result is not None:
+                    ended = False
+                    _remember(module, result, added)
+                return result
+            finally:
+                inside.discard(thread)
+                now = monotonic_ns()
+                current.collective_ns += now - started
+                if ended:
+                    current.box.end_event(added, now)
+
+        def begin(
+            current: Recorder, caller: FrameType, args: Any, kwargs: Any
+        ) -> tuple[Begin | None, bool]:
+            """What the call is for the recorder, if anything, and whether it is asynchronous."""
             count = len(args)
+            group = None
+            if group_at >= 0:
+                group = args[group_at] if count > group_at else kwargs.get("group")
+                if group is not None and group is outsider:  # not of this group: does nothing
+                    return None, False
+            is_async = async_at >= 0 and bool(
+                args[async_at] if count > async_at else kwargs.get("async_op")
+            )
             shape: Any = ()
             dtype: Any = None
             if payload_at >= 0:
@@ -111,17 +193,21 @@ def _make_collective(
             how = []
             for at, word in details_at:
                 how.append(args[at] if count > at else kwargs.get(word))
-            site = call_site(getframe(2))
+            site = call_site(caller)
             same = current, shape, dtype, how, id(group), is_async
             last = known.get(site)
             if last is not None and last[0] == same:
-                return last[1]
-            call = current.collective(
-                name, _in_words(how), group_name(module, group), tuple(map(int, shape)),
-                _dtype_name(dtype), site, blocking=not is_async, kind=kind,
-            )  # fmt: skip
-            known[site] = same, call
-            return call
+                call = last[1]
+            else:
+                call = current.collective(
+                    name, _in_words(how), group_name(module, group), tuple(map(int, shape)),
+                    _dtype_name(dtype), site, blocking=not is_async, kind=kind,
+                )  # fmt: skip
+                known[site] = same, call
+            if is_plain and count and not is_async and is_at(caller, site):
+                here = id(caller.f_code), caller.f_lasti
+                plain[here] = current, shape, dtype, (args[1:], kwargs), call
+            return call, is_async
 
         def _in_words(how: list[Any]) -> str:
             op = ""
@@ -132,74 +218,38 @@ def _make_collective(
                     op = f"{op} {word}={value}" if op else f"{word}={value}"
             return op
 
-        def collective(*args: Any, **kwargs: Any) -> Any:
-            # torch.compile knows collectives by identity: what it traces must be the original.
-            if torch.compiler.is_dynamo_compiling():
-                return original(*args, **kwargs)
-            current = recorder._current
-            thread = get_ident()
-            if current is None or thread in inside or (broken and not works("collectives")):
-                return original(*args, **kwargs)
-            count = len(args)
-            group = None
-            if group_at >= 0:
-                group = args[group_at] if count > group_at else kwargs.get("group")
-                if group is not None and group is outsider:  # not of this group: does nothing
-                    return original(*args, **kwargs)
-            is_async = async_at >= 0 and bool(
-                args[async_at] if count > async_at else kwargs.get("async_op")
-            )
-            try:
-                call = begin(current, args, kwargs, group, is_async)
-            except Exception as error:  # whatever an odd argument makes it raise
-                failed("collectives", error)
-                return original(*args, **kwargs)
-            started = monotonic()
-            number = call(started)
-            inside.add(thread)
-            ended = True
-            try:
-                result = original(*args, **kwargs)
-                if is_async and result is not None:
-                    ended = False
-                    _remember(result, number)
-                return result
-            finally:
-                inside.discard(thread)
-                now = monotonic()
-                current.collective_seconds += now - started
-                if ended:
-                    current.box.end_event(number, now)
-
         return collective
 
     return make
 
 
-def _remember(work: Any, number: int) -> None:
+def _remember(module: Any, work: Any, added: Added) -> None:
+    if not hasattr(module.Work.wait, "__wrapped__"):
+        _change_work(module)  # only now: it is in the way of every other collective, too
     if len(_async_events) >= _MOST_OPEN:  # works that nobody waits for: forget the oldest
         del _async_events[next(iter(_async_events))]
-    _async_events[id(work)] = number
+    _async_events[id(work)] = added
 
 
 def _change_work(module: Any) -> None:
     """``Work.wait()`` of a collective called with async_op=True: that is where a rank hangs."""
     original = module.Work.wait
 
+    @functools.wraps(original)
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        number = _async_events.pop(id(self), None) if _async_events else None
+        added = _async_events.pop(id(self), None)
         current = recorder._current
-        if number is None or current is None:
+        if added is None or current is None:
             return original(self, *args, **kwargs)
-        current.box.wait_for(number)
-        started = monotonic()
+        current.box.wait_for(added)
+        started = monotonic_ns()
         try:
             return original(self, *args, **kwargs)
         finally:
-            current.collective_seconds += monotonic() - started
-            current.end(number)
+            now = monotonic_ns()
+            current.collective_ns += now - started
+            current.box.end_event(added, now)
 
-    wait.__doc__ = original.__doc__
     module.Work.wait = wait
 
 

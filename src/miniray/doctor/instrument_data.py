@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from sys import _getframe as getframe
 from time import monotonic_ns
 from types import FrameType
 from typing import Any
@@ -35,6 +34,7 @@ from miniray.doctor.recorder import Recorder
 
 _MOST_LOADERS = 32
 _MOST_SKIPS = 3
+_NOTHING = itertools.repeat(None).__next__
 
 
 class Pass:
@@ -44,14 +44,15 @@ class Pass:
         self.watched = watched
         self.site = site
         self.places: tuple[int, int] = (0, 0)  # of the phases "data" and "compute"
-        #: Gives the indices of the batch that comes next, where the sampler's are known.
-        self.next_index: Callable[[], Any] | None = None
+        #: Gives the indices of the batch that comes next, None where they are not known.
+        self.next_index: Callable[[], Any] = _NOTHING
         self.batches = 0
         self.recording = False
         self.trains = False  # a backward was seen
+        self.steady = False  # it trains, and what the sampler gives are the ids
         self.epoch = -1
         self.backwards = 0
-        self.last_backwards = 0  # when the last batch was given
+        self.last_backwards = -1  # when the last batch was given
         self.skipped = 0
         self.ended = False
 
@@ -76,6 +77,7 @@ def change_loader(module: Any) -> None:
     in_process._next_index = base._next_index  # see ``_indices_of``
     loader_class.__iter__ = _make_iter(loader_class.__iter__, in_process)
     base.__next__ = _make_next(base.__next__)
+    base._miniray_pass = None  # until there is one
     base._next_index = _make_next_index(base._next_index)
 
 
@@ -98,27 +100,27 @@ def _make_iter(original: Any, in_process: Any) -> Any:
         current = recorder._current
         if current is None or not works("loaders"):
             return original(self)
-        site = sites.call_site(sys._getframe(1))
+        site = sites.call_site(getframe(1))
         kept = getattr(self, "_iterator", None)
         if kept is not None and hasattr(kept, "_miniray_indices"):
             kept._miniray_indices.clear()  # persistent workers: what was prefetched is void
         current.set_phase("data", site)
-        started = time.monotonic()
+        started = monotonic_ns()
         iterator = original(self)
-        waited = time.monotonic() - started
+        waited = monotonic_ns() - started
         try:
             one = iterator._miniray_pass = _begin_pass(current, self, site, started)
             if one.watched.has_ids:
                 one.next_index = _indices_of(iterator, in_process)
         except Exception as error:  # a loader that somebody built in a way of their own
             failed("loaders", error)
-        current.data_seconds += waited
+        current.data_ns += waited
         return iterator
 
     return iterate
 
 
-def _begin_pass(current: Recorder, loader: Any, site: str, began: float) -> Pass:
+def _begin_pass(current: Recorder, loader: Any, site: str, began: int) -> Pass:
     watched = _watched.get(loader)
     if watched is None:
         index = len(current.loaders)
@@ -135,7 +137,7 @@ def _begin_pass(current: Recorder, loader: Any, site: str, began: float) -> Pass
     one = Pass(watched, site)
     one.places = current.place_of("data", site)[:2]
     one.recording = _grad_enabled()
-    one.backwards = one.last_backwards = current.box.ints[Cell.BACKWARDS]
+    one.backwards = current.box.ints[Cell.BACKWARDS]
     if one.recording:
         one.epoch, watched.epochs = watched.epochs, watched.epochs + 1
         current.box.ints[Cell.BATCHES_IN_EPOCH] = 0
@@ -179,13 +181,12 @@ def _make_next(original: Any) -> Any:
     @functools.wraps(original)
     def next_batch(self: Any) -> Any:
         current = recorder._current
-        one: Pass | None = self.__dict__.get("_miniray_pass") if current is not None else None
-        if current is None or one is None:
+        if current is None or (one := self._miniray_pass) is None:
             return original(self)
         ints = current.ints
         backwards = ints[9]  # Cell.BACKWARDS
-        if one.batches and one.recording and backwards == one.last_backwards:
-            _note_skip(current, one, sys._getframe(1))
+        if backwards == one.last_backwards:
+            _note_skip(current, one, getframe(1))
         one.last_backwards = backwards
         during, after = one.places
         started = monotonic_ns()
@@ -196,53 +197,71 @@ def _make_next(original: Any) -> Any:
             current.set_phase("between", one.site)
             _end_pass(current, one)
             raise
-        current.data_seconds += (monotonic_ns() - started) * 1e-9
+        now = monotonic_ns()
+        current.data_ns += now - started
+        ints[2] = now & MOMENT | after
         if not broken or works("batches"):
             try:
-                _count_batch(current, one, batch)
+                one.batches = batches = one.batches + 1
+                ints[7] += 1  # Cell.BATCHES
+                ids = one.next_index()
+                first = batch[0] if batch.__class__ is list and batch else batch
+                shape = getattr(first, "shape", None)
+                if (
+                    one.steady
+                    and shape
+                    and shape[0]
+                    and ids.__class__ is list
+                    and not current.explicit_steps
+                ):
+                    # What is below, written out: this runs cold, once a step, and every twenty
+                    # instructions less are a microsecond.
+                    ints[8] = batches  # Cell.BATCHES_IN_EPOCH
+                    size = len(ids)
+                    ints[6] = size  # Cell.BATCH_SIZE
+                    ints[10] += size  # Cell.SAMPLES
+                    current.pending_ids.append(ids)
+                else:
+                    _count_batch(current, one, batch, ids, shape[0] if shape else None)
             except Exception as error:  # a batch of a kind we do not know
                 failed("batches", error)
-        ints[2] = monotonic_ns() & MOMENT | after
         return batch
 
     return next_batch
 
 
-def _count_batch(current: Recorder, one: Pass, batch: Any) -> None:
-    one.batches += 1
-    ints = current.ints
-    ints[7] += 1  # Cell.BATCHES
-    watched = one.watched
-    ids = None
-    if one.next_index is not None:
-        ids = one.next_index()
-        if watched.renames or ids.__class__ is not list or not ids or ids[0].__class__ is not int:
-            ids = ids_of(watched, ids)
-    first = batch[0] if batch.__class__ is list and batch else batch
-    shape = getattr(first, "shape", None)
-    given = shape[0] if shape else batch_size_of(batch)
+def _count_batch(current: Recorder, one: Pass, batch: Any, ids: Any, length: int | None) -> None:
+    batches, ints, watched = one.batches, current.ints, one.watched
+    given = batch_size_of(batch) if length is None else length
+    if ids is not None and (watched.renames or not _are_numbers(ids)):
+        ids = ids_of(watched, ids)
     size = len(ids) if ids is not None and given != 0 else given
     info = watched.info
     if given == 0:  # also where the sampler gave indices and the collate function dropped them all
         info["empty_batches"] += 1
         current.event(model.LOADER, "empty batch", f"loader {info['index']}", site=one.site)
         current.mark_dirty()
-    if one.batches == 1 and info["passes"] == 1 and works("first batches"):
+    if batches == 1 and info["passes"] == 1 and works("first batches"):
         try:
             info["first_batch"] = digests_of(batch)
         except Exception as error:  # tensors of a kind that has no plain bytes
             failed("first batches", error)
         current.mark_dirty()
     if one.recording:
-        ints[8] = one.batches  # Cell.BATCHES_IN_EPOCH
+        ints[8] = batches  # Cell.BATCHES_IN_EPOCH
         if not one.trains and ints[9] > one.backwards:
             one.trains = True
             if not info["trained"]:
                 _becomes_training(current, one)
         if not current.explicit_steps:
-            if one.batches == 1 and info["trained"]:
+            if batches == 1 and info["trained"]:
                 current.set_epoch(one.epoch, one.site)
             current.add_samples(ids, size or 0)
+            one.steady = one.trains and not watched.renames and _are_numbers(ids)
+
+
+def _are_numbers(ids: Any) -> bool:
+    return ids.__class__ is list and bool(ids) and ids[0].__class__ is int
 
 
 def _becomes_training(current: Recorder, one: Pass) -> None:
@@ -260,7 +279,7 @@ def _note_skip(current: Recorder, one: Pass, frame: FrameType) -> None:
     Why is seldom recorded, for no loss was given to backward. The loop's own variable tells.
     """
     one.skipped += 1
-    if one.skipped > _MOST_SKIPS:  # a pass that does not train at all
+    if not one.recording or one.skipped > _MOST_SKIPS:  # a pass that does not train at all
         return
     said = f"loader {one.watched.info['index']}: batch {one.batches}"
     loss: Any = frame.f_locals.get("loss")

@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import sys
 import weakref
+from collections.abc import Iterable
 from sys import _getframe as getframe
-from time import monotonic, monotonic_ns
+from time import monotonic_ns
 from typing import Any
 
 from miniray.doctor import model, recorder
-from miniray.doctor.box import Begin
+from miniray.doctor.box import Added, Begin
+from miniray.doctor.events import Place
 from miniray.doctor.instrument import failed, replace, works
 from miniray.doctor.instrument_groups import group_name
 from miniray.doctor.instrument_training import state
@@ -43,10 +45,10 @@ class Observed:
         #: Buffers may be sent in forward; whether they are, torch knows each time.
         self.has_buffers = bool(ddp.modules_buffers)
 
-    def backward_at(self, current: Recorder, site: str) -> Begin:
+    def backward_at(self, current: Recorder, place: Place) -> Begin:
         """What a backward of this model, called at this line, is for the recorder."""
-        begin = current.collective("DDP.backward", "", self.group, site=site)
-        current.places["backward"][site][2][self] = begin
+        begin = current.collective("DDP.backward", "", self.group, site=place[3])
+        place[2][self] = begin
         return begin
 
 
@@ -85,7 +87,7 @@ def _make_init(original: Any) -> Any:
             original(self, *args, **kwargs)
             return
         site = call_site(getframe(1))
-        number = -1
+        added: Added | None = None
         info: dict[str, Any] = {}
         try:
             info = _describe(args[0] if args else kwargs["module"], kwargs, site)
@@ -93,15 +95,15 @@ def _make_init(original: Any) -> Any:
             current.models.append(info)
             current.write_info()
             said = f"{info['parameters']} parameters {info['digest']}"
-            number = current.collective("DDP.__init__", said, group, site=site)(monotonic())
+            added = current.collective("DDP.__init__", said, group, site=site)(monotonic_ns())
         except Exception as error:  # a module that counts its parameters in a way of its own
             failed("models", error)
         try:
             original(self, *args, **kwargs)
         finally:
-            if number >= 0:
-                current.end(number)
-        if number >= 0:
+            if added is not None:
+                current.end(added)
+        if added is not None:
             info["device"] = str(getattr(self, "device", ""))
             _observed[id(self)] = Observed(self, group, info)
             weakref.finalize(self, _observed.pop, id(self), None).atexit = False
@@ -140,36 +142,44 @@ def _describe(wrapped: Any, kwargs: dict[str, Any], site: str) -> dict[str, Any]
 def _make_forward(original: Any) -> Any:
     import torch
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return original(self, *args, **kwargs)
+    is_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return original(*args, **kwargs)
         current = recorder._current
-        observed = _observed.get(id(self)) if current is not None else None
-        if current is None or observed is None:
-            return original(self, *args, **kwargs)
-        site = call_site(getframe(1))
-        place = current.places["forward"].get(site) or current.place_of("forward", site)
+        self = args[0]
+        if current is None or (observed := _observed.get(id(self))) is None:
+            return original(*args, **kwargs)
+        try:
+            caller = getframe(3)  # of Module.__call__
+        except ValueError:
+            caller = getframe(1)
+        known = current.forwards
+        place = known.get((id(caller.f_code), caller.f_lasti)) or current.place_at(
+            "forward", known, getframe(1), caller
+        )
         ints = current.ints
         ints[2] = monotonic_ns() & MOMENT | place[0]  # Cell.PHASE
-        sync = self.require_backward_grad_sync and torch.is_grad_enabled()
-        number = -1
+        sync = self.require_backward_grad_sync and is_grad_enabled()
+        added: Added | None = None
         if observed.has_buffers and self.will_sync_module_buffers():
-            begin = current.collective("DDP.forward", "buffers", observed.group, site=site)
-            number = begin(monotonic())
+            begin = current.collective("DDP.forward", "buffers", observed.group, site=place[3])
+            added = begin(monotonic_ns())
         try:
-            output = original(self, *args, **kwargs)
+            output = original(*args, **kwargs)
         finally:
-            if number >= 0:
-                current.end(number)
+            if added is not None:
+                current.end(added)
             ints[2] = monotonic_ns() & MOMENT | place[1]
-        if sync and observed not in state.pending:
-            state.pending.append(observed)
+        if sync:
+            state.pending[observed] = None
         return output
 
     return forward
 
 
-def _look_for_unused(current: Recorder, models: list[Observed]) -> int:
+def _look_for_unused(current: Recorder, models: Iterable[Observed]) -> int:
     """After a backward: which parameters have no gradient at all? Gives when to look again.
 
     With ``zero_grad(set_to_none=True)``, the default, these took no part. One of them is why DDP's

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from sys import _getframe as getframe
 from threading import get_ident
-from time import monotonic
+from time import monotonic_ns
 from typing import Any
 
 from miniray.doctor import model, recorder
@@ -62,14 +62,14 @@ def _make_init(module: Any, original: Any) -> Any:
         backend = str(args[0] if args else kwargs.get("backend") or "")
         current.set_phase("init", site)
         current.note(world_size_wanted=kwargs.get("world_size", -1), rank_wanted=kwargs.get("rank"))
-        number = current.event(model.GROUP, "init_process_group", backend, site=site, is_open=True)
+        added = current.event(model.GROUP, "init_process_group", backend, site=site, is_open=True)
         thread = get_ident()
         inside.add(thread)
         try:
             result = original(*args, **kwargs)
         finally:
             inside.discard(thread)
-            current.end(number)
+            current.end(added)
         _forget()
         _note_group(module, current)
         current.set_phase("compute", site)
@@ -103,13 +103,13 @@ def _make_new_group(module: Any, original: Any) -> Any:
         op = "" if ranks is None else f"ranks={list(ranks)}"[:200]
         site = call_site(getframe(1))
         # All ranks must make all groups, in the same order: as much a collective as any other.
-        number = current.collective("new_group", op, "default", site=site)(monotonic())
+        added = current.collective("new_group", op, "default", site=site)(monotonic_ns())
         inside.add(thread)
         try:
             return original(*args, **kwargs)
         finally:
             inside.discard(thread)
-            current.end(number)
+            current.end(added)
 
     return new_group
 
@@ -120,11 +120,11 @@ def _make_destroy(original: Any) -> Any:
         if current is None:
             return original(group)
         site = call_site(getframe(1))
-        number = current.event(model.GROUP, "destroy_process_group", site=site, is_open=True)
+        added = current.event(model.GROUP, "destroy_process_group", site=site, is_open=True)
         try:
             return original(group)
         finally:
-            current.end(number)
+            current.end(added)
             _forget()
             if group is None:
                 current.update(initialised=False)

@@ -11,6 +11,7 @@ A step is a step of the first optimizer that makes one; others (a GAN has two) d
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from sys import _getframe as getframe
 from time import monotonic, monotonic_ns
 from typing import Any
@@ -19,7 +20,6 @@ from miniray.doctor import model, recorder
 from miniray.doctor.instrument import broken, failed, replace, works
 from miniray.doctor.layout import MOMENT
 from miniray.doctor.recorder import Recorder
-from miniray.doctor.sites import call_site
 
 _GPU_LOSS_SECONDS = 0.1
 
@@ -29,7 +29,7 @@ class State:
 
     def __init__(self) -> None:
         #: DDP models that ran forward and will average gradients in the next backward.
-        self.pending: list[Any] = []
+        self.pending: dict[Any, None] = {}
         #: Set by ``instrument_ddp``: looks for unused parameters; gives when to look again.
         self.after_backward: Any = None
         self.next_look = 0  # nanoseconds
@@ -38,7 +38,7 @@ class State:
         self.in_backward = False
         self.scaled: tuple[int, Any] | None = None  # (id of the scaled loss, the loss itself)
         self.after_optimizer = 0  # the place to return to
-        self.clock: weakref.ref[Any] | None = None  # the optimizer whose steps count
+        self.clock: Callable[[], Any] = lambda: None  # gives the optimizer whose steps count
         self.arriving: tuple[Any, Any, int, str] | None = None  # (copy, event, step, site)
         self.next_copy = 0.0
 
@@ -54,36 +54,57 @@ def change_autograd(module: Any) -> None:
             current = recorder._current
             if current is None or state.in_backward:
                 return original(*args, **kwargs)
-            site = call_site(getframe(1))
+            # Written out, here and where there are other phases: this runs cold, once a step, and
+            # every twenty instructions less are a microsecond.
+            try:
+                caller = getframe(2)  # of Tensor.backward
+            except ValueError:
+                caller = getframe(1)
+            known = current.backwards
+            place = known.get((id(caller.f_code), caller.f_lasti)) or current.place_at(
+                "backward", known, getframe(1), caller
+            )
+            ints = current.ints
             if not broken or works("losses"):
                 try:
-                    _observe_loss(current, args[0] if args else kwargs.get("tensors"), site)
+                    # A tensor without a gradient is one number, or torch will say so.
+                    if (
+                        state.scaled is None
+                        and len(args) > 1
+                        and args[1] is None
+                        and getattr(args[0], "is_cpu", False)
+                    ):
+                        current.loss = value = args[0].item()
+                        current.floats[64] = value  # Real.LOSS
+                        ints[11] = ints[4] + 1  # Cell.LOSS_STEP, Cell.STEP
+                        if value - value != 0.0:
+                            current.count_nonfinite(value, place[3], ints[11])
+                    else:
+                        _observe_loss(current, args[0] if args else kwargs.get("tensors"), place[3])
                 except Exception as error:  # a tensor of a kind we do not know
                     failed("losses", error)
-            # Written out, here and where there are other phases: this runs cold, once a step, and
-            # every call less is a microsecond.
-            place = current.places["backward"].get(site) or current.place_of("backward", site)
-            ints = current.ints
             started = monotonic_ns()
             ints[2] = started & MOMENT | place[0]  # Cell.PHASE
             ints[9] += 1  # Cell.BACKWARDS
             models = state.pending
-            numbers = []
+            opened = []
             for ddp in models:
-                begin = place[2].get(ddp) or ddp.backward_at(current, site)
-                numbers.append(begin(started * 1e-9))
+                begin = place[2].get(ddp) or ddp.backward_at(current, place)
+                opened.append(begin(started))
             state.in_backward = True
             try:
                 return original(*args, **kwargs)
             finally:
                 state.in_backward = False
                 ended = monotonic_ns()
-                current.backward_seconds += (ended - started) * 1e-9
+                current.backward_ns += ended - started
                 ints[2] = ended & MOMENT | place[1]
                 if models:
-                    state.pending = []
-                    for number in numbers:
-                        current.box.end_event(number, ended * 1e-9)
+                    state.pending = {}
+                    for added in opened:
+                        word = added[1] >> 3
+                        if current.words[word] == added[0]:
+                            current.words[word + 2] = ended  # as ``Box.end_event`` does
                     if ended > state.next_look:
                         state.next_look = state.after_backward(current, models)
 
@@ -150,8 +171,11 @@ def change_optimizer(module: Any) -> None:
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         current = recorder._current
         if current is not None:
-            site = call_site(getframe(1))
-            place = current.places["optimizer"].get(site) or current.place_of("optimizer", site)
+            caller = getframe(2)  # of the wrapper that torch has around each step
+            known = current.optimizers
+            place = known.get((id(caller.f_code), caller.f_lasti)) or current.place_at(
+                "optimizer", known, getframe(1), caller
+            )
             state.after_optimizer = place[1]
             current.ints[2] = monotonic_ns() & MOMENT | place[0]  # Cell.PHASE
 
@@ -159,14 +183,15 @@ def change_optimizer(module: Any) -> None:
         current = recorder._current
         if current is None:
             return
-        current.ints[2] = monotonic_ns() & MOMENT | state.after_optimizer
-        clock = state.clock() if state.clock is not None else None
+        now = monotonic_ns()
+        current.ints[2] = now & MOMENT | state.after_optimizer
+        clock = state.clock()
         if clock is None:
             state.clock = weakref.ref(optimizer)
             clock = optimizer
             current.event(model.NOTE, "optimizer", type(optimizer).__name__)
         if clock is optimizer and not current.explicit_steps:
-            current.end_step()
+            current.end_step(now)
 
     module.register_optimizer_step_pre_hook(before)
     module.register_optimizer_step_post_hook(after)

@@ -19,8 +19,8 @@ from miniray.doctor.waiting import wait_of
 from miniray.errors import BoxError
 
 _MOVING = (
-    Cell.EVENTS, Cell.STEP, Cell.BATCHES, Cell.SAMPLES, Cell.PHASE, Cell.SECTION, Cell.BACKWARDS,
-    Cell.BARRIER, Cell.BARRIER_PASSED,
+    Cell.EVENTS, Cell.OPEN, Cell.STEP, Cell.BATCHES, Cell.SAMPLES, Cell.PHASE, Cell.SECTION,
+    Cell.BACKWARDS, Cell.BARRIER, Cell.BARRIER_PASSED,
 )  # fmt: skip
 _BUSY = 0.05  # of one core
 _MOVED_BYTES = 4096  # in a look; the heartbeat reads some dozens of bytes
@@ -92,7 +92,7 @@ class Watched:
     @property
     def waiting(self) -> bool:
         """In a collective or barrier that others have to join."""
-        return self.box is not None and bool(self.box.ints[Cell.OPEN])
+        return self.box is not None and self.box.waits
 
     @property
     def working(self) -> bool:

@@ -21,15 +21,17 @@ from __future__ import annotations
 import enum
 import struct
 
-MAGIC = b"miniray\x00box\x00\x00\x00\x00\x02"  # its last byte is the version of the layout
+MAGIC = b"miniray\x00box\x00\x00\x00\x00\x03"  # its last byte is the version of the layout
 HEADER_SIZE = 64
 
 
 class Cell(enum.IntEnum):
     """Cells of signed integers. Times are ``time.monotonic_ns``."""
 
-    EVENTS = 0  # events ever written
-    OPEN = 1  # number + 1 of the event whose blocking call the main thread is in; 0 for none
+    # Events are numbered from 1 here, 0 is none. Each is in one of the two, and a call that blocks
+    # is over when its record says so: an event costs no more stores than it must.
+    EVENTS = 0  # the last event that is no blocking call
+    OPEN = 1  # the last blocking call
     PHASE = 2  # a moment and the text "name\0file\0line\0function"; see MOMENT
     SECTION = 3  # likewise; 0 for none
     STEP = 4
@@ -78,19 +80,20 @@ class Real(enum.IntEnum):
 CELLS_AT = HEADER_SIZE
 CELLS = 128
 
-#: begin, at, ended, sequence, step, what (see WHAT), end
-EVENT = struct.Struct("<Qddqq64sQ")
+#: begin, at, ended (0: it is open), sequence, step, what (see WHAT), end; times as in cells
+EVENT = struct.Struct("<Qqqqq64sQ")
 #: kind, name, op, group, dtype, site, flags, number of dimensions, sizes: what is the same whenever
 #: one line calls the same thing, so that it is packed once
 WHAT = struct.Struct("<8H6q")
-EVENT_ENDED = 16  # where in a record the time of its end is
+EVENT_ENDED = 2  # the word of a record that has the time of its end
 EVENT_DIMENSIONS = 6  # of more, the last one holds the product of the rest
 EVENTS_AT = CELLS_AT + CELLS * 8
 EVENT_SLOTS = 512
 BLOCKING = 1
 
-#: begin, step, count, epoch, ended, seconds, data, backward, collective, loss, batch size, end
-STEP = struct.Struct("<QqqqddddddqQ")
+#: begin, step, count, epoch, ended, all, data, backward, collective (times in nanoseconds), loss,
+#: batch size, end
+STEP = struct.Struct("<QqqqqqqqqdqQ")
 NO_LOSS = -1.7976931348623157e308  # no loss was seen in this step; a real one may well be NaN
 STEP_SLOTS = 256
 STEP_WIDTHS = (1, 16, 256)

@@ -81,6 +81,12 @@ def call_site(frame: FrameType | None) -> str:
     return _find(frame)
 
 
+def is_at(frame: FrameType, site: str) -> bool:
+    """Whether the site that ``call_site`` gave is this frame's, and of the user's own code."""
+    lines = _codes.get(id(frame.f_code))
+    return lines.__class__ is dict and lines is not None and lines.get(frame.f_lasti) == site
+
+
 def _find(frame: FrameType | None) -> str:
     outer: FrameType | None = None
     inner = frame

@@ -23,14 +23,15 @@ from miniray.doctor.layout import Cell, Real
 from miniray.doctor.model import site_from
 from miniray.doctor.samples import PassWriter
 
-_monotonic = time.monotonic
+_monotonic_ns = time.monotonic_ns
 _isfinite = math.isfinite
 _NO_LOSS = layout.NO_LOSS
-_LOT_SECONDS = 0.1
-_MOST_PENDING = 64
+_LOT_NS = 100_000_000
 
-#: number, epoch, seconds, data, backward, collective, loss, batch size, when it ended
-_Step = tuple[int, int, float, float, float, float, float, int, float]
+#: Nanoseconds: now, and ever spent in data, backward and collectives.
+_Clocks = tuple[int, int, int, int]
+#: These when it ended, its loss and batch size.
+_Step = tuple[int, int, int, int, float, int]
 
 
 class Tally(Events, ABC):
@@ -38,85 +39,89 @@ class Tally(Events, ABC):
 
     def __init__(self, box: Box) -> None:
         super().__init__(box)
-        self._floats = box.floats
-        self.step_number = 0
+        self.floats = box.floats
         self.explicit_steps = False  # the user calls doctor.step: nobody else counts
-        # Seconds spent since the last step ended; see ``model.Steps``.
-        self.data_seconds = 0.0
-        self.backward_seconds = 0.0
-        self.collective_seconds = 0.0
-        self._step_began: float | None = None
-        self._totals = [0.0] * 4  # seconds, data, backward, collective
-        self._spans = [[0.0] * 4 for _ in layout.STEP_WIDTHS]  # at the end of the last span
-        self._loss = _NO_LOSS
-        self._samples: Sequence[int] = ()
+        # Nanoseconds ever spent in these; see ``model.Steps``.
+        self.data_ns = 0
+        self.backward_ns = 0
+        self.collective_ns = 0
+        self._before: _Clocks | None = None  # when the last step ended, or the first one began
+        self._written = 0  # steps
+        self._totals = [0] * 4  # nanoseconds: all, data, backward, collectives
+        self._spans = [[0] * 4 for _ in layout.STEP_WIDTHS]  # at the end of the last span
+        self.loss = _NO_LOSS
+        self._samples: Sequence[int] = ()  # of the last batch written
         self._pass: PassWriter | None = None
         # One thread adds while another may be taking: what is in here is never lost between them.
         self._pending_steps: deque[_Step] = deque()
-        self._pending_ids: deque[Sequence[int]] = deque()
-        self._next_flush = 0.0
+        self.pending_ids: deque[Sequence[int]] = deque()
+        self._next_flush = 0
         self._tally_lock = threading.RLock()  # taken once a lot
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def begin_steps(self, began: float | None = None) -> None:
-        """Steps are measured from here (or ``began``): what happened before belongs to none."""
-        self._step_began = _monotonic() if began is None else began
-        self.data_seconds = self.backward_seconds = self.collective_seconds = 0.0
+    @property
+    def step_number(self) -> int:
+        """Steps done so far."""
+        return self.ints[Cell.STEP]
 
-    def end_step(self) -> None:
+    def begin_steps(self, began: int | None = None) -> None:
+        """Steps are measured from here (or ``began``): what happened before belongs to none."""
+        with self._tally_lock:
+            self.flush_tally()
+            now = _monotonic_ns() if began is None else began
+            self._before = now, self.data_ns, self.backward_ns, self.collective_ns
+
+    def end_step(self, now: int) -> None:
         """A step is done: count it, with the times gathered since the last one."""
-        now = _monotonic()
-        began = self._step_began
-        self._step_began = now
-        self.step_number = number = self.step_number + 1
         ints = self.ints
-        ints[4] = number  # Cell.STEP
+        ints[4] += 1  # Cell.STEP
+        batch_size = ints[6]  # Cell.BATCH_SIZE
         self._pending_steps.append(
-            (
-                number,
-                ints[5],  # Cell.EPOCH
-                0.0 if began is None else now - began,
-                self.data_seconds,
-                self.backward_seconds,
-                self.collective_seconds,
-                self._loss,
-                ints[6],  # Cell.BATCH_SIZE
-                now,
-            )
+            (now, self.data_ns, self.backward_ns, self.collective_ns, self.loss, batch_size)
         )
-        self.data_seconds = self.backward_seconds = self.collective_seconds = 0.0
-        self._loss = _NO_LOSS
+        self.loss = _NO_LOSS
         if now > self._next_flush:
             self.flush_tally()
 
     def flush_tally(self) -> None:
         """Write what is pending. Any thread may: the heartbeat does when the rank is stuck."""
         with self._tally_lock:
-            self._next_flush = _monotonic() + _LOT_SECONDS
+            self._next_flush = _monotonic_ns() + _LOT_NS
             while self._pending_steps:
                 self._write_step(self._pending_steps.popleft())
             for index, total in enumerate(self._totals):
-                self._floats[Real.TOTAL_SECONDS + index] = total
+                self.floats[Real.TOTAL_SECONDS + index] = total * 1e-9
             ids: list[int] = []
-            while self._pending_ids:
-                ids += self._pending_ids.popleft()
+            while self.pending_ids:
+                self._samples = self.pending_ids.popleft()
+                ids += self._samples
             # Ids of one pass only: a pass ends with a flush.
             if ids and self._pass is not None:
                 self._pass.add(ids)
 
     def _write_step(self, step: _Step) -> None:
-        number, epoch, *parts, loss, batch_size, ended = step
-        box = self.box
-        box.add_step(0, number, epoch, parts, loss, batch_size, ended)
-        self._totals = totals = [sum(two) for two in zip(self._totals, parts, strict=True)]
-        for level in (1, 2):
-            if number % layout.STEP_WIDTHS[level] == 0:  # steps are kept in sixteens, ... too
-                span = [now - then for now, then in zip(totals, self._spans[level], strict=True)]
-                self._spans[level] = totals
-                box.add_step(level, number, epoch, span, loss, batch_size, ended)
+        ended, data, backward, collective, loss, batch_size = step
+        was = self._before or (ended, 0, 0, 0)
+        self._before = ended, data, backward, collective
+        parts = ended - was[0], data - was[1], backward - was[2], collective - was[3]
+        self._written = number = self._written + 1
+        # Steps of one epoch only: another begins with a flush.
+        add, epoch = self.box.add_step, self.ints[Cell.EPOCH]
+        add(0, number, epoch, parts, loss, batch_size, ended)
+        totals = self._totals
+        for index, part in enumerate(parts):
+            totals[index] += part
+        if number % 16 == 0:  # steps are kept in sixteens, ... too
+            for level in (1, 2):
+                if number % layout.STEP_WIDTHS[level] == 0:
+                    before = self._spans[level]
+                    span = [now - then for now, then in zip(totals, before, strict=True)]
+                    self._spans[level] = list(totals)
+                    add(level, number, epoch, span, loss, batch_size, ended)
 
     def set_epoch(self, epoch: int, site: str = "") -> None:
+        self.flush_tally()
         self.ints[Cell.EPOCH] = epoch
         self.event(model.EPOCH, "epoch", site=site, number=epoch)
 
@@ -125,17 +130,18 @@ class Tally(Events, ABC):
     def set_loss(self, value: float, site: str, step: int | None = None) -> None:
         """A loss was seen, for the step that is going on (or ``step``)."""
         if step is None:
-            step = self.step_number + 1
-            self._loss = value
-        self._floats[64] = value  # Real.LOSS
+            step = self.ints[4] + 1  # Cell.STEP
+            self.loss = value
+        self.floats[64] = value  # Real.LOSS
         self.ints[11] = step  # Cell.LOSS_STEP
         if not _isfinite(value):
-            self._count_nonfinite(value, site, step)
+            self.count_nonfinite(value, site, step)
 
-    def _count_nonfinite(self, value: float, site: str, step: int) -> None:
+    def count_nonfinite(self, value: float, site: str, step: int) -> None:
         ints = self.ints
         ints[Cell.NONFINITE] += 1
         if ints[Cell.NONFINITE] == 1:
+            self.flush_tally()
             first = {
                 "step": step,
                 "epoch": ints[Cell.EPOCH],
@@ -152,6 +158,7 @@ class Tally(Events, ABC):
     def begin_pass(self, loader: int, epoch: int) -> None:
         """Samples from here on belong to this pass over this loader."""
         self.end_pass()
+        self.flush_tally()
         self._pass = PassWriter(self.box, loader, epoch)
 
     def own_pass(self) -> None:
@@ -171,13 +178,8 @@ class Tally(Events, ABC):
         ints = self.ints
         ints[6] = count  # Cell.BATCH_SIZE
         ints[10] += count  # Cell.SAMPLES
-        if ids is not None and self._pass is not None:
-            self._samples = ids
-            self._pending_ids.append(ids)
-            if len(self._pending_ids) > _MOST_PENDING:
-                self.flush_tally()
-        else:
-            self._samples = ()
+        if ids is not None:
+            self.pending_ids.append(ids)
 
     # -- given by the recorder --------------------------------------------------------------------
 
