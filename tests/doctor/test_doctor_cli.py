@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -193,6 +194,8 @@ def test_who_gets_which_samples_is_told_before_training(tmp_path):
     (report,) = json.loads(done.stdout)
     assert [rank["samples"] for rank in report["ranks"]] == [32, 32]
     assert [finding["code"] for finding in report["findings"]] == ["no-distributed-sampler"]
+    assert done.stderr.startswith("[miniray run] 2 ranks\n")  # no word of a folder that is gone
+    assert tempfile.gettempdir() not in done.stderr
 
 
 REAL = {

@@ -11,6 +11,11 @@ WRONG = [
     ({"strategy": "avg"}, ValueError, "unknown strategy 'avg'; there are average"),
     ({"strategy": 3}, ValueError, "unknown strategy 3"),
     ({"strategy": "momentum", "mometum": 0.9}, TypeError, "no option 'mometum'; it takes momentum"),
+    (
+        {"num_server": 2},
+        TypeError,
+        "no option 'num_server'; it takes none; did you mean 'num_servers'",
+    ),
     ({"strategy": "momentum", "momentum": 2}, ValueError, "momentum must be"),
     ({"mode": "semi"}, ValueError, "mode must be one of 'sync', 'async'"),
     ({"compression": "zip"}, ValueError, "compression must be one of None, 'bf16', 'int8'"),

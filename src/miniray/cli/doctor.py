@@ -156,7 +156,8 @@ def _launch(command: tuple[str, ...], nproc: int, run_dir: Path, hang_timeout: f
     import subprocess
 
     full = [sys.executable, "-m", "miniray", "run", "--nproc", str(nproc)]
-    full += ["--run-dir", str(run_dir), "--hang-timeout", str(hang_timeout), *command]
+    full += ["--temporary", "--run-dir", str(run_dir), "--hang-timeout", str(hang_timeout)]
+    full += command
     return subprocess.run(full, stdout=sys.stderr, check=False).returncode
 
 

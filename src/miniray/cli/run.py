@@ -73,6 +73,7 @@ Launchers of several machines need the same secret in MINIRAY_RUN_TOKEN.
     "--no-instrument", is_flag=True, help="Leave torch alone: only what the script itself records."
 )
 @click.option("-m", "--module", is_flag=True, help="Run a module, as python -m does.")
+@click.option("--temporary", is_flag=True, hidden=True)  # see ``Options``
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -86,6 +87,7 @@ def run(
     hang_timeout: float,
     no_instrument: bool,
     module: bool,
+    temporary: bool,
     script: str,
     args: tuple[str, ...],
 ) -> int:
@@ -110,6 +112,7 @@ def run(
         run_dir=run_dir,
         hang_timeout=hang_timeout,
         instrument=not no_instrument,
+        temporary=temporary,
     )
     try:
         check(options)  # before a directory is made for it
@@ -119,7 +122,7 @@ def run(
         run_dir = new_directory(Path("runs"), Path(script).stem)
         options = dataclasses.replace(options, run_dir=run_dir)
     code = launch(options)
-    if node_rank == 0:
+    if node_rank == 0 and not temporary:
         _report(run_dir)
     return code
 

@@ -87,7 +87,8 @@ class _Launch:
             hang_timeout=options.hang_timeout,
             max_restarts=options.max_restarts,
         )
-        say(f"{options.world_size} ranks, recorded in {_shown(self.run_dir)}")
+        where = "" if options.temporary else f", recorded in {_shown(self.run_dir)}"
+        say(f"{options.world_size} ranks{where}")
         before = take_signals()
         try:
             if options.nnodes > 1:
@@ -264,7 +265,8 @@ class _Launch:
         judgement = self.judgement or self._judge()
         problem = judgement.keep(self.run_dir)
         print(f"\n{judgement.text}\n", file=sys.stderr, flush=True)
-        say(problem or f"kept in {_shown(self.run_dir / 'doctor.txt')}")
+        if not self.options.temporary:
+            say(problem or f"kept in {_shown(self.run_dir / 'doctor.txt')}")
 
     def _judge(self) -> Judgement:
         if self.mirror is not None:

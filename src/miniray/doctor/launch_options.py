@@ -28,6 +28,8 @@ class Options:
     run_dir: Path | None = None
     hang_timeout: float = 60.0
     instrument: bool = True
+    #: The run directory goes when who started this has read it: it is not worth naming.
+    temporary: bool = False
     #: Of a run on several machines: who knows it may join. Machine 0 makes one where it has none.
     token: str = dataclasses.field(
         default_factory=lambda: os.environ.get(TOKEN_VARIABLE, ""), repr=False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from typing import Any
 
@@ -90,6 +91,17 @@ _SIGNATURE = inspect.signature(create_parameter_server)
 ParameterServer = ServerClass(Options())
 
 
+def _strategy(strategy: str | Strategy, options: dict[str, Any]) -> Strategy:
+    try:
+        return make_strategy(strategy, options)
+    except TypeError as error:
+        # What is no option of the server is taken for one of the strategy: a slip looks like that.
+        for name in options:
+            for meant in difflib.get_close_matches(name, _SIGNATURE.parameters, 1, 0.7):
+                raise TypeError(f"{error}; did you mean {meant!r}?") from None
+        raise
+
+
 def _checked(
     strategy: str | Strategy,
     num_servers: int,
@@ -104,7 +116,7 @@ def _checked(
     strategy_kwargs: dict[str, Any],
 ) -> tuple[type[Server], dict[str, Any]]:
     """(class of the server, its arguments)."""
-    made = make_strategy(strategy, strategy_kwargs)
+    made = _strategy(strategy, strategy_kwargs)
     _one_of("mode", mode, MODES)
     _one_of("on_nonfinite", on_nonfinite, NONFINITE)
     _one_of("compression", compression, (None, *CODECS))
