@@ -25,6 +25,7 @@ from miniray.doctor.layout import Cell, Real
 
 # Looked up once: these are in the way of every event and every step.
 _pack_event, _pack_step = layout.EVENT.pack_into, layout.STEP.pack_into
+_EVENTS_AT, _EVENT_SLOTS, _EVENT_SIZE = layout.EVENTS_AT, layout.EVENT_SLOTS, layout.EVENT.size
 _STEPS_AT, _STEP_SLOTS, _STEP_SIZE = layout.STEPS_AT, layout.STEP_SLOTS, layout.STEP.size
 _STEP_WIDTHS = layout.STEP_WIDTHS
 _monotonic_ns = time.monotonic_ns
@@ -51,10 +52,8 @@ class Box:
         self.floats = cells.cast("d")
         self.words = view[: layout.BOX_SIZE // 8 * 8].cast("Q")
         self._texts: dict[str, int] = {}
-        # Counting this way is one step for Python: two threads never get the same number and place.
-        first, size = layout.EVENTS_AT, layout.EVENT.size
-        places = itertools.cycle(range(first, first + layout.EVENT_SLOTS * size, size))
-        self._next_event = zip(itertools.count(1), places).__next__
+        # Counting this way is one step for Python: two threads never get the same number.
+        self._next_event = itertools.count(1).__next__
         self._steps = [0] * len(layout.STEP_WIDTHS)
         self._text_lock = threading.Lock()  # for new texts only, which are few
         self._versions = {layout.INFO_AT: 0, layout.EXIT_AT: 0}
@@ -142,14 +141,15 @@ class Box:
 
         A blocking open one is what the rank waits in, until ``end_event``.
         """
-        added = count, at = self._next_event()
+        count = self._next_event()
+        at = _EVENTS_AT + (count - 1) % _EVENT_SLOTS * _EVENT_SIZE
         now = _monotonic_ns()
         ints = self.ints
         # Plain numbers for cells here and below: Cell.STEP and the like would double the time.
         ended = 0 if is_open else now
         _pack_event(self._memory, at, count, now, ended, sequence, ints[4], what, count)
         ints[1 if blocking and is_open else 0] = count
-        return added
+        return count, at
 
     def beginner(self, what: bytes, next_one: Callable[[], int], blocking: bool) -> Begin:
         """A function that adds this event, open: ``event`` with everything at hand.
@@ -160,18 +160,22 @@ class Box:
         # All of it as defaults, which lie side by side: the cells of a closure are scattered.
         def begin(
             now: int,
-            next_event: Callable[[], Added] = self._next_event,
+            next_event: Callable[[], int] = self._next_event,
             pack: Callable[..., None] = _pack_event,
             memory: mmap.mmap = self._memory,
             next_one: Callable[[], int] = next_one,
             ints: memoryview[int] = self.ints,
             what: bytes = what,
             cell: int = 1 if blocking else 0,
+            first: int = _EVENTS_AT,
+            slots: int = _EVENT_SLOTS,
+            size: int = _EVENT_SIZE,
         ) -> Added:
-            added = count, at = next_event()
+            count = next_event()
+            at = first + (count - 1) % slots * size
             pack(memory, at, count, now, 0, next_one(), ints[4], what, count)
             ints[cell] = count
-            return added
+            return count, at
 
         return begin
 

@@ -172,8 +172,11 @@ def _make_forward(original: Any) -> Any:
             if added is not None:
                 current.end(added)
             ints[2] = monotonic_ns() & MOMENT | place[1]
-        if sync:
-            state.pending[observed] = None
+        if sync and state.pending is not observed:
+            if state.pending is None:
+                state.pending = observed
+            else:
+                state.others[observed] = None
         return output
 
     return forward

@@ -11,12 +11,13 @@ A step is a step of the first optimizer that makes one; others (a GAN has two) d
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from sys import _getframe as getframe
 from time import monotonic, monotonic_ns
 from typing import Any
 
 from miniray.doctor import model, recorder
+from miniray.doctor.box import Added
+from miniray.doctor.events import Place
 from miniray.doctor.instrument import broken, failed, replace, works
 from miniray.doctor.layout import MOMENT
 from miniray.doctor.recorder import Recorder
@@ -28,8 +29,10 @@ class State:
     """What the observers of one process remember between calls."""
 
     def __init__(self) -> None:
-        #: DDP models that ran forward and will average gradients in the next backward.
-        self.pending: dict[Any, None] = {}
+        #: The DDP model that ran forward and will average gradients in the next backward, and
+        #: others that did, seldom as there are any.
+        self.pending: Any = None
+        self.others: dict[Any, None] = {}
         #: Set by ``instrument_ddp``: looks for unused parameters; gives when to look again.
         self.after_backward: Any = None
         self.next_look = 0  # nanoseconds
@@ -38,7 +41,7 @@ class State:
         self.in_backward = False
         self.scaled: tuple[int, Any] | None = None  # (id of the scaled loss, the loss itself)
         self.after_optimizer = 0  # the place to return to
-        self.clock: Callable[[], Any] = lambda: None  # gives the optimizer whose steps count
+        self.clock = 0  # id of the optimizer whose steps count
         self.arriving: tuple[Any, Any, int, str] | None = None  # (copy, event, step, site)
         self.next_copy = 0.0
 
@@ -67,30 +70,29 @@ def change_autograd(module: Any) -> None:
             ints = current.ints
             if not broken or works("losses"):
                 try:
-                    # A tensor without a gradient is one number, or torch will say so.
+                    loss: Any = args[0] if args else kwargs.get("tensors")
                     if (
                         state.scaled is None
-                        and len(args) > 1
-                        and args[1] is None
-                        and getattr(args[0], "is_cpu", False)
+                        and getattr(loss, "is_cpu", False)
+                        and loss.numel() == 1  # else the gradient is given, as in a pipeline
                     ):
-                        current.loss = value = args[0].item()
+                        current.loss = value = loss.item()
                         current.floats[64] = value  # Real.LOSS
                         ints[11] = ints[4] + 1  # Cell.LOSS_STEP, Cell.STEP
                         if value - value != 0.0:
                             current.count_nonfinite(value, place[3], ints[11])
                     else:
-                        _observe_loss(current, args[0] if args else kwargs.get("tensors"), place[3])
+                        _observe_loss(current, loss, place[3])
                 except Exception as error:  # a tensor of a kind we do not know
                     failed("losses", error)
             started = monotonic_ns()
             ints[2] = started & MOMENT | place[0]  # Cell.PHASE
             ints[9] += 1  # Cell.BACKWARDS
-            models = state.pending
-            opened = []
-            for ddp in models:
+            ddp = state.pending
+            if ddp is not None:
                 begin = place[2].get(ddp) or ddp.backward_at(current, place)
-                opened.append(begin(started))
+                added = begin(started)
+                others = _begin_others(current, place, started) if state.others else ()
             state.in_backward = True
             try:
                 return original(*args, **kwargs)
@@ -99,18 +101,29 @@ def change_autograd(module: Any) -> None:
                 ended = monotonic_ns()
                 current.backward_ns += ended - started
                 ints[2] = ended & MOMENT | place[1]
-                if models:
-                    state.pending = {}
-                    for added in opened:
-                        word = added[1] >> 3
-                        if current.words[word] == added[0]:
-                            current.words[word + 2] = ended  # as ``Box.end_event`` does
+                if ddp is not None:
+                    state.pending = None
+                    word = added[1] >> 3
+                    if current.words[word] == added[0]:
+                        current.words[word + 2] = ended  # as ``Box.end_event`` does
+                    for other, other_added in others:
+                        del state.others[other]
+                        current.box.end_event(other_added, ended)
                     if ended > state.next_look:
+                        models = [ddp, *(other for other, _ in others)]
                         state.next_look = state.after_backward(current, models)
 
         return backward
 
     replace(module, "backward", make)
+
+
+def _begin_others(current: Recorder, place: Place, started: int) -> list[tuple[Any, Added]]:
+    """Of several models in one backward, what is done with the first, for the rest."""
+    return [
+        (ddp, (place[2].get(ddp) or ddp.backward_at(current, place))(started))
+        for ddp in state.others
+    ]
 
 
 def _observe_loss(current: Recorder, loss: Any, site: str) -> None:
@@ -125,7 +138,7 @@ def _observe_loss(current: Recorder, loss: Any, site: str) -> None:
         loss = plain if scaled == id(loss) else loss
     on_cpu = getattr(loss, "is_cpu", None)  # a GradientEdge has none
     if on_cpu:
-        if loss.numel() == 1:  # else the gradient was given too, as a pipeline's stages do
+        if loss.numel() == 1:
             current.set_loss(loss.item(), site)
     elif on_cpu is not None and loss.is_cuda:
         _observe_gpu_loss(current, loss, site)
@@ -185,12 +198,11 @@ def change_optimizer(module: Any) -> None:
             return
         now = monotonic_ns()
         current.ints[2] = now & MOMENT | state.after_optimizer
-        clock = state.clock()
-        if clock is None:
-            state.clock = weakref.ref(optimizer)
-            clock = optimizer
+        if not state.clock:
+            state.clock = id(optimizer)
+            weakref.finalize(optimizer, setattr, state, "clock", 0).atexit = False
             current.event(model.NOTE, "optimizer", type(optimizer).__name__)
-        if clock is optimizer and not current.explicit_steps:
+        if id(optimizer) == state.clock and not current.explicit_steps:
             current.end_step(now)
 
     module.register_optimizer_step_pre_hook(before)
