@@ -60,7 +60,7 @@ def main() -> None:
     if not arguments.gpu:
         with tempfile.TemporaryDirectory() as folder:
             updates = measure_updates(Path(folder), 3 if arguments.quick else 15)
-    repetitions, blocks = (1, 10) if arguments.quick else (1, 60) if arguments.gpu else (3, 40)
+    repetitions, blocks = (1, 10) if arguments.quick else (1, 60) if arguments.gpu else (8, 40)
     steps: Steps = {}
     for repetition in range(repetitions):
         print(f"steps, repetition {repetition + 1} of {repetitions}", flush=True)

@@ -303,3 +303,22 @@ def test_a_full_disk_is_an_error_at_the_start_and_not_a_crash_later(tmp_path):
         assert ranks.wait() == [0]
     finally:
         ranks.end()
+
+
+def test_what_is_between_steps_that_were_begun_anew_belongs_to_none(recording, tmp_path):
+    second = 10**9
+    recording.data_ns += 5 * second  # before the first
+    recording.begin_steps(1 * second)
+    recording.data_ns += 1 * second
+    recording.end_step(3 * second)
+    recording.data_ns += 4 * second  # evaluation, say
+    recording.begin_steps(10 * second)
+    for ended in range(11, 11 + 16):
+        recording.backward_ns += second // 2
+        recording.end_step(ended * second)
+    recording.flush_tally()
+    record = only(tmp_path)
+    assert [(s.seconds, s.data, s.backward) for s in record.steps[:2]] == [(2, 1, 0), (1, 0, 0.5)]
+    total = record.total
+    assert (total.seconds, total.data, total.backward) == pytest.approx((18, 1, 8))
+    assert record.step == 17

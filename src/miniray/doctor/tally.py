@@ -34,6 +34,10 @@ _Clocks = tuple[int, int, int, int]
 _Step = tuple[int, int, int, int, float, int]
 
 
+def _minus(a: _Clocks, b: _Clocks) -> _Clocks:
+    return a[0] - b[0], a[1] - b[1], a[2] - b[2], a[3] - b[3]
+
+
 class Tally(Events, ABC):
     """Events, and steps, losses and samples."""
 
@@ -47,8 +51,8 @@ class Tally(Events, ABC):
         self.collective_ns = 0
         self._before: _Clocks | None = None  # when the last step ended, or the first one began
         self._written = 0  # steps
-        self._totals = [0] * 4  # nanoseconds: all, data, backward, collectives
-        self._spans = [[0] * 4 for _ in layout.STEP_WIDTHS]  # at the end of the last span
+        self._outside: _Clocks = (0, 0, 0, 0)  # of these, what belongs to no step
+        self._spans: list[_Clocks] = [(0, 0, 0, 0) for _ in layout.STEP_WIDTHS]  # totals back then
         self.loss = _NO_LOSS
         self._samples: Sequence[int] = ()  # of the last batch written
         self._pass: PassWriter | None = None
@@ -70,7 +74,9 @@ class Tally(Events, ABC):
         with self._tally_lock:
             self.flush_tally()
             now = _monotonic_ns() if began is None else began
-            self._before = now, self.data_ns, self.backward_ns, self.collective_ns
+            begins = now, self.data_ns, self.backward_ns, self.collective_ns
+            self._outside = _minus(begins, self._totals())
+            self._before = begins
 
     def end_step(self, now: int) -> None:
         """A step is done: count it, with the times gathered since the last one."""
@@ -90,7 +96,7 @@ class Tally(Events, ABC):
             self._next_flush = _monotonic_ns() + _LOT_NS
             while self._pending_steps:
                 self._write_step(self._pending_steps.popleft())
-            for index, total in enumerate(self._totals):
+            for index, total in enumerate(self._totals()):
                 self.floats[Real.TOTAL_SECONDS + index] = total * 1e-9
             ids: list[int] = []
             while self.pending_ids:
@@ -102,23 +108,26 @@ class Tally(Events, ABC):
 
     def _write_step(self, step: _Step) -> None:
         ended, data, backward, collective, loss, batch_size = step
-        was = self._before or (ended, 0, 0, 0)
+        if self._before is None:
+            self._before = self._outside = ended, 0, 0, 0
+        was = self._before
         self._before = ended, data, backward, collective
-        parts = ended - was[0], data - was[1], backward - was[2], collective - was[3]
         self._written = number = self._written + 1
         # Steps of one epoch only: another begins with a flush.
         add, epoch = self.box.add_step, self.ints[Cell.EPOCH]
+        parts = ended - was[0], data - was[1], backward - was[2], collective - was[3]
         add(0, number, epoch, parts, loss, batch_size, ended)
-        totals = self._totals
-        for index, part in enumerate(parts):
-            totals[index] += part
         if number % 16 == 0:  # steps are kept in sixteens, ... too
+            totals = self._totals()
             for level in (1, 2):
                 if number % layout.STEP_WIDTHS[level] == 0:
-                    before = self._spans[level]
-                    span = [now - then for now, then in zip(totals, before, strict=True)]
-                    self._spans[level] = list(totals)
+                    span = _minus(totals, self._spans[level])
+                    self._spans[level] = totals
                     add(level, number, epoch, span, loss, batch_size, ended)
+
+    def _totals(self) -> _Clocks:
+        """Nanoseconds in steps, all together: all, data, backward, collectives."""
+        return _minus(self._before or self._outside, self._outside)
 
     def set_epoch(self, epoch: int, site: str = "") -> None:
         self.flush_tally()
