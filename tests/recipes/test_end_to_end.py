@@ -41,7 +41,8 @@ def test_the_five_phases(recipe, tmp_path):
     for algorithm in ("grpo", "ppo"):
         options = ["--algorithm", algorithm, "--steps", "4", "--data", "data", *SMALL]
         told = by_hand(recipe, tmp_path, "train_ppo.py", *options, "--run-dir", algorithm)
-        scores = {line.split()[0]: line.split()[1:] for line in told.splitlines()}
+        rows = [line.split() for line in told.splitlines() if line]
+        scores = {first: rest for first, *rest in rows}
         assert scores["untrained"][:2] == ["0.000", "0.0%"]
         assert float(scores[algorithm.upper()][0]) > 0.01
         assert float(scores[algorithm.upper()][1].rstrip("%")) > 80
