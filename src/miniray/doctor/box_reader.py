@@ -53,8 +53,8 @@ class BoxReader(BoxFile):
             dtype=self.text(dtype),
             site=site_from(self.text(site)),
             step=step,
-            at=self.wall(at * 1e-9),
-            ended=self.wall(ended * 1e-9) if ended else None,
+            at=self.wall(at / 1e9),
+            ended=self.wall(ended / 1e9) if ended else None,
             blocking=bool(flags & layout.BLOCKING),
         )
 
@@ -70,11 +70,11 @@ class BoxReader(BoxFile):
                     step=step,
                     count=count,
                     epoch=epoch,
-                    ended=self.wall(ended * 1e-9),
-                    seconds=seconds * 1e-9,
-                    data=waited * 1e-9,
-                    backward=backward * 1e-9,
-                    collective=collective * 1e-9,
+                    ended=self.wall(ended / 1e9),
+                    seconds=seconds / 1e9,
+                    data=waited / 1e9,
+                    backward=backward / 1e9,
+                    collective=collective / 1e9,
                     loss=None if loss == layout.NO_LOSS else loss,
                     batch_size=batch_size,
                 )

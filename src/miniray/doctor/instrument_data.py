@@ -24,6 +24,7 @@ from miniray.doctor.instrument import broken, failed, works
 from miniray.doctor.layout import MOMENT, Cell
 from miniray.doctor.loader_facts import (
     Watched,
+    are_numbers,
     batch_size_of,
     describe,
     digests_of,
@@ -233,7 +234,7 @@ def _make_next(original: Any) -> Any:
 def _count_batch(current: Recorder, one: Pass, batch: Any, ids: Any, length: int | None) -> None:
     batches, ints, watched = one.batches, current.ints, one.watched
     given = batch_size_of(batch) if length is None else length
-    if ids is not None and (watched.renames or not _are_numbers(ids)):
+    if ids is not None and (watched.renames or not are_numbers(ids)):
         ids = ids_of(watched, ids)
     size = len(ids) if ids is not None and given != 0 else given
     info = watched.info
@@ -257,11 +258,7 @@ def _count_batch(current: Recorder, one: Pass, batch: Any, ids: Any, length: int
             if batches == 1 and info["trained"]:
                 current.set_epoch(one.epoch, one.site)
             current.add_samples(ids, size or 0)
-            one.steady = one.trains and not watched.renames and _are_numbers(ids)
-
-
-def _are_numbers(ids: Any) -> bool:
-    return ids.__class__ is list and bool(ids) and ids[0].__class__ is int
+            one.steady = one.trains and not watched.renames and are_numbers(ids)
 
 
 def _becomes_training(current: Recorder, one: Pass) -> None:

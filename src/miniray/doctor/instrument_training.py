@@ -76,6 +76,7 @@ def change_autograd(module: Any) -> None:
                         and getattr(loss, "is_cpu", False)
                         and loss.numel() == 1  # else the gradient is given, as in a pipeline
                     ):
+                        # As ``Tally.set_loss`` does.
                         current.loss = value = loss.item()
                         current.floats[64] = value  # Real.LOSS
                         ints[11] = ints[4] + 1  # Cell.LOSS_STEP, Cell.STEP

@@ -84,6 +84,11 @@ def unwrapped(dataset: Any) -> tuple[list[Any], Any]:
     return subsets, dataset
 
 
+def are_numbers(indices: Any) -> bool:
+    """Whether ``ids_of`` would give them back as they are, for a loader that renames nothing."""
+    return indices.__class__ is list and bool(indices) and indices[0].__class__ is int
+
+
 def ids_of(watched: Watched, indices: Any) -> Sequence[int] | None:
     """The samples' own numbers; most samplers' indices are that already, and Python's own."""
     if not isinstance(indices, (list, tuple)):

@@ -97,7 +97,7 @@ class Tally(Events, ABC):
             while self._pending_steps:
                 self._write_step(self._pending_steps.popleft())
             for index, total in enumerate(self._totals()):
-                self.floats[Real.TOTAL_SECONDS + index] = total * 1e-9
+                self.floats[Real.TOTAL_SECONDS + index] = total / 1e9
             ids: list[int] = []
             while self.pending_ids:
                 self._samples = self.pending_ids.popleft()
