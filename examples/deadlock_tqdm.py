@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 
 RANKS = 3
@@ -73,11 +72,9 @@ def main():
     if "RANK" in os.environ:
         train(fixed="--fixed" in arguments)
         return 0
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "miniray", "run", "--nproc", str(RANKS)]
-        command += ["--hang-timeout", "5", "--run-dir", os.path.join(folder, "run")]
-        command += [os.path.abspath(__file__), *arguments]
-        return subprocess.run(command, check=False).returncode
+    command = [sys.executable, "-m", "miniray", "run", "--nproc", str(RANKS), "--hang-timeout", "5"]
+    command += [os.path.abspath(__file__), *arguments]
+    return subprocess.run(command, check=False).returncode
 
 
 if __name__ == "__main__":
