@@ -1,5 +1,6 @@
 """The error hierarchy: what catches what, what survives the trip between processes."""
 
+import copy
 import pickle
 
 import pytest
@@ -17,11 +18,23 @@ class CustomError(Exception):
         return CustomError, (self.args[0], self.code)
 
 
-class UnpicklableError(Exception):
-    def __init__(self, message):
+class GeneratorError(Exception):
+    def __init__(self, message, *, code):
         super().__init__(message)
-        self.callback = lambda: (yield)
+        self.code = code
         self.generator = (i for i in ())
+
+
+class UnpicklableError(Exception):
+    def __reduce__(self):
+        raise TypeError("not me")
+
+
+class SlotsError(Exception):
+    __slots__ = ("code",)
+
+    def __init__(self, code):
+        self.code = code
 
 
 class FinalStrError(Exception):
@@ -92,6 +105,34 @@ def test_the_fields_survive_a_second_trip():
     assert isinstance(twice, KeyError)
     assert str(twice) == str(once)
     assert (twice.function, twice.worker, twice.pid) == ("Worker.step", "Worker", 123)
+
+
+def test_attributes_that_cannot_be_pickled_are_left_out():
+    error = caught(GeneratorError("the message", code=7))
+    assert isinstance(error, GeneratorError)
+    assert isinstance(error.cause, GeneratorError)
+    assert error.code == error.cause.code == 7
+    assert not hasattr(error, "generator")
+    assert error.args == ("the message",)
+
+
+def test_arguments_that_cannot_be_pickled_are_told():
+    error = caught(ValueError("bad", (i for i in ())))
+    assert isinstance(error, ValueError)
+    assert error.args[0] == "bad"
+    assert error.args[1].startswith("<generator object")
+
+
+def test_attributes_in_slots_arrive():
+    error = caught(SlotsError(5))
+    assert isinstance(error, SlotsError)
+    assert error.code == error.cause.code == 5
+
+
+def test_a_copy_is_the_same_error():
+    error = copy.copy(caught(GeneratorError("the message", code=7)))
+    assert isinstance(error, GeneratorError)
+    assert error.cause.code == 7
 
 
 def test_an_error_that_cannot_be_pickled_keeps_its_text():

@@ -7,10 +7,11 @@ code is, at ``get``, also an instance of the user's own exception type.
 
 from __future__ import annotations
 
-import pickle
 import traceback
 from functools import lru_cache
 from typing import Any
+
+from miniray.carried import Carried, arriving, assembled, parts
 
 __all__ = [
     "ActorDiedError",
@@ -267,7 +268,8 @@ class TaskError(MinirayError):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        plain = (self.function, self.worker, self.pid, self.remote_traceback, self.cause)
+        cause = None if self.cause is None else Carried(self.cause)
+        plain = (self.function, self.worker, self.pid, self.remote_traceback, cause)
         return _rebuild_task_error, plain
 
     @classmethod
@@ -275,11 +277,12 @@ class TaskError(MinirayError):
         """Make the error that travels back from ``exc``, which is being handled now.
 
         An error that already came from further away (an actor calling an actor) keeps its own
-        traceback in front, so the reader sees the whole chain. A cause that does not survive
-        pickling is replaced by None: the traceback text still carries its type and message.
+        traceback in front, so the reader sees the whole chain. Attributes of it that cannot be
+        pickled are left out. Where its type cannot be either, there is no cause: the traceback text
+        still carries type and message.
         """
         text = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__))
-        return cls(function, worker, pid, text, _picklable(exc))
+        return cls(function, worker, pid, text, arriving(exc))
 
     def as_cause_type(self) -> TaskError:
         """This error as an instance of the user's exception type too, where that is possible."""
@@ -292,44 +295,17 @@ class TaskError(MinirayError):
         if dual is None:
             return self
         try:
-            error = _copy_of(cause, dual)
+            error: TaskError = assembled(dual, *parts(cause))
         except Exception:  # a type with an odd layout or descriptors: the text still says it all
             return self
         error.__dict__.update(self.__dict__)
         return error
 
 
-def _rebuild_task_error(*fields: Any) -> TaskError:
-    return TaskError(*fields).as_cause_type()
-
-
-def _picklable(exc: BaseException) -> BaseException | None:
-    import cloudpickle
-
-    try:
-        return pickle.loads(cloudpickle.dumps(exc))  # type: ignore[no-any-return]
-    except Exception:  # whatever a user's __reduce__ or __init__ raises
-        return None
-
-
-def _copy_of(cause: BaseException, dual: type[TaskError]) -> TaskError:
-    """``cause`` as an instance of ``dual``, with its arguments and attributes.
-
-    The user's ``__init__`` is not run: it may want arguments nobody kept, or do things. The builtin
-    type below it is what holds state outside of ``__dict__`` (errno, code, value, ...), so its
-    ``__new__`` and ``__init__`` are called with what its own ``__reduce__`` says.
-    """
-    builtin: Any = next(t for t in type(cause).__mro__ if t.__module__ == "builtins")
-    _, args, *state = builtin.__reduce__(cause)
-    try:
-        error = builtin.__new__(dual, *args)
-    except TypeError:  # MemoryError, whose __new__ refuses types that are also something else
-        error = Exception.__new__(dual, *args)
-    builtin.__init__(error, *args)
-    for key, value in (state[0] if state and state[0] else {}).items():
-        setattr(error, key, value)
-    error.args = cause.args
-    return error  # type: ignore[no-any-return]
+def _rebuild_task_error(function: str, worker: str, pid: int, text: str, cause: Any) -> TaskError:
+    if isinstance(cause, Carried):  # copied here, not pickled
+        cause = cause.error
+    return TaskError(function, worker, pid, text, cause).as_cause_type()
 
 
 @lru_cache(maxsize=256)

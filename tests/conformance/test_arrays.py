@@ -179,6 +179,9 @@ def test_tensor_types_and_shapes(engine):
     torch = pytest.importorskip("torch")
     tensors = [
         torch.arange(6).reshape(2, 3).t(),
+        torch.arange(6.0)[::2],
+        torch.arange(60_000.0)[1::2],
+        torch.ones(1).expand(3),
         torch.tensor(2.5),
         torch.zeros(0, 4),
         torch.ones(3, dtype=torch.bfloat16),

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 import miniray
-from tests.conformance.helpers import needs
+from tests.conformance.helpers import Gate, needs
 
 
 @miniray.remote
@@ -211,6 +211,29 @@ def test_max_concurrency_limits_an_async_actor(engine):
 def test_async_generators_stream(engine):
     actor = Async.remote()
     assert [miniray.get(ref) for ref in actor.items.remote(4)] == [0, 1, 2, 3]
+
+
+def test_giving_up_on_a_stream_leaves_its_loop_alone(engine, tmp_path):
+    """Nothing waits on in its place: the loop ends, and the next item is for whoever comes next."""
+    needs(engine, "concurrent")
+    gate = Gate(tmp_path)
+
+    @miniray.remote
+    def slow():
+        yield 1
+        gate.wait()
+        yield 2
+
+    async def read(stream):
+        got = [await (await anext(stream))]
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.2)
+        return got
+
+    stream = slow.remote()
+    got = asyncio.run(read(stream))
+    gate.open()
+    assert got + [miniray.get(ref) for ref in stream] == [1, 2]
 
 
 def test_streams_are_read_with_async_for(engine):

@@ -1,6 +1,7 @@
 """Cancelling calls: queued, running, finished."""
 
 import asyncio
+import itertools
 import time
 
 import pytest
@@ -19,10 +20,42 @@ class Actor:
         self.calls += 1
         return self.calls
 
+    def take(self, value):
+        return value
+
     def block(self, gate):
         gate.announce()
         gate.wait()
         return "unblocked"
+
+
+@miniray.remote
+def endless():
+    for i in itertools.count():
+        yield i
+        time.sleep(0.01)
+
+
+@miniray.remote
+class Endless:
+    def items(self):
+        for i in itertools.count():
+            yield i
+            time.sleep(0.01)
+
+    def ping(self):
+        return "pong"
+
+
+@miniray.remote
+class AsyncEndless:
+    async def items(self):
+        for i in itertools.count():
+            yield i
+            await asyncio.sleep(0.01)
+
+    async def ping(self):
+        return "pong"
 
 
 def test_cancelling_what_is_done_does_nothing(engine):
@@ -94,6 +127,24 @@ def test_cancelling_a_task_in_the_queue(engine, tmp_path):
     assert not ran.is_open()
 
 
+def test_calls_behind_a_cancelled_one_do_not_wait_for_its_argument(engine, tmp_path):
+    needs(engine, "concurrent")
+    gate = Gate(tmp_path)
+
+    @miniray.remote
+    def late():
+        gate.wait()
+
+    actor = Actor.remote()
+    waiting = actor.take.remote(late.remote())
+    behind = actor.call.remote()
+    miniray.cancel(waiting)
+    with pytest.raises(TaskCancelledError):
+        miniray.get(waiting, timeout=20)
+    assert miniray.get(behind, timeout=20) == 1
+    gate.open()
+
+
 def test_cancelling_an_async_method(engine, tmp_path):
     needs(engine, "concurrent")
 
@@ -122,6 +173,25 @@ def test_cancelling_an_async_method(engine, tmp_path):
     assert miniray.get(waiter.what.remote()) == "cancelled"
 
 
+def test_cancelling_an_async_method_that_has_not_begun(engine):
+    """At once, or while others have all the slots: it is told, and the others go on."""
+    needs(engine, "concurrent")
+
+    @miniray.remote(max_concurrency=1)
+    class Sleeper:
+        async def sleep(self, seconds):
+            await asyncio.sleep(seconds)
+            return seconds
+
+    sleeper = Sleeper.remote()
+    for _ in range(10):
+        first, second = sleeper.sleep.remote(0.05), sleeper.sleep.remote(3600)
+        miniray.cancel(second)
+        with pytest.raises(TaskCancelledError):
+            miniray.get(second, timeout=20)
+        assert miniray.get(first, timeout=20) == 0.05
+
+
 def test_force_is_refused_for_actor_calls(engine, tmp_path):
     needs(engine, "concurrent")
     gate, actor = Gate(tmp_path), Actor.remote()
@@ -131,3 +201,23 @@ def test_force_is_refused_for_actor_calls(engine, tmp_path):
         miniray.cancel(ref, force=True)
     gate.open()
     assert miniray.get(ref) == "unblocked"
+
+
+@pytest.mark.parametrize("of", ["task", "method", "async method"])
+def test_cancelling_a_stream(engine, of):
+    """It ends with the error as its last item, and its worker is free again."""
+    needs(engine, "concurrent")
+    if engine.name == "ray" and of == "method":
+        pytest.skip("Ray does not interrupt a method that is not async")
+    source = {"task": None, "method": Endless, "async method": AsyncEndless}[of]
+    actor = None if source is None else source.remote()
+    stream = endless.remote() if actor is None else actor.items.remote()
+    assert miniray.get(next(stream)) == 0
+    miniray.cancel(stream)
+    with pytest.raises(TaskCancelledError):
+        for ref in stream:
+            miniray.get(ref)
+    assert next(stream, None) is None
+    miniray.cancel(stream)  # it is over: nothing happens
+    if actor is not None:
+        assert miniray.get(actor.ping.remote(), timeout=30) == "pong"

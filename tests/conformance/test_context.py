@@ -110,6 +110,27 @@ def test_a_new_actor_was_not_reconstructed(engine):
     assert miniray.get(Who.remote().ids.remote())["reconstructed"] is False
 
 
+def test_remote_code_does_not_end_the_session(engine):
+    """It is the driver's, however often a worker says shutdown or leaves a ``with``."""
+
+    @miniray.remote
+    class Helpful:
+        def tidy_up(self):
+            with miniray.init(ignore_reinit_error=True):
+                pass
+            miniray.shutdown()
+            return miniray.is_initialized()
+
+    @miniray.remote
+    def tidy_up():
+        miniray.shutdown()
+        return miniray.get(miniray.put("still there"))
+
+    helpful = Helpful.remote()
+    assert miniray.get([helpful.tidy_up.remote() for _ in range(2)]) == [True, True]
+    assert miniray.get(tidy_up.remote()) == "still there"
+
+
 def test_an_actor_can_give_away_a_handle_to_itself(engine):
     who = Who.remote()
     copy = miniray.get(who.myself.remote())

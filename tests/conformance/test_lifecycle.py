@@ -1,5 +1,7 @@
 """How actors and tasks end: last handle, kill, crash, restart, retry."""
 
+import asyncio
+import atexit
 import os
 import signal
 import sys
@@ -10,6 +12,33 @@ import pytest
 import miniray
 from miniray.errors import ActorDiedError, WorkerCrashedError
 from tests.conformance.helpers import Gate, eventually, exists, is_process, needs
+
+
+@miniray.remote
+class Writer:
+    def __init__(self, log, left):
+        self.file = open(log, "w")  # nobody closes it
+        atexit.register(left.touch)
+
+    def write(self, text):
+        self.file.write(text)
+
+
+@miniray.remote
+class AsyncWriter:
+    def __init__(self, log, left):
+        self.waiting = asyncio.get_running_loop().create_task(self.wait(log, left))
+        self.text = ""
+
+    async def wait(self, log, left):
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            log.write_text(self.text)
+            left.touch()
+
+    async def write(self, text):
+        self.text = text
 
 
 @miniray.remote
@@ -93,6 +122,17 @@ def test_an_actor_ends_with_its_last_handle(engine):
     assert miniray.get(copy[0].call.remote()) == 1
     del copy
     eventually(lambda: not is_process(pid))
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_an_actor_that_ends_tidies_up(engine, tmp_path, kind):
+    """As any program: what it wrote is flushed, exit handlers and ``finally`` run."""
+    needs(engine, "processes")
+    log, left = tmp_path / "log", tmp_path / "left"
+    writer = (AsyncWriter if kind == "async" else Writer).remote(log, left)
+    miniray.get(writer.write.remote("hello"))
+    del writer
+    eventually(lambda: left.exists() and log.read_text() == "hello")
 
 
 def test_calls_made_before_the_last_handle_went_are_done(engine):

@@ -1,5 +1,10 @@
 """Objects: put, get, wait, and what a value looks like where it arrives."""
 
+import concurrent.futures
+import copy
+import math
+
+import numpy as np
 import pytest
 
 import miniray
@@ -9,6 +14,12 @@ from tests.conformance.helpers import Gate, needs
 @miniray.remote
 def identity(value):
     return value
+
+
+@miniray.remote
+class Cell:
+    def ping(self):
+        return "pong"
 
 
 @miniray.remote
@@ -202,6 +213,29 @@ def test_get_timeout_is_a_timeout_error_and_harmless(engine, tmp_path):
     assert isinstance(caught.value, miniray.errors.GetTimeoutError)
     gate.open()
     assert miniray.get(ref) == "late"
+
+
+@pytest.mark.parametrize("timeout", ["5", float("nan"), True, [1]], ids=repr)
+def test_a_time_limit_is_a_number(engine, timeout):
+    ref = miniray.put(1)
+    with pytest.raises(ValueError, match="timeout must be a number of seconds"):
+        miniray.get(ref, timeout=timeout)
+    with pytest.raises(ValueError, match="timeout must be a number of seconds"):
+        miniray.wait([ref], timeout=timeout)
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e9, np.float32(60)], ids=repr)
+def test_any_time_limit_in_any_thread(engine, timeout):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        for call in (identity, identity):  # the second is known to be short
+            assert pool.submit(miniray.get, call.remote(1), timeout=timeout).result(30) == 1
+
+
+def test_a_copy_of_a_ref_or_handle_is_the_same(engine):
+    ref, cell = miniray.put([1]), Cell.remote()
+    for duplicate in (copy.copy, copy.deepcopy):
+        assert duplicate({"ref": ref, "handle": cell}) == {"ref": ref, "handle": cell}
+    assert miniray.get(copy.deepcopy(cell).ping.remote()) == "pong"
 
 
 def test_threads_may_get_at_once(engine):

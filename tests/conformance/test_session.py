@@ -55,6 +55,32 @@ def test_with_ends_the_session_and_another_may_follow(no_engine):
         assert miniray.get(add.remote(2, 2)) == 4  # the same function, exported anew
 
 
+def test_refs_and_handles_of_an_earlier_session_are_refused(no_engine):
+    """Their ids may be somebody else's by now."""
+    with miniray.init(backend=no_engine, num_cpus=2):
+        ref, counter = miniray.put(1), Counter.remote()
+        assert miniray.get(counter.add.remote()) == 1
+    with miniray.init(backend=no_engine, num_cpus=2):
+        own = Counter.remote()
+        for refused in (
+            lambda: miniray.get(ref),
+            lambda: miniray.get([ref]),
+            lambda: counter.add.remote(),
+        ):
+            with pytest.raises(MinirayError, match="session"):
+                refused()
+        if no_engine == "local":
+            for refused in (
+                lambda: add.remote(ref, 1),
+                lambda: add.remote([ref], [1]),
+                lambda: add.remote([counter], [1]),
+                lambda: miniray.kill(counter),
+            ):
+                with pytest.raises(MinirayError, match="session"):
+                    refused()
+        assert miniray.get(own.add.remote()) == 1
+
+
 def test_first_use_starts_the_engine_of_the_environment(no_engine, monkeypatch):
     monkeypatch.setenv("MINIRAY_BACKEND", no_engine)
     assert miniray.get(add.remote(20, 22)) == 42
@@ -68,6 +94,11 @@ def test_bad_arguments_start_nothing(no_engine):
         {"num_cpus": -1},
         {"num_gpus": "all"},
         {"object_store_memory": 0},
+        {"object_store_memory": float("inf")},
+        {"num_workers": 1.5},
+        {"num_cpus": float("nan")},
+        {"num_gpus": 0.5},
+        {"namespace": 5},
     ):
         with pytest.raises(ValueError, match=next(iter(bad))):
             miniray.init(backend=no_engine, **bad)

@@ -1,5 +1,6 @@
 """Tasks: functions that run somewhere else."""
 
+import asyncio
 import os
 
 import pytest
@@ -27,6 +28,26 @@ def three():
 @miniray.remote
 def pid():
     return os.getpid()
+
+
+@miniray.remote(num_returns=2)
+def half():
+    yield "first"
+    raise ArithmeticError("no second")
+
+
+@miniray.remote
+class Half:
+    @miniray.method(num_returns=2)
+    def half(self):
+        yield "first"
+        raise ArithmeticError("no second")
+
+
+@miniray.remote
+class AsyncHalf(Half.__wrapped__):
+    async def nothing(self):
+        pass
 
 
 @miniray.remote
@@ -100,6 +121,31 @@ def test_yield_may_give_a_fixed_number_of_returns(engine):
         yield "second"
 
     assert miniray.get(pair.remote()) == ["first", "second"]
+
+
+@pytest.mark.parametrize("actor", ["task", "plain", "threaded", "async"])
+def test_a_generator_that_fails_fails_its_returns(engine, actor):
+    """What it raises is the call's error, and its worker lives on."""
+    if actor == "task":
+        call = half.remote
+    else:
+        threads = 2 if actor == "threaded" else None
+        maker = (AsyncHalf if actor == "async" else Half).options(max_concurrency=threads).remote()
+        call = maker.half.remote
+    for _ in range(2):
+        _, second = call()
+        with pytest.raises(ArithmeticError, match="no second"):
+            miniray.get(second, timeout=30)
+
+
+def test_async_generators_of_tasks(engine):
+    @miniray.remote
+    async def stream(n):
+        for i in range(n):
+            await asyncio.sleep(0)
+            yield i
+
+    assert [miniray.get(ref) for ref in stream.remote(3)] == [0, 1, 2]
 
 
 def test_a_ref_argument_is_replaced_by_its_value(engine):

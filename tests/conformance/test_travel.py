@@ -93,6 +93,16 @@ def test_a_handle_in_a_method_argument(engine):
     assert miniray.get(keeper.read.remote()) == 6
 
 
+def test_a_method_of_a_handle(engine):
+    @miniray.remote
+    def apply(method, value):
+        return miniray.get(method.remote(value))
+
+    cell = Cell.remote()
+    assert miniray.get(apply.remote(cell.set, 4)) == 4
+    assert miniray.get(cell.get.remote()) == 4
+
+
 def test_a_list_of_handles(engine):
     workers = [Cell.remote(value) for value in (1, 2, 6)]
     server = ParameterServer.remote()

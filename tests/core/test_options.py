@@ -1,5 +1,6 @@
 """Options: what is accepted where, and what a wrong one is answered with."""
 
+import numpy as np
 import pytest
 
 from miniray.core.options import ALLOWED, Options
@@ -66,6 +67,14 @@ def test_an_option_in_the_wrong_place_is_refused_with_the_right_ones(kind, optio
         ("class", "runtime_env", {"env_vars": {"A": 1}}),
         ("class", "runtime_env", {"env_vars": {1: "A"}}),
         ("class", "runtime_env", "A=1"),
+        ("class", "runtime_env", {"env_vars": {"A=B": "1"}}),
+        ("class", "runtime_env", {"env_vars": {"": "1"}}),
+        ("class", "runtime_env", {"env_vars": {"A": "1\0"}}),
+        ("class", "num_cpus", float("nan")),
+        ("function", "num_gpus", float("nan")),
+        ("function", "num_cpus", float("inf")),
+        ("class", "num_gpus", 1.5),
+        ("class", "get_if_exists", "yes"),
     ],
 )
 def test_a_bad_value_is_refused_and_the_option_named(kind, option, value):
@@ -92,6 +101,21 @@ def test_a_bad_value_is_refused_and_the_option_named(kind, option, value):
 )
 def test_a_value_at_the_edge_of_what_is_valid_is_taken(kind, option, value):
     assert getattr(Options().merged(kind, {option: value}), option) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "value", "kept"),
+    [
+        ("function", "num_returns", np.int64(2), 2),
+        ("function", "num_cpus", np.float32(0.5), 0.5),
+        ("class", "max_concurrency", np.uint8(3), 3),
+        ("class", "max_restarts", None, 0),
+    ],
+)
+def test_a_value_is_kept_as_pythons_own(kind, option, value, kept):
+    found = getattr(Options().merged(kind, {option: value}), option)
+    assert found == kept
+    assert type(found) is type(kept)
 
 
 def test_env_vars_are_a_copy():

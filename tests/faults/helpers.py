@@ -83,6 +83,11 @@ def used(engine):
     return engine.node.usage.total() - sum(s.size for s in engine.node.store._free)
 
 
+def shared_names():
+    """Names in /dev/shm, but for the semaphores that multiprocessing makes in other programs."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+
+
 def marked(mark):
     """Live processes whose environment carries ``mark``, by pid, with their command line."""
     found = {}

@@ -127,6 +127,46 @@ def test_a_callback_that_waits(engine):
     assert miniray.get(counter.add.remote(), timeout=SOON) == 1
 
 
+@miniray.remote
+def in_a_thread():
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(miniray.get, double.remote(2)).result()
+
+
+@miniray.remote
+def in_a_stream():
+    return [miniray.get(ref) for ref in numbers.remote()]
+
+
+@miniray.remote
+async def in_a_loop():
+    return await asyncio.gather(double.remote(2), double.remote(3))
+
+
+@miniray.remote
+async def in_a_loop_over_a_stream():
+    return [await ref async for ref in numbers.remote()]
+
+
+@miniray.remote
+def numbers():
+    yield 1
+    yield 2
+
+
+def test_a_task_may_wait_for_tasks_however_it_waits(own_directory):
+    """With one worker in the pool, they need the CPU of the one that waits."""
+    with miniray.init(num_workers=1, num_cpus=1):
+        for task, expected in (
+            (in_a_thread, 4),
+            (in_a_stream, [1, 2]),
+            (in_a_loop, [4, 6]),
+            (in_a_loop_over_a_stream, [1, 2]),
+        ):
+            assert miniray.get(task.remote(), timeout=30) == expected
+        assert miniray.available_resources()["CPU"] == 1
+
+
 def test_a_task_may_wait_for_tasks_queued_behind_it(engine, tmp_path):
     """Short tasks are sent ahead to a worker; one that then waits for them gives them back."""
 

@@ -115,6 +115,8 @@ class Engine(abc.ABC):
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
+    #: Whether the calling code is remote code: the session is not its own to end.
+    in_worker: bool = False
 
     # -- running code ---------------------------------------------------------------------------
 
@@ -218,16 +220,21 @@ class Engine(abc.ABC):
         """End an actor's process now. Calls in flight fail with ``ActorDiedError``."""
 
     @abc.abstractmethod
-    def cancel(self, ref: ObjectRef[Any], force: bool) -> None:
+    def cancel(self, ref: ObjectRef[Any] | ObjectRefGenerator, force: bool) -> None:
         """Cancel the call behind ``ref``; if it has finished already, do nothing.
 
         A queued call does not run. A running task gets ``KeyboardInterrupt``, an async method
         ``CancelledError``; ``force`` ends the process of a task and is refused for actor calls.
+        A stream ends with the error as its last item.
         """
 
     @abc.abstractmethod
     def get_actor(self, name: str, namespace: str | None) -> ActorHandle[Any]:
         """The handle of a named actor. Raises ``ValueError`` when there is none alive."""
+
+    @abc.abstractmethod
+    def handle(self, actor: Any) -> ActorHandle[Any]:
+        """A handle of ``actor``, the engine's own state from another one."""
 
     def reduce_handle(self, handle: ActorHandle[Any]) -> Any:
         """``__reduce__`` of a handle for a pickler that is not miniray's own."""

@@ -60,8 +60,18 @@ class ActorMethod(Generic[P, R]):
         num_returns = 1 if merged.num_returns is None else merged.num_returns
         return ActorMethod(self._engine, self._actor, self._spec, num_returns)
 
+    def __reduce__(self) -> Any:
+        handle = self._engine.handle(self._actor)
+        return _method_of, (handle, self._spec, self._num_returns)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"actor methods are called with .remote(): {self._spec.name}.remote(...)")
+
+
+def _method_of(
+    handle: ActorHandle[Any], spec: CallSpec, num_returns: int | str
+) -> ActorMethod[..., Any]:
+    return ActorMethod(handle._engine, handle._actor, spec, num_returns)
 
 
 class ActorHandle(Generic[T]):
@@ -105,6 +115,12 @@ class ActorHandle(Generic[T]):
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._info.methods]
+
+    def __copy__(self) -> ActorHandle[T]:
+        return self
+
+    def __deepcopy__(self, memo: object) -> ActorHandle[T]:
+        return self  # there is one actor, whatever refers to it
 
     def __reduce__(self) -> Any:
         return self._engine.reduce_handle(self)

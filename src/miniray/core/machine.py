@@ -11,6 +11,7 @@ import os
 import socket
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 _CGROUP = Path("/sys/fs/cgroup")
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
@@ -69,8 +70,14 @@ def gpu_ids() -> list[str]:
     return ids
 
 
-def hostname() -> str:
-    return socket.gethostname()
+def node(resources: dict[str, float]) -> dict[str, Any]:
+    """This machine as ``miniray.nodes`` lists it."""
+    return {
+        "NodeID": node_id(),
+        "Alive": True,
+        "NodeManagerHostname": socket.gethostname(),
+        "Resources": resources,
+    }
 
 
 @lru_cache(maxsize=1)
@@ -83,7 +90,7 @@ def node_id() -> str:
 
     boot = _read(Path("/proc/sys/kernel/random/boot_id"))
     machine = _read(Path("/etc/machine-id"))
-    return hashlib.sha224(f"{machine}|{boot}|{hostname()}".encode()).hexdigest()
+    return hashlib.sha224(f"{machine}|{boot}|{socket.gethostname()}".encode()).hexdigest()
 
 
 def _read(path: Path) -> str:

@@ -7,6 +7,8 @@ so an option in the wrong place is refused with the list of the right ones.
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -25,7 +27,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "lifetime",
         "runtime_env",
     ),
-    "method": ("num_returns", "name"),
+    "method": ("num_returns",),
 }
 
 
@@ -65,14 +67,15 @@ class Options:
     def merged(self, kind: str, changes: Mapping[str, Any]) -> Options:
         """These options with ``changes`` applied. Raises on an unknown option or a bad value."""
         allowed = ALLOWED[kind]
+        checked = {}
         for key, value in changes.items():
             if key not in allowed:
                 raise ValueError(
                     f"unknown option {key!r} for a remote {kind}; "
                     f"valid options are {', '.join(allowed)}"
                 )
-            _check(key, value)
-        merged = dataclasses.replace(self, **changes)
+            checked[key] = getattr(Options, key) if value is None else _checked(key, value)
+        merged = dataclasses.replace(self, **checked)
         if merged.get_if_exists and merged.name is None:
             raise ValueError("get_if_exists=True needs a name=")
         if kind == "class" and merged.lifetime == "detached" and merged.name is None:
@@ -80,34 +83,62 @@ class Options:
         return merged
 
 
-def _check(key: str, value: Any) -> None:
-    if value is None:
-        return
+def amount(key: str, value: Any) -> float:
+    """``value`` as a finite number >= 0; numpy's are numbers, too."""
+    try:
+        fits = not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    except TypeError:  # not a number
+        fits = False
+    if not fits:
+        raise ValueError(f"{key} must be a number >= 0, not {value!r}")
+    return value if type(value) is int else float(value)
+
+
+def whole(key: str, value: Any, least: int, hint: str = "") -> int:
+    """``value`` as an int >= ``least``."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
+        raise ValueError(f"{key} must be an int >= {least}{hint}, not {value!r}")
+    return operator.index(value)
+
+
+def text(key: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{key} must be a non-empty string, not {value!r}")
+    return value
+
+
+def _checked(key: str, value: Any) -> Any:
+    """The value as it is kept. Raises ``ValueError``."""
     if key in ("num_cpus", "num_gpus"):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-            raise ValueError(f"{key} must be a number >= 0, not {value!r}")
-        if key == "num_gpus" and value > 1 and value != int(value):
+        if key == "num_gpus" and amount(key, value) > 1 and value != int(value):
             raise ValueError(f"num_gpus above 1 must be a whole number, not {value!r}")
-    elif key == "num_returns":
-        if value in ("streaming", "dynamic"):
-            if value == "dynamic":
-                raise ValueError('num_returns="dynamic" is gone from Ray too: use "streaming"')
-        elif isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f'num_returns must be an int >= 0 or "streaming", not {value!r}')
-    elif key in ("max_retries", "max_restarts", "max_task_retries"):
-        if isinstance(value, bool) or not isinstance(value, int) or value < -1:
-            raise ValueError(f"{key} must be an int >= -1 (-1: no limit), not {value!r}")
-    elif key == "max_concurrency":
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"max_concurrency must be an int >= 1, not {value!r}")
-    elif key in ("name", "namespace"):
-        if not isinstance(value, str) or not value:
-            raise ValueError(f"{key} must be a non-empty string, not {value!r}")
-    elif key == "lifetime":
-        if value != "detached":
-            raise ValueError(f'lifetime must be "detached" or None, not {value!r}')
-    elif key == "runtime_env":
+        return amount(key, value)
+    if key == "num_returns":
+        return _num_returns(value)
+    if key in ("max_retries", "max_restarts", "max_task_retries"):
+        return whole(key, value, -1, " (-1: no limit)")
+    if key == "max_concurrency":
+        return whole(key, value, 1)
+    if key in ("name", "namespace"):
+        return text(key, value)
+    if key == "lifetime" and value != "detached":
+        raise ValueError(f'lifetime must be "detached" or None, not {value!r}')
+    if key == "get_if_exists" and not isinstance(value, bool):
+        raise ValueError(f"get_if_exists must be True or False, not {value!r}")
+    if key == "runtime_env":
         _check_runtime_env(value)
+    return value
+
+
+def _num_returns(value: Any) -> Any:
+    if isinstance(value, str):
+        if value == "dynamic":
+            raise ValueError('num_returns="dynamic" is gone from Ray too: use "streaming"')
+        if value == "streaming":
+            return value
+    elif not isinstance(value, bool) and hasattr(value, "__index__") and value >= 0:
+        return operator.index(value)
+    raise ValueError(f'num_returns must be an int >= 0 or "streaming", not {value!r}')
 
 
 def _check_runtime_env(value: Any) -> None:
@@ -118,3 +149,9 @@ def _check_runtime_env(value: Any) -> None:
         isinstance(k, str) and isinstance(v, str) for k, v in env_vars.items()
     ):
         raise ValueError('runtime_env["env_vars"] must map strings to strings')
+    for name, setting in env_vars.items():
+        if not name or "=" in name or "\0" in name + setting:
+            raise ValueError(
+                f'runtime_env["env_vars"] cannot have {name!r}: a name is not empty, has no "=", '
+                "and neither it nor its value has a null character"
+            )

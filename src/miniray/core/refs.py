@@ -61,11 +61,17 @@ class ObjectRef(Generic[T]):
     def __repr__(self) -> str:
         return f"ObjectRef({self.hex()})"
 
+    def __copy__(self) -> ObjectRef[T]:
+        return self
+
+    def __deepcopy__(self, memo: object) -> ObjectRef[T]:
+        return self  # a copy of a reference refers to the same
+
     def __reduce__(self) -> Any:
         # miniray's own pickler (core/serialize.py) does not come this way.
         raise TypeError(
             f"{self!r} means nothing outside of this session: pass it to a call, put it in a "
-            "container or return it, but do not pickle it yourself"
+            "container or return it, but do not pickle it yourself; to save the value, get it"
         )
 
     def future(self) -> concurrent.futures.Future[T]:
@@ -89,24 +95,30 @@ class ObjectRef(Generic[T]):
         return future
 
     def __await__(self) -> Generator[Any, None, T]:
-        import asyncio
-
-        loop = asyncio.get_running_loop()
-        ready: asyncio.Future[None] = loop.create_future()
-
-        def wake() -> None:
-            if not ready.done():
-                ready.set_result(None)
-
-        def notify() -> None:
-            # The loop may be closed by the time a result nobody waits for any more arrives.
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(wake)
-
+        ready, notify = announced()
         self._engine.on_ready(self, notify)
         yield from ready.__await__()
         value: T = self._engine.get([self], None)[0]
         return value
+
+
+def announced() -> tuple[asyncio.Future[None], Callable[[], None]]:
+    """A future of the running event loop, and what any thread calls to complete it."""
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    def notify() -> None:
+        # The loop may be closed by the time a result nobody waits for any more arrives.
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(wake)
+
+    return ready, notify
 
 
 @functools.lru_cache(maxsize=1)
@@ -139,13 +151,7 @@ class ObjectRefGenerator(Iterator[ObjectRef[Item]], AsyncIterator[ObjectRef[Item
         raise NotImplementedError("provided by the engine's own subclass")
 
     async def __anext__(self) -> ObjectRef[Item]:
-        import asyncio
-
-        # StopIteration cannot cross a future, so the thread hands back a sentinel instead.
-        ref = await asyncio.get_running_loop().run_in_executor(None, next, self, None)
-        if ref is None:
-            raise StopAsyncIteration
-        return ref
+        raise NotImplementedError("provided by the engine's own subclass")
 
     def __reduce__(self) -> Any:
         raise TypeError("an ObjectRefGenerator cannot be sent to another process; send its refs")

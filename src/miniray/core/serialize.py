@@ -112,7 +112,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         flat = tensor.detach() if tensor.requires_grad else tensor
         if flat.is_conj() or flat.is_neg():
             flat = flat.resolve_conj().resolve_neg()
-        flat = flat.reshape(-1)  # copies unless contiguous
+        flat = flat.contiguous().view(-1)  # copies unless contiguous
         if flat.device.type == "cuda":
             self.devices.add(flat.device)
             flat = _start_copy_to_host(torch, flat)

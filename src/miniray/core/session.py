@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import math
 import os
-import secrets
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from miniray.core import startup
 from miniray.core.engine import Engine, InitConfig, RuntimeContext
+from miniray.core.options import amount, text, whole
 
 if TYPE_CHECKING:
-    from miniray.core.refs import ObjectRef
+    from miniray.core.refs import ObjectRef, ObjectRefGenerator
     from miniray.core.remote import Actor, ActorHandle
 
 T = TypeVar("T")
@@ -28,7 +29,6 @@ BACKENDS = {
 
 _lock = threading.RLock()
 _engine: Engine | None = None
-_own_run_seed = False  # whether the run's seed in the environment is this session's
 
 
 class Session:
@@ -91,40 +91,22 @@ def init(
                 "first, or pass ignore_reinit_error=True to keep using it"
             )
         name = _choose_backend(backend, address)
-        config = InitConfig(
-            num_workers=_positive("num_workers", num_workers),
+        config = _config(
+            num_workers=num_workers,
             address=address,
-            num_cpus=_positive("num_cpus", num_cpus),
-            num_gpus=_positive("num_gpus", num_gpus, zero=True),
-            object_store_memory=_positive("object_store_memory", object_store_memory),
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            object_store_memory=object_store_memory,
             namespace=namespace,
             log_to_driver=log_to_driver,
         )
-        _set_run_seed()
+        startup.set_run_seed()
         try:
             _engine = importlib.import_module(BACKENDS[name]).start(config)
         except BaseException:
-            _unset_run_seed()
+            startup.unset_run_seed()
             raise
         return Session(_engine)
-
-
-def _set_run_seed() -> None:
-    """One random number that all processes of the session know, unless there is one already.
-
-    Whatever must be random and yet the same everywhere (which rows a run takes) goes by it.
-    """
-    global _own_run_seed
-    if startup.RUN_SEED not in os.environ:
-        os.environ[startup.RUN_SEED] = str(secrets.randbits(63))
-        _own_run_seed = True
-
-
-def _unset_run_seed() -> None:
-    global _own_run_seed
-    if _own_run_seed:
-        os.environ.pop(startup.RUN_SEED, None)
-        _own_run_seed = False
 
 
 def _choose_backend(backend: str | None, address: str | None) -> str:
@@ -140,14 +122,22 @@ def _choose_backend(backend: str | None, address: str | None) -> str:
     return backend
 
 
-def _positive(name: str, value: Any, zero: bool = False) -> Any:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{name} must be a number, not {value!r}")
-    if value < 0 or (value == 0 and not zero):
-        raise ValueError(f"{name} must be {'>= 0' if zero else 'above 0'}, not {value!r}")
-    return value
+def _config(**given: Any) -> InitConfig:
+    """The arguments of ``init`` but for the engine's choice. Raises ``ValueError``."""
+    for name in ("num_cpus", "num_gpus", "object_store_memory"):
+        if given[name] is not None:
+            given[name] = amount(name, given[name])
+            if name == "object_store_memory":
+                given[name] = int(given[name])
+            if given[name] == 0 and name != "num_gpus":
+                raise ValueError(f"{name} must be above 0, not {given[name]!r}")
+    if given["num_workers"] is not None:
+        given["num_workers"] = whole("num_workers", given["num_workers"], 1)
+    if given["num_gpus"] is not None and given["num_gpus"] != int(given["num_gpus"]):
+        raise ValueError(f"num_gpus must be a whole number, not {given['num_gpus']!r}")
+    if given["namespace"] is not None:
+        text("namespace", given["namespace"])
+    return InitConfig(**given)
 
 
 def engine() -> Engine:
@@ -174,13 +164,18 @@ def is_initialized() -> bool:
 
 
 def shutdown() -> None:
-    """End all actors and workers and free all memory. Does nothing when no engine is running."""
+    """End all actors and workers and free all memory. Does nothing when no engine is running.
+
+    Nor in remote code: the session is the driver's.
+    """
     global _engine
     with _lock:
+        if _engine is not None and _engine.in_worker:
+            return
         current, _engine = _engine, None
     if current is not None:
         current.shutdown()
-        _unset_run_seed()
+        startup.unset_run_seed()
 
 
 atexit.register(shutdown)
@@ -199,6 +194,8 @@ def get(refs: Any, timeout: float | None = None) -> Any:
     """
     from miniray.core.refs import ObjectRef
 
+    if timeout is not None:
+        timeout = _limit(timeout)
     if isinstance(refs, ObjectRef):
         return refs._engine.get((refs,), timeout)[0]
     _check_refs("get", refs)
@@ -226,9 +223,21 @@ def wait(
         raise ValueError("wait() got the same ref twice")
     if not isinstance(num_returns, int) or not 1 <= num_returns <= max(len(refs), 1):
         raise ValueError(f"num_returns must be between 1 and {len(refs)}, not {num_returns!r}")
+    if timeout is not None:
+        timeout = _limit(timeout)
     if not refs:
         return [], []
     return engine().wait(refs, num_returns, timeout)
+
+
+def _limit(timeout: Any) -> float | None:
+    """A time limit in seconds as engines take it: None for one without end."""
+    try:
+        if isinstance(timeout, bool) or math.isnan(timeout):
+            raise TypeError
+    except TypeError:
+        raise ValueError(f"timeout must be a number of seconds, not {timeout!r}") from None
+    return None if timeout == math.inf else float(timeout)
 
 
 def _check_refs(verb: str, refs: Any) -> None:
@@ -250,9 +259,12 @@ def kill(actor: ActorHandle[Any] | Actor, *, no_restart: bool = True) -> None:
     engine().kill(actor._actor, no_restart)
 
 
-def cancel(ref: ObjectRef[Any], *, force: bool = False) -> None:
+def cancel(ref: ObjectRef[Any] | ObjectRefGenerator, *, force: bool = False) -> None:
     """Cancel a call: queued, it never runs; running, a task is interrupted."""
-    _check_refs("cancel", [ref])
+    from miniray.core.refs import ObjectRefGenerator
+
+    if not isinstance(ref, ObjectRefGenerator):
+        _check_refs("cancel", [ref])
     engine().cancel(ref, force)
 
 

@@ -13,6 +13,7 @@ import contextlib
 import contextvars
 import importlib
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ SET_UP = "MINIRAY_SET_UP"
 #: Modules, space between them, that the local engine loads once for all workers, before it forks.
 PRELOAD = "MINIRAY_PRELOAD"
 
+_own_run_seed = False  # whether the run's seed in the environment is this session's
 _env: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar("env", default=None)
 
 
@@ -45,6 +47,24 @@ def actors_with(seed: int | None = None, env: Mapping[str, str] | None = None) -
 def environment() -> dict[str, str] | None:
     """What an actor created here and now gets on top of its own environment variables."""
     return _env.get()
+
+
+def set_run_seed() -> None:
+    """One random number that all processes of the session know, unless there is one already.
+
+    Whatever must be random and yet the same everywhere (which rows a run takes) goes by it.
+    """
+    global _own_run_seed
+    if RUN_SEED not in os.environ:
+        os.environ[RUN_SEED] = str(secrets.randbits(63))
+        _own_run_seed = True
+
+
+def unset_run_seed() -> None:
+    global _own_run_seed
+    if _own_run_seed:
+        os.environ.pop(RUN_SEED, None)
+        _own_run_seed = False
 
 
 def construct(cls: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:

@@ -28,9 +28,6 @@ class InlineRef(ObjectRef[Any]):
         self._id: bytes = ref_id
         self.inline_outcome = outcome
 
-    def __reduce__(self) -> Any:
-        raise TypeError("an ObjectRef can be pickled only by miniray, as part of a call or a put")
-
 
 class InlineStream(ObjectRefGenerator):
     """The refs of a generator that has run already."""

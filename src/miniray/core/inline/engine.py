@@ -108,12 +108,12 @@ class InlineEngine(Engine):
             self._check_open()
             existing = self._directory.taken_by(actor)
             if existing is not None:
-                return self._handle(existing)
+                return self.handle(existing)
             grant = self._ledger.for_actor(spec.name, options.num_cpus or 0, options.num_gpus or 0)
             actor.hold(grant, self._ledger.given_back)
             self._directory.add(actor)
         self._construct(actor)
-        return self._handle(actor)
+        return self.handle(actor)
 
     def call(
         self,
@@ -206,7 +206,12 @@ class InlineEngine(Engine):
 
     def get(self, refs: Sequence[ObjectRef[Any]], timeout: float | None) -> list[Any]:
         self._check_open()
-        return [_own(ref).inline_outcome.load() for ref in refs]
+        return [self._own(ref).inline_outcome.load() for ref in refs]
+
+    def _own(self, ref: ObjectRef[Any]) -> InlineRef:
+        if not isinstance(ref, InlineRef) or ref._engine is not self:
+            raise SessionEndedError(f"{ref!r} belongs to another session, which has ended")
+        return ref
 
     def wait(
         self, refs: Sequence[ObjectRef[Any]], num_returns: int, timeout: float | None
@@ -229,15 +234,15 @@ class InlineEngine(Engine):
         actor.restarts += 1
         self._construct(actor)
 
-    def cancel(self, ref: ObjectRef[Any], force: bool) -> None:
+    def cancel(self, ref: ObjectRef[Any] | ObjectRefGenerator, force: bool) -> None:
         """Nothing to do: whatever has a ref has finished."""
 
     def get_actor(self, name: str, namespace: str | None) -> ActorHandle[Any]:
         self._check_open()
         with self._lock:
-            return self._handle(self._directory.find(namespace or self._namespace, name))
+            return self.handle(self._directory.find(namespace or self._namespace, name))
 
-    def _handle(self, actor: InlineActor) -> ActorHandle[Any]:
+    def handle(self, actor: InlineActor) -> ActorHandle[Any]:
         return ActorHandle(self, actor, actor.id, actor.spec.info)
 
     def _bury(self, actor: InlineActor, failure: Failure) -> None:
@@ -246,6 +251,10 @@ class InlineEngine(Engine):
             self._directory.remove(actor)
 
     # -- context and end ------------------------------------------------------------------------
+
+    @property
+    def in_worker(self) -> bool:  # type: ignore[override]
+        return self._frame() is not None
 
     def _frame(self) -> Frame | None:
         """The running call, None in the driver's own code or under an earlier engine."""
@@ -257,14 +266,7 @@ class InlineEngine(Engine):
         return {**(frame.env_vars if frame else {}), **options.env_vars}
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "NodeID": machine.node_id(),
-                "Alive": not self._closed,
-                "NodeManagerHostname": machine.hostname(),
-                "Resources": self.cluster_resources(),
-            }
-        ]
+        return [machine.node(self.cluster_resources())]
 
     def cluster_resources(self) -> dict[str, float]:
         return self._ledger.total()
@@ -284,7 +286,7 @@ class InlineEngine(Engine):
             actor_name=actor.options.name if actor else None,
             task_id=frame.task_id if frame else None,
             was_current_actor_reconstructed=bool(actor and actor.restarts),
-            make_handle=(lambda: self._handle(actor)) if actor else None,
+            make_handle=(lambda: self.handle(actor)) if actor else None,
         )
 
     def gpu_ids(self) -> list[int]:
@@ -300,9 +302,3 @@ class InlineEngine(Engine):
             raise SessionEndedError(
                 "this miniray session was shut down; its refs and actors are gone"
             )
-
-
-def _own(ref: ObjectRef[Any]) -> InlineRef:
-    if not isinstance(ref, InlineRef):
-        raise TypeError(f"{ref!r} belongs to another engine's session")
-    return ref

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
-from miniray.core import startup
+from miniray.core import loops, startup
 
 T = TypeVar("T")
 
@@ -99,16 +99,9 @@ class PrivateLoop:
         loop = self._loop
         if loop is None or loop.is_running() or loop.is_closed():
             return
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        if left:
-            run_on(loop, _finished(left))
+        if asyncio.all_tasks(loop):
+            run_on(loop, loops.cancel_rest())
         loop.close()
-
-
-async def _finished(tasks: set[asyncio.Task[Any]]) -> None:
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def run_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:

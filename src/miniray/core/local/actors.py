@@ -8,17 +8,23 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from miniray.core.local.calls import Call, Channel
-from miniray.core.local.objects import BLOB, FAILED, PENDING, PLAIN, Blob, Entry, LocalRef, is_plain
+from miniray.core.local.objects import (
+    FAILED,
+    Blob,
+    Entry,
+    LocalRef,
+    entry_of,
+    is_plain,
+)
+from miniray.core.local.peers import CANCEL, DRIVER
 from miniray.core.local.sharing import Shared
-from miniray.core.local.sinks import make_sink, sink_entries
+from miniray.core.local.sinks import make_sink, set_origin
 from miniray.core.local.wire import Closed
 from miniray.core.remote import ActorInfo
-from miniray.errors import ActorDiedError, MinirayError, TaskCancelledError
+from miniray.errors import ActorDiedError, MinirayError
 
 if TYPE_CHECKING:
     from miniray.core.local.node import Node
-
-_DRIVER = 0
 
 
 class ActorEntry(Shared):
@@ -28,7 +34,7 @@ class ActorEntry(Shared):
     driver" means the last handle anywhere is gone.
     """
 
-    __slots__ = ("client", "info_bytes", "proc", "retries", "sequential", "unpacked_info")
+    __slots__ = ("client", "info_bytes", "unpacked_info")
 
     sharing: Node
 
@@ -43,10 +49,7 @@ class ActorEntry(Shared):
         sequential: bool,
     ) -> None:
         super().__init__(node, id, parent)
-        self.proc = proc
         self.info_bytes = info_bytes
-        self.retries = retries
-        self.sequential = sequential
         self.unpacked_info: ActorInfo | None = None
         self.client = ActorClient(node, id, proc, retries, sequential)
 
@@ -58,7 +61,8 @@ class ActorEntry(Shared):
         return self.unpacked_info
 
     def describe(self) -> tuple[Any, ...]:
-        return self.id, self.client.proc, self.info_bytes, self.retries, self.sequential
+        client = self.client
+        return self.id, client.proc, self.info_bytes, client.retries, client.sequential
 
     @classmethod
     def from_wire(cls, node: Node, wire: tuple[Any, ...], parent: int) -> ActorEntry:
@@ -84,8 +88,8 @@ class ActorClient:
         self.node = node
         self.id = id
         self.proc = proc
-        self._retries = retries
-        self._sequential = sequential
+        self.retries = retries
+        self.sequential = sequential
         self._lock = threading.RLock()
         self._queue: deque[Call] = deque()
         self._channel: Channel | None = None
@@ -106,14 +110,14 @@ class ActorClient:
         id = next(node.ids)
         if num_returns == 1:
             sink: Any = Entry(node, id)
+            sink.origin = (self, id)
             result: Any = LocalRef(sink)
         else:
             sink, result = make_sink(node, id, num_returns)
+            set_origin(sink, self, id)
         call = Call(id, sink, method, num_returns)
-        call.retries = self._retries
+        call.retries = self.retries
         fill_arguments(node, call, args, kwargs)
-        for entry in (sink,) if type(sink) is Entry else sink_entries(sink):
-            entry.origin = (self, id)
         with self._lock:
             self._keep = actor
             channel = self._channel
@@ -149,7 +153,7 @@ class ActorClient:
                 try:
                     if self._channel is None:
                         self._channel = Channel(
-                            self.node, self.proc, self._sequential, self._lost, self._result
+                            self.node, self.proc, self.sequential, self._lost, self._result
                         )
                     self._channel.submit(call)
                 except Closed:
@@ -160,6 +164,9 @@ class ActorClient:
                     else:
                         self._locate([])
                     return
+                except OSError as error:  # no descriptor left
+                    text = f"{call.label} could not be sent: {error.strerror}"
+                    call.sink.fail(OSError(error.errno, text))
                 self._queue.popleft()
 
     def _result(self, channel: Channel) -> None:
@@ -193,7 +200,7 @@ class ActorClient:
                 if not ok:
                     self._death = Blob.of(self.node, ActorDiedError(str(answer)))
                 else:
-                    alive, self.proc, _ = answer
+                    alive, self.proc = answer
                     cause = blobs[0] if blobs else None
                     if not alive:
                         self._death = cause
@@ -213,20 +220,19 @@ class ActorClient:
             if not self._queue:
                 self._keep = None
 
-        self.node.ask(_DRIVER, "actor_lost", (self.id, proc), [], then)
+        self.node.ask(DRIVER, "actor_lost", (self.id, proc), [], then)
 
     def cancel(self, id: int) -> None:
         """Cancel the call with this id: dropped if queued here, else its worker is told."""
-        from miniray.core.local.peers import CANCEL
-
         with self._lock:
             for call in self._queue:
                 if call.id == id:
                     self._queue.remove(call)
-                    call.sink.fail(TaskCancelledError(f"{call.label} was cancelled"))
+                    call.fail_cancelled()
+                    self._pump()  # those behind it need not wait for its arguments
                     return
         self.node.flush_calls()
-        self.node.tell(self.proc, CANCEL, (id, False))
+        self.node.tell(self.proc, CANCEL, id)
 
     def retire(self) -> None:
         with self._lock:
@@ -253,13 +259,10 @@ def fill_arguments(node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[s
     if refs:
         for i, value in enumerate(args):
             if isinstance(value, LocalRef):
-                call.deps.append((i, value._entry))
+                call.deps.append((i, entry_of(node, value)))  # type: ignore[arg-type]
         for key, value in kwargs.items():
             if isinstance(value, LocalRef):
-                call.deps.append((key, value._entry))
+                call.deps.append((key, entry_of(node, value)))  # type: ignore[arg-type]
         args = tuple(None if isinstance(v, LocalRef) else v for v in args)
         kwargs = {k: None if isinstance(v, LocalRef) else v for k, v in kwargs.items()}
     call.args = Blob.of(node, (args, kwargs), f"arguments of {call.label}")
-
-
-__all__ = ["BLOB", "PENDING", "PLAIN", "ActorClient", "ActorEntry"]

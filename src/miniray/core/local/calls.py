@@ -22,6 +22,7 @@ from miniray.core.local import interrupts, system
 from miniray.core.local.objects import BLOB, FAILED, PENDING, PLAIN, Blob, Entry
 from miniray.core.local.sinks import sink_entries
 from miniray.core.local.wire import Closed, Stream, frame
+from miniray.errors import TaskCancelledError
 
 if TYPE_CHECKING:
     from miniray.core.local.node import Node
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 CALL_PLAIN, CALL, FUNCTION, R_PLAIN, R_ONE, R_MANY, R_ITEM, R_END, R_STOLEN = range(1, 10)
 
 _BATCH_BYTES = 8192
+_LONGEST_POLL = 1e9  # milliseconds: days, and what fits a C int
 
 
 class Call:
@@ -40,7 +42,18 @@ class Call:
     A task has the id of its function as ``method`` and the function itself as ``spec``.
     """
 
-    __slots__ = ("args", "body", "deps", "id", "method", "num_returns", "retries", "sink", "spec")
+    __slots__ = (
+        "args",
+        "body",
+        "cancelled",
+        "deps",
+        "id",
+        "method",
+        "num_returns",
+        "retries",
+        "sink",
+        "spec",
+    )
 
     def __init__(self, id: int, sink: Any, method: str | int, num_returns: int | str) -> None:
         self.id = id
@@ -48,10 +61,14 @@ class Call:
         self.method = method
         self.num_returns = num_returns
         self.retries = 0
+        self.cancelled = False
         self.body: bytes | None = None
         self.args: Blob | None = None
         self.deps: list[tuple[int | str, Entry]] = []
         self.spec: Any = None
+
+    def fail_cancelled(self) -> None:
+        self.sink.fail(TaskCancelledError(f"{self.label} was cancelled"))
 
     @property
     def label(self) -> str:
@@ -70,8 +87,7 @@ class Call:
             return frame(CALL_PLAIN, self.body), []
         assert self.args is not None
         fds: list[int] = []
-        wires = [self.args.to_wire(node, proc, fds)]
-        wires += [entry.blob().to_wire(node, proc, fds) for _, entry in self.deps]
+        wires = node.encode([self.args, *(entry.blob() for _, entry in self.deps)], proc, fds)
         places = [place for place, _ in self.deps]
         body = pickle.dumps((self.id, self.method, self.num_returns, wires, places), 5)
         return frame(CALL, body, len(fds)), fds
@@ -81,7 +97,7 @@ class Channel(Stream):
     """The caller's end of a call connection to one worker.
 
     ``on_lost(channel, calls)`` is called once, in the I/O thread, when the worker is gone, with the
-    calls that were not answered. ``on_idle`` is called whenever no answer is due any more.
+    calls that were not answered. ``on_result`` is called after each read.
     """
 
     def __init__(
@@ -202,7 +218,9 @@ class Channel(Stream):
                 if self.events & system.IN:
                     self.node.rewatch(self, remove=system.IN)
             while entry.state == PENDING and entry.channel is self:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+                left = None
+                if deadline is not None:
+                    left = min(max(0.0, deadline - time.monotonic()) * 1000, _LONGEST_POLL)
                 paused = interrupts.pause()
                 if paused:
                     longest = interrupts.LONGEST_SLEEP * 1000
@@ -262,9 +280,8 @@ class Channel(Stream):
                 self.on_stolen(self, thief, ids)
                 continue
             id, state, wires = pickle.loads(body)
-            taken = iter(fds)
             # Decoded even if nobody wants it: its credits and descriptors must be given back.
-            blobs = [Blob.from_wire(node, wire, peer, taken) for wire in wires]
+            blobs = node.decode(wires, peer, fds)
             if kind == R_ITEM:
                 call = pending.get(id)
                 if call is not None:

@@ -76,14 +76,14 @@ class Control:
 
     # -- the end of processes ---------------------------------------------------------------------
 
-    def _exited(self, worker: Worker, status: int) -> None:
+    def _exited(self, worker: Worker, status: int, why: str) -> None:
         """A process ended: tell everybody, free what it had, restart or fail its work."""
         lines, log_path = self.processes.logs.tail(worker.proc)
         self.processes.logs.forget(worker.proc)
         with self.locked():
             self.processes.remove(worker)
             self.free(worker)
-            text = death.describe(worker.name, worker.pid, status, lines, log_path)
+            text = why or death.describe(worker.name, worker.pid, status, lines, log_path)
             if worker.actor is not None:
                 self.actors.exited(worker.actor, text, status)
             else:

@@ -75,19 +75,24 @@ class ActorDirectory:
         self._unplaced: deque[Actor] = deque()
         self._detached: list[ActorEntry] = []
         self.node.answers.update(
-            create_actor=self.answer_create,
-            start_actor=lambda _, meta, blobs, reply: self.answer_start(meta, blobs, reply),
-            actor_failed=self.answer_failed,
-            actor_lost=lambda _, meta, __, reply: self.answer_lost(meta[0], meta[1], reply),
+            create_actor=self.create,
+            start_actor=self.start,
+            actor_failed=self.failed,
+            actor_lost=lambda _, meta, __, reply: self.lost(meta[0], meta[1], reply),
             get_actor=lambda _, meta, __, reply: reply(None, [handle_blob(self.find(*meta))]),
             current_actor=lambda _, id, __, reply: reply(None, [handle_blob(self.by_id(id))]),
             kill=lambda _, meta, __, reply: self.kill(meta[0], meta[1], reply),
         )
 
-    def create(
+    def create(self, _: int, meta: Any, blobs: list[Blob], reply: Reply) -> None:
+        """Register an actor, or find the one that has its name. ``ValueError`` for a taken one."""
+        class_name, info_bytes, is_async, options = meta
+        entry, new = self._create(class_name, info_bytes, is_async, options, blobs[0])
+        reply(new, [handle_blob(entry)])
+
+    def _create(
         self, class_name: str, info_bytes: bytes, is_async: bool, options: Options, spec: Blob
     ) -> tuple[ActorEntry, bool]:
-        """Register an actor; (entry, whether it is new). Raises ``ValueError`` for a taken name."""
         key = None
         with self._control.locked():
             if options.name is not None:
@@ -127,33 +132,18 @@ class ActorDirectory:
                 self._detached.append(entry)
             return entry, True
 
-    def answer_create(self, _: int, meta: Any, blobs: list[Blob], reply: Reply) -> None:
-        class_name, info_bytes, is_async, options = meta
-        entry, new = self.create(class_name, info_bytes, is_async, options, blobs[0])
-        reply(new, [handle_blob(entry)])
-
-    def start(self, id: int, places: list[Any], blobs: list[Blob]) -> None:
-        """The arguments of ``__init__`` are there: place the actor."""
-        with self._control.locked():
-            actor = self.actors.get(id)
-            if actor is not None and not actor.dead:
-                actor.arguments = (places, blobs)
-                self._unplaced.append(actor)
-                self._control.place()
-
-    def fail(self, id: int, reason: str) -> None:
-        """An argument of ``__init__`` failed: the actor never starts."""
-        with self._control.locked():
-            actor = self.actors.get(id)
-            if actor is not None and not actor.dead:
-                self._bury(actor, reason)
-
-    def answer_start(self, meta: Any, blobs: list[Blob], reply: Reply) -> None:
+    def start(self, _: int, meta: Any, blobs: list[Blob], reply: Reply) -> None:
+        """The arguments of ``__init__`` are there: place it. With a failed one it is dead."""
         id, places, failure = meta
-        if failure:
-            self.fail(id, failure)
-        else:
-            self.start(id, places, blobs)
+        with self._control.locked():
+            actor = self.actors.get(id)
+            if actor is not None and not actor.dead:
+                if failure:
+                    self._bury(actor, failure)
+                else:
+                    actor.arguments = (places, blobs)
+                    self._unplaced.append(actor)
+                    self._control.place()
         reply(None, ())
 
     def place(self) -> None:
@@ -184,12 +174,14 @@ class ActorDirectory:
         if actor.restarts_left == 0:
             actor.arguments = None  # not needed again: let the values go
         spec = actor.spec
-        self._control.later(lambda: self._send_init(worker.proc, meta, [spec, *blobs]))
+        self._control.later(lambda: self._send_init(worker, meta, [spec, *blobs]))
 
-    def _send_init(self, proc: int, meta: Any, blobs: list[Blob]) -> None:
-        self.node.tell(proc, INIT, meta, blobs)
+    def _send_init(self, worker: Worker, meta: Any, blobs: list[Blob]) -> None:
+        if not self.node.tell(worker.proc, INIT, meta, blobs):
+            self._processes.kill(worker)  # nobody will ever tell it what it is
 
-    def answer_failed(self, proc: int, meta: Any, _: list[Blob], reply: Reply) -> None:
+    def failed(self, _: int, meta: Any, __: list[Blob], reply: Reply) -> None:
+        """Its ``__init__`` raised; the end of its process is still to come."""
         with self._control.locked():
             actor = self.actors.get(meta[0])
             if actor is not None:
@@ -207,7 +199,11 @@ class ActorDirectory:
             actor.cause = death.actor_died(self.node, text, restarting=True)
             actor.launched = False
             env = actor.worker.env
-            actor.worker = self._processes.reserve(actor.name)
+            try:
+                actor.worker = self._processes.reserve(actor.name)
+            except OSError as error:  # no descriptor left
+                self._bury(actor, f"{text}\nIt could not be restarted: {error}")
+                return
             actor.worker.env = env
             actor.worker.actor = actor
             self._unplaced.append(actor)
@@ -239,17 +235,17 @@ class ActorDirectory:
             self._control.later(self._lost_answer(actor, reply))
 
     def _lost_answer(self, actor: Actor, reply: Reply) -> Callable[[], object]:
-        answer = (not actor.dead, actor.worker.proc, actor.restarts)
+        answer = (not actor.dead, actor.worker.proc)
         cause = actor.cause
         return lambda: reply(answer, [cause] if cause is not None else ())
 
-    def answer_lost(self, id: int, proc: int, reply: Reply) -> None:
+    def lost(self, id: int, proc: int, reply: Reply) -> None:
         """A caller lost its connection to ``proc``: where is the actor now, or why is it dead?"""
         with self._control.locked():
             actor = self.actors.get(id)
             if actor is None:
                 cause = death.actor_died(self.node, "the actor has ended")
-                self._control.later(lambda: reply((False, proc, 0), [cause]))
+                self._control.later(lambda: reply((False, proc), [cause]))
             elif actor.dead or actor.worker.proc != proc:
                 self._control.later(self._lost_answer(actor, reply))
             else:

@@ -26,10 +26,11 @@ from miniray.core.local.objects import (
     LocalRef,
 )
 from miniray.core.local.peers import DRIVER, RECALL
+from miniray.core.local.sinks import LocalGenerator
 from miniray.core.local.stored import Stored
 from miniray.core.local.tasks import TaskClient
 from miniray.core.options import Options
-from miniray.core.refs import ObjectRef
+from miniray.core.refs import ObjectRef, ObjectRefGenerator
 from miniray.core.remote import ActorHandle, ClassSpec, FunctionSpec
 from miniray.core.resources import Resources
 from miniray.errors import GetTimeoutError, SessionEndedError, TaskError
@@ -181,10 +182,10 @@ class LocalEngine(Engine):
                 )
         return [e.value if e.state == PLAIN else e.value.load(self.node) for e in entries]
 
-    def _entry(self, ref: ObjectRef[Any]) -> Entry:
-        if not isinstance(ref, LocalRef) or ref._entry.sharing is not self.node:
-            raise SessionEndedError(f"{ref!r} belongs to another session, which has ended")
-        return ref._entry
+    def _entry(self, ref: ObjectRef[Any] | ObjectRefGenerator) -> Entry:
+        if isinstance(ref, LocalRef) and ref._entry.sharing is self.node:
+            return ref._entry
+        raise SessionEndedError(f"{ref!r} belongs to another session, which has ended")
 
     def _raise(self, entry: Entry) -> NoReturn:
         error = entry.value.load(self.node)
@@ -220,17 +221,22 @@ class LocalEngine(Engine):
 
     def kill(self, actor: Any, no_restart: bool) -> None:
         self._check()
+        if actor.sharing is not self.node:
+            raise SessionEndedError("this actor belongs to another session, which has ended")
         self.node.flush_calls()
         self.node.ask_and_wait(DRIVER, "kill", (actor.id, no_restart))
 
-    def cancel(self, ref: ObjectRef[Any], force: bool) -> None:
+    def cancel(self, ref: ObjectRef[Any] | ObjectRefGenerator, force: bool) -> None:
         self._check()
-        entry = self._entry(ref)
-        origin = entry.origin
-        if entry.state != PENDING or origin is None:
+        if isinstance(ref, LocalGenerator):
+            origin: Any = ref.origin
+        else:
+            entry = self._entry(ref)
+            origin = entry.origin if entry.state == PENDING else None
+            if origin == "fetching" or entry.parent is not None:
+                raise ValueError("only the process that made the call can cancel it")
+        if origin is None:
             return
-        if origin == "fetching" or entry.parent is not None:
-            raise ValueError("only the process that made the call can cancel it")
         client, id = origin
         if isinstance(client, TaskClient):
             client.cancel(id, force)
@@ -245,16 +251,12 @@ class LocalEngine(Engine):
         handle: ActorHandle[Any] = blobs[0].load(self.node)
         return handle
 
+    def handle(self, actor: ActorEntry) -> ActorHandle[Any]:
+        return ActorHandle(self, actor, f"{actor.id:x}", actor.info)
+
     def nodes(self) -> list[dict[str, Any]]:
         self._check()
-        return [
-            {
-                "NodeID": machine.node_id(),
-                "Alive": True,
-                "NodeManagerHostname": machine.hostname(),
-                "Resources": self.cluster_resources(),
-            }
-        ]
+        return [machine.node(self.cluster_resources())]
 
     def cluster_resources(self) -> dict[str, float]:
         self._check()

@@ -1,4 +1,4 @@
-"""Running calls in a worker: one at a time, in threads, or in an event loop."""
+"""Running calls in a worker: one at a time, or in threads. In an event loop: ``async_executor``."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
+from miniray.core import loops
 from miniray.core.local.calls import R_END, R_ITEM, R_MANY, R_ONE, R_PLAIN
 from miniray.core.local.objects import BLOB, FAILED, Blob, is_plain
 from miniray.core.local.wire import Closed, Stream, frame
 from miniray.errors import MinirayError, TaskCancelledError, TaskError
 
 if TYPE_CHECKING:
-    import asyncio
-
     from miniray.core.local.node import Node
 
 #: A keyword argument of miniray's own beside the user's: what is called with the method, instead of
@@ -73,38 +72,38 @@ class Executor:
         self.class_name = ""
         #: By id: (name, pickled, loaded on first use).
         self.functions: dict[int, tuple[str, Blob, Any]] = {}
-        self._cancelled: set[int] = set()
-        self._running: int | None = None
+        self.cancelled: set[int] = set()
+        self.running: int | None = None  # the call, where there is one at a time
 
     # -- running ----------------------------------------------------------------------------------
 
     def run(self, job: Job) -> None:
         id = job.id
-        if self._cancelled and self._drop_cancelled(job):
-            return
         token = current_call.set(id)
-        self._running = id
         try:
+            self.running = id  # before the look: whoever cancels it now sees that it runs
+            if self.cancelled and id in self.cancelled:
+                raise KeyboardInterrupt
             function, args, kwargs = self.prepare(job)
             value = function(*args, **kwargs)
             if inspect.iscoroutine(value):
-                value = _run_coroutine(value)
-            if job.num_returns == "streaming":
-                self._stream(job, iter(value))
-            self._running = None
+                value = loops.run(value)
+            if job.num_returns not in (0, 1):
+                if isinstance(value, AsyncIterator):
+                    value = loops.drain(value)
+                value = self.several(job, value)
+            self.running = None
         except SystemExit:
             raise
         except BaseException as error:
-            self._running = None
+            self.running = None
             self.reply_error(job, error)
         else:
-            if job.num_returns != "streaming":
-                self.reply(job, value)
+            self.reply(job, value)
         finally:
             current_call.reset(token)
             del job
-            sys.stdout.flush()
-            sys.stderr.flush()
+            flush_output()
 
     def prepare(self, job: Job) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """(function, args, kwargs), unpickled."""
@@ -117,9 +116,7 @@ class Executor:
                 self.functions[job.method] = (name, blob, function)
         if job.blobs is None:
             return function, job.args, job.kwargs
-        from miniray.core.local.worker import _arguments
-
-        args, kwargs = _arguments(self.node, job.blobs, job.places or [])
+        args, kwargs = arguments(self.node, job.blobs, job.places or [])
         job.blobs = None  # the arguments live as long as the user's code keeps them, not longer
         if AROUND in kwargs:
             function = functools.partial(kwargs.pop(AROUND), function)
@@ -136,79 +133,73 @@ class Executor:
     # -- results ----------------------------------------------------------------------------------
 
     def reply(self, job: Job, value: Any) -> None:
+        """Send what a call gave: the value, a list of them, or None at the end of a stream."""
         num_returns = job.num_returns
-        if num_returns == 1 and is_plain(value):
+        if num_returns == 0:
+            value = None
+        if num_returns in (1, 0) and is_plain(value):
             with contextlib.suppress(Closed):  # the caller is gone, and so is its interest
                 job.stream.send(frame(R_PLAIN, pickle.dumps((job.id, value), 5)))
             return
-        if num_returns == 0:
-            with contextlib.suppress(Closed):
-                job.stream.send(frame(R_PLAIN, pickle.dumps((job.id, None), 5)))
+        if num_returns == "streaming":
+            self.send(job, R_END, BLOB, [])
             return
         what = f"return value of {self.label(job)}"
         try:
-            if num_returns == 1:
-                blobs = [Blob.of(self.node, value, what)]
-            else:
-                assert isinstance(num_returns, int)
-                blobs = [Blob.of(self.node, v, what) for v in _split(value, num_returns, what)]
-        except (MinirayError, TypeError, ValueError) as error:
+            values = [value] if num_returns == 1 else value
+            blobs = [Blob.of(self.node, v, what) for v in values]
+        except MinirayError as error:
             self.reply_error(job, error)
             return
-        del value
+        del value, values
         self.send(job, R_ONE if num_returns == 1 else R_MANY, BLOB, blobs)
 
     def reply_error(self, job: Job, error: BaseException) -> None:
-        if isinstance(error, KeyboardInterrupt) and job.id in self._cancelled:
-            self._cancelled.discard(job.id)
-            failure: BaseException = TaskCancelledError(f"{self.label(job)} was cancelled")
+        if isinstance(error, KeyboardInterrupt) and job.id in self.cancelled:
+            self.cancelled.discard(job.id)
+            failure: MinirayError = TaskCancelledError(f"{self.label(job)} was cancelled")
         else:
             failure = TaskError.capture(error, self.label(job), self.name, os.getpid())
         del error
+        self.fail(job, failure)
+
+    def fail(self, job: Job, failure: MinirayError) -> None:
         kind = R_END if job.num_returns == "streaming" else R_ONE
         self.send(job, kind, FAILED, [Blob.of(self.node, failure)])
 
     def send(self, job: Job, kind: int, state: int, blobs: list[Blob]) -> None:
         fds: list[int] = []
         with contextlib.suppress(Closed):
-            wires = [blob.to_wire(self.node, job.stream.peer, fds) for blob in blobs]
+            wires = self.node.encode(blobs, job.stream.peer, fds)
             body = pickle.dumps((job.id, state, wires), 5)
             job.stream.send(frame(kind, body, len(fds)), fds)
 
-    def _stream(self, job: Job, items: Iterator[Any]) -> None:
-        what = f"item of {self.label(job)}"
-        for item in items:
-            if job.id in self._cancelled:
-                self._cancelled.discard(job.id)
-                close = getattr(items, "close", None)
-                if close is not None:
-                    close()
-                break
-            self.send(job, R_ITEM, BLOB, [Blob.of(self.node, item, what)])
-        self.send(job, R_END, BLOB, [])
+    def several(self, job: Job, value: Any) -> list[Any] | None:
+        """What a call with several returns gave, as a list; a stream is sent item by item."""
+        if job.num_returns == "streaming":
+            for item in value:
+                self.send_item(job, item)
+            return None
+        return _split(value, job.num_returns, f"return value of {self.label(job)}")
+
+    def send_item(self, job: Job, item: Any) -> None:
+        if job.id in self.cancelled:
+            raise KeyboardInterrupt  # not for a method itself, which may be in the midst of things
+        self.send(job, R_ITEM, BLOB, [Blob.of(self.node, item, f"item of {self.label(job)}")])
 
     # -- cancelling (called in the I/O thread) -----------------------------------------------------
 
     def cancel(self, id: int) -> None:
         """Drop a call that has not started; interrupt a task that runs."""
-        self._cancelled.add(id)
-        if self._running == id and self.instance is None:
+        self.cancelled.add(id)
+        if self.running == id and self.instance is None:
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, signal.SIGINT)
 
     def interrupted(self) -> bool:
         """Whether the running call, here and now, is one to interrupt."""
-        return self._running is not None and self._running in self._cancelled
-
-    def _drop_cancelled(self, job: Job) -> bool:
-        if job.id not in self._cancelled:
-            return False
-        self._cancelled.discard(job.id)
-        failure = TaskCancelledError(f"{self.label(job)} was cancelled before it started")
-        kind = R_END if job.num_returns == "streaming" else R_ONE
-        self.send(job, kind, FAILED, [Blob.of(self.node, failure)])
-        return True
+        return self.running is not None and self.running in self.cancelled
 
 
 class ThreadExecutor(Executor):
@@ -244,7 +235,7 @@ class ThreadExecutor(Executor):
                 self._busy -= 1
 
     def cancel(self, id: int) -> None:
-        self._cancelled.add(id)
+        self.cancelled.add(id)
 
     def finish(self) -> None:
         for _ in self._threads:
@@ -253,125 +244,35 @@ class ThreadExecutor(Executor):
             thread.join()
 
 
-class AsyncExecutor(Executor):
-    """Runs calls as tasks of an event loop in the main thread, up to ``limit`` at once.
-
-    Methods that are not ``async def`` run in the loop too and hold it up meanwhile.
-    """
-
-    def __init__(
-        self, node: Node, name: str, limit: int, read: Callable[[Stream], list[Job]]
-    ) -> None:
-        import asyncio
-
-        super().__init__(node, name)
-        self._loop = asyncio.new_event_loop()
-        asyncio.set_event_loop(self._loop)
-        self._slots = asyncio.Semaphore(limit)
-        self._read_jobs = read
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._stopping = False
-        self._stopped: asyncio.Event = asyncio.Event()
-
-    def construct(self, make: Callable[[], Any]) -> Any:
-        """Make the instance inside the loop, where ``asyncio.get_running_loop()`` works."""
-
-        async def inside() -> Any:
-            return make()
-
-        return self._loop.run_until_complete(inside())
-
-    def run(self, connections: dict[int, Stream]) -> int:  # type: ignore[override]
-        for stream in list(connections.values()):
-            self._watch(stream)
-        self._loop.run_until_complete(self._serve())
-        return 0
-
-    async def _serve(self) -> None:
-        await self._stopped.wait()
-        while self._tasks:
-            import asyncio
-
-            await asyncio.wait(list(self._tasks.values()))
-
-    def add(self, stream: Stream) -> None:
-        self._loop.call_soon_threadsafe(self._watch, stream)
-
-    def _watch(self, stream: Stream) -> None:
-        self._loop.add_reader(stream.fd, self._on_readable, stream)
-
-    def remove(self, stream: Stream) -> None:
-        self._loop.remove_reader(stream.fd)
-
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._stopped.set)
-
-    def _on_readable(self, stream: Stream) -> None:
-        for job in self._read_jobs(stream):
-            task = self._loop.create_task(self._run(job))
-            self._tasks[job.id] = task
-            task.add_done_callback(lambda _, id=job.id: self._tasks.pop(id, None))  # type: ignore[misc]
-
-    async def _run(self, job: Job) -> None:
-        import asyncio
-
-        async with self._slots:
-            if self._cancelled and self._drop_cancelled(job):
-                return
-            current_call.set(job.id)
-            try:
-                function, args, kwargs = self.prepare(job)
-                value = function(*args, **kwargs)
-                if inspect.isawaitable(value):
-                    value = await value
-                if job.num_returns == "streaming":
-                    if isinstance(value, AsyncIterator):
-                        await self._stream_async(job, value)
-                    else:
-                        self._stream(job, iter(value))
-            except asyncio.CancelledError:
-                failure = TaskCancelledError(f"{self.label(job)} was cancelled")
-                kind = R_END if job.num_returns == "streaming" else R_ONE
-                self.send(job, kind, FAILED, [Blob.of(self.node, failure)])
-            except SystemExit as error:
-                os._exit(error.code if isinstance(error.code, int) else 1)
-            except BaseException as error:
-                self.reply_error(job, error)
-            else:
-                if job.num_returns != "streaming":
-                    self.reply(job, value)
-            finally:
-                self.node.flush_calls()
-                sys.stdout.flush()
-                sys.stderr.flush()
-
-    async def _stream_async(self, job: Job, items: AsyncIterator[Any]) -> None:
-        what = f"item of {self.label(job)}"
-        async for item in items:
-            self.send(job, R_ITEM, BLOB, [Blob.of(self.node, item, what)])
-        self.send(job, R_END, BLOB, [])
-
-    def cancel(self, id: int) -> None:
-        def cancel() -> None:
-            task = self._tasks.get(id)
-            if task is not None:
-                task.cancel()
-
-        self._loop.call_soon_threadsafe(cancel)
+def flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, ValueError, OSError):
+            continue  # the user's code closed or replaced it
 
 
-def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """A task given as ``async def``: run it to its end."""
-    import asyncio
-
-    return asyncio.run(coroutine)
-
-
-def _split(value: Any, count: int, what: str) -> list[Any]:
+def _split(value: Any, count: Any, what: str) -> list[Any]:
     try:
-        values = list(value)
+        items = iter(value)
     except TypeError:
         raise ValueError(f"num_returns={count}, but the {what} is {value!r}") from None
+    values = list(items)
     if len(values) != count:
         raise ValueError(f"num_returns={count}, but the {what} has {len(values)} values")
     return values
+
+
+def arguments(
+    node: Node, blobs: list[Blob], places: list[Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) with the values of top-level refs put in their places."""
+    args, kwargs = blobs[0].load(node)
+    if places:
+        args = list(args)
+        for place, blob in zip(places, blobs[1:], strict=True):
+            if isinstance(place, int):
+                args[place] = blob.load(node)
+            else:
+                kwargs[place] = blob.load(node)
+    return tuple(args), kwargs

@@ -20,6 +20,7 @@ _TAIL_LINES = 20
 _MAX_LINE = 65536
 _MAX_READS = 17  # a pipe holds 1 MB at most
 _KEEP_SESSIONS = 10
+_MAX_NAME = 50  # characters of up to 4 bytes; a file's name may have 255
 
 
 class _Pipe:
@@ -64,7 +65,7 @@ class LogReader:
     def add(self, proc: int, name: str) -> tuple[int, int]:
         """The write ends (stdout, stderr) for a new worker."""
         with self._lock:
-            safe = re.sub(r"[^\w.-]", "_", name)
+            safe = re.sub(r"[^\w.-]", "_", name)[:_MAX_NAME]
             worker = _Worker(name, os.path.join(self.directory, f"{safe}-{proc}.log"))
             self._workers[proc] = worker
             writers = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from miniray.core.engine import bytes_of
@@ -17,12 +17,10 @@ from miniray.core.local.copying import copy
 from miniray.core.local.sharing import Shared
 from miniray.core.local.store import Lease, aligned
 from miniray.core.refs import ObjectRef
-from miniray.core.remote import ActorHandle
 from miniray.core.serialize import Packed, pack, unpack
-from miniray.errors import ObjectStoreFullError
+from miniray.errors import ObjectStoreFullError, SessionEndedError
 
 if TYPE_CHECKING:
-    from miniray.core.local.actors import ActorEntry
     from miniray.core.local.calls import Channel
     from miniray.core.local.node import Node
 
@@ -146,11 +144,9 @@ class LocalRef(ObjectRef[Any]):
     def __hash__(self) -> int:
         return self._entry.id
 
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "an ObjectRef can only travel inside miniray calls, returns and put(); "
-            "to save the value itself, use miniray.get(ref)"
-        )
+    def __await__(self) -> Generator[Any, None, Any]:
+        with self._engine.on_block():
+            return (yield from super().__await__())
 
 
 class Blob:
@@ -199,14 +195,14 @@ class Blob:
             else:
                 memory[which] = target[at : at + size]
         fill(memory)
-        refs = [_entry_of(r) for r in packed.refs]
+        refs = [entry_of(node, r) for r in packed.refs]
         return cls(private=packed.private, refs=refs, lease=lease, layout=layout)
 
     @classmethod
     def of(cls, node: Node, value: Any, what: str = "value") -> Blob:
         """Pickle ``value``. Raises ``NotSerializableError``, ``ObjectStoreFullError``."""
         packed = pack(value, what)
-        refs = [_entry_of(r) for r in packed.refs]
+        refs = [entry_of(node, r) for r in packed.refs]
         if packed.nbytes < LARGE:
             buffers = [bytes(b) for b in packed.buffers]
             return cls(bytes(packed.data), buffers, packed.private, refs)
@@ -345,19 +341,19 @@ def _unreadable(size: int, error: OSError) -> bytes:
     return pickle.dumps(_Unreadable(text), 5)
 
 
-def _entry_of(public: Any) -> Shared:
-    entry: Shared = public._entry if isinstance(public, LocalRef) else public._actor
+def entry_of(node: Node, public: Any) -> Shared:
+    """What ``node`` knows of a ref or handle. Raises ``SessionEndedError`` if it is of another."""
+    entry = public._entry if isinstance(public, LocalRef) else getattr(public, "_actor", None)
+    if not isinstance(entry, Shared) or entry.sharing is not node:
+        # Ids begin anew in each session: it would be taken for something else.
+        raise SessionEndedError(f"{public!r} belongs to another session, which has ended")
     return entry
 
 
 def _public(node: Node, entry: Shared) -> Any:
     if isinstance(entry, Entry):
         return LocalRef(entry)
-    return public_handle(node, entry)  # type: ignore[arg-type]
-
-
-def public_handle(node: Node, actor: ActorEntry) -> ActorHandle[Any]:
-    return ActorHandle(node.engine, actor, f"{actor.id:x}", actor.info)
+    return node.engine.handle(entry)
 
 
 def _describe(node: Node, entry: Shared, proc: int) -> Wire:

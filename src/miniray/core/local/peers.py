@@ -77,7 +77,10 @@ class Peers(IoThread, Sharing):
     # -- connections ----------------------------------------------------------------------------
 
     def dial(self, proc: int, purpose: int) -> socket.socket:
-        """A new connection to ``proc``. Raises ``Closed`` when it does not listen (any more)."""
+        """A new connection to ``proc``. Raises ``Closed`` when it does not listen (any more).
+
+        Raises ``OSError`` when this process has no descriptor left.
+        """
         if self.closing or proc in self.dead:
             raise Closed
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -176,13 +179,13 @@ class Peers(IoThread, Sharing):
     # -- control messages -----------------------------------------------------------------------
 
     def tell(self, proc: int, kind: int, meta: Any, blobs: Sequence[Blob] = ()) -> bool:
-        """Send a control message; False when ``proc`` is gone."""
+        """Send a control message; False when ``proc`` is gone or cannot be reached."""
         fds: list[int] = []
         try:
             wires = self.encode(blobs, proc, fds)
             body = pickle.dumps((meta, wires), 5)
             self._peer(proc).send(frame(kind, body, len(fds)), fds)
-        except Closed:
+        except (Closed, OSError):
             return False
         return True
 
@@ -204,7 +207,11 @@ class Peers(IoThread, Sharing):
         When ``proc`` dies first, ``then(False, error, [])`` is called.
         """
         if proc == self.proc:
-            self._answer(proc, question, meta, list(blobs), lambda m, b: then(True, m, list(b)))
+
+            def told(answer: Any, answered: Sequence[Blob]) -> None:
+                then(not isinstance(answer, BaseException), answer, list(answered))
+
+            self.answers[question](proc, meta, list(blobs), told)
             return
         number = next(self.ids)
         self.asked[number] = (proc, then)
@@ -240,12 +247,9 @@ class Peers(IoThread, Sharing):
             self.tell(proc, ANSWER, (number, not failed, answer), answered)
 
         try:
-            self._answer(proc, question, inner, blobs, reply)
+            self.answers[question](proc, inner, blobs, reply)
         except (MinirayError, ValueError, TypeError, OSError) as error:
             reply(error, ())
-
-    def _answer(self, proc: int, question: str, meta: Any, blobs: list[Blob], reply: Reply) -> None:
-        self.answers[question](proc, meta, blobs, reply)
 
     def _on_answer(self, proc: int, meta: Any, blobs: list[Blob]) -> None:
         number, ok, answer = meta

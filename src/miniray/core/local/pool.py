@@ -42,7 +42,7 @@ class Pool:
         self._idle: list[Worker] = []
         self._asks: deque[tuple[int, Demand, Reply]] = deque()
         self._lost_waiting: dict[int, list[Reply]] = {}
-        self._crashes: dict[int, tuple[list[int], Blob]] = {}
+        self._crashes: dict[int, Blob] = {}
         self.node.messages[BLOCKED] = lambda proc, blocked, _: self._blocked(proc, blocked)
         self.node.answers.update(
             lease=lambda proc, demand, _, reply: self._lease(proc, demand, reply),
@@ -86,10 +86,15 @@ class Pool:
             if grant is None:
                 continue
             self._asks.remove(ask)
-            worker = self._pool_worker(demand, grant)
+            try:
+                worker = self._pool_worker(demand, grant)
+            except OSError as error:  # no descriptor left
+                self._control.resources.give_back(grant)
+                refusal = WorkerCrashedError(f"no process for a task can be started: {error}")
+                self._control.later(partial(reply, refusal, ()))
+                continue
             worker.holder = proc
-            number = worker.proc
-            self._control.later(partial(reply, number, ()))
+            self._control.later(partial(reply, worker.proc, ()))
 
     def _pool_worker(self, demand: Demand, grant: Grant) -> Worker:
         env = dict(demand.env)
@@ -141,11 +146,11 @@ class Pool:
         if worker in self._idle:
             self._idle.remove(worker)
         cause = Blob.of(self.node, WorkerCrashedError(text))
-        self._crashes[worker.proc] = (worker.cancelled, cause)
+        self._crashes[worker.proc] = cause
         while len(self._crashes) > 1000:
             del self._crashes[next(iter(self._crashes))]
         for reply in self._lost_waiting.pop(worker.proc, []):
-            self._control.later(partial(reply, worker.cancelled, [cause]))
+            self._control.later(partial(reply, None, [cause]))
 
     def _answer_worker_lost(self, proc: int, reply: Reply) -> None:
         with self._control.locked():
@@ -153,14 +158,13 @@ class Pool:
                 self._lost_waiting.setdefault(proc, []).append(reply)
                 return
             unknown = Blob.of(self.node, WorkerCrashedError("the worker ended long ago"))
-            cancelled, cause = self._crashes.get(proc, ([], unknown))
-            self._control.later(lambda: reply(cancelled, [cause]))
+            cause = self._crashes.get(proc, unknown)
+            self._control.later(partial(reply, None, [cause]))
 
-    def _kill_worker(self, proc: int, call_id: int) -> None:
+    def _kill_worker(self, proc: int) -> None:
         with self._control.lock:
             worker = self._processes.workers.get(proc)
             if worker is not None:
-                worker.cancelled.append(call_id)
                 self._processes.kill(worker)
 
     def drop_submitter(self, proc: int) -> None:

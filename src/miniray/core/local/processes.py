@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from miniray.core import machine, startup
@@ -27,9 +28,9 @@ class Worker:
     """One process: an actor's, or one of the pool's. The fields at the end are for its keeper."""
 
     proc: int
-    slot: int
     name: str
     listener: socket.socket | None  # until it is launched
+    slot: int = 0  # in the table of memory in use, from then on
     env: dict[str, str] = dataclasses.field(default_factory=dict)
     pid: int = 0
     grant: Grant | None = None
@@ -39,14 +40,13 @@ class Worker:
     holder: int | None = None  # the pool's: the submitter that leases it
     recalled: bool = False
     reused: bool = True
-    cancelled: list[int] = dataclasses.field(default_factory=list)
 
 
 class Processes:
     """Starts and ends workers. The caller holds ``lock``, the control plane's own.
 
-    ``on_exit(worker, wait status)`` is called in the I/O thread, without the lock, for each that
-    ends.
+    ``on_exit(worker, wait status, why it never ran)`` is called in the I/O thread, without the
+    lock, for each that ends.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Processes:
         node: Node,
         logs: LogReader,
         lock: threading.RLock,
-        on_exit: Callable[[Worker, int], None],
+        on_exit: Callable[[Worker, int, str], None],
     ) -> None:
         self.node = node
         self.logs = logs
@@ -79,14 +79,23 @@ class Processes:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(self.node.info.path(proc))
         listener.listen(1024)
-        worker = Worker(proc, self._free_slots.pop(), name, listener)
+        worker = Worker(proc, name, listener)
         self.workers[proc] = worker
         return worker
 
     def launch(self, worker: Worker) -> None:
+        """Start the process. Where that fails its end is reported, like that of one that ran."""
         assert worker.listener is not None
-        zygote = self._zygote or self.use(Zygote())
-        out_fd, err_fd = self.logs.add(worker.proc, worker.name)
+        try:
+            zygote = self._zygote or self.use(Zygote())
+            if not self._free_slots:
+                raise OSError(errno.EAGAIN, f"{len(self.workers)} run already")
+            out_fd, err_fd = self.logs.add(worker.proc, worker.name)
+        except OSError as error:
+            why = f"{worker.name} could not be started: {error}"
+            self.node.post(lambda: self._on_exit(worker, death.EXIT_ON_PURPOSE, why))
+            return
+        worker.slot = self._free_slots.pop()
         env = dict(worker.env)
         if worker.grant is not None and worker.grant.gpus:
             names = machine.gpu_ids()
@@ -102,11 +111,12 @@ class Processes:
             "env": env,
             "runtime_env": worker.env,
             "path": sys.path,
-            "cwd": os.getcwd(),
+            "cwd": _cwd(),
             "gpu_ids": worker.grant.gpus if worker.grant else (),
             "is_actor": worker.actor is not None,
         }
-        modules = ["asyncio"] if worker.actor is not None and worker.actor.is_async else []
+        is_async = worker.actor is not None and worker.actor.is_async
+        modules = ["miniray.core.local.async_executor"] if is_async else []
         modules += worker.env.get(startup.PRELOAD, "").split()
         zygote.spawn(request, (worker.listener.fileno(), out_fd, err_fd), modules)
         os.close(out_fd)
@@ -149,7 +159,7 @@ class Processes:
     def _ended(self, proc: int, status: int) -> None:
         worker = self.workers.get(proc)
         if worker is not None and not self._closing:
-            self._on_exit(worker, status)
+            self._on_exit(worker, status, "")
 
     def kill(self, worker: Worker) -> None:
         """Kill a process that runs, and what it started; its end is reported like any other."""
@@ -159,8 +169,9 @@ class Processes:
     def remove(self, worker: Worker) -> None:
         """Forget a process that ended or never ran; its number is not used again."""
         self.workers.pop(worker.proc, None)
-        self.node.usage.clear(worker.slot)
-        self._free_slots.append(worker.slot)
+        if worker.slot:
+            self.node.usage.clear(worker.slot)
+            self._free_slots.append(worker.slot)
         if worker.listener is not None:
             worker.listener.close()
         with contextlib.suppress(FileNotFoundError):
@@ -168,12 +179,6 @@ class Processes:
 
     def running(self) -> list[int]:
         return [w.proc for w in self.workers.values() if w.listener is None]
-
-    def pids(self) -> Sequence[int]:
-        """All processes of the session but the driver."""
-        with self.lock:
-            zygote = [self._zygote.pid] if self._zygote is not None else []
-            return [*zygote, *(w.pid for w in self.workers.values() if w.pid)]
 
     def close(self) -> None:
         """End every process and wait until they are gone."""
@@ -187,3 +192,11 @@ class Processes:
         for listener in listeners:
             listener.close()
         self.logs.close()
+
+
+def _cwd() -> str:
+    """Where the driver is; nowhere if somebody removed that directory."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from miniray.core.local.interrupts import LONGEST_SLEEP
 from miniray.core.local.objects import BLOB, FAILED, Blob, Entry, LocalRef
-from miniray.core.refs import ObjectRefGenerator
+from miniray.core.refs import ObjectRefGenerator, announced
 
 if TYPE_CHECKING:
     from miniray.core.local.node import Node
@@ -58,31 +59,43 @@ class StreamState:
         self.items: deque[Entry] = deque()
         self.ended = False
         self.abandoned = False
-        self.condition = threading.Condition()
+        #: The client that made the call and the call's id, for cancel.
+        self.origin: tuple[Any, int] | None = None
+        self._lock = threading.Lock()
+        self._waiters: list[Callable[[], None]] = []
 
     def add(self, blob: Blob) -> None:
-        if self.abandoned:
-            return
-        entry = Entry(self.node, next(self.node.ids))
-        entry.resolve(BLOB, blob)
-        with self.condition:
-            self.items.append(entry)
-            self.condition.notify_all()
+        if not self.abandoned:
+            self._add(BLOB, blob, end=False)
 
     def resolve(self, state: int, value: Any) -> None:
         """The end; with ``FAILED``, the error becomes the last item."""
-        with self.condition:
+        self._add(state, value, end=True)
+
+    def _add(self, state: int, value: Any, *, end: bool) -> None:
+        with self._lock:
             if self.ended:
                 return
-            if state == FAILED:
+            if state == FAILED or not end:
                 entry = Entry(self.node, next(self.node.ids))
-                entry.resolve(FAILED, value)
+                entry.resolve(state, value)
                 self.items.append(entry)
-            self.ended = True
-            self.condition.notify_all()
+            self.ended = end
+            waiters, self._waiters = self._waiters, []
+        for callback in waiters:
+            callback()
 
     def fail(self, error: BaseException) -> None:
         self.resolve(FAILED, Blob.of(self.node, error))
+
+    def take(self, notify: Callable[[], None]) -> tuple[LocalRef | None, bool]:
+        """(the next item, whether it is over); with neither, ``notify`` is called at a change."""
+        with self._lock:
+            if self.items:
+                return LocalRef(self.items.popleft()), False
+            if not self.ended:
+                self._waiters.append(notify)
+            return None, self.ended
 
 
 class LocalGenerator(ObjectRefGenerator):
@@ -91,18 +104,43 @@ class LocalGenerator(ObjectRefGenerator):
     def __init__(self, state: StreamState) -> None:
         self._state = state
 
-    def __next__(self) -> LocalRef:
+    @property
+    def origin(self) -> tuple[Any, int] | None:
+        """Who to ask to cancel the call; None when it has ended."""
+        return None if self._state.ended else self._state.origin
+
+    def _begin(self) -> StreamState:
         state = self._state
         state.node.flush_calls()
         state.node.awaited.add(state)
         if state.node.closing:
             state.node.fail_awaited()
-        with state.condition:
-            while not state.items and not state.ended:
-                state.condition.wait()
-            if state.items:
-                return LocalRef(state.items.popleft())
-        raise StopIteration
+        return state
+
+    def __next__(self) -> LocalRef:
+        state = self._begin()
+        while True:
+            some = threading.Event()
+            ref, over = state.take(some.set)
+            if ref is not None:
+                return ref
+            if over:
+                raise StopIteration
+            with state.node.engine.on_block():
+                while not some.wait(LONGEST_SLEEP):
+                    pass
+
+    async def __anext__(self) -> LocalRef:
+        state = self._begin()
+        while True:
+            some, notify = announced()
+            ref, over = state.take(notify)
+            if ref is not None:
+                return ref
+            if over:
+                raise StopAsyncIteration
+            with state.node.engine.on_block():
+                await some
 
     def __del__(self) -> None:
         self._state.abandoned = True
@@ -129,3 +167,9 @@ def sink_entries(sink: Any) -> Sequence[Entry]:
     if isinstance(sink, Entry):
         return (sink,)
     return sink.entries if isinstance(sink, Many) else ()
+
+
+def set_origin(sink: Any, client: Any, id: int) -> None:
+    """Note who can cancel the call."""
+    for target in (sink,) if isinstance(sink, StreamState) else sink_entries(sink):
+        target.origin = (client, id)

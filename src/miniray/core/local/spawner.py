@@ -38,6 +38,7 @@ class Zygote:
     """The driver's end: start, kill and hear about worker processes."""
 
     def __init__(self) -> None:
+        system.fill_standard_descriptors()
         ours, theirs = socket.socketpair(socket.AF_UNIX, _SOCKET_KIND)
         self.sock = ours
         # Reports of many exits may queue up while the driver is busy: spawning must not wait.

@@ -116,6 +116,16 @@ def raise_descriptor_limit() -> None:
             return  # macOS reports a hard limit it does not grant; the soft one stays
 
 
+def fill_standard_descriptors() -> None:
+    """Where the terminal's descriptors are closed (a daemon), let /dev/null take their place.
+
+    A socket of ours there would get what libraries print, and workers would have no ``sys.stdout``.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
 class Waker:
     """A descriptor that becomes readable when any thread calls ``wake``."""
 

@@ -17,9 +17,8 @@ from miniray.core.local.calls import FUNCTION, Call, Channel
 from miniray.core.local.lanes import Demand, Function, Lane, has_room
 from miniray.core.local.objects import FAILED, Blob
 from miniray.core.local.peers import CANCEL, DRIVER, STEAL
-from miniray.core.local.sinks import make_sink, sink_entries
+from miniray.core.local.sinks import make_sink, set_origin, sink_entries
 from miniray.core.local.wire import Closed
-from miniray.errors import TaskCancelledError
 
 if TYPE_CHECKING:
     from miniray.core.local.node import Node
@@ -66,8 +65,7 @@ class TaskClient:
         cpus = 1.0 if options.num_cpus is None else float(options.num_cpus)
         env = tuple(sorted({**self.env, **options.env_vars}.items()))
         demand = Demand(cpus, float(options.num_gpus or 0), env)
-        for entry in sink_entries(sink):
-            entry.origin = (self, id)
+        set_origin(sink, self, id)
         waiting = call.pending_deps()
         if waiting:
             self._when_ready(call, demand, waiting)
@@ -147,8 +145,7 @@ class TaskClient:
             lane = self._lanes[demand]
             lane.asked -= 1
             if not ok:
-                while lane.queue:
-                    lane.queue.popleft().sink.fail(proc)
+                self._fail_queued(lane, proc)
                 return
             channel = self._channels.get(proc)
             if channel is None or channel.closed:
@@ -157,8 +154,13 @@ class TaskClient:
                 except Closed:
                     # It died between the grant and now. Returned, it would be granted again at
                     # once: the lease ends when its death is noticed.
-                    self.node.ask(DRIVER, "kill_worker", (proc, 0), [], lambda *_: None)
+                    self._kill(proc)
                     self._dispatch(demand, lane)
+                    return
+                except OSError as error:  # no descriptor left
+                    self._return(proc)
+                    text = f"no task can be sent: {error.strerror}"
+                    self._fail_queued(lane, OSError(error.errno, text))
                     return
                 channel.on_stolen = self._stolen
                 self._channels[proc] = channel
@@ -166,6 +168,10 @@ class TaskClient:
             self._demands[proc] = demand
             self._dispatch(demand, lane)
             self._settle(demand, lane, channel)
+
+    def _fail_queued(self, lane: Lane, error: Exception) -> None:
+        while lane.queue:
+            lane.queue.popleft().sink.fail(error)
 
     def _result(self, channel: Channel) -> None:
         with self._lock:
@@ -241,6 +247,9 @@ class TaskClient:
                 if channel is not None:  # else its death is just being noticed
                     self._settle(demand, lane, channel)
 
+    def _kill(self, proc: int) -> None:
+        self.node.ask(DRIVER, "kill_worker", (proc,), [], lambda *_: None)
+
     def _return(self, proc: int) -> None:
         self.node.ask(DRIVER, "return_worker", (proc,), [], lambda *_: None)
 
@@ -262,7 +271,10 @@ class TaskClient:
                 for call in reversed(calls):
                     for entry in sink_entries(call.sink):
                         entry.channel = None
-                    lane.queue.appendleft(call)
+                    if call.cancelled:  # what the worker was told about it does not come along
+                        call.fail_cancelled()
+                    else:
+                        lane.queue.appendleft(call)
                 if thief is None:
                     lane.blocked.add(victim)
                     if len(channel.pending) > 1:
@@ -296,13 +308,12 @@ class TaskClient:
             for idle in list(lane.leased.values()):
                 self._settle(demand, lane, idle)
 
-        def then(ok: bool, answer: Any, blobs: list[Blob]) -> None:
-            cancelled = set(answer) if ok else set()
+        def then(ok: bool, _: Any, blobs: list[Blob]) -> None:
             with self._lock:
                 for number, call in enumerate(calls):
                     running = number == 0
-                    if call.id in cancelled:
-                        call.sink.fail(TaskCancelledError(f"{call.label} was cancelled"))
+                    if call.cancelled:
+                        call.fail_cancelled()
                     elif call.retries or not running:
                         # Only the first can have been running; the others lose no retry.
                         call.retries -= running and call.retries > 0
@@ -313,31 +324,31 @@ class TaskClient:
 
         if channel.interrupted:
             # The worker still runs what nobody can hear about any more.
-            self.node.ask(DRIVER, "kill_worker", (proc, 0), [], lambda *_: None)
+            self._kill(proc)
         self.node.ask(DRIVER, "worker_lost", proc, [], then)
 
     def cancel(self, id: int, force: bool) -> None:
         """Cancel a task: not sent yet, it never is; running, it is interrupted or killed."""
         waiting = self._waiting.pop(id, None)
         if waiting is not None:
-            waiting.sink.fail(TaskCancelledError(f"{waiting.label} was cancelled"))
+            waiting.fail_cancelled()
             return
         with self._lock:
             for lane in self._lanes.values():
                 for call in lane.queue:
                     if call.id == id:
                         lane.queue.remove(call)
-                        call.sink.fail(TaskCancelledError(f"{call.label} was cancelled"))
+                        call.fail_cancelled()
                         return
             for proc, channel in self._channels.items():
-                call_ = channel.pending.get(id)
-                if call_ is not None:
+                sent = channel.pending.get(id)
+                if sent is not None:
+                    sent.cancelled = True
                     channel.flush_batch()
                     if force:
-                        self.node.ask(DRIVER, "kill_worker", (proc, id), [], lambda *_: None)
+                        self._kill(proc)
                     else:
-                        call_.retries = 0
-                        self.node.tell(proc, CANCEL, (id, False))
+                        self.node.tell(proc, CANCEL, id)
                     return
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -24,6 +26,8 @@ _ANCILLARY = socket.CMSG_SPACE(_MAX_FDS * 4)
 _SEND_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 _READ_FLAGS = socket.MSG_DONTWAIT | CLOEXEC_FLAG
 _READ_SIZE = 65536
+#: No room now. The last: more descriptors of this user are on the way than a process may have open.
+_LATER = (errno.EAGAIN, errno.EWOULDBLOCK, errno.ETOOMANYREFS)
 _LOST = -1  # stands for the descriptors of a message that the kernel could not give us
 
 Frame = tuple[int, bytearray, Sequence[int]]
@@ -59,6 +63,7 @@ class Stream:
         self._on_backlog = on_backlog
         self._send_lock = threading.Lock()
         self._out: deque[tuple[memoryview, Sequence[int]]] = deque()
+        self._crowded = False
         self._buffer = bytearray(_READ_SIZE)
         self._start = 0
         self._end = 0
@@ -99,6 +104,8 @@ class Stream:
         with self._send_lock:
             if self._flush():
                 on_empty()
+            elif self._crowded:
+                time.sleep(0.001)  # the socket itself is writable: it would be tried at once
 
     def _flush(self) -> bool:
         while self._out:
@@ -113,13 +120,14 @@ class Stream:
                     self._out.appendleft((data[1:], later))
             try:
                 sent = self.sock.sendmsg([piece], ancillary, _SEND_FLAGS)
-            except BlockingIOError:
+            except OSError as error:
+                if error.errno not in _LATER:
+                    raise Closed from error
                 if fds and later:
                     self._out.popleft()
                 self._out.appendleft((data, fds))
+                self._crowded = error.errno == errno.ETOOMANYREFS
                 return False
-            except OSError as error:
-                raise Closed from error
             if sent < len(piece):
                 self._out.appendleft((piece[sent:], ()))
         return True

@@ -10,7 +10,10 @@ running is then lost; callers learn of it by the connection closing.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import faulthandler
+import gc
 import os
 import pickle
 import queue
@@ -20,19 +23,25 @@ import sys
 import threading
 from collections import deque
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miniray.core import session, startup
 from miniray.core.local import system
 from miniray.core.local.calls import CALL, CALL_PLAIN, FUNCTION, R_STOLEN
 from miniray.core.local.engine import LocalEngine
-from miniray.core.local.executors import AsyncExecutor, Executor, Job, ThreadExecutor, current_call
+from miniray.core.local.executors import Executor, Job, ThreadExecutor, arguments
 from miniray.core.local.info import SessionInfo
 from miniray.core.local.node import Node, owner_of
 from miniray.core.local.objects import Blob
 from miniray.core.local.peers import BLOCKED, CANCEL, DRIVER, EXIT, INIT, STEAL
 from miniray.core.local.wire import Closed, Stream, frame
 from miniray.errors import TaskError
+
+if TYPE_CHECKING:
+    from miniray.core.local.async_executor import AsyncExecutor
+
+#: How long a worker that ends may take to tidy up.
+_LAST_SECONDS = 30.0
 
 
 def worker_main(info: SessionInfo, request: dict[str, Any], listener: socket.socket) -> int:
@@ -44,11 +53,14 @@ def worker_main(info: SessionInfo, request: dict[str, Any], listener: socket.soc
     node.on_peer_lost = lambda proc: os._exit(1) if proc == DRIVER else None
     node.crashed = lambda error: os._exit(1)  # type: ignore[method-assign]
     engine = LocalEngine(node, request["gpu_ids"], request["runtime_env"])
+    engine.in_worker = True
     node.engine = engine
     session.install(engine)
     server = Server(node, engine, request["name"], request["is_actor"])
     node.start()
-    return server.run()
+    status = server.run()
+    server.leave()
+    return status
 
 
 def _use_threads(env: dict[str, str]) -> None:
@@ -74,13 +86,14 @@ class Server:
         self._connections: dict[int, Stream] = {}
         self._init: queue.SimpleQueue[tuple[Any, list[Blob]]] = queue.SimpleQueue()
         self._exiting = False
-        self._waiting = False  # in `get`, inside a task
+        self._waiting = 0  # threads and coroutines that wait inside a task
+        self._waiting_lock = threading.Lock()
         self._told: int | None = None
         self._async: AsyncExecutor | None = None
         node.on_calls = self._connected
         node.messages[EXIT] = lambda *_: self._exit()
         node.messages[INIT] = lambda _, meta, blobs: self._init.put((meta, blobs))
-        node.messages[CANCEL] = lambda _, meta, __: self.executor.cancel(meta[0])
+        node.messages[CANCEL] = lambda _, id, __: self.executor.cancel(id)
         node.messages[STEAL] = lambda proc, thief, _: self._give_back(proc, thief)
         if not is_actor:
             engine.on_block = self._on_block
@@ -102,6 +115,18 @@ class Server:
             return code if isinstance(code, int) else int(code is not None)
         return 0
 
+    def leave(self) -> None:
+        """End as any program does: exit handlers run, files of the user's object are flushed.
+
+        One that does not come to an end is ended, and shows where it was.
+        """
+        faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=2)
+        if self._async is not None:
+            self._async.close()
+        atexit._run_exitfuncs()
+        self.executor.instance = None
+        gc.collect()
+
     # -- the actor itself -------------------------------------------------------------------------
 
     def _construct(self) -> bool:
@@ -115,14 +140,17 @@ class Server:
             cls = spec.load(self.node)
             nonlocal label
             label = cls.__name__
-            args, kwargs = _arguments(self.node, blobs, meta["places"])
+            args, kwargs = arguments(self.node, blobs, meta["places"])
             return startup.construct(cls, args, kwargs)
 
         try:
             if meta["is_async"]:
+                # Here: most workers never need an event loop.
+                from miniray.core.local.async_executor import AsyncExecutor
+
                 limit = meta["max_concurrency"] or 1000
                 self._async = AsyncExecutor(self.node, self.name, limit, self._read)
-                self.executor = self._async
+                self._use(self._async)
                 make = self._async.construct(construct)
             else:
                 make = construct()
@@ -133,10 +161,14 @@ class Server:
             self.node.ask_and_wait(DRIVER, "actor_failed", (meta["actor_id"], str(failure)))
             return False
         if not meta["is_async"] and (meta["max_concurrency"] or 1) > 1:
-            self.executor = ThreadExecutor(self.node, self.name, meta["max_concurrency"])
+            self._use(ThreadExecutor(self.node, self.name, meta["max_concurrency"]))
         self.executor.instance = make
         self.executor.class_name = label
         return True
+
+    def _use(self, executor: Executor) -> None:
+        executor.cancelled = self.executor.cancelled  # some may have been cancelled before it began
+        self.executor = executor
 
     # -- reading calls ----------------------------------------------------------------------------
 
@@ -197,12 +229,11 @@ class Server:
                 jobs.append(Job(stream, *pickle.loads(body)))
             elif kind == CALL:
                 id, method, num_returns, wires, places = pickle.loads(body)
-                taken = iter(fds)
-                blobs = [Blob.from_wire(self.node, w, stream.peer, taken) for w in wires]
+                blobs = self.node.decode(wires, stream.peer, fds)
                 jobs.append(Job(stream, id, method, num_returns, (), {}, blobs, places))
             elif kind == FUNCTION:
                 id, name, wire = pickle.loads(body)
-                blob = Blob.from_wire(self.node, wire, stream.peer, iter(fds))
+                (blob,) = self.node.decode([wire], stream.peer, fds)
                 self.executor.functions[id] = (name, blob, None)
         return jobs
 
@@ -216,24 +247,27 @@ class Server:
 
     @contextlib.contextmanager
     def _on_block(self) -> Any:
-        """Around a wait inside a task: others may use the CPU and run what is queued here."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        self._waiting = True
-        call = current_call.get()
-        submitters = {job.stream.peer for job in self._backlog}
+        """Around a wait inside a task: others may use the CPU and run what is queued here.
+
+        In whatever thread it waits: what it waits for may need just this CPU.
+        """
+        with self._waiting_lock:
+            self._waiting += 1
+            self.node.tell(DRIVER, BLOCKED, True)
+        call = self.executor.running
+        submitters = {job.stream.peer for job in list(self._backlog)}
         if call is not None and call != self._told:
             self._told = call  # once a task: its submitter sends nothing more until it is done
             submitters.add(owner_of(call))
         for proc in submitters:
             self._give_back(proc, None)
-        self.node.tell(DRIVER, BLOCKED, True)
         try:
             yield
         finally:
-            self._waiting = False
-            self.node.tell(DRIVER, BLOCKED, False)
+            with self._waiting_lock:
+                self._waiting -= 1
+                if not self._waiting:
+                    self.node.tell(DRIVER, BLOCKED, False)
 
     def _give_back(self, proc: int, thief: int | None) -> None:
         """Return tasks of ``proc`` that have not started: half, or all if the running one waits."""
@@ -260,18 +294,3 @@ class Server:
         """SIGINT comes from ``cancel`` only (the terminal's goes to the driver alone)."""
         if self.executor.interrupted():
             raise KeyboardInterrupt
-
-
-def _arguments(
-    node: Node, blobs: list[Blob], places: list[Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) with the values of top-level refs put in their places."""
-    args, kwargs = blobs[0].load(node)
-    if places:
-        args = list(args)
-        for place, blob in zip(places, blobs[1:], strict=True):
-            if isinstance(place, int):
-                args[place] = blob.load(node)
-            else:
-                kwargs[place] = blob.load(node)
-    return tuple(args), kwargs

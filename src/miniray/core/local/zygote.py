@@ -30,6 +30,8 @@ from miniray.core.local import system
 from miniray.core.local.info import SessionInfo
 from miniray.core.local.spawner import MAX_MESSAGE
 
+_FAILED = 1 << 8  # the wait status of a process that exited with 1
+
 
 def main(fd: int, modules: Sequence[str]) -> None:
     """Load ``modules`` and serve until told to exit or until the driver is gone."""
@@ -122,11 +124,18 @@ class _Server:
     def _fork(self, request: dict[str, Any], fds: list[int]) -> None:
         proc: int = request["proc"]
         parent = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # no memory, or too many processes: the others run on
+            os.write(fds[2], f"the process could not be started: {error}\n".encode())
+            pid = -1
         if pid == 0:
             self._become_worker(request, fds, parent)
         for fd in fds:
             os.close(fd)
+        if pid < 0:
+            self._report(("exited", proc, _FAILED))
+            return
         self._pids[proc] = pid
         self._procs[pid] = proc
         self._report(("spawned", proc, pid))

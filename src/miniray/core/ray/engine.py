@@ -20,6 +20,7 @@ from miniray.core.ray.errors import translate
 from miniray.core.ray.host import guard_function, host_class
 from miniray.core.ray.refs import (
     RayRef,
+    RayStream,
     first_error,
     ray_refs_of,
     unwrap_refs,
@@ -54,7 +55,7 @@ class RayEngine(Engine):
     def __init__(self, *, owned: bool, client: bool = False, in_worker: bool = False) -> None:
         self._owned = owned
         self._client = client
-        self._in_worker = in_worker
+        self.in_worker = in_worker
         self._closed = False
         #: Actors to end at shutdown where Ray itself goes on without us.
         self._created: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -174,7 +175,7 @@ class RayEngine(Engine):
 
     def get(self, refs: Sequence[ObjectRef[Any]], timeout: float | None) -> list[Any]:
         self._check_open(ObjectLostError)
-        ray_refs = ray_refs_of(refs)
+        ray_refs = ray_refs_of(self, refs)
         try:
             return ray.get(ray_refs, timeout=timeout)  # type: ignore[no-any-return]
         except ray.exceptions.GetTimeoutError:
@@ -193,14 +194,14 @@ class RayEngine(Engine):
         self, refs: Sequence[ObjectRef[Any]], num_returns: int, timeout: float | None
     ) -> tuple[list[ObjectRef[Any]], list[ObjectRef[Any]]]:
         self._check_open(ObjectLostError)
-        done, _ = ray.wait(ray_refs_of(refs), num_returns=num_returns, timeout=timeout)
+        done, _ = ray.wait(ray_refs_of(self, refs), num_returns=num_returns, timeout=timeout)
         finished = {ref.binary() for ref in done}
         ready = [ref for ref in refs if ref.binary() in finished]
         return ready, [ref for ref in refs if ref.binary() not in finished]
 
     def on_ready(self, ref: ObjectRef[Any], callback: Callable[[], None]) -> None:
         self._check_open(ObjectLostError)
-        ray_refs_of([ref])[0].future().add_done_callback(lambda _: callback())
+        ray_refs_of(self, [ref])[0].future().add_done_callback(lambda _: callback())
 
     # -- control --------------------------------------------------------------------------------
 
@@ -208,9 +209,12 @@ class RayEngine(Engine):
         self._check_open(ActorDiedError)
         ray.kill(actor, no_restart=no_restart)
 
-    def cancel(self, ref: ObjectRef[Any], force: bool) -> None:
+    def cancel(self, ref: ObjectRef[Any] | ObjectRefGenerator, force: bool) -> None:
         self._check_open(ObjectLostError)
-        ray_ref = ray_refs_of([ref])[0]
+        if isinstance(ref, RayStream):
+            ray.cancel(ref.ray_generator, force=force)
+            return
+        ray_ref = ray_refs_of(self, [ref])[0]  # type: ignore[list-item]
         # Ray 2.60 aborts the whole process when a task is cancelled right after it was submitted
         # with a ref that is not ready (a race like the one in ray-project/ray#56123). The wait
         # gives its I/O thread time to take up the task; it makes the crash unlikely, no more.
@@ -241,6 +245,9 @@ class RayEngine(Engine):
             return None
         return ray_handle
 
+    def handle(self, actor: Any) -> ActorHandle[Any]:
+        return wrap_handle(self, actor)
+
     def reduce_handle(self, handle: ActorHandle[Any]) -> Any:
         return load_handle, (handle._actor,)
 
@@ -255,7 +262,7 @@ class RayEngine(Engine):
 
     def runtime_context(self) -> RuntimeContext:
         context = ray.get_runtime_context()
-        actor_id = context.get_actor_id() if self._in_worker else None
+        actor_id = context.get_actor_id() if self.in_worker else None
         in_actor = actor_id is not None
         return RuntimeContext(
             node_id=context.get_node_id(),
@@ -264,13 +271,13 @@ class RayEngine(Engine):
             namespace=context.namespace,
             actor_id=actor_id,
             actor_name=(context.get_actor_name() or None) if in_actor else None,
-            task_id=context.get_task_id() if self._in_worker else None,
+            task_id=context.get_task_id() if self.in_worker else None,
             was_current_actor_reconstructed=in_actor and _was_restarted(),
             make_handle=(lambda: wrap_handle(self, context.current_actor)) if in_actor else None,
         )
 
     def gpu_ids(self) -> list[int]:
-        if self._in_worker:
+        if self.in_worker:
             return [int(gpu) for gpu in ray.get_gpu_ids()]
         here = ray.get_runtime_context().get_node_id()
         counts = [
@@ -279,7 +286,7 @@ class RayEngine(Engine):
         return list(range(int(sum(counts))))
 
     def shutdown(self) -> None:
-        if self._closed or self._in_worker:
+        if self._closed:
             return
         self._closed = True
         if self._owned:

@@ -10,7 +10,6 @@ and every Ray handle, however it was come by, can say which methods its actor ha
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import os
@@ -22,7 +21,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from miniray.core import startup
+from miniray.core import loops, startup
 from miniray.core.remote import CallSpec, ClassSpec, FunctionSpec
 from miniray.errors import TaskError
 
@@ -56,7 +55,7 @@ def guard(
         enter()
         try:
             result = target(*args, **kwargs)
-            return asyncio.run(result) if call.is_async else result
+            return loops.run(result) if call.is_async else result
         except RayError:  # Ray's own control flow, such as an async actor's exit
             raise
         except Exception as error:
@@ -67,7 +66,7 @@ def guard(
         try:
             items = target(*args, **kwargs)
             # Not "yield from": Ray sends values into the generator, which are not for the user's.
-            for item in _drain(items) if call.is_async else items:  # noqa: UP028
+            for item in loops.drain(items) if call.is_async else items:  # noqa: UP028
                 yield item
         except RayError:
             raise
@@ -117,19 +116,6 @@ def _guard_async_generator(
             raise _captured(error, call.name) from None
 
     return run
-
-
-def _drain(items: AsyncIterator[Any]) -> Iterator[Any]:
-    """The items of an async generator, one turn of a private event loop each."""
-    loop = asyncio.new_event_loop()
-    try:
-        while True:
-            try:
-                yield loop.run_until_complete(anext(items))
-            except StopAsyncIteration:
-                return
-    finally:
-        loop.close()
 
 
 def _captured(error: Exception, function: str) -> TaskError:

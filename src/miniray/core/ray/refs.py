@@ -18,6 +18,7 @@ from miniray.core.engine import Engine
 from miniray.core.ray.errors import translate
 from miniray.core.refs import ObjectRef, ObjectRefGenerator
 from miniray.core.remote import ActorHandle, ActorInfo, CallSpec, positional_range
+from miniray.errors import SessionEndedError
 
 T = TypeVar("T")
 
@@ -70,17 +71,17 @@ class RayStream(ObjectRefGenerator):
 
     def __init__(self, engine: Engine, ray_generator: Any) -> None:
         self._engine = engine
-        self._ray_generator = ray_generator
+        self.ray_generator = ray_generator
 
     def __next__(self) -> ObjectRef[Any]:
         try:
-            return RayRef(self._engine, next(self._ray_generator))
+            return RayRef(self._engine, next(self.ray_generator))
         except ray.exceptions.RayError as error:
             raise translate(error) from None
 
     async def __anext__(self) -> ObjectRef[Any]:
         try:
-            return RayRef(self._engine, await anext(self._ray_generator))
+            return RayRef(self._engine, await anext(self.ray_generator))
         except ray.exceptions.RayError as error:
             raise translate(error) from None
 
@@ -107,11 +108,11 @@ def unwrap_refs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any
     )
 
 
-def ray_refs_of(refs: Sequence[ObjectRef[Any]]) -> list[Any]:
-    """The Ray refs inside; ``TypeError`` for one of another engine."""
+def ray_refs_of(engine: Engine, refs: Sequence[ObjectRef[Any]]) -> list[Any]:
+    """The Ray refs inside; ``SessionEndedError`` for one that is not of ``engine``."""
     for ref in refs:
-        if not isinstance(ref, RayRef):
-            raise TypeError(f"{ref!r} belongs to another engine, not to this Ray session")
+        if not isinstance(ref, RayRef) or ref._engine is not engine:
+            raise SessionEndedError(f"{ref!r} belongs to another session, which has ended")
     return [ref.ray_ref for ref in refs]  # type: ignore[attr-defined]
 
 

@@ -1,0 +1,156 @@
+"""Processes that cannot be started, or start in odd places: the others run on, and it is said."""
+
+import os
+import resource
+
+import pytest
+
+import miniray
+from miniray.core import startup
+from miniray.errors import ActorDiedError, WorkerCrashedError
+from tests.faults.helpers import SOON, fails_soon
+from tests.faults.workers import Counter, double
+
+#: A module for the zygote after which it can fork only as often as a file says.
+NO_FORK = """
+import errno, os
+
+fork = os.fork
+
+def limited():
+    with open({path!r}) as file:
+        left = int(file.read())
+    if not left:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    with open({path!r}, "w") as file:
+        file.write(str(left - 1))
+    return fork()
+
+os.fork = limited
+"""
+
+
+@pytest.fixture
+def forks(tmp_path, monkeypatch):
+    """Sets how many more processes the zygote of this test can start."""
+    path = tmp_path / "left"
+    (tmp_path / "no_fork.py").write_text(NO_FORK.format(path=str(path)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path.write_text("1000")
+    return lambda count: path.write_text(str(count))
+
+
+def test_a_system_without_room_for_processes(forks, engine):
+    old = Counter.options(runtime_env={"env_vars": {startup.PRELOAD: "no_fork"}}).remote()
+    assert miniray.get(old.add.remote(), timeout=30) == 1
+    forks(0)
+    new = Counter.remote()
+    fails_soon(new.add.remote(), ActorDiedError, "could not be started", os.strerror(11))
+    fails_soon(double.remote(1), WorkerCrashedError, "could not be started")
+    assert miniray.get(old.add.remote(), timeout=SOON) == 2
+    forks(1000)
+    assert miniray.get(Counter.remote().add.remote(), timeout=30) == 1
+    assert miniray.get(double.remote(1), timeout=30) == 2
+
+
+def test_descriptors_run_out_at_a_restart(engine):
+    """In the I/O thread, where an error would be the end of everything."""
+    fragile = Counter.options(max_restarts=5).remote()
+    other = Counter.remote()
+    pid = miniray.get(fragile.pid.remote(), timeout=30)
+    miniray.get(other.pid.remote(), timeout=30)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    kept = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                kept.append(os.open(os.devnull, os.O_RDONLY))
+        os.kill(pid, 9)
+        fails_soon(fragile.add.remote(), ActorDiedError)
+        assert miniray.get(other.add.remote(), timeout=SOON) == 1
+    finally:
+        for fd in kept:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert miniray.get(other.add.remote(), timeout=SOON) == 2
+    assert miniray.get(double.remote(1), timeout=30) == 2
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "模型" * 60, "a/b\n\0c"], ids=["long", "wide", "odd"])
+def test_any_name_will_do(engine, name):
+    actor = Counter.options(name=name).remote()
+    assert miniray.get(actor.add.remote(), timeout=30) == 1
+    assert miniray.get_actor(name) == actor
+
+
+def test_a_driver_whose_directory_is_gone(drivers, tmp_path):
+    status, out, err = drivers.run(
+        """
+        import os, sys, miniray
+        os.mkdir(sys.argv[1])
+        os.chdir(sys.argv[1])
+        os.rmdir(sys.argv[1])
+
+        @miniray.remote
+        def double(x):
+            return 2 * x
+
+        print("got", miniray.get(double.remote(4), timeout=30))
+        """,
+        tmp_path / "gone",
+    )
+    assert status == 0, err
+    assert "got 8" in out
+
+
+def test_a_driver_without_a_terminal(drivers, tmp_path):
+    """As a daemon runs: none of the three standard descriptors is open."""
+    status, _, _ = drivers.run(
+        """
+        import os, sys
+        os.closerange(0, 3)
+        import miniray
+
+        @miniray.remote
+        def double(x):
+            print("doubling")
+            return 2 * x
+
+        with open(sys.argv[1], "w") as file:
+            file.write(str(miniray.get(double.remote(4), timeout=30)))
+        """,
+        tmp_path / "got",
+    )
+    assert status == 0
+    assert (tmp_path / "got").read_text() == "8"
+
+
+@pytest.mark.parametrize("how", ["close", "none", "replace"])
+def test_a_worker_without_an_output(engine, how):
+    """User code may do with ``sys.stdout`` what it likes."""
+
+    @miniray.remote
+    class Silent:
+        def close(self):
+            import sys
+
+            sys.stdout.close()
+
+        def none(self):
+            import sys
+
+            sys.stdout = sys.stderr = None
+
+        def replace(self):
+            import sys
+
+            with open(os.devnull, "w") as sys.stdout:
+                print("nobody hears this")
+
+        def ping(self):
+            return "pong"
+
+    silent = Silent.remote()
+    miniray.get(getattr(silent, how).remote(), timeout=30)
+    assert miniray.get(silent.ping.remote(), timeout=30) == "pong"
