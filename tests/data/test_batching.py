@@ -178,6 +178,11 @@ def test_groups_over_any_history(history, batch):
     assert sorted(seen) == list(range(len(who)))
 
 
+def test_a_key_that_cannot_name_a_group_is_named():
+    with pytest.raises(DataError, match=r"list, row 1: g=\[2\] cannot name a group"):
+        len(IndexedDataset([{"g": "a"}, {"g": [2]}], group_by="g"))
+
+
 def test_rows_of_a_group_that_are_apart_are_named(tmp_path):
     pq.write_table(pa.table({"who": ["a", "a", "b", "a"]}), tmp_path / "x.parquet")
     dataset = ParquetDataset(tmp_path / "x.parquet", group_by="who")
@@ -230,7 +235,7 @@ def test_until_all_have_come():
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 40), st.floats(0.1, 9)), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(1, 40), st.floats(0.1, 9)), min_size=1, max_size=4),
     st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), max_size=3),
     st.integers(0, 2),
 )
@@ -286,6 +291,7 @@ def test_ranks_agree_on_members_seeds(parquet_folder):
     [
         ([], {}, "at least one"),
         ([(numbers(0, 3), 0)], {}, "weight of source 0 must be above 0"),
+        ([(numbers(0, 3), "2")], {}, "weight of source 0 must be above 0"),
         ([(numbers(0, 3, world_size=2), 1)], {}, "sharded already"),
         ([(numbers(0, 3), 1)], {"until": "noon"}, "until must be"),
         ([(numbers(0, 3), 1)], {"seed": None, "world_size": 2}, "needs one seed"),
@@ -294,3 +300,10 @@ def test_ranks_agree_on_members_seeds(parquet_folder):
 def test_bad_mixtures_are_refused(datasets, options, complaint):
     with pytest.raises(ValueError, match=complaint):
         Mixture(datasets, **{"seed": 1, **options})
+
+
+def test_a_mixture_with_nothing_of_a_source_is_refused():
+    with pytest.raises(TypeError, match=r"source 0 of the mixture is no \(dataset, weight\)"):
+        Mixture([numbers(0, 3)], seed=1)
+    with pytest.raises(DataError, match="source 1 of the mixture has no rows"):
+        len(Mixture([(numbers(0, 3), 1), (numbers(0, 0), 1)], seed=1))

@@ -6,6 +6,7 @@ import gc
 import io
 import operator
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -13,12 +14,24 @@ import sys
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
-from miniray.data import DataLoader, JsonlDataset, ParquetDataset, filtering, index
+from miniray.data import (
+    ArrowDataset,
+    DataLoader,
+    IndexedDataset,
+    JsonlDataset,
+    ParquetDataset,
+    filter_parts,
+    filtering,
+    index,
+)
 from miniray.data.identity import filter_identity
+from miniray.data.source import Blocks
 from miniray.errors import DataError, RowError
 from tests.data.conftest import write_parquet
 
@@ -33,7 +46,7 @@ def multiple_of_three(row):
 @pytest.fixture(autouse=True)
 def _count(monkeypatch):
     calls.clear()
-    monkeypatch.setattr(filtering, "_LEAST_ROWS", 20)
+    monkeypatch.setattr(filter_parts, "_LEAST_ROWS", 20)
 
 
 def filtered(folder, function=multiple_of_three, **options):
@@ -70,7 +83,11 @@ def test_max_samples_and_shuffling_come_after_it(parquet_folder):
     assert state["n"] == 30
 
 
-def test_ranks_at_the_same_time_split_the_work(parquet_folder):
+@pytest.mark.parametrize("groups", ["many", "one"])
+def test_ranks_at_the_same_time_split_the_work(parquet_folder, groups):
+    if groups == "one":  # as most files have it that nobody thought about
+        parquet_folder = parquet_folder.parent / "one.parquet"
+        write_parquet(parquet_folder, range(237), rows=237)
     slow = threading.Event()
 
     def one(rank):
@@ -92,9 +109,94 @@ def test_ranks_at_the_same_time_split_the_work(parquet_folder):
     assert len({rank for rank, _ in calls}) == 4
 
 
+@pytest.mark.parametrize("rows", [[0], [31], [237], [10, 10, 10], [64, 3, 40, 0, 5], [5] * 9])
+def test_parts_have_every_row_once_and_in_order(rows):
+    files = [0] * (len(rows) // 2) + [1] * (len(rows) - len(rows) // 2)
+    blocks = Blocks(["a", "b"], files, range(len(rows)), rows, rows, rows)
+    parts = filter_parts.cut(blocks, 1)
+    pieces = [piece for part in parts for piece in part.pieces]
+    assert [(block, row) for block, start, stop in pieces for row in range(start, stop)] == [
+        (block, row) for block, count in enumerate(rows) for row in range(count)
+    ]
+    assert all(files[block] == part.file for part in parts for block, _, _ in part.pieces)
+    assert all(part.rows < 2 * 20 for part in parts)
+
+
 def test_threads_of_one_rank(parquet_folder):
     assert ids(filtered(parquet_folder, filter_workers=3)) == list(range(0, 237, 3))
     assert sorted(calls) == list(range(237))
+
+
+def test_a_row_that_fails_stops_the_other_threads(tmp_path):
+    write_parquet(tmp_path / "x.parquet", range(2000), rows=1000)
+    began = threading.Event()
+
+    def function(row):
+        if row["id"] == 0:
+            began.wait(30)
+            raise ValueError("bad row")
+        began.set()
+        calls.append(row["id"])
+        time.sleep(0.01)
+        return True
+
+    with pytest.raises(RowError, match="row 0: the filter raised ValueError: bad row"):
+        len(filtered(tmp_path, function, filter_workers=2))
+    assert len(calls) < 1000
+
+
+def test_answers_about_data_in_memory_are_not_those_about_other_data():
+    def up_to_four(row):
+        return row["id"] < 5
+
+    def numbers(name):
+        return [{"id": i} for i in (range(10) if name == "up" else range(9, -1, -1))]
+
+    for kind, made in [
+        (IndexedDataset, numbers),
+        (ArrowDataset, lambda name: pa.Table.from_pylist(numbers(name))),
+    ]:
+        assert ids(kind(made("up"), filter=up_to_four)) == [0, 1, 2, 3, 4]
+        assert ids(kind(made("down"), filter=up_to_four)) == [4, 3, 2, 1, 0]
+
+
+def test_answers_about_data_in_memory_are_shared_under_a_name():
+    rows = [{"id": i} for i in range(50)]
+    for rank in range(2):
+        dataset = IndexedDataset(
+            rows, filter=multiple_of_three, filter_id="of fifty", rank=rank, world_size=2
+        )
+        assert len(dataset) == 9 - rank
+    assert sorted(calls) == list(range(50))
+
+
+def test_a_changed_remote_file_is_noticed(tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    for first in (0, 10):
+        memory.pipe(
+            "/changed/x.jsonl", "".join(f'{{"id": {first + i:2}}}\n' for i in range(10)).encode()
+        )
+        dataset = JsonlDataset("memory://changed/x.jsonl", filter=multiple_of_three, filter_id="m")
+        assert ids(dataset) == [i for i in range(first, first + 10) if i % 3 == 0]
+    memory.rm("/changed", recursive=True)
+
+
+def test_other_users_may_read_the_index(parquet_folder):
+    before = os.umask(0o022)
+    try:
+        len(filtered(parquet_folder))
+    finally:
+        os.umask(before)
+    (path,) = (parquet_folder / ".miniray").glob("*.idx")
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_column_that_is_not_there_is_named(parquet_folder):
+    dataset = ParquetDataset(parquet_folder, filter=multiple_of_three, filter_columns=["id", "no"])
+    with pytest.raises(DataError, match=r"part-0.parquet has no column 'no', which filter_columns"):
+        len(dataset)
+    assert calls == []
 
 
 def test_a_changed_file_is_noticed_and_only_that_is_filtered_again(parquet_folder):
@@ -137,13 +239,78 @@ def test_a_changed_filter_is_noticed(parquet_folder, monkeypatch):
     assert rows(with_helper) == [235, 236]  # other code further down
 
 
+class Below:
+    most = 10
+
+    def __init__(self, limit):
+        self.limit = limit
+
+    def __call__(self, row):
+        return self.fits(row["id"])
+
+    def fits(self, number):
+        return number < min(self.limit, self.most)
+
+    def at_all(self, row):
+        return any(with_helper({"id": number}) for number in [row["id"]])
+
+
+def test_what_makes_another_filter(monkeypatch):
+    def identity(function):
+        return filter_identity(function, None)
+
+    filters = {
+        "object": lambda: Below(3),
+        "method": lambda: Below(3).at_all,
+        "partial": lambda: functools.partial(operator.lt, 3),
+        "of a set": lambda: {"a", "b"}.__contains__,
+        "pattern": lambda: re.compile("a+").match,
+        "cached": lambda: functools.lru_cache(with_helper),
+    }
+    before = {name: identity(made()) for name, made in filters.items()}
+    assert before == {name: identity(made()) for name, made in filters.items()}
+    others = [
+        Below(4),
+        Below(4).at_all,
+        functools.partial(operator.lt, 4),
+        functools.partial(operator.gt, 3),
+        {"a", "c"}.__contains__,
+        re.compile("b+").match,
+    ]
+    assert len({*map(identity, others), *before.values()}) == len(others) + len(before)
+
+    def differ():
+        return [name for name, made in filters.items() if identity(made()) != before[name]]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Below, "most", 11)
+        assert differ() == ["object", "method"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Below, "fits", lambda self, number: True)
+        assert differ() == ["object", "method"]
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "helper", lambda row: row["id"] > 234)
+        assert differ() == ["object", "method", "cached"]  # a method of the object calls it
+    assert differ() == []
+
+
 def test_the_same_filter_is_the_same_in_another_process():
     code = """
+        import dataclasses, re, torch
         from miniray.data.identity import filter_identity
         words = {"a", "b", "c", "d"}
+        pattern = re.compile("a+")
         def keep(row, limit=3, *, more=(1, 2.5)):
             return row["text"] in {"x", "y", "z"} or row["text"] in words or len(row) > limit
-        print(filter_identity(keep, None, "parquet"))
+        @dataclasses.dataclass
+        class Keep:
+            words: dict
+            def __post_init__(self):
+                torch.manual_seed(0)
+                self.layer = torch.nn.Linear(2, 1)
+            def __call__(self, row):
+                return pattern.match(row["text"]) and row["text"] in self.words
+        print([filter_identity(f, None, "parquet") for f in (keep, Keep({"a": words}))])
     """
     found = {
         subprocess.run(
@@ -181,7 +348,9 @@ def test_a_row_that_makes_it_raise_is_named(parquet_folder):
 
 def test_a_filter_that_keeps_nothing(parquet_folder):
     dataset = filtered(parquet_folder, lambda row: False, shuffle=True, seed=1)
-    assert (len(dataset), list(DataLoader(dataset, 3))) == (0, [])
+    with pytest.warns(RuntimeWarning, match="the filter keeps none of 237 rows"):
+        assert len(dataset) == 0
+    assert list(DataLoader(dataset, 3)) == []
 
 
 def test_a_folder_that_is_not_writable_falls_back_to_the_cache(parquet_folder, tmp_path):
@@ -297,8 +466,8 @@ def test_a_disk_that_is_full_while_the_filter_runs(small_disk):
 KILLED = """
 import os, random, signal, sys, time
 sys.path.insert(0, sys.argv[3])
-from miniray.data import ParquetDataset, filtering
-filtering._LEAST_ROWS = 20
+from miniray.data import ParquetDataset, filter_parts
+filter_parts._LEAST_ROWS = 20
 
 def keep(row):
     time.sleep(0.0002)
@@ -344,6 +513,31 @@ def test_sigkill_at_any_moment_leaves_a_usable_index(parquet_folder):
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 0  # some were really killed at work
+
+
+def test_a_slow_rank_shows_that_it_is_at_work(parquet_folder, monkeypatch):
+    clock, touched = [0.0], []
+    monkeypatch.setattr(filtering, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(filtering, "_touch", touched.append)
+
+    def slow(row):
+        clock[0] += 0.3
+        return True
+
+    path = parquet_folder / "part-0.parquet"
+    assert len(filtered(path, slow)) == 100
+    # Parts of 20 rows, 6 seconds each: a sign of life in each second but the first.
+    assert len(touched) == 5 * 5
+    run = filtering.FilterRun(filtered(path)._source, slow, None, "name")
+    lock = parquet_folder / "lock"
+    lock.touch()
+    seen = []
+    for seconds in (0, 9, 2, 9):
+        clock[0] += seconds
+        seen.append(run._is_stuck(lock))
+        if seconds == 2:
+            os.utime(lock, ns=(5, 5))
+    assert seen == [False, False, True, False]
 
 
 def test_a_part_whose_rank_hangs_is_done_by_another(parquet_folder, monkeypatch):

@@ -1,8 +1,10 @@
 """The loader: batches, formats, transforms in threads and processes, errors, and its end."""
 
+import dataclasses
 import gc
 import io
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -15,7 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from miniray.data import DataLoader, IndexedDataset, ParquetDataset
+from miniray.data import ArrowDataset, DataLoader, IndexedDataset, ParquetDataset
+from miniray.data.decode import size_of
 from miniray.errors import DataError, RowError
 from tests.data.conftest import write_parquet
 
@@ -108,6 +111,37 @@ def test_torch_tensors(parquet_folder):
         iter(DataLoader(ParquetDataset(parquet_folder), 3, format="torch", transform=transform))
     )
     assert batch["x"].tolist() == [[0, 0], [1, 1], [2, 2]]
+
+    def words(row):
+        return {"x": np.array(["a", "b"])}
+
+    (batch,) = DataLoader(IndexedDataset([1]), 1, format="torch", transform=words)
+    assert batch["x"].tolist() == [["a", "b"]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_whose_size_nobody_can_tell(workers):
+    torch = pytest.importorskip("torch")
+
+    def sparse(rows):
+        return torch.eye(len(rows)).to_sparse()
+
+    loader = DataLoader(IndexedDataset(range(10)), 4, collate_fn=sparse, decode_workers=workers)
+    assert [batch.shape[0] for batch in loader] == [4, 4, 2]
+
+
+def test_the_size_of_a_batch():
+    @dataclasses.dataclass
+    class Sample:
+        pixels: np.ndarray
+        text: str
+
+    sample = Sample(np.zeros(1000, np.uint8), "x" * 100)
+    assert 1100 < size_of(sample) < 1500
+    assert 8 * 1100 < size_of([sample] * 8) < 8 * 1500
+    endless = []
+    endless.append(endless)
+    assert size_of(endless) < 1000
 
 
 def test_arrow_tables(parquet_folder):
@@ -213,6 +247,8 @@ def test_errors_of_collate_and_of_reading_reach_the_loop():
     [
         ({"batch_size": 0}, "batch_size must be an int of at least 1"),
         ({"prefetch": -1}, "prefetch must be"),
+        ({"transform": "double"}, "transform must be a function"),
+        ({"batch_by": "tokens", "length": "no"}, "has no column 'no'"),
         ({"prefetch": 0, "decode_workers": 2}, "decode_workers need prefetch"),
         ({"format": "pandas"}, "format must be"),
         ({"on_error": "ignore"}, "on_error must be"),
@@ -227,7 +263,7 @@ def test_errors_of_collate_and_of_reading_reach_the_loop():
 )
 def test_bad_options_are_refused(options, complaint):
     with pytest.raises(ValueError, match=complaint):
-        DataLoader(IndexedDataset([1]), **{"batch_size": 1, **options})
+        DataLoader(ArrowDataset({"id": [1]}), **{"batch_size": 1, **options})
 
 
 def test_another_kind_of_dataset_is_refused():
@@ -305,12 +341,59 @@ def test_leaving_the_loop_ends_the_threads(parquet_folder):
     assert list(iterator) == []
 
 
-def test_a_new_iteration_ends_the_one_before(parquet_folder):
+def test_a_loop_within_a_loop_is_not_taken_for_the_end_of_the_outer_one(parquet_folder):
     loader = DataLoader(ParquetDataset(parquet_folder), 50)
     first = iter(loader)
     next(first)
     assert len(list(iter(loader))) == 5
-    assert list(first) == []
+    with pytest.raises(RuntimeError, match=r"this loop cannot go on.*iterated again"):
+        next(first)
+    second = iter(loader)
+    next(second)
+    loader.set_epoch(7)
+    with pytest.raises(RuntimeError, match=r"this loop cannot go on.*set_epoch"):
+        next(second)
+    third = iter(loader)
+    assert len(list(third)) == 5
+    assert len(list(loader)) == 5
+    assert list(third) == []
+
+
+HANGS = """
+    import signal, sys, threading, time
+    from miniray.data import DataLoader, IndexedDataset, pipeline
+
+    pipeline._PATIENCE = 0.3
+
+    def transform(x):
+        if x == 5:
+            print("stuck", flush=True)
+            time.sleep(1000)
+        return x
+
+    if __name__ == "__main__":
+        options = {"decode_workers": 2, "decode_processes": "processes" in sys.argv}
+        loader = DataLoader(IndexedDataset(range(40)), 4, transform=transform, **options)
+        for batch in loader:
+            print(batch["item"].tolist(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("where", ["threads", "processes"])
+def test_ctrl_c_ends_a_loop_whose_transform_does_not_come_back(tmp_path, where):
+    script = tmp_path / "hangs.py"
+    script.write_text(textwrap.dedent(HANGS))
+    with subprocess.Popen(
+        [sys.executable, str(script), where],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert {process.stdout.readline() for _ in range(2)} == {"[0, 1, 2, 3]\n", "stuck\n"}
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=50)  # all that have its output are gone by then
+    assert process.returncode == -signal.SIGINT
+    assert "a transform has not come back" in errors
 
 
 def test_an_abandoned_loader_does_not_hold_up_the_interpreter(parquet_folder):

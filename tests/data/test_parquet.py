@@ -193,6 +193,47 @@ def test_only_wanted_columns_are_read(parquet_folder):
     assert sum(dataset.sources[0].blocks.nbytes) < every / 3
 
 
+def test_names_with_dots_in_them(tmp_path):
+    columns = {
+        "a": [{"b": i, "c": [i]} for i in range(10)],
+        "a.b": range(100, 110),
+        "a.b.c": ["x" * 100] * 10,
+    }
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet")
+    rows = {name: ParquetDataset(tmp_path, columns=[name])[3] for name in ("a", "a.b", "a.b.c")}
+    assert rows == {
+        "a": {"a": {"b": 3, "c": [3]}},
+        "a.b": {"a.b": 103},
+        "a.b.c": {"a.b.c": "x" * 100},
+    }
+    parts = [
+        sum(ParquetDataset(tmp_path, columns=[name]).sources[0].blocks.nbytes) for name in columns
+    ]
+    assert sum(parts) == sum(ParquetDataset(tmp_path).sources[0].blocks.nbytes)
+    assert min(parts) > 0
+
+
+def test_rows_by_slices_and_by_numpys_integers(parquet_folder):
+    dataset = ParquetDataset(parquet_folder, columns=["id"])
+    assert dataset[3:6] == [{"id": 3}, {"id": 4}, {"id": 5}]
+    assert dataset[-2:] == [dataset[np.int64(235)], dataset[-1]]
+    assert dataset[500:] == []
+    with pytest.raises(TypeError, match="interpreted as an integer"):
+        dataset[1.5]
+
+
+def test_numpys_integers_are_as_good(parquet_folder):
+    rank, world, most, seed = np.array([1, 2, 100, 7])
+    dataset = ParquetDataset(
+        parquet_folder, rank=rank, world_size=world, max_samples=most, seed=seed, shuffle=True
+    )
+    dataset.set_epoch(np.int64(3))
+    loader = DataLoader(dataset, np.int64(8), prefetch=np.int64(1))
+    next(iter(loader))
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert (state["taken"], state["rank"], state["epoch"], state["seed"]) == (8, 1, 3, 7)
+
+
 # -- travel --------------------------------------------------------------------------------------
 
 
@@ -385,6 +426,14 @@ def test_no_rows_at_all(tmp_path):
         ({"memory_budget": 0}, "no usable number"),
         ({"even": "odd"}, "even must be"),
         ({"max_samples": -7}, "max_samples must be"),
+        ({"max_samples": 7.0}, "max_samples must be an int"),
+        ({"rank": "0"}, "rank must be an int"),
+        ({"seed": "x"}, "seed must be an int"),
+        ({"filter": "id > 3"}, "filter must be a function"),
+        ({"filter_workers": 0}, "filter_workers must be"),
+        ({"filter_columns": "id"}, r"filter_columns must be a list of names: \['id'\]"),
+        ({"columns": "id"}, r"columns must be a list of names: \['id'\]"),
+        ({"columns": []}, "names no column"),
         ({"group_by": "id", "even": "pad"}, "group_by keeps groups whole"),
     ],
 )

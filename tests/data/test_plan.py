@@ -139,6 +139,9 @@ def test_one_rank_draws_a_seed_and_tells_it():
         ({"even": "odd"}, "'pad' or 'drop'"),
         ({"max_samples": -2}, "max_samples must be -1"),
         ({"seed": "x", "shuffle": True}, "seed must be an int"),
+        ({"n": 10.0}, "n must be an int"),
+        ({"rank": True}, "rank must be an int"),
+        ({"epoch": 1.0}, "epoch must be an int"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, complaint):

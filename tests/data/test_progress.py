@@ -1,6 +1,7 @@
 """Elastic resume: over any history of world sizes each row comes exactly once in an epoch."""
 
 import functools
+import itertools
 import json
 import operator
 
@@ -100,7 +101,7 @@ def test_exactly_once_over_any_history(n, history, batch, shuffle, epoch):
     st.integers(1, 5),
 )
 def test_exactly_once_when_ranks_are_apart(n, history, batch):
-    """Each rank is stopped between any two batches of its own; the states are merged."""
+    """Each rank is stopped between any two batches of its own, or has come to the end."""
     seen, state = [], None
     for steps in [*history, [None]]:
         states = []
@@ -108,12 +109,14 @@ def test_exactly_once_when_ranks_are_apart(n, history, batch):
             loader = DataLoader(dataset(n, rank, len(steps), shuffle=True), batch, prefetch=0)
             if state is not None:
                 loader.load_state_dict(state)
-            iterator, length = iter(loader), len(loader)
-            for _ in range(length if count is None else min(count, length)):
-                seen += ids(next(iterator))
+            for found in itertools.islice(loader, count):
+                seen += ids(found)
             states.append(loader.state_dict())
         state = json.loads(json.dumps(merge_states(states[::-1])))
+        if state["epoch"]:  # all have
+            break
     assert sorted(seen) == list(range(n))
+    assert (state["epoch"], state["taken"]) == (1, 0)
 
 
 def test_three_then_five_then_two_ranks_in_mid_epoch():
@@ -235,6 +238,10 @@ def test_a_missing_rank_is_named():
 def test_states_of_different_runs_are_not_merged():
     with pytest.raises(DataError, match="n is 20 on rank 0 and 21 on rank 1"):
         merge_states([states_of(2)[0], states_of(2, n=21)[1]])
+    with pytest.raises(DataError, match="takes a list with the states of all ranks"):
+        merge_states(states_of(2)[0])
+    with pytest.raises(DataError, match="epoch is 1 on rank 0 and 0 on rank 1"):
+        merge_states([{**states_of(2)[0], "epoch": 1, "taken": 2}, states_of(2)[1]])
     with pytest.raises(DataError, match="got none"):
         merge_states([])
     with pytest.raises(DataError, match="merged already"):

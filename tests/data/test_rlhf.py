@@ -144,6 +144,16 @@ class TestFields:
         (image,) = found["multi_modal_data"]["image"]
         assert image.size == (32, 32)
 
+    def test_rows_with_and_without_images_make_a_batch(
+        self, tmp_path: Path, tokenizer: Any, processor: Any
+    ) -> None:
+        path = write(tmp_path / "a.parquet", [row(0, picture=jpeg(200)), row(1)])
+        dataset = RLHFDataset(path, tokenizer, {"max_prompt_length": 12}, processor)
+        (batch,) = dataset.loader(2)
+        assert [list(data) for data in batch["multi_modal_data"]] == [["image"], []]
+        assert [list(inputs) for inputs in batch["multi_modal_inputs"]] == [["pixel_values"], []]
+        assert batch["raw_prompt_ids"][1] == [START, USER, WHERE, END, START, ASSISTANT]
+
     def test_inputs_are_left_out_on_request(
         self, tmp_path: Path, tokenizer: Any, processor: Any
     ) -> None:
@@ -243,6 +253,10 @@ class TestWhichRows:
         config = {"max_prompt_length": AROUND + 5}
         assert indices(RLHFDataset(path, tokenizer, config, processor)) == [0, 1]
 
+    def test_all_samples(self, twenty: str, tokenizer: Any) -> None:
+        for everything in (-1, None, 1000):
+            assert len(RLHFDataset(twenty, tokenizer, max_samples=everything)) == 20
+
     def test_max_samples_after_the_filter(self, twenty: str, tokenizer: Any) -> None:
         config = {"max_prompt_length": AROUND + 15}
         parts = [
@@ -331,6 +345,10 @@ class TestWhichRows:
         path = write(tmp_path / "a.parquet", [bad])
         with pytest.raises(RowError, match="1 images for 0 <image>"):
             RLHFDataset(path, tokenizer, {"filter_overlong_prompts": False})[0]
+
+    def test_no_tokenizer(self, twenty: str) -> None:
+        with pytest.raises(TypeError, match="tokenizer must be one with Hugging Face's call"):
+            RLHFDataset(twenty, "gpt2")
 
     def test_missing_prompt_column(self, twenty: str, tokenizer: Any) -> None:
         config = {"prompt_key": "question", "filter_overlong_prompts": False}

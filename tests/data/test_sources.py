@@ -56,10 +56,14 @@ def test_ids_are_lines(lines):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 700), min_size=1, max_size=30), st.booleans())
-def test_lines_of_any_length_are_found(tmp_path_factory, sizes, ended):
+@given(
+    st.lists(st.integers(0, 700), min_size=1, max_size=30),
+    st.booleans(),
+    st.sampled_from(["\n", "\n\n", "\r\n", "\r\n\r\n\n"]),
+)
+def test_lines_of_any_length_are_found(tmp_path_factory, sizes, ended, end):
     path = tmp_path_factory.mktemp("lines") / "x.jsonl"
-    path.write_text("\n".join(json.dumps("x" * size) for size in sizes) + "\n" * ended)
+    path.write_bytes((end.join(json.dumps("x" * size) for size in sizes) + end * ended).encode())
     old = jsonl._BLOCK, jsonl._SCAN
     jsonl._BLOCK, jsonl._SCAN = 100, 256
     try:
@@ -76,12 +80,22 @@ def test_a_line_that_is_not_json_is_named(lines):
     assert caught.value.row == 1
 
 
+def test_empty_lines_are_no_rows(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b"\n1\n\r\n\n2\r\n\n{broken\n\n")
+    dataset = JsonlDataset(tmp_path)
+    assert [dataset[0], dataset[1], len(dataset)] == [1, 2, 3]
+    with pytest.raises(RowError, match=r"x\.jsonl, row 2 \(line 7\) is not JSON"):
+        dataset[2]
+    (tmp_path / "x.jsonl").write_bytes(b"\n\r")
+    assert list(JsonlDataset(tmp_path)) == []
+
+
 def test_other_faults_of_lines(lines):
     with pytest.raises(RowError, match=r"0\.jsonl, row 0 \(line 1\) has no column 'image'"):
         JsonlDataset(lines, columns=["image"])[0]
     dataset = JsonlDataset(lines)
     (lines / "2.jsonl").write_text("{}\n")
-    with pytest.raises(DataError, match=r"2\.jsonl, lines .* has changed while it was read"):
+    with pytest.raises(DataError, match=r"2\.jsonl, rows .* has changed while it was read"):
         list(dataset)
     (lines / "2.jsonl").unlink()
     with pytest.raises(DataError, match=r"2\.jsonl cannot be read"):
@@ -115,6 +129,16 @@ def test_arrow_files_and_tables(tmp_path, form, shuffle):
         part.set_epoch(0)
         for batch in DataLoader(part, 8):
             assert [str(i).encode() for i in batch["id"].tolist()] == batch["data"]
+
+
+def test_tables_of_others():
+    columns = {"id": [4, 5, 6]}
+    tables = [columns, pa.record_batch(columns), pa.table(columns).to_reader()]
+    assert [ids(ArrowDataset(table)) for table in tables] == [[4, 5, 6]] * 3
+    with pytest.raises(DataError, match=r"\[\] of a dict takes names of columns.*ArrowDataset"):
+        IndexedDataset(columns)
+    with pytest.raises(DataError, match="format='arrow' makes tables of rows that are dicts"):
+        list(DataLoader(IndexedDataset([1, 2]), 2, format="arrow"))
 
 
 def test_faults_of_arrow_files(tmp_path):

@@ -1,13 +1,20 @@
 """The same plan under torch's own DataLoader, and under frameworks that use it."""
 
+import pickle
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torch.utils.data import DataLoader as TorchLoader  # noqa: E402
 
-from miniray.data import IndexedDataset, Mixture, ParquetDataset  # noqa: E402
-from miniray.data.torch import ShardSampler, TorchDataset, TorchIterableDataset  # noqa: E402
+from miniray.data import DataLoader, IndexedDataset, Mixture, ParquetDataset  # noqa: E402
+from miniray.data.torch import (  # noqa: E402
+    LightningLoader,
+    ShardSampler,
+    TorchDataset,
+    TorchIterableDataset,
+)
 
 
 def ids(loader):
@@ -89,6 +96,18 @@ def test_iterable_style_is_split_over_worker_processes(whole, workers):
     assert sorted(seen) == list(range(237))
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_of_iterable_style_hear_of_epochs(persistent):
+    dataset = IndexedDataset(range(40), shuffle=True, seed=1)
+    data = pickle.loads(pickle.dumps(TorchIterableDataset(dataset)))
+    made = TorchLoader(data, batch_size=10, num_workers=1, persistent_workers=persistent)
+    for epoch in (0, 3, 1):
+        data.set_epoch(epoch)
+        expected = dataset.shard(0, 1)
+        expected.set_epoch(epoch)
+        assert [row for batch in made for row in batch.tolist()] == list(expected)
+
+
 def test_iterable_style_resumes(whole):
     data = TorchIterableDataset(whole.shard(0, 1), transform=only_id)
     iterator = iter(data)
@@ -112,10 +131,31 @@ def test_the_rank_of_the_process_group_is_taken(whole, tmp_path):
         torch.distributed.destroy_process_group()
 
 
+def test_a_loader_that_counts_the_whole_epoch(whole):
+    def made(rank, world):
+        return LightningLoader(DataLoader(whole.shard(rank, world), 10, transform=only_id))
+
+    first = made(0, 1)
+    assert len(first) == 24
+    seen = [row for _, batch in zip(range(5), first, strict=False) for row in batch["id"].tolist()]
+    state = first.state_dict()
+    assert (state["batches"], state["taken"]) == (5, 50)
+    rest = []
+    for rank in range(2):
+        second = made(rank, 2)
+        second.load_state_dict(state)
+        assert len(second) == 5 + 10  # 187 rows are left, 94 and 93 of them for a rank
+        batches = list(second)
+        assert len(batches) == 10
+        rest += [row for batch in batches for row in batch["id"].tolist()]
+        assert len(second) == 12  # of the next epoch: 119 and 118 rows
+        assert second.state_dict()["batches"] == 0
+    assert sorted(seen + rest) == list(range(237))
+
+
 @pytest.mark.slow
 def test_under_lightning(whole, tmp_path):
     lightning = pytest.importorskip("lightning")
-    from miniray.data import DataLoader
 
     class Module(lightning.LightningModule):
         def __init__(self):
@@ -141,12 +181,25 @@ def test_under_lightning(whole, tmp_path):
         assert sorted(module.seen) == sorted([*range(237)] * 2)
         assert module.seen[:237] != module.seen[237:]
 
+    class Save(lightning.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 30:
+                trainer.save_checkpoint(tmp_path / "30.ckpt")
+
+    def stateful():
+        shard = whole.shard(0, 1)
+        shard.set_epoch(0)
+        return LightningLoader(DataLoader(shard, 10, transform=only_id, format="torch"))
+
+    begun, resumed = Module(), Module()
+    lightning.Trainer(**quiet, max_steps=30, callbacks=[Save()]).fit(begun, stateful())
+    lightning.Trainer(**quiet).fit(resumed, stateful(), ckpt_path=tmp_path / "30.ckpt")
+    assert begun.seen + resumed.seen == module.seen  # 24 batches of the first epoch and 6 more
+
 
 @pytest.mark.slow
 def test_under_accelerate(whole):
     accelerate = pytest.importorskip("accelerate")
-    from miniray.data import DataLoader
-
     accelerator = accelerate.Accelerator(cpu=True)
     model = torch.nn.Linear(1, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 1e-9))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miniray.data.arrow_rows import ArrowRows, rows_of
@@ -24,7 +24,11 @@ class ArrowSource(FileSource):
     _kept = ("_list", "_columns", "_table")
 
     def __init__(self, data: Any, columns: Sequence[str] | None = None) -> None:
-        self._table: Any = data if hasattr(data, "to_batches") else None
+        self._table: Any = None
+        if isinstance(data, Mapping) or hasattr(data, "__arrow_c_stream__"):
+            import pyarrow as pa
+
+            self._table = pa.table(data)
         files = None if self._table is not None else FileList(data, (".arrow", ".feather", ".ipc"))
         super().__init__(files, columns)
 

@@ -11,14 +11,8 @@ import numpy.typing as npt
 
 from miniray.data.distinct import distinct
 from miniray.data.slabs import Slabs, copied, has_dictionary, size_for
-from miniray.data.source import Layout, Rows
-from miniray.data.values import (
-    Getter,
-    getter,
-    is_number,
-    number_type,
-    numbers,
-)
+from miniray.data.source import Getter, Layout, Rows
+from miniray.data.values import getter, is_number, number_type, numbers
 
 
 class ArrowRows(Rows):

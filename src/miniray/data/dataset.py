@@ -8,7 +8,9 @@ which cannot work are refused before training starts.
 from __future__ import annotations
 
 import copy
+import operator
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -23,12 +25,19 @@ from miniray.data.order import (
     shuffle_kind,
     window_bytes,
 )
-from miniray.data.parts import Even, check_rank, resolve_seed
+from miniray.data.parts import (
+    Even,
+    check_even,
+    checked_rank,
+    checked_samples,
+    resolve_seed,
+    whole_number,
+)
 from miniray.data.selection import Kept, Selection
 from miniray.data.share import Share
-from miniray.data.source import Blocks, Source, parse_bytes, wanted
+from miniray.data.source import Blocks, Source, column_list, parse_bytes, wanted
 
-_ROWS_AT_A_TIME = 256
+ROWS_AT_A_TIME = 256  # in iteration over rows
 
 Self = TypeVar("Self", bound="Dataset")
 
@@ -58,11 +67,9 @@ class Dataset(Share):
         even: Even = "exact",
         memory_budget: int | str = "256MB",
     ) -> None:
-        check_rank(rank, world_size)
-        if max_samples < -1:
-            raise ValueError(f"max_samples must be -1 (all rows) or at least 0, not {max_samples}")
-        if even not in ("exact", "pad", "drop"):
-            raise ValueError(f"even must be 'exact', 'pad' or 'drop', not {even!r}")
+        self._rank, self._world_size = checked_rank(rank, world_size)
+        self._max_samples = max_samples = checked_samples(max_samples)
+        check_even(even)
         if group_by is not None and even != "exact":
             raise ValueError(
                 f"group_by keeps groups whole, so ranks cannot get equally many rows: leave out"
@@ -72,19 +79,19 @@ class Dataset(Share):
             wanted(names, [group_by], "the data")
         self._source = source
         self._group_by = group_by
-        self._rank, self._world_size = rank, world_size
-        self._max_samples = max_samples
         self._shuffle = shuffle_kind(shuffle, source)
-        if filter_workers < 1:
-            raise ValueError(f"filter_workers must be at least 1, not {filter_workers}")
-        self._filter, self._filter_columns, self._filter_id = filter, filter_columns, filter_id
-        self._filter_workers = filter_workers
+        if filter is not None and not callable(filter):
+            raise ValueError(f"filter must be a function of a row, not {filter!r}")
+        self._filter, self._filter_id = filter, filter_id
+        self._filter_columns = column_list("filter_columns", filter_columns)
+        self._filter_workers = whole_number("filter_workers", filter_workers, 1)
         self._even: Even = even
         self._budget = parse_bytes(memory_budget)
         self._window = window_bytes(self._budget, source.blocks)
         total = sum(source.blocks.rows)
         drawn = -1 < max_samples < total
-        self._seed, self._seed_given = seed, seed is not None
+        self._seed = None if seed is None else whole_number("seed", seed)
+        self._seed_given = seed is not None
         if drawn or self._shuffle:
             self._seed = resolve_seed(seed, world_size, "max_samples" if drawn else "shuffling")
         self._chunk_left: progress.ChunkLeft | None = None
@@ -146,9 +153,8 @@ class Dataset(Share):
 
     def shard(self: Self, rank: int, world_size: int) -> Self:
         """The same dataset as another rank sees it; cheap, nothing is read again."""
-        check_rank(rank, world_size)
         other = copy.copy(self)
-        other._rank, other._world_size = rank, world_size
+        other._rank, other._world_size = checked_rank(rank, world_size)
         # A seed that is needed was found when this one was made, and holds for all its shards.
         if not other._history:
             other._began_with = world_size
@@ -173,16 +179,23 @@ class Dataset(Share):
         from miniray.data.filtering import FilterRun
         from miniray.data.identity import filter_identity
 
-        columns = self._filter_columns
-        identity = filter_identity(self._filter, self._filter_id, self._source.kind, columns)
-        return FilterRun(
+        columns, name = self._filter_columns, None
+        if self._source.lasting or self._filter_id is not None:
+            kind = self._source.kind
+            name = f"filter-{filter_identity(self._filter, self._filter_id, kind, columns)}"
+        kept = FilterRun(
             self._source,
             self._filter,
             columns,
-            identity,
+            name,
             rank=self._rank,
+            world_size=self._world_size,
             threads=self._filter_workers,
         ).result()
+        rows = sum(self._source.blocks.rows)
+        if rows and not any(kept.sizes) and self._rank == 0:
+            warnings.warn(f"the filter keeps none of {rows:,} rows", RuntimeWarning, stacklevel=2)
+        return kept
 
     @property
     def _selected(self) -> Selection:
@@ -249,8 +262,10 @@ class Dataset(Share):
             self._cache = self.new_cache()
         return self._cache
 
-    def __getitem__(self, index: int) -> Any:
-        """This rank's ``index``-th row of the epoch, as a dict. Reads its block if need be."""
+    def __getitem__(self, index: int | slice) -> Any:
+        """This rank's ``index``-th row of the epoch, as a dict; a list of rows for a slice."""
+        if isinstance(index, slice):
+            return self.__getitems__(range(*index.indices(len(self))))
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
@@ -260,8 +275,8 @@ class Dataset(Share):
     def __iter__(self) -> Iterator[Any]:
         self.restart()
         count, cache = len(self), self._blocks_held()
-        for start in range(0, count, _ROWS_AT_A_TIME):
-            stop = min(count, start + _ROWS_AT_A_TIME)
+        for start in range(0, count, ROWS_AT_A_TIME):
+            stop = min(count, start + ROWS_AT_A_TIME)
             for number, row in enumerate(cache.rows(self.places(range(start, stop))), start + 1):
                 self.record(number, complete=number == count)
                 yield row
@@ -276,7 +291,7 @@ class Dataset(Share):
 
 def checked_indices(indices: Sequence[int], count: int) -> list[int]:
     """``indices`` of ``count`` rows with those from the end counted from the start."""
-    asked = [int(i) + count if i < 0 else int(i) for i in indices]
+    asked = [i + count if i < 0 else i for i in map(operator.index, indices)]
     if asked and not 0 <= min(asked) <= max(asked) < count:
         raise IndexError(f"rows {list(indices)} of {count}")
     return asked

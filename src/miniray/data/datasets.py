@@ -50,7 +50,8 @@ class ParquetDataset(Dataset):
             order; a row costs the reading of its row group unless that is still in memory.
         filter: ``filter(row) -> bool`` on a dict of ``filter_columns`` (by default ``columns``).
             Runs once for the whole run, split over its ranks, and its answer is kept.
-        filter_id: names the filter instead of its code: change it when its answers change.
+        filter_id: names the filter instead of its code: change it when its answers change. Of data
+            in memory answers are only kept and shared under such a name: each rank filters else.
         filter_workers: threads in this rank that filter, for filters that release the GIL.
         group_by: a column; rows with the same value, which must lie next to each other, stay on one
             rank and come one after the other. The column is read once by every rank.
@@ -96,7 +97,7 @@ class ArrowDataset(Dataset):
     """Rows of Arrow IPC files or of a table in memory; arguments as those of ``ParquetDataset``.
 
     The cache files of Hugging Face datasets are such files. Only uncompressed ones are left unread
-    until rows are asked for.
+    until rows are asked for. A table is one of Arrow, pandas or polars, or a dict of columns.
     """
 
     def __init__(

@@ -10,23 +10,41 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from miniray.data.batches import Batch
 from miniray.data.columns import columns_of
 from miniray.data.dataset import Dataset
-from miniray.data.gather import BlockCache
+from miniray.data.gather import BlockCache, Piece, Places
 from miniray.data.parts import part_bounds
 from miniray.data.row_ids import RowId
+from miniray.data.source import Rows
 from miniray.errors import RowError
 
 if TYPE_CHECKING:
-    from miniray.data.pipeline import Task
     from miniray.data.processes import ProcessPool
 
 Format = Literal["numpy", "torch", "arrow"]
 
 #: Marks a row that was left out because it could not be transformed.
 _SKIPPED = object()
+
+
+@dataclass
+class Task:
+    """One batch on its way."""
+
+    batch: Batch
+    places: Places
+    pieces: list[Piece]
+    held: dict[Piece, Rows] = field(default_factory=dict)
+    parts: list[Any] = field(default_factory=list)
+    missing: int = 1  # parts still to be decoded
+    result: Any = None
+    error: BaseException | None = None
+    done: bool = False
+    nbytes: int = 0
 
 
 class Skipped:
@@ -148,7 +166,7 @@ class Decoder:
 
         return {
             name: torch.from_numpy(column)
-            if isinstance(column, np.ndarray)
+            if isinstance(column, np.ndarray) and column.dtype.kind in "biufc"
             else torch.stack(column)
             if _equal_tensors(column)
             else column
@@ -162,6 +180,11 @@ class Decoder:
         except BaseException as error:  # raised where the batch is taken
             task.error = error
         self.join(task)
+
+    def give_up(self) -> None:
+        """End the processes that transform, if it is those: one of them does not come back."""
+        if self._pool is not None:
+            self._pool.close(patience=0)
 
 
 def is_skipped(batch: Any) -> bool:
@@ -178,8 +201,15 @@ def _equal_tensors(column: Any) -> bool:
     )
 
 
-def size_of(value: Any, depth: int = 0) -> int:
+def size_of(value: Any) -> int:
     """About how many bytes a batch takes; long lists are judged by some of their items."""
+    try:
+        return _size(value, 0)
+    except Exception:  # the user's objects may raise anything: sparse tensors have no ``nbytes``
+        return sys.getsizeof(value, 64)
+
+
+def _size(value: Any, depth: int) -> int:
     kind = type(value)  # the common ones first: this runs for every batch
     if kind is bytes or kind is str:
         return len(value) + 33
@@ -190,14 +220,17 @@ def size_of(value: Any, depth: int = 0) -> int:
         return nbytes
     if isinstance(value, (bytes, bytearray, str)):  # subclasses
         return len(value) + 33
+    if depth > 6:
+        return 56
     if isinstance(value, Mapping):
-        return sum(size_of(v, depth + 1) for v in value.values())
+        return sum(_size(v, depth + 1) for v in value.values())
     if isinstance(value, (list, tuple)):
-        if not value or depth > 6:
+        if not value:
             return 56
         some = value[:: max(1, len(value) // 8)]
-        return 8 * len(value) + sum(size_of(v, depth + 1) for v in some) * len(value) // len(some)
+        return 8 * len(value) + sum(_size(v, depth + 1) for v in some) * len(value) // len(some)
     width, height = getattr(value, "width", None), getattr(value, "height", None)
     if isinstance(width, int) and isinstance(height, int):  # an image of Pillow
         return width * height * len(getattr(value, "getbands", lambda: "RGB")())
-    return sys.getsizeof(value, 64)
+    fields = getattr(kind, "__dataclass_fields__", ())
+    return sum((_size(getattr(value, f), depth + 1) for f in fields), sys.getsizeof(value, 64))

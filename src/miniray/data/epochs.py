@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from miniray.data import progress
 from miniray.data.order import Order
-from miniray.data.parts import Even
+from miniray.data.parts import Even, whole_number
 from miniray.errors import DataError
 
 
@@ -82,7 +82,7 @@ class Epochs(ABC):
         So a loop that calls it for every epoch goes on where a loaded state left off.
         """
         if not self.is_at(epoch):
-            self._begin(int(epoch))
+            self._begin(whole_number("epoch", epoch))
 
     def finish_epoch(self) -> None:
         """Begin the next epoch."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from miniray.data.files import FileList, is_remote
 from miniray.data.permutation import derive_key
-from miniray.data.source import Blocks, Source
+from miniray.data.source import Blocks, Source, column_list
 from miniray.errors import DataError
 
 
@@ -42,13 +42,13 @@ class FileSource(Source):
 
     def __init__(self, files: FileList | None, columns: Sequence[str] | None) -> None:
         self._list = files
-        self._columns = None if columns is None else list(columns)
+        self._columns = column_list("columns", columns)
         self._expected: str | None = None
         self._forget()
 
     def _forget(self) -> None:
         self._blocks: Blocks | None = None
-        self._identities: list[str] = []
+        self._marks: list[str] = []
         self._fingerprint = ""
         self._lock = threading.Lock()
 
@@ -93,15 +93,8 @@ class FileSource(Source):
                 f"the files (the first is {paths[0]}) are not those the dataset was made with:"
                 " names, sizes or rows differ. Make the dataset again"
             )
-        self._identities = [
-            f"{derive_key(path):x}-{file.size or 0}-{file.mark}-{self._changed(path)}"
-            for path, file in zip(paths, found, strict=True)
-        ]
+        self._marks = [f"{file.size or 0}-{file.mark}" for file in found]
         self._fingerprint, self._blocks = fingerprint, blocks
-
-    def _changed(self, path: str) -> int:
-        """When a file was last written to, where the system knows."""
-        return 0 if self._list is None or is_remote(path) else os.stat(path).st_mtime_ns
 
     @property
     def fingerprint(self) -> str:
@@ -110,11 +103,30 @@ class FileSource(Source):
 
     def identity(self, file: int) -> str:
         self.blocks  # noqa: B018
-        return self._identities[file]
+        path = self.paths[file]
+        changed = _last_change(path) if self.lasting else ""
+        return f"{derive_key(path):x}-{self._marks[file]}-{changed}"
+
+    @property
+    def lasting(self) -> bool:
+        return self._list is not None
 
     def folder(self, file: int) -> str | None:
         path = self.paths[file]
         return None if self._list is None or is_remote(path) else os.path.dirname(path)
+
+
+def _last_change(path: str) -> str:
+    """What tells that a file was written to, as far as its file system can say."""
+    try:
+        if not is_remote(path):
+            return str(os.stat(path).st_mtime_ns)
+        import fsspec
+
+        system, inside = fsspec.core.url_to_fs(path)
+        return f"{derive_key(system.ukey(inside)):x}"
+    except FileNotFoundError as error:
+        raise DataError(f"{path} does not exist any more") from error
 
 
 def _joined(parts: Iterable[Iterable[int]]) -> Sequence[int]:

@@ -6,7 +6,7 @@ import glob
 import hashlib
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from miniray.errors import DataError
@@ -35,12 +35,14 @@ class FileList:
         self.paths = self._resolve(spec)
 
     def _resolve(self, spec: Spec) -> list[str]:
-        given = [spec] if isinstance(spec, (str, os.PathLike)) else list(spec)
+        if isinstance(spec, Mapping) or not isinstance(spec, (str, bytes, os.PathLike, Iterable)):
+            raise TypeError(f"files must be a path, a glob or a list of these, not {spec!r}")
+        given = [spec] if isinstance(spec, (str, bytes, os.PathLike)) else list(spec)
         if not given:
             raise DataError("no files given: the list is empty")
         paths: list[str] = []
         for item in given:
-            paths += self._resolve_one(os.fspath(item))
+            paths += self._resolve_one(os.fsdecode(item))
         return paths
 
     def _resolve_one(self, item: str) -> list[str]:

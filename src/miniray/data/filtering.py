@@ -1,83 +1,85 @@
 """A filter that runs once for the whole run, split over its ranks, and is remembered.
 
 Ranks do not talk: the rows are cut into parts, and whoever holds a part's lock works on it. A rank
-that is killed lets go of its lock, and another takes its part; finished parts stay. When all parts
-are there, one rank joins them to the index that every later start reads in milliseconds.
+that is killed lets go of its lock, and another takes its part, as it does the part of a rank that
+is stuck; finished parts stay. When all parts are there, one rank joins them to the index that every
+later start reads in milliseconds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from miniray.data import index
+from miniray.data.filter_bar import FilterBar
+from miniray.data.filter_parts import Part, cut
 from miniray.data.index import Bits
 from miniray.data.selection import Kept
-from miniray.data.source import Source
+from miniray.data.source import Rows, Source
 from miniray.errors import DataError, RowError
 
-_LEAST_ROWS, _MOST_PARTS = 1024, 1024
+_LARGE = 64 << 20  # bytes of a block from which on it is read in slices
 _POLL = 0.02
-_PATIENCE = 10.0  # seconds after which a part that another rank works on is done here as well
-
-
-@dataclass(frozen=True)
-class Part:
-    """Blocks of one file, filtered together."""
-
-    file: int
-    blocks: range
-    first: int
-    rows: int
+_BEAT = 1.0  # seconds after which a rank shows that it is still at its part
+_PATIENCE = 10.0  # seconds without that after which another rank does the part as well
 
 
 class FilterRun:
-    """The filter ``identity`` on all files of a source."""
+    """A filter on all files of a source.
+
+    ``name`` stands for its answers; without one they are neither remembered nor shared, and every
+    rank filters for itself.
+    """
 
     def __init__(
         self,
         source: Source,
         function: Callable[[Any], bool],
         columns: Sequence[str] | None,
-        identity: str,
+        name: str | None,
         *,
         rank: int = 0,
+        world_size: int = 1,
         threads: int = 1,
-        progress: bool = True,
     ) -> None:
         self._source, self._function, self._columns = source, function, columns
-        self._rank, self._threads, self._show = rank, threads, progress and rank == 0
+        self._rank, self._world_size, self._threads = rank, world_size, threads
         self._blocks = source.blocks
-        self._name = f"filter-{identity}"
-        self._bar: _Bar | None = None
+        self._name = name
+        self._bar: FilterBar | None = None
+        self._stopped = False
+        self._local = threading.local()
+        self._beats: dict[Path, tuple[int, float]] = {}  # of others: the last, and when it was new
         self._path = self._parts_folder = Path()  # once it is known that something must be written
         files = range(len(self._blocks.files))
         self._identities = [source.identity(file) for file in files]
-        self._names = [name.partition("-")[0] for name in self._identities]
+        self._names = [identity.partition("-")[0] for identity in self._identities]
         self._rows = [0] * len(files)
         for file, rows in zip(self._blocks.file, self._blocks.rows, strict=True):
             self._rows[file] += rows
 
     def result(self) -> Kept:
         """The answer, from the index or by doing what nobody has done yet."""
-        beside = self._source.folder(0) if self._names else None
         known: dict[int, Bits] = {}
-        for folder in index.known_folders(beside):
-            known.update(self._known(folder / f"{self._name}.idx"))
+        if self._name is not None:
+            beside = self._source.folder(0) if self._names else None
+            for folder in index.known_folders(beside):
+                known.update(self._known(folder / f"{self._name}.idx"))
+            if len(known) < len(self._names):
+                folder = index.index_folder(beside)
+                self._path = folder / f"{self._name}.idx"
+                self._parts_folder = folder / f"{self._name}.parts"
         if len(known) < len(self._names):
-            folder = index.index_folder(beside)
-            self._path = folder / f"{self._name}.idx"
-            self._parts_folder = folder / f"{self._name}.parts"
             known = self._run(known)
         return Kept(self._blocks, [known[file] for file in range(len(self._names))])
 
@@ -94,24 +96,24 @@ class FilterRun:
     # -- doing it --------------------------------------------------------------------------------
 
     def _run(self, known: dict[int, Bits]) -> dict[int, Bits]:
-        todo = [part for part in self._cut() if part.file not in known]
-        try:
-            self._parts_folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise DataError(
-                f"the filter's parts cannot be kept in {self._parts_folder}: {error.strerror}"
-            ) from error
-        bar = self._bar = _Bar(sum(part.rows for part in todo)) if self._show else None
-        began, counted = time.monotonic(), 0
+        workers = self._world_size * self._threads
+        todo = [part for part in cut(self._blocks, workers) if part.file not in known]
+        if self._name is not None:
+            try:
+                self._parts_folder.mkdir(exist_ok=True)
+            except OSError as error:
+                raise DataError(
+                    f"the filter's parts cannot be kept in {self._parts_folder}: {error.strerror}"
+                ) from error
+        bar = FilterBar(sum(part.rows for part in todo)) if self._rank == 0 else None
+        self._bar = bar
         done: dict[Part, Bits] = {}
+        counted = 0
         try:
-            waited_since = time.monotonic()
             while len(done) < len(todo):
-                finished = self._pass(todo, done, time.monotonic() - waited_since > _PATIENCE)
-                if finished:
-                    waited_since = time.monotonic()
-                    counted += finished
-                elif len(done) < len(todo):
+                finished = self._pass(todo, done)
+                counted += finished
+                if not finished and len(done) < len(todo):
                     time.sleep(_POLL)
                     if len(self._known()) == len(self._names):  # another rank has joined them all
                         return self._known()
@@ -119,58 +121,61 @@ class FilterRun:
             if bar is not None:
                 bar.close()
         found = {**known, **self._joined(todo, done)}
-        self._save(found)
+        if self._name is not None:
+            self._save(found)
         if bar is not None:
-            bar.summary(
-                sum(self._rows),
-                sum(int(np.unpackbits(bits).sum()) for bits in found.values()),
-                counted,
-                time.monotonic() - began,
-                self._path,
-            )
+            kept = sum(int(np.unpackbits(bits).sum()) for bits in found.values())
+            bar.summary(sum(self._rows), kept, counted, None if self._name is None else self._path)
         return found
 
-    def _cut(self) -> list[Part]:
-        """Parts: the same for every rank, and not so many that they are a burden."""
-        least = max(_LEAST_ROWS, sum(self._rows) // _MOST_PARTS)
-        parts: list[Part] = []
-        begin = 0
-        for block in range(len(self._blocks)):
-            rows = sum(self._blocks.rows[begin : block + 1])
-            last = block + 1 == len(self._blocks)
-            if rows >= least or last or self._blocks.file[block + 1] != self._blocks.file[block]:
-                file, first = self._blocks.file[begin], self._blocks.first[begin]
-                parts.append(Part(file, range(begin, block + 1), first, rows))
-                begin = block + 1
-        return parts
-
-    def _pass(self, todo: list[Part], done: dict[Part, Bits], impatient: bool) -> int:
+    def _pass(self, todo: list[Part], done: dict[Part, Bits]) -> int:
         """Do or find parts, beginning at a place of this rank's own; returns rows done here."""
-        start = self._rank * 7919 % max(1, len(todo))
+        start = self._rank * len(todo) // self._world_size
         open_parts = [part for part in todo[start:] + todo[:start] if part not in done]
         if self._threads == 1:
-            return sum(self._try(part, done, impatient) for part in open_parts)
+            return sum(self._try(part, done) for part in open_parts)
         with ThreadPoolExecutor(self._threads) as pool:
-            return sum(pool.map(lambda part: self._try(part, done, impatient), open_parts))
+            try:
+                return sum(pool.map(lambda part: self._try(part, done), open_parts))
+            except BaseException:  # a row that fails, or Ctrl-C: the other threads need not go on
+                self._stopped = True
+                raise
 
-    def _try(self, part: Part, done: dict[Part, Bits], impatient: bool) -> int:
-        path = self._parts_folder / f"{self._identities[part.file]}-{part.blocks.start}.part"
+    def _try(self, part: Part, done: dict[Part, Bits]) -> int:
+        if self._name is None:
+            self._note(part, self._filter(part, lambda: None), done)
+            return part.rows
+        block, start, _ = part.pieces[0]
+        path = self._parts_folder / f"{self._identities[part.file]}-{block}-{start}.part"
         if self._find(part, path, done):
             return 0
-        with index.claim(path.with_suffix(".lock")) as ours:
-            if not ours and not impatient:
+        lock = path.with_suffix(".lock")
+        with index.claim(lock) as ours:
+            if not ours and not self._is_stuck(lock):
                 return 0
             if self._find(part, path, done):  # done between the look and the lock
                 return 0
-            bits = self._filter(part)
+            bits = self._filter(part, lambda: _touch(lock))
             try:
-                index.write(path, {"part": (self._identities[part.file], part.rows, bits)})
+                entry = self._identities[part.file], part.rows, bits
+                index.write(path, {"part": entry}, durable=False)
             except DataError as error:
                 # Where the folder is gone, another rank has all parts and joined them.
                 if not isinstance(error.__cause__, FileNotFoundError):
                     raise
             self._note(part, bits, done)
             return part.rows
+
+    def _is_stuck(self, lock: Path) -> bool:
+        """Whether the one who holds a lock has shown no sign of life for a while, by our clock."""
+        try:
+            beat = lock.stat().st_mtime_ns
+        except OSError:  # removed with all others: the answer is there
+            return False
+        seen = self._beats.get(lock)
+        if seen is None or seen[0] != beat:
+            seen = self._beats[lock] = beat, time.monotonic()
+        return time.monotonic() - seen[1] > _PATIENCE
 
     def _find(self, part: Part, path: Path, done: dict[Part, Bits]) -> bool:
         entry = index.read(path).get("part")
@@ -184,33 +189,58 @@ class FilterRun:
         if self._bar is not None:
             self._bar.update(part.rows)
 
-    def _filter(self, part: Part) -> Bits:
-        kept: list[bool] = []
-        for block in part.blocks:
-            count = self._blocks.rows[block]
-            # A slice at a time: a row group may be larger than memory.
-            step = max(1, count * (16 << 20) // max(1, self._blocks.nbytes[block]))
-            step = max(1, count) if step * 4 > count else step
-            for start in range(0, count, step):
-                stop = min(count, start + step)
-                rows = self._source.read(block, start, stop, self._columns)
-                inside = range(start - rows.start, stop - rows.start)
-                first = self._blocks.first[block] + start
-                kept += self._answers(rows.rows(inside), self._blocks.files[part.file], first)
-        return np.packbits(np.array(kept, dtype=bool), bitorder="little")
-
-    def _answers(self, rows: Sequence[Any], file: str, first: int) -> list[bool]:
-        found: list[bool] = []
-        for number, row in enumerate(rows, first):
+    def _filter(self, part: Part, beat: Callable[[], None]) -> Bits:
+        file, kept = self._blocks.files[part.file], []
+        beaten = time.monotonic()
+        for number, row in self._rows_of(part):
             try:
-                found.append(bool(self._function(row)))
+                kept.append(bool(self._function(row)))
             except Exception as error:  # the user's code may raise anything
                 raise RowError(
                     f"{file}, row {number}: the filter raised {type(error).__name__}: {error}",
                     file,
                     number,
                 ) from error
-        return found
+            if self._stopped:
+                raise CancelledError
+            if time.monotonic() - beaten > _BEAT:
+                beat()
+                beaten = time.monotonic()
+        return np.packbits(np.array(kept, dtype=bool), bitorder="little")
+
+    def _rows_of(self, part: Part) -> Iterator[tuple[int, Any]]:
+        """Rows with their numbers in the file."""
+        for block, first, end in part.pieces:
+            # A slice at a time: a row group may be larger than memory.
+            slices = -(-self._blocks.nbytes[block] // _LARGE) * 4
+            step = max(1, self._blocks.rows[block] // slices) if slices > 4 else max(1, end - first)
+            for start in range(first, end, step):
+                stop = min(end, start + step)
+                rows = self._read(block, start, stop)
+                inside = range(start - rows.start, stop - rows.start)
+                yield from enumerate(rows.rows(inside), self._blocks.first[block] + start)
+
+    def _read(self, block: int, start: int, stop: int) -> Rows:
+        """Rows ``start`` to ``stop`` of a block, or all of one that is kept for its other parts."""
+        kept: tuple[int, Rows] | None = getattr(self._local, "kept", None)
+        if kept is not None and kept[0] == block:
+            return kept[1]
+        small = self._blocks.nbytes[block] <= _LARGE
+        if small:
+            start, stop = 0, self._blocks.rows[block]
+        rows = self._source.read(block, start, stop, self._columns)
+        self._check_columns(rows, self._blocks.file[block])
+        self._local.kept = (block, rows) if small else None
+        return rows
+
+    def _check_columns(self, rows: Rows, file: int) -> None:
+        there = [name for name, _ in rows.layout or ()]
+        missing = [name for name in self._columns or () if name not in there]
+        if missing and rows.layout is not None:
+            raise DataError(
+                f"{self._blocks.files[file]} has no column {missing[0]!r}, which filter_columns"
+                " names"
+            )
 
     def _joined(self, parts: Sequence[Part], done: dict[Part, Bits]) -> dict[int, Bits]:
         by_file: dict[int, list[np.ndarray[Any, Any]]] = {}
@@ -241,34 +271,6 @@ class FilterRun:
                 shutil.rmtree(self._parts_folder)
 
 
-class _Bar:
-    """Rows filtered so far, by all ranks; a line at the end where there is no terminal."""
-
-    def __init__(self, total: int) -> None:
-        self._bar: Any = None
-        self._began = time.monotonic()
-        if sys.stderr is not None and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            # A lock of this process alone: a forked child that is killed must not keep it.
-            kind: Any = type("Bar", (tqdm,), {"monitor_interval": 0})
-            kind.set_lock(threading.RLock())
-            self._bar = kind(total=total, desc="filter", unit=" rows", file=sys.stderr)
-
-    def update(self, rows: int) -> None:
-        if self._bar is not None:
-            self._bar.update(rows)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def summary(self, rows: int, kept: int, here: int, seconds: float, path: Path) -> None:
-        if sys.stderr is not None and (self._bar is not None or seconds > 1):
-            rate = here / max(seconds, 1e-9)
-            print(
-                f"filter: {kept:,} of {rows:,} rows kept, {rate:,.0f} rows/s on rank 0;"
-                f" remembered in {path}",
-                file=sys.stderr,
-                flush=True,
-            )
+def _touch(path: Path) -> None:
+    with contextlib.suppress(OSError):  # gone, or not ours to change
+        os.utime(path)

@@ -6,7 +6,7 @@ ranks begin where a group does, so parts differ by up to the rows of a group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -34,6 +34,11 @@ def group_starts(source: Source, column: str, selection: Selection) -> list[int]
     for position, (block, row, key) in enumerate(_keys(source, column, selection)):
         if key != previous:
             where = blocks.files[blocks.file[block]], blocks.first[block] + row
+            if not isinstance(key, Hashable):
+                raise DataError(
+                    f"{where[0]}, row {where[1]}: {column}={key!r} cannot name a group; group_by"
+                    " takes a column of numbers or text"
+                )
             if key in seen:
                 raise DataError(
                     f"rows of group {column}={key!r} are not next to each other: one run begins at"

@@ -1,18 +1,25 @@
 """What a filter is, as text that changes when its answers may change.
 
 Functions are known by their code and what it refers to, not by their name: a filter that was edited
-is another filter. What is imported from other modules counts by name only.
+is another filter. Objects are known by what pickle would keep of them, taken apart until nothing is
+left whose form differs from process to process. What comes from other modules than the filter's
+counts by name only.
 """
 
 from __future__ import annotations
 
+import copyreg
+import dis
 import functools
 import hashlib
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from miniray.errors import DataError
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
 
 
 def filter_identity(function: Callable[..., Any], given: str | None, *more: Any) -> str:
@@ -21,49 +28,80 @@ def filter_identity(function: Callable[..., Any], given: str | None, *more: Any)
     if given is not None:
         digest.update(f"id {given}".encode())
     else:
-        _Describer(digest.update).add(function)
+        _Describer(digest.update, _modules_of(function)).add(function)
     digest.update(repr(more).encode())
     return digest.hexdigest()
 
 
+def _modules_of(function: Any) -> set[str | None]:
+    """Where a filter is defined: its code, and the class it is of or a method of."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = function.__self__ if isinstance(function, types.MethodType) else None
+    return {getattr(function, "__module__", None), type(owner).__module__} - {"builtins", None}
+
+
 class _Describer:
-    def __init__(self, update: Callable[[bytes], None]) -> None:
-        self._update = update
-        self._seen: set[int] = set()
+    def __init__(self, update: Callable[[bytes], None], modules: set[str | None]) -> None:
+        self._update, self._modules = update, modules
+        # By id, with the number it came as. The objects are kept, or an id would be used again.
+        self._seen: dict[int, tuple[int, Any]] = {}
 
     def add(self, value: Any) -> None:
+        if type(value) in _PLAIN:
+            self._say(f"{type(value).__name__} {value!r}")
+        elif isinstance(value, (frozenset, set)):
+            self._items(sorted(value, key=repr))  # their order differs from process to process
+        elif type(value) is tuple:
+            self._items(value)
+        elif isinstance(value, types.CodeType):
+            self._code(value)
+        elif id(value) in self._seen:
+            self._say(f"again {self._seen[id(value)][0]}")
+        else:
+            self._seen[id(value)] = len(self._seen), value
+            self._add_new(value)
+
+    def _add_new(self, value: Any) -> None:
         if isinstance(value, types.FunctionType):
             self._function(value)
         elif isinstance(value, types.MethodType):
-            self.add(value.__func__)
-            self.add(value.__self__)
+            self._items((value.__func__, value.__self__))
+        elif isinstance(getattr(value, "__wrapped__", None), types.FunctionType):
+            self.add(value.__wrapped__)  # with a cache around it
         elif isinstance(value, functools.partial):
-            for part in (value.func, value.args, sorted(value.keywords.items())):
-                self.add(part)
-        elif isinstance(value, (frozenset, set)):
-            for item in sorted(value, key=repr):  # their order differs from process to process
-                self.add(item)
-        elif isinstance(value, (tuple, list)):
-            self._update(f"{type(value).__name__} {len(value)}".encode())
-            for item in value:
-                self.add(item)
-        elif value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
-            self._update(f"{type(value).__name__} {value!r};".encode())
-        elif isinstance(value, types.CodeType):
-            self._code(value)
-        elif isinstance(value, (types.ModuleType, types.BuiltinFunctionType, type)):
-            self._update(f"{getattr(value, '__module__', '')}.{value.__name__};".encode())
-            if isinstance(value, type) and isinstance(
-                call := value.__dict__.get("__call__"), types.FunctionType
-            ):
-                self.add(call)
+            self._items((value.func, value.args, sorted(value.keywords.items())))
+        elif type(value) is list:
+            self._items(value)
+        elif type(value) is dict:
+            self._items([part for item in value.items() for part in item])
+        elif isinstance(value, type):
+            self._type(value)
+        elif isinstance(value, types.ModuleType):
+            self._say(value.__name__)
+        elif isinstance(value, types.BuiltinFunctionType):
+            self._say(f"{value.__module__}.{value.__qualname__}")
+            if not isinstance(value.__self__, types.ModuleType):
+                self.add(value.__self__)
         else:
             self._object(value)
 
-    def _function(self, function: types.FunctionType) -> None:
-        if id(function) in self._seen:
+    def _say(self, text: str) -> None:
+        self._update(text.encode() + b";")
+
+    def _items(self, items: Iterable[Any]) -> None:
+        found = list(items)
+        self._say(f"{len(found)} items")
+        if all(type(item) in _PLAIN for item in found):  # there may be millions of them
+            self._say(repr(found))
             return
-        self._seen.add(id(function))
+        for item in found:
+            self.add(item)
+
+    def _function(self, function: types.FunctionType) -> None:
+        if function.__module__ not in self._modules:
+            self._say(f"{function.__module__}.{function.__qualname__}")
+            return
         self._code(function.__code__)
         self.add(function.__defaults__)
         self.add(sorted((function.__kwdefaults__ or {}).items()))
@@ -73,33 +111,56 @@ class _Describer:
             except ValueError:  # a name that is bound later
                 continue
             self.add(content)
-        for name in function.__code__.co_names:
-            if name not in function.__globals__:
-                continue
-            value = function.__globals__[name]
-            if isinstance(value, types.FunctionType) and value.__module__ != function.__module__:
-                self._update(f"{value.__module__}.{value.__qualname__};".encode())
-            else:
-                self.add(value)
+        for name in dict.fromkeys(_global_names(function.__code__)):
+            if name in function.__globals__:
+                self.add(function.__globals__[name])
 
     def _code(self, code: types.CodeType) -> None:
         self._update(code.co_name.encode() + code.co_code)
         self._update(repr((code.co_names, code.co_varnames)).encode())
-        for constant in code.co_consts:
-            self.add(constant)
+        self._items(code.co_consts)
+
+    def _type(self, kind: type) -> None:
+        self._say(f"{kind.__module__}.{kind.__qualname__}")
+        for base in kind.__mro__:
+            if base.__module__ not in self._modules:
+                continue
+            for name, member in sorted(vars(base).items()):
+                member = getattr(member, "fget", getattr(member, "__func__", member))
+                constant = type(member) in (*_PLAIN, tuple, list, dict, set, frozenset)
+                if isinstance(member, types.FunctionType) or (constant and name[0] != "_"):
+                    self._say(name)
+                    self.add(member)
 
     def _object(self, value: Any) -> None:
-        import cloudpickle
-
-        if id(value) in self._seen:
-            return
-        self._seen.add(id(value))
         self.add(type(value))
+        torch = sys.modules.get("torch")
         try:
-            self._update(cloudpickle.dumps(value))
+            if torch is not None and isinstance(value, torch.Tensor):  # pickled with its address
+                flat = value.detach().cpu().contiguous().reshape(-1)
+                self._items((str(value.dtype), tuple(value.shape)))
+                self._update(flat.view(torch.uint8).numpy().tobytes())
+                return
+            reduce = copyreg.dispatch_table.get(type(value))
+            found = value.__reduce_ex__(4) if reduce is None else reduce(value)
+            if isinstance(found, str):
+                found = (found,)
+            self._items([*found[:3], *(list(items or ()) for items in found[3:5])])
+        except DataError:
+            raise
         except Exception as error:  # whatever a user's __reduce__ raises
             raise DataError(
                 f"the filter uses a {type(value).__name__} that cannot be pickled ({error}), so a"
                 " change of it could not be noticed. Name the filter: filter_id='...', and change"
                 " the name when its answers change"
             ) from error
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    """The names that code, and functions within it, look up outside."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _global_names(constant)

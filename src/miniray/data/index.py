@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -82,27 +83,31 @@ def _failed(path: Path, error: OSError) -> DataError:
     )
 
 
-def write(path: Path, entries: Mapping[str, tuple[str, int, Bits]]) -> None:
-    """Write (identity, rows, packed bits) by name. Raises ``DataError``, leaving what was there."""
+def write(
+    path: Path, entries: Mapping[str, tuple[str, int, Bits]], *, durable: bool = True
+) -> None:
+    """Write (identity, rows, packed bits) by name. Raises ``DataError``, leaving what was there.
+
+    ``durable``: it is there after a power cut too; without, it may then be torn, and is not read.
+    """
     header = json.dumps([[k, i, r, len(bits)] for k, (i, r, bits) in entries.items()]).encode()
     body = b"".join(bits.tobytes() for _, _, bits in entries.values())
     data = _MAGIC + len(header).to_bytes(8, "little") + header + body
     data += hashlib.blake2b(data, digest_size=16).digest()
-    temporary: str | None = None
+    temporary = path.with_name(f"{_unfinished(path)}{secrets.token_hex(8)}")
     try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=_unfinished(path))
-        with open(descriptor, "wb") as file:
+        # Not tempfile's, which no other user of the data could read.
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
-        temporary = None
     except OSError as error:
         raise _failed(path, error) from error
     finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)  # where it did not come to its place
 
 
 def _unfinished(path: Path) -> str:

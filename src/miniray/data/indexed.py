@@ -6,7 +6,7 @@ safe to call from them. Any row costs the same, so the order is shuffled globall
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miniray.data.slabs import Slabs
@@ -44,6 +44,11 @@ class IndexedSource(Source):
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise DataError(
                 f"{type(data).__name__} has no len() and [], which IndexedDataset needs"
+            )
+        if isinstance(data, Mapping) or hasattr(data, "iloc"):
+            raise DataError(
+                f"[] of a {type(data).__name__} takes names of columns and not numbers of rows; put"
+                " it into ArrowDataset(...)"
             )
         self._data = data
         self._name = name or type(data).__name__

@@ -45,6 +45,7 @@ class LoaderIterator(Iterator[Any]):
             budget=budget // 2,
         )
         self._epoch = dataset.epoch
+        self._displaced = False
         # The threads know the pipeline and not this object: once nobody has it, they end.
         self._finalizer = weakref.finalize(self, Pipeline.close, self._pipeline)
 
@@ -67,6 +68,12 @@ class LoaderIterator(Iterator[Any]):
             self._loader.dataset.record(task.batch.taken, self._alone, task.batch.last)
             if not is_skipped(task.result):
                 return task.result
+        if self._displaced:
+            raise RuntimeError(
+                "this loop cannot go on: the loader was iterated again, or had set_epoch or"
+                " load_state_dict called, meanwhile. Use loader.shard(rank, world_size) for a"
+                " second loader over the same rows"
+            )
         raise StopIteration
 
     def _finish(self) -> None:
@@ -83,7 +90,12 @@ class LoaderIterator(Iterator[Any]):
     def __len__(self) -> int:
         return len(self._loader)
 
-    def close(self) -> None:
-        """End the threads. What was delivered stays delivered."""
+    def close(self, displaced: bool = False) -> None:
+        """End the threads. What was delivered stays delivered.
+
+        ``displaced``: not at the end of the epoch, and unknown to the loop, which must not take it
+        for the end.
+        """
+        self._displaced = displaced and self._pipeline is not None
         self._pipeline = None
         self._finalizer()

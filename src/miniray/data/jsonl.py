@@ -1,14 +1,17 @@
 """Files with a JSON document a line. Blocks are runs of lines of about a megabyte.
 
 The files are read through once when the dataset is made, to find where lines begin; after that only
-the blocks that are needed. A line that is not JSON is named when it is parsed.
+the blocks that are needed. Empty lines are no rows. A line that is not JSON is named when it is
+parsed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ from miniray.errors import DataError, RowError
 
 _BLOCK = 1 << 20
 _SCAN = 8 << 20
+_EMPTY = (b"", b"\r")  # lines that are no rows
 
 
 class LineRows(Rows):
@@ -37,19 +41,21 @@ class LineRows(Rows):
         return [self._parse(i) for i in index]
 
     def _parse(self, i: int) -> Any:
-        where = f"{self._path}, row {self._first + i} (line {self._first + i + 1})"
         try:
             value = json.loads(self._lines[i])
         except ValueError as error:
-            text = f"{where} is not JSON: {error}"
-            raise RowError(text, self._path, self._first + i) from error
+            raise self._error(i, f"is not JSON: {error}") from error
         if self._columns is None:
             return value
         try:
             return {name: value[name] for name in self._columns}
         except (KeyError, TypeError) as error:
-            text = f"{where} has no column {error}"
-            raise RowError(text, self._path, self._first + i) from error
+            raise self._error(i, f"has no column {error}") from error
+
+    def _error(self, i: int, what: str) -> RowError:
+        row = self._first + i
+        line = _line_of(self._path, row)
+        return RowError(f"{self._path}, row {row} (line {line}) {what}", self._path, row)
 
 
 class JsonlSource(FileSource):
@@ -91,11 +97,11 @@ class JsonlSource(FileSource):
                 data = file.read(end - begin)
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error}") from error
-        lines = data.removesuffix(b"\n").split(b"\n")
+        lines = [line for line in data.split(b"\n") if line not in _EMPTY]
         if len(data) != end - begin or len(lines) != table.rows[block]:
             raise DataError(
-                f"{path}, lines {first + 1} to {first + int(table.rows[block])}: the file has"
-                " changed while it was read"
+                f"{path}, rows {first} to {first + table.rows[block] - 1}: the file has changed"
+                " while it was read"
             )
         return LineRows(lines, path, first, self._columns if columns is None else columns)
 
@@ -109,37 +115,59 @@ def _opened(path: str) -> Any:
 
 
 def _scan(path: str) -> tuple[list[tuple[int, int, int]], int]:
-    """Blocks of a file as (start, end, lines), and the file's size."""
+    """Blocks of a file as (start, end, rows), and the file's size."""
     found: list[tuple[int, int, int]] = []
-    begin = position = lines = 0
-    unended = False
+    begin = position = rows = 0
     try:
         with _opened(path) as file:
-            for chunk in _chunks(file):
-                if position == 0 and chunk[:2] == b"\x1f\x8b":
+            for text in _whole_lines(file):
+                if position == 0 and text[:2] == b"\x1f\x8b":
                     raise DataError(f"{path} is compressed; lines cannot be found in it. Unpack it")
-                ends = np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == 10) + position + 1
-                done = 0
-                while len(ends):
+                data = np.frombuffer(text, dtype=np.uint8)
+                ends = np.flatnonzero(data == 10)
+                if not text.endswith(b"\n"):  # the last line may lack its end
+                    ends = np.append(ends, len(text))
+                lengths = np.diff(ends, prepend=-1) - 1
+                full = lengths > 1
+                single = np.flatnonzero(lengths == 1)
+                full[single] = data[ends[single] - 1] != 13
+                counted, done = np.cumsum(full), 0
+                ends = np.minimum(ends + 1, len(text)) + position
+                while True:
                     # The first line end that makes the block large enough.
                     at = int(np.searchsorted(ends, begin + _BLOCK))
                     if at == len(ends):
-                        lines += len(ends) - done
                         break
-                    found.append((begin, int(ends[at]), lines + at + 1 - done))
-                    begin, lines, done = int(ends[at]), 0, at + 1
-                position += len(chunk)
-                unended = not chunk.endswith(b"\n")
+                    found.append((begin, int(ends[at]), rows + int(counted[at]) - done))
+                    begin, rows, done = int(ends[at]), 0, int(counted[at])
+                rows += int(counted[-1]) - done
+                position += len(text)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     if position == 0:
         raise DataError(f"{path} is empty (0 bytes)")
-    lines += unended  # the last line may lack its end
-    if lines:
-        found.append((begin, position, lines))
-    return found, position
+    if rows:
+        found.append((begin, position, rows))
+    return [block for block in found if block[2]], position
 
 
-def _chunks(file: Any) -> Iterator[bytes]:
+def _whole_lines(file: Any) -> Iterator[bytes]:
+    """The file in pieces that end with a line."""
+    rest = b""
     while chunk := file.read(_SCAN):
-        yield chunk
+        end = chunk.rfind(b"\n") + 1
+        if end:
+            yield rest + chunk[:end]
+            rest = chunk[end:]
+        else:
+            rest += chunk
+    if rest:
+        yield rest
+
+
+def _line_of(path: str, row: int) -> int:
+    """The number of the line, from 1, that has a row, counting empty ones too."""
+    with contextlib.suppress(OSError), _opened(path) as file:
+        full = (number for number, line in enumerate(file, 1) if line.rstrip(b"\n") not in _EMPTY)
+        return next(islice(full, row, None), row + 1)
+    return row + 1

@@ -5,16 +5,15 @@ Values of many kilobytes are left in the file; all others are read with one call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from miniray.data.footer import Chunk
 from miniray.data.layout import Node
 from miniray.data.pages import NotPlainError, Page, pages
+from miniray.data.source import Getter
 from miniray.data.value_file import StoredValues, ValueFile
-
-Getter = Callable[[int], Any]
 
 _CODES = {"int32": "i", "int64": "q", "float": "f", "double": "d"}
 

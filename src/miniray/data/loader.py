@@ -12,6 +12,8 @@ from miniray.data.batches import BatchPlan, FixedBatches, TokenBatches
 from miniray.data.dataset import Dataset
 from miniray.data.decode import Format, Skipped
 from miniray.data.iteration import LoaderIterator
+from miniray.data.parts import whole_number
+from miniray.data.source import wanted
 
 
 class DataLoader:
@@ -40,7 +42,8 @@ class DataLoader:
         format: ``"torch"`` makes tensors of numpy columns, ``"arrow"`` batches that are tables.
 
     Leaving a loop early, an exception in it, or dropping the loader ends its threads. A new
-    ``iter()`` starts the epoch again; one that ran to the end begins the next epoch.
+    ``iter()`` starts the epoch again, and a loop that is then still under way is a
+    ``RuntimeError``; one that ran to the end begins the next epoch.
     """
 
     def __init__(
@@ -61,18 +64,22 @@ class DataLoader:
         on_error: Literal["raise", "skip"] = "raise",
         format: Format = "numpy",
     ) -> None:
-        _check(
-            dataset, batch_size, transform, collate_fn, drop_last, prefetch, decode_workers,
-            decode_processes, batch_by, length, bucket_rows, on_error, format,
-        )  # fmt: skip
+        if not isinstance(dataset, Dataset):
+            raise TypeError(
+                f"DataLoader takes a dataset of miniray.data, not {type(dataset).__name__}; put"
+                " anything with len and [] into IndexedDataset(...)"
+            )
         self.dataset = dataset
-        self.batch_size = batch_size
+        self.batch_size = whole_number("batch_size", batch_size, 1)
         self.drop_last = drop_last
         self.collate_fn, self.transform = collate_fn, transform
-        self.prefetch, self.decode_workers = prefetch, decode_workers
+        self.prefetch = whole_number("prefetch", prefetch, 0)
+        self.decode_workers = whole_number("decode_workers", decode_workers, 0)
         self._decode_processes = decode_processes
-        self._batch_by, self._length, self._bucket_rows = batch_by, length, bucket_rows
+        self._batch_by, self._length = batch_by, length
+        self._bucket_rows = whole_number("bucket_rows", bucket_rows, 1)
         self._on_error, self._format = on_error, format
+        self._check()
         if memory_budget is not None:
             dataset.set_memory_budget(memory_budget)
         #: Rows left out in all epochs (``on_error="skip"``).
@@ -81,6 +88,38 @@ class DataLoader:
         self._pool: Any = None
         if self._batch_by:
             dataset.set_chunks(self._chunk_left)
+
+    def _check(self) -> None:
+        """Refuse what cannot work, before anything is started."""
+        transform, length, batch_by = self.transform, self._length, self._batch_by
+        for name, function in [("transform", transform), ("collate_fn", self.collate_fn)]:
+            if function is not None and not callable(function):
+                raise ValueError(f"{name} must be a function, not {function!r}")
+        if self._format not in ("numpy", "torch", "arrow"):
+            raise ValueError(f"format must be 'numpy', 'torch' or 'arrow', not {self._format!r}")
+        if self._on_error not in ("raise", "skip"):
+            raise ValueError(f"on_error must be 'raise' or 'skip', not {self._on_error!r}")
+        if self._format == "arrow" and (transform is not None or self.collate_fn is not None):
+            raise ValueError("format='arrow' gives tables as they are read; it takes no transform")
+        if self._on_error == "skip" and transform is None:
+            raise ValueError("on_error='skip' is about rows whose transform fails; there is none")
+        if self._decode_processes and transform is None:
+            raise ValueError("decode_processes=True needs a transform to run in them")
+        if self.decode_workers and not self.prefetch:
+            raise ValueError("decode_workers need prefetch of at least 1: they work ahead")
+        if batch_by not in (None, "tokens"):
+            raise ValueError(f"batch_by must be None or 'tokens', not {batch_by!r}")
+        if batch_by == "tokens" and length is None:
+            raise ValueError(
+                "batch_by='tokens' needs length=: the column with the number of tokens of a row (or"
+                " with the tokens themselves), or a function of a row"
+            )
+        if batch_by is None and length is not None:
+            raise ValueError("length= is for batch_by='tokens'")
+        if isinstance(length, str) and (names := self.dataset.column_names) is not None:
+            wanted(names, [length], "the data")
+        if batch_by == "tokens" and self.drop_last:
+            raise ValueError("drop_last has no meaning for batches by tokens: all differ in rows")
 
     @property
     def memory_budget(self) -> int:
@@ -110,7 +149,7 @@ class DataLoader:
         return len(self._plan())
 
     def __iter__(self) -> LoaderIterator:
-        self._end_iteration()
+        self._end_iteration(displaced=True)
         iterator = LoaderIterator(self)
         self._running = weakref.ref(iterator)
         return iterator
@@ -132,14 +171,15 @@ class DataLoader:
         if self._batch_by:
             self.dataset.set_chunks(self._chunk_left)
 
-    def _end_iteration(self) -> None:
+    def _end_iteration(self, displaced: bool = False) -> None:
         running = None if self._running is None else self._running()
         if running is not None:
-            running.close()
+            running.close(displaced)
         self._running = None
 
     def _process_pool(self) -> Any:
-        if self._decode_processes and (self._pool is None or self._pool.pid != os.getpid()):
+        pool = self._pool
+        if self._decode_processes and (pool is None or pool.closed or pool.pid != os.getpid()):
             from miniray.data.processes import ProcessPool
 
             self._pool = ProcessPool(self.transform, max(1, self.decode_workers))
@@ -148,7 +188,7 @@ class DataLoader:
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; nothing happens where that is the current one."""
         if not self.dataset.is_at(epoch):
-            self.close()
+            self._end_iteration(displaced=True)
             self.dataset.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -164,7 +204,7 @@ class DataLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken, on any number of ranks; all load the same state."""
-        self.close()
+        self._end_iteration(displaced=True)
         batching = [self.batch_size, self._bucket_rows] if self._batch_by else None
         if state.get("batching") != batching:
             raise ValueError(
@@ -179,57 +219,3 @@ class DataLoader:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-
-
-def _check(
-    dataset: Any,
-    batch_size: int,
-    transform: Any,
-    collate_fn: Any,
-    drop_last: bool,
-    prefetch: int,
-    decode_workers: int,
-    decode_processes: bool,
-    batch_by: Any,
-    length: Any,
-    bucket_rows: int,
-    on_error: Any,
-    format: Any,
-) -> None:
-    """Refuse what cannot work, before anything is started."""
-    if not isinstance(dataset, Dataset):
-        raise TypeError(
-            f"DataLoader takes a dataset of miniray.data, not {type(dataset).__name__}; put"
-            " anything with len and [] into IndexedDataset(...)"
-        )
-    for name, value, least in [
-        ("batch_size", batch_size, 1),
-        ("prefetch", prefetch, 0),
-        ("decode_workers", decode_workers, 0),
-        ("bucket_rows", bucket_rows, 1),
-    ]:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
-    if format not in ("numpy", "torch", "arrow"):
-        raise ValueError(f"format must be 'numpy', 'torch' or 'arrow', not {format!r}")
-    if on_error not in ("raise", "skip"):
-        raise ValueError(f"on_error must be 'raise' or 'skip', not {on_error!r}")
-    if format == "arrow" and (transform is not None or collate_fn is not None):
-        raise ValueError("format='arrow' gives tables as they are read; it takes no transform")
-    if on_error == "skip" and transform is None:
-        raise ValueError("on_error='skip' is about rows whose transform fails; there is none")
-    if decode_processes and transform is None:
-        raise ValueError("decode_processes=True needs a transform to run in them")
-    if decode_workers and not prefetch:
-        raise ValueError("decode_workers need prefetch of at least 1: they work ahead")
-    if batch_by not in (None, "tokens"):
-        raise ValueError(f"batch_by must be None or 'tokens', not {batch_by!r}")
-    if batch_by == "tokens" and length is None:
-        raise ValueError(
-            "batch_by='tokens' needs length=: the column with the number of tokens of a row (or"
-            " with the tokens themselves), or a function of a row"
-        )
-    if batch_by is None and length is not None:
-        raise ValueError("length= is for batch_by='tokens'")
-    if batch_by == "tokens" and drop_last:
-        raise ValueError("drop_last has no meaning for batches by tokens: all differ in rows")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from math import ceil, floor
+from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
@@ -23,10 +24,11 @@ from miniray.data.dataset import Dataset
 from miniray.data.distinct import distinct
 from miniray.data.gather import Places
 from miniray.data.order import Order, starts_of
-from miniray.data.parts import Even, check_rank, resolve_seed
+from miniray.data.parts import Even, check_even, checked_rank, resolve_seed
 from miniray.data.permutation import Permutation, Positions, derive_key
 from miniray.data.row_ids import RowId
 from miniray.data.source import Source, parse_bytes
+from miniray.errors import DataError
 
 _ROUND = 64
 
@@ -54,14 +56,16 @@ class Mixture(Dataset):
         even: Even = "exact",
         memory_budget: int | str = "256MB",
     ) -> None:
-        check_rank(rank, world_size)
+        self._rank, self._world_size = checked_rank(rank, world_size)
+        check_even(even)
         if not datasets:
             raise ValueError("a mixture needs at least one (dataset, weight)")
         if until not in ("first", "all"):
             raise ValueError(f"until must be 'first' or 'all', not {until!r}")
-        if even not in ("exact", "pad", "drop"):
-            raise ValueError(f"even must be 'exact', 'pad' or 'drop', not {even!r}")
-        for number, (dataset, weight) in enumerate(datasets):
+        for number, pair in enumerate(datasets):
+            if not isinstance(pair, Sequence) or len(pair) != 2:
+                raise TypeError(f"source {number} of the mixture is no (dataset, weight): {pair!r}")
+            dataset, weight = pair
             if not isinstance(dataset, Dataset) or isinstance(dataset, Mixture):
                 raise TypeError(f"source {number} of the mixture is no dataset: {dataset!r}")
             if dataset.world_size != 1:
@@ -69,9 +73,9 @@ class Mixture(Dataset):
                     f"source {number} of the mixture is sharded already (world_size"
                     f" {dataset.world_size}); give rank and world_size to the mixture only"
                 )
-            if not weight > 0 or weight == float("inf"):
-                raise ValueError(f"weight of source {number} must be above 0, not {weight}")
-        self._rank, self._world_size, self._even = rank, world_size, even
+            if not isinstance(weight, (Real, float)) or not 0 < weight < float("inf"):
+                raise ValueError(f"weight of source {number} must be above 0, not {weight!r}")
+        self._even = even
         self._until = until
         self._seed = resolve_seed(seed, world_size, "mixing")
         self._seed_given = seed is not None
@@ -148,9 +152,11 @@ class Mixture(Dataset):
 
     def _count(self) -> int:
         rows = [member.total_rows for member in self._sources]
+        if not all(rows):
+            raise DataError(f"source {rows.index(0)} of the mixture has no rows")
         passes = [count / share for count, share in zip(rows, self._shares, strict=True)]
         if self._until == "all":
-            return ceil(max(passes)) if min(rows) else 0
+            return ceil(max(passes))
         count = floor(min(passes))
         while count and any(have > n for have, n in zip(self._among(count), rows, strict=True)):
             count -= 1  # rounding to whole rows has given a source one too many
@@ -211,7 +217,7 @@ class Mixture(Dataset):
         """(source, its dataset, the order of its epoch, positions there, which rows these are)."""
         assert self._orders is not None
         for which, member in enumerate(self._sources):
-            count = max(1, member.total_rows)
+            count = member.total_rows
             of_it = source == which
             for epoch in distinct(turn[of_it] // count).tolist():
                 chosen = np.flatnonzero(of_it & (turn // count == epoch))

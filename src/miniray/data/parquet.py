@@ -101,17 +101,10 @@ class ParquetSource(FileSource):
 
         opened = OpenParquet(path, self._memory_map)
         try:
-            meta = opened.reader.metadata
+            meta, schema = opened.reader.metadata, opened.reader.schema_arrow
             rows = [0] * meta.num_row_groups
             nbytes = [0] * meta.num_row_groups
-            names = None if self._columns is None else set(self._columns)
-            leaves: list[int] = []
-            if meta.num_row_groups:
-                group = meta.row_group(0)
-                for leaf in range(group.num_columns):
-                    top = group.column(leaf).path_in_schema.split(".", 1)[0]
-                    if names is None or top in names:
-                        leaves.append(leaf)
+            leaves = _leaves_of(schema, self._columns, meta.num_columns)
             for number in range(meta.num_row_groups):
                 group = meta.row_group(number)
                 rows[number] = group.num_rows
@@ -129,7 +122,7 @@ class ParquetSource(FileSource):
             if len(self._metadata) < _OPEN_FILES:
                 self._metadata[path] = meta
             blocks = FileBlocks(rows, nbytes, opened.size, _mark(rows, meta.created_by))
-            return _Footer(opened.reader.schema_arrow, blocks)
+            return _Footer(schema, blocks)
         finally:
             opened.close()
 
@@ -159,14 +152,10 @@ class ParquetSource(FileSource):
 
             handles[key] = OpenParquet(path, self._memory_map, self._metadata.get(path))
         while len(handles) > _OPEN_FILES:
-            _close(handles.popitem(last=False)[1])
+            _, longest_unused = handles.popitem(last=False)
+            if longest_unused is not None:
+                longest_unused.close()
         return handles[key]
-
-    def close(self) -> None:
-        """Close what this thread has open; it opens again when needed."""
-        handles = self.__dict__["_local"].__dict__.pop("handles", {})
-        for opened in handles.values():
-            _close(opened)
 
     def read(
         self,
@@ -202,14 +191,26 @@ def _plain_footer(path: str, names: Sequence[str] | None, longest: int = LONGEST
         return None  # Arrow will say
 
 
-def _close(opened: PlainFile | OpenParquet | None) -> None:
-    if opened is not None:
-        opened.close()
-
-
 def _mark(rows: Sequence[int], created_by: str | None) -> str:
     """Changes where a file was written anew."""
     return f"{derive_key(sum(rows), list(rows), created_by):x}"
+
+
+def _leaves_of(schema: Any, names: Sequence[str] | None, total: int) -> Sequence[int]:
+    """The numbers of the leaves of columns. Paths do not tell: names may have dots in them."""
+    found: list[int] = []
+    number = 0
+    for field in schema:
+        count = _leaf_count(field.type)
+        if names is None or field.name in names:
+            found += range(number, number + count)
+        number += count
+    return found if number == total else range(total)
+
+
+def _leaf_count(kind: Any) -> int:
+    kind = getattr(kind, "storage_type", kind)  # of an extension
+    return sum(_leaf_count(kind.field(i).type) for i in range(kind.num_fields)) or 1
 
 
 @dataclass

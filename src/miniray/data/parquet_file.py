@@ -125,7 +125,12 @@ class OpenParquet:
         return self.size if is_remote(self.path) else os.stat(self.path).st_size
 
     def _batches(self, group: int, names: Names, size: int) -> Any:
-        return self.reader.iter_batches(size, row_groups=[group], columns=names, use_threads=False)
+        batches = self.reader.iter_batches(
+            size, row_groups=[group], columns=names, use_threads=False
+        )
+        if names is None or not any("." in name for name in names):
+            return batches
+        return (batch.select(names) for batch in batches)  # Arrow takes ``a.b`` for a field of a
 
     def _slice(
         self, group: int, names: Names, chunk: int, start: int, stop: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from typing import Literal
+from typing import Any, Literal
 
 #: The environment variable by which an engine or launcher gives all ranks of a run one seed.
 RUN_SEED = "MINIRAY_RUN_SEED"
@@ -18,9 +18,7 @@ def resolve_seed(seed: int | None, world_size: int, needed_for: str) -> int:
     Raises ``ValueError`` where several ranks would each draw their own: their shards would overlap.
     """
     if seed is not None:
-        if isinstance(seed, bool) or not hasattr(seed, "__index__"):  # numpy's integers are good
-            raise ValueError(f"seed must be an int or None, not {seed!r}")
-        return operator.index(seed)
+        return whole_number("seed", seed)
     text = os.environ.get(RUN_SEED)
     if text is not None:
         try:
@@ -39,12 +37,35 @@ def resolve_seed(seed: int | None, world_size: int, needed_for: str) -> int:
     )
 
 
-def check_rank(rank: int, world_size: int) -> None:
-    """Refuse a rank outside of ``range(world_size)``."""
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, not {world_size}")
+def whole_number(name: str, value: Any, least: int | None = None) -> int:
+    """``value`` as an int, of ``least`` or more; numpy's are good too, ``True`` and 2.0 are not."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ValueError(f"{name} must be an int, not {value!r}")
+    number = operator.index(value)
+    if least is not None and number < least:
+        raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
+    return number
+
+
+def checked_rank(rank: int, world_size: int) -> tuple[int, int]:
+    """Both as ints; a rank outside of ``range(world_size)`` is refused."""
+    rank, world_size = whole_number("rank", rank), whole_number("world_size", world_size, 1)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be in 0..{world_size - 1} for world_size {world_size}: {rank}")
+    return rank, world_size
+
+
+def checked_samples(max_samples: int) -> int:
+    """``max_samples`` as an int: -1, which is all rows, or a number of them."""
+    number = whole_number("max_samples", max_samples)
+    if number < -1:
+        raise ValueError(f"max_samples must be -1 (all rows) or at least 0, not {max_samples}")
+    return number
+
+
+def check_even(even: Even) -> None:
+    if even not in ("exact", "pad", "drop"):
+        raise ValueError(f"even must be 'exact', 'pad' or 'drop', not {even!r}")
 
 
 def part_bounds(n: int, rank: int, world_size: int) -> tuple[int, int]:

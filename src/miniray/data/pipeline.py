@@ -15,37 +15,22 @@ import atexit
 import os
 import queue
 import threading
+import time
+import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from miniray.data.batches import Batch
 from miniray.data.dataset import Dataset
-from miniray.data.decode import Decoder, size_of
-from miniray.data.gather import BlockCache, Piece, Places
-from miniray.data.source import Rows
+from miniray.data.decode import Decoder, Task, size_of
+from miniray.data.gather import BlockCache, Piece
 
 _LOOK_AHEAD = 4096  # rows whose blocks are known in advance
+_PATIENCE = 3.0  # seconds for threads to end
 
 _open: weakref.WeakSet[Pipeline] = weakref.WeakSet()
-
-
-@dataclass
-class Task:
-    """One batch on its way."""
-
-    batch: Batch
-    places: Places
-    pieces: list[Piece]
-    held: dict[Piece, Rows] = field(default_factory=dict)
-    parts: list[Any] = field(default_factory=list)
-    missing: int = 1  # parts still to be decoded
-    result: Any = None
-    error: BaseException | None = None
-    done: bool = False
-    nbytes: int = 0
 
 
 class Pipeline:
@@ -131,7 +116,14 @@ class Pipeline:
         return task
 
     def close(self) -> None:
-        """End the threads and free the memory. Safe to call twice and from any thread."""
+        """End the threads and free the memory. Safe to call twice and from any thread.
+
+        A thread that is in a transform which does not come back cannot be ended: it is left behind,
+        with a ``RuntimeWarning``, and ends with that transform or the interpreter.
+        """
+        _open.discard(self)
+        if self._pid != os.getpid():
+            return  # threads, and whoever holds the locks, are in the parent
         with self._condition:
             self._closed = True
             self._condition.notify_all()
@@ -139,13 +131,25 @@ class Pipeline:
             self._jobs.put(None)
         # Not from a thread of our own, where the garbage collector may have brought us: it may hold
         # the lock that another needs to end.
-        if self._pid == os.getpid() and threading.current_thread() not in self._threads:
-            for thread in self._threads:
-                thread.join()
+        if threading.current_thread() not in self._threads:
+            self._join()
         self._upcoming.clear()
         self._sent.clear()
         self._cache.clear()
-        _open.discard(self)
+
+    def _join(self) -> None:
+        until = time.monotonic() + _PATIENCE
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        left = [thread.name for thread in self._threads if thread.is_alive()]
+        if left:
+            self._decoder.give_up()
+            warnings.warn(
+                f"{', '.join(left)}: a transform has not come back {_PATIENCE:.0f} s after the"
+                " loader was closed, and is left behind",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     # -- reading ---------------------------------------------------------------------------------
 

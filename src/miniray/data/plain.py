@@ -11,9 +11,9 @@ from typing import Any
 
 from miniray.data.footer import Footer
 from miniray.data.layout import Node
-from miniray.data.leaves import Getter, Leaf, read_leaf
+from miniray.data.leaves import Leaf, read_leaf
 from miniray.data.pages import NOT_PLAIN, NotPlainError
-from miniray.data.source import Layout, Rows
+from miniray.data.source import Getter, Layout, Rows, struct_getter
 from miniray.data.value_file import ValueFile, has_changed
 from miniray.errors import DataError
 
@@ -146,7 +146,7 @@ def _getter(node: Node, leaves: Mapping[int, Leaf], in_list: bool = False) -> Ge
             if leaves[other.leaf].repetitions != leaf.repetitions:  # type: ignore[index]
                 raise NotPlainError(f"lists of {first.name} and {other.name} differ in length")
         return _list(node, _getter(node.element, leaves, True), leaf)
-    get = _struct([(field.name, _getter(field, leaves, in_list)) for field in node.fields])
+    get = struct_getter([(field.name, _getter(field, leaves, in_list)) for field in node.fields])
     definitions = leaf.definitions
     if leaf.repetitions and not in_list:  # the struct has a list in it: a row's first entry tells
         definitions = bytes(definitions[entry] for entry in leaf.starts())
@@ -154,13 +154,6 @@ def _getter(node: Node, leaves: Mapping[int, Leaf], in_list: bool = False) -> Ge
         return get
     level = node.level
     return lambda i: get(i) if definitions[i] >= level else None
-
-
-def _struct(fields: Sequence[tuple[str, Getter]]) -> Getter:
-    if len(fields) == 2:  # images and chat messages are this
-        (a, get_a), (b, get_b) = fields
-        return lambda i: {a: get_a(i), b: get_b(i)}
-    return lambda i: {name: get(i) for name, get in fields}
 
 
 def _list(node: Node, get: Getter, leaf: Leaf) -> Getter:

@@ -12,10 +12,16 @@ from typing import Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
-from miniray.data.parts import RUN_SEED, Even, check_rank, part_bounds, resolve_seed
+from miniray.data.parts import (
+    Even,
+    check_even,
+    checked_rank,
+    checked_samples,
+    part_bounds,
+    resolve_seed,
+    whole_number,
+)
 from miniray.data.permutation import MOST_ROWS, Permutation, Positions, derive_key
-
-__all__ = ["RUN_SEED", "ShardIndices", "part_bounds", "resolve_seed", "shard_indices"]
 
 _BLOCK = 65536  # rows computed at a time in iteration
 
@@ -50,15 +56,14 @@ def shard_indices(
             row a rank (``.padded`` names them); with no rows at all there is nothing to repeat.
             ``drop`` leaves out the least, fewer than ``world_size`` rows (``.dropped``).
     """
-    check_rank(rank, world_size)
+    rank, world_size = checked_rank(rank, world_size)
+    n, epoch = whole_number("n", n), whole_number("epoch", epoch)
     if not 0 <= n <= MOST_ROWS:
         raise ValueError(f"n must be in 0..2**62, not {n}")
     if mode not in ("contiguous", "strided"):
         raise ValueError(f"mode must be 'contiguous' or 'strided', not {mode!r}")
-    if even not in ("exact", "pad", "drop"):
-        raise ValueError(f"even must be 'exact', 'pad' or 'drop', not {even!r}")
-    if max_samples < -1:
-        raise ValueError(f"max_samples must be -1 (all rows) or at least 0, not {max_samples}")
+    check_even(even)
+    max_samples = checked_samples(max_samples)
     drawn = -1 < max_samples < n
     if drawn or shuffle:
         seed = resolve_seed(seed, world_size, "max_samples" if drawn else "shuffling")

@@ -20,17 +20,21 @@ import cloudpickle
 
 from miniray.errors import DataError
 
+_PATIENCE = 3.0  # seconds for workers to end by themselves
+
 _transform: Callable[[Any], Any] | None = None
 
 
 class ProcessPool:
     def __init__(self, transform: Callable[[Any], Any] | None, workers: int) -> None:
         self.pid = os.getpid()
+        self.closed = False
+        end, self._end = multiprocessing.Pipe(duplex=False)
         self._pool = ProcessPoolExecutor(
             workers,
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_begin,
-            initargs=(cloudpickle.dumps(transform),),
+            initargs=(cloudpickle.dumps(transform), end),
         )
 
     def apply(self, rows: list[Any]) -> list[tuple[Any, BaseException | None]]:
@@ -44,22 +48,34 @@ class ProcessPool:
                 " `if __name__ == '__main__':` around what they run"
             ) from error
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=self.pid == os.getpid(), cancel_futures=True)
+    def close(self, patience: float = _PATIENCE) -> None:
+        """End the workers, after ``patience`` also one whose transform does not come back."""
+        self.closed = True
+        if self.pid != os.getpid():
+            return  # they are the parent's
+        ending = threading.Thread(
+            target=self._pool.shutdown, kwargs={"cancel_futures": True}, daemon=True
+        )
+        ending.start()
+        ending.join(patience)
+        if ending.is_alive():
+            self._end.send(None)
+            ending.join(_PATIENCE)
 
 
-def _begin(pickled: bytes) -> None:
+def _begin(pickled: bytes, end: connection.Connection) -> None:
     global _transform
     parent = multiprocessing.parent_process()
     assert parent is not None
-    watch = threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True)
+    watch = threading.Thread(target=_end_with, args=([parent.sentinel, end],), daemon=True)
     watch.start()
     _transform = pickle.loads(pickled)
 
 
-def _end_with(sentinel: int) -> None:
+def _end_with(ends: list[int | connection.Connection]) -> None:
     # The pool's own queues are held open by its other workers, so nothing else tells of its end.
-    connection.wait([sentinel])
+    # What is sent is never read, so that all workers see it.
+    connection.wait(ends)
     os._exit(1)
 
 

@@ -11,7 +11,7 @@ batches, any one rank can write it for all.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -178,16 +178,22 @@ def extended(
     return [*stages, [world_size, taken]]
 
 
-def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """One state for the whole run from the states of all its ranks, in any order.
 
     Needed where ranks may have taken different numbers of batches (a run that was interrupted
     between two steps, batches by tokens). At a step boundary the state of any one rank will do.
-    States of different runs, epochs or data are refused, and so is a missing rank: what it had
+    A rank that has come to the end of the epoch before others has taken all of its part. States
+    of different runs, epochs or data are refused, and so is a missing rank: what it had
     consumed would be delivered again.
     """
+    states = list(states)
     if not states:
         raise DataError("merge_states needs the states of all ranks, and got none")
+    if not all(isinstance(state, Mapping) for state in states):
+        raise DataError("merge_states takes a list with the states of all ranks, and not one state")
+    behind = min(states, key=lambda state: int(state["epoch"]))
+    states = [_in_epoch_of(behind, state) for state in states]
     first = states[0]
     world_size = int(first["world_size"])
     for state in states:
@@ -214,6 +220,14 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**first, "rank": None, "alone": False, "taken": taken[0] if same else taken}
 
 
+def _in_epoch_of(behind: Mapping[str, Any], state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state of a rank at the start of the next epoch as one at the end of this one."""
+    if state["epoch"] != behind["epoch"] + 1 or state["taken"] or state["history"]:
+        return state
+    ours = {key: behind[key] for key in ("epoch", "history", "plan")}
+    return {**state, **ours, "taken": state["n"]}
+
+
 _COMMON = ("version", "kind", "n", "fingerprint", "seed", "epoch", "plan", "history", "world_size")
 
 
@@ -221,8 +235,9 @@ def check_state(
     state: Mapping[str, Any], kind: str, fingerprint: str, plan: Mapping[str, Any]
 ) -> None:
     """Refuse, with ``DataError``, a state that does not fit the data or the plan, or is partial."""
-    if state.get("version") != STATE_VERSION:
-        raise DataError(f"a state of version {state.get('version')!r} cannot be loaded")
+    version = state.get("version") if isinstance(state, Mapping) else state
+    if version != STATE_VERSION:
+        raise DataError(f"a state of version {version!r} cannot be loaded")
     if state["alone"] and state["rank"] is not None:
         raise DataError(
             f"the state of rank {state['rank']} says nothing about the other"

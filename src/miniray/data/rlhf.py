@@ -62,14 +62,14 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
         config: verl's ``data`` keys (see ``RLHFConfig``) in a dict, dataclass, namespace or
             OmegaConf node.
         processor: Hugging Face's, for models that see images.
-        max_samples: rows of the whole run, drawn once and then sharded; -1 is all.
+        max_samples: rows of the whole run, drawn once and then sharded; -1 or None is all.
         rank, world_size: which part is ours.
 
     ``ds[i]`` is a dict: the row's columns but prompt and images; ``input_ids``, ``attention_mask``
     and ``position_ids``, padded on the left to ``max_prompt_length``; ``raw_prompt_ids``;
     ``index``, ``tools_kwargs`` and ``interaction_kwargs`` from ``extra_info``; ``multi_modal_data``
-    with images not decoded yet and, with a processor, ``multi_modal_inputs``; ``raw_prompt`` and
-    ``full_prompts`` where asked for.
+    with images not decoded yet and, with a processor, ``multi_modal_inputs``, both empty for a row
+    without images; ``raw_prompt`` and ``full_prompts`` where asked for.
 
     Raises ``DataError`` when it is made if a file or column is not as it should be, and
     ``RowError`` with file and row for a row that cannot be used. A row that fails in the filter is
@@ -82,12 +82,15 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
         tokenizer: Any,
         config: Any = None,
         processor: Any = None,
-        max_samples: int = -1,
+        max_samples: int | None = -1,
         *,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
+        if not callable(tokenizer):
+            raise TypeError(f"tokenizer must be one with Hugging Face's call, not {tokenizer!r}")
         self.tokenizer, self.processor = tokenizer, processor
+        max_samples = -1 if max_samples is None or max_samples < 0 else max_samples
         self.config = read_config(config)
         self.encoder = PromptEncoder(tokenizer, processor, self.config)
         self._tokenize = self.config.tokenize is not False
@@ -102,7 +105,7 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
             data_files if isinstance(data_files, (str, os.PathLike)) else list(data_files),
             rank=rank,
             world_size=world_size,
-            max_samples=-1 if max_samples is None or max_samples < 0 else max_samples,
+            max_samples=max_samples,
             seed=seed,
             shuffle=False if order == "file" else order,
             filter=self._fits if filters else None,
@@ -169,11 +172,13 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
             inputs = self.encoder.inputs(text, [lazy_image(image) for image in images])
             ids = [int(i) for i in inputs.pop("input_ids")[0]]
             inputs.pop("attention_mask", None)
-        if images:
+        if images or self.processor is not None:
             # Opened anew: the images the processor has decoded go with it.
-            found["multi_modal_data"] = {"image": [lazy_image(image) for image in images]}
-            if self.processor is not None and config.return_multi_modal_inputs:
-                found["multi_modal_inputs"] = inputs
+            opened = {"image": [lazy_image(image) for image in images]}
+            found["multi_modal_data"] = opened if images else {}
+        # Of a prompt without images too: the rows of a batch have the same fields.
+        if self.processor is not None and config.return_multi_modal_inputs:
+            found["multi_modal_inputs"] = inputs
         ids = cut(ids, limit, config.truncation)
         padding = limit - len(ids)
         input_ids = torch.tensor([self._pad_id()] * padding + ids, dtype=torch.long)

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from miniray.data.parts import whole_number
+
 Truncation = Literal["error", "left", "right", "middle"]
 
 #: Keys of verl's ``data`` section that are about something else than the rows of one dataset, or
@@ -93,9 +95,8 @@ class RLHFConfig:
                 f"row_order must be 'window', 'global' or 'file', not {self.row_order!r}"
             )
         for name in ("max_prompt_length", "filter_overlong_prompts_workers"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be an int of at least 1, not {value!r}")
+            if (value := getattr(self, name)) is not None:
+                whole_number(name, value, 1)
         if self.tool_config_path or self.function_tool_path:
             raise ValueError(
                 "tool_config_path and function_tool_path are read by verl's tool registry. Give the"

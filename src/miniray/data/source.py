@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from miniray.data.slabs import Slabs
@@ -41,6 +42,9 @@ class Blocks:
         return digest.hexdigest()
 
 
+#: From a row, or within a list from an entry, to a value.
+Getter = Callable[[int], Any]
+
 #: Names of columns and their types, as Arrow names them.
 Layout = tuple[tuple[str, str], ...]
 
@@ -57,7 +61,7 @@ class Rows(ABC):
     def rows(self, index: Sequence[int]) -> list[Any]:
         """Rows at ``index`` as Python objects, usually dicts."""
 
-    def getter(self, name: str) -> Callable[[int], Any]:
+    def getter(self, name: str) -> Getter:
         """A function from a row to its value in a column of the layout."""
         return lambda row: self.rows([row])[0][name]
 
@@ -69,7 +73,10 @@ class Rows(ABC):
         """Rows at ``index`` as an Arrow table."""
         import pyarrow as pa
 
-        return pa.Table.from_pylist(self.rows(index))
+        rows = self.rows(index)
+        if not all(isinstance(row, Mapping) for row in rows):
+            raise DataError("format='arrow' makes tables of rows that are dicts; these are none")
+        return pa.Table.from_pylist(rows)
 
 
 class Source(ABC):
@@ -112,16 +119,21 @@ class Source(ABC):
         """Names of what ``read`` gives, or None where only reading can tell."""
 
     def identity(self, file: int) -> str:
-        """Changes whenever the content of a file may have; for what is cached about it."""
+        """Names a file in what is cached about it."""
         return f"{self.fingerprint}-{file}"
+
+    @property
+    def lasting(self) -> bool:
+        """Whether ``identity`` changes whenever the content may have: not that of objects."""
+        return False
 
     def folder(self, file: int) -> str | None:
         """The folder a file lies in, if it is one of this machine."""
         return None
 
 
-def parse_bytes(value: int | float | str, name: str = "memory_budget") -> int:
-    """``"256MB"``, ``"1.5 GiB"`` or a number as bytes. KB, MB, GB are powers of 1000."""
+def parse_bytes(value: Any) -> int:
+    """A budget: ``"256MB"``, ``"1.5 GiB"`` or a number as bytes. KB, MB, GB are powers of 1000."""
     if isinstance(value, str):
         text = value.strip().lower().removesuffix("b")
         binary = text.endswith("i")
@@ -130,14 +142,34 @@ def parse_bytes(value: int | float | str, name: str = "memory_budget") -> int:
         try:
             amount = float(text[:-1] if power else text) * (1024 if binary else 1000) ** power
         except ValueError:
-            raise ValueError(f"{name}={value!r} is no number of bytes; try '256MB'") from None
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        amount = float(value)
+            raise ValueError(
+                f"memory_budget={value!r} is no number of bytes; try '256MB'"
+            ) from None
+    elif isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"memory_budget must be bytes or text like '256MB', not {value!r}")
     else:
-        raise ValueError(f"{name} must be bytes or text like '256MB', not {value!r}")
+        amount = float(value)
     if not 1 <= amount < 2**62:
-        raise ValueError(f"{name}={value!r} is no usable number of bytes")
+        raise ValueError(f"memory_budget={value!r} is no usable number of bytes")
     return int(amount)
+
+
+def struct_getter(fields: Sequence[tuple[str, Getter]]) -> Getter:
+    """The values of fields as a dict."""
+    if len(fields) == 2:  # images and chat messages are this
+        (a, get_a), (b, get_b) = fields
+        return lambda i: {a: get_a(i), b: get_b(i)}
+    return lambda i: {name: get(i) for name, get in fields}
+
+
+def column_list(name: str, columns: Iterable[str] | None) -> list[str] | None:
+    """The names of columns as a list; a single name, and none at all, are refused."""
+    if isinstance(columns, (str, bytes)):
+        raise ValueError(f"{name} must be a list of names: [{columns!r}]")
+    found = None if columns is None else list(columns)
+    if found == []:
+        raise ValueError(f"{name}=[] names no column; leave it out for all")
+    return found
 
 
 def wanted(names: Sequence[str], columns: Sequence[str] | None, where: str) -> list[str]:

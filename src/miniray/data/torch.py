@@ -2,6 +2,7 @@
 
 - ``TorchDataset`` and ``ShardSampler``: map style, in place of ``DistributedSampler``.
 - ``TorchIterableDataset``: for loaders with worker processes, which share the rank's rows.
+- ``LightningLoader``: our own loader in the hands of a trainer that counts its batches.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.utils.data as torch_data
 
-from miniray.data.dataset import Dataset, checked_indices
-
-_ROWS_AT_A_TIME = 256
+from miniray.data.dataset import ROWS_AT_A_TIME, Dataset, checked_indices
+from miniray.data.loader import DataLoader
 
 
 class TorchDataset(torch_data.Dataset[Any]):  # type: ignore[misc]
@@ -93,8 +94,9 @@ class ShardSampler(torch_data.Sampler[int]):  # type: ignore[misc]
 class TorchIterableDataset(torch_data.IterableDataset[Any]):  # type: ignore[misc]
     """A rank's rows in order, split over the worker processes of a torch ``DataLoader``.
 
-    Each worker reads a contiguous part of the rank's rows. State is exact without workers; with
-    ``torchdata.StatefulDataLoader`` it is, with the same number of workers.
+    Each worker reads a contiguous part of the rank's rows. Without workers an epoch follows the
+    other; with them call ``set_epoch`` for each, as with torch's samplers. State is exact without
+    workers; with ``torchdata.StatefulDataLoader`` it is, with the same number of workers.
     """
 
     def __init__(self, dataset: Dataset, transform: Any = None) -> None:
@@ -102,6 +104,13 @@ class TorchIterableDataset(torch_data.IterableDataset[Any]):  # type: ignore[mis
         self.transform = transform
         self._taken = 0
         self._skip = 0
+        # How often ``set_epoch`` was called, and with what: persistent workers were made before.
+        self._calls = 0
+        self._last_call = torch.zeros(2, dtype=torch.int64).share_memory_()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._last_call.share_memory_()
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -109,18 +118,24 @@ class TorchIterableDataset(torch_data.IterableDataset[Any]):  # type: ignore[mis
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; nothing happens where that is the current one."""
         self.dataset.set_epoch(epoch)
+        self._calls += 1
+        self._last_call.copy_(torch.tensor([self._calls, epoch]))
 
     def __iter__(self) -> Iterator[Any]:
         info = torch_data.get_worker_info()
+        calls, epoch = self._last_call.tolist()
         if info is None:
             self.dataset.restart()
+        elif calls != self._calls:
+            self._calls = calls
+            self.dataset.set_epoch(epoch)
         count = len(self.dataset)
         number, workers = (0, 1) if info is None else (info.id, info.num_workers)
         start = count * number // workers + self._skip
         stop = count * (number + 1) // workers
         self._taken, self._skip = self._skip, 0
-        for begin in range(start, stop, _ROWS_AT_A_TIME):
-            index = range(begin, min(stop, begin + _ROWS_AT_A_TIME))
+        for begin in range(start, stop, ROWS_AT_A_TIME):
+            index = range(begin, min(stop, begin + ROWS_AT_A_TIME))
             for row in self.dataset.rows_at(self.dataset.places(index)):
                 self._taken += 1
                 if info is None:
@@ -149,6 +164,48 @@ class TorchIterableDataset(torch_data.IterableDataset[Any]):  # type: ignore[mis
                 f" {info.id} of {info.num_workers}: resume with as many worker processes"
             )
         self._skip = int(state["taken"])
+
+
+class LightningLoader:
+    """A ``miniray.data.DataLoader`` for Lightning, which then resumes in mid-epoch exactly.
+
+    Lightning keeps the loader's state in its checkpoints, and goes on counting the batches of the
+    epoch where it left off. So ``len`` is of the whole epoch here, with those delivered before a
+    state was loaded, where that of the loader is of what is left. On another number of ranks the
+    next epoch has another length: set ``Trainer(reload_dataloaders_every_n_epochs=1)``.
+    """
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.loader = loader
+        self._before = (loader.epoch, 0)  # batches of that epoch in earlier runs
+        self._delivered = (loader.epoch, 0)  # and those of this one with them
+
+    def _earlier(self) -> int:
+        epoch, count = self._before
+        return count if epoch == self.loader.epoch else 0
+
+    def __len__(self) -> int:
+        return self._earlier() + len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.loader)
+        return self._counted(batches, self.loader.epoch, self._earlier())
+
+    def _counted(self, batches: Iterator[Any], epoch: int, earlier: int) -> Iterator[Any]:
+        for number, batch in enumerate(batches, earlier + 1):
+            self._delivered = epoch, number
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's, with the number of batches that the epoch has had."""
+        state = self.loader.state_dict()
+        epoch, count = self._delivered
+        return {**state, "batches": count if epoch == state["epoch"] else 0}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a ``state_dict``, also one taken on another number of ranks."""
+        self.loader.load_state_dict(state)
+        self._before = self._delivered = int(state["epoch"]), int(state["batches"])
 
 
 def _process_group(rank: int | None, world_size: int | None) -> tuple[int, int]:

@@ -8,14 +8,13 @@ offsets and bytes directly; a batch of rows from many blocks then costs little m
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-Getter = Callable[[int], Any]
+from miniray.data.source import Getter, struct_getter
 
 
 def getter(array: Any) -> Getter:
@@ -67,7 +66,8 @@ def _plain(array: Any, kind: Any) -> Getter:
         code: Literal["i", "q"] = "q" if pa.types.is_large_list(kind) else "i"
         return _lists(array, code, kind.value_type)
     if pa.types.is_struct(kind):
-        return _structs(array, kind)
+        children = enumerate(kind)
+        return struct_getter([(child.name, getter(array.field(n))) for n, child in children])
     if pa.types.is_boolean(kind):
         bits, offset = memoryview(array.buffers()[1]).cast("B"), array.offset
         return lambda i: bool(bits[(offset + i) >> 3] >> ((offset + i) & 7) & 1)
@@ -102,11 +102,3 @@ def _lists(array: Any, code: Literal["i", "q"], kind: Any) -> Getter:
         return lambda i: flat[offsets[i] : offsets[i + 1]].tolist()
     get = getter(child)
     return lambda i: [get(k) for k in range(offsets[i], offsets[i + 1])]
-
-
-def _structs(array: Any, kind: Any) -> Getter:
-    fields = [(field.name, getter(array.field(number))) for number, field in enumerate(kind)]
-    if len(fields) == 2:  # images and chat messages are this
-        (a, get_a), (b, get_b) = fields
-        return lambda i: {a: get_a(i), b: get_b(i)}
-    return lambda i: {name: get(i) for name, get in fields}
