@@ -31,6 +31,11 @@ def append_metrics(run_dir, *records):
             file.write(json.dumps(record) + "\n")
 
 
+def begin(box):
+    call = box.collective("all_reduce", "SUM", "default", (4,), "float32", site(16))
+    return box.begin(call, time.monotonic_ns())
+
+
 def one_step(box, rank, step, pace=0.02, loss=None):
     """A step of a data-parallel loop: data, compute, backward, a collective."""
     box.set_phase("data", site(10))
@@ -41,9 +46,7 @@ def one_step(box, rank, step, pace=0.02, loss=None):
     box.set_phase("backward", site(14))
     time.sleep(pace * 0.2)
     box.backward_ns += int(pace * 0.2e9)
-    number = box.collective("all_reduce", "SUM", "default", (4,), "float32", site(16))(
-        time.monotonic_ns()
-    )
+    number = begin(box)
     time.sleep(pace * 0.1)
     box.collective_ns += int(pace * 0.1e9)
     box.end(number)
@@ -85,9 +88,7 @@ def hang(run_dir, rank, world_size, culprit, steps=10):
         a_function_that_takes_long(run_dir)
     else:
         box.set_phase("backward", site(14))
-        number = box.collective("all_reduce", "SUM", "default", (4,), "float32", site(16))(
-            time.monotonic_ns()
-        )
+        number = begin(box)
         wait_until((run_dir / "enough").exists, limit=600)
         box.end(number)
 

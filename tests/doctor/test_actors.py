@@ -8,9 +8,8 @@ import pytest
 
 import miniray
 from miniray.doctor import read_run, recorder, sites
-from miniray.doctor.facts import main_stack
 from miniray.doctor.sites import is_users
-from miniray.doctor.stacks import request_stacks
+from miniray.doctor.stacks import main_stack, request_stacks
 from miniray.train import BaseTrainer
 
 

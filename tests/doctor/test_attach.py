@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from miniray.doctor import env
+from miniray.doctor import env, thread_errors
 from miniray.doctor.env import Place, find_place
 from miniray.doctor.reader import read_run
 
@@ -136,6 +136,55 @@ def test_a_plain_process_is_a_run_of_one_and_says_so(tmp_path):
     assert (record.rank, record.world_size, record.launcher) == (0, 1, "none")
     assert record.distributed_available is None  # torch was never imported
     assert not record.initialised
+
+
+@pytest.mark.parametrize(
+    ("ends", "kind", "said"),
+    [
+        ('try: int("x")\nexcept ValueError: sys.exit(1)', "exception", "invalid literal for int()"),
+        ('sys.exit("no space left")', "exit", "no space left"),
+        ("sys.exit(0)", "finished", ""),
+        ("import threading; threading.Thread(target=sys.exit, args=(4,)).start()", "finished", ""),
+        ("try: sys.exit(2)\nexcept SystemExit: doctor.step()", "finished", ""),
+    ],
+)
+def test_why_a_process_ended_itself(tmp_path, ends, kind, said):
+    """What a script calls ``sys.exit`` for is known, whoever has launched it."""
+    script = f"import sys\nfrom miniray import doctor\ndoctor.attach('run')\n{ends}\n"
+    subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=clean_environment(), timeout=50
+    )
+    (record,) = read_run(tmp_path / "run")
+    assert record.exit.kind == kind
+    assert said in record.exit.message
+
+
+def test_the_error_of_a_thread_is_noted(tmp_path):
+    script = """
+import sys, threading
+from miniray import doctor
+doctor.attach("run")
+for work in (lambda: int("x"), sys.exit):
+    threading.Thread(target=work).start()
+"""
+    (tmp_path / "train.py").write_text(script)
+    run([sys.executable, "train.py"], tmp_path)
+    (record,) = read_run(tmp_path / "run")
+    noted = thread_errors.last(record)
+    assert noted.op.startswith("ValueError: invalid literal for int()")
+    assert str(noted.site) == "train.py:5"
+
+
+def test_a_rank_that_was_killed_did_not_end_well_because_rank_0_did(tmp_path):
+    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    script = "from miniray import doctor; doctor.attach('run')\n"
+    for rank, end in (("0", ""), ("1", killed)):
+        env = clean_environment(RANK=rank, WORLD_SIZE="2")
+        command = [sys.executable, "-c", script + end]
+        subprocess.run(command, cwd=tmp_path, env=env, timeout=50, check=False)
+    record = read_run(tmp_path / "run")
+    assert record.run["state"] == "finished"
+    assert [r.exit.kind for r in record] == ["finished", "gone"]
 
 
 CHILDREN = """

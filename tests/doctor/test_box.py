@@ -150,13 +150,14 @@ def test_a_record_cut_at_any_byte_is_whole_or_not_there(tmp_path_factory, cut):
     path = tmp_path_factory.mktemp("cut") / "0.box"
     box = Box.create(path)
     box.write_info({"rank": 0})
-    for number in range(layout.EVENT_SLOTS):
-        add_event(box, "old", sequence=number)
-    old = bytes(box.memory[layout.EVENTS_AT : layout.EVENTS_AT + layout.EVENT.size])
-    number, _ = add_event(box, "new", sequence=99)
-    new = bytes(box.memory[layout.EVENTS_AT : layout.EVENTS_AT + layout.EVENT.size])
+    added = [add_event(box, "old", sequence=number) for number in range(layout.EVENT_SLOTS)]
+    at = added[0][1]
+    old = bytes(box.memory[at : at + layout.EVENT.size])
+    number, over = add_event(box, "new", sequence=99)
+    assert over == at  # the oldest one's place
+    new = bytes(box.memory[at : at + layout.EVENT.size])
     mixed = new[:cut] + old[cut:]
-    box.memory[layout.EVENTS_AT : layout.EVENTS_AT + layout.EVENT.size] = mixed
+    box.memory[at : at + layout.EVENT.size] = mixed
     names = {event.number: event.name for event in read_box(path).events}
     box.close()
     expected = dict.fromkeys(range(1, layout.EVENT_SLOTS), "old")

@@ -124,6 +124,17 @@ FAULTS = {
         (0, 1),
         r"called collectives in another order at step 0: rank 0 .*:9; rank 1 .*:13",
     ),
+    "sizes_differ": Scenario(
+        "mismatch",
+        (0, 1),
+        r"collectives do not match at step 0: rank 0 .* \(8,\) .*; rank 1 .* \(5,\)",
+    ),
+    "no_sync_on_one_rank": Scenario(
+        "no-exchange", (1,), r"rank 1 did a backward without averaging gradients at step 3"
+    ),
+    "world_size_fixed": Scenario(
+        "world-size", (0, 1), r"init_process_group waits for 4 ranks, and 2 ranks started"
+    ),
     "stopped": Scenario("stopped", (1,), r"rank 1 is stopped \(SIGSTOP or a debugger\)", ranks=3),
     "holds_gil": Scenario(
         "holds-gil",

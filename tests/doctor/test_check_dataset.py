@@ -88,10 +88,12 @@ def test_a_loader_is_asked_for_itself():
     assert ids(plain) == [list(range(8))] * 2
 
 
+def share(rank, ids, batch_size):
+    return dataset_shares.share_of(rank, dataset_shares.Taken(ids, len(ids)), batch_size, False)
+
+
 def test_uneven_shares_will_hang():
-    shares = [
-        dataset_shares.share_of(rank, range(count), 2, False) for rank, count in enumerate((8, 6))
-    ]
+    shares = [share(rank, range(count), 2) for rank, count in enumerate((8, 6))]
     setup = dataset_shares.Setup(14, 2, 2)
     found = list(dataset_findings.judge(setup, shares, []))
     assert "uneven-batches" in [finding.code for finding in found]
@@ -99,16 +101,44 @@ def test_uneven_shares_will_hang():
 
 def test_a_long_epoch_is_compared_by_its_sketch():
     setup = dataset_shares.Setup(40_000, 2, 8, sampler="Mine")
-    same = [dataset_shares.share_of(rank, range(20_000), 8, False) for rank in range(2)]
-    apart = [
-        dataset_shares.share_of(rank, range(rank * 20_000, (rank + 1) * 20_000), 8, False)
-        for rank in range(2)
-    ]
+    same = [share(rank, range(20_000), 8) for rank in range(2)]
+    apart = [share(rank, range(rank * 20_000, (rank + 1) * 20_000), 8) for rank in range(2)]
     assert [f.code for f in dataset_findings.judge(setup, same, [])] == ["same-data"]
     assert list(dataset_findings.judge(setup, apart, [])) == []
 
 
+def test_an_epoch_of_any_length_is_dealt_at_once():
+    """One more than divides, so that samples are repeated: 3 × 100,000,000,001 in all."""
+    report = doctor.check_dataset(Numbers(300_000_000_001), world_size=3, batch_size=64)
+    assert [(s.samples, s.batches, s.last_batch) for s in report.shares] == [
+        (100_000_000_001, 1_562_500_001, 1)
+    ] * 3
+    assert codes(report) == []
+
+
+def test_a_long_epoch_of_a_loader_is_counted_whole(monkeypatch):
+    data = pytest.importorskip("torch.utils.data")
+    monkeypatch.setattr(dataset_shares, "MOST_IDS", 10)
+    report = doctor.check_dataset(data.DataLoader(Numbers(25), 4), world_size=1)
+    assert [(s.samples, s.batches, s.last_batch) for s in report.shares] == [(25, 7, 1)]
+
+
+def test_batches_of_a_batch_samplers_own():
+    data = pytest.importorskip("torch.utils.data")
+    mine = data.DataLoader(Numbers(5), batch_sampler=[[0, 1, 2], [3], [4]])
+    (one,) = doctor.check_dataset(mine, world_size=1).shares
+    assert one.line() == "rank 0: 5 samples, 3 batches: 0, 1, 2, 3, 4"
+    inner = data.BatchSampler(data.SequentialSampler(Numbers(5)), 2, drop_last=True)
+    (one,) = doctor.check_dataset(data.DataLoader(Numbers(5), batch_sampler=inner)).shares
+    assert (one.samples, one.batches, one.dropped) == (4, 2, 1)
+    by_name = data.DataLoader(Numbers(5), sampler=["a", "b"])
+    with pytest.raises(TypeError, match="the sampler list gives 'a', which is no number"):
+        doctor.check_dataset(by_name)
+
+
 def test_bad_questions_are_refused():
+    with pytest.raises(ValueError, match="batch_size must be at least 1, not 0"):
+        doctor.check_dataset(Numbers(4), world_size=2, batch_size=0)
     with pytest.raises(ValueError, match="less than world_size 2"):
         doctor.check_dataset(Numbers(4), rank=2, world_size=2)
     with pytest.raises(TypeError, match="has no length"):
@@ -138,6 +168,7 @@ def left_by(rank, ids, **fields):
         "shuffle": True,
         "epoch_set": True,
         "count": len(ids),
+        "batches": None,
         "ids": list(ids),
         "sketch": [],
         "handles": [],

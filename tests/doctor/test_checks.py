@@ -46,7 +46,7 @@ def nothing(*given, **fields):
 
 
 def reading(number, *passes, **fields):
-    return rank(number, passes=passes, loaders=(loader(**fields),))
+    return rank(number, passes=passes, loaders=(loader(**fields),), models=(model(),))
 
 
 PLAIN = {"sampler": "SequentialSampler", "replicas": None, "shuffle": False}
@@ -72,6 +72,36 @@ def test_numbers_alone_are_no_proof():
         code="same-data",
     )
     assert finding.severity.word == "NOTE"
+
+
+def grouped(ids, *groups):
+    """Ranks that read these ids each, and average gradients in these groups, if in any."""
+    for number, (mine, group) in enumerate(zip(ids, groups, strict=True)):
+        one = reading(number, samples(mine), **PLAIN, first_batch=(f"{mine[0]}",))
+        yield dataclasses.replace(
+            one,
+            world_size=len(groups),
+            group_size=len(groups),
+            events=(call(0, "DDP.__init__", group=group),) if group else (),
+            models=(model(),) if group else (),
+        )
+
+
+def test_parts_of_one_model_read_the_same():
+    """Tensor parallel: nothing is averaged between them, so nothing counts twice."""
+    finding = found(*grouped([range(32)] * 2, "", ""), code="same-data")
+    assert finding.severity.word == "NOTE"
+    assert "parts of one model" in finding.cause
+
+
+def test_samples_count_twice_only_for_ranks_that_average_together():
+    """Models in two parts each, (0, 1) and (2, 3): which ranks average is told by DDP's groups."""
+    pairs = ("ranks 0,2 (#1)", "ranks 1,3 (#2)")
+    right = [range(32), range(32), range(32, 64), range(32, 64)]
+    assert found(*grouped(right, *pairs * 2), code="same-data").severity.word == "NOTE"
+    wrong = [range(32), range(32), range(32), range(32, 64)]
+    finding = found(*grouped(wrong, *pairs * 2), code="same-data")
+    assert (finding.severity.word, finding.ranks) == ("WRONG", (0, 2))
 
 
 def test_equal_numbers_with_other_contents_are_other_samples():
@@ -244,6 +274,29 @@ def test_training_outside_of_the_group():
         code="not-initialised",
     )
     assert finding.ranks == (2,)
+
+
+def sharing(number, *events, **fields):
+    return rank(number, step=40, loaders=(loader(),), events=events, **fields)
+
+
+def test_ranks_that_share_the_data_and_average_nothing():
+    start = call(0, "broadcast", step=0)
+    finding = found(sharing(0, start), sharing(1, start, call(1, "barrier")), code="trained-apart")
+    assert finding.title == "ranks 0 and 1 train apart: no gradients are averaged"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"models": (model(),)},
+        {"events": (call(0), call(30))},  # averaged by hand
+        {"loaders": (loader(replicas=None, sampler="RandomSampler"),)},  # parts of one model
+        {"step": 3},
+    ],
+)
+def test_ranks_that_need_not_average(changed):
+    nothing(*(dataclasses.replace(sharing(n), **changed) for n in range(2)))
 
 
 # -- speed ---------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from miniray.doctor.model import (
     BARRIER,
     GROUP,
     LOADER,
+    NOTE,
     POINT_TO_POINT,
     Phase,
     Process,
@@ -150,7 +151,20 @@ def test_the_line_it_is_stuck_at_comes_from_its_stack():
     first = run(calling(0, call(0, is_open=True)), calling(1))
     finding = examine(with_cpu(first, 0.0), first, {1: (shown,)}).findings[0]
     assert "at train.py:44 in save" in finding.title
-    assert finding.site == "train.py:44"
+    assert str(finding.site) == "train.py:44"
+
+
+def test_a_rank_that_waits_for_a_thread_that_is_gone():
+    lost = call(1, "a thread raised", 70, kind=NOTE, op="KeyError: 'row 7'", group="", ago=400.0)
+    wait = call(1, is_open=True)
+    phase = Phase("compute", at(1), NOW - 300)
+    blocked = dataclasses.replace(calling(1, call(0), lost), phase=phase)
+    finding = top(calling(0, call(0), wait), blocked)
+    assert (finding.code, finding.ranks) == ("thread-lost", (1,))
+    assert finding.title.startswith(
+        "rank 1 is blocked at train.py:1 in main (5 min 0 s), after a thread of it raised "
+        "KeyError: 'row 7' at train.py:70; rank 0 waits in all_reduce"
+    )
 
 
 def test_a_long_section_is_called_by_its_name():
@@ -182,6 +196,21 @@ def test_recv_waits_for_its_sender_only():
     assert finding.ranks == (2,)
 
 
+def test_two_that_wait_for_each_others_message():
+    receive = [
+        call(0, "recv", 7, kind=POINT_TO_POINT, op=f"src={1 - n}", is_open=True) for n in range(2)
+    ]
+    finding = top(*(calling(n, receive[n]) for n in range(2)))
+    assert finding.title == "ranks 0 and 1 wait for each other in recv (train.py:7)"
+    assert "A send and its recv must meet" in finding.cause
+
+
+def test_a_message_that_is_waited_for_by_one_who_waits_elsewhere():
+    receive = call(0, "recv", 7, kind=POINT_TO_POINT, op="src=1", is_open=True)
+    finding = top(calling(0, receive), calling(1, call(0, "barrier", 9, is_open=True)))
+    assert finding.title == "rank 0 is in recv (train.py:7), rank 1 is in barrier (train.py:9)"
+
+
 def test_a_rank_that_left_is_known_at_once():
     done = calling(1, exit=FINISHED, process=GONE)
     finding = top(calling(0, call(0, is_open=True, ago=3.0)), done)
@@ -193,6 +222,21 @@ def test_a_process_that_does_not_end():
         dataclasses.replace(calling(n), phase=Phase("exit", at(0), NOW - 90)) for n in range(2)
     ]
     assert top(*stuck).code == "does-not-end"
+
+
+def test_a_thread_that_keeps_a_process_from_ending():
+    """Python waits for threads before it tells anybody that it is ending."""
+    shown = (
+        ThreadStack("0x1", "", False, (at(70, function="pump"), Site("t.py", 1, "_bootstrap"))),
+        ThreadStack("0x2", "", True, (Site(threading.__file__, 9, "_shutdown"),)),
+    )
+    one = dataclasses.replace(calling(0, world=1), phase=Phase("between", at(20), NOW - 90))
+    (finding,) = examine(run(one), shown={0: shown}).findings
+    assert finding.title == "rank 0 is done, but the process does not end (90 s)"
+    assert finding.evidence == (
+        "rank 0: step 10, is through with its script for 90 s",
+        "rank 0: a thread is at train.py:70 in pump",
+    )
 
 
 # -- all wait for each other ---------------------------------------------------------------------
@@ -463,6 +507,129 @@ def test_a_stopped_rank_is_stopped_whatever_its_counts():
     assert top(in_backward(0, 4), stopped).code == "stopped"
 
 
+def averaging(*steps, waits=False):
+    """DDP's exchanges, one in each of these steps, the last one open."""
+    return [
+        call(n, "DDP.backward", 33, step=step, is_open=waits and n == len(steps) - 1)
+        for n, step in enumerate(steps)
+    ]
+
+
+def test_a_backward_without_an_exchange():
+    """Four batches and four backwards on both; rank 1 was inside of no_sync() at step 2."""
+    done = {"loaders": (loader(finished=1, last_batches=4),), "batches": 4, "step": 4}
+    silent = at_barrier(1, averaging(0, 2, 3), backwards=4, **done)
+    wait = calling(
+        0,
+        *averaging(0, 1, 2, 3, waits=True),
+        models=(model(),),
+        loaders=(loader(),),
+        batches=4,
+        batches_in_epoch=4,
+        backwards=4,
+        step=3,
+    )
+    finding = top(wait, silent)
+    assert finding.title == (
+        "rank 1 did a backward without averaging gradients at step 2, rank 0 not"
+    )
+    assert "no_sync" in finding.cause
+    assert finding.evidence[0].endswith("4 backwards, 3 exchanges")
+
+
+def test_other_numbers_of_accumulation_steps():
+    """Rank 0 averages every fourth backward, rank 1 every second, and both step then."""
+    done = at_barrier(0, averaging(0, 1), backwards=8, batches=8, step=2)
+    waits = calling(
+        1, *averaging(0, 1, 2, waits=True), models=(model(),), batches=6, backwards=6, step=2
+    )
+    finding = top(done, waits)
+    assert finding.title == "rank 0 averaged gradients less often than rank 1"
+    assert [line.rpartition("; ")[2] for line in finding.evidence] == [
+        "8 backwards, 2 exchanges",
+        "6 backwards, 3 exchanges",
+    ]
+
+
+def test_loops_of_different_lengths_without_a_loader():
+    waits = dataclasses.replace(in_backward(0, 8, loaders=()), batches=0)
+    done = at_barrier(1, averaging(*range(7)), backwards=7, step=7, batches=0)
+    finding = top(waits, done)
+    assert finding.code == "collectives-parted"
+    assert "different numbers of backwards" in finding.cause
+
+
+def test_a_compiled_model_waits_in_backward_unseen():
+    """Its exchanges are no events: what tells is where autograd sleeps."""
+    made = call(0, "DDP.__init__", 9)
+    fields = {"models": (model(),), "loaders": (loader(),), "batches": 4, "backwards": 4}
+    inside = dataclasses.replace(
+        calling(0, made, batches_in_epoch=4, step=3, **fields),
+        phase=Phase("backward", at(33), NOW - 300),
+    )
+    short = calling(
+        1,
+        made,
+        call(1, "barrier", 60, is_open=True),
+        step=3,
+        models=(model(),),
+        loaders=(loader(batches=3, finished=1, last_batches=3),),
+        batches=3,
+        backwards=3,
+    )
+    engine = Site("/x/site-packages/torch/autograd/graph.py", 9, "_engine_run_backward")
+    shown = {0: (ThreadStack("0x1", "", True, (engine, at(33))),)}
+    (finding,) = examine(run(inside, short), shown=shown).findings
+    assert finding.title == "rank 1 ran out of data at step 3; rank 0 has 4 batches, rank 1 3"
+
+
+# -- coming together -----------------------------------------------------------------------------
+
+
+def joining(number, world=2, **asked):
+    """A rank in init_process_group, with what it asks for."""
+    wait = call(0, "init_process_group", 5, kind=GROUP, group="", is_open=True)
+    said = {"rank": number, "world_size": world, "place": "127.0.0.1:29500", **asked}
+    return calling(number, wait, initialised=False, group_size=-1, notes={"asked": said})
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "title"),
+    [
+        (
+            [{"world_size": 4}, {"world_size": 4}],
+            "world-size",
+            "init_process_group waits for 4 ranks, and 2 ranks started",
+        ),
+        (
+            [{"rank": 0}, {"rank": 0}],
+            "duplicate-rank",
+            "ranks 0 and 1 call init_process_group with rank=0",
+        ),
+        (
+            [{}, {"place": "127.0.0.1:29501"}],
+            "places-differ",
+            "the ranks meet at different places: rank 0 at 127.0.0.1:29500, rank 1 at "
+            "127.0.0.1:29501",
+        ),
+    ],
+)
+def test_ranks_that_can_never_meet(asked, code, title):
+    finding = top(*(joining(n, **said) for n, said in enumerate(asked)))
+    assert (finding.code, finding.title, finding.severity.word) == (code, title, "STUCK")
+
+
+def test_why_they_did_not_meet_comes_before_what_torch_says_of_it():
+    taken = ended(type="DistNetworkError", message="EADDRINUSE, address already in use")
+    late = dataclasses.replace(joining(1, rank=0), exit=taken, process=GONE)
+    finding = top(joining(0), late)
+    assert (finding.code, finding.severity.word) == ("duplicate-rank", "FAILED")
+
+
+def test_ranks_that_agree_and_do_not_meet():
+    assert top(joining(0), joining(1)).code == "does-not-complete"
+
+
 # -- ends ----------------------------------------------------------------------------------------
 
 
@@ -519,6 +686,11 @@ def test_the_same_exception_everywhere_is_one_finding():
             "out-of-memory",
             "ran out of memory at train.py:33 (100 MB resident, 120 MB at most)",
         ),
+        (
+            {"type": "RuntimeError", "message": "DataLoader worker (pid 7) is killed by signal"},
+            "exception",
+            "lost a loader's process: RuntimeError: DataLoader worker (pid 7) is killed",
+        ),
     ],
 )
 def test_how_a_process_ended(given, code, words):
@@ -572,6 +744,47 @@ def test_what_nobody_caused_is_the_cause():
     assert finding.title.startswith("rank 0 raised RuntimeError: Timed out")
 
 
+def test_a_crash_in_a_collective_that_does_not_match():
+    """gloo aborts the process: what it was about is in the records."""
+    aborted = ended("signal", signal="SIGABRT", code=None)
+    crashed = calling(1, call(0), call(1, shape=(8,), is_open=True), exit=aborted, process=GONE)
+    finding = top(calling(0, call(0), call(1, shape=(4,), is_open=True, ago=2.0)), crashed)
+    assert (finding.code, finding.severity.word) == ("mismatch", "FAILED")
+    assert finding.evidence[-1].startswith("rank 1 crashed with SIGABRT")
+
+
+def test_groups_made_by_their_members_only():
+    def making(number, ranks, *after):
+        made = call(0, "new_group", 3, op=f"ranks={ranks}", is_open=not after)
+        return calling(number, made, *after, world=3)
+
+    finding = top(
+        making(0, [0, 1]),
+        making(1, [0, 1], call(1, "barrier", 9, is_open=True)),
+        making(2, [2], call(1, "barrier", 9, is_open=True)),
+    )
+    assert (finding.code, finding.ranks) == ("mismatch", (2,))
+    assert "Every rank must call new_group" in finding.cause
+
+
+def test_an_error_in_a_loaders_worker_is_shown_as_it_was_raised_there():
+    message = "Caught KeyError in DataLoader worker process 1.\nOriginal Traceback"
+    failed = ended(type="KeyError", message=message, traceback=f"{message}:\n{TRACEBACK}")
+    finding = top(rank(0), rank(1, exit=failed, process=GONE))
+    assert finding.title == (
+        "rank 1 raised KeyError: 'accuracy' at train.py:28 in DataLoader worker process 1"
+    )
+    assert str(finding.site) == "train.py:28"
+
+
+def test_what_a_script_says_when_it_exits_is_said():
+    left = ended("exit", message="no file conf.yaml", code=1)
+    finding = top(rank(0), rank(1, exit=left, process=GONE))
+    assert finding.title == "rank 1 exited with code 1 at step 10, last seen at train.py:1 " + (
+        "(compute): no file conf.yaml"
+    )
+
+
 # -- drivers -------------------------------------------------------------------------------------
 
 HERE = {"host": socket.gethostname(), "state": "running", "process_started": 1.0}
@@ -591,7 +804,7 @@ def test_an_error_of_the_driver_is_the_cause_and_the_ranks_it_ended_are_conseque
     stopped = [rank(number, exit=BY_DRIVER, process=GONE) for number in range(2)]
     finding = top(*stopped, state="failed", error=error)
     assert finding.title == "the driver raised KeyError: 'accuracy' at train.py:28"
-    assert finding.site == "train.py:28"
+    assert str(finding.site) == "train.py:28"
     assert finding.evidence[-1] == "ranks 0 and 1 ended with it: consequences"
 
 

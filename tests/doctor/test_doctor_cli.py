@@ -53,8 +53,9 @@ def sleep():
 
 
 def wait_for_ever():
-    begin = recorder.current().collective("all_reduce", "SUM", "default", (4,), "float32")
-    begin(time.monotonic_ns())
+    current = recorder.current()
+    call = current.collective("all_reduce", "SUM", "default", (4,), "float32")
+    current.begin(call, time.monotonic_ns())
     time.sleep(600)
 
 

@@ -106,7 +106,7 @@ def test_phases_nest_and_come_back(recording, tmp_path):
 
 def test_sequence_numbers_count_for_each_group_by_itself(recording, tmp_path):
     def begin(*words):
-        return recording.collective(*words)(time.monotonic_ns())
+        return recording.begin(recording.collective(*words), time.monotonic_ns())
 
     recording.end(begin("all_reduce", "SUM", "default", (4,), "float32"))
     recording.end(begin("broadcast", "src=0", "ranks 0,1 (#1)"))

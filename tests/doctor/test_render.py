@@ -8,7 +8,7 @@ from miniray.doctor.diagnose import examine
 from miniray.doctor.facts import gather
 from miniray.doctor.findings import named, numbers, plural, seconds, size
 from miniray.doctor.model import Gpu, Site, ThreadStack
-from tests.doctor.records import at, call, calling, ended, loader, rank, run, samples
+from tests.doctor.records import at, call, calling, ended, loader, model, rank, run, samples
 
 
 def stuck(world=2, **fields):
@@ -82,7 +82,7 @@ def test_findings_come_with_evidence_cause_and_fix():
 def test_a_second_finding_has_its_title():
     same = {"sampler": "SequentialSampler", "replicas": None, "first_batch": ("aa",)}
     ranks = [
-        rank(n, passes=(samples(range(32)),), loaders=(loader(**same),), nonfinite=0)
+        rank(n, passes=(samples(range(32)),), loaders=(loader(**same),), models=(model(),))
         for n in range(2)
     ]
     ranks[0] = dataclasses.replace(ranks[0], exit=ended())

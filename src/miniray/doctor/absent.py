@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from miniray.doctor import loop
+from miniray.doctor import loop, thread_errors, unsynced
 from miniray.doctor.checks import bars
 from miniray.doctor.facts import Case, Facts
-from miniray.doctor.findings import Finding, Severity, named, seconds
+from miniray.doctor.findings import Finding, Severity, named, seconds, shortened
 from miniray.doctor.model import BAR, Site
+from miniray.doctor.sites import is_users
 from miniray.doctor.words import conjugated, positions, waiting_clause
-
-#: Share of a core that a rank uses which is not asleep.
-_BUSY = 0.2
 
 
 def explain_absent(case: Case, guilty: Sequence[int], waiting: Sequence[Facts]) -> Finding:
@@ -22,9 +20,10 @@ def explain_absent(case: Case, guilty: Sequence[int], waiting: Sequence[Facts]) 
     if never or not suspects:
         return _never_started(case, never or guilty, waiting)
     able = [f for f in suspects if not f.record.process.stopped and not f.silent]
-    story = loop.explain(able, waiting) if len(able) == len(suspects) else None
-    if story is not None:
-        return story
+    if len(able) == len(suspects):
+        story = loop.explain(able, waiting) or unsynced.explain(able, waiting)
+        if story is not None:
+            return story
     suspects.sort(key=lambda f: (not f.record.process.stopped, not f.silent, not f.ended, f.rank))
     worst = suspects[0]
     alike = [f for f in suspects if _manner(f) == _manner(worst)]
@@ -40,14 +39,14 @@ def explain_absent(case: Case, guilty: Sequence[int], waiting: Sequence[Facts]) 
         cause=cause,
         fix=fix,
         step=worst.record.step,
-        site=str(worst.place) if worst.place.file else "",
+        site=worst.place,
     )
 
 
 def explain_idle(case: Case) -> Finding | None:
     """No rank is in a collective, and none has done anything for longer than the limit."""
     live = case.live
-    if not live or any(f.moved or f.idle < case.limit or _computes(f) for f in live):
+    if not live or any(f.moved or f.idle < case.limit or f.computes for f in live):
         return None  # nobody waits, and somebody works: a long step is no hang
     worst = max(live, key=lambda f: f.idle)
     code, what, cause, fix = _manner_story(worst, ())
@@ -57,11 +56,11 @@ def explain_idle(case: Case) -> Finding | None:
         severity=Severity.STUCK,
         title=f"{named(f.rank for f in alike)} {conjugated(what, len(alike))}",
         ranks=tuple(f.rank for f in alike),
-        evidence=tuple(positions(live)),
+        evidence=(*positions(live), *(_threads(worst) if worst.finished else ())),
         cause=cause,
         fix=fix,
         step=worst.record.step,
-        site=str(worst.place) if worst.place.file else "",
+        site=worst.place,
     )
 
 
@@ -150,7 +149,7 @@ def _manner_story(facts: Facts, waiting: Sequence[Facts]) -> tuple[str, str, str
             "slow storage).",
             "try num_workers=0; run doctor.check_dataset(dataset)",
         )
-    if _computes(facts):
+    if facts.computes:
         return (
             "busy",
             f"is busy{_at(facts)} ({idle}{_busy(facts)}) and does not come",
@@ -158,6 +157,15 @@ def _manner_story(facts: Facts, waiting: Sequence[Facts]) -> tuple[str, str, str
             "look at that line: is its end condition met on this rank?",
         )
     line = _source(facts.user_frame)
+    lost = thread_errors.last(record)
+    if lost is not None:
+        said = shortened(lost.op.partition("\n")[0], 60)
+        return (
+            "thread-lost",
+            f"is blocked{_at(facts)} ({idle}), after a thread of it raised {said} at {lost.site}",
+            "What it waits for was that thread's to do, and nobody does it now.",
+            "fix the error at that line; let whoever waits for a thread hear of its end",
+        )
     return (
         "blocked",
         f"is blocked{_at(facts)} ({idle}){f': {line}' if line else ''}",
@@ -167,16 +175,25 @@ def _manner_story(facts: Facts, waiting: Sequence[Facts]) -> tuple[str, str, str
     )
 
 
+def _threads(facts: Facts) -> Iterator[str]:
+    """Where its threads are, but for the main one and our own."""
+    for thread in facts.threads:
+        frames = thread.frames
+        if frames and frames[-1].function.startswith("_bootstrap") and not _is_ours(frames):
+            inner = next((frame for frame in frames if is_users(frame.file)), frames[0])
+            yield f"rank {facts.rank}: a thread is at {inner} in {inner.function}"
+
+
+def _is_ours(frames: Sequence[Site]) -> bool:
+    return any("/miniray/doctor/" in frame.file for frame in frames)
+
+
 def _bar_between_barriers(facts: Facts) -> Site | None:
     """Where it makes the bar it is stuck in, if the last thing it did before was a barrier."""
     if not any("tqdm" in frame.file for frame in facts.stack):
         return None
     last = next((e for e in reversed(facts.record.events) if e.kind != BAR), None)
     return facts.user_frame if last is not None and bars.is_barrier(last) else None
-
-
-def _computes(facts: Facts) -> bool:
-    return facts.busy or (facts.cpu is not None and facts.cpu > _BUSY)
 
 
 def _busy(facts: Facts) -> str:
@@ -190,4 +207,5 @@ def _at(facts: Facts) -> str:
 
 def _source(frame: Site | None) -> str:
     """The line's text, where its file is at hand."""
-    return linecache.getline(frame.file, frame.line).strip()[:60] if frame is not None else ""
+    line = linecache.getline(frame.file, frame.line).strip() if frame is not None else ""
+    return shortened(line, 60)

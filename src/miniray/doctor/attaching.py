@@ -10,7 +10,15 @@ import sys
 import time
 from pathlib import Path
 
-from miniray.doctor import env, instrument, processes, recorder, runfile
+from miniray.doctor import (
+    env,
+    instrument,
+    leaving,
+    processes,
+    recorder,
+    runfile,
+    thread_errors,
+)
 from miniray.doctor.box_reader import BoxReader
 from miniray.doctor.recorder import Recorder
 from miniray.errors import BoxError
@@ -65,6 +73,9 @@ def attach(
     if place.rank == 0 and not (folder / "run.json").exists():
         runfile.write_run(folder, place.world_size, place.launcher)
         atexit.register(_finish, folder, os.getpid())
+    thread_errors.watch()
+    if place.launcher != "miniray run":  # which sees by itself how a rank ends
+        leaving.watch()
     if instrumented:
         instrument.install()
     return current

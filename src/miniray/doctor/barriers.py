@@ -226,13 +226,13 @@ def _describe(
     if record.last_event is not None:
         last = next((e for e in reversed(record.events) if e.kind != model.EXIT), record.last_event)
         lines.append(f"    last: {last.kind} {last.describe()}, {now - last.at:.1f} s ago")
-    main = next((one for one in stack if _is_main(one)), stack[0] if stack else None)
-    if main is not None:
+    frames = stacks.main_stack(stack)
+    if frames:
         lines.append("    stack, innermost first:")
-        shown = main.frames[:_STACK_FRAMES]
+        shown = frames[:_STACK_FRAMES]
         lines += [f"      {site.file}:{site.line} in {site.function}" for site in shown]
-        if len(main.frames) > _STACK_FRAMES:
-            lines.append(f"      … {len(main.frames) - _STACK_FRAMES} more")
+        if len(frames) > _STACK_FRAMES:
+            lines.append(f"      … {len(frames) - _STACK_FRAMES} more")
     return lines
 
 
@@ -250,13 +250,6 @@ def _state(record: RankRecord, now: float) -> str:
     if quiet > 3 * record.heartbeat_interval + 1:
         text += f", no heartbeat for {quiet:.0f} s (C code holds Python's lock?)"
     return text
-
-
-def _is_main(stack: model.ThreadStack) -> bool:
-    """The thread that runs the script: its outermost frame is the module, or our bootstrap."""
-    return bool(stack.frames) and (
-        stack.frames[-1].function in ("<module>", "_run_module_as_main") or stack.current
-    )
 
 
 def _short(site: str) -> str:

@@ -14,7 +14,7 @@ import sys
 import types
 from importlib.machinery import SourceFileLoader
 
-from miniray.doctor import attaching, processes, recorder
+from miniray.doctor import attaching, leaving, processes, recorder
 
 
 def main() -> None:
@@ -32,10 +32,8 @@ def main() -> None:
             _run_script(arguments[0])
     except SystemExit as stop:
         current = recorder.current()
-        if stop.code and current is not None:
-            code = stop.code if isinstance(stop.code, int) else 1
-            message = "" if isinstance(stop.code, int) else str(stop.code)
-            current.record_exit("exit", code=code, message=message)
+        if current is not None:
+            leaving.record(current, stop.code, stop.__context__)
         raise
     except BaseException as error:
         # Shown here and not by Python, so that the frames of this file are not in it.

@@ -32,8 +32,9 @@ _monotonic_ns = time.monotonic_ns
 
 #: An event that was added: its number, from 1, and where it is.
 Added = tuple[int, int]
-#: See ``Box.beginner``.
-Begin = Callable[[int], Added]
+#: A call that blocks or may, as one line makes it: what it is, what gives its sequence number, and
+#: the cell that has the number of the last one (OPEN or EVENTS).
+Call = tuple[bytes, Callable[[], int], int]
 
 
 class Box:
@@ -45,7 +46,7 @@ class Box:
     def __init__(self, path: Path, memory: mmap.mmap) -> None:
         self.path = path
         self.pid = os.getpid()
-        self._memory = memory
+        self.mapped = memory
         self.memory = view = memoryview(memory)
         cells = view[layout.CELLS_AT : layout.CELLS_AT + layout.CELLS * 8]
         self.ints = cells.cast("q")
@@ -53,7 +54,7 @@ class Box:
         self.words = view[: layout.BOX_SIZE // 8 * 8].cast("Q")
         self._texts: dict[str, int] = {}
         # Counting this way is one step for Python: two threads never get the same number.
-        self._next_event = itertools.count(1).__next__
+        self.next_event = itertools.count(1).__next__
         self._steps = [0] * len(layout.STEP_WIDTHS)
         self._text_lock = threading.Lock()  # for new texts only, which are few
         self._versions = {layout.INFO_AT: 0, layout.EXIT_AT: 0}
@@ -106,7 +107,7 @@ class Box:
         start = layout.HEAP_AT + used
         self.memory[start : start + len(data)] = data
         layout.TEXT.pack_into(
-            self._memory, layout.TEXTS_AT + index * layout.TEXT.size, used, len(data)
+            self.mapped, layout.TEXTS_AT + index * layout.TEXT.size, used, len(data)
         )
         self.ints[Cell.TEXT_BYTES] = used + len(data)
         self.ints[Cell.TEXTS] = index + 1  # only now does a reader see it
@@ -141,43 +142,24 @@ class Box:
 
         A blocking open one is what the rank waits in, until ``end_event``.
         """
-        count = self._next_event()
-        at = _EVENTS_AT + (count - 1) % _EVENT_SLOTS * _EVENT_SIZE
+        count = self.next_event()
+        at = _EVENTS_AT + count % _EVENT_SLOTS * _EVENT_SIZE
         now = _monotonic_ns()
         ints = self.ints
         # Plain numbers for cells here and below: Cell.STEP and the like would double the time.
         ended = 0 if is_open else now
-        _pack_event(self._memory, at, count, now, ended, sequence, ints[4], what, count)
+        _pack_event(self.mapped, at, count, now, ended, sequence, ints[4], what, count)
         ints[1 if blocking and is_open else 0] = count
         return count, at
 
-    def beginner(self, what: bytes, next_one: Callable[[], int], blocking: bool) -> Begin:
-        """A function that adds this event, open: ``event`` with everything at hand.
-
-        ``next_one`` gives the sequence number. The function takes the time, in nanoseconds.
-        """
-
-        # All of it as defaults, which lie side by side: the cells of a closure are scattered.
-        def begin(
-            now: int,
-            next_event: Callable[[], int] = self._next_event,
-            pack: Callable[..., None] = _pack_event,
-            memory: mmap.mmap = self._memory,
-            next_one: Callable[[], int] = next_one,
-            ints: memoryview[int] = self.ints,
-            what: bytes = what,
-            cell: int = 1 if blocking else 0,
-            first: int = _EVENTS_AT,
-            slots: int = _EVENT_SLOTS,
-            size: int = _EVENT_SIZE,
-        ) -> Added:
-            count = next_event()
-            at = first + (count - 1) % slots * size
-            pack(memory, at, count, now, 0, next_one(), ints[4], what, count)
-            ints[cell] = count
-            return count, at
-
-        return begin
+    def begin(self, call: Call, now: int) -> Added:
+        """Add this call, open, at ``now``."""
+        count = self.next_event()
+        at = _EVENTS_AT + count % _EVENT_SLOTS * _EVENT_SIZE
+        ints = self.ints
+        _pack_event(self.mapped, at, count, now, 0, call[1](), ints[4], call[0], count)
+        ints[call[2]] = count
+        return count, at
 
     def end_event(self, added: Added, now: int) -> None:
         """Say that the open event ended at ``now``. One that the ring has lost is passed over."""
@@ -209,9 +191,9 @@ class Box:
         ``parts`` are nanoseconds: of all, of data, backward and collectives.
         """
         self._steps[level] = count = self._steps[level] + 1
-        slot = level * _STEP_SLOTS + (count - 1) % _STEP_SLOTS
+        slot = level * _STEP_SLOTS + count % _STEP_SLOTS
         _pack_step(
-            self._memory, _STEPS_AT + slot * _STEP_SIZE,
+            self.mapped, _STEPS_AT + slot * _STEP_SIZE,
             count, step, _STEP_WIDTHS[level], epoch, ended, *parts, loss, batch_size, count,
         )  # fmt: skip
         self.ints[27 + level] = count  # Cell.STEPS
@@ -232,14 +214,14 @@ class Box:
         body = start + layout.BLOB_HEAD.size
         self.memory[body : body + len(data)] = data
         checksum = zlib.crc32(data, version)
-        layout.BLOB_HEAD.pack_into(self._memory, start, version, len(data), checksum)
+        layout.BLOB_HEAD.pack_into(self.mapped, start, version, len(data), checksum)
 
     def close(self) -> None:
         """Unmap the file. It stays readable."""
         for view in (self.ints, self.floats, self.words, self.memory):
             view.release()
         try:
-            self._memory.close()
+            self.mapped.close()
         except BufferError:  # a numpy view of samples is still held somewhere; it ends with it
             return
 

@@ -81,7 +81,7 @@ class BoxFile:
         number = self.ints[Cell.OPEN]
         if not number:
             return False
-        slot = (number - 1) % layout.EVENT_SLOTS
+        slot = number % layout.EVENT_SLOTS
         word = (layout.EVENTS_AT + slot * layout.EVENT.size) >> 3
         return self._words[word] == number and not self._words[word + layout.EVENT_ENDED]
 
@@ -102,7 +102,7 @@ class BoxFile:
         for slot in range(slots):
             start = at + slot * size
             number = self._words[start >> 3]
-            if not number or (number - 1) % slots != slot:
+            if not number or number % slots != slot:
                 continue
             data = bytes(self.view[start : start + size])
             end = int.from_bytes(data[-8:], "little")

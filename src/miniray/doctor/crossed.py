@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from miniray.doctor import collectives, loop
+from miniray.doctor import collectives, loop, unsynced
 from miniray.doctor.facts import Case, Facts
-from miniray.doctor.findings import Finding, Severity, listed, named
+from miniray.doctor.findings import Finding, Severity, is_or_are, listed, named
+from miniray.doctor.model import POINT_TO_POINT
 from miniray.doctor.waiting import BUFFERS, GRADIENTS, NAMED_BARRIERS
-from miniray.doctor.words import is_or_are, name_of, now_at, position, positions, spot, wait_of
+from miniray.doctor.words import name_of, now_at, position, positions, spot, wait_of
 
 _Classes = Mapping[tuple[str, int, str], Sequence[Facts]]
 
@@ -20,16 +21,24 @@ def explain_crossed(case: Case, waiting: Sequence[Facts]) -> Finding:
         classes.setdefault((*facts.wait.key[:2], facts.wait.name), []).append(facts)
     divergence = collectives.first_divergence(case)
     if len(classes) == 1 and divergence is None:
-        return _does_not_complete(case, waiting)
+        return _does_not_complete(waiting)
     story = loop.explain(waiting, [f for f in waiting if name_of(f.wait) in (GRADIENTS, BUFFERS)])
+    story = story or unsynced.explain(waiting, waiting)
     if story is not None:
         return story
-    if len(classes) == 1 and divergence is not None:
-        return from_divergence(case, divergence, Severity.STUCK)
-    return _parted(case, classes, divergence)
+    if divergence is not None and (len(classes) == 1 or _came_before(divergence, waiting)):
+        return from_divergence(divergence, Severity.STUCK)
+    return _parted(case, classes)
 
 
-def _parted(case: Case, classes: _Classes, divergence: collectives.Divergence | None) -> Finding:
+def _came_before(divergence: collectives.Divergence, waiting: Sequence[Facts]) -> bool:
+    """Whether calls that do not match were made before those in which the ranks wait now."""
+    open_now = {(f.rank, wait_of([f]).event) for f in waiting}
+    mismatch = divergence.kind == collectives.CALL
+    return mismatch and not open_now.issuperset(divergence.calls.items())
+
+
+def _parted(case: Case, classes: _Classes) -> Finding:
     """Ranks are in different places, each waiting for the others."""
     odd = _odd_class(case, classes)
     parties = sorted(classes.values(), key=lambda fs: (fs is not odd, len(fs), fs[0].rank))
@@ -38,21 +47,17 @@ def _parted(case: Case, classes: _Classes, divergence: collectives.Divergence | 
     ranks = tuple(f.rank for f in first)
     if odd is None:
         ranks = tuple(sorted(f.rank for f in [*first, *rest]))
-    evidence = [position(party[0], party) for party in parties]
-    open_now = {(f.rank, wait_of([f]).event) for f in [*first, *rest]}
-    if divergence is not None and not open_now.issuperset(divergence.calls.items()):
-        evidence.append(_divergence_line(divergence))
     cause, fix = _why_parted(parties)
     return Finding(
         code="collectives-parted",
         severity=Severity.STUCK,
         title=_parted_title(parties),
         ranks=ranks,
-        evidence=tuple(evidence),
+        evidence=tuple(position(party[0], party) for party in parties),
         cause=cause,
         fix=fix,
         step=first[0].record.step,
-        site=str(wait.site) if wait.site.file else "",
+        site=wait.site,
     )
 
 
@@ -70,10 +75,16 @@ def _parted_title(parties: Sequence[Sequence[Facts]]) -> str:
         if len(parties) > 2:
             return f"{missing}; {others}"
         return f"{missing}, now in {spot(wait_of(rest))}"
-    if any(wait_of(party).name == BUFFERS for party in parties):
+    if any(wait_of(party).name == BUFFERS for party in parties) or _is_message(parties):
         return f"{named(ranks)} {is_or_are(ranks)} in {spot(wait)}, {others}"
     count, total = len(first), len(first) + len(rest)
     return f"{spot(wait)} called by {count} of {total} ranks ({named(ranks)}); {others}"
+
+
+def _is_message(parties: Sequence[Sequence[Facts]]) -> bool:
+    """Whether any of them sends to, or waits for a message of, one rank."""
+    events = [wait_of(party).event for party in parties]
+    return any(event is not None and event.kind == POINT_TO_POINT for event in events)
 
 
 def _in_other_groups(parties: Sequence[Sequence[Facts]]) -> bool:
@@ -109,11 +120,24 @@ def _why_parted(parties: Sequence[Sequence[Facts]]) -> tuple[str, str]:
             "must call it. Validation on one rank must not go through the wrapper.",
             "call model.module(x) there, or validate on all ranks",
         )
+    if _is_message(parties):
+        return (
+            "A send and its recv must meet. Each of these ranks waits for one that is in another "
+            "call, or that would only send after it has received.",
+            "let one of two ranks send while the other receives, in one order; or isend and irecv",
+        )
     if _in_other_groups(parties):
         return (
             "The same call, but in different process groups: each group waits for members that "
             "are busy in the other.",
             "pass the same group= on all of its ranks, and use groups in one order everywhere",
+        )
+    names = {wait_of(party).name for party in parties}
+    if names == {GRADIENTS, "barrier"} and not any(f.record.loaders for p in parties for f in p):
+        return (
+            "Ranks have done different numbers of backwards, and each of DDP's is a collective: "
+            "their loops have different lengths, or the barrier is in a branch of some ranks.",
+            "let all ranks do the same number of steps, or loop inside of `with model.join():`",
         )
     return (
         "Ranks took different branches: a collective or barrier under `if rank == 0`, or in code "
@@ -122,7 +146,7 @@ def _why_parted(parties: Sequence[Sequence[Facts]]) -> tuple[str, str]:
     )
 
 
-def from_divergence(case: Case, divergence: collectives.Divergence, severity: Severity) -> Finding:
+def from_divergence(divergence: collectives.Divergence, severity: Severity) -> Finding:
     """Ranks whose n-th calls do not match, or came in swapped order."""
     parties = divergence.parties()
     ranks = divergence.odd or tuple(sorted(divergence.calls))
@@ -139,6 +163,9 @@ def from_divergence(case: Case, divergence: collectives.Divergence, severity: Se
         title = f"collectives do not match at step {step}: {said}"
         cause = "All ranks of a group must make the same calls with the same shapes, in one order."
         fix = "compare the two lines: which branch, or which size, differs between ranks?"
+        if any(event.name == "new_group" for event in divergence.calls.values()):
+            cause = "Every rank must call new_group for every group, members or not, in one order."
+            fix = "make all groups on all ranks, and let each rank keep the one it is in"
     return Finding(
         code="collectives-swapped" if divergence.kind == collectives.ORDER else "mismatch",
         severity=severity,
@@ -148,7 +175,7 @@ def from_divergence(case: Case, divergence: collectives.Divergence, severity: Se
         cause=cause,
         fix=fix,
         step=step,
-        site=str(parties[0][1].site) if parties[0][1].site.file else "",
+        site=parties[0][1].site,
     )
 
 
@@ -157,18 +184,28 @@ def _divergence_line(divergence: collectives.Divergence) -> str:
     return f"call {divergence.sequence + 1} of group {divergence.group}: {said}"
 
 
-def _does_not_complete(case: Case, waiting: Sequence[Facts]) -> Finding:
-    wait = waiting[0].wait
-    assert wait is not None
+def _does_not_complete(waiting: Sequence[Facts]) -> Finding:
+    wait = wait_of(waiting)
+    ranks = tuple(f.rank for f in waiting)
+    if _is_message([waiting]):
+        code, title = "collectives-parted", f"{named(ranks)} wait for each other in {spot(wait)}"
+        cause, fix = _why_parted([waiting])
+    else:
+        code = "does-not-complete"
+        title = f"all ranks are in {wait.short()} and it does not complete"
+        cause = (
+            "All ranks made the same call. What is left is below Python: the network, NCCL, a GPU, "
+            "or parameters that got no gradient on one rank."
+        )
+        fix = "check the network between hosts, NCCL_DEBUG=INFO, and find_unused_parameters=True"
     return Finding(
-        code="does-not-complete",
+        code=code,
         severity=Severity.STUCK,
-        title=f"all ranks are in {wait.short()} and it does not complete",
-        ranks=tuple(f.rank for f in waiting),
+        title=title,
+        ranks=ranks,
         evidence=tuple(positions(waiting)),
-        cause="All ranks made the same call. What is left is below Python: the network, NCCL, a "
-        "GPU, or parameters that got no gradient on one rank.",
-        fix="check the network between hosts, NCCL_DEBUG=INFO, and find_unused_parameters=True",
+        cause=cause,
+        fix=fix,
         step=min(f.record.step for f in waiting),
-        site=str(wait.site) if wait.site.file else "",
+        site=wait.site,
     )

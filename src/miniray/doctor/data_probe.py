@@ -7,6 +7,7 @@ is loaded, trained or written by the script's loop.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
@@ -18,6 +19,7 @@ from typing import Any
 from miniray.doctor import dataset_check, dataset_findings, dataset_shares, recorder, sites
 from miniray.doctor.findings import by_weight
 from miniray.doctor.handles import find_handles
+from miniray.doctor.loader_facts import length_of
 from miniray.doctor.model import SamplePass, Site, site_from
 
 _loaders: list[Any] = []
@@ -60,8 +62,10 @@ def _leave(iterated: Any, site: str) -> None:
     current = recorder.current()
     assert current is not None
     others = [found for reference in _loaders if (found := reference()) is not None]
-    every = [iterated, *(loader for loader in others if loader is not iterated)]
-    found = [_describe(loader, site if loader is iterated else "") for loader in every]
+    found = [_describe(iterated, site)]
+    for loader in others:
+        with contextlib.suppress(TypeError):  # of one that is not trained with: it tells nothing
+            found += [_describe(loader, "")] if loader is not iterated else []
     path = probe_file(current.run_dir, current.rank)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(found), encoding="utf-8")
@@ -70,32 +74,28 @@ def _leave(iterated: Any, site: str) -> None:
 
 def _describe(loader: Any, site: str) -> dict[str, Any]:
     sampler = dataset_shares.sampler_of(loader)
-    ids = dataset_shares.indices_of(sampler) if sampler is not None else []
-    given = dataset_shares.pass_of(ids)
+    taken = dataset_shares.Taken([], 0)
+    if sampler is not None:
+        taken = dataset_shares.taken_from(sampler)
+    given = dataset_shares.pass_of(taken)
     made = getattr(loader, "_miniray_made_at", "")
     return {
         "iterated": bool(site),
         "site": list(site_from(site or made)),
-        "length": _length(loader.dataset),
+        "length": length_of(loader.dataset),
         "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
-        "drop_last": bool(getattr(loader, "drop_last", False)),
+        "drop_last": dataset_shares.drops_last(loader),
         "num_workers": loader.num_workers,
         "sampler": type(sampler).__name__ if sampler is not None else "",
         "distributed": getattr(sampler, "num_replicas", None) is not None,
         "shuffle": getattr(sampler, "shuffle", None),
         "epoch_set": bool(getattr(sampler, "_miniray_set_epoch", 0)),
         "count": given.count,
+        "batches": taken.batches,
         "ids": list(given.ids),
         "sketch": list(given.sketch),
         "handles": [str(handle) for handle in find_handles(loader.dataset) if not handle.forks],
     }
-
-
-def _length(data: Any) -> int | None:
-    try:
-        return len(data)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def read(run_dir: Path, world_size: int) -> list[dataset_check.DataReport]:
@@ -125,11 +125,8 @@ def read(run_dir: Path, world_size: int) -> list[dataset_check.DataReport]:
         shares = []
         for rank, said in ranks.items():
             given = SamplePass(0, 0, said["count"], tuple(said["ids"]), tuple(said["sketch"]))
-            counted = range(given.count)
-            share = dataset_shares.share_of(rank, counted, said["batch_size"], said["drop_last"])
-            shares.append(
-                dataset_shares.Share(rank, given, share.batches, share.last_batch, share.dropped)
-            )
+            size, drop_last, batches = said["batch_size"], said["drop_last"], said["batches"]
+            shares.append(dataset_shares.share(rank, given, size, drop_last, batches))
         handles = sorted({handle for said in ranks.values() for handle in said["handles"]})
         found = by_weight(dataset_findings.judge(setup, shares, handles))
         reports.append(dataset_check.report(setup, shares, found))

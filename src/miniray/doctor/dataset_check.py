@@ -18,9 +18,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from miniray.doctor.dataset_findings import judge
-from miniray.doctor.dataset_shares import Setup, Share, dealt, length_of, of_loader, share_of
+from miniray.doctor.dataset_shares import Setup, Share, Taken, dealt, of_loader, share_of
 from miniray.doctor.findings import Finding, Severity, by_weight, plural
 from miniray.doctor.handles import find_handles
+from miniray.doctor.loader_facts import length_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,15 +93,18 @@ def check_dataset(
     A plain dataset is dealt out as ``DistributedSampler`` does; ``batch_size``, ``drop_last`` and
     ``num_workers`` say what the loader will be like. A DataLoader knows these itself.
     ``world_size`` is by default what the environment or the process group says. With ``rank`` only
-    that rank's share is shown; all are compared. ``TypeError`` for a dataset without a length.
+    that rank's share is shown; all are compared. ``TypeError`` for a dataset without a length, and
+    for a loader whose sampler gives no numbers.
     """
     world = _world_size() if world_size is None else world_size
     if world < 1:
         raise ValueError(f"world_size must be at least 1, not {world}")
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, not {batch_size}")
     if rank is not None and not 0 <= rank < world:
         raise ValueError(f"rank must be at least 0 and less than world_size {world}, not {rank}")
     if hasattr(data, "dataset") and hasattr(data, "batch_sampler"):
-        setup, indices = of_loader(data, world)
+        setup, taken = of_loader(data, world)
         dataset = data.dataset
     else:
         length = length_of(data)
@@ -108,9 +112,10 @@ def check_dataset(
             kind = type(data).__name__
             raise TypeError(f"{kind} has no length: which samples a rank gets cannot be told")
         setup = Setup(length, world, batch_size, drop_last, num_workers)
-        indices = {r: dealt(length, world, r) for r in range(world)}
+        each = {r: dealt(length, world, r) for r in range(world)}
+        taken = {r: Taken(ids, len(ids)) for r, ids in each.items()}
         dataset = data
-    shares = [share_of(r, ids, setup.batch_size, setup.drop_last) for r, ids in indices.items()]
+    shares = [share_of(r, given, setup.batch_size, setup.drop_last) for r, given in taken.items()]
     handles = [str(handle) for handle in find_handles(dataset) if not handle.forks]
     found = by_weight(judge(setup, shares, handles))
     shown = tuple(share for share in shares if rank is None or share.rank == rank)

@@ -14,7 +14,7 @@ def judge(setup: Setup, shares: Sequence[Share], handles: Sequence[str]) -> Iter
     yield from _sampler(setup)
     yield from _overlap(setup, shares)
     yield from _uneven(setup, shares)
-    yield from _dropped(setup, shares)
+    yield from _dropped(shares)
     yield from _epoch(setup)
     if handles:
         serious = setup.num_workers > 0
@@ -43,7 +43,7 @@ def _sampler(setup: Setup) -> Iterator[Finding]:
 
 
 def _overlap(setup: Setup, shares: Sequence[Share]) -> Iterator[Finding]:
-    repeated = _padding(setup, shares)
+    repeated = _padding(shares)
     for one, two in itertools.combinations(shares[:32], 2):
         share = samples.overlap(one.given, two.given)
         if share > 0.10 and share * min(one.given.count, two.given.count) > setup.world_size:
@@ -68,7 +68,7 @@ def _overlap(setup: Setup, shares: Sequence[Share]) -> Iterator[Finding]:
         )
 
 
-def _padding(setup: Setup, shares: Sequence[Share]) -> list[int]:
+def _padding(shares: Sequence[Share]) -> list[int]:
     if not all(share.given.is_exact for share in shares):
         return []
     seen: set[int] = set()
@@ -110,7 +110,7 @@ def _uneven(setup: Setup, shares: Sequence[Share]) -> Iterator[Finding]:
         )
 
 
-def _dropped(setup: Setup, shares: Sequence[Share]) -> Iterator[Finding]:
+def _dropped(shares: Sequence[Share]) -> Iterator[Finding]:
     dropped = sum(share.dropped for share in shares)
     given = sum(share.samples for share in shares)
     if dropped:

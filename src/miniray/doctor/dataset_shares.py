@@ -8,17 +8,21 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miniray.doctor import layout, samples
+from miniray.doctor import layout, loader_facts, samples
 from miniray.doctor.findings import plural
+from miniray.doctor.loader_facts import length_of
 from miniray.doctor.model import SamplePass
 
 #: Indices that are dealt out at most, for one rank: of a larger epoch the beginning is compared.
-_MOST_IDS = 1_000_000
+MOST_IDS = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What one rank gets in one epoch. ``dropped`` samples of it are left over by ``drop_last``."""
+    """What one rank gets in one epoch. ``dropped`` samples of it are left over by ``drop_last``.
+
+    ``last_batch`` is 0 where a batch sampler makes them as it likes.
+    """
 
     rank: int
     given: SamplePass
@@ -33,7 +37,7 @@ class Share:
     def line(self) -> str:
         """``rank 1: 3 samples, 2 batches (the last of 1): 1, 5, 9``"""
         shown = ", ".join(map(str, self.given.ids[:8]))
-        last = f" (the last of {self.last_batch})" if self.batches > 1 else ""
+        last = f" (the last of {self.last_batch})" if self.batches > 1 and self.last_batch else ""
         more = ", …" if self.given.count > 8 else ""
         counts = f"{plural(self.samples, 'sample')}, {plural(self.batches, 'batch')}{last}"
         return (
@@ -57,66 +61,89 @@ class Setup:
     where: str = ""
 
 
-def dealt(length: int, world_size: int, rank: int) -> range | list[int]:
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """What a sampler gives in one epoch: the first numbers, and how many there are.
+
+    ``batches`` is their number where the sampler itself makes them.
+    """
+
+    ids: Sequence[int]
+    count: int
+    batches: int | None = None
+
+
+def dealt(length: int, world_size: int, rank: int) -> Sequence[int]:
     """What ``DistributedSampler(shuffle=False)`` gives a rank: evenly, the first ones once more."""
     each = -(-length // world_size)
     if length == 0:
         return []
     whole = range(rank, each * world_size, world_size)
-    return whole if each * world_size == length else [index % length for index in whole]
+    if each * world_size == length or each > MOST_IDS:  # what is repeated then is not looked at
+        return whole
+    return [index % length for index in whole]
 
 
-def share_of(rank: int, ids: Sequence[int], batch_size: int | None, drop_last: bool) -> Share:
-    count = len(ids)
+def share_of(rank: int, taken: Taken, batch_size: int | None, drop_last: bool) -> Share:
+    return share(rank, pass_of(taken), batch_size, drop_last, taken.batches)
+
+
+def share(
+    rank: int, given: SamplePass, batch_size: int | None, drop_last: bool, batches: int | None
+) -> Share:
+    """``batches``: of a sampler that makes them, whatever the other two say."""
+    if batches is not None:
+        return Share(rank, given, batches, 0, 0)
     if not batch_size:
-        return Share(rank, pass_of(ids), count, 1 if count else 0, 0)
-    whole, rest = divmod(count, batch_size)
+        return Share(rank, given, given.count, min(given.count, 1), 0)
+    whole, rest = divmod(given.count, batch_size)
     if drop_last:
-        return Share(rank, pass_of(ids), whole, batch_size if whole else 0, rest)
-    return Share(rank, pass_of(ids), whole + bool(rest), rest or min(count, batch_size), 0)
+        return Share(rank, given, whole, batch_size if whole else 0, rest)
+    return Share(rank, given, whole + bool(rest), rest or min(given.count, batch_size), 0)
 
 
-def pass_of(ids: Sequence[int]) -> SamplePass:
+def pass_of(taken: Taken) -> SamplePass:
     """The samples as a rank's box would have them, so that they are compared in the same way."""
     import numpy as np
 
-    array = np.asarray(ids, dtype=np.int64)
+    array = np.asarray(taken.ids[:MOST_IDS], dtype=np.int64)
     sketch: tuple[int, ...] = ()
     if array.size > layout.PASS_IDS:
         sketch = tuple(np.unique(samples.hash_ids(array))[: layout.SKETCH_SIZE].tolist())
-    return SamplePass(0, 0, int(array.size), tuple(array[: layout.PASS_IDS].tolist()), sketch)
+    return SamplePass(0, 0, taken.count, tuple(array[: layout.PASS_IDS].tolist()), sketch)
 
 
-def of_loader(loader: Any, world: int) -> tuple[Setup, Mapping[int, Sequence[int]]]:
+def of_loader(loader: Any, world: int) -> tuple[Setup, Mapping[int, Taken]]:
     """A torch DataLoader: its sampler is copied for every rank and asked."""
     sampler = sampler_of(loader)
+    if sampler is None:
+        raise TypeError(
+            "the loader's dataset is iterable: which samples a rank gets cannot be told"
+        )
     replicas = getattr(sampler, "num_replicas", None)
     setup = Setup(
         length=length_of(loader.dataset),
         world_size=replicas or world,
         batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
-        drop_last=bool(getattr(loader, "drop_last", False)),
+        drop_last=drops_last(loader),
         num_workers=int(getattr(loader, "num_workers", 0)),
-        sampler=type(sampler).__name__ if sampler is not None else "no sampler",
+        sampler=type(sampler).__name__,
         distributed=replicas is not None,
         shuffle=getattr(sampler, "shuffle", None),
     )
-    if sampler is None:
-        raise TypeError(
-            "the loader's dataset is iterable: which samples a rank gets cannot be told"
-        )
     if replicas is None:
-        ids = indices_of(sampler)
-        return setup, dict.fromkeys(range(world), ids)
-    return setup, {r: indices_of(_for_rank(sampler, r)) for r in range(replicas)}
+        return setup, dict.fromkeys(range(world), taken_from(sampler))
+    return setup, {r: taken_from(_for_rank(sampler, r)) for r in range(replicas)}
 
 
 def sampler_of(loader: Any) -> Any:
-    """The sampler that gives single samples; None for an iterable dataset."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    if batch_sampler is None:
-        return None
-    return getattr(batch_sampler, "sampler", batch_sampler)
+    """The sampler that decides which samples; None for an iterable dataset."""
+    return loader_facts.sampler_of(loader) if loader_facts.has_ids(loader) else None
+
+
+def drops_last(loader: Any) -> bool:
+    """A batch sampler of the user's knows it, and its loader does not."""
+    return bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last))
 
 
 def _for_rank(sampler: Any, rank: int) -> Any:
@@ -125,12 +152,18 @@ def _for_rank(sampler: Any, rank: int) -> Any:
     return other
 
 
-def indices_of(sampler: Any) -> list[int]:
-    return [int(index) for index in itertools.islice(iter(sampler), _MOST_IDS)]
-
-
-def length_of(data: Any) -> int | None:
+def taken_from(sampler: Any) -> Taken:
+    """``TypeError`` for a sampler of names, pairs or the like: these are no numbers of samples."""
+    items = list(itertools.islice(iter(sampler), MOST_IDS))
     try:
-        return len(data)
-    except (TypeError, NotImplementedError):
-        return None
+        if items and isinstance(items[0], list):
+            ids = [int(index) for batch in items for index in batch]
+            return Taken(ids, len(ids), len(items))
+        ids = [int(index) for index in items]
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"the sampler {type(sampler).__name__} gives {items[0]!r}, which is no number: which "
+            "samples a rank gets cannot be told"
+        ) from None
+    more = length_of(sampler) if len(ids) == MOST_IDS else None
+    return Taken(ids, len(ids) if more is None else more)

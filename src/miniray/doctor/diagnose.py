@@ -24,6 +24,7 @@ from miniray.doctor import (
     driver,
     ended,
     hang,
+    meeting,
     render,
     render_json,
     stacks,
@@ -132,14 +133,26 @@ def _ends(case: Case) -> Iterable[Finding]:
     """Why the run ended or does not go on: one finding at most, for the rest follows from it."""
     failed = driver.explain_gone(case) or ended.explain(case)
     if failed is not None:
-        return [failed]
+        return [meeting.explain(case, Severity.FAILED) or _mismatched(case, failed) or failed]
     stuck = hang.explain(case)
     if stuck is not None:
         # All in one place, and nobody to blame: then what one of them raised is the best there is.
         raised = ended.explain_any(case) if stuck.code == "does-not-complete" else None
-        return [raised or stuck]
+        return [meeting.explain(case, Severity.STUCK) or raised or stuck]
     told = driver.explain_error(case)
     return [told] if told is not None else _diverged(case)
+
+
+def _mismatched(case: Case, failed: Finding) -> Finding | None:
+    """Why a rank crashed inside of a collective: the others made one that does not match it."""
+    divergence = collectives.first_divergence(case)
+    if divergence is None or divergence.kind != collectives.CALL:
+        return None
+    calls = [divergence.calls[rank] for rank in failed.ranks if rank in divergence.calls]
+    if not any(call.is_open for call in calls):  # it came out of the call, and failed later
+        return None
+    found = crossed.from_divergence(divergence, Severity.FAILED)
+    return dataclasses.replace(found, evidence=(*found.evidence, failed.title))
 
 
 def _diverged(case: Case) -> Iterable[Finding]:
@@ -147,7 +160,7 @@ def _diverged(case: Case) -> Iterable[Finding]:
     divergence = collectives.first_divergence(case)
     if divergence is None:
         return []
-    return [crossed.from_divergence(case, divergence, Severity.WRONG)]
+    return [crossed.from_divergence(divergence, Severity.WRONG)]
 
 
 def _old_stacks(run: RunRecord) -> dict[int, tuple[ThreadStack, ...]]:

@@ -44,7 +44,7 @@ def explain_error(case: Case) -> Finding | None:
     message = str(error.get("message") or "").strip()
     trace = str(error.get("traceback") or "")
     first_line = message.partition("\n")[0]
-    site = _site(trace)
+    site = site_in(trace)
     where = f" at {site}" if site.file else ""
     title = f"the run failed: {shortened(first_line)}"
     if error.get("type"):
@@ -58,7 +58,7 @@ def explain_error(case: Case) -> Finding | None:
         evidence=(*(shortened(line) for line in lines[-3:]), *_consequences(case)),
         cause="The error is in the process that started the ranks, and in none of them.",
         fix="fix the error at that line; the whole traceback is in run.json" if trace else "",
-        site=str(site) if site.file else "",
+        site=site,
     )
 
 
@@ -70,8 +70,8 @@ def _consequences(case: Case) -> tuple[str, ...]:
     return (f"{named(ranks)} ended with it: {word}",)
 
 
-def _site(trace: str) -> Site:
-    """The innermost line of the user's own code, else the innermost line."""
+def site_in(trace: str) -> Site:
+    """Of a traceback the innermost line of the user's own code, else the innermost line."""
     frames = [Site(file, int(line), name) for file, line, name in _FRAME.findall(trace)]
     users = [frame for frame in frames if sites.is_users(frame.file)]
     return (users or frames or [NOWHERE])[-1]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
+from miniray.doctor.driver import site_in
 from miniray.doctor.facts import Case, Facts
 from miniray.doctor.findings import Finding, Severity, named, plural, shortened, size
+from miniray.doctor.model import Exit, Site
 
 _CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"}
+#: What torch says first of an error in a loader's process; the error itself comes last.
+_LOST_WORKER = "DataLoader worker (pid"
+_IN_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)")
 
 
 def explain(case: Case) -> Finding | None:
@@ -28,7 +34,7 @@ def _of(failed: Sequence[Facts], case: Case) -> Finding | None:
     together = [f for f in failed if f is first or _same(f, first)]
     ended = first.record.exit
     assert ended is not None
-    what, cause, fix = _story(first, case)
+    what, cause, fix = _story(first)
     ranks = tuple(sorted(f.rank for f in together))
     others = [f for f in case if f not in together]
     evidence = [_evidence(first)]
@@ -53,7 +59,7 @@ def _of(failed: Sequence[Facts], case: Case) -> Finding | None:
         cause=cause,
         fix=fix,
         step=first.record.step,
-        site=str(ended.site) if ended.site.file else "",
+        site=_site(ended),
     )
 
 
@@ -90,21 +96,26 @@ def _out_of_memory(facts: Facts) -> bool:
     )
 
 
-def _story(facts: Facts, case: Case) -> tuple[str, str, str]:
+def _story(facts: Facts) -> tuple[str, str, str]:
     """(what happened, after "rank r"; cause; fix)"""
     record = facts.record
     ended = record.exit
     assert ended is not None
     memory = f"{size(record.rss)} resident, {size(record.peak_rss)} at most"
     if ended.kind == "exception":
-        first_line = ended.message.strip().splitlines()[0] if ended.message.strip() else ""
-        said = shortened(f"{ended.type}: {first_line}".rstrip(": "))
-        where = f" at {ended.site}" if ended.site.file else ""
+        said, where = _raised(ended)
         if "address already in use" in ended.message:
             return (
                 f"raised {said}{where}",
                 "The port on which the ranks meet (MASTER_PORT) belongs to another process.",
                 "another --master-port, or none: a free one is chosen then",
+            )
+        if ended.message.startswith(_LOST_WORKER):  # said in whatever line the signal came
+            return (
+                f"lost a loader's process: {said}",
+                "Killed: by the kernel, for memory. Bus error: /dev/shm is full. Segmentation "
+                "fault: C code that the dataset uses has crashed.",
+                "fewer workers or less prefetching; a larger /dev/shm; num_workers=0 to see where",
             )
         if _out_of_memory(facts):
             return (
@@ -116,7 +127,7 @@ def _story(facts: Facts, case: Case) -> tuple[str, str, str]:
             f"raised {said}{where}",
             "The exception is the root cause; what the other ranks say about connections or "
             "time-outs only follows from it.",
-            f"fix the error at that line; the whole traceback is in {_traceback_in(facts)}",
+            f"fix the error at that line; the whole traceback is in {_output_of(facts)}",
         )
     if ended.kind in ("signal", "gone"):
         if ended.signal == "SIGKILL" or ended.kind == "gone":
@@ -143,11 +154,27 @@ def _story(facts: Facts, case: Case) -> tuple[str, str, str]:
         )
     code = "?" if ended.code is None else ended.code
     where = f" at {ended.site}" if ended.site.file else _last_place(facts)
+    said = f": {shortened(ended.message.partition(chr(10))[0])}" if ended.message else ""
     return (
-        f"exited with code {code} at step {record.step}{where}",
+        f"exited with code {code} at step {record.step}{where}{said}",
         "The process ended itself (sys.exit, os._exit) or a library did, without an exception.",
-        "look at the last lines of the rank's log",
+        f"look at the last lines of {_output_of(facts)}",
     )
+
+
+def _raised(ended: Exit) -> tuple[str, str]:
+    """(type and first line of the message, where it was raised); of a loader's worker its own."""
+    site = _site(ended)
+    where = f" at {site}" if site.file else ""
+    worker = _IN_WORKER.match(ended.message)
+    if worker is not None:
+        return shortened(ended.traceback.rstrip().rpartition("\n")[2]), f"{where} in {worker[1]}"
+    first_line = ended.message.strip().partition("\n")[0]
+    return shortened(f"{ended.type}: {first_line}".rstrip(": ")), where
+
+
+def _site(ended: Exit) -> Site:
+    return site_in(ended.traceback) if _IN_WORKER.match(ended.message) else ended.site
 
 
 def _last_place(facts: Facts) -> str:
@@ -163,9 +190,11 @@ def _evidence(facts: Facts) -> str:
     return f"rank {record.rank}: pid {record.pid}, step {record.step}, {taken} taken{where}"
 
 
-def _traceback_in(facts: Facts) -> str:
+def _output_of(facts: Facts) -> str:
     """Where ranks' output is not kept in the run directory, their driver knows it."""
-    return "the rank's log" if facts.record.path.with_suffix(".log").exists() else "run.json"
+    if facts.record.path.with_suffix(".log").exists():
+        return "the rank's log"
+    return "run.json" if facts.record.launcher == "miniray" else "its launcher's output"
 
 
 def _tail(traceback: str) -> Sequence[str]:

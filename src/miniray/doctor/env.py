@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,30 @@ def find_place(env: Mapping[str, str] | None = None) -> Place:
             local_size = _number(env, local_size_name, size)
             return _checked(Place(rank, size, local_rank, local_size, launcher))
     return Place(0, 1, 0, 1, "lightning" if "lightning" in sys.modules else "none")
+
+
+#: The parameters of ``init_process_group``, by position.
+_PARAMETERS = ("backend", "init_method", "timeout", "world_size", "rank", "store")
+
+
+def asked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Rank, world size and meeting place that a call of ``init_process_group`` asks for.
+
+    None for what cannot be known.
+    """
+    given = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
+    method = given.get("init_method")
+    place: str | None = str(method)
+    if given.get("store") is not None:
+        place = None
+    elif method in (None, "env://"):
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    found: dict[str, Any] = {"place": place}
+    for name in ("rank", "world_size"):
+        unsaid = given.get(name) in (None, -1)
+        text = os.environ.get(name.upper(), "") if unsaid else str(given[name])
+        found[name] = int(text) if text.isdigit() else None
+    return found
 
 
 def _launcher(env: Mapping[str, str]) -> str:

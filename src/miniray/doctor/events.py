@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from miniray.doctor import model, sites
-from miniray.doctor.box import Added, Begin, Box
+from miniray.doctor.box import Added, Box, Call
 from miniray.doctor.layout import MOMENT, Cell
 
 _monotonic_ns = time.monotonic_ns
@@ -22,7 +22,7 @@ _MOST_CALLS = 4096  # shapes may differ at every call
 
 #: Of a phase at one line: what ``ints[Cell.PHASE]`` gets in it and after it; by the model that
 #: takes part, if one does, the collective it makes there; the line.
-Place = tuple[int, int, dict[Any, Begin], str]
+Place = tuple[int, int, dict[Any, Call], str]
 #: An instruction of the user's: id of its code object, and where in it.
 Instruction = tuple[int, int]
 
@@ -34,6 +34,9 @@ class Events:
         self.box = box
         self.ints = box.ints
         self.words = box.words
+        # For those who write an event themselves, as ``Box.begin`` does.
+        self.mapped = box.mapped
+        self.next_event = box.next_event
         #: Places by the instruction of the user's that calls. Who writes a phase looks here for the
         #: frame it is called from as a rule, and then asks ``place_at``.
         self.forwards: dict[Instruction, Place] = {}
@@ -43,7 +46,7 @@ class Events:
         self._phases: dict[tuple[str, str], int] = {}
         self._sections = [0]  # the innermost last; 0 for none
         self._replaced = 0
-        self._calls: dict[tuple[Any, ...], Begin] = {}
+        self._calls: dict[tuple[Any, ...], Call] = {}
         self._sequences: dict[tuple[str, str], Callable[[], int]] = {}
 
     # -- events -----------------------------------------------------------------------------------
@@ -77,20 +80,21 @@ class Events:
         *,
         blocking: bool = True,
         kind: str = model.COLLECTIVE,
-    ) -> Begin:
-        """A collective as one line calls it. To be kept, and called whenever that line does.
-
-        It takes the time (``monotonic_ns``) and gives what ``end`` wants.
-        """
+    ) -> Call:
+        """A collective as one line calls it. To be kept, and given to ``begin`` each time."""
         key = (name, op, group, shape, dtype, site, blocking, kind)
-        begin = self._calls.get(key)
-        if begin is None:
+        call = self._calls.get(key)
+        if call is None:
             what = self.box.what(kind, name, op, group, dtype, site, shape, blocking)
             next_one = self._sequences.setdefault((group, kind), itertools.count().__next__)
-            begin = self.box.beginner(what, next_one, blocking)
+            call = what, next_one, 1 if blocking else 0  # Cell.OPEN, Cell.EVENTS
             if len(self._calls) < _MOST_CALLS:
-                self._calls[key] = begin
-        return begin
+                self._calls[key] = call
+        return call
+
+    def begin(self, call: Call, now: int) -> Added:
+        """The line makes its call, at ``now`` (``monotonic_ns``). To be given to ``end``."""
+        return self.box.begin(call, now)
 
     def end(self, added: Added) -> None:
         """The collective (or other open event) has ended."""

@@ -56,8 +56,12 @@ def merged(said: Exit | None, seen: Mapping[str, Any] | None, process: Process) 
 
 
 def ended_well(record: RankRecord) -> RankRecord:
-    """A rank that ended unseen, in a run that wrote a good end: its driver ended it."""
-    if record.exit is None or record.exit.kind != "gone":
+    """A worker that ended unseen, in a run that wrote a good end: its driver ended it.
+
+    Where rank 0 itself is all that wrote it, nobody knows what became of the others.
+    """
+    driven = record.launcher in ("miniray", "ray")
+    if record.exit is None or record.exit.kind != "gone" or not driven:
         return record
     ended = dataclasses.replace(record.exit, kind="finished", at=record.heartbeat)
     return dataclasses.replace(record, exit=ended)

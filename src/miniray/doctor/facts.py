@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 
+from miniray.doctor import movement
 from miniray.doctor.findings import seconds
 from miniray.doctor.model import COLLECTIVE, RankRecord, RunRecord, Site, ThreadStack
-from miniray.doctor.sites import is_users, without_boot
-from miniray.doctor.waiting import WRAP, Wait, is_consequence, wait_of
+from miniray.doctor.sites import is_users
+from miniray.doctor.stacks import main_stack
+from miniray.doctor.waiting import Wait, is_consequence, wait_of
 
 #: Seconds without a sign of life, on top of its own interval, after which a heartbeat is missed.
 _HEARTBEAT_SLACK = 2.5
 
-#: Bytes read or written between the two readings that are work; the heartbeat's are some dozens.
-_MOVED_BYTES = 65536
+#: Where the main thread is after the script's last line: it waits for threads and processes.
+_AT_EXIT = ("_shutdown", "_exit_function", "_python_exit")
+
+#: Share of a core that a rank uses which is not asleep.
+_BUSY = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +35,10 @@ class Facts:
     record: RankRecord
     now: float
     wait: Wait | None
-    cpu: float | None  #: share of one core between the two readings
+    cpu: float | None  #: share of one core between the two readings, its children's too
     busy: bool  #: its main thread wanted the CPU in both, whether it got it or not
     moved: bool  #: its record changed, or it read or wrote, between the two readings
-    stack: tuple[Site, ...]  #: of its main thread, innermost first
+    threads: tuple[ThreadStack, ...]  #: as it showed them when it was asked
     consequence: bool  #: it ended because of another rank
 
     @property
@@ -48,7 +53,11 @@ class Facts:
     def finished(self) -> bool:
         """It is through with its script; its process may still be there."""
         ended = self.record.exit
-        return self.record.phase.name == "exit" if ended is None else not ended.failed
+        if ended is not None:
+            return not ended.failed
+        last = self.stack[-1] if self.stack else None
+        at_end = last is not None and last.function in _AT_EXIT and not is_users(last.file)
+        return self.record.phase.name == "exit" or at_end
 
     @property
     def failed(self) -> bool:
@@ -102,6 +111,16 @@ class Facts:
             return "waiting"
         return "starting" if record.phase.name == "start" and not record.step else "running"
 
+    @property
+    def computes(self) -> bool:
+        """It, or one of its children, is at work."""
+        return self.busy or (self.cpu is not None and self.cpu > _BUSY)
+
+    @cached_property
+    def stack(self) -> tuple[Site, ...]:
+        """Of its main thread, innermost first."""
+        return main_stack(self.threads)
+
     @cached_property
     def user_frame(self) -> Site | None:
         """The innermost line of its stack that is the user's own."""
@@ -130,8 +149,9 @@ class Facts:
             return f"{word} in {self.wait.describe()} for {seconds(waited)}"
         if record.process.stopped:
             return f"is stopped {self._where()}"
-        what = record.section.name if record.section is not None else _PHASES[record.phase.name]
-        return f"is {'in ' if record.section is not None else ''}{what} {self._where()}".rstrip()
+        if self.finished:
+            return f"is through with its script for {seconds(self.idle)}"
+        return f"is {phase_words(record)} {self._where()}"
 
     def _where(self) -> str:
         frame = self.user_frame or self.record.phase.site
@@ -140,25 +160,25 @@ class Facts:
         return f"at {frame} in {frame.function} for {seconds(self.idle)}"
 
 
-class _Phases(dict[str, str]):
-    def __missing__(self, name: str) -> str:
-        return name
+def phase_words(record: RankRecord) -> str:
+    """What it is at, after "is": ``in prepare_data``, ``waiting for its DataLoader``"""
+    if record.section is not None:
+        return f"in {record.section.name}"
+    return _PHASES.get(record.phase.name, record.phase.name)
 
 
-_PHASES = _Phases(
-    {
-        "start": "before its first step",
-        "init": "in init_process_group",
-        "data": "waiting for its DataLoader",
-        "compute": "in its own code",
-        "forward": "in forward",
-        "backward": "in backward",
-        "optimizer": "in the optimizer's step",
-        "between": "after its pass over the data",
-        "exit": "ending",
-        "": "before its first step",
-    }
-)
+_PHASES = {
+    "start": "before its first step",
+    "init": "in init_process_group",
+    "data": "waiting for its DataLoader",
+    "compute": "in its own code",
+    "forward": "in forward",
+    "backward": "in backward",
+    "optimizer": "in the optimizer's step",
+    "between": "after its pass over the data",
+    "exit": "ending",
+    "": "before its first step",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,58 +254,17 @@ def gather(
         said = config.get("hang_timeout") if isinstance(config, Mapping) else None
         limit = float(said) if isinstance(said, (int, float)) and said > 0 else 60.0
     found = {}
+    gap = run.read_at - before.read_at if before is not None else 0.0
     for rank, record in run.ranks.items():
         earlier = before.ranks.get(rank) if before is not None else None
         found[rank] = Facts(
             record=record,
             now=run.read_at,
             wait=wait_of(record),
-            cpu=_cpu(record, earlier, run.read_at - before.read_at if before else 0.0),
-            busy=_busy(record, earlier),
-            moved=_moved(record, earlier),
-            stack=main_stack((stacks or {}).get(rank, ())),
+            cpu=movement.cpu_share(record, earlier, gap),
+            busy=movement.is_busy(record, earlier),
+            moved=movement.has_moved(record, earlier),
+            threads=(stacks or {}).get(rank, ()),
             consequence=is_consequence(record),
         )
     return Case(run, found, limit)
-
-
-def _cpu(record: RankRecord, earlier: RankRecord | None, gap: float) -> float | None:
-    if earlier is None or gap <= 0.05:
-        return None
-    now, then = record.process.cpu_seconds, earlier.process.cpu_seconds
-    if now is None or then is None:
-        return None
-    return max(0.0, now - then) / gap
-
-
-def _busy(record: RankRecord, earlier: RankRecord | None) -> bool:
-    """On a crowded machine a rank that computes may get little CPU: it is runnable all the same."""
-    return earlier is not None and record.process.state == earlier.process.state == "R"
-
-
-def _moved(record: RankRecord, earlier: RankRecord | None) -> bool:
-    if earlier is None:
-        return False
-    if any(
-        getattr(record, name) != getattr(earlier, name)
-        for name in ("event_count", "step", "batches", "backwards")
-    ):
-        return True
-    phase, last = record.phase, earlier.phase
-    # Times are told by a clock that is set anew with every heartbeat: they tremble a little.
-    if (phase.name, phase.site) != (last.name, last.site) or phase.since - last.since > 0.1:
-        return True
-    waiting = record.waiting
-    if waiting is not None and waiting.name != WRAP:
-        return False  # what it reads and writes is some other thread's; DDP's start loads modules
-    now, then = record.process.io_bytes, earlier.process.io_bytes
-    return now is not None and then is not None and now - then > _MOVED_BYTES
-
-
-def main_stack(threads: Iterable[ThreadStack]) -> tuple[Site, ...]:
-    """The main thread's frames: its outermost one is no thread's start."""
-    every = tuple(threads)
-    for thread in every:
-        if thread.frames and not thread.frames[-1].function.startswith("_bootstrap"):
-            return without_boot(thread.frames)
-    return every[0].frames if every else ()

@@ -7,6 +7,8 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from miniray.doctor.model import NOWHERE, Site
+
 
 class Severity(enum.IntEnum):
     """How bad it is. Notes are worth knowing and say nothing against the run."""
@@ -45,7 +47,7 @@ class Finding:
     cause: str = ""
     fix: str = ""
     step: int | None = None
-    site: str = ""
+    site: Site = NOWHERE
     explains: frozenset[str] = frozenset()
 
     def to_json(self) -> dict[str, Any]:
@@ -55,7 +57,7 @@ class Finding:
             "title": self.title,
             "ranks": list(self.ranks),
             "step": self.step,
-            "site": self.site,
+            "site": str(self.site) if self.site.file else "",
             "evidence": list(self.evidence),
             "cause": self.cause,
             "fix": self.fix,
@@ -93,6 +95,10 @@ def named(ranks: Iterable[int]) -> str:
     if not every:
         return "no rank"
     return f"rank{'' if len(every) == 1 else 's'} {numbers(every)}"
+
+
+def is_or_are(ranks: Sequence[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
 
 
 def listed(parts: Sequence[str]) -> str:

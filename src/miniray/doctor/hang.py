@@ -12,12 +12,12 @@ from miniray.doctor.absent import explain_absent, explain_idle
 from miniray.doctor.crossed import explain_crossed
 from miniray.doctor.facts import Case
 from miniray.doctor.findings import Finding
-from miniray.doctor.waits import awaited_by, is_stuck, on_gpu
+from miniray.doctor.waits import awaited_by, in_backward, is_stuck, on_gpu
 
 
 def explain(case: Case) -> Finding | None:
     """What holds the run up; None for one that moves, or may still do so."""
-    case = on_gpu(case)
+    case = in_backward(on_gpu(case))
     waiting = [facts for facts in case if facts.wait is not None]
     if not waiting:
         return explain_idle(case)

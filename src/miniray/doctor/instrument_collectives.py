@@ -16,10 +16,11 @@ from types import FrameType
 from typing import Any
 
 from miniray.doctor import instrument_groups, model, recorder
-from miniray.doctor.box import Added, Begin
+from miniray.doctor.box import Added, Call
 from miniray.doctor.events import Instruction
 from miniray.doctor.instrument import broken, failed, replace, works
 from miniray.doctor.instrument_groups import group_name, inside
+from miniray.doctor.layout import EVENT, EVENT_SLOTS, EVENTS_AT
 from miniray.doctor.recorder import Recorder
 from miniray.doctor.sites import call_site, is_at
 
@@ -58,6 +59,7 @@ _POINT_TO_POINT: dict[str, tuple[str, tuple[str, ...]]] = {
     "batch_isend_irecv": ("", ()),
 }
 _MOST_OPEN = 1024
+_EVENT_SIZE, _pack_event = EVENT.size, EVENT.pack_into
 
 #: The events of collectives called with async_op=True, by the id of the Work that torch returned.
 _async_events: dict[int, Added] = {}
@@ -65,11 +67,11 @@ _async_events: dict[int, Added] = {}
 
 #: (recorder, shape, dtype, details, id of the group, whether asynchronous) of the last call at a
 #: line, and what that call is for the recorder: the same again needs no words to be found.
-_Known = tuple[tuple[Recorder, Any, Any, list[Any], int, bool], Begin]
-#: (recorder, shape, dtype, (the other arguments, keywords), what it is for the recorder) of the
+_Known = tuple[tuple[Recorder, Any, Any, list[Any], int, bool], Call]
+#: (recorder, shape, dtype, the other arguments, keywords, what it is for the recorder) of the
 #: last call by an instruction of the user's: the same again needs no line to be found. Of those
 #: that send their first argument, return when they are done and are not made of others.
-_Plain = tuple[Recorder, Any, Any, tuple[Any, Any], Begin]
+_Plain = tuple[Recorder, Any, Any, tuple[Any, ...], dict[str, Any], bytes, Callable[[], int], int]
 #: By site and by instruction. Forgotten when groups come or go, for their ids are reused.
 _known: list[dict[Any, Any]] = []
 
@@ -123,25 +125,31 @@ def _make_collective(
             last = plain.get((id(caller.f_code), caller.f_lasti))
             if last is None or not args:
                 return in_general(current, caller, args, kwargs)
-            was, shape, dtype, others, call = last
+            was, shape, dtype, others, keywords, what, next_one, cell = last
             sent = args[0]
             if (
                 getattr(sent, "shape", None) != shape
                 or sent.dtype is not dtype
-                or (args[1:], kwargs) != others
+                or args[1:] != others
+                or kwargs != keywords
                 or current is not was
             ):
                 return in_general(current, caller, args, kwargs)
             started = monotonic_ns()
-            added = call(started)
+            count = current.next_event()  # here and below as ``Box.begin`` does
+            at = EVENTS_AT + count % EVENT_SLOTS * _EVENT_SIZE
+            ints = current.ints
+            _pack_event(current.mapped, at, count, started, 0, next_one(), ints[4], what, count)
+            ints[cell] = count
             try:
                 return original(*args, **kwargs)
             finally:
                 now = monotonic_ns()
                 current.collective_ns += now - started
-                word = added[1] >> 3
-                if current.words[word] == added[0]:
-                    current.words[word + 2] = now  # as ``Box.end_event`` does
+                word = at >> 3
+                words = current.words
+                if words[word] == count:
+                    words[word + 2] = now  # as ``Box.end_event`` does
 
         def in_general(current: Recorder, caller: FrameType, args: Any, kwargs: Any) -> Any:
             try:
@@ -153,7 +161,7 @@ def _make_collective(
                 return original(*args, **kwargs)
             thread = get_ident()
             started = monotonic_ns()
-            added = call(started)
+            added = current.begin(call, started)
             inside.add(thread)
             ended = True
             try:
@@ -171,7 +179,7 @@ def _make_collective(
 
         def begin(
             current: Recorder, caller: FrameType, args: Any, kwargs: Any
-        ) -> tuple[Begin | None, bool]:
+        ) -> tuple[Call | None, bool]:
             """What the call is for the recorder, if anything, and whether it is asynchronous."""
             count = len(args)
             group = None
@@ -206,7 +214,7 @@ def _make_collective(
                 known[site] = same, call
             if is_plain and count and not is_async and is_at(caller, site):
                 here = id(caller.f_code), caller.f_lasti
-                plain[here] = current, shape, dtype, (args[1:], kwargs), call
+                plain[here] = (current, shape, dtype, args[1:], kwargs, *call)
             return call, is_async
 
         def _in_words(how: list[Any]) -> str:

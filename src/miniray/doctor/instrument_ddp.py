@@ -16,7 +16,7 @@ from time import monotonic_ns
 from typing import Any
 
 from miniray.doctor import model, recorder
-from miniray.doctor.box import Added, Begin
+from miniray.doctor.box import Added, Call
 from miniray.doctor.events import Place
 from miniray.doctor.instrument import failed, replace, works
 from miniray.doctor.instrument_groups import group_name
@@ -45,11 +45,11 @@ class Observed:
         #: Buffers may be sent in forward; whether they are, torch knows each time.
         self.has_buffers = bool(ddp.modules_buffers)
 
-    def backward_at(self, current: Recorder, place: Place) -> Begin:
+    def backward_at(self, current: Recorder, place: Place) -> Call:
         """What a backward of this model, called at this line, is for the recorder."""
-        begin = current.collective("DDP.backward", "", self.group, site=place[3])
-        place[2][self] = begin
-        return begin
+        call = current.collective("DDP.backward", "", self.group, site=place[3])
+        place[2][self] = call
+        return call
 
 
 #: By the id of the model: to find it by a weak reference takes three times as long.
@@ -95,7 +95,8 @@ def _make_init(original: Any) -> Any:
             current.models.append(info)
             current.write_info()
             said = f"{info['parameters']} parameters {info['digest']}"
-            added = current.collective("DDP.__init__", said, group, site=site)(monotonic_ns())
+            call = current.collective("DDP.__init__", said, group, site=site)
+            added = current.begin(call, monotonic_ns())
         except Exception as error:  # a module that counts its parameters in a way of its own
             failed("models", error)
         try:
@@ -164,8 +165,8 @@ def _make_forward(original: Any) -> Any:
         sync = self.require_backward_grad_sync and is_grad_enabled()
         added: Added | None = None
         if observed.has_buffers and self.will_sync_module_buffers():
-            begin = current.collective("DDP.forward", "buffers", observed.group, site=place[3])
-            added = begin(monotonic_ns())
+            call = current.collective("DDP.forward", "buffers", observed.group, site=place[3])
+            added = current.begin(call, monotonic_ns())
         try:
             output = original(*args, **kwargs)
         finally:

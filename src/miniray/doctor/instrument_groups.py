@@ -8,7 +8,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import Any
 
-from miniray.doctor import model, recorder
+from miniray.doctor import env, model, recorder
 from miniray.doctor.instrument import replace
 from miniray.doctor.recorder import Recorder
 from miniray.doctor.sites import call_site
@@ -61,7 +61,7 @@ def _make_init(module: Any, original: Any) -> Any:
         site = call_site(getframe(1))
         backend = str(args[0] if args else kwargs.get("backend") or "")
         current.set_phase("init", site)
-        current.note(world_size_wanted=kwargs.get("world_size", -1), rank_wanted=kwargs.get("rank"))
+        current.note(asked=env.asked(args, kwargs))
         added = current.event(model.GROUP, "init_process_group", backend, site=site, is_open=True)
         thread = get_ident()
         inside.add(thread)
@@ -97,13 +97,16 @@ def _note_group(module: Any, current: Recorder) -> None:
 def _make_new_group(module: Any, original: Any) -> Any:
     def new_group(*args: Any, **kwargs: Any) -> Any:
         current, thread = recorder.current(), get_ident()
-        if current is None or thread in inside or not module.is_initialized():
+        # With local synchronisation only its members make a group.
+        local = kwargs.get("use_local_synchronization")
+        if current is None or thread in inside or local or not module.is_initialized():
             return original(*args, **kwargs)
         ranks = args[0] if args else kwargs.get("ranks")
         op = "" if ranks is None else f"ranks={list(ranks)}"[:200]
         site = call_site(getframe(1))
         # All ranks must make all groups, in the same order: as much a collective as any other.
-        added = current.collective("new_group", op, "default", site=site)(monotonic_ns())
+        call = current.collective("new_group", op, "default", site=site)
+        added = current.begin(call, monotonic_ns())
         inside.add(thread)
         try:
             return original(*args, **kwargs)

@@ -19,10 +19,11 @@ from miniray.doctor import model, recorder
 from miniray.doctor.box import Added
 from miniray.doctor.events import Place
 from miniray.doctor.instrument import broken, failed, replace, works
-from miniray.doctor.layout import MOMENT
+from miniray.doctor.layout import EVENT, EVENT_SLOTS, EVENTS_AT, MOMENT
 from miniray.doctor.recorder import Recorder
 
 _GPU_LOSS_SECONDS = 0.1
+_EVENT_SIZE, _pack_event = EVENT.size, EVENT.pack_into
 
 
 class State:
@@ -52,6 +53,10 @@ state = State()
 def change_autograd(module: Any) -> None:
     """``torch.autograd.backward`` is what ``Tensor.backward`` calls, too."""
 
+    import torch
+
+    tensor = torch.Tensor
+
     def make(original: Any) -> Any:
         def backward(*args: Any, **kwargs: Any) -> Any:
             current = recorder._current
@@ -72,12 +77,13 @@ def change_autograd(module: Any) -> None:
                 try:
                     loss: Any = args[0] if args else kwargs.get("tensors")
                     if (
-                        state.scaled is None
-                        and getattr(loss, "is_cpu", False)
-                        and loss.numel() == 1  # else the gradient is given, as in a pipeline
+                        loss.__class__ is tensor
+                        and loss.is_cpu
+                        and not loss.dim()
+                        and state.scaled is None
                     ):
                         # As ``Tally.set_loss`` does.
-                        current.loss = value = loss.item()
+                        current.loss = value = loss.tolist()  # ``item`` takes longer
                         current.floats[64] = value  # Real.LOSS
                         ints[11] = ints[4] + 1  # Cell.LOSS_STEP, Cell.STEP
                         if value - value != 0.0:
@@ -91,8 +97,13 @@ def change_autograd(module: Any) -> None:
             ints[9] += 1  # Cell.BACKWARDS
             ddp = state.pending
             if ddp is not None:
-                begin = place[2].get(ddp) or ddp.backward_at(current, place)
-                added = begin(started)
+                # As ``Box.begin`` does.
+                what, next_one, cell = place[2].get(ddp) or ddp.backward_at(current, place)
+                count = current.next_event()
+                at = EVENTS_AT + count % EVENT_SLOTS * _EVENT_SIZE
+                mapped = current.mapped
+                _pack_event(mapped, at, count, started, 0, next_one(), ints[4], what, count)
+                ints[cell] = count
                 others = _begin_others(current, place, started) if state.others else ()
             state.in_backward = True
             try:
@@ -104,9 +115,10 @@ def change_autograd(module: Any) -> None:
                 ints[2] = ended & MOMENT | place[1]
                 if ddp is not None:
                     state.pending = None
-                    word = added[1] >> 3
-                    if current.words[word] == added[0]:
-                        current.words[word + 2] = ended  # as ``Box.end_event`` does
+                    word = at >> 3
+                    words = current.words
+                    if words[word] == count:
+                        words[word + 2] = ended  # as ``Box.end_event`` does
                     for other, other_added in others:
                         del state.others[other]
                         current.box.end_event(other_added, ended)
@@ -122,7 +134,7 @@ def change_autograd(module: Any) -> None:
 def _begin_others(current: Recorder, place: Place, started: int) -> list[tuple[Any, Added]]:
     """Of several models in one backward, what is done with the first, for the rest."""
     return [
-        (ddp, (place[2].get(ddp) or ddp.backward_at(current, place))(started))
+        (ddp, current.begin(place[2].get(ddp) or ddp.backward_at(current, place), started))
         for ddp in state.others
     ]
 

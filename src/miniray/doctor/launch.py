@@ -2,7 +2,7 @@
 
 A run ends in one of these ways, and in each of them nothing is left running:
 
-- every rank exits with 0: so does the run.
+- every rank exits with 0: so does the run. What was wrong with it all the same is said in a line.
 - a rank fails: the others get a few seconds to end by themselves, for their last words; then the
   diagnosis names the first cause, and the run exits as that rank did.
 - nothing moves for ``hang_timeout`` seconds, or the ranks call collectives that cannot match: the
@@ -26,8 +26,15 @@ import time
 from pathlib import Path
 
 from miniray.doctor import processes, recorder, runfile
+from miniray.doctor.findings import plural
 from miniray.doctor.launch_mirror import Mirror
-from miniray.doctor.launch_options import Options, check, environment, master_port, say
+from miniray.doctor.launch_options import (
+    Options,
+    environment,
+    master_port,
+    say,
+    say_at_length,
+)
 from miniray.doctor.launch_ranks import Output, Ranks, end_orphans
 from miniray.doctor.launch_signals import Stopped, give_signals_back, take_signals
 from miniray.doctor.launch_watch import Watch, diverged
@@ -43,8 +50,7 @@ _AFTER_THE_END = 15.0  # at most, for ranks that wait while another has finished
 
 
 def launch(options: Options) -> int:
-    """Run it and return the exit status for the command line."""
-    check(options)
+    """Run what was checked and has a run directory; the exit status for the command line."""
     processes.adopt_orphans()
     return _Launch(options).run()
 
@@ -52,9 +58,12 @@ def launch(options: Options) -> int:
 class _Launch:
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.run_dir = self._make_directory()
+        assert options.run_dir is not None
+        self.run_dir = options.run_dir.absolute()
         self.folder = self.run_dir / "ranks"
-        self.folder.mkdir(exist_ok=True)
+        if any(self.folder.glob("*.box")):
+            raise MinirayError(f"{self.run_dir} already holds a run: choose another directory")
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.run_id = secrets.token_hex(4)
         self._told = 0.0
         self._was_running = True
@@ -62,17 +71,6 @@ class _Launch:
         self.output = Output()
         self.mirror: Mirror | None = None
         self.judgement: Judgement | None = None  # that nothing will move any more
-
-    def _make_directory(self) -> Path:
-        options = self.options
-        if options.run_dir is None:
-            name = options.command[1] if options.command[0] == "-m" else options.command[0]
-            return runfile.new_directory(Path("runs"), Path(name).stem).absolute()
-        folder = options.run_dir.absolute()
-        if any(folder.glob("ranks/*.box")):
-            raise MinirayError(f"{folder} already holds a run: choose another directory")
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
 
     def run(self) -> int:
         options = self.options
@@ -88,7 +86,7 @@ class _Launch:
             max_restarts=options.max_restarts,
         )
         where = "" if options.temporary else f", recorded in {_shown(self.run_dir)}"
-        say(f"{options.world_size} ranks{where}")
+        say(f"{plural(options.world_size, 'rank')}{where}")
         before = take_signals()
         try:
             if options.nnodes > 1:
@@ -97,6 +95,7 @@ class _Launch:
                 code, reason = self._attempt(attempt)
                 if code == 0:
                     runfile.finish_run(self.run_dir, "finished")
+                    self._second_thoughts()
                     return 0
                 if attempt < options.max_restarts:
                     say(f"{reason}; starting all ranks again ({attempt + 1} of "
@@ -147,7 +146,8 @@ class _Launch:
 
     def _attempt(self, attempt: int) -> tuple[int, str]:
         """(exit status, why it is not 0)"""
-        self._clear(attempt)
+        for box in self.folder.glob("*.box") if attempt else ():
+            recorder.archive(box, attempt - 1)
         with master_port(self.options) as port:
             return self._run_ranks(attempt, port)
 
@@ -210,7 +210,7 @@ class _Launch:
                     self.judgement = judgement
                     return reason
                 next_judgement = time.monotonic() + self.options.hang_timeout
-                say(f"{reason}, yet no rank is stuck: going on ({judgement.verdict})")
+                say_at_length(f"{reason}, yet no rank is stuck: going on ({judgement.verdict})")
             ended = len(running) < len(ranks.ranks)
             if ended and waiting and quiet > min(self.options.hang_timeout, _AFTER_THE_END):
                 return f"ranks wait for one that has finished, for {quiet:.0f} s"
@@ -220,8 +220,7 @@ class _Launch:
                     if suspected:  # seen twice: not a moment between two events
                         return "the ranks' collectives do not match"
                     suspected = True
-            for line in watch.reminder(running).splitlines():
-                say(line)
+            say_at_length(watch.reminder(running))
             time.sleep(_LOOK_SECONDS)
 
     def _exchange(self, mirror: Mirror, quiet: float, running: bool) -> tuple[str | None, float]:
@@ -268,17 +267,19 @@ class _Launch:
         if not self.options.temporary:
             say(problem or f"kept in {_shown(self.run_dir / 'doctor.txt')}")
 
+    def _second_thoughts(self) -> None:
+        """Every rank ended well; what was wrong, or slow, all the same is said."""
+        if self.options.node_rank or self.options.temporary:
+            return
+        judgement = judge(self.run_dir, self.options.hang_timeout)
+        if not judgement.healthy:
+            say_at_length(judgement.verdict)
+            say_at_length(f"the whole of it: miniray doctor {_shown(self.run_dir)}")
+
     def _judge(self) -> Judgement:
         if self.mirror is not None:
             self.mirror.ask_for_stacks()
         return judge(self.run_dir, self.options.hang_timeout)
-
-    # -- preparations -----------------------------------------------------------------------------
-
-    def _clear(self, attempt: int) -> None:
-        if attempt:
-            for box in self.folder.glob("*.box"):
-                recorder.archive(box, attempt - 1)
 
 
 def _status(ranks: Ranks, reason: str) -> int:

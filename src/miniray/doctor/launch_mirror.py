@@ -160,7 +160,7 @@ class Mirror:
             time.sleep(0.05)
 
     def close(self) -> None:
-        self._send_whole(range(0))  # exits of ranks that ended just now
+        self._send_whole(self._ranks)  # exits of ranks that ended just now
         self._closing.set()
         for peer in self._peers.values():
             try:
@@ -263,7 +263,7 @@ class Mirror:
 
     def _send_whole(self, ranks: range) -> None:
         """A rank's last box and how it ended."""
-        for rank in ranks or self._ranks:
+        for rank in ranks:
             ended = _read(self._folder / f"{rank}.exit")
             data = _read(self._folder / f"{rank}.box")
             if data is not None and ended is not None:

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import socket
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def check(options: Options) -> None:
         raise ValueError("--nproc and --nnodes must be at least 1")
     if not 0 <= options.node_rank < options.nnodes:
         raise ValueError(f"--node-rank must be between 0 and {options.nnodes - 1}")
-    if options.hang_timeout <= 0:
+    if not options.hang_timeout > 0:  # nor is nan
         raise ValueError("--hang-timeout must be more than 0 seconds")
     if options.nnodes > 1 and options.master_port is None:
         raise ValueError("several nodes need one --master-addr and --master-port for all of them")
@@ -158,3 +159,10 @@ def _hold_any() -> socket.socket:
 
 def say(text: str) -> None:
     print(f"[miniray run] {text}", file=sys.stderr, flush=True)
+
+
+def say_at_length(text: str) -> None:
+    """In lines that fit into 80 columns."""
+    for line in text.splitlines():
+        for part in textwrap.wrap(line, 66, subsequent_indent="  ", break_on_hyphens=False):
+            say(part)

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from miniray.doctor import runfile
-from miniray.doctor.box_reader import BoxReader
+from miniray.doctor.reader import read_box
+from miniray.doctor.waiting import is_consequence
 from miniray.errors import BoxError
 
 _MAX_LINE = 65536
@@ -120,17 +121,18 @@ class Ranks:
         found = [rank for rank in self.ranks if rank.failed]
         return sorted(found, key=self._failed_at) if len(found) > 1 else found
 
-    def _failed_at(self, rank: Rank) -> float:
-        """When its exception was raised, if it said so: processes do not end in that order.
+    def _failed_at(self, rank: Rank) -> tuple[bool, float]:
+        """(whether it only says that another one had gone, when its exception was raised)
 
-        One that others waited for fails, they hear of it and fail too, and may be gone first.
+        Processes do not end in that order. One that others waited for fails or is killed, they hear
+        of it and fail too, and may be gone, or seen to be, before it.
         """
         try:
-            with BoxReader(self.folder / f"{rank.rank}.box") as box:
-                said = box.exit() if box.info().get("pid") == rank.pid else None
-        except BoxError:  # it failed before it had one
-            said = None
-        return said.at if said is not None and said.at is not None else rank.ended or 0.0
+            record = read_box(self.folder / f"{rank.rank}.box")
+        except (BoxError, ValueError, KeyError, TypeError):  # it failed before it had one
+            return False, rank.ended or 0.0
+        at = record.exit.at if record.exit is not None and record.pid == rank.pid else None
+        return record.pid == rank.pid and is_consequence(record), at or rank.ended or 0.0
 
     def end(self, first: int = signal.SIGTERM, patience: float = 3.0) -> None:
         """End every rank: ``first``, then SIGKILL after ``patience`` seconds. Nothing is left.

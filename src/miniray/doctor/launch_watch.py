@@ -1,7 +1,7 @@
 """Watching a run from outside: does anything move, who waits for whom, do the ranks still agree?
 
 What is movement: a step, a batch, an event, another phase; and, in a rank that does not wait for
-others, the CPU time it and its children use and the bytes it reads and writes. A long first step,
+others, the CPU time it and its children use and the bytes they read and write. A long first step,
 the preparation of data or a download are work. A rank inside of a collective is not working,
 whatever its CPU does: NCCL waits by spinning.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from miniray.doctor import processes, sites, stacks
 from miniray.doctor.box_reader import BoxReader
+from miniray.doctor.findings import is_or_are, named
 from miniray.doctor.layout import Cell
 from miniray.doctor.model import RankRecord
 from miniray.doctor.waiting import wait_of
@@ -24,6 +25,9 @@ _MOVING = (
 )  # fmt: skip
 _BUSY = 0.05  # of one core
 _MOVED_BYTES = 4096  # in a look; the heartbeat reads some dozens of bytes
+#: A second, of its children, in two looks that follow each other: what only reports to somewhere
+#: every now and then is not at work.
+_CHILDRENS_BYTES = 32768
 #: C code may hold Python's lock, and with it the heartbeat, for this many times the limit.
 _SILENT_WORK = 3
 
@@ -42,6 +46,8 @@ class Watched:
         self._looked = 0.0
         self._cpu: float | None = None
         self._bytes: int | None = None
+        self._childrens_bytes = 0
+        self._children_work = False
 
     def look(self, limit: float) -> None:
         """Notice movement since the last look."""
@@ -58,12 +64,16 @@ class Watched:
             return
         passed, self._looked = now - self._looked, now
         process = processes.look(self.pid, processes.hostname(), None)
-        cpu = processes.tree_cpu(self.pid)
-        used = cpu - self._cpu if cpu is not None and self._cpu is not None else 0.0
-        transferred = (process.io_bytes or 0) - self._bytes if self._bytes is not None else 0
-        self._cpu, self._bytes = cpu, process.io_bytes or 0
-        busy = used > _BUSY * passed and self._cpu_counts(limit)
-        reads = transferred > _MOVED_BYTES and (not self.waiting or self._wraps())
+        below_cpu, below_bytes = process.below
+        cpu, transferred = (process.cpu_seconds or 0.0) + below_cpu, process.io_bytes or 0
+        used = cpu - self._cpu if self._cpu is not None else 0.0
+        read = transferred - self._bytes if self._bytes is not None else 0
+        children_read = below_bytes - self._childrens_bytes > _CHILDRENS_BYTES * passed
+        worked = children_read and self._children_work
+        self._cpu, self._bytes = cpu, transferred
+        self._childrens_bytes, self._children_work = below_bytes, children_read
+        busy = (used > _BUSY * passed and self._cpu_counts(limit)) or worked
+        reads = read > _MOVED_BYTES and (not self.waiting or self._wraps())
         if reads or (busy and not self.waiting):
             self.moved = self._worked = now
 
@@ -147,9 +157,10 @@ class Watch:
         longest = max(now - self.ranks[rank].moved for rank in waiting)
         first = self.ranks[waiting[0]].box
         wait = wait_of(first.record()) if first is not None else None
+        where = f" in {wait.short()}" if wait is not None else ""
         lines = [
-            f"{_ranks(working)} still working{doing}, alive; {_ranks(waiting)} waiting for "
-            f"{longest:.0f} s{f' in {wait.short()}' if wait is not None else ''}"
+            f"{named(working)} {is_or_are(working)} still working{doing}, alive; {named(waiting)} "
+            f"{is_or_are(waiting)} waiting for {longest:.0f} s{where}"
         ]
         if stack:
             lines.append(f"stack of rank {working[0]} (innermost first):")
@@ -163,14 +174,14 @@ class Watch:
 
 def _doing(record: RankRecord) -> tuple[str, tuple[str, ...]]:
     """(what a rank does and at which line of the user's, its stack a line a frame)"""
-    from miniray.doctor.facts import main_stack
+    from miniray.doctor.facts import phase_words
     from miniray.doctor.render import frame_lines
 
-    frames = main_stack(stacks.ask({record.rank: record}).get(record.rank, ()))
-    place = record.section or record.phase
-    site = next((frame for frame in frames if sites.is_users(frame.file)), place.site)
+    frames = stacks.main_stack(stacks.ask({record.rank: record}).get(record.rank, ()))
+    begun = (record.section or record.phase).site
+    site = next((frame for frame in frames if sites.is_users(frame.file)), begun)
     where = f" ({site} in {site.function})" if site.file else ""
-    return f" in {place.name}{where}", tuple(frame_lines(frames))
+    return f" {phase_words(record)}{where}", tuple(frame_lines(frames))
 
 
 def diverged(run_dir: Path) -> bool:
@@ -181,8 +192,3 @@ def diverged(run_dir: Path) -> bool:
 
     found = first_divergence(gather(read_run(run_dir)))
     return found is not None and found.kind == CALL
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, sorted(ranks)))
-    return f"rank {shown} is" if len(ranks) == 1 else f"ranks {shown} are"

@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 import struct
 
-MAGIC = b"miniray\x00box\x00\x00\x00\x00\x03"  # its last byte is the version of the layout
+MAGIC = b"miniray\x00box\x00\x00\x00\x00\x04"  # its last byte is the version of the layout
 HEADER_SIZE = 64
 
 
@@ -88,7 +88,7 @@ WHAT = struct.Struct("<8H6q")
 EVENT_ENDED = 2  # the word of a record that has the time of its end
 EVENT_DIMENSIONS = 6  # of more, the last one holds the product of the rest
 EVENTS_AT = CELLS_AT + CELLS * 8
-EVENT_SLOTS = 512
+EVENT_SLOTS = 512  # record number n of a ring of m is in slot n % m
 BLOCKING = 1
 
 #: begin, step, count, epoch, ended, all, data, backward, collective (times in nanoseconds), loss,

@@ -32,8 +32,8 @@ def describe(loader: Any, index: int, site: str) -> dict[str, Any]:
     return {
         "index": index,
         "dataset": type(loader.dataset).__name__,
-        "length": _length(loader.dataset),
-        "batches": _length(loader),
+        "length": length_of(loader.dataset),
+        "batches": length_of(loader),
         "batch_size": loader.batch_size,
         "num_workers": loader.num_workers,
         "drop_last": bool(loader.drop_last),
@@ -60,7 +60,7 @@ def sampler_of(loader: Any) -> Any:
     return getattr(batch_sampler, "sampler", None) or batch_sampler or loader.sampler
 
 
-def _length(value: Any) -> int | None:
+def length_of(value: Any) -> int | None:
     try:
         return len(value)
     except (TypeError, NotImplementedError):  # an iterable one has none
@@ -112,7 +112,7 @@ def batch_size_of(batch: Any) -> int | None:
     shape = getattr(batch, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) else 1
-    return _length(batch)
+    return length_of(batch)
 
 
 def digests_of(batch: Any) -> list[str]:

@@ -259,7 +259,7 @@ def _finding(
         cause=cause,
         fix=fix,
         step=first.facts.record.step if step is None else step,
-        site=str(site) if site.file else "",
+        site=site,
         explains=explains,
     )
 

@@ -149,6 +149,7 @@ class Process:
     io_bytes: int | None  #: bytes passed to read and write calls; of network traffic only a part
     threads: int | None
     children: int | None
+    below: tuple[float, int] = (0.0, 0)  #: CPU seconds and bytes of all its living descendants
 
     @property
     def stopped(self) -> bool:

@@ -28,14 +28,16 @@ def look(pid: int, host: str, started: float | None) -> Process:
     state = fields[0]
     if state in ("Z", "X"):
         return Process(False, state, None, None, None, None)
-    ticks = int(fields[11]) + int(fields[12])
+    children = _child_pids(pid)
+    below = [work(child) for child in children or ()]
     return Process(
         alive=True,
         state=state,
-        cpu_seconds=ticks / _ticks_per_second(),
+        cpu_seconds=_cpu(fields),
         io_bytes=_io(pid),
         threads=int(fields[17]),
-        children=_children(pid),
+        children=None if children is None else len(children),
+        below=(sum(cpu for cpu, _ in below), sum(moved for _, moved in below)),
     )
 
 
@@ -43,14 +45,14 @@ def hostname() -> str:
     return socket.gethostname()
 
 
-def tree_cpu(pid: int) -> float | None:
-    """CPU seconds of a process and all its living descendants; None where it is gone."""
+def work(pid: int) -> tuple[float, int]:
+    """(CPU seconds, bytes read and written) of a process and its living descendants."""
     fields = _stat(pid)
     if fields is None:
-        return None
-    ticks = int(fields[11]) + int(fields[12])
-    children = _child_pids(pid)
-    return ticks / _ticks_per_second() + sum(tree_cpu(child) or 0.0 for child in children or ())
+        return 0.0, 0
+    below = [work(child) for child in _child_pids(pid) or ()]
+    cpu, moved = _cpu(fields), _io(pid) or 0
+    return cpu + sum(used for used, _ in below), moved + sum(more for _, more in below)
 
 
 def start_ticks(pid: int) -> int | None:
@@ -123,10 +125,5 @@ def _child_pids(pid: int) -> list[int] | None:
     return found
 
 
-def _children(pid: int) -> int | None:
-    children = _child_pids(pid)
-    return None if children is None else len(children)
-
-
-def _ticks_per_second() -> int:
-    return int(os.sysconf("SC_CLK_TCK"))
+def _cpu(fields: list[str]) -> float:
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -5,15 +5,13 @@ A box that cannot be read is an entry of ``RunRecord.damaged``.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from miniray.doctor import exits
+from miniray.doctor import exits, runfile
 from miniray.doctor.box_reader import BoxReader
 from miniray.doctor.model import RankRecord, RunRecord
 from miniray.errors import BoxError
@@ -40,14 +38,8 @@ def read_run(
         raise FileNotFoundError(f"there is no run directory {path}")
     ranks: dict[int, RankRecord] = {}
     duplicates: list[RankRecord] = []
-    damaged: dict[str, str] = {}
-    run: dict[str, Any] = {}
-    try:
-        run = json.loads((path / "run.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        damaged["run.json"] = str(error)
+    run, why = runfile.read_json(path / "run.json")
+    damaged = {"run.json": why} if why else {}
     for file in sorted((path / "ranks").glob("*.box")):
         named = _NAME.fullmatch(file.name)
         if named is None:

@@ -97,13 +97,13 @@ class Recorder(Tally):
     def record_exception(self, error: BaseException) -> None:
         """The process is ending by this error. The first one counts; later ones follow from it."""
         site = sites.error_site(error)
-        shown = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        told = traceback.TracebackException.from_exception(error)  # whatever its __str__ may do
         self.record_exit(
             "exception",
             type=type(error).__qualname__,
-            message=str(error)[:_LONGEST_MESSAGE],
+            message=str(told)[:_LONGEST_MESSAGE],
             site=list(site),
-            traceback=shown[-_LONGEST_TRACEBACK:],
+            traceback="".join(told.format())[-_LONGEST_TRACEBACK:],
         )
 
     def record_exit(self, kind: str, **fields: Any) -> None:

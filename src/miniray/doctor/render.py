@@ -8,10 +8,11 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from miniray.doctor.facts import Case, Facts, main_stack
+from miniray.doctor.facts import Case, Facts
 from miniray.doctor.findings import Finding, Severity, named, numbers, plural, size
 from miniray.doctor.model import RankRecord, Site
 from miniray.doctor.sites import is_users
+from miniray.doctor.stacks import main_stack
 
 if TYPE_CHECKING:
     from rich.table import Table

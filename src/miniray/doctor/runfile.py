@@ -55,6 +55,17 @@ def write_run(
     )
 
 
+def read_json(path: Path) -> tuple[dict[str, Any], str]:
+    """(the object in a file, why it cannot be read); both empty where there is no file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}, ""
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, str(error)
+    return (found, "") if isinstance(found, dict) else ({}, "not a JSON object")
+
+
 def change_run(run_dir: Path, **fields: Any) -> None:
     """Change fields of ``run.json``; nothing where there is none."""
     path = run_dir / "run.json"

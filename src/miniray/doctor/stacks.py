@@ -20,6 +20,7 @@ from typing import IO
 from miniray.doctor import processes
 from miniray.doctor.model import RankRecord, Site, ThreadStack
 from miniray.doctor.reader import read_run
+from miniray.doctor.sites import without_boot
 
 #: Real-time signals are not used by anybody's launcher or scheduler, which SIGUSR1 and 2 are.
 STACK_SIGNAL = int(signal.SIGRTMIN) + 7 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR2)
@@ -126,6 +127,15 @@ def parse(text: str) -> tuple[ThreadStack, ...]:
             last = found[thread]
             found[thread] = ThreadStack(last.thread, last.name, last.current, tuple(frames))
     return tuple(sorted(found.values(), key=lambda stack: not stack.current))
+
+
+def main_stack(threads: Iterable[ThreadStack]) -> tuple[Site, ...]:
+    """The main thread's frames: its outermost one is no thread's start."""
+    every = tuple(threads)
+    for thread in every:
+        if thread.frames and not thread.frames[-1].function.startswith("_bootstrap"):
+            return without_boot(thread.frames)
+    return every[0].frames if every else ()
 
 
 def _changed(path: Path) -> float:

@@ -16,6 +16,7 @@ class Judgement:
     text: str
     verdict: str  #: its first line
     stuck: bool  #: the run will not go on by itself, or nobody can tell
+    healthy: bool = False  #: nothing was found
     json: str = ""
 
     def keep(self, run_dir: Path) -> str:
@@ -44,6 +45,7 @@ def judge(run_dir: Path, hang_timeout: float | None = None) -> Judgement:
             text=diagnosis.text().rstrip(),
             verdict=diagnosis.verdict,
             stuck=ends or not diagnosis.readable,
+            healthy=diagnosis.exit_code == 0,
             json=json.dumps(diagnosis.to_json(), indent=2, ensure_ascii=False),
         )
     except Exception as error:

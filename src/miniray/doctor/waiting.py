@@ -103,9 +103,8 @@ def wait_for(event: Event, record: RankRecord) -> Wait:
 
 def _last_wait(record: RankRecord) -> Wait | None:
     """Where a rank was that ended on another's account: its last word was that it waited there."""
-    ended = record.exit
+    ended, last = record.exit, _last_call(record)
     assert ended is not None
-    last = next((e for e in reversed(record.events) if e.kind in _WAITS), None)
     if last is None:
         return None
     if last.ended is None or (ended.at is not None and abs(ended.at - last.ended) < 2.0):
@@ -133,11 +132,13 @@ def _ended_in_collective(record: RankRecord) -> bool:
     """Whether the exception came out of a call that needs the other ranks."""
     if record.waiting is not None:
         return True
-    ended = record.exit
-    last = next((e for e in reversed(record.events) if e.kind in _WAITS), None)
+    ended, last = record.exit, _last_call(record)
     if last is None or ended is None or ended.at is None:
         return False
     return last.ended is None or abs(ended.at - last.ended) < 5.0
 
 
-_WAITS = (COLLECTIVE, POINT_TO_POINT, BARRIER, GROUP)
+def _last_call(record: RankRecord) -> Event | None:
+    """The last one that needed other ranks."""
+    kinds = (COLLECTIVE, POINT_TO_POINT, BARRIER, GROUP)
+    return next((event for event in reversed(record.events) if event.kind in kinds), None)

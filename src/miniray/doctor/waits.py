@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from miniray.doctor import collectives
 from miniray.doctor.facts import Case, Facts
 from miniray.doctor.model import POINT_TO_POINT
-from miniray.doctor.waiting import NAMED_BARRIERS, START, Wait, wait_for
+from miniray.doctor.waiting import GRADIENTS, NAMED_BARRIERS, START, Wait, wait_for
 from miniray.doctor.words import name_of
 
 #: Seconds a wait must have lasted where the records alone prove that it can never end.
@@ -41,6 +41,27 @@ def on_gpu(case: Case) -> Case:
                 found[rank] = dataclasses.replace(
                     found[rank], wait=wait_for(event, found[rank].record)
                 )
+    return dataclasses.replace(case, ranks=found)
+
+
+def in_backward(case: Case) -> Case:
+    """The case with the waits of ranks that a compiled DDP model keeps in backward.
+
+    Its forward runs past the recorder, so the backward is not known to be a collective. A rank that
+    sleeps in the engine of autograd itself, with none of anybody's code below, waits for the others
+    there.
+    """
+    found = dict(case.ranks)
+    for facts in case.live:
+        record = facts.record
+        asleep = not facts.moved and not facts.computes and facts.idle >= case.limit
+        inside = bool(facts.stack) and facts.stack[0].function == "_engine_run_backward"
+        if facts.wait is None and record.models and asleep and inside:
+            made = [event for event in record.collectives() if event.name.startswith("DDP.")]
+            group = made[-1].group if made else "default"
+            number = max((event.sequence for event in record.collectives(group)), default=-1) + 1
+            wait = Wait(group, number, GRADIENTS, record.phase.site, record.phase.since)
+            found[facts.rank] = dataclasses.replace(facts, wait=wait)
     return dataclasses.replace(case, ranks=found)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from miniray.doctor.facts import Facts
-from miniray.doctor.findings import listed, named, plural
+from miniray.doctor.findings import is_or_are, listed, named, plural
 from miniray.doctor.waiting import Wait
 
 
@@ -52,9 +52,8 @@ def spot(wait: Wait) -> str:
 
 
 def now_at(party: Sequence[Facts]) -> str:
-    wait = party[0].wait
-    assert wait is not None
-    return f"{named(f.rank for f in party)} {'is' if len(party) == 1 else 'are'} in {spot(wait)}"
+    ranks = [f.rank for f in party]
+    return f"{named(ranks)} {is_or_are(ranks)} in {spot(wait_of(party))}"
 
 
 def wait_of(party: Sequence[Facts]) -> Wait:
@@ -65,7 +64,3 @@ def wait_of(party: Sequence[Facts]) -> Wait:
 
 def name_of(wait: Wait | None) -> str:
     return wait.name if wait is not None else ""
-
-
-def is_or_are(ranks: Sequence[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"

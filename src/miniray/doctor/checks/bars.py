@@ -24,7 +24,7 @@ def check(case: Case) -> Iterator[Finding]:
             cause="tqdm takes a lock and writes to the terminal; should that block, all ranks "
             "hang at the second barrier.",
             fix="make the bar on rank 0 only, after the last barrier before the loop",
-            site=str(bar.site) if bar.site.file else "",
+            site=bar.site,
         )
         return
 

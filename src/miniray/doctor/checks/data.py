@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from miniray.doctor import samples
 from miniray.doctor.facts import Case, Facts
 from miniray.doctor.findings import Finding, Severity, named
-from miniray.doctor.model import Loader, SamplePass
+from miniray.doctor.model import NOWHERE, Loader, SamplePass
 
 #: Share of common samples from which on it is said.
 _OVERLAP = 0.10
 _MOST_RANKS = 32  # pairs grow with the square
+#: Collectives by which gradients are averaged.
+_AVERAGING = ("DDP.", "reduce_scatter")
 
 
 def check(case: Case) -> Iterator[Finding]:
@@ -27,23 +29,19 @@ def check(case: Case) -> Iterator[Finding]:
 
 
 def _overlap(case: Case) -> Iterator[Finding]:
-    worst: tuple[float, Facts, Facts, SamplePass, SamplePass] | None = None
-    involved: set[int] = set()
+    found: list[tuple[bool, float, Facts, Facts, SamplePass, SamplePass]] = []
     for one, two in itertools.combinations(list(case)[:_MOST_RANKS], 2):
         for mine, theirs in _comparable(one, two):
             share = samples.overlap(mine, theirs)
             if share * min(mine.count, theirs.count) <= len(case.world) or share < _OVERLAP:
                 continue
-            involved |= {one.rank, two.rank}
-            if worst is None or share > worst[0]:
-                worst = share, one, two, mine, theirs
-    if worst is None:
+            found.append((_average_together(case, one, two), share, one, two, mine, theirs))
+    if not found:
         return
-    share, one, two, mine, theirs = worst
+    together, share, one, two, mine, theirs = max(found, key=lambda pair: pair[:2])
+    involved = {f.rank for pair in found if pair[0] == together for f in pair[2:4]}
     loader = _loader(one, mine)
     severity = Severity.WRONG
-    if loader is not None and _may_be_own_parts(one, two, mine, theirs):
-        severity = Severity.NOTE
     sampler = loader.sampler if loader is not None else ""
     if loader is not None and loader.replicas is None:
         cause = f"The loader uses {sampler}, not a DistributedSampler: every rank gets everything."
@@ -51,10 +49,17 @@ def _overlap(case: Case) -> Iterator[Finding]:
     else:
         cause = "The sampler gives several ranks the same share (same rank or num_replicas given)."
         fix = "DistributedSampler(dataset) takes rank and world size from the process group"
-    if severity is Severity.NOTE:
+    if loader is not None and _may_be_own_parts(one, two, mine, theirs):
+        severity = Severity.NOTE
         cause = (
             f"The loaders use {sampler} and number their samples alike. If each rank's dataset is "
             "its own part this is as it should be; if not, every rank gets everything."
+        )
+    elif not together:
+        severity = Severity.NOTE
+        cause = (
+            "Nothing is seen to average their gradients. Ranks that hold parts of one model "
+            "(tensor or pipeline parallel) must read the same; those with a model each must not."
         )
     yield Finding(
         code="same-data",
@@ -68,7 +73,7 @@ def _overlap(case: Case) -> Iterator[Finding]:
         ),
         cause=cause,
         fix=fix,
-        site=str(loader.site) if loader is not None and loader.site.file else "",
+        site=loader.site if loader is not None else NOWHERE,
     )
 
 
@@ -113,6 +118,16 @@ def _may_be_own_parts(one: Facts, two: Facts, mine: SamplePass, theirs: SamplePa
     return a.replicas is None and b.replicas is None and not proven
 
 
+def _average_together(case: Case, one: Facts, two: Facts) -> bool:
+    """Whether DDP or FSDP averages gradients of the two, as far as one can see."""
+    if min(one.record.group_size, two.record.group_size) <= 0:
+        return True  # no process group: what is wrong with that is said, too
+    calls = [event for event in one.record.collectives() if event.name.startswith(_AVERAGING)]
+    if not calls:
+        return bool(one.record.models)  # compiled ones average unseen
+    return any(two.rank in case.members.get(event.group, ()) for event in calls)
+
+
 def _first_ids(given: SamplePass) -> str:
     shown = ", ".join(map(str, given.ids[:8]))
     return f"epoch {given.epoch}, {given.count} samples: {shown}{', …' * (given.count > 8)}"
@@ -148,5 +163,5 @@ def _same_order(case: Case) -> Iterator[Finding]:
         ),
         cause="DistributedSampler shuffles by seed + epoch; the epoch is 0 until it is told.",
         fix="call loader.sampler.set_epoch(epoch) at the beginning of each epoch",
-        site=str(loader.site) if loader.site.file else "",
+        site=loader.site,
     )

@@ -41,7 +41,7 @@ def _non_finite(case: Case) -> Iterator[Finding]:
         else "Once a loss is NaN the weights are too.",
         fix="look at those samples; clip gradients, lower the learning rate, check divisions",
         step=found.step,
-        site=str(found.site) if found.site.file else "",
+        site=found.site,
     )
 
 

@@ -38,14 +38,14 @@ def _difference(odd: Sequence[Facts], like: Facts, index: int) -> Finding:
     if mine.parameters != theirs.parameters:
         title = (
             f"rank {odd[0].rank} has {plural(mine.parameters, 'parameter')}, "
-            f"rank {like.rank} has {theirs.parameters}"
+            f"rank {like.rank} has {theirs.parameters}: models differ"
         )
     else:
         title = f"the model of {named(f.rank for f in odd)} differs from that of rank {like.rank}"
     return Finding(
         code="models-differ",
         severity=Severity.FAILED if odd[0].ended or like.ended else Severity.STUCK,
-        title=f"{title}: models differ",
+        title=title,
         ranks=tuple(f.rank for f in odd),
         evidence=(
             f"rank {odd[0].rank}: {_shape(mine)} at {mine.site}",
@@ -54,7 +54,7 @@ def _difference(odd: Sequence[Facts], like: Facts, index: int) -> Finding:
         ),
         cause="DDP needs the same parameters in the same order on every rank.",
         fix="build the model from the same configuration on all ranks; do not branch on the rank",
-        site=str(mine.site) if mine.site.file else "",
+        site=mine.site,
         # DDP's own complaint about it, and whoever waits for the rank that complained.
         explains=frozenset(
             {"exception", "collectives-parted", "does-not-complete", "mismatch", "blocked", "busy"}
@@ -110,7 +110,7 @@ def _unused(case: Case) -> Iterator[Finding]:
             "gets none, and the others wait for it.",
             fix="let all ranks use all parameters, or DDP(..., find_unused_parameters=True)",
             step=model.unused_step,
-            site=str(model.site) if model.site.file else "",
+            site=model.site,
             explains=frozenset(
                 {"exception", "does-not-complete", "collectives-parted", "blocked", "busy"}
             ),

@@ -50,7 +50,7 @@ def _behind(case: Case) -> Iterator[Finding]:
         cause="The ranks do not wait for each other, and this one does not keep up.",
         fix="look at where it is, above, and at its log",
         step=first.record.step,
-        site=str(first.place) if first.place.file else "",
+        site=first.place,
     )
 
 
@@ -66,9 +66,9 @@ def _straggler(case: Case) -> Iterator[Finding]:
         title=f"rank {found.rank} is {found.factor:.1f}× slower than the median{since} ({word})",
         ranks=(found.rank,),
         evidence=(
-            f"rank {found.rank}: {seconds_ms(found.own)} a step, of it {seconds_ms(found.data)} "
+            f"rank {found.rank}: {_spent(found.own)} a step, of it {_spent(found.data)} "
             "waiting for data",
-            f"median of the others: {seconds_ms(found.others)}, over {found.steps} steps",
+            f"median of the others: {_spent(found.others)}, over {found.steps} steps",
         ),
         cause="All ranks wait for the slowest one in every backward."
         + (
@@ -81,11 +81,10 @@ def _straggler(case: Case) -> Iterator[Finding]:
         if found.where == "data"
         else "look at what else runs there, at threads per rank, and at work under `if rank == …`",
         step=found.since,
-        explains=frozenset(),
     )
 
 
-def seconds_ms(value: float) -> str:
+def _spent(value: float) -> str:
     return f"{value * 1000:.0f} ms" if value < 1 else seconds(value)
 
 

@@ -6,11 +6,15 @@ from collections.abc import Iterator
 
 from miniray.doctor.facts import Case
 from miniray.doctor.findings import Finding, Severity, named, plural
-from miniray.doctor.model import RankRecord
+from miniray.doctor.model import COLLECTIVE, POINT_TO_POINT, RankRecord
 
 _LAUNCH = "start them together: miniray run --nproc N script.py, or torchrun --nproc-per-node N"
 #: Steps a rank may train alone before it is said that nobody keeps it company.
 _ALONE_STEPS = 1
+#: Steps after which ranks that share one dataset must have exchanged something.
+_APART_STEPS = 20
+#: Calls that exchange no tensors of a training step.
+_NO_EXCHANGE = ("barrier", "monitored_barrier", "new_group")
 
 
 def check(case: Case) -> Iterator[Finding]:
@@ -18,6 +22,7 @@ def check(case: Case) -> Iterator[Finding]:
     yield from _duplicates(case)
     yield from _missing(case)
     yield from _sizes_differ(case)
+    yield from _apart(case)
 
 
 def _separate_worlds(case: Case) -> Iterator[Finding]:
@@ -133,3 +138,37 @@ def _sizes_differ(case: Case) -> Iterator[Finding]:
             cause="Nothing is averaged between these ranks.",
             fix="call torch.distributed.init_process_group() at the top and wrap the model in DDP",
         )
+
+
+def _apart(case: Case) -> Iterator[Finding]:
+    """Ranks that share a dataset out among them, and never exchange anything about it.
+
+    What averages gradients out of sight needs DDP, whose making is seen. Ranks that hold parts of
+    one model, and exchange in ways that are not seen, do not share the data out.
+    """
+    alone = [f for f in case if _shares_data(f.record) and not _exchanges(f.record)]
+    if len(alone) < 2 or len(alone) < len(case.ranks):
+        return
+    first = alone[0].record
+    yield Finding(
+        code="trained-apart",
+        severity=Severity.WRONG,
+        title=f"{named(f.rank for f in alone)} train apart: no gradients are averaged",
+        ranks=tuple(f.rank for f in alone),
+        evidence=(
+            f"rank {first.rank}: {plural(first.step, 'step')}, no model wrapped in DDP, no "
+            "collective since the first step",
+        ),
+        cause="Each rank trains a model of its own, on its share of the data.",
+        fix="model = DistributedDataParallel(model), before the optimizer is made",
+    )
+
+
+def _shares_data(record: RankRecord) -> bool:
+    shared = [ld for ld in record.loaders if ld.trained and (ld.replicas or 1) > 1]
+    return record.group_size > 1 and record.step >= _APART_STEPS and bool(shared)
+
+
+def _exchanges(record: RankRecord) -> bool:
+    called = (e for e in record.events if e.kind in (COLLECTIVE, POINT_TO_POINT) and e.step > 0)
+    return bool(record.models) or any(event.name not in _NO_EXCHANGE for event in called)
