@@ -7,9 +7,13 @@ from miniray.train import ModelParallelTrainer, PipelineParallelTrainer
 
 torch = pytest.importorskip("torch")
 
+from miniray.train.parallel.layers import seeded  # noqa: E402
 from tests.parallel.split_for_tests import (  # noqa: E402
     PARTS,
+    SEED,
+    TOLERANCE,
     Transformer,
+    adam,
     check_same,
     loss,
     make_data,
@@ -45,6 +49,52 @@ def test_every_schedule_trains_as_one_process_does(engine, schedule):
     )
     assert len(result.peak_activation_bytes) == 2
     assert min(result.peak_activation_bytes) > 0
+
+
+class Sum(torch.nn.Module):
+    """Takes two inputs, and has nothing to train."""
+
+    def forward(self, x, shift):
+        return torch.nn.functional.one_hot((x + shift) % 12, 12).flatten(1).float()
+
+
+def frozen_first():
+    frozen = torch.nn.Linear(48, 16).requires_grad_(False)
+    return [Sum(), frozen, torch.nn.Linear(16, 16), torch.nn.Linear(16, 4)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_a_stage_without_anything_to_train_and_layers_with_several_inputs(engine, schedule):
+    engine()
+    x, y = make_data().dataset.tensors
+    data = torch.utils.data.TensorDataset(x, x.flip(0), y)
+    with PipelineParallelTrainer(
+        2,
+        **PARTS,
+        model=frozen_first,
+        data=torch.utils.data.DataLoader(data, batch_size=8),
+        schedule=schedule,
+        clip_norm=0.5,
+        layers_per_stage=[2, 2] if schedule == "1f1b" else [1, 1, 1, 1],
+    ) as trainer:
+        result = trainer.train(2)
+        found = trainer.model_weights()
+        trainer.save_checkpoint()
+    with seeded(SEED):
+        layers = frozen_first()
+    plain = torch.nn.Sequential(*layers)
+    optimizer = adam(p for p in plain.parameters() if p.requires_grad)
+    for _ in range(2):
+        for rows in range(0, 40, 8):
+            part = data[rows : rows + 8]
+            value = loss(plain[1:](plain[0](*part[:2])), part[2])
+            optimizer.zero_grad()
+            value.backward()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            optimizer.step()
+    assert result["num_samples"] == 40
+    for name, weight in plain.state_dict().items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=TOLERANCE, msg=name)
 
 
 def test_copies_of_a_pipeline_train_as_one_process_on_their_batches_together(engine):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
 
 from miniray.train import ModelParallelTrainer, PipelineParallelTrainer  # noqa: E402
 from miniray.train.parallel import planning, tensor, timeline  # noqa: E402
@@ -18,6 +19,7 @@ from miniray.train.parallel.layout import Layout, Place  # noqa: E402
 from miniray.train.parallel.measure import LayerCost, SavedBytes, measure  # noqa: E402
 from miniray.train.parallel.partition import cut_evenly, even_out, stage_bounds  # noqa: E402
 from miniray.train.parallel.plan import plan_stages  # noqa: E402
+from miniray.train.parallel.samples import Samples  # noqa: E402
 from miniray.train.parallel.schedules import SCHEDULES, divisor_up_to  # noqa: E402
 from miniray.train.parallel.timeline import Span  # noqa: E402
 from tests.parallel.split_for_tests import (  # noqa: E402
@@ -63,7 +65,7 @@ def test_workers_with_two_stages_get_equal_work():
 
 def test_stages_are_balanced_by_time_and_kept_under_the_memory_limit():
     def cost(name, seconds, parameter_bytes):
-        return LayerCost(name, "Linear", parameter_bytes // 4, parameter_bytes, seconds, 100)
+        return LayerCost(name, parameter_bytes // 4, parameter_bytes, seconds, 100)
 
     costs = [cost("0", 6, 4000), cost("1", 1, 4000), cost("2", 1, 4000), cost("3", 4, 4000)]
     choices = {"microbatches": 4, "stages_per_worker": None, "layers_per_stage": None}
@@ -231,7 +233,7 @@ def planned(model, **choices):
     settings = {"layout": Layout(pipeline=2), "schedule": "1f1b", "microbatches": 4, **choices}
     data = settings.pop("data", make_data())
     job = Job(**{"model": model, "loss": loss, "optimizer": adam, "data": data, **settings})
-    return planning.make_plan(job, planning.make_loader(data, "data"), None, CPU)
+    return planning.make_plan(job, planning.make_loader(data, "data"), CPU)
 
 
 class TwoOutputs(nn.Module):
@@ -262,10 +264,64 @@ def test_what_cannot_be_trained_is_refused_with_what_would_fit():
     with pytest.raises(TypeError, match=r"(?s)must return one number.* shape"):
         planned(make_layers, loss=lambda o, t: o)
     with pytest.raises(TypeError, match=r"a batch must be \(input, ..., target\)"):
+        planned(make_layers, data={0: torch.ones(4)}.values())
+    with pytest.raises(TypeError, match=r"data= gives a list_iterator, which has batches for one"):
         planned(make_layers, data=[torch.ones(4)].__iter__())
+    with pytest.raises(TypeError, match=r"\(rows need a DataLoader around them\)"):
+        planned(make_layers, data=make_data().dataset)
+    with pytest.raises(TypeError, match=r"one number that depends on the model"):
+        planned(make_model, layout=Layout(tensor=2), loss=lambda o, t: loss(o, t).detach())
     model = nn.Sequential(nn.Embedding(12, 16), TwoOutputs())
     with pytest.raises(TypeError, match=r"must return one tensor"):
         planned(model, layout=Layout(tensor=2))
+
+
+def tied():
+    layers = make_layers()
+    layers[4][1].weight = layers[1][1].weight
+    return layers
+
+
+class TiedTransformer(Transformer):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(16, 12, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_a_weight_that_two_stages_would_have_is_refused():
+    with pytest.raises(ValueError, match=r"1.1.weight and 4.1.weight are one weight, in stages 0 "):
+        planned(tied, layers_per_stage=[2, 6])
+    assert planned(tied, layers_per_stage=[1, 7]).stages.sizes == [1, 7]
+    with pytest.raises(ValueError, match=r"embed.weight and head.weight are one weight"):
+        planned(TiedTransformer)
+
+
+def test_a_weight_that_two_modules_have_is_cut_by_no_plan():
+    assert not {"embed", "head"} & set(tensor.make_plan(TiedTransformer(), None, 2).styles)
+    with pytest.raises(ValueError, match=r"plan\['head'\]: head shares its weight with another"):
+        tensor.make_plan(TiedTransformer(), {"head": "colwise_gather"}, 2)
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"data": {0: 1}.keys}, "data= has a dict_keys, which cannot be dealt out to 2 copies"),
+        (
+            {"data": DataLoader(range(8), batch_sampler=[[0], [1]])},
+            r"data= has a batch sampler of its own \(list\), which cannot be dealt out to 2 copies",
+        ),
+        ({"val_data": 3}, "val_data= must be a torch DataLoader"),
+        (
+            {"val_data": DataLoader(range(8), batch_sampler=[[0], [1]])},
+            r"val_data= has a batch sampler of its own",
+        ),
+    ],
+)
+def test_data_that_cannot_be_dealt_out_is_refused_before_training(choices, message):
+    parts = {"model": make_layers, "loss": loss, "optimizer": adam, "data": make_data(), **choices}
+    with pytest.raises(TypeError, match=message):
+        Samples(Job(**parts, layout=Layout(data=2)), Place(0, 0, 0)).open()
 
 
 PARTS = {"model": make_model, "loss": loss, "optimizer": adam, "data": list}
@@ -285,6 +341,9 @@ PARTS = {"model": make_model, "loss": loss, "optimizer": adam, "data": list}
         ({"parallel": {"data": 2, "pipeline": 2}}, "takes 4 workers .* pass num_workers=4"),
         ({"parallel": {"depth": 2}}, "knows 'data', 'pipeline', 'tensor', not 'depth'"),
         ({"plan": {"0": "colwise"}}, r'it needs parallel=\{"tensor": N'),
+        ({"parallel": [2]}, r'parallel= must be a dict like \{"data": 2\}'),
+        ({"stages_per_worker": "2"}, "stages_per_worker must be an int >= 1"),
+        ({"eval_interval": 1}, "eval_interval= evaluates on val_data=, which is not given"),
     ],
 )
 def test_arguments_of_a_pipeline_that_make_no_sense(options, message):
@@ -306,6 +365,22 @@ def test_arguments_of_a_split_model_that_make_no_sense(options, message):
         ModelParallelTrainer(**{**PARTS, **options})
     with pytest.raises(TypeError, match="does not know uneven"):
         ModelParallelTrainer(**PARTS, uneven="pad")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr_scheduler": 3}, "lr_scheduler= must be a function"),
+        ({"layers_per_stage": 4}, "layers_per_stage= must be a list of numbers"),
+        ({"memory_limit": "1GB"}, "memory_limit= must be a number of bytes"),
+        ({"metrics": [loss]}, r'metrics= must be a dict like \{"accuracy": f\}'),
+        ({"plan": ["fc1"]}, r'plan= must be a dict like \{"fc1": "colwise"\}'),
+        ({"schedule": "1f1b"}, "ModelParallelTrainer\\(\\) has no schedule"),
+    ],
+)
+def test_parts_of_the_wrong_kind_are_refused_at_once(options, message):
+    with pytest.raises(TypeError, match=message):
+        ModelParallelTrainer(**{**PARTS, **options})
 
 
 def test_a_part_that_is_missing_or_misspelled():

@@ -163,3 +163,10 @@ def test_waiting_in_one_thread_is_refused():
         server = server_at(0.0, num_workers=2, max_staleness=0)
         with pytest.raises(CapabilityError, match="inline"):
             push(server, 0, 1)
+
+
+def test_weights_that_become_too_large_are_said_to_be(engine):
+    server = create_parameter_server("momentum", mode="async", lr=1e200)
+    call(server, "set_weights", {"w": np.zeros(3), "n": 10})
+    with pytest.raises(NonFiniteWeightsError, match=r"not finite any more, in entry \['w'\]"):
+        push(server, "a", 1e200)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from miniray.errors import NonFiniteWeightsError
+from miniray.errors import NonFiniteWeightsError, WeightsMismatchError
 from miniray.ps import Client, create_parameter_server
 from miniray.ps.compression import Compressed, decode, encode
 from tests.ps.helpers import call
@@ -50,7 +50,7 @@ def test_a_push_is_the_change_in_fewer_bytes(engine, codec):
     clients = [Client(server, i) for i in range(2)]
     all_pulled = [client.pull() for client in clients]
     for i, (client, pulled) in enumerate(zip(clients, all_pulled, strict=True)):
-        parcel = client._compressed({"w": pulled["w"] + (i + 1), "n": 5}, client._base)
+        parcel = client._compressed({"w": pulled["w"] + (i + 1), "n": 5}, *client._base)
         assert parcel.nbytes < base["w"].nbytes / (1.9 if codec == "bf16" else 3.9)
         client.push({"w": pulled["w"] + (i + 1), "n": 5})
     result = call(server, "pull_weights")
@@ -105,3 +105,13 @@ def test_a_parcel_for_a_server_without_weights(engine):
     server = create_parameter_server()
     with pytest.raises(ValueError, match="no weights yet"):
         call(server, "push_weights", 0, Compressed("bf16", []))
+
+
+@pytest.mark.parametrize("weights", [[np.zeros(4)], [np.zeros(3), np.zeros(3)], {"w": np.zeros(3)}])
+def test_weights_unlike_those_pulled_are_refused_before_they_travel(engine, weights):
+    server = create_parameter_server(compression="int8")
+    call(server, "set_weights", [np.zeros(3)])
+    client = Client(server, "a")
+    client.pull()
+    with pytest.raises(WeightsMismatchError, match=r"^worker a: .*, the server has "):
+        client.push(weights)

@@ -150,6 +150,27 @@ def test_an_overflow_is_nobodys_fault(engine):
         call(create_parameter_server(), "sync_from_workers", handles)
 
 
+@pytest.mark.parametrize(
+    "start", [[np.zeros(3, np.float16)], {"w": np.zeros(3, np.float16), "n": 1}]
+)
+def test_what_fits_the_type_computed_in_but_not_that_of_the_weights_is_one_too(engine, start):
+    """80,000 is no float16."""
+    far = workers(*[_filled(start, 40_000)] * 2)
+    server = create_parameter_server("momentum", lr=2)
+    call(server, "set_weights", start)
+    for _ in range(2):  # the second time they are known by their place
+        with pytest.raises(NonFiniteWeightsError, match="became too large"):
+            call(server, "sync_from_workers", far)
+    kept = call(server, "get_weights")
+    assert (kept["w"] if isinstance(kept, dict) else kept[0]).tolist() == [0, 0, 0]
+
+
+def _filled(weights, value):
+    if isinstance(weights, dict):
+        return {"w": np.full_like(weights["w"], value), "n": 1}
+    return [np.full_like(weights[0], value)]
+
+
 def test_a_bad_push_is_dropped(engine):
     server = create_parameter_server()
     call(server, "push_weights", "a", [np.array([1.0])])

@@ -83,8 +83,8 @@ def test_the_norms_of_large_weights_are_estimates(engine):
 def test_worker_weights(engine):
     server = create_parameter_server("weighted")
     handles = workers([np.array([0.0])], [np.array([8.0])], [np.array([100.0])])
-    call(server, "set_worker_weight", 1, 3)
-    call(server, "set_worker_weight", 2, 0)
+    call(server, "set_worker_weight", 1, np.int64(3))
+    call(server, "set_worker_weight", 2, np.float32(0))
     assert call(server, "sync_from_workers", handles)["num_workers"] == 3
     assert [w[0].tolist() for w in weights_of(handles)] == [[6], [6], [6]]
     with pytest.raises(ValueError, match="worker 1 must be at least 0"):

@@ -28,6 +28,8 @@ def averaged(engine, *weights):
         ("float32", 2.5),
         ("float64", 2.5),
         (">f4", 2.5),
+        (">c8", 2.5),
+        (">i2", 3),
         ("complex64", 2.5),
         ("complex128", 2.5),
         ("int8", 3),
@@ -235,3 +237,8 @@ def test_splitting_keeps_every_number_once(parts):
     assert sorted(seen) == [(r.leaf, i) for r in ranges for i in range(r.stop)]
     sizes = [sum(r.stop - r.start for r in share) for share in shares]
     assert max(sizes) - min(sizes) <= 2
+
+
+def test_complex_numbers_may_lie_apart():
+    apart = np.arange(6, dtype=complex)[::2] * (1 + 1j)
+    assert mean([[apart], [apart + 2]])[0].tolist() == [1, 3 + 2j, 5 + 4j]

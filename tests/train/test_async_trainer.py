@@ -136,6 +136,23 @@ class StopAtOnce(Callback):
         trainer.should_stop = epoch == 0
 
 
+def test_a_worker_that_hangs_between_two_epochs_is_named_and_replaced(tmp_path):
+    class Stuck(Noting.__wrapped__):
+        def set_weights(self, weights):
+            super().set_weights(weights)
+            if self.id == 1 and os.path.exists(f"{self.folder}/ended-1-0"):
+                hung = Path(self.folder, "hung")
+                if not hung.exists():
+                    hung.touch()
+                    time.sleep(100)
+
+    options = {"backend": "local", "mode": "async", "worker_timeout": 5.0, "max_failures": 1}
+    with DataParallelTrainer(2, worker=Stuck, progress=False, **options) as trainer:
+        history = trainer.train(epochs=3, folder=str(tmp_path)).history
+    assert [record["loss"] for record in history] == [0.0, 1.0, 2.0]
+    assert [e["event"] for e in trainer.run.read_events()] == ["worker_failed", "worker_replaced"]
+
+
 def test_a_stopped_run_is_taken_up_where_each_worker_was(tmp_path):
     """Worker 0 is far ahead when the run stops after its first epoch."""
     options = {"backend": "local", "run_dir": tmp_path / "run"}

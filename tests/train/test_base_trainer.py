@@ -1,11 +1,14 @@
 """BaseTrainer: lifecycle, hooks, keyword arguments, errors."""
 
 import json
+import shutil
+import warnings
 
+import numpy as np
 import pytest
 
 import miniray
-from miniray.train import BaseTrainer, Callback
+from miniray.train import BaseTrainer, Callback, TorchWorker
 from tests.train.workers_for_tests import Counter
 
 pytestmark = pytest.mark.usefixtures("_light_workers")
@@ -88,6 +91,30 @@ def test_the_users_own_engine_is_left_running():
         miniray.get(workers[0].seen.remote())
 
 
+def test_of_trainers_that_share_an_engine_the_last_one_ends_it():
+    first = Recording(1, backend="inline", progress=False)
+    second = Recording(1, progress=False)
+    first.train(epochs=1)
+    second.train(epochs=1)
+    workers = list(first.workers)
+    first.shutdown()
+    with pytest.raises(miniray.errors.ActorDiedError):
+        miniray.get(workers[0].seen.remote())
+    assert second.train(epochs=1).epochs == 2
+    second.shutdown()
+    assert not miniray.is_initialized()
+
+
+def test_workers_that_ended_with_their_engine_do_not_trouble_the_next():
+    first = Recording(1, backend="inline", progress=False)
+    first.train(epochs=1)
+    miniray.shutdown()
+    with Recording(1, backend="inline", progress=False) as second:
+        second.train(epochs=1)
+        first.shutdown()
+    assert not miniray.is_initialized()
+
+
 def test_training_again_goes_on_from_where_it_was():
     with Recording(2, backend="inline", progress=False) as trainer:
         trainer.train(epochs=2)
@@ -101,9 +128,36 @@ def test_training_again_goes_on_from_where_it_was():
 
 def test_a_worker_class_instead_of_a_subclass():
     with BaseTrainer(2, worker=Counter, backend="inline", progress=False) as trainer:
-        # Its __init__ takes lr and start, but knows no batch_size.
+        # Its __init__ takes lr and start, load_data_shard batch_size; BaseTrainer does not call it.
         trainer.train(epochs=1, lr=0.25, batch_size=8)
         assert miniray.get(trainer.workers[1].seen.remote())["lr"] == 0.25
+
+
+def test_an_argument_that_nobody_takes_is_warned_of():
+    class Fitter(TorchWorker):
+        def setup(self, lr=0.1):
+            pass
+
+        def train_epoch(self, epoch):
+            return {"loss": 0.0}
+
+    with (
+        BaseTrainer(1, worker=Fitter, backend="inline", progress=False) as trainer,
+        pytest.warns(UserWarning, match=r"given learning_rate, which no method of Fitter"),
+    ):
+        trainer.train(epochs=1, lr=0.5, learning_rate=0.5)
+
+    class Takes(BaseTrainer):
+        def on_epoch_end(self, epoch, result, **kwargs):
+            pass
+
+    for trainer in (
+        Takes(1, worker=Fitter, backend="inline", progress=False),
+        BaseTrainer(1, worker=Counter, backend="inline", progress=False, callbacks=[Callback()]),
+    ):
+        with trainer, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            trainer.train(epochs=1, dataset="x")
 
 
 def test_a_trainer_that_cannot_make_workers_says_so():
@@ -126,12 +180,65 @@ def test_what_is_not_an_actor_is_refused():
     [
         ({"num_workers": 0}, "num_workers must be an int >= 1"),
         ({"num_workers": True}, "num_workers must be an int >= 1"),
-        ({"num_workers": 2, "resources_per_worker": {"num_cpus": 1}}, "goes with worker="),
+        ({"resources_per_worker": {"num_cpus": 1}}, "goes with worker="),
+        ({"worker": Counter, "resources_per_worker": {"gpu": 1}}, "unknown option 'gpu'"),
+        ({"seed": 1.5}, "seed must be an int >= 0"),
+        ({"max_failures": -1}, "max_failures must be an int >= 0"),
+        ({"worker_timeout": 0}, "worker_timeout must be a number of seconds > 0 or None"),
+        ({"worker_timeout": "5"}, "worker_timeout must be"),
+        ({"eval_interval": 0.5}, "eval_interval must be an int >= 0"),
+        ({"keep_last": 0}, "keep_last must be an int >= 1 or None"),
+        ({"keep_best": "loss"}, "keep_best must be"),
+        ({"name": "a/b"}, "must be a plain folder name"),
+        ({"callbacks": [Callback]}, r"must be Callback objects.*; write Callback\(\)"),
     ],
 )
 def test_bad_arguments_are_refused_at_once(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         Recording(**arguments)
+
+
+def test_numbers_may_be_numpys():
+    with Recording(np.int64(2), seed=np.int32(3), backend="inline", progress=False) as trainer:
+        assert trainer.train(np.int64(1)).epochs == 1
+
+
+def test_after_shutdown_nothing_is_begun_anew_in_silence():
+    trainer = Recording(1, backend="inline", progress=False)
+    trainer.train(epochs=2)
+    trainer.shutdown()
+    with pytest.raises(RuntimeError, match=r"weights of these 2 epochs.*resume=True"):
+        trainer.train(epochs=1)
+    assert trainer.run.status() == "finished"
+    for call in (trainer.save_checkpoint, trainer.model_weights, trainer.evaluate):
+        with pytest.raises(RuntimeError, match=r"none after shutdown\(\)"):
+            call()
+
+
+def test_a_run_that_failed_before_its_first_epoch_may_be_tried_again():
+    class Unlucky(Recording):
+        def on_epoch_start(self, epoch, **kwargs):
+            if len(self.seen) == 2:
+                self.seen.append("failed")
+                raise OSError("no data")
+
+    trainer = Unlucky(1, backend="inline", progress=False, name="again")
+    with pytest.raises(OSError, match="no data"):
+        trainer.train(epochs=1)
+    assert trainer.train(epochs=1).epochs == 1
+    assert [a["state"] for a in trainer.run.read_run()["attempts"]] == ["failed"]
+
+
+def test_what_cannot_be_written_at_the_end_hides_no_error_and_leaves_no_process(capsys):
+    class Deleted(Recording):
+        def on_epoch_end(self, epoch, result, **kwargs):
+            shutil.rmtree(self.run.path)
+
+    trainer = Deleted(1, backend="local", progress=False)
+    with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl"):
+        trainer.train(epochs=2)
+    assert not miniray.is_initialized()
+    assert "its end is not in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("epochs", [-1, 1.5, True, "3"])
@@ -209,8 +316,6 @@ def test_workers_are_seeded_apart_and_alike_each_time():
         def train_epoch(self, epoch):
             import random
 
-            import numpy as np
-
             return {f"r{self.worker_id}": random.random() + np.random.rand()}
 
     def rolls():
@@ -232,3 +337,10 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(capsys):
     with Recording(1, backend="inline", progress=False) as trainer:
         trainer.train(epochs=2)
     assert capsys.readouterr().err == ""
+
+
+def test_a_run_in_a_directory_of_its_own_keeps_its_name(tmp_path):
+    with Recording(2, name="first", run_dir=tmp_path / "there", progress=False) as trainer:
+        result = trainer.train(epochs=1)
+    assert result.run_dir == tmp_path / "there"
+    assert json.loads((tmp_path / "there" / "run.json").read_text())["name"] == "first"

@@ -74,6 +74,21 @@ def test_checkpoints_keep_the_last_and_the_best(tmp_path):
     assert [found.epoch for found in trainer.checkpoints.list()] == [1, 3]
 
 
+def test_what_the_trainer_was_told_to_keep_is_kept(tmp_path):
+    trainer = Trainer(tmp_path)
+    trainer.checkpoints.configure(keep_last=2, keep_best=("loss", "min"))
+    trainer.train(Checkpoint(), losses(0.5, 0.1, 0.9, 0.7, 0.8))
+    assert [found.epoch for found in trainer.checkpoints.list()] == [1, 3, 4]
+    trainer.train(Checkpoint(keep_last=1), losses(0.5), first=5)
+    assert [found.epoch for found in trainer.checkpoints.list()] == [1, 5]
+
+
+def test_a_best_one_by_a_metric_that_never_came_is_warned_of(tmp_path):
+    callback = Checkpoint(keep_best=True, monitor="val_loss")
+    with pytest.warns(UserWarning, match="kept no best one: no epoch had 'val_loss', only .*loss"):
+        Trainer(tmp_path).train(callback, losses(0.5))
+
+
 def test_best_by_name_or_by_choice():
     assert Checkpoint(keep_best=True, monitor="accuracy").keep_best == ("accuracy", "max")
     assert Checkpoint(keep_best=True, monitor="accuracy", mode="min").keep_best[1] == "min"

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import miniray
+from miniray.ps.strategies.momentum import Momentum
 from miniray.train import DataParallelTrainer
 from tests.train.workers_for_tests import Counter
 
@@ -113,13 +114,33 @@ def test_weights_of_workers_count_whether_given_before_or_after_the_start():
 
 
 def test_worker_weights_are_refused_where_they_would_do_nothing():
-    with pytest.raises(ValueError, match='needs sync_strategy="weighted"'):
+    with pytest.raises(ValueError, match="would do nothing with sync_strategy='average'"):
         CounterTrainer(2).set_worker_weight(0, 1.0)
     weighted = CounterTrainer(2, sync_strategy="weighted")
     with pytest.raises(ValueError, match="there is no worker 2"):
         weighted.set_worker_weight(2, 1.0)
-    with pytest.raises(ValueError, match="must be a number >= 0"):
-        weighted.set_worker_weight(0, -1.0)
+    for wrong in (-1.0, float("inf"), "x", None):
+        with pytest.raises(ValueError, match="a worker's weight must be"):
+            weighted.set_worker_weight(0, wrong)
+
+
+def test_worker_weights_count_wherever_the_strategy_is_based_on_the_mean():
+    with CounterTrainer(
+        2, sync_strategy="ema", decay=0.0, backend="inline", progress=False
+    ) as trainer:
+        trainer.set_worker_weight(1, np.float32(3))
+        trainer.train(epochs=1)
+        assert weights_of(trainer) == [1.75, 1.75]  # (1 x 1 + 3 x 2) / 4
+
+
+def test_a_strategy_may_be_an_object_and_goes_into_checkpoints(tmp_path):
+    options = {"worker": Counter, "run_dir": tmp_path / "run", "backend": "inline"}
+    with DataParallelTrainer(2, 1, Momentum(0.5), progress=False, **options) as trainer:
+        trainer.train(epochs=1)
+        trainer.save_checkpoint(0)
+    with DataParallelTrainer(2, 1, "momentum", momentum=0.5, progress=False, **options) as trainer:
+        trainer.train(epochs=1, resume=True)
+        assert weights_of(trainer) == [3.75, 3.75]  # as computed below
 
 
 def test_arguments_of_the_strategy_are_given_by_keyword():
@@ -140,6 +161,10 @@ def test_arguments_of_the_strategy_are_given_by_keyword():
         ({"sync_interval": 0}, "sync_interval must be an int >= 1"),
         ({"sync_intervall": 5}, "CounterTrainer has no option .*; did you mean 'sync_interval'"),
         ({"callback": []}, "did you mean 'callbacks'"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite must be one of 'error', 'skip'"),
+        ({"num_servers": 0}, "num_servers must be a whole number of at least 1"),
+        ({"staleness_power": 1}, 'need mode="async"'),
+        ({"compression": "zip"}, "compression must be"),
     ],
 )
 def test_unknown_strategies_and_arguments_are_refused_at_once(arguments, message):
@@ -173,3 +198,18 @@ def test_a_sync_that_failed_is_not_reported_as_synced():
     with pytest.raises(RuntimeError, match="will not"):
         trainer.train(epochs=1)
     assert trainer.history == []
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "message"),
+    [(None, TypeError, "must be a list, tuple or dict"), ([], ValueError, "weights are empty")],
+)
+def test_weights_that_are_none_are_the_workers_and_not_the_servers_error(weights, error, message):
+    @miniray.remote
+    class Wrong(Counter.__wrapped__):
+        def get_weights(self):
+            return weights
+
+    trainer = DataParallelTrainer(1, worker=Wrong, backend="local", progress=False)
+    with pytest.raises(error, match=rf"^worker 0, get_weights\(\): .*{message}"):
+        trainer.train(epochs=1)

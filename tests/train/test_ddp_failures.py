@@ -1,7 +1,9 @@
 """A rank that raises, dies, hangs or leaves out a step: one cause, and nothing left behind."""
 
+import io
 import os
 import signal
+import time
 
 import pytest
 
@@ -126,6 +128,50 @@ def test_a_rank_that_hangs_is_named_with_its_place(engine, tmp_path):
     assert kept.read_text().startswith("STUCK: rank 1")
 
 
+class StuckValidating(Stepper):
+    def validation_step(self, batch, batch_idx):
+        if self.rank == 1:
+            time.sleep(1000)  # the line that hangs
+        return super().validation_step(batch, batch_idx)
+
+
+def test_a_rank_that_hangs_in_an_evaluation_is_named_too(engine):
+    engine()
+    options = {"worker": StuckValidating, "progress": False, "hang_timeout": 4.0}
+    with pytest.raises(WorkerTimeoutError, match="rank 1 has not moved") as failure:
+        DDPTrainer(2, eval_interval=1, **options).train(epochs=1)
+    assert "rank 1 is in evaluation, epoch 0, for" in str(failure.value)
+    assert "the line that hangs" in str(failure.value)
+    assert (failure.value.rank, failure.value.epoch) == (1, 0)
+
+
+class SlowToLoad(Stepper):
+    """Rank 1 has its data when somebody has complained."""
+
+    def load_data_shard(self, shard_id, num_shards, marker):
+        while shard_id == 1 and not os.path.exists(marker):
+            time.sleep(0.05)
+
+
+def test_a_rank_that_takes_long_before_the_first_step_is_waited_for_and_told_of(
+    engine, monkeypatch, tmp_path
+):
+    engine()
+    told = []
+
+    class Terminal(io.StringIO):
+        def write(self, text):
+            told.append(text)
+            (tmp_path / "complained").touch()
+
+    monkeypatch.setattr("sys.stderr", Terminal())
+    options = {"worker": SlowToLoad, "progress": False, "hang_timeout": 2.0}
+    with DDPTrainer(2, **options) as trainer:
+        trainer.train(epochs=0, marker=str(tmp_path / "complained"))
+    assert told[0].startswith("rank 1: load_data_shard() takes ")
+    assert f"`miniray doctor {trainer.run.path}` shows where" in told[0]
+
+
 def test_a_rank_that_is_stopped_is_said_to_be(engine):
     engine()
     with pytest.raises(WorkerTimeoutError, match=r"rank 1 is stopped \(SIGSTOP\)"):
@@ -192,6 +238,31 @@ def test_a_rank_killed_while_a_checkpoint_is_taken_up_is_a_failure_like_others(e
     assert (failed["event"], failed["worker"]) == ("worker_failed", 1)
     assert "SIGKILL" in failed["reason"]
     assert restarted["event"] == "ranks_restarted"
+
+
+class DiesGiving(Stepper):
+    """Rank 1 is killed when it is asked for its state after the first epoch, once."""
+
+    def __init__(self, worker_id, marker):
+        super().__init__(worker_id, n=32)
+        self.calls, self.marker = 0, marker if worker_id == 1 else ""
+
+    def get_state(self):
+        self.calls += 1
+        if self.marker and self.calls == 2 and not os.path.exists(self.marker):
+            open(self.marker, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_killed_while_it_gives_its_state_costs_the_epoch_and_not_the_run(engine):
+    engine()
+    options = {"worker": DiesGiving, "progress": False, "seed": SEED, "max_failures": 2}
+    with DDPTrainer(2, **options) as trainer:
+        result = trainer.train(epochs=2, marker="gone-wrong")
+    losses, _ = one_process(32, 8, epochs=2)
+    assert [record["loss"] for record in result.history] == pytest.approx(losses, abs=1e-5)
+    assert [record.get("restarts") for record in result.history] == [1, None]
 
 
 def test_what_ranks_must_agree_on_is_compared_before_they_wait_for_one_another(engine):

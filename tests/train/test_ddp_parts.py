@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -63,6 +64,24 @@ def test_a_stack_shows_the_users_line_however_deep_a_library_is_below_it():
         "/home/me/model.py",
     ]
     assert readable(frames(*[ours] * 9)) == frames(*[ours] * 3)  # there is nothing else
+
+
+def test_the_cpu_time_of_a_place_is_counted_from_the_last_move_on(host):
+    """However busy a phase was before: what counts is what its last piece has used."""
+    pulse = PulseThread(host.spec, 0, host.spec.connect())
+    try:
+        pulse.at("evaluation")
+        pulse.post()
+        began = time.process_time()
+        while time.process_time() < began + 0.2:
+            pass
+        pulse.go_on()
+        pulse.post()
+        place = read_places(host.store, host.spec)[0]
+        assert place.phase == "evaluation"
+        assert place.cpu < 0.1
+    finally:
+        pulse.close()
 
 
 def test_a_rank_that_never_came_is_missing_too(host):

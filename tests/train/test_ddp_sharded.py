@@ -169,6 +169,11 @@ class Extra(Stepper):
         self.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
 
 
+class Alone(Looper):
+    def __init__(self, worker_id):
+        super().__init__(worker_id, rows=(16,))
+
+
 class Uneven(Stepper):
     def load_data_shard(self, shard_id, num_shards):
         rows = torch.utils.data.Subset(make_data(16), range(16 - 4 * shard_id))
@@ -181,12 +186,12 @@ class Uneven(Stepper):
         (OwnWeights, TypeError, r"does not go with OwnWeights.get_weights\(\): no worker has"),
         (Scalar, ValueError, "cannot cut scale, which has no dimension"),
         (Extra, ValueError, "self.optimizer has parameters that are not self.model's"),
-        (Looper, ValueError, r'shard="full" need a worker with training_step'),
+        (Alone, ValueError, r'shard="full" need a worker with training_step'),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_before_ranks_meet(worker, kind, message):
     with pytest.raises(kind, match=message):
-        DDPTrainer(1, worker=worker, shard="full", progress=False).train(epochs=1, rows=(16,))
+        DDPTrainer(1, worker=worker, shard="full", progress=False).train(epochs=1)
 
 
 def test_ranks_with_different_numbers_of_batches_are_refused_or_evened_out():

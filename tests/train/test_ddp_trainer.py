@@ -1,6 +1,7 @@
 """DDPTrainer end to end: exact resume, other numbers of workers, evaluation, kinds of workers."""
 
 import json
+import logging
 
 import pytest
 
@@ -157,6 +158,9 @@ def test_workers_of_the_parameter_server_trainer_need_no_change():
 class Fetching(Stepper):
     def __init__(self, worker_id):
         super().__init__(worker_id)
+        logging.basicConfig(format="%(message)s")
+        print("made", worker_id)
+        logging.warning("noted")
         self.train_loader = torch.utils.data.DataLoader(
             make_data(64), batch_size=4, shuffle=True, num_workers=1
         )
@@ -164,10 +168,12 @@ class Fetching(Stepper):
     def bar_is_shown(self):
         from tqdm import tqdm
 
-        return not tqdm([], file=None).disable
+        logging.warning("noted later")
+        return not tqdm([], file=None, disable=False).disable
 
 
 def test_loader_processes_are_started_and_ended_and_bars_are_rank_0s():
+    """Whatever a rank prints, by a handler made in ``__init__`` too, is marked and kept."""
     psutil = pytest.importorskip("psutil")
     with DDPTrainer(2, worker=Fetching, seed=SEED, progress=False) as trainer:
         trainer.train(epochs=1)
@@ -175,6 +181,8 @@ def test_loader_processes_are_started_and_ended_and_bars_are_rank_0s():
         pids = [box.pid for box in boxes(trainer)]
         assert [psutil.Process(pid).children() for pid in pids] == [[], []]
         assert trainer.call_workers("bar_is_shown") == [True, False]
+    lines = (trainer.run.path / "ranks" / "1.log").read_text().splitlines()
+    assert lines == [f"[Rank 1/2] {text}" for text in ("made 1", "noted", "noted later")]
 
 
 def boxes(trainer):

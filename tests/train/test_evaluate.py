@@ -5,8 +5,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import miniray
 from miniray.train import DataParallelTrainer
@@ -108,3 +110,78 @@ def test_an_error_names_the_worker():
         trainer.train(epochs=0)
         with pytest.raises(ZeroDivisionError, match="worker 1: "):
             trainer.evaluate()
+
+
+class Rows(Dataset):
+    """What most datasets are: a slice of it is no rows but two arrays."""
+
+    def __init__(self, count):
+        self.x = np.arange(2.0 * count).reshape(count, 2)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.x[index] + 1
+
+
+class Strict(Rows):
+    def __getitem__(self, index):
+        first, second = super().__getitem__(index)[0].tolist()
+        return float(first), float(second)
+
+
+@pytest.mark.parametrize("kind", [Rows, Strict])
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Subset(data, range(6))])
+def test_a_dataset_is_cut_by_rows_whatever_it_makes_of_a_slice(kind, wrap):
+    data = wrap(kind(6))
+    shards = [cut(data, shard, 3) for shard in range(3)]
+    assert [size for _, size in shards] == [2, 2, 2]
+    rows = [row for shard, _ in shards for row in shard]
+    assert np.array_equal(np.array(rows), np.array([data[i] for i in range(6)]))
+
+
+def test_columns_are_cut_alike():
+    x, y = torch.arange(5), np.arange(5.0)
+    for data in (TensorDataset(x, torch.tensor(y)), (x, y)):
+        shards = [cut(data, shard, 2)[0] for shard in range(2)]
+        assert [[column.tolist() for column in shard] for shard in shards] == [
+            [[0, 1, 2], [0, 1, 2]],
+            [[3, 4], [3, 4]],
+        ]
+    with pytest.raises(ValueError, match="differ in length"):
+        cut((x, y[:4]), 0, 2)
+
+
+def test_what_has_no_rows_is_refused():
+    with pytest.raises(TypeError, match="it is a DataLoader: give its dataset"):
+        cut(DataLoader(Rows(3)), 0, 2)
+    with pytest.raises(TypeError, match=r"must have len\(\) and \[\].* a generator$"):
+        cut((row for row in [1, 2]), 0, 2)
+
+
+def test_a_mean_over_no_samples_counts_for_nothing():
+    nothing = {"loss": math.nan, "num_samples": 0}
+    scores = combine([(0, None, {"loss": 2.0, "num_samples": 3}), (1, None, nothing)])
+    assert scores == {"loss": 2.0, "num_samples": 3}
+    assert math.isnan(combine([(0, None, nothing)])["loss"])
+
+
+@pytest.mark.parametrize("value", [np.ones((2, 2)), "good", torch.zeros(3), None])
+def test_a_score_that_is_no_number_is_named(value):
+    with pytest.raises(TypeError, match=r"(?s)worker 4: evaluate\(\) gave 'score' as .* number"):
+        combine([(4, None, {"score": value, "num_samples": 2})])
+
+
+def test_evaluation_while_training_needs_workers_that_can_and_leaves_training_data_alone():
+    options = {"backend": "inline", "progress": False, "eval_interval": 1}
+    with pytest.raises(TypeError, match=r"Counter lacks evaluate\(\)"):
+        DataParallelTrainer(1, worker=Counter, **options).train(epochs=1)
+
+    @miniray.remote
+    class Own(Counter.__wrapped__):
+        def evaluate(self, data=None):
+            return {"given": (data is not None, 1)}
+
+    with DataParallelTrainer(1, worker=Own, **options) as trainer:
+        assert trainer.train(epochs=1, data=[1, 2, 3])["val_given"] == 0

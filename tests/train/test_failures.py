@@ -83,6 +83,33 @@ def test_exceptions_are_not_failures_to_be_repeated(tmp_path):
         trainer.train(epochs=4)
 
 
+@pytest.mark.parametrize("in_epoch", [None, 1])  # at once, or where it replaces another one
+def test_neither_are_exceptions_while_a_worker_is_made(tmp_path, in_epoch):
+    marker = tmp_path / "died"
+
+    @miniray.remote
+    class Unmade(Counter.__wrapped__):
+        def __init__(self, worker_id):
+            if worker_id == 1 and (in_epoch is None or marker.exists()):
+                raise LookupError("no model")
+            super().__init__(worker_id)
+
+        def train_epoch(self, epoch):
+            if self.worker_id == 1 and epoch == in_epoch:
+                marker.touch()
+                os._exit(3)
+            return super().train_epoch(epoch)
+
+    trainer = DataParallelTrainer(
+        2, worker=Unmade, backend="local", progress=False, max_failures=5, name="unmade"
+    )
+    with pytest.raises(ActorDiedError, match=r"(?s)worker 1, .*Unmade.__init__ .*no model") as info:
+        trainer.train(epochs=3)
+    assert info.value.worker_id == 1
+    events = trainer.run.read_events()
+    assert [e["event"] for e in events] == ([] if in_epoch is None else ["worker_failed"])
+
+
 @miniray.remote
 class DiesInSync(Counter.__wrapped__):
     """The worker with the highest id dies in its call number ``at`` of ``method``, once."""

@@ -97,7 +97,7 @@ def test_a_worker_killed_while_a_run_is_taken_up_is_replaced_and_takes_it_up(
         def set_state(self, state):  # called first when a checkpoint is taken up
             plan.kill(method, 1, times=2)
 
-    saving = [Callback(), Checkpoint()]
+    saving = [Kills(), Checkpoint()]
     with make(plan, tmp_path / "run", sync_interval=1, callbacks=saving) as trainer:
         trainer.train(epochs=3, graves=str(plan.folder))
         before = state_of(trainer)

@@ -1,20 +1,22 @@
 """Stopping and going on: nothing may differ from never having stopped."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 
 import miniray
 from miniray.errors import CheckpointError
-from miniray.train import Checkpoint, DataParallelTrainer
-from tests.train.workers_for_tests import Noisy
+from miniray.train import Callback, Checkpoint, CSVLogger, DataParallelTrainer, EarlyStopping
+from tests.train.workers_for_tests import Counter, Noisy
 
 pytestmark = pytest.mark.usefixtures("_light_workers")
 
 
 def make(run_dir, num_workers=2, **options):
     settings = {"sync_interval": 2, "sync_strategy": "momentum", **options}
+    settings.setdefault("callbacks", [Checkpoint(every=1)])
     if settings["sync_strategy"] == "momentum":
         settings["momentum"] = 0.9
     return DataParallelTrainer(
@@ -23,7 +25,6 @@ def make(run_dir, num_workers=2, **options):
         backend=settings.pop("backend", "inline"),
         progress=False,
         run_dir=run_dir,
-        callbacks=[Checkpoint(every=1)],
         **settings,
     )
 
@@ -108,3 +109,88 @@ def test_another_strategy_goes_on_from_the_weights_and_says_what_is_lost(tmp_pat
     assert server.tobytes() == weights.tobytes()
     events = (tmp_path / "run" / "events.jsonl").read_text()
     assert '"resumed_with_other_strategy"' in events
+
+
+def test_the_result_knows_a_checkpoint_written_at_the_very_end(tmp_path):
+    with make(tmp_path / "run", callbacks=[Checkpoint(every=5)]) as trainer:
+        assert trainer.train(epochs=2).checkpoint.name == "epoch-00000001"
+
+
+def test_a_checkpoint_of_another_run_begins_a_new_one_where_one_is_named(tmp_path):
+    with make(tmp_path / "first") as trainer:
+        trainer.train(epochs=2)
+    before = (tmp_path / "first" / "run.json").read_bytes()
+    with make(tmp_path / "second") as trainer:
+        result = trainer.train(epochs=1, resume=tmp_path / "first")
+        assert trainer.checkpoints.newest().parent == tmp_path / "second" / "checkpoints"
+    assert result.run_dir == tmp_path / "second"
+    lines = (tmp_path / "second" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == [0, 1, 2]
+    assert '"started_from"' in (tmp_path / "second" / "events.jsonl").read_text()
+    assert (tmp_path / "first" / "run.json").read_bytes() == before
+
+
+def test_a_checkpoint_that_lies_in_no_run_begins_a_new_one(tmp_path):
+    with make(tmp_path / "run") as trainer:
+        newest = trainer.train(epochs=2).checkpoint
+    shutil.copytree(newest, tmp_path / "kept" / "best")
+    with make(None) as trainer:
+        result = trainer.train(epochs=1, resume=tmp_path / "kept" / "best")
+    assert result.run_dir.parent.name == "runs"
+    assert result.epochs == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["kept", "run", "runs"]
+
+
+def test_a_trainer_that_failed_goes_on_from_its_own_run(tmp_path):
+    class Once(Callback):
+        def on_epoch_end(self, trainer, epoch, result, **kwargs):
+            if epoch == 1 and not (trainer.run.path / "failed").exists():
+                (trainer.run.path / "failed").touch()
+                raise KeyboardInterrupt
+
+    trainer = make(None, callbacks=[Checkpoint(), Once()])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(epochs=3)
+    with make(None) as other:  # the newest of all runs
+        other.train(epochs=1)
+    with trainer:
+        result = trainer.train(epochs=1, resume=True)
+    assert result.epochs == 3
+    assert result.run_dir != other.run.path
+
+
+def test_callbacks_find_their_state_among_others(tmp_path):
+    stopping = EarlyStopping("loss", patience=9)
+    with make(tmp_path / "run", callbacks=[Checkpoint(), stopping]) as trainer:
+        trainer.train(epochs=2)
+    again = EarlyStopping("loss", patience=9)
+    with make(tmp_path / "run", callbacks=[CSVLogger(), again, Checkpoint()]) as trainer:
+        trainer.train(epochs=0, resume=True)
+    # Also of the epoch that it had not seen yet when the checkpoint was written.
+    assert (again.best, again.waited) == (stopping.best, stopping.waited) != (None, 0)
+    assert again.waited == 1
+
+
+def test_worker_weights_come_back_but_not_over_those_given_since(tmp_path):
+    options = {"sync_strategy": "weighted"}
+    with make(tmp_path / "run", **options) as trainer:
+        trainer.set_worker_weight(0, 2)
+        trainer.set_worker_weight(1, 3)
+        trainer.train(epochs=1)
+    with make(tmp_path / "run", **options) as trainer:
+        trainer.set_worker_weight(1, 7)
+        trainer.train(epochs=0, resume=True)
+        assert trainer.get_sync_stats()["worker_weights"] == {0: 2, 1: 7}
+
+
+def test_a_checkpoint_from_within_an_epoch_has_every_workers_weights(tmp_path):
+    class Early(DataParallelTrainer):
+        def train_epoch(self, epoch, **kwargs):
+            result = super().train_epoch(epoch, **kwargs)
+            self.save_checkpoint(epoch)
+            return result
+
+    with Early(2, 5, worker=Counter, backend="inline", progress=False) as trainer:
+        trainer.train(epochs=1)
+        weights = trainer.checkpoints.load()[1]["weights"]
+    assert [float(w[0][0]) for w in weights] == [1.0, 2.0]

@@ -51,6 +51,18 @@ def test_another_run_is_never_overwritten(trace, tmp_path):
         RunDirectory.open(tmp_path / "runs" / "x")
 
 
+def test_a_run_that_failed_before_its_first_epoch_is_taken_up():
+    run = RunDirectory.open(name="x")
+    run.write_run({})
+    with pytest.raises(FileExistsError):  # it runs
+        RunDirectory.open(name="x")
+    run.finish("failed", error="no such file")
+    RunDirectory.open(name="x")
+    run.append_metrics({"epoch": 0})
+    with pytest.raises(FileExistsError):
+        RunDirectory.open(name="x")
+
+
 def test_an_empty_directory_may_be_used(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").touch()

@@ -7,10 +7,17 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+)
 
 import miniray
 from miniray.train import Checkpoint, DataParallelTrainer, LRSchedule, TorchWorker
+from miniray.train.torch_parts import shard
 
 
 class Line(TorchWorker):
@@ -163,6 +170,10 @@ def test_a_worker_may_train_in_its_own_way():
     assert result["loss"] == 1.0
 
 
+#: Of a type that is known, over a sampler that nobody would look for there.
+BATCHES = BatchSampler(RandomSampler(range(4)), 2, drop_last=False)
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter([1.0])
@@ -179,6 +190,11 @@ class Stream(IterableDataset):
         (
             {"train_loader": DataLoader(range(4), sampler=[0, 1])},
             "sampler of its own.*load_data_shard",
+        ),
+        ({"train_loader": DataLoader(range(4), batch_size=None)}, "no batch_size"),
+        (
+            {"train_loader": DataLoader(range(4), batch_sampler=BATCHES)},
+            "batch sampler of its own.*load_data_shard",
         ),
     ],
 )
@@ -205,3 +221,48 @@ def test_a_state_of_another_worker_is_refused():
     state = Full().get_state()
     with pytest.raises(ValueError, match=r"\['optimizer', 'scheduler'\].*has \['optimizer'\]"):
         Line().set_state(state)
+
+
+def test_a_scheduler_may_go_by_the_loss_and_is_saved(tmp_path):
+    class Patient(Line):
+        def setup(self, lr=0.0):
+            super().setup(lr)
+            self.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                self.optimizer, factor=0.5, patience=0
+            )
+            self.optimizer.param_groups[0]["lr"] = 1e-9  # no loss gets better by that
+
+        def seen(self):
+            return self.scheduler.num_bad_epochs, self.optimizer.param_groups[0]["lr"]
+
+    options = {"run_dir": tmp_path / "run", "callbacks": [Checkpoint()]}
+    trainer, _ = trained(Patient, epochs=2, **options)
+    with trainer:
+        seen = miniray.get(trainer.workers[0].seen.remote())
+    trainer, _ = trained(Patient, epochs=0, resume=True, **options)
+    with trainer:
+        assert miniray.get(trainer.workers[0].seen.remote()) == seen
+    assert seen[1] == pytest.approx(1e-9, rel=0.6)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_of_a_class_of_its_own_stays_one(shuffle):
+    class Doubling(DataLoader):
+        def __init__(self, rows):
+            generator = torch.Generator().manual_seed(0)
+            super().__init__(range(rows), batch_size=2, shuffle=shuffle, generator=generator)
+
+        def __iter__(self):
+            return (2 * batch for batch in super().__iter__())
+
+    shards = [shard(Doubling(5), i, 2) for i in range(2)]
+    assert [sorted(torch.cat(list(part)).tolist()) for part in shards] == [[0, 4, 8], [2, 6]]
+    assert [len(part) for part in shards] == [2, 1]
+    assert len(Doubling(5)) == 3
+
+
+def test_columns_of_numpy_are_evaluated_as_rows():
+    trainer, _ = trained(Line, lr=0.0)
+    with trainer:
+        x = np.arange(1.0, 4.0, dtype=np.float32)
+        assert trainer.evaluate(data=(x, x)) == pytest.approx({"loss": 14 / 3, "num_samples": 3})

@@ -20,11 +20,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 from miniray.core import session
-from miniray.core.remote import ActorHandle
 from miniray.errors import CapabilityError
 from miniray.ps.moving import MovingModel
 from miniray.ps.server import Server
@@ -40,21 +39,12 @@ class AsyncServer(Server):
         self,
         strategy: Strategy,
         *,
-        on_nonfinite: str = "error",
-        compression: str | None = None,
-        num_workers: int | None = None,
-        threads: int | None = None,
-        transport: str = "auto",
-        max_staleness: int | None = None,
-        staleness_power: float = 0.0,
+        num_workers: int | None,
+        max_staleness: int | None,
+        staleness_power: float,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            strategy,
-            on_nonfinite=on_nonfinite,
-            compression=compression,
-            threads=threads,
-            transport=transport,
-        )
+        super().__init__(strategy, num_workers=None, **options)
         self._max_staleness = max_staleness
         self._staleness_power = staleness_power
         #: Pushes of each worker: its clock. Workers named by ``num_workers`` count from the start.
@@ -144,10 +134,6 @@ class AsyncServer(Server):
 
     def _takes_worker_weights(self) -> bool:
         return True
-
-    def sync_from_workers(self, workers: Sequence[ActorHandle[Any]]) -> dict[str, Any]:
-        """As for a synchronous server; pushes wait meanwhile."""
-        return super().sync_from_workers(workers)
 
     def get_stats(self) -> dict[str, Any]:
         """As for a synchronous server, with ``clocks``, pushes by worker, and who waits."""

@@ -153,9 +153,6 @@ class Crew:
         finally:
             errors, error = [], None  # a cycle with the traceback would keep all memory in it
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"threads": self.threads, "_pool": None, "_rooms": deque()}
-
 
 class Scratch:
     """Room for intermediate results of one thread, used again for every piece."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from miniray.ps.blocks import Crew, Piece, Range, Scratch, all_finite, pieces_of, readers
-from miniray.ps.leaves import Array, Leaf, Source, read, write
+from miniray.ps.leaves import Array, Leaf, Source, as_floats, read, write
 from miniray.ps.places import Run
 from miniray.ps.reading import FarRun
 from miniray.ps.strategies.base import Buffers, Context, Strategy
@@ -149,8 +149,10 @@ class Combiner:
             if part and old is not None:
                 np.subtract(out[:part], old[:part], out=gap)
                 change[piece.number] = _square(self._cleared(piece, gap))
-            if not direct:
+            if not direct:  # last: the target may be the current weights
                 write(target, at, out)
+                if _is_half(target):  # what fits float32 may be too large for it
+                    self._check(piece, target[at : at + size].astype(leaf.compute))
 
         self._run(work, workers)
         return Tally(float(change.sum()) * self._scale, apart.sum(axis=0) * self._scale)
@@ -225,6 +227,10 @@ class Combiner:
         return size - int(np.searchsorted(self._gaps[piece.number], size))
 
 
+def _is_half(target: Source) -> bool:
+    return isinstance(target, np.ndarray) and target.dtype.kind == "f" and target.itemsize == 2
+
+
 def _gaps_in(piece: Piece, gaps: Array) -> Array:
     first, last = np.searchsorted(gaps, (piece.start, piece.stop))
     inside: Array = gaps[first:last] - piece.start
@@ -256,13 +262,11 @@ def _towards(old: Array | None, new: Array, rate: float, out: Array) -> Array:
 def typed(memory: Array, like: Any) -> Source:
     """Bytes as a flat array of the leaf's own type; complex numbers as pairs of floats."""
     if like.type != "torch":
-        flat = memory.view(like.dtype)
-        return flat.view(like.compute) if flat.dtype.kind == "c" else flat
+        return as_floats(memory.view(like.dtype))
     import torch
 
     try:
         as_numpy = torch.empty(0, dtype=like.dtype).numpy().dtype
     except TypeError:
         return torch.frombuffer(memory, dtype=like.dtype)
-    flat = memory.view(as_numpy)
-    return flat.view(like.compute) if as_numpy.kind == "c" else flat
+    return as_floats(memory.view(as_numpy))

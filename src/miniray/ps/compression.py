@@ -73,7 +73,7 @@ class Client:
         self._server = server
         self._worker_id = worker_id
         self._codec: str | None = miniray.get(server.get_stats.remote())["compression"]
-        self._base: list[Source] | None = None
+        self._base: tuple[Layout, list[Source]] | None = None
         self._rest: dict[int, Array] = {}
 
     def pull(self) -> Any:
@@ -81,19 +81,21 @@ class Client:
         weights = miniray.get(self._server.pull_weights.remote())
         if self._codec is not None:
             layout = Layout(weights)
-            self._base = layout.extract(weights, "the server", "the server")
+            self._base = layout, layout.extract(weights, "the server", "the server")
         return weights
 
     def push(self, weights: Any) -> int:
-        """Hand in weights; returns the server's version. Compressed from the first pull on."""
-        parcel = weights if self._base is None else self._compressed(weights, self._base)
+        """Hand in weights; returns the server's version. Compressed from the first pull on.
+
+        Raises ``WeightsMismatchError`` for weights that are not like those pulled.
+        """
+        parcel = weights if self._base is None else self._compressed(weights, *self._base)
         version: int = miniray.get(self._server.push_weights.remote(self._worker_id, parcel))
         return version
 
-    def _compressed(self, weights: Any, base: list[Source]) -> Compressed:
+    def _compressed(self, weights: Any, layout: Layout, base: list[Source]) -> Compressed:
         assert self._codec is not None
-        layout = Layout(weights)
-        sources = layout.extract(weights, "these weights", "these weights")
+        sources = layout.extract(weights, f"worker {self._worker_id}", "the server")
         entries: list[Any] = []
         for i, (leaf, source) in enumerate(zip(layout.leaves, sources, strict=True)):
             if leaf.role != REAL:

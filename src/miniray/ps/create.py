@@ -59,6 +59,12 @@ def create_parameter_server(
     return ParameterServer.remote(**given, **strategy_kwargs)
 
 
+def check_parameter_server(*args: Any, **kwargs: Any) -> Strategy:
+    """Raise what ``create_parameter_server`` would; returns the strategy. Starts nothing."""
+    made: Strategy = _checked(*args, **kwargs)[1]["strategy"]
+    return made
+
+
 class ServerClass(ActorClass[Server, ...]):
     """The actor class ``ParameterServer``.
 
@@ -73,9 +79,7 @@ class ServerClass(ActorClass[Server, ...]):
 
     def remote(self, *args: Any, **kwargs: Any) -> ActorHandle[Server]:
         """Start a server; ``create_parameter_server`` describes the arguments."""
-        bound = _SIGNATURE.bind(*args, **kwargs)
-        bound.apply_defaults()
-        cls, arguments = _checked(**bound.arguments)
+        cls, arguments = _checked(*args, **kwargs)
         plain: ActorClass[Server, ...] = ActorClass(ClassSpec(cls), self._options)
         return plain.remote(**arguments)
 
@@ -102,7 +106,14 @@ def _strategy(strategy: str | Strategy, options: dict[str, Any]) -> Strategy:
         raise
 
 
-def _checked(
+def _checked(*args: Any, **kwargs: Any) -> tuple[type[Server], dict[str, Any]]:
+    """(class of the server, its arguments) of the arguments of ``create_parameter_server``."""
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return _planned(**bound.arguments)
+
+
+def _planned(
     strategy: str | Strategy,
     num_servers: int,
     mode: str,
@@ -115,7 +126,6 @@ def _checked(
     transport: str,
     strategy_kwargs: dict[str, Any],
 ) -> tuple[type[Server], dict[str, Any]]:
-    """(class of the server, its arguments)."""
     made = _strategy(strategy, strategy_kwargs)
     _one_of("mode", mode, MODES)
     _one_of("on_nonfinite", on_nonfinite, NONFINITE)

@@ -10,7 +10,7 @@ import numpy as np
 from miniray.core import session
 from miniray.ps.blocks import Crew, Range, whole
 from miniray.ps.combine import Combiner
-from miniray.ps.leaves import REAL, Array, Source, Who
+from miniray.ps.leaves import REAL, Array, Source
 from miniray.ps.places import Places, Stowed
 from miniray.ps.strategies.base import Strategy
 from miniray.ps.weights import Layout
@@ -92,7 +92,7 @@ class Current:
         """Whether a value in shared memory is weights that fit, and where they are in it."""
         return self.has_weights and self._places is not None and self._places.knows(stored)
 
-    def _extracted(self, weights: Any, stored: Any, who: Who, reference: Who) -> Sequence[Source]:
+    def _extracted(self, weights: Any, stored: Any, who: str, reference: str) -> Sequence[Source]:
         """The checked leaves of ``weights``; those of ``stored`` are known from now on."""
         assert self.layout is not None
         assert self._places is not None

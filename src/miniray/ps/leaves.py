@@ -39,10 +39,6 @@ class Entries(Sequence[Source]):
         return map(self.entry, range(len(self)))
 
 
-#: Turns a worker's number (None: the server's own weights) into words for an error.
-Who = str
-
-
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """One entry of the weights. ``type`` is ``numpy``, ``scalar``, ``torch``, ``float``, ...
@@ -82,7 +78,7 @@ PYTHON: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def describe(node: Any, path: str, who: Who) -> Leaf:
+def describe(node: Any, path: str, who: str) -> Leaf:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(node, torch.Tensor):
         if node.layout is not torch.strided or node.is_quantized:
@@ -111,7 +107,7 @@ def describe(node: Any, path: str, who: Who) -> Leaf:
     )
 
 
-def _role(flat: Source, who: Who, path: str) -> tuple[str, np.dtype[Any], int]:
+def _role(flat: Source, who: str, path: str) -> tuple[str, np.dtype[Any], int]:
     """(role, type to compute in, numbers an element)."""
     if not isinstance(flat, np.ndarray):  # a narrow float that only torch has
         return REAL, np.dtype(np.float32), 1
@@ -138,10 +134,14 @@ def flatten_leaf(node: Any) -> Source:
             if not flat.is_floating_point():
                 raise
             return flat
-    flat = node.reshape(-1)
-    if flat.dtype.kind == "c":
-        return flat.astype(flat.dtype.newbyteorder("="), copy=False).view(f"f{flat.itemsize // 2}")
-    return flat
+    return as_floats(node.reshape(-1))
+
+
+def as_floats(flat: Array) -> Array:
+    """Complex numbers as pairs of floats in the same byte order; others as they are."""
+    if flat.dtype.kind != "c":
+        return flat
+    return np.ascontiguousarray(flat).view(flat.real.dtype)
 
 
 def read(source: Source, start: int, stop: int, compute: np.dtype[Any]) -> Array:
@@ -164,6 +164,7 @@ def write(target: Source, start: int, block: Array) -> None:
 
 def combine_counts(values: Sequence[Array], weights: Sequence[float]) -> Array:
     """Integers and booleans of several workers: see the top of the module."""
+    values = [value.astype(value.dtype.newbyteorder("="), copy=False) for value in values]
     first = values[0]
     if all(np.array_equal(first, other) for other in values[1:]):
         agreed: Array = first.copy()

@@ -17,7 +17,7 @@ from miniray.errors import NonFiniteWeightsError
 from miniray.ps.blocks import Range
 from miniray.ps.combine import Combiner, NotFiniteError, Tally, typed
 from miniray.ps.current import Current
-from miniray.ps.leaves import COUNT, Array, Source, Who, combine_counts, flatten_leaf
+from miniray.ps.leaves import COUNT, Array, Source, combine_counts, flatten_leaf
 from miniray.ps.places import Stowed
 from miniray.ps.reading import Far, UnreadableError
 from miniray.ps.weights import Layout
@@ -110,7 +110,7 @@ class Model(Current):
             self._leaves_of(g, reference if g is first else first.who) for g in given
         ]
 
-    def _leaves_of(self, given: Given, reference: Who) -> Sequence[Source]:
+    def _leaves_of(self, given: Given, reference: str) -> Sequence[Source]:
         if given.far is not None:
             return given.far
         if self.knows(given.stored):

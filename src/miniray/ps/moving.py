@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from miniray.errors import NonFiniteWeightsError
-from miniray.ps.combine import Tally
+from miniray.ps.combine import NotFiniteError, Tally
 from miniray.ps.leaves import COUNT, combine_counts
 from miniray.ps.model import Combined, Given, Model
 from miniray.ps.weights import Layout
@@ -31,7 +31,8 @@ class MovingModel(Model):
     def moved(self, worker: Hashable, weights: Any, rate: float) -> Tally | None:
         """Move the current weights towards one worker's, in place. The first become the current.
 
-        Returns None when they are not finite and are to be skipped. What raises changes nothing.
+        Returns None when they are not finite and are to be skipped. What raises changes nothing,
+        unless numbers become too large on the way: then the current weights are of no more use.
         """
         given = Given(worker, weights)
         layout, workers = self._checked([given])
@@ -53,7 +54,13 @@ class MovingModel(Model):
         tally = Tally(0.0, np.zeros(1))
         for combiner in (self._small, self._large):
             targets = [self._sources[r.leaf] for r in combiner.ranges]
-            tally += combiner.combine(self._sources, workers, [1.0], targets, rate)
+            try:
+                tally += combiner.combine(self._sources, workers, [1.0], targets, rate)
+            except NotFiniteError as error:
+                raise NonFiniteWeightsError(
+                    f"the server's weights are not finite any more, in entry {error.place}: "
+                    "numbers became too large; go on from the last get_state() or set_weights()"
+                ) from None
             combiner.commit()
         for i, leaf in enumerate(layout.leaves):
             if leaf.role == COUNT and leaf.size:

@@ -6,7 +6,6 @@ What fails leaves everything as it was: the weights, their version, and what the
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from miniray.ps.model import Combined, Given, Model
 from miniray.ps.reading import UnreadableError
 from miniray.ps.stats import PHASES, Stats
 from miniray.ps.strategies.base import Strategy
+from miniray.ps.strategies.checks import at_least
 
 #: After one worker did not take the weights, how long to wait to learn about the others.
 _GRACE = 5.0
@@ -34,11 +34,11 @@ class Server:
         self,
         strategy: Strategy,
         *,
-        on_nonfinite: str = "error",
-        compression: str | None = None,
-        num_workers: int | None = None,
-        threads: int | None = None,
-        transport: str = "auto",
+        on_nonfinite: str,
+        compression: str | None,
+        num_workers: int | None,
+        threads: int | None,
+        transport: str,
     ) -> None:
         self._strategy = strategy
         self._compression = compression
@@ -196,7 +196,7 @@ class Server:
                 f"strategy {self._strategy.name!r} counts all workers the same; "
                 'set_worker_weight needs "weighted" or another one that is based on the mean'
             )
-        self._worker_weights[worker_id] = checked_weight(worker_id, weight)
+        self._worker_weights[worker_id] = at_least(f"the weight of worker {worker_id!r}", weight, 0)
 
     def _takes_worker_weights(self) -> bool:
         return self._strategy.uses_worker_weights
@@ -236,14 +236,6 @@ class Server:
         self._stats.measured(new.tally, first)
         self._stats.skipped.update(new.skipped)
         self._stats.synced(workers, moved * new.layout.nbytes, seconds)
-
-
-def checked_weight(worker_id: Hashable, weight: Any) -> float:
-    """Raises ``ValueError`` unless ``weight`` is a number of at least 0."""
-    number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-    if not number or not math.isfinite(weight) or weight < 0:
-        raise ValueError(f"the weight of worker {worker_id!r} must be at least 0, not {weight!r}")
-    return float(weight)
 
 
 def _check_workers(workers: Any) -> None:

@@ -31,7 +31,6 @@ from miniray.ps.leaves import (
     Array,
     Leaf,
     Source,
-    Who,
     combine_counts,
     describe,
     flatten_leaf,
@@ -46,7 +45,7 @@ class Layout:
     Raises ``TypeError`` naming the entry when there is something that cannot be combined.
     """
 
-    def __init__(self, weights: Any, who: Who = "weights") -> None:
+    def __init__(self, weights: Any, who: str = "weights") -> None:
         self.leaves: list[Leaf] = []
         if not isinstance(weights, (list, tuple, dict)):
             raise TypeError(
@@ -58,7 +57,7 @@ class Layout:
         if not self.leaves:
             raise ValueError(f"{who}: weights are empty")
 
-    def _describe(self, node: Any, path: str, who: Who) -> Any:
+    def _describe(self, node: Any, path: str, who: str) -> Any:
         if isinstance(node, dict):
             keys = list(node)
             return (
@@ -75,7 +74,7 @@ class Layout:
 
     # -- another worker's weights ------------------------------------------------------------------
 
-    def extract(self, weights: Any, who: Who, reference: Who) -> list[Source]:
+    def extract(self, weights: Any, who: str, reference: str) -> list[Source]:
         """The leaves of ``weights`` as flat arrays, in order; small ones may be copies.
 
         Raises ``WeightsMismatchError`` naming ``who``, the entry and what ``reference`` has there.
@@ -85,7 +84,7 @@ class Layout:
         return found
 
     def _walk(
-        self, part: Any, node: Any, path: str, found: list[Source], who: Who, reference: Who
+        self, part: Any, node: Any, path: str, found: list[Source], who: str, reference: str
     ) -> None:
         if isinstance(part, int):
             found.append(_checked(self.leaves[part], node, who, reference))
@@ -147,7 +146,7 @@ class Layout:
         return self.finished(leaf, source)
 
 
-def _checked(leaf: Leaf, node: Any, who: Who, reference: Who) -> Source:
+def _checked(leaf: Leaf, node: Any, who: str, reference: str) -> Source:
     """``node`` as a flat array if it is like ``leaf``."""
     # Tensors and arrays of the right kind, quickly: there may be hundreds in each of many workers.
     kind = np.ndarray if leaf.type == "numpy" else getattr(sys.modules.get("torch"), "Tensor", ())
@@ -210,7 +209,7 @@ def _words(leaf: Leaf, other: Leaf) -> str:
 
 
 def _mismatch(
-    who: Who, path: str, mine: str, reference: Who, theirs: str, extra: str = ""
+    who: str, path: str, mine: str, reference: str, theirs: str, extra: str = ""
 ) -> WeightsMismatchError:
     place = f"entry {path}" if path else "the whole"
     return WeightsMismatchError(f"{who}: {place} has {mine}, {reference} has {theirs}{extra}")

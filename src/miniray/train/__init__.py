@@ -12,17 +12,11 @@ from miniray import lazy
 if TYPE_CHECKING:
     from miniray.train.averaging import aggregate
     from miniray.train.base import BaseTrainer
-    from miniray.train.callbacks import (
-        Callback,
-        Checkpoint,
-        CSVLogger,
-        EarlyStopping,
-        LRSchedule,
-        TensorBoard,
-    )
+    from miniray.train.callbacks import Callback, Checkpoint, EarlyStopping, LRSchedule
     from miniray.train.checkpoint import CheckpointInfo, CheckpointStore, load_model, save_model
     from miniray.train.data_parallel import DataParallelTrainer
     from miniray.train.ddp import DDPTrainer
+    from miniray.train.loggers import CSVLogger, TensorBoard
     from miniray.train.parallel.model import ModelParallelTrainer
     from miniray.train.parallel.pipeline import PipelineParallelTrainer
     from miniray.train.results import TrainResult
@@ -31,7 +25,7 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "BaseTrainer": ".base",
-    "CSVLogger": ".callbacks",
+    "CSVLogger": ".loggers",
     "Callback": ".callbacks",
     "Checkpoint": ".callbacks",
     "CheckpointInfo": ".checkpoint",
@@ -43,7 +37,7 @@ _WHERE = {
     "ModelParallelTrainer": ".parallel.model",
     "PipelineParallelTrainer": ".parallel.pipeline",
     "RunDirectory": ".rundir",
-    "TensorBoard": ".callbacks",
+    "TensorBoard": ".loggers",
     "TorchWorker": ".torch_worker",
     "TrainResult": ".results",
     "aggregate": ".averaging",

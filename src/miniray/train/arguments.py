@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import miniray
 from miniray.core.remote import ActorClass
 
+#: Methods of workers, and of trainers and callbacks, that get train()'s arguments.
+_TAKING = ("__init__", "setup", "load_data_shard", "train_epoch", "evaluate")
+_HOOKS = ("train_epoch", "on_train_start", "on_epoch_start", "on_epoch_end", "on_train_end")
 
-def check_whole(name: str, value: Any, low: int) -> None:
-    """``ValueError`` unless ``value`` is an int of at least ``low``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+
+def check_whole(name: str, value: Any, low: int) -> int:
+    """``value`` as an int; ``ValueError`` unless it is a whole number of at least ``low``."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
         raise ValueError(f"{name} must be an int >= {low}, not {value!r}")
+    return int(value)
+
+
+def check_seconds(name: str, value: Any) -> Any:
+    """``value``; ``ValueError`` unless it is a time limit, or None for none."""
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if value is not None and not (number and value > 0):
+        raise ValueError(f"{name} must be a number of seconds > 0 or None, not {value!r}")
+    return value
 
 
 def check_choices(choices: Mapping[str, Sequence[str]], **chosen: Any) -> None:
@@ -53,4 +68,30 @@ def worker_class(worker: Any, resources: Mapping[str, Any] | None) -> ActorClass
             "resources_per_worker goes with worker=; in create_worker() use "
             "MyWorker.options(num_cpus=..., num_gpus=...).remote(...)"
         )
-    return worker
+    return None if worker is None else worker.options(**(resources or {}))
+
+
+def warn_of_unused(
+    worker: ActorClass[Any], owners: Iterable[object], kwargs: Mapping[str, Any]
+) -> None:
+    """Warn of arguments of ``train()`` that neither the worker's methods nor hooks take.
+
+    A ``**kwargs`` of the user's takes them all, one of miniray's own none.
+    """
+    cls = worker._spec.cls
+    methods = [getattr(cls, name, None) for name in _TAKING]
+    hooks = [getattr(owner, name, None) for owner in owners for name in _HOOKS]
+    functions = [function for function in (*methods, *hooks) if callable(function)]
+    unused = [name for name in kwargs if not any(_takes(f, name) for f in functions)]
+    if unused:
+        names = ", ".join(unused)
+        text = f"train() was given {names}, which no method of {cls.__name__} and no hook takes"
+        warnings.warn(text, stacklevel=4)
+
+
+def _takes(function: Any, name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    if name in parameters:
+        return True
+    own = (getattr(function, "__module__", None) or "miniray").partition(".")[0] == "miniray"
+    return not own and any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -24,8 +24,24 @@ from typing import Any
 
 import miniray
 from miniray.core import session
+from miniray.train.arguments import check_whole
 from miniray.train.records import simplify
 from miniray.train.workers import WorkerGroup
+
+
+def check_mode(mode: str, staleness: int | None, data: Any) -> None:
+    """``ValueError`` for a mode that there is not, or what does not go with it."""
+    if mode not in ("sync", "async"):
+        raise ValueError(f'mode must be "sync" or "async", not {mode!r}')
+    if staleness is not None:
+        check_whole("staleness", staleness, 0)
+        if mode != "async":
+            raise ValueError('staleness needs mode="async"')
+    if data is not None and mode == "async":
+        raise ValueError(
+            'data= needs mode="sync": workers that do not wait for each other are in different '
+            "epochs, and no state of the data is right for all; shard it in load_data_shard"
+        )
 
 
 @dataclass
@@ -76,7 +92,7 @@ class AsyncEpochs:
             self._advance()
         for worker in list(self._given):
             try:
-                self._check_given(worker)
+                miniray.get(self._given.pop(worker), timeout=self._group.timeout)
             except Exception as error:
                 self._group.recover(error, worker, "set_weights", self._next[worker] - 1)
         results = [
@@ -132,12 +148,14 @@ class AsyncEpochs:
     def _advance(self) -> None:
         """Wait for something to be done, and have its worker do what comes next."""
         for ref in self._group.some_ready({ref: s.began for ref, s in self._running.items()}):
-            step = self._running.pop(ref)
+            step, method = self._running.pop(ref), "set_weights"
             try:
-                self._check_given(step.worker)
+                if step.worker in self._given:  # before the epoch, and may be where it hangs
+                    self._group.outcome(self._given.pop(step.worker))
+                method = "train_epoch"
                 value = self._group.outcome(ref)
             except Exception as error:
-                self._lost(step, error)
+                self._lost(step, error, method)
                 continue
             handle = self._group.handles[step.worker]
             if step.weights is None and (step.epoch + 1) % self._interval == 0:
@@ -153,14 +171,8 @@ class AsyncEpochs:
             self._results.setdefault(step.epoch, {})[step.worker] = value
             self._next[step.worker] = step.epoch + 1
 
-    def _check_given(self, worker: int) -> None:
-        given = self._given.pop(worker, None)
-        if given is not None:
-            miniray.get(given)
-
-    def _lost(self, step: _Step, error: Exception) -> None:
+    def _lost(self, step: _Step, error: Exception, method: str) -> None:
         """Replace the worker and let the new one do the epoch again, or raise."""
-        method = "train_epoch"
         if step.weights is not None:
             method = "get_weights"
             try:
@@ -169,6 +181,5 @@ class AsyncEpochs:
                 error = cause
             else:
                 raise error
-        self._given.pop(step.worker, None)
         self._group.recover(error, step.worker, method, step.epoch)
         self._train(step.worker)

@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from miniray.core import session, startup
-from miniray.train import resume as resuming
-from miniray.train.arguments import check_whole, worker_class
+from miniray.train.arguments import check_seconds, check_whole, warn_of_unused, worker_class
 from miniray.train.averaging import aggregate
 from miniray.train.callbacks import Callback
-from miniray.train.evaluate import evaluate_on
 from miniray.train.launching import environment
 from miniray.train.progress import Progress
 from miniray.train.results import TrainResult
-from miniray.train.saving import Saving
-from miniray.train.workers import LostAgainError, WorkerGroup, accepted, is_loss
+from miniray.train.saving import NO_WORKERS, Saving
+from miniray.train.workers import WorkerGroup, accepted, made, setting_up
 
 
 class BaseTrainer(Saving):
@@ -35,7 +33,8 @@ class BaseTrainer(Saving):
         num_workers: how many.
         worker: a worker class, instead of a subclass with ``create_worker``; decorated with
             ``@miniray.remote`` or not.
-        name, run_dir: the run's name and where its directory is (default ``runs/<name>``).
+        name: of the run, which is in ``runs/<name>``.
+        run_dir: the run's directory itself, whatever its name.
         seed: worker i begins with ``random``, numpy and torch seeded by ``seed + i``.
         max_failures: how many workers that died or hung are replaced in the run.
         worker_timeout: seconds one call to a worker may take; no limit by default.
@@ -48,10 +47,12 @@ class BaseTrainer(Saving):
         keep_last, keep_best: which checkpoints to keep; see ``CheckpointStore``.
     """
 
-    #: Methods every worker must have; without an overridden ``train_epoch``, that too.
+    #: Methods every worker must have, besides those that are called by the trainer's own.
     required_methods: Sequence[str] = ()
     #: What all workers import: loaded once, where the engine can.
     _preloaded: Sequence[str] = ()
+    #: What is called in a worker's process before the worker is made; see ``startup.SET_UP``.
+    _process_set_up = "miniray.doctor.actors:set_up"
     #: What its progress counts.
     _unit = "epoch"
 
@@ -74,20 +75,18 @@ class BaseTrainer(Saving):
         keep_last: int = 3,
         keep_best: tuple[str, str] | None = None,
     ) -> None:
-        check_whole("num_workers", num_workers, 1)
+        self.num_workers = check_whole("num_workers", num_workers, 1)
+        self._seed = None if seed is None else check_whole("seed", seed, 0)
+        self._max_failures = check_whole("max_failures", max_failures, 0)
+        self._eval_interval = check_whole("eval_interval", eval_interval, 0)
+        self._worker_timeout = check_seconds("worker_timeout", worker_timeout)
         self._worker_class = worker_class(worker, resources_per_worker)
-        super().__init__(name, run_dir, backend, keep_last, keep_best, callbacks)
-        self.num_workers = num_workers
+        super().__init__(callbacks, name, run_dir, backend, keep_last, keep_best)
         self._end = 0  # the epoch this train() goes up to
-        self.should_stop = False
-        self.stop_reason = ""
+        self.should_stop, self.stop_reason = False, ""
         self.result: TrainResult | None = None
-        self._resources = dict(resources_per_worker or {})
-        self._seed = seed
         self._resume = resume
         self._progress = progress
-        self._eval_interval = eval_interval
-        self._max_failures, self._worker_timeout = max_failures, worker_timeout
         self._kwargs: dict[str, Any] = {}
 
     # -- what users override ----------------------------------------------------------------------
@@ -102,10 +101,7 @@ class BaseTrainer(Saving):
                 f"{type(self).__name__} must implement create_worker(self, worker_id, **kwargs), "
                 "returning MyWorker.remote(worker_id); or pass worker=MyWorker"
             )
-        cls = self._worker_class.options(**self._resources)
-        init = cls._spec.init
-        own = (worker_id,) if init.max_positional else ()  # a class may do without its id
-        return cls.remote(*own, **accepted(init.signature, kwargs))
+        return made(self._worker_class, worker_id, kwargs)
 
     def train_epoch(self, epoch: int, **kwargs: Any) -> dict[str, Any]:
         """One epoch on all workers; returns their results aggregated. May be overridden."""
@@ -133,26 +129,36 @@ class BaseTrainer(Saving):
 
         ``kwargs`` reach ``create_worker``, the workers' ``load_data_shard`` and the hooks.
         ``resume=True`` goes on from the newest intact checkpoint of this run (or of the newest run
-        of this trainer), a path from that one.
+        of this trainer), a path from that one. After ``shutdown``, or a run that failed, there is
+        nothing else to go on from: ``RuntimeError`` without it.
         """
-        check_whole("epochs", epochs, 0)
+        epochs = check_whole("epochs", epochs, 0)
+        wanted = self._resume if resume is None else resume
+        self._resume = False
+        if self.epoch and self._group is None and self._loaded is None and not wanted:
+            raise RuntimeError(
+                f"the weights of these {self.epoch} {self._unit}s ended with their workers, by "
+                "shutdown() or an error; train(..., resume=True) goes on from the newest "
+                "checkpoint, a new trainer begins anew"
+            )
         self.should_stop, self.stop_reason = False, ""
         self._kwargs = kwargs
         began = time.monotonic()
         try:
-            wanted = self._resume if resume is None else resume
-            self._resume = False
             self._start(wanted)
             self._end = self.epoch + epochs
             self._emit("on_train_start")
             self._loop(epochs)
             result = self.result = self._make_result(time.monotonic() - began)
             self._emit("on_train_end", result)
+            assert self.run is not None
+            assert self.checkpoints is not None
+            result.checkpoint = self.checkpoints.newest()  # it may have come with the hooks
         except BaseException as error:
             self._abort(error)
             raise
-        assert self.run is not None
-        self.run.finish("finished", stop_reason=self.stop_reason or None, sync=result.sync or None)
+        with self._writing("its end is not in"):
+            self.run.finish(stop_reason=self.stop_reason or None, sync=result.sync or None)
         self._write_report()
         return result
 
@@ -161,12 +167,7 @@ class BaseTrainer(Saving):
             for epoch in range(self.epoch, self.epoch + epochs):
                 started = time.monotonic()
                 self._emit("on_epoch_start", epoch)
-                result = self.train_epoch(epoch, **self._taken(self.train_epoch))
-                if not isinstance(result, dict):
-                    raise TypeError(
-                        f"{type(self).__name__}.train_epoch() must return a dict of results, "
-                        f"not {result!r}"
-                    )
+                result = self._train_epoch(epoch)
                 self._after_epoch(epoch, result)
                 record = {"epoch": epoch, "seconds": time.monotonic() - started, **result}
                 self.history.append(record)
@@ -183,10 +184,19 @@ class BaseTrainer(Saving):
                     progress.note(f"stopped after {self._unit} {epoch}{why}")
                     break
 
+    def _train_epoch(self, epoch: int) -> dict[str, Any]:
+        result: Any = self.train_epoch(epoch, **self._taken(self.train_epoch))
+        if not isinstance(result, dict):
+            raise TypeError(
+                f"{type(self).__name__}.train_epoch() must return a dict of results, not {result!r}"
+            )
+        return result
+
     def _after_epoch(self, epoch: int, result: dict[str, Any]) -> None:
         """What comes with an epoch besides training; may add to ``result``."""
         if self._eval_interval and (epoch + 1) % self._eval_interval == 0:
-            scores = self.evaluate(**self._kwargs)
+            # Not on data that was given to train with.
+            scores = self.evaluate(**{k: v for k, v in self._kwargs.items() if k != "data"})
             result.update({f"val_{key}": value for key, value in scores.items()})
 
     def _emit(self, hook: str, *arguments: Any) -> None:
@@ -203,14 +213,14 @@ class BaseTrainer(Saving):
 
     def _make_result(self, wall_time: float) -> TrainResult:
         assert self.run is not None
-        newest = self.checkpoints.newest() if self.checkpoints is not None else None
+        assert self.checkpoints is not None
         return TrainResult(
-            history=list(self.history),
+            history=self.history,
             epochs=self.epoch,
             wall_time=wall_time,
             sync=self._sync_stats(),
             run_dir=self.run.path,
-            checkpoint=newest,
+            checkpoint=self.checkpoints.newest(),
         )
 
     def _sync_stats(self) -> dict[str, Any]:
@@ -227,20 +237,23 @@ class BaseTrainer(Saving):
         replaced within ``max_failures``; an exception is raised with worker id and epoch.
         """
         if self._group is None:
-            raise RuntimeError("there are no workers before train()")
+            raise RuntimeError(NO_WORKERS)
         return self._group.call(method, lambda _: args, kwargs, epoch)
 
     def _start(self, resume: bool | str | Path) -> None:
         """Engine, run directory, workers: whatever is not there yet."""
         self._start_engine()
         if resume:
-            kind = type(self).__name__
-            self.load_checkpoint(resuming.find(resume, self._run_dir, self._name, kind))
+            self.load_checkpoint("latest" if resume is True else resume)
         self._open_run()
         if self._group is None:
+            if self._worker_class is not None:
+                warn_of_unused(self._worker_class, (self, *self.callbacks), self._kwargs)
             required = list(self.required_methods)
-            if type(self).train_epoch is BaseTrainer.train_epoch and "train_epoch" not in required:
+            if type(self).train_epoch is BaseTrainer.train_epoch:
                 required.append("train_epoch")
+            if self._eval_interval and type(self).evaluate is BaseTrainer.evaluate:
+                required.append("evaluate")
             self._group = WorkerGroup(
                 self.num_workers,
                 self._create,
@@ -261,7 +274,8 @@ class BaseTrainer(Saving):
         env = {}
         if session.engine().capabilities.processes:  # else there is one process for all workers
             assert self.run is not None
-            env = environment(self.run.path, worker_id, self.num_workers, self._preloaded)
+            path, modules = self.run.path, self._preloaded
+            env = environment(path, worker_id, self.num_workers, modules, self._process_set_up)
         with startup.actors_with(seed, env):
             return self.create_worker(worker_id, **self._taken(self.create_worker))
 
@@ -274,12 +288,8 @@ class BaseTrainer(Saving):
     def _set_up_replacement(self, worker_id: int) -> None:
         self._set_up_worker(worker_id)
         for callback in self.callbacks:
-            try:
+            with setting_up("on_worker_replaced"):
                 callback.on_worker_replaced(self, worker_id)
-            except Exception as error:
-                if is_loss(error):
-                    raise LostAgainError(error, "on_worker_replaced") from None
-                raise
 
     def _on_group_event(self, event: dict[str, Any]) -> None:
         """A worker failed or was replaced."""
@@ -292,9 +302,3 @@ class BaseTrainer(Saving):
             "seed": self._seed,
             "kwargs": {key: repr(value) for key, value in self._kwargs.items()},
         }
-
-    def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
-        """Evaluate on all workers, every sample exactly once; see ``miniray.train.evaluate``."""
-        if self._group is None:
-            raise RuntimeError("there are no workers before train()")
-        return evaluate_on(self._group, data, kwargs)

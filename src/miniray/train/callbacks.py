@@ -6,28 +6,26 @@ the order given, after the trainer's own hook. All of them run on the driver.
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
 import warnings
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from types import EllipsisType
 from typing import Any
 
 import miniray
-from miniray.train import files, records
+from miniray.train import records
 from miniray.train.arguments import check_whole
 from miniray.train.results import better_direction
 
-__all__ = ["CSVLogger", "Callback", "Checkpoint", "EarlyStopping", "LRSchedule", "TensorBoard"]
+__all__ = ["Callback", "Checkpoint", "EarlyStopping", "LRSchedule"]
 
 
 class Callback:
     """Override what you need. ``kwargs`` are those of ``train()``.
 
     ``get_state`` and ``set_state`` are for callbacks whose memory should survive a resume: a dict
-    of plain values, stored in checkpoints.
+    of plain values, stored in checkpoints. A ``Checkpoint`` that comes before another callback
+    saves what that knew before the epoch.
     """
 
     def on_train_start(self, trainer: Any, **kwargs: Any) -> None:
@@ -61,28 +59,34 @@ class Checkpoint(Callback):
     """Saves a checkpoint every ``every`` epochs, and after the last one.
 
     Args:
-        keep_last: how many of the newest to keep; None keeps all.
+        keep_last: how many of the newest to keep; None keeps all. As many as the trainer was told
+            (``keep_last=3``) where it is not said here.
         keep_best: keep the best one too, by ``monitor``: the lowest with ``mode="min"``, the
             highest with ``"max"``; ``"auto"`` goes by the metric's name (``better_direction``).
+            Otherwise the trainer's ``keep_best`` counts. A metric that never came is warned of at
+            the end.
     """
 
     def __init__(
         self,
         every: int = 1,
-        keep_last: int | None = 3,
+        keep_last: int | EllipsisType | None = ...,
         keep_best: bool = False,
         monitor: str = "loss",
         mode: str = "auto",
     ) -> None:
-        check_whole("every", every, 1)
-        self.every = every
+        self.every = check_whole("every", every, 1)
         self.keep_last = keep_last
         self.keep_best = (monitor, _direction(monitor, mode)) if keep_best else None
         self._saved: int | None = None
         self._last: int | None = None
 
     def on_train_start(self, trainer: Any, **kwargs: Any) -> None:
-        trainer.checkpoints.configure(keep_last=self.keep_last, keep_best=self.keep_best)
+        store = trainer.checkpoints
+        store.configure(
+            keep_last=store.keep_last if self.keep_last is ... else self.keep_last,
+            keep_best=self.keep_best or store.keep_best,
+        )
 
     def on_epoch_end(self, trainer: Any, epoch: int, result: dict[str, Any], **kwargs: Any) -> None:
         self._last = epoch
@@ -94,6 +98,8 @@ class Checkpoint(Callback):
         if self._last is not None and self._saved != self._last:
             trainer.save_checkpoint(self._last)
             self._saved = self._last
+        if self.keep_best is not None:
+            _warn_unless_seen("Checkpoint kept no best one", self.keep_best[0], trainer.history)
 
 
 class EarlyStopping(Callback):
@@ -118,25 +124,37 @@ class EarlyStopping(Callback):
         self.min_delta = min_delta
         self.best: float | None = None
         self.waited = 0
+        self._seen: int | None = None  # the last epoch it knows of
+
+    def on_train_start(self, trainer: Any, **kwargs: Any) -> None:
+        if self._seen is not None:  # a checkpoint may have been written before it saw the epoch
+            for record in trainer.history:
+                if record["epoch"] > self._seen:
+                    self._look_at(record["epoch"], record)
 
     def on_epoch_end(self, trainer: Any, epoch: int, result: dict[str, Any], **kwargs: Any) -> None:
-        value = records.number(result.get(self.monitor))
-        if value is None:
-            if self.monitor in result:
-                kind = type(result[self.monitor]).__name__
-                raise TypeError(f"EarlyStopping: {self.monitor!r} is no number but a {kind}")
-            return
-        if self._improved(value):
-            self.best, self.waited = value, 0
-            return
-        self.waited += 1
-        if self.waited >= self.patience:
+        if not self._look_at(epoch, result) and self.waited >= self.patience:
             best = "never was a number" if self.best is None else f"is {self.best:.6g} at best"
             reason = f"early stopping: {self.monitor} {best}, {self.waited} epochs without better"
             trainer.should_stop = True
             trainer.stop_reason = reason
             if trainer.history:
                 trainer.history[-1]["stop_reason"] = reason
+
+    def _look_at(self, epoch: int, result: Mapping[str, Any]) -> bool:
+        """False where the metric is no better than the best so far."""
+        self._seen = epoch
+        value = records.number(result.get(self.monitor))
+        if value is None and self.monitor in result:
+            kind = type(result[self.monitor]).__name__
+            raise TypeError(f"EarlyStopping: {self.monitor!r} is no number but a {kind}")
+        if value is None:
+            return True
+        if self._improved(value):
+            self.best, self.waited = value, 0
+            return True
+        self.waited += 1
+        return False
 
     def _improved(self, value: float) -> bool:
         if math.isnan(value):
@@ -147,85 +165,14 @@ class EarlyStopping(Callback):
         return gain > self.min_delta
 
     def on_train_end(self, trainer: Any, history: Any, **kwargs: Any) -> None:
-        if self.best is None and not self.waited and trainer.history:
-            known = ", ".join(trainer.history[-1])
-            text = f"EarlyStopping never stopped: no epoch had {self.monitor!r}, only {known}"
-            warnings.warn(text, stacklevel=2)
+        if self.best is None and not self.waited:
+            _warn_unless_seen("EarlyStopping never stopped", self.monitor, trainer.history)
 
     def get_state(self) -> dict[str, Any]:
-        return {"best": self.best, "waited": self.waited}
+        return {"best": self.best, "waited": self.waited, "seen": self._seen}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        self.best, self.waited = state["best"], state["waited"]
-
-
-class CSVLogger(Callback):
-    """Writes a table with a row an epoch (default: ``metrics.csv`` in the run directory).
-
-    Columns may appear later: the file is then replaced whole, with empty cells above. Rows of
-    epochs that are done again (a resumed run, or a new one with the same path) are replaced. Lists
-    and dicts are written as JSON.
-    """
-
-    def __init__(self, path: str | Path | None = None) -> None:
-        self._given = path
-        self._path: Path | None = None
-        self._columns: list[str] = []
-
-    def on_train_start(self, trainer: Any, **kwargs: Any) -> None:
-        self._path = Path(self._given) if self._given is not None else None
-        self._columns = []
-
-    def on_epoch_end(self, trainer: Any, epoch: int, result: dict[str, Any], **kwargs: Any) -> None:
-        path = self._path = self._path or Path(trainer.run.path) / "metrics.csv"
-        row = {"epoch": str(epoch), **{k: _cell(v) for k, v in result.items() if k != "epoch"}}
-        new = [name for name in row if name not in self._columns]
-        if not new and path.exists():
-            with open(path, "a", newline="", encoding="utf-8") as file:
-                csv.DictWriter(file, self._columns).writerow(row)
-            return
-        before = _rows_before(path, epoch)
-        older = list(before[0]) if before else []
-        self._columns = list(dict.fromkeys([*older, *self._columns, *row]))
-        text = io.StringIO(newline="")
-        table = csv.DictWriter(text, self._columns, restval="")
-        table.writeheader()
-        table.writerows([*before, row])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace_text(path, text.getvalue())
-
-
-class TensorBoard(Callback):
-    """Writes the numbers of every epoch as TensorBoard scalars (default: in the run directory).
-
-    ``ImportError`` at the start of training where tensorboard is not installed.
-    """
-
-    def __init__(self, directory: str | Path | None = None) -> None:
-        self._directory = directory
-        self._writer: Any = None
-
-    def on_train_start(self, trainer: Any, **kwargs: Any) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                f"the TensorBoard callback needs torch and tensorboard ({error}): "
-                "pip install torch tensorboard"
-            ) from None
-        directory = self._directory or Path(trainer.run.path) / "tensorboard"
-        # What a run that is taken up again wrote of epochs that are now to be done is not shown.
-        self._writer = SummaryWriter(str(directory), purge_step=trainer.epoch)
-
-    def on_epoch_end(self, trainer: Any, epoch: int, result: dict[str, Any], **kwargs: Any) -> None:
-        for key, value in result.items():
-            plain = records.number(value)
-            if plain is not None:
-                self._writer.add_scalar(key, plain, epoch)
-        self._writer.flush()  # so that a run that is killed later can be looked at
-
-    def on_train_end(self, trainer: Any, history: Any, **kwargs: Any) -> None:
-        self._writer.close()
+        self.best, self.waited, self._seen = state["best"], state["waited"], state.get("seen")
 
 
 class LRSchedule(Callback):
@@ -261,24 +208,23 @@ class LRSchedule(Callback):
             miniray.get(trainer.workers[worker_id].set_lr.remote(self.lr))
 
 
+def check_callbacks(callbacks: Iterable[Any]) -> list[Callback]:
+    """Them as a list; ``TypeError`` for what is none: a class, say, and no object of it."""
+    found = list(callbacks)
+    for callback in found:
+        if not isinstance(callback, Callback):
+            hint = f"; write {callback.__name__}()" if isinstance(callback, type) else ""
+            raise TypeError(f"callbacks must be Callback objects, not {callback!r}{hint}")
+    return found
+
+
 def _direction(monitor: str, mode: str) -> str:
     if mode not in ("auto", "min", "max"):
         raise ValueError(f'mode must be "auto", "min" or "max", not {mode!r}')
     return better_direction(monitor) if mode == "auto" else mode
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    plain = records.to_json(value)
-    return json.dumps(plain) if isinstance(plain, (dict, list, bool)) else str(plain)
-
-
-def _rows_before(path: Path, epoch: int) -> list[dict[str, str]]:
-    """The table's rows of earlier epochs, as they are."""
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file, restval=""))
-    except FileNotFoundError:
-        return []
-    return [row for row in rows if row.get("epoch", "").isdigit() and int(row["epoch"]) < epoch]
+def _warn_unless_seen(consequence: str, metric: str, history: list[dict[str, Any]]) -> None:
+    if history and all(metric not in record for record in history):
+        known = ", ".join(history[-1])
+        warnings.warn(f"{consequence}: no epoch had {metric!r}, only {known}", stacklevel=3)

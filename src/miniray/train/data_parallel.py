@@ -11,19 +11,21 @@ import miniray
 from miniray.core import session
 from miniray.core.remote import adapting
 from miniray.errors import MinirayError
-from miniray.ps import check_strategy, create_parameter_server
+from miniray.ps import Strategy, check_strategy, create_parameter_server
+from miniray.ps.create import check_parameter_server
+from miniray.ps.strategies.checks import at_least
 from miniray.train import resume as resuming
 from miniray.train.arguments import check_spelling, check_whole
-from miniray.train.asynchronous import AsyncEpochs
+from miniray.train.asynchronous import AsyncEpochs, check_mode
 from miniray.train.averaging import aggregate
 from miniray.train.base import BaseTrainer
 from miniray.train.dealing import Dealer, Shardable, dealt_spec
-from miniray.train.syncing import sync
-from miniray.train.workers import REQUIRED_METHODS
+from miniray.train.saving import NO_WORKERS
+from miniray.train.syncing import begin_with, sync
+from miniray.train.workers import REQUIRED_METHODS, end
 
 #: Options of the parameter server besides its strategy's.
 _SERVER_OPTIONS = ("num_servers", "compression", "on_nonfinite", "staleness_power")
-_MODES = ("sync", "async")
 
 
 class DataParallelTrainer(BaseTrainer):
@@ -34,8 +36,8 @@ class DataParallelTrainer(BaseTrainer):
         sync_interval: combine the weights every so many epochs.
         sync_strategy: how; see ``miniray.ps``. Further arguments of the strategy (``momentum=0.9``)
             are given by keyword here, and so are all options of ``BaseTrainer`` and
-            ``num_servers``, ``compression``, ``on_nonfinite`` and ``staleness_power`` of the
-            parameter server.
+            ``num_servers``, ``on_nonfinite``, ``staleness_power`` and ``compression`` (of what
+            workers push themselves, by a ``miniray.ps.Client``) of the parameter server.
         initial_sync: begin with worker 0's weights on every worker. Averaging networks that began
             differently is useless.
         mode: ``"async"``: no worker waits for the others at the end of an epoch; see
@@ -56,7 +58,7 @@ class DataParallelTrainer(BaseTrainer):
         self,
         num_workers: int = 4,
         sync_interval: int = 1,
-        sync_strategy: str = "average",
+        sync_strategy: str | Strategy = "average",
         *,
         initial_sync: bool = True,
         mode: str = "sync",
@@ -64,30 +66,24 @@ class DataParallelTrainer(BaseTrainer):
         data: Shardable | None = None,
         **kwargs: Any,
     ) -> None:
-        check_whole("sync_interval", sync_interval, 1)
-        if mode not in _MODES:
-            raise ValueError(f'mode must be "sync" or "async", not {mode!r}')
-        if staleness is not None:
-            check_whole("staleness", staleness, 0)
-            if mode != "async":
-                raise ValueError('staleness needs mode="async"')
-        if data is not None and mode == "async":
-            raise ValueError(
-                'data= needs mode="sync": workers that do not wait for each other are in different '
-                "epochs, and no state of the data is right for all; shard it in load_data_shard"
-            )
+        self.sync_interval = check_whole("sync_interval", sync_interval, 1)
+        check_mode(mode, staleness, data)
         names = inspect.signature(BaseTrainer.__init__).parameters
         super().__init__(num_workers, **{k: v for k, v in kwargs.items() if k in names})
         rest = {k: v for k, v in kwargs.items() if k not in names}
-        self._server_options = {k: rest.pop(k) for k in _SERVER_OPTIONS if k in rest}
+        server = {k: rest.pop(k) for k in _SERVER_OPTIONS if k in rest}
+        self._server_options = {**server, "strategy": sync_strategy, "mode": mode}
+        if mode == "async":
+            self._server_options["num_workers"] = self.num_workers
         self._strategy_options = rest
         try:
             check_strategy(sync_strategy, rest)
         except TypeError:  # the strategy cannot know that it was not meant
             check_spelling(self, rest, _SERVER_OPTIONS)
             raise
-        self.sync_interval = sync_interval
-        self.sync_strategy = sync_strategy
+        made = check_parameter_server(**self._server_options, **rest)
+        self.sync_strategy = made.name or type(made).__name__
+        self._takes_worker_weights = made.uses_worker_weights or mode == "async"
         self.mode = mode
         self.staleness = staleness
         self.param_server: Any = None
@@ -95,9 +91,8 @@ class DataParallelTrainer(BaseTrainer):
         self._initial_sync = initial_sync
         self._worker_weights: dict[int, float] = {}
         self._in_sync = False
-        self._syncs_seen = 0
-        self._failures_seen = 0  # failed syncs that were made good
         self._made_good = False
+        self._syncs_seen = self._failures_seen = 0  # the latter: of those that were made good
         self._last_stats: dict[str, Any] = {}
         self._async: AsyncEpochs | None = None
         self._dealer = None if data is None else Dealer(data)
@@ -105,20 +100,26 @@ class DataParallelTrainer(BaseTrainer):
     # -- what users call --------------------------------------------------------------------------
 
     def set_worker_weight(self, worker_id: int, weight: float) -> None:
-        """How much a worker counts with ``sync_strategy="weighted"``; before or after ``train``."""
-        if self.sync_strategy != "weighted":
+        """How much a worker counts, before or after ``train``; 1 if never said.
+
+        ``ValueError`` with a strategy that counts all workers the same, as ``"average"`` does.
+        """
+        if not self._takes_worker_weights:
             raise ValueError(
-                f'set_worker_weight() needs sync_strategy="weighted"; it is {self.sync_strategy!r}'
+                f"set_worker_weight() would do nothing with sync_strategy={self.sync_strategy!r}; "
+                'it needs "weighted" or another one that is based on the weighted mean'
             )
         if not 0 <= worker_id < self.num_workers:
             raise ValueError(
                 f"there is no worker {worker_id}: there are {self.num_workers}, from 0"
             )
-        if not weight >= 0:
-            raise ValueError(f"a weight must be a number >= 0, not {weight!r}")
-        self._worker_weights[worker_id] = float(weight)
+        self._worker_weights[worker_id] = at_least("a worker's weight", weight, 0)
         if self.param_server is not None:
-            miniray.get(self.param_server.set_worker_weight.remote(worker_id, float(weight)))
+            self._tell_worker_weights()
+
+    def _tell_worker_weights(self) -> None:
+        tell = self.param_server.set_worker_weight
+        miniray.get([tell.remote(worker, w) for worker, w in self._worker_weights.items()])
 
     def get_sync_stats(self) -> dict[str, Any]:
         """Number of syncs, bytes, seconds, how far the workers were apart; see ``miniray.ps``."""
@@ -132,7 +133,8 @@ class DataParallelTrainer(BaseTrainer):
         A worker that died or hangs is replaced within ``max_failures``, and all workers end with
         the same weights, those of the server; ``miniray.train.syncing`` says which.
         """
-        assert self._group is not None
+        if self._group is None:
+            raise RuntimeError(NO_WORKERS)
         figures, made_good = sync(self._group, self.param_server, self._worker_timeout, epoch)
         if made_good:
             self._made_good = True
@@ -157,6 +159,10 @@ class DataParallelTrainer(BaseTrainer):
             return super().call_workers(method, *args, epoch=epoch, **kwargs)
         return self._dealer.train(self._group, args, kwargs, epoch)
 
+    def _train_epoch(self, epoch: int) -> dict[str, Any]:
+        self._in_sync = False  # a checkpoint from within has every worker's own weights
+        return super()._train_epoch(epoch)
+
     def _after_epoch(self, epoch: int, result: dict[str, Any]) -> None:
         # Also for an overridden train_epoch that started a sync and did not wait for it: the server
         # answers in order, so after this answer every sync is over, and its error is known.
@@ -165,10 +171,8 @@ class DataParallelTrainer(BaseTrainer):
         self._syncs_seen, self._made_good = stats["num_syncs"], False
         if stats["last_error"] and stats["failed_syncs"] > self._failures_seen:
             raise MinirayError(f"sync in epoch {epoch} failed: {stats['last_error']}")
-        if self._async is not None:
-            result["synced"] = (epoch + 1) % self.sync_interval == 0
-        else:
-            result["synced"] = self._in_sync
+        in_turn = (epoch + 1) % self.sync_interval == 0
+        result["synced"] = self._in_sync if self._async is None else in_turn
         if self._dealer is not None:
             assert self._group is not None
             self._dealer.note(self._group)
@@ -188,21 +192,17 @@ class DataParallelTrainer(BaseTrainer):
     def _set_up_all(self) -> None:
         group = self._group
         assert group is not None
-        options = dict(self._server_options)
-        if self.mode == "async":
-            options.update(mode="async", num_workers=self.num_workers)
         self.param_server = create_parameter_server(
-            self.sync_strategy, **options, **self._strategy_options
+            **self._server_options, **self._strategy_options
         )
-        for worker_id, weight in self._worker_weights.items():
-            miniray.get(self.param_server.set_worker_weight.remote(worker_id, weight))
+        self._syncs_seen = self._failures_seen = 0
+        self._tell_worker_weights()
         if self._dealer is not None:
             self._dealer.deal(group, self._kwargs)
         elif group.has("load_data_shard"):
             count = self.num_workers
             group.call("load_data_shard", lambda i: (i, count), self._kwargs)
-        first = group.ref_of(0, "get_weights")
-        miniray.get(self.param_server.set_weights.remote(first))
+        first = begin_with(group, self.param_server)
         self._server_ready = True
         if self._initial_sync:
             self._give("set_weights", dict.fromkeys(range(1, self.num_workers), first))
@@ -234,19 +234,13 @@ class DataParallelTrainer(BaseTrainer):
         if self._async is not None:
             return miniray.get(self.param_server.get_weights.remote())
         if self._group is None:
-            raise RuntimeError("there are no workers before train()")
+            raise RuntimeError(NO_WORKERS)
         return self._group.call_one(0, "get_weights")
 
-    def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
-        """Evaluate on all workers, every sample exactly once; see ``miniray.train.evaluate``.
-
-        With ``mode="async"`` it is the server's weights that are evaluated: the workers get them
-        for as long as it takes and then have their own again.
-        """
+    def _with_final_weights(self) -> contextlib.AbstractContextManager[None]:
         if self._async is None:
-            return super().evaluate(data, **kwargs)
-        with self._async.at_rest_with(self.param_server.get_weights.remote()):
-            return super().evaluate(data, **kwargs)
+            return super()._with_final_weights()
+        return self._async.at_rest_with(self.param_server.get_weights.remote())
 
     def _workers_in_sync(self) -> bool:
         return self._in_sync and self._async is None
@@ -275,6 +269,11 @@ class DataParallelTrainer(BaseTrainer):
             )
             weights = self.workers[0].get_weights.remote()
             miniray.get(self.param_server.set_weights.remote(weights))
+        if self._takes_worker_weights:
+            for worker, weight in state.get("worker_weights", {}).items():
+                if int(worker) < self.num_workers:  # what was said since then counts more
+                    self._worker_weights.setdefault(int(worker), weight)
+            self._tell_worker_weights()
         self._syncs_seen = self.get_sync_stats()["num_syncs"]
         if self._async is not None:
             self._async.restore(self.epoch, state.get("async"))
@@ -298,6 +297,6 @@ class DataParallelTrainer(BaseTrainer):
         server, self.param_server = self.param_server, None
         self._server_ready = False
         self._async = None
-        if server is not None and self._owned_session is None and miniray.is_initialized():
-            miniray.kill(server)
         super().shutdown()
+        if server is not None:
+            end(server)

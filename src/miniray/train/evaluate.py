@@ -9,6 +9,7 @@ data. So no padding and no unequal shards can shift the result.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,22 +25,60 @@ def shard_bounds(n: int, shard_id: int, num_shards: int) -> tuple[int, int]:
 
 
 def cut(data: Any, shard_id: int, num_shards: int) -> tuple[Any, int]:
-    """(one shard of ``data``, its length). Columns of a dict are cut alike."""
-    if isinstance(data, Mapping):
-        lengths = {key: len(column) for key, column in data.items()}
+    """(one shard of ``data``, its length). Columns, in a dict or a tuple of arrays, are cut alike.
+
+    ``TypeError`` for what has no rows to be cut, such as a loader.
+    """
+    columns = _columns(data)
+    if columns is not None:
+        lengths = {key: len(column) for key, column in columns.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"the columns of data differ in length: {lengths}")
         low, high = shard_bounds(next(iter(lengths.values()), 0), shard_id, num_shards)
-        return {key: _slice(column, low, high) for key, column in data.items()}, high - low
+        parts = {key: _slice(column, low, high) for key, column in columns.items()}
+        return parts if isinstance(data, Mapping) else tuple(parts.values()), high - low
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        hint = ": give its dataset" if hasattr(data, "dataset") else ""
+        raise TypeError(
+            f"data must have len() and [], as a list, an array or a dataset has; it is a "
+            f"{type(data).__name__}{hint}"
+        )
     low, high = shard_bounds(len(data), shard_id, num_shards)
     return _slice(data, low, high), high - low
 
 
+def _columns(data: Any) -> Mapping[Any, Any] | None:
+    """The columns of data that is given by columns; None for rows."""
+    if isinstance(data, Mapping):
+        return data
+    by_column = isinstance(data, tuple) and all(getattr(column, "shape", ()) for column in data)
+    return dict(enumerate(data)) if by_column and data else None
+
+
 def _slice(data: Any, low: int, high: int) -> Any:
-    try:
-        return data[low:high]
-    except (TypeError, KeyError, IndexError):  # a dataset that knows single rows only
-        return [data[i] for i in range(low, high)]
+    if _knows_slices(data):
+        try:
+            return data[low:high]
+        except (TypeError, KeyError, IndexError, ValueError):  # it knows single rows only
+            pass
+    rows = range(low, high)
+    if hasattr(data, "__getitems__"):  # several at once, as torch's loader asks for them
+        return data.__getitems__(list(rows))
+    return [data[i] for i in rows]
+
+
+def _knows_slices(data: Any) -> bool:
+    """Whether ``data[low:high]`` may be asked for.
+
+    Not of a torch dataset of the user's: what that makes of a slice may look like rows, and be
+    something else. Tensors in a ``TensorDataset`` come as a tuple of columns.
+    """
+    torch_data = sys.modules.get("torch.utils.data")
+    if torch_data is None or not isinstance(data, torch_data.Dataset):
+        return True
+    while isinstance(data, torch_data.Subset):
+        data = data.dataset
+    return isinstance(data, torch_data.TensorDataset)
 
 
 def evaluate_on(group: WorkerGroup, data: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,7 +103,6 @@ def evaluate_on(group: WorkerGroup, data: Any, kwargs: Mapping[str, Any]) -> dic
         given = {**kwargs, "shard_id": worker_id, "num_shards": count}
         if data is None:
             return group.submit(worker_id, "evaluate", **given)
-        given.pop("data", None)
         return group.submit(worker_id, "evaluate", rows[worker_id][0], **given)
 
     scores = group.call_some(busy, submit, "evaluate")
@@ -100,11 +138,19 @@ def combine(results: Sequence[tuple[int, int | None, Any]]) -> dict[str, Any]:
 
 
 def _sum_and_count(worker_id: int, key: str, value: Any, weight: Any) -> tuple[float, float]:
-    if isinstance(value, (tuple, list)) and len(value) == 2:
-        return float(value[0]), float(value[1])
+    try:
+        if isinstance(value, (tuple, list)) and len(value) == 2:
+            return float(value[0]), float(value[1])
+        mean = float(value)
+    except (TypeError, ValueError, RuntimeError):  # the last is torch's, of many numbers
+        raise TypeError(
+            f"worker {worker_id}: evaluate() gave {key!r} as {value!r:.80}; it must be a number, "
+            "the mean over the worker's samples, or a pair (sum, count)"
+        ) from None
     if weight is None:
         raise ValueError(
             f"worker {worker_id}: evaluate() gave {key!r} without the number of samples behind it; "
             'return (sum, count) or add "num_samples"'
         )
-    return float(value) * float(weight), float(weight)
+    # A mean over nothing is NaN, and counts for nothing.
+    return (mean * float(weight), float(weight)) if weight else (0.0, 0.0)

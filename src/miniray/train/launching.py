@@ -14,12 +14,12 @@ LOADED_LATE = {"torch": "miniray.train.dynamo"}
 
 
 def environment(
-    run_dir: Path, worker_id: int, num_workers: int, modules: Sequence[str]
+    run_dir: Path, worker_id: int, num_workers: int, modules: Sequence[str], set_up: str
 ) -> dict[str, str]:
     """Variables by which a worker records what it does, and the engine loads its modules early."""
     late = [late for early, late in LOADED_LATE.items() if early in sys.modules]
     return {
         **actors.environment(run_dir, worker_id, num_workers),
-        startup.SET_UP: f"{actors.__name__}:{actors.set_up.__name__}",
+        startup.SET_UP: set_up,
         startup.PRELOAD: " ".join([*late, *actors.MODULES, *modules]),
     }

@@ -1,21 +1,29 @@
 """What a trainer starts and must end: the engine, the run's directory, its checkpoints on disk.
 
 If anything raises while training, the run's directory says so, the workers are ended, and so is the
-engine if the trainer started it. A user's own engine is left running.
+engine if a trainer started it and no other one has workers on it. A user's own is left running.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import miniray
 from miniray.core import session
+from miniray.core.engine import Engine
 from miniray.train.checkpoint import CheckpointStore
-from miniray.train.rundir import RunDirectory
+from miniray.train.checkpoint_keeping import check_keeping
+from miniray.train.rundir import RunDirectory, check_name
 from miniray.train.workers import WorkerGroup
+
+#: Trainers that have started: of those that share an engine the last one ends it.
+_started: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
 
 
 class Lifecycle:
@@ -29,9 +37,12 @@ class Lifecycle:
         keep_last: int,
         keep_best: tuple[str, str] | None,
     ) -> None:
+        check_keeping(keep_last, keep_best)
+        check_name(name)
         self.run: RunDirectory | None = None
         self.checkpoints: CheckpointStore | None = None
-        self._name, self._run_dir = name, run_dir
+        self._name = name
+        self._run_dir = None if run_dir is None else Path(run_dir).expanduser()
         self._backend = backend
         self._keep_last, self._keep_best = keep_last, keep_best
         self._group: WorkerGroup | None = None
@@ -45,6 +56,7 @@ class Lifecycle:
     # -- the start --------------------------------------------------------------------------------
 
     def _start_engine(self) -> None:
+        _started.add(self)
         if not miniray.is_initialized():
             self._owned_session = miniray.init(backend=self._backend)
         elif self._backend not in (None, session.engine().name):
@@ -57,7 +69,7 @@ class Lifecycle:
             self.run = RunDirectory.open(self._run_dir, self._name, type(self).__name__)
         if self.checkpoints is None:
             self.checkpoints = self._store(self.run.checkpoints)
-        self.run.write_run(self._describe())
+        self.run.write_run(self._describe(), self._name)
 
     def _store(self, directory: Path) -> CheckpointStore:
         return CheckpointStore(
@@ -78,38 +90,52 @@ class Lifecycle:
     # -- the end ----------------------------------------------------------------------------------
 
     def _abort(self, error: BaseException) -> None:
-        if self.run is not None:
-            state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            self.run.finish(state, error=error)
+        with self._writing("its end is not in"):
+            if self.run is not None:
+                state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+                self.run.finish(state, error=error)
         self.shutdown()
-        if self.run is not None:
-            from miniray.train.ending import record_ends  # nothing before a failure needs it
+        with self._writing("how its workers ended is not in"):
+            if self.run is not None:
+                from miniray.train.ending import record_ends  # nothing before a failure needs it
 
-            record_ends(self.run.path / "ranks", error)
+                record_ends(self.run.path / "ranks", error)
         self._write_report()
 
     def _write_report(self) -> None:
-        """The run as a page, at its end. A page that cannot be written is said, and is no error."""
-        if self.run is None:
-            return
-        try:
-            from miniray.report import write_report  # nothing before the end of a run needs it
+        """The run as a page, at its end."""
+        with self._writing("no report of"):
+            if self.run is not None:
+                from miniray.report import write_report  # nothing before the end of a run needs it
 
-            write_report(self.run.path)
-        except Exception as error:  # whatever a reader of files may meet; the training is done
-            print(f"no report of {self.run.path}: {error}", file=sys.stderr, flush=True)
+                write_report(self.run.path)
+
+    @contextlib.contextmanager
+    def _writing(self, failed: str) -> Iterator[None]:
+        """What cannot be written at the end of a run is said: the run's own error comes first."""
+        try:
+            yield
+        except Exception as error:  # whatever a reader and writer of files may meet
+            assert self.run is not None
+            print(f"{failed} {self.run.path}: {error}", file=sys.stderr, flush=True)
 
     def shutdown(self) -> None:
         """End the workers, and the engine if ``train`` started it. Safe to call twice."""
         group, self._group = self._group, None
         if self.checkpoints is not None:
             self.checkpoints.close()
-        if self._owned_session is not None:
-            owned, self._owned_session = self._owned_session, None
-            if session.is_initialized() and session.engine() is owned.engine:
+        owned, self._owned_session = self._owned_session, None
+        if owned is not None and session.is_initialized() and session.engine() is owned.engine:
+            heir = next((t for t in _started if t._has_workers_on(owned.engine)), None)
+            if heir is None:
                 miniray.shutdown()
-        elif group is not None and miniray.is_initialized():
+                return
+            heir._owned_session = owned
+        if group is not None:
             group.stop()
+
+    def _has_workers_on(self, engine: Engine) -> bool:
+        return any(worker._engine is engine for worker in self.workers)
 
     def __enter__(self) -> Any:
         return self

@@ -32,6 +32,7 @@ def collect(trainer: Saving) -> dict[str, Any]:
         "num_workers": len(group.handles),
         "history": [simplify(record) for record in trainer.history],
         "callbacks": [callback.get_state() for callback in trainer.callbacks],
+        "callback_types": _types(trainer),
         "weights": None,
         "worker_states": None,
         "extra": trainer._extra_state(),
@@ -64,8 +65,7 @@ def apply(trainer: Saving, state: dict[str, Any]) -> None:
         if states is not None:
             text += f", workers 0 to {kept - 1} take up their own state and the others start fresh"
         tell(trainer, "resumed_on_other_size", text)
-    for callback, saved in zip(trainer.callbacks, state["callbacks"], strict=False):
-        callback.set_state(saved)
+    _give_callbacks(trainer, state)
     if weights is not None and len(weights) != len(workers):
         weights = [miniray.put(_mean(weights))] * len(workers)
     complete = False
@@ -77,6 +77,21 @@ def apply(trainer: Saving, state: dict[str, Any]) -> None:
             trainer._give("set_state", dict(enumerate(states[: len(workers)])))
         complete = list(workers) == before
     trainer._load_extra_state(state["extra"])
+
+
+def _types(trainer: Saving) -> list[str]:
+    return [type(callback).__qualname__ for callback in trainer.callbacks]
+
+
+def _give_callbacks(trainer: Saving, state: dict[str, Any]) -> None:
+    """Each gets the state of the next one of its type: there may be other callbacks by now."""
+    saved = list(
+        zip(state.get("callback_types", _types(trainer)), state["callbacks"], strict=False)
+    )
+    for callback, kind in zip(trainer.callbacks, _types(trainer), strict=True):
+        mine = next((i for i, (type_, _) in enumerate(saved) if type_ == kind), None)
+        if mine is not None:
+            callback.set_state(saved.pop(mine)[1])
 
 
 def tell(trainer: Saving, event: str, text: str) -> None:
@@ -93,16 +108,30 @@ def _mean(weights: list[Any]) -> Any:
     return mean(weights)
 
 
-def find(
-    resume: bool | str | Path, run_dir: str | Path | None, name: str | None, trainer: str
-) -> str | Path:
-    """The checkpoint (or directory of checkpoints) that ``resume`` means."""
-    if not isinstance(resume, bool):
-        return resume
-    if run_dir is not None:
-        return Path(run_dir) / "checkpoints"
-    if name is not None:
-        return Path("runs") / name / "checkpoints"
+def locate(
+    path: str | Path,
+    store: CheckpointStore | None,
+    run: Path | None,
+    trainer: str,
+) -> tuple[CheckpointStore, str | Path]:
+    """(the store, what to load from it) for what a user may call a checkpoint.
+
+    ``"latest"`` is that of the store, else of ``run``, else of the newest run of the trainer.
+    """
+    if str(path) == "latest":
+        if store is not None:
+            return store, "latest"
+        path = run / "checkpoints" if run is not None else _newest(trainer)
+    where = Path(path).expanduser()
+    if where.name == "checkpoints":
+        return CheckpointStore(where), "latest"
+    if (where / "checkpoints").is_dir():
+        return CheckpointStore(where / "checkpoints"), "latest"
+    return CheckpointStore(where.parent), where
+
+
+def _newest(trainer: str) -> Path:
+    """The checkpoints of the newest run of a trainer that has any."""
     runs = [p for p in Path("runs").glob(f"{trainer}-*/checkpoints") if any(p.iterdir())]
     if not runs:
         raise CheckpointError(
@@ -110,22 +139,3 @@ def find(
             "name the run with run_dir=, name= or resume=PATH"
         )
     return max(runs, key=lambda p: p.stat().st_mtime)
-
-
-def locate(
-    path: str | Path,
-    store: CheckpointStore | None,
-    run_dir: str | Path | None,
-    name: str | None,
-) -> tuple[CheckpointStore, str | Path]:
-    """(the store, what to load from it) for what a user may call a checkpoint."""
-    if str(path) == "latest":
-        if store is not None:
-            return store, "latest"
-        path = find(True, run_dir, name, "*")
-    where = Path(path)
-    if where.name == "checkpoints":
-        return CheckpointStore(where), "latest"
-    if (where / "checkpoints").is_dir():
-        return CheckpointStore(where / "checkpoints"), "latest"
-    return CheckpointStore(where.parent), where

@@ -32,6 +32,8 @@ from miniray.doctor import runfile
 from miniray.train import files, records
 
 FORMAT = 1
+#: Ends of a run that may have left nothing behind.
+_FAILED = ("failed", "interrupted", "died")
 #: What is kept of an attempt when the run is taken up again.
 _ATTEMPT = ("started", "ended", "state", "error", "pid", "host", "world_size", "stop_reason")
 
@@ -65,15 +67,13 @@ class RunDirectory:
 
         Without a name it is ``<prefix>-<YYYYmmdd-HHMMSS>``, with ``-2`` and so on for runs of the
         same second. Another run is never overwritten: a directory that holds one is refused with
-        ``FileExistsError``. A name that is no plain folder name is a ``ValueError``.
+        ``FileExistsError``, unless it failed before it had trained an epoch: then this is its next
+        attempt. A name that is no plain folder name is a ``ValueError``.
         """
+        check_name(name)
         if run_dir is not None:
             return cls._claim(Path(run_dir))
         if name is not None:
-            if name in ("", ".", "..") or Path(name).name != name:
-                raise ValueError(
-                    f"{name!r} cannot be the name of a run: it must be a plain folder name"
-                )
             return cls._claim(Path(root) / name)
         clean = re.sub(r"[^\w.-]+", "_", prefix).lstrip(".-") or "run"
         base = f"{clean}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -91,13 +91,19 @@ class RunDirectory:
     def _claim(cls, path: Path) -> RunDirectory:
         path.mkdir(parents=True, exist_ok=True)
         run = cls(path)
-        for taken in (run.run_file, run.metrics_file, run.checkpoints):
-            if taken.exists():
-                raise FileExistsError(
-                    f"{path} already holds a run: choose another name, or go on with that run "
-                    "by resume=True"
-                )
+        trained = run.metrics_file.exists() or run.checkpoints.exists()
+        if trained or (run.run_file.exists() and not run._failed()):
+            raise FileExistsError(
+                f"{path} already holds a run: choose another name, or go on with that run "
+                "by resume=True"
+            )
         return run
+
+    def _failed(self) -> bool:
+        try:
+            return self.status() in _FAILED
+        except ValueError:  # it is damaged, and somebody's all the same
+            return False
 
     @classmethod
     def reopen(cls, path: str | os.PathLike[str]) -> RunDirectory:
@@ -113,7 +119,7 @@ class RunDirectory:
 
     # -- run.json ---------------------------------------------------------------------------------
 
-    def write_run(self, config: Mapping[str, Any]) -> None:
+    def write_run(self, config: Mapping[str, Any], name: str | None = None) -> None:
         """Write ``run.json``, state ``running``. Values JSON cannot hold are written as text.
 
         ``seed`` and ``world_size`` (or ``num_workers``) are taken from ``config``. Where the run
@@ -130,7 +136,7 @@ class RunDirectory:
         self._write(
             {
                 "format": FORMAT,
-                "name": self.path.name,
+                "name": name or self.path.name,
                 "state": "running",
                 "started": runfile.now(),
                 "ended": None,
@@ -233,3 +239,9 @@ class RunDirectory:
 
     def __repr__(self) -> str:
         return f"RunDirectory({str(self.path)!r})"
+
+
+def check_name(name: str | None) -> None:
+    """``ValueError`` for what cannot be the name of a run."""
+    if name is not None and (name in ("", ".", "..") or Path(name).name != name):
+        raise ValueError(f"{name!r} cannot be the name of a run: it must be a plain folder name")

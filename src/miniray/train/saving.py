@@ -1,62 +1,79 @@
-"""What a trainer can save and take up again: checkpoints, and the model itself.
+"""What a trainer does with its state: checkpoints to go on from, and the model itself, in a file or
+judged on held-out data.
 
 What goes into a checkpoint is in ``resume``, how it lies on disk in ``checkpoint``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import miniray
 from miniray.train import resume as resuming
-from miniray.train.callbacks import Callback
+from miniray.train.callbacks import Callback, check_callbacks
+from miniray.train.checkpoint import CheckpointStore
+from miniray.train.evaluate import evaluate_on
 from miniray.train.lifecycle import Lifecycle
 from miniray.train.modelfile import save_model
 from miniray.train.rundir import RunDirectory
+
+NO_WORKERS = "there are no workers before train(), and none after shutdown()"
 
 
 class Saving(Lifecycle):
     """The part of every trainer that is about its state; see the module."""
 
-    def __init__(
-        self,
-        name: str | None,
-        run_dir: str | Path | None,
-        backend: str | None,
-        keep_last: int,
-        keep_best: tuple[str, str] | None,
-        callbacks: Sequence[Callback],
-    ) -> None:
-        super().__init__(name, run_dir, backend, keep_last, keep_best)
+    def __init__(self, callbacks: Iterable[Callback], *options: Any) -> None:
+        super().__init__(*options)
         self.history: list[dict[str, Any]] = []
         self.epoch = 0  # epochs done so far
-        self.callbacks = list(callbacks)
+        self.callbacks = check_callbacks(callbacks)
         self._loaded: dict[str, Any] | None = None  # a checkpoint to apply when workers are there
 
     def save_checkpoint(self, epoch: int | None = None) -> Path:
         """Write all there is to go on from here; returns where. Call it from ``on_epoch_end``."""
-        if self.checkpoints is None:
-            raise RuntimeError("there is nothing to save before train()")
+        if self.checkpoints is None or self._group is None:
+            raise RuntimeError(NO_WORKERS)
         epoch = self.epoch - 1 if epoch is None else epoch
         return self.checkpoints.save(epoch, resuming.collect(self))
 
     def load_checkpoint(self, path: str | Path = "latest") -> int:
-        """Take up a checkpoint, now or when ``train`` starts the workers; returns its epoch."""
-        store, where = resuming.locate(path, self.checkpoints, self._run_dir, self._name)
+        """Take up a checkpoint, now or when ``train`` starts the workers; returns its epoch.
+
+        The run goes on in the directory it was in. Where ``name`` or ``run_dir`` is another one, or
+        the checkpoint lies in no run's directory, a new run begins from it.
+        """
+        named = Path("runs") / self._name if self._name is not None else None
+        wanted = self._run_dir or named
+        kind = type(self).__name__
+        store, where = resuming.locate(path, self.checkpoints, wanted, kind)
         epoch, state = store.load(where)
-        if self.run is None:
-            self.run = RunDirectory.reopen(store.directory.parent)
-        self.checkpoints = self.checkpoints or self._store(store.directory)
         self.epoch = epoch + 1
         self.history = list(state["history"])
+        if self.run is None:
+            self.run = self._run_from(store, wanted)
+        self.checkpoints = self.checkpoints or self._store(self.run.checkpoints)
         self.run.truncate_metrics(epoch)
         self._loaded = state
         if self._group is not None:
             self._take_up(state)
             self._loaded = None
         return epoch
+
+    def _run_from(self, store: CheckpointStore, wanted: Path | None) -> RunDirectory:
+        """The run that ``store`` is of, or a new one with what was done before it as its own."""
+        before = store.directory.parent
+        same = wanted is None or wanted.resolve() == before.resolve()
+        if same and (before / "run.json").exists():
+            return RunDirectory.reopen(before)
+        run = RunDirectory.open(self._run_dir, self._name, type(self).__name__)
+        for record in self.history:
+            run.append_metrics(record)
+        run.append_event({"event": "started_from", "checkpoint": str(store.loaded)})
+        return run
 
     def _take_up(self, state: dict[str, Any]) -> None:
         """Bring workers and trainer to where they were when a checkpoint was written."""
@@ -81,11 +98,24 @@ class Saving(Lifecycle):
 
     def model_weights(self) -> Any:
         """The trained weights: worker 0's."""
+        if not self.workers:
+            raise RuntimeError(NO_WORKERS)
         return miniray.get(self.workers[0].get_weights.remote())
 
     def save_final_model(self, path: str | Path | None = None) -> Path:
         """Write the weights as one safetensors file (default: ``final_model.safetensors``)."""
         if self.run is None or not self.workers:
-            raise RuntimeError("there is no model before train()")
+            raise RuntimeError(NO_WORKERS)
         target = Path(path) if path is not None else self.run.path / "final_model.safetensors"
         return save_model(target, self.model_weights())
+
+    def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
+        """Evaluate on all workers, every sample exactly once; see ``miniray.train.evaluate``."""
+        if self._group is None:
+            raise RuntimeError(NO_WORKERS)
+        with self._with_final_weights():
+            return evaluate_on(self._group, data, kwargs)
+
+    def _with_final_weights(self) -> contextlib.AbstractContextManager[None]:
+        """While workers are evaluated they have the weights that count."""
+        return contextlib.nullcontext()

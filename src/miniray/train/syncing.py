@@ -24,6 +24,20 @@ from miniray.errors import ActorDiedError, GetTimeoutError, SyncError
 from miniray.train.workers import LostAgainError, WorkerGroup, is_loss
 
 
+def begin_with(group: WorkerGroup, server: Any) -> Any:
+    """Give the server worker 0's weights; returns a ref to them.
+
+    ``TypeError`` or ``ValueError`` where they are nothing that can be combined.
+    """
+    weights = group.ref_of(0, "get_weights")
+    try:
+        miniray.get(server.set_weights.remote(weights))
+    except (TypeError, ValueError) as error:  # it says what they are, not whose
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"worker 0, get_weights(): {getattr(error, 'cause', error)}") from None
+    return weights
+
+
 def sync(
     group: WorkerGroup, server: Any, timeout: float | None, epoch: int | None
 ) -> tuple[dict[str, Any], bool]:

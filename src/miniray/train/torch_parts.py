@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
+import math
 import random
 import sys
 from collections.abc import Callable, Mapping
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -37,8 +41,8 @@ def shard(loader: Any, shard_id: int, num_shards: int) -> Any:
         problem = f"it is a {type(loader).__name__}"
     elif isinstance(loader.dataset, IterableDataset):
         problem = "its dataset can only be iterated"
-    elif type(loader.batch_sampler) is not BatchSampler:
-        problem = "it has a batch sampler of its own"
+    elif loader.batch_size is None:
+        problem = "it has no batch_size, or a batch sampler of its own"
     elif type(loader.sampler) not in (RandomSampler, SequentialSampler) or (
         isinstance(loader.sampler, RandomSampler)
         and (loader.sampler.replacement or len(loader.sampler) != len(loader.dataset))
@@ -49,18 +53,16 @@ def shard(loader: Any, shard_id: int, num_shards: int) -> Any:
             f"the rows of this loader cannot be dealt out to workers: {problem}; give the worker a "
             "load_data_shard(self, shard_id, num_shards) that makes self.train_loader"
         )
-    rows = range(shard_id, len(loader.dataset), num_shards)
-    kept = {
-        name: getattr(loader, name)
-        for name in (
-            *("batch_size", "drop_last", "num_workers", "collate_fn", "pin_memory", "timeout"),
-            *("worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor"),
-            *("persistent_workers", "in_order"),
-        )
-        if hasattr(loader, name)  # the newest of them came with torch 2.7
-    }
-    shuffle = isinstance(loader.sampler, RandomSampler) and len(rows) > 0
-    return type(loader)(Subset(loader.dataset, rows), shuffle=shuffle, **kept)
+    rows = Subset(loader.dataset, range(shard_id, len(loader.dataset), num_shards))
+    sampler: Any = SequentialSampler(rows)
+    if isinstance(loader.sampler, RandomSampler) and len(rows):
+        sampler = RandomSampler(rows, generator=loader.sampler.generator)
+    batches = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+    # Not made anew, for a subclass may want arguments of its own. A loader refuses the assignments.
+    # Processes that it has running (persistent_workers) are of all rows.
+    own = copy.copy(loader)
+    vars(own).update(dataset=rows, sampler=sampler, batch_sampler=batches, _iterator=None)
+    return own
 
 
 def loader_over(data: Any, like: Any) -> Any:
@@ -68,8 +70,9 @@ def loader_over(data: Any, like: Any) -> Any:
     import torch
     from torch.utils.data import DataLoader, StackDataset, TensorDataset
 
-    if isinstance(data, tuple) and all(isinstance(column, torch.Tensor) for column in data):
-        data = TensorDataset(*data)
+    if isinstance(data, tuple) and all(hasattr(column, "shape") for column in data):
+        columns = (c if isinstance(c, torch.Tensor) else torch.tensor(c) for c in data)
+        data = TensorDataset(*columns)
     elif isinstance(data, Mapping):
         data = StackDataset(**data)
     size = getattr(like, "batch_size", None) or _EVAL_BATCH
@@ -112,13 +115,24 @@ def moved(batch: Any, device: Any) -> Any:
         return type(batch)(*(moved(value, device) for value in batch))
     if isinstance(batch, (list, tuple)):
         return type(batch)(moved(value, device) for value in batch)
+    if _is_record(batch):
+        own = copy.copy(batch)
+        for name, value in vars(batch).items():
+            object.__setattr__(own, name, moved(value, device))  # also where it is frozen
+        return own
     return batch
+
+
+def _is_record(batch: Any) -> bool:
+    return dataclasses.is_dataclass(batch) and hasattr(batch, "__dict__")
 
 
 def length(batch: Any) -> int:
     """How many samples a batch has: the length of the first tensor found in it."""
     if getattr(batch, "shape", None):
         return int(batch.shape[0])
+    if _is_record(batch):
+        batch = vars(batch)
     items = batch.values() if isinstance(batch, Mapping) else batch
     if isinstance(batch, (Mapping, list, tuple)):
         for item in items:
@@ -154,10 +168,20 @@ class Means:
         self._samples = 0
 
     def add(self, values: Mapping[str, Any], samples: int) -> None:
-        """Values that are means over ``samples``, or pairs of a sum and a count."""
+        """Values that are means over ``samples``, or pairs of a sum and a count.
+
+        ``TypeError`` names one that is neither.
+        """
         self._samples += samples
         for name, value in values.items():
-            total, count = value if isinstance(value, (tuple, list)) else (value * samples, samples)
+            is_pair = isinstance(value, (tuple, list))
+            total, count = value if is_pair and len(value) == 2 else (value, samples)
+            if not (_is_number(total) and _is_number(count)):
+                raise TypeError(
+                    f"{name!r} must be one number, a mean over the batch, or a pair (sum, count); "
+                    f"a step gave {_told(value)}"
+                )
+            total = total if is_pair else total * samples
             total = total.detach() if hasattr(total, "detach") else total
             count = count.detach() if hasattr(count, "detach") else count
             self._sums[name] = self._sums.get(name, 0) + total
@@ -175,6 +199,32 @@ class Means:
         del sums["num_samples"]
         means = {name: total / count for name, (total, count) in sums.items() if count}
         return {**means, "num_samples": self._samples}
+
+
+def _is_number(value: Any) -> bool:
+    shape = getattr(value, "shape", None)  # of a tensor: not looked into, it may be on a GPU
+    return isinstance(value, Number) if shape is None else math.prod(shape) == 1
+
+
+def _told(value: Any) -> str:
+    if hasattr(value, "shape"):
+        return f"a {type(value).__name__} of shape {list(value.shape)}"
+    return f"{value!r:.80}"
+
+
+def step_scheduler(scheduler: Any, loss: float | None) -> None:
+    """The end of an epoch, for a learning rate scheduler if there is one.
+
+    One that goes by the loss is left as it is after an epoch without samples, which has none.
+    """
+    if scheduler is None:
+        return
+    from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        scheduler.step()
+    elif loss is not None:
+        scheduler.step(loss)
 
 
 # -- what is saved ---------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ class TorchWorker:
     Attributes:
         model: a module; several models go into one ``torch.nn.ModuleDict``.
         optimizer: its optimizer. Further optimizers and learning rate schedulers may be attributes
-            of any name; all of them are saved. One named ``scheduler`` is stepped every epoch.
+            of any name; all of them are saved. One named ``scheduler`` is stepped every epoch, a
+            ``ReduceLROnPlateau`` by the worker's mean loss.
         train_loader: a ``DataLoader`` over all the training data; every worker trains on its own
             rows of it. Without ``load_data_shard`` of its own the worker's loader must be one whose
             rows can be dealt out: a dataset with a length, shuffled or in order.
@@ -110,10 +111,9 @@ class TorchWorker:
             values = parts.as_dict(step(batch, batch_idx), "training_step")
             self.optimize(values["loss"])
             means.add(values, parts.length(batch))
-        scheduler = getattr(self, "scheduler", None)
-        if scheduler is not None:
-            scheduler.step()
-        return means.means()
+        result = means.means()
+        parts.step_scheduler(getattr(self, "scheduler", None), result.get("loss"))
+        return result
 
     def evaluate(self, data: Any = None, shard_id: int = 0, num_shards: int = 1) -> dict[str, Any]:
         """Sums and counts over ``data`` (a dataset, rows, or columns), else over ``val_loader``."""

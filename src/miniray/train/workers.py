@@ -9,13 +9,15 @@ is set up is replaced in turn.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import miniray
-from miniray.core.remote import ActorHandle, CallSpec
+from miniray.core import session
+from miniray.core.remote import ActorClass, ActorHandle, CallSpec
 from miniray.errors import (
     ActorDiedError,
     GetTimeoutError,
@@ -42,6 +44,13 @@ def accepted(parameters: inspect.Signature | None, kwargs: Mapping[str, Any]) ->
         return dict(kwargs)
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {k: v for k, v in kwargs.items() if kinds.get(k) in named}
+
+
+def made(cls: ActorClass[Any], worker_id: int, kwargs: Mapping[str, Any]) -> Handle:
+    """A worker of this class, with what of ``kwargs`` its ``__init__`` takes."""
+    init = cls._spec.init
+    own = (worker_id,) if init.max_positional else ()  # a class may do without its id
+    return cls.remote(*own, **accepted(init.signature, kwargs))
 
 
 def method_spec(worker: Handle, name: str) -> CallSpec | None:
@@ -73,9 +82,26 @@ class LostAgainError(Exception):
 
 
 def is_loss(error: Exception) -> bool:
-    """Whether ``error`` says that the worker is gone or hangs; else its code raised it."""
+    """Whether ``error`` says that the worker is gone or hangs; else its code raised it.
+
+    What its ``__init__`` raised is an actor's death too; every engine says so in the first line.
+    """
     died = isinstance(error, ActorDiedError) and not isinstance(error, TaskError)
-    return died or isinstance(error, GetTimeoutError)
+    raised = "__init__" in str(error).partition("\n")[0]
+    return (died and not raised) or isinstance(error, GetTimeoutError)
+
+
+@contextlib.contextmanager
+def setting_up(method: str, worker_id: int | None = None) -> Iterator[None]:
+    """Around a call to a replacement, whose loss is a ``LostAgainError``."""
+    try:
+        yield
+    except Exception as error:
+        if is_loss(error):
+            raise LostAgainError(error, method) from None
+        if worker_id is None:
+            raise
+        raise in_context(error, worker_id, method, None) from error.__cause__
 
 
 class WorkerGroup:
@@ -102,7 +128,7 @@ class WorkerGroup:
         self._set_up = set_up
         self._required = required
         self._max_failures = max_failures
-        self._timeout = timeout
+        self.timeout = timeout
         self._on_event = on_event
 
     def start(self) -> None:
@@ -173,7 +199,7 @@ class WorkerGroup:
         while True:
             ref = self.submit(worker_id, method)
             try:
-                miniray.get(ref, timeout=self._timeout)
+                miniray.get(ref, timeout=self.timeout)
                 return ref
             except Exception as error:
                 self.recover(error, worker_id, method, epoch)
@@ -185,26 +211,22 @@ class WorkerGroup:
         taken for the worker's.
         """
         ref = self.submit(worker_id, method, *args, **kwargs)
-        try:
-            return miniray.get(ref, timeout=self._timeout)
-        except Exception as error:
-            if is_loss(error):
-                raise LostAgainError(error, method) from None
-            raise
+        with setting_up(method, worker_id):
+            return miniray.get(ref, timeout=self.timeout)
 
     def some_ready(self, started: Mapping[Any, float]) -> list[Any]:
         """Of refs and when each was begun, those that have an outcome or have run out of time."""
         refs = list(started)
-        if self._timeout is None:
+        if self.timeout is None:
             return miniray.wait(refs)[0]
-        limits = {ref: begun + self._timeout for ref, begun in started.items()}
+        limits = {ref: begun + self.timeout for ref, begun in started.items()}
         left = max(0.0, min(limits.values()) - time.monotonic())
         ready = miniray.wait(refs, timeout=left)[0]
         return ready or [ref for ref in refs if limits[ref] <= time.monotonic()]
 
     def outcome(self, ref: Any) -> Any:
         """What became of a ref that ``some_ready`` gave; ``GetTimeoutError`` if nothing yet."""
-        return miniray.get(ref, timeout=0 if self._timeout else None)
+        return miniray.get(ref, timeout=0 if self.timeout else None)
 
     # -- failure ----------------------------------------------------------------------------------
 
@@ -215,7 +237,7 @@ class WorkerGroup:
             if not is_loss(error):
                 raise in_context(error, worker_id, method, epoch) from error.__cause__
             if isinstance(error, GetTimeoutError):
-                error = WorkerTimeoutError(f"gave no result in {self._timeout:g} s")
+                error = WorkerTimeoutError(f"gave no result in {self.timeout:g} s")
             self.failures += 1
             reason = str(error)
             self._on_event(
@@ -240,8 +262,14 @@ class WorkerGroup:
     def stop(self) -> None:
         """End all workers."""
         for worker in self.handles:
-            miniray.kill(worker)
+            end(worker)
         self.handles.clear()
+
+
+def end(actor: Handle) -> None:
+    """End an actor, unless it ended with its engine."""
+    if session.is_initialized() and session.engine() is actor._engine:
+        miniray.kill(actor)
 
 
 def in_context(error: Exception, worker_id: int, method: str, epoch: int | None) -> Exception:

@@ -68,6 +68,13 @@ def test_an_unknown_option_is_refused_with_the_valid_ones():
         check_strategy("average", {"momentum": 0.9})
 
 
+def test_options_may_be_numpys_numbers():
+    check_strategy("momentum", {"momentum": np.float32(0.5), "lr": np.int64(1)})
+    check_strategy("krum", {"num_byzantine": np.int64(1)})
+    with pytest.raises(ValueError, match="momentum must be a number"):
+        check_strategy("momentum", {"momentum": True})
+
+
 def test_only_strategies_can_be_registered():
     with pytest.raises(TypeError, match="subclass"):
         register_strategy("x")(dict)

@@ -11,20 +11,13 @@ from __future__ import annotations
 import numpy as np
 
 from miniray.ps.leaves import Array
-from miniray.ps.strategies.adaptive import Adaptive
-from miniray.ps.strategies.checks import share
+from miniray.ps.strategies.fedadam import FedAdam
 from miniray.ps.strategies.registry import register_strategy
 
 
 @register_strategy("fedyogi")
-class FedYogi(Adaptive):
+class FedYogi(FedAdam):
     """Yogi on the averaged change. Options as for ``fedadam``."""
-
-    def __init__(
-        self, lr: float = 0.01, beta_1: float = 0.9, beta_2: float = 0.99, tau: float = 1e-3
-    ) -> None:
-        super().__init__(lr, beta_1, tau)
-        self.beta_2 = share("beta_2", beta_2)
 
     def second_moment(self, square: Array, old: Array, new: Array) -> None:
         np.sign(np.subtract(old, square, out=new), out=new)

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from miniray.ps.leaves import Array
-from miniray.ps.strategies.base import Strategy
+from miniray.ps.strategies.average import Average
 from miniray.ps.strategies.checks import whole_number
 from miniray.ps.strategies.registry import register_strategy
 
 
 @register_strategy("krum")
-class Krum(Strategy):
+class Krum(Average):
     """Krum and Multi-Krum. Integers, too, are taken from the chosen workers only.
 
     Args:
@@ -53,11 +53,3 @@ class Krum(Strategy):
         order = np.argsort(nearest.sum(axis=1), kind="stable")
         chosen = set(order[: self.num_selected].tolist())
         return [1 / self.num_selected if i in chosen else 0.0 for i in range(count)]
-
-    def combine(
-        self,
-        global_weights: Array | None,
-        worker_weights: Sequence[Array],
-        weights: Sequence[float],
-    ) -> Array:
-        return self.mean(worker_weights, weights, self.out)

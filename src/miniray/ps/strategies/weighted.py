@@ -8,23 +8,12 @@ McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from miniray.ps.leaves import Array
-from miniray.ps.strategies.base import Strategy
+from miniray.ps.strategies.average import Average
 from miniray.ps.strategies.registry import register_strategy
 
 
 @register_strategy("weighted")
-class Weighted(Strategy):
+class Weighted(Average):
     """The weighted mean. A worker whose weight was never set counts 1; one with 0 is left out."""
 
     uses_worker_weights = True
-
-    def combine(
-        self,
-        global_weights: Array | None,
-        worker_weights: Sequence[Array],
-        weights: Sequence[float],
-    ) -> Array:
-        return self.mean(worker_weights, weights, self.out)

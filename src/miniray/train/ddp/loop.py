@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from miniray.train import torch_parts as parts
-from miniray.train.ranks.member import check_loss
+from miniray.train.ranks.member import check_loss, check_scheduler
 from miniray.train.ranks.plan import Window
 from miniray.train.ranks.pulse import PulseThread
 
@@ -56,9 +56,7 @@ class StepLoop:
         self.steps = 0
         self._user_step = parts.step_of(worker.training_step)
         #: When ``worker.scheduler`` is stepped: after each "epoch" or "step"; None without one.
-        self.scheduler_interval: str | None = None
-        if getattr(worker, "scheduler", None) is not None:
-            self.scheduler_interval = getattr(worker, "scheduler_interval", "epoch")
+        self.scheduler_interval = scheduler_interval(worker)
         self._dtype = PRECISIONS[options.precision]
         self.scaler = torch.amp.GradScaler(device.type, enabled=options.precision == "fp16")
         self._unchecked: list[tuple[int, Any]] = []
@@ -110,7 +108,7 @@ class StepLoop:
             with contextlib.nullcontext() if is_last else model.no_sync():
                 pulse.at("forward")
                 calls = model.forwards
-                with self._autocast():
+                with self.autocast():
                     loss, metrics = read_output(self._user_step(batch, index), pulse.rank)
                 if model.forwards == calls:
                     raise RuntimeError(NOT_CALLED.format("training_step()", "self.model"))
@@ -132,7 +130,8 @@ class StepLoop:
         if self.scheduler_interval == "step":
             worker.scheduler.step()
 
-    def _autocast(self) -> Any:
+    def autocast(self) -> Any:
+        """Inside, the model computes in the precision that was asked for; in evaluations too."""
         if self._dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self._dtype)
@@ -164,6 +163,18 @@ class StepLoop:
                 "the loss does not depend on it there, and other ranks wait for it. Use it in the "
                 "loss, take it out (requires_grad_(False)), or pass find_unused_parameters=True"
             )
+
+
+def scheduler_interval(worker: Any) -> str | None:
+    """When ``worker.scheduler`` is stepped; ``ValueError`` where that cannot be done."""
+    scheduler = getattr(worker, "scheduler", None)
+    if scheduler is None:
+        return None
+    check_scheduler(scheduler, "self.scheduler")
+    interval: str = getattr(worker, "scheduler_interval", "epoch")
+    if interval not in ("epoch", "step"):
+        raise ValueError(f'scheduler_interval must be "epoch" or "step", not {interval!r}')
+    return interval
 
 
 def _endless() -> Iterator[Window]:

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join
 
 from miniray.train import group
 from miniray.train import torch_parts as parts
 from miniray.train.ddp import model as models
 from miniray.train.ddp import state
-from miniray.train.ddp.loop import NOT_CALLED, StepLoop, StepOptions
+from miniray.train.ddp.loop import NOT_CALLED, StepLoop, StepOptions, scheduler_interval
 from miniray.train.ranks import data
 from miniray.train.ranks.member import Member, RunFacts
 from miniray.train.ranks.plan import Window, counted_windows
+from miniray.train.ranks.pulse import EVALUATION
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +91,8 @@ class Rank(Member):
                     f"{type(worker).__name__} has training_step() but no self.{needed}; make it in "
                     "__init__ (or in load_data_shard)"
                 )
+        self._check_optimizer()
+        scheduler_interval(worker)
         data.check_loader(worker.train_loader, "self.train_loader")
         worker.train_loader, self.plan = data.own_share(
             worker.train_loader,
@@ -104,6 +106,16 @@ class Rank(Member):
         if getattr(worker, "val_loader", None) is not None:
             data.check_loader(worker.val_loader, "self.val_loader")
 
+    def _check_optimizer(self) -> None:
+        """Refuse one that trains something else: of a model that was replaced after it was made."""
+        mine = {id(p) for module in self.modules.values() for p in module.parameters()}
+        groups = getattr(self.worker.optimizer, "param_groups", ())
+        if groups and not any(id(p) in mine for group in groups for p in group["params"]):
+            raise ValueError(
+                f"self.optimizer has no parameter of self.{', self.'.join(self.modules)}, which "
+                "would not be trained; make the optimizer after the model is what it will be"
+            )
+
     def describe(self) -> dict[str, Any]:
         """What the driver wants to know before ranks may wait for one another."""
         return {
@@ -116,6 +128,8 @@ class Rank(Member):
             "steps": self.has_steps,
             "planned": self.plan is not None,
             "batches": data.length(self.worker.train_loader) if self.has_steps else None,
+            "own_methods": self.worker._ddp_own_methods,
+            "val_loader": getattr(self.worker, "val_loader", None) is not None,
         }
 
     # -- together ---------------------------------------------------------------------------------
@@ -200,8 +214,8 @@ class Rank(Member):
     def _joining(self) -> Any:
         if not self._joins():
             return contextlib.nullcontext()
-        wrapped = [getattr(self.worker, name) for name in self.modules]
-        return Join(wrapped, divide_by_initial_world_size=False)
+        model = getattr(self.worker, self.settings.models[0])
+        return model.join(divide_by_initial_world_size=False)
 
     def _catch_up(self) -> None:
         """Ranks that ran out of data have the model, by DDP.join, but not the optimizer's memory.
@@ -239,8 +253,11 @@ class Rank(Member):
         wrapped = {name: getattr(self.worker, name) for name in self.modules}
         for name, module in self.modules.items():
             setattr(self.worker, name, module)
+        self.pulse.at(EVALUATION, step=-1)
         try:
-            yield
+            with contextlib.nullcontext() if self.loop is None else self.loop.autocast():
+                yield
         finally:
+            self.pulse.at("idle")
             for name, model in wrapped.items():
                 setattr(self.worker, name, model)

@@ -45,6 +45,15 @@ def check_arguments(
     check_whole("accumulate", accumulate, 1)
     if isinstance(models, str) or not models:
         raise ValueError(f"models must be names of attributes, not {models!r}")
+    if not isinstance(compile, (bool, str, Mapping)):
+        raise ValueError(
+            f"compile must be True, a backend's name or a dict of options, not {compile!r}"
+        )
+    if ddp_options.get("static_graph") and accumulate > 1:
+        raise ValueError(
+            "static_graph=True and accumulate= do not go together: torch learns the graph from a "
+            "first step in which gradients are averaged"
+        )
     if shard == "full":
         _check_shard(models, compile, ddp_options)
 
@@ -78,6 +87,28 @@ def refuse_step_options(trainer: DDPTrainer) -> None:
         raise ValueError(
             f"{', '.join(asked)} need a worker with training_step(batch, batch_idx): with "
             "train_epoch(epoch) the steps are the worker's own"
+        )
+
+
+def check_can_evaluate(trainer: DDPTrainer) -> None:
+    """``TypeError`` where the workers can be evaluated neither by miniray nor by themselves."""
+    group = trainer._group
+    assert group is not None
+    if not group.has("evaluate"):
+        raise TypeError(
+            f"worker class {group.handles[0]._info.class_name} cannot be evaluated: it has neither "
+            "validation_step(batch, batch_idx) nor evaluate()"
+        )
+
+
+def check_val_loader(facts: Sequence[dict[str, Any]], trainer: DDPTrainer) -> None:
+    """``TypeError`` before training where ``eval_interval`` would find nothing to evaluate on."""
+    missing = [rank for rank, fact in enumerate(facts) if not fact["val_loader"]]
+    if missing:
+        raise TypeError(
+            f"eval_interval={trainer._eval_interval} evaluates on self.val_loader, which rank "
+            f"{', '.join(map(str, missing))} does not have; make it in __init__ (or in "
+            "load_data_shard)"
         )
 
 

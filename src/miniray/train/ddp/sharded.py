@@ -8,6 +8,7 @@ import torch
 
 from miniray.train.ddp import sharding, state
 from miniray.train.ddp.rank import Rank, RankSettings
+from miniray.train.ranks.pulse import EVALUATION
 
 
 class ShardedRank(Rank):
@@ -28,8 +29,9 @@ class ShardedRank(Rank):
         return sharding.shard(self.worker.model, self.device, self.world_size, optimizers)
 
     def evaluate(self, rows: Any) -> dict[str, Any]:
-        with self.peers_named():
-            self.pulse.at("evaluation")
+        assert self.loop is not None
+        with self.peers_named(), self.loop.autocast():
+            self.pulse.at(EVALUATION, step=-1)
             found = sharding.evaluate_in_step(self.worker, self.rank, self.world_size, rows)
             self.pulse.at("idle")
             return found

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from miniray.train import torch_parts as parts
 from miniray.train.ranks.mesh import make_mesh
-from miniray.train.ranks.whole import cut_like, put_into, whole
+from miniray.train.ranks.whole import cut_numbers, put_weights, whole
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -67,7 +67,7 @@ def shard(
                 _moved(optimizer.state, before, parameters[names[id(before)]])
                 for before in group["params"]
             ]
-    return ShardedModel(model, world_size)
+    return ShardedModel(model)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -111,19 +111,15 @@ def _share_weights(model: nn.Module, device: Any) -> None:
 def _moved(state: Any, before: Any, mine: Any) -> Any:
     """``mine``, with what an optimizer knows of the whole parameter, if anything."""
     if before in state:
-        state[mine] = {
-            key: cut_like(mine, v) if getattr(v, "shape", None) == mine.shape else v
-            for key, v in state.pop(before).items()
-        }
+        state[mine] = cut_numbers(mine, state.pop(before))
     return mine
 
 
 class ShardedModel:
     """What ``StepLoop`` goes through; the worker has the model itself."""
 
-    def __init__(self, module: nn.Module, world_size: int) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.world_size = world_size
         self.forwards = 0  # how often it was called with gradients on
         module.register_forward_pre_hook(self._count)
 
@@ -200,13 +196,7 @@ def get_weights(worker: Any, keep: bool) -> dict[str, Any]:
 def set_weights(worker: Any, weights: Any) -> None:
     """Take this rank's part of ``weights``; ``ValueError`` where names or shapes differ."""
     targets = worker.model.state_dict()
-    shapes = {name: tuple(value.shape) for name, value in targets.items()}
-    given = {name: tuple(value.shape) for name, value in weights.items()}
-    if shapes != given:
-        name = next(n for n in (*shapes, *given) if shapes.get(n) != given.get(n))
-        raise ValueError(
-            f"the weights do not fit the model: {name} is {given.get(name, 'not there')} in the "
-            f"weights and {shapes.get(name, 'not there')} in the model"
-        )
-    for name, target in targets.items():
-        put_into(target, torch.as_tensor(weights[name]))
+    extra = [name for name in weights if name not in targets]
+    if extra:
+        raise ValueError(f"the weights do not fit the model, which has no {extra[0]}")
+    put_weights(targets, weights)

@@ -79,16 +79,10 @@ def _in_one_piece(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_cut(saved: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
     """``saved``, each number cut as the parameter is that it belongs to."""
-    from miniray.train.ranks.whole import cut_like
+    from miniray.train.ranks.whole import cut_numbers
 
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = {}
-    for index, values in saved["state"].items():
-        parameter = parameters[int(index)]
-        numbers[index] = {
-            key: cut_like(parameter, v) if getattr(v, "shape", None) == parameter.shape else v
-            for key, v in values.items()
-        }
+    numbers = {i: cut_numbers(parameters[int(i)], v) for i, v in saved["state"].items()}
     return {**saved, "state": numbers}
 
 

@@ -5,19 +5,19 @@ What happens when a rank fails is ``RankTrainer``'s: one error, the cause's, and
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import miniray
 from miniray.core.remote import adapting
-from miniray.train.arguments import check_spelling
 from miniray.train.averaging import aggregate
-from miniray.train.base import BaseTrainer
 from miniray.train.ddp import setup
 from miniray.train.ddp.worker import rank_spec
-from miniray.train.evaluate import combine, cut
+from miniray.train.evaluate import combine, cut, evaluate_on
+from miniray.train.ranks.options import refuse_unknown
 from miniray.train.ranks.trainer import RankTrainer
+from miniray.train.saving import NO_WORKERS
 
 
 class DDPTrainer(RankTrainer):
@@ -48,7 +48,7 @@ class DDPTrainer(RankTrainer):
         group_backend: ``"gloo"``, ``"nccl"``, or ``"auto"``: NCCL where each worker has a GPU of
             its own, else gloo.
         hang_timeout: seconds in which no rank moves and the one that is waited for is idle; then
-            the run ends and says which, and where.
+            the run ends and says which, and where. None: no limit.
         timeout: seconds the ranks wait for one another in a collective or barrier at most.
         max_failures: how often the ranks are started again after one died or hung. Then the state
             of the run is kept on the driver after each epoch.
@@ -74,17 +74,13 @@ class DDPTrainer(RankTrainer):
         on_nonfinite: str = "error",
         models: Sequence[str] = ("model",),
         group_backend: str = "auto",
-        hang_timeout: float = 60.0,
+        hang_timeout: float | None = 60.0,
         timeout: float = 600.0,
         max_failures: int = 0,
         **kwargs: Any,
     ) -> None:
-        names = inspect.signature(BaseTrainer.__init__).parameters
+        refuse_unknown(self, kwargs, setup.DDP_OPTIONS)
         ddp_options = {k: kwargs.pop(k) for k in setup.DDP_OPTIONS if k in kwargs}
-        unknown = [name for name in kwargs if name not in names]
-        if unknown:
-            check_spelling(self, unknown, setup.DDP_OPTIONS)
-            raise TypeError(f"{type(self).__name__}() does not know {', '.join(unknown)}")
         setup.check_arguments(
             shard=shard,
             uneven=uneven,
@@ -108,12 +104,15 @@ class DDPTrainer(RankTrainer):
         self.shard, self.uneven = shard, uneven
         kind = "rank" if shard == "none" else "sharded"
         self._preloaded = (
-            *("miniray.train.ddp.worker", f"miniray.train.ddp.{kind}"),
+            *("miniray.train.ranks.output", "miniray.train.ddp.worker"),
+            f"miniray.train.ddp.{kind}",
             *(("torch._dynamo.convert_frame",) if compile else ()),
         )
-        self.accumulate, self.precision = accumulate, precision
+        self.accumulate, self.precision = int(accumulate), precision
         self._compile, self._models = compile, tuple(models)
         self._ddp_options = ddp_options
+        self._steps_are_ours = False
+        self._own_methods: tuple[str, ...] = ()  # what of a worker's methods is the user's
 
     def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Evaluate on all workers, every sample exactly once; see ``miniray.train.evaluate``.
@@ -122,13 +121,28 @@ class DDPTrainer(RankTrainer):
         model is sharded: then the workers go in step, those without samples for company.
         """
         if self._group is None:
-            raise RuntimeError("there are no workers before train()")
+            raise RuntimeError(NO_WORKERS)
+        setup.check_can_evaluate(self)
         epoch = self._epoch_for_errors()
-        if self.shard == "full" and self._group.has("evaluate"):
+        if self.shard == "full":
             return self._retried(epoch, lambda: self._evaluate_in_step(data, epoch))
-        # Not super() inside of the lambda: it would not know where it is.
-        evaluate = super().evaluate
-        return self._retried(epoch, lambda: evaluate(data, **kwargs))
+        return self._retried(epoch, lambda: self._evaluate_apart(data, epoch, kwargs))
+
+    def _evaluate_apart(
+        self, data: Any, epoch: int | None, kwargs: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        group = self._group
+        assert group is not None
+
+        def call_some(ranks: Any, submit: Any, method: str) -> dict[int, Any]:
+            # Whether an evaluate() of the user's own moves is not known.
+            watched = method not in self._own_methods
+            return self._call_some(ranks, submit, method, epoch, watched=watched)
+
+        calls: Any = SimpleNamespace(
+            handles=group.handles, has=group.has, submit=group.submit, call_some=call_some
+        )
+        return evaluate_on(calls, data, kwargs)
 
     def _evaluate_in_step(self, data: Any, epoch: int | None) -> dict[str, Any]:
         count = self.num_workers
@@ -139,6 +153,11 @@ class DDPTrainer(RankTrainer):
         return combine([(rank, None, sums) for rank, sums in enumerate(results)])
 
     def _summary(self, results: list[Any]) -> dict[str, Any]:
+        if self._steps_are_ours and not any(result["num_samples"] for result in results):
+            raise RuntimeError(
+                "no rank's loader gave a batch in this epoch. A generator can be gone through once "
+                "only: let self.train_loader be something that begins anew with every iter()"
+            )
         return aggregate(results)
 
     # -- workers ----------------------------------------------------------------------------------
@@ -152,6 +171,9 @@ class DDPTrainer(RankTrainer):
         assert self._group is not None
         group = self._group
         self._broken = False
+        evaluates = self._eval_interval and type(self).evaluate is DDPTrainer.evaluate
+        if evaluates:
+            setup.check_can_evaluate(self)
         if not group.has("training_step") and not group.has("train_epoch"):
             raise TypeError(
                 f"worker class {self.workers[0]._info.class_name} has neither "
@@ -162,7 +184,10 @@ class DDPTrainer(RankTrainer):
             self._call_ranks("load_data_shard", lambda i: (i, count), kwargs=self._kwargs)
         settings = self._rank_settings()
         facts = self._call_ranks("_rank_prepare", lambda i: (i, self.num_workers, settings))
-        if not facts[0]["steps"]:
+        self._steps_are_ours, self._own_methods = facts[0]["steps"], facts[0]["own_methods"]
+        if evaluates and "evaluate" not in self._own_methods:
+            setup.check_val_loader(facts, self)
+        if not self._steps_are_ours:
             setup.refuse_step_options(self)
         self._meet(facts, setup.agree(facts, self))
 

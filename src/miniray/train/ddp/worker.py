@@ -73,6 +73,8 @@ def rank_spec(spec: ClassSpec) -> ClassSpec:
         added["evaluate"] = _alone(cls.evaluate)
     elif hasattr(cls, "validation_step"):
         added["evaluate"] = _alone(TorchWorker.evaluate)
+    if hasattr(cls, "validation_step"):
+        added["validation_step"] = _told(cls.validation_step)
     if steps and hasattr(cls, "load_data_shard") and not is_own(cls, "load_data_shard"):
         added["load_data_shard"] = _left_to_ddp
     added["get_state"], added["set_state"] = _states(cls)
@@ -111,6 +113,18 @@ def _alone(evaluate: Any) -> Any:
             return evaluate(self, *args, **kwargs)
 
     return alone
+
+
+def _told(step: Any) -> Any:
+    """Says with every batch that the rank moves: one that loads slowly is not taken for stuck."""
+
+    @functools.wraps(step)
+    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._member is not None:
+            self._member.pulse.go_on()
+        return step(self, *args, **kwargs)
+
+    return told
 
 
 def _states(cls: Any) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ from miniray.train.parallel.layers import build_model, read_layers
 from miniray.train.parallel.layout import Layout, Place
 from miniray.train.parallel.stages import PipelineRunner, StepRecord, WholeRunner
 from miniray.train.parallel.tensor import apply_plan, check_same
-from miniray.train.ranks.member import is_consequence
+from miniray.train.ranks.member import check_scheduler, is_consequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +52,9 @@ def assemble(
         _split_tensors(runner, plan, mesh, device)
     modules = runner.modules.values()
     parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
-    optimizer = _make_optimizer(job, plan, parameters)
+    optimizer = _make_optimizer(job, plan, parameters, device)
     scheduler = None if job.lr_scheduler is None else job.lr_scheduler(optimizer)
+    check_scheduler(scheduler, "lr_scheduler=")
     # Shards of one layer draw the same numbers: what is not cut must stay the same on all.
     torch.manual_seed(job.seed + 7919 * (place.data * job.layout.pipeline + place.pipeline))
     return Part(runner, parameters, optimizer, scheduler)
@@ -103,8 +104,10 @@ def _split_tensors(runner: Any, plan: Plan, mesh: Any, device: Any) -> None:
     torch.set_rng_state(kept)
 
 
-def _make_optimizer(job: Job, plan: Plan, parameters: list[Any]) -> Any:
-    optimizer = job.optimizer(parameters)
+def _make_optimizer(job: Job, plan: Plan, parameters: list[Any], device: Any) -> Any:
+    # Torch's optimizers refuse to have nothing to do, as with a stage that has nothing to train.
+    nothing = torch.nn.Parameter(torch.empty(0, device=device))
+    optimizer = job.optimizer(parameters or [nothing])
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             "optimizer= must be a function of a list of parameters that returns a torch "

@@ -18,8 +18,6 @@ import torch.distributed as dist
 from miniray.train import torch_parts as parts
 from miniray.train.ranks.mesh import stages_through_host
 
-__all__ = ["Feed", "split_batch"]
-
 _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),

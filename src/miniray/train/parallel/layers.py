@@ -10,13 +10,13 @@ after to the last. Names of weights are those of the model in one piece: of a li
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-
-__all__ = ["ListedLayers", "TracedLayers", "build_model", "read_layers", "seeded"]
 
 
 @contextlib.contextmanager
@@ -49,6 +49,15 @@ def read_layers(model: Any, seed: int) -> ListedLayers | TracedLayers:
     if isinstance(built, (list, tuple)):
         return ListedLayers([str(i) for i in range(len(built))], built, seed)
     return TracedLayers(built)
+
+
+class Row(nn.Sequential):  # type: ignore[misc]
+    """Layers that follow one another; the first may take several inputs."""
+
+    def forward(self, *inputs: Any) -> Any:
+        for layer in self:
+            inputs = (layer(*inputs),)
+        return inputs[0]
 
 
 class ListedLayers:
@@ -86,15 +95,21 @@ class ListedLayers:
             )
         return built
 
+    def weights_of(self, index: int) -> list[tuple[str, Any]]:
+        """Names and weights of a layer that is there already and so may share them with others."""
+        layer = self._layers[index]
+        if not isinstance(layer, nn.Module):
+            return []
+        return list(layer.named_parameters(prefix=self.names[index]))
+
+    def row(self, low: int, high: int) -> Row:
+        """Layers [low, high), with the names their weights have in the whole model."""
+        return Row(OrderedDict((self.names[i], self.build(i)) for i in range(low, high)))
+
     def stages(self, bounds: Sequence[tuple[int, int]], wanted: Sequence[int], sample: Any) -> Any:
         """{stage: its module} for the stages in ``wanted``; no other layer is built."""
         del sample
-        return {
-            stage: nn.Sequential(
-                dict_of((self.names[i], self.build(i)) for i in range(*bounds[stage]))
-            )
-            for stage in wanted
-        }
+        return {stage: self.row(*bounds[stage]) for stage in wanted}
 
 
 class TracedLayers:
@@ -117,6 +132,23 @@ class TracedLayers:
 
     def build(self, index: int) -> Any:
         return self.model.get_submodule(self.names[index])
+
+    def weights_of(self, index: int) -> list[tuple[str, Any]]:
+        """Names and weights of a layer; with the first one those before it, the last those after.
+
+        Before and after is where they are defined in the model.
+        """
+        return self._weights[index]
+
+    @functools.cached_property
+    def _weights(self) -> list[list[tuple[str, Any]]]:
+        found: list[list[tuple[str, Any]]] = [[] for _ in self.names]
+        into = found[0]
+        for name, weight in self.model.named_parameters(remove_duplicate=False):
+            mine = [i for i, layer in enumerate(self.names) if name.startswith(f"{layer}.")]
+            (found[mine[0]] if mine else into).append((name, weight))
+            into = found[-1] if mine else into
+        return found
 
     def stages(self, bounds: Sequence[tuple[int, int]], wanted: Sequence[int], sample: Any) -> Any:
         """{stage: its module}, as torch has cut the model for micro-batches like ``sample``."""
@@ -155,13 +187,6 @@ def _longest_list(model: nn.Module) -> tuple[str, list[str]]:
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > len(best[1]):
             best = (name, list(module._modules))
     return best
-
-
-def dict_of(pairs: Any) -> Any:
-    """An ordered dict, as ``nn.Sequential`` wants it to keep the names."""
-    from collections import OrderedDict
-
-    return OrderedDict(pairs)
 
 
 def _named(function: Callable[..., Any]) -> str:

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from miniray.train.arguments import check_whole
+
 DIMENSIONS = ("data", "pipeline", "tensor")
 
 
@@ -61,14 +63,14 @@ def read_layout(parallel: Mapping[str, Any] | None, num_workers: int, default: s
     """
     if parallel is None:
         return Layout(**{default: num_workers})
+    if not isinstance(parallel, Mapping):
+        raise ValueError(f'parallel= must be a dict like {{"data": 2}}, not {parallel!r}')
     unknown = [name for name in parallel if name not in DIMENSIONS]
     if unknown:
         known = ", ".join(map(repr, DIMENSIONS))
         raise ValueError(f"parallel= knows {known}, not {', '.join(map(repr, unknown))}")
-    for name, size in parallel.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"parallel[{name!r}] must be an int >= 1, not {size!r}")
-    layout = Layout(**parallel)
+    sizes = {name: check_whole(f"parallel[{name!r}]", n, 1) for name, n in parallel.items()}
+    layout = Layout(**sizes)
     if layout.world_size != num_workers:
         told = " × ".join(f"{name} {size}" for name, size in parallel.items())
         raise ValueError(

@@ -18,8 +18,6 @@ from torch import nn
 
 from miniray.train.parallel.layers import ListedLayers, TracedLayers
 
-__all__ = ["LayerCost", "SavedBytes", "measure"]
-
 _REPEATS = 3
 
 
@@ -28,7 +26,6 @@ class LayerCost:
     """One layer. ``seconds``: of a micro-batch, forward and back; ``activations``: bytes kept."""
 
     name: str
-    kind: str
     parameters: int
     parameter_bytes: int
     seconds: float
@@ -82,13 +79,7 @@ def measure(
             costs, output = _measure_traced(layers, inputs, device)
         else:
             costs, output = _measure_listed(layers, inputs, device)
-        value = loss(output, target)
-    if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
-        what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
-        raise TypeError(
-            "loss(output, target) must return one number that depends on the model, a tensor; it "
-            f"returned {what or repr(value)[:80]}"
-        )
+        check_value(loss(output, target))
     return costs
 
 
@@ -109,7 +100,7 @@ def _measure_listed(
                 output = layer(*values)
             check_output(output, f"layer {name} ({type(layer).__name__})")
             seconds = min(_time_once(layer, values, device) for _ in range(_REPEATS))
-        costs.append(_cost(name, layer, seconds, saved.bytes))
+        costs.append(_cost(name, list(layer.parameters()), seconds, saved.bytes))
         shapes = [tuple(value.shape) for value in (*values, *layer.parameters())]
         alike.setdefault(f"{layer!r} {shapes}", []).append(index)
         values = (output,)
@@ -165,30 +156,10 @@ def _measure_traced(
         low = start if index == 0 else began[name]
         high = end if index == len(layers.names) - 1 else ended[name]
         # Backward is about twice forward; only the proportions matter.
-        module = model.get_submodule(name)
+        weights = [weight for _, weight in layers.weights_of(index)]
         share = saved.bytes // len(layers.names)
-        costs.append(_cost(name, module, 3 * (high - low), share))
-    outside = _outside(model, layers.names)
-    for index, extra in ((0, outside[0]), (-1, outside[1])):
-        costs[index] = dataclasses.replace(
-            costs[index],
-            parameters=costs[index].parameters + sum(p.numel() for p in extra),
-            parameter_bytes=costs[index].parameter_bytes + sum(p.nbytes for p in extra),
-        )
+        costs.append(_cost(name, weights, 3 * (high - low), share))
     return costs, output
-
-
-def _outside(model: nn.Module, names: Sequence[str]) -> tuple[list[Any], list[Any]]:
-    """Parameters of no layer: those defined before the first layer, and those after the last."""
-    before: list[Any] = []
-    after: list[Any] = []
-    into = before
-    for name, parameter in model.named_parameters():
-        if any(name.startswith(f"{layer}.") for layer in names):
-            into = after
-        else:
-            into.append(parameter)
-    return before, after
 
 
 def _marker(times: dict[str, float], name: str, device: Any) -> Callable[..., None]:
@@ -199,16 +170,9 @@ def _marker(times: dict[str, float], name: str, device: Any) -> Callable[..., No
     return mark
 
 
-def _cost(name: str, layer: nn.Module, seconds: float, activations: int) -> LayerCost:
-    parameters = list(layer.parameters())
-    return LayerCost(
-        name,
-        type(layer).__name__,
-        sum(p.numel() for p in parameters),
-        sum(p.nbytes for p in parameters),
-        seconds,
-        activations,
-    )
+def _cost(name: str, weights: Sequence[Any], seconds: float, activations: int) -> LayerCost:
+    count, size = sum(w.numel() for w in weights), sum(w.nbytes for w in weights)
+    return LayerCost(name, count, size, seconds, activations)
 
 
 def check_output(output: Any, what: str) -> None:
@@ -218,6 +182,16 @@ def check_output(output: Any, what: str) -> None:
             f"{what} must return one tensor, which is what stages send to one another; it returned "
             f"a {type(output).__name__}. Let it return the tensor alone (output[0], "
             "output.logits), and let layers that need more compute it again"
+        )
+
+
+def check_value(value: Any) -> None:
+    """Refuse what a loss has returned and nothing can be trained by."""
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
+        what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+        raise TypeError(
+            "loss(output, target) must return one number that depends on the model, a tensor; it "
+            f"returned {what or repr(value)[:80]}"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from miniray.train.arguments import check_whole
 from miniray.train.parallel.layout import Layout, read_layout
 from miniray.train.parallel.trainer import SplitModelTrainer
 
@@ -44,6 +45,8 @@ class ModelParallelTrainer(SplitModelTrainer):
         microbatches: int = 1,
         **options: Any,
     ) -> None:
+        if "schedule" in options:
+            raise TypeError("ModelParallelTrainer() has no schedule; PipelineParallelTrainer has")
         layout = _layout(num_workers, tensor_parallel, split, parallel, plan)
         super().__init__(layout, schedule="gpipe", microbatches=microbatches, plan=plan, **options)
 
@@ -65,9 +68,9 @@ def _layout(
         if tensor_parallel is not None:
             raise ValueError("tensor_parallel and parallel say the same: pass one of them")
         return read_layout(parallel, num_workers, "tensor")
-    shards = num_workers if tensor_parallel is None else tensor_parallel
-    if isinstance(shards, bool) or not isinstance(shards, int) or shards < 1:
-        raise ValueError(f"tensor_parallel must be an int >= 1, not {shards!r}")
+    shards = check_whole(
+        "tensor_parallel", num_workers if tensor_parallel is None else tensor_parallel, 1
+    )
     if num_workers % shards:
         fitting = [n for n in range(1, num_workers + 1) if num_workers % n == 0]
         raise ValueError(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-__all__ = ["cut_evenly", "even_out", "stage_bounds"]
-
 
 def cut_evenly(
     costs: Sequence[float],

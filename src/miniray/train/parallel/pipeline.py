@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from miniray.train.arguments import check_whole
 from miniray.train.parallel.layout import read_layout
 from miniray.train.parallel.schedules import SCHEDULES
 from miniray.train.parallel.trainer import SplitModelTrainer
@@ -63,11 +64,11 @@ class PipelineParallelTrainer(SplitModelTrainer):
         if chosen is None:
             known = ", ".join(map(repr, SCHEDULES))
             raise ValueError(f"schedule must be one of {known}, not {schedule!r}")
-        if stages_per_worker is not None and (
-            stages_per_worker < 1 or chosen.fixed not in (None, stages_per_worker)
-        ):
+        if stages_per_worker is not None:
+            stages_per_worker = check_whole("stages_per_worker", stages_per_worker, 1)
+        if stages_per_worker is not None and chosen.fixed not in (None, stages_per_worker):
             raise ValueError(
-                f"schedule={schedule!r} has {chosen.fixed or 'any number >= 1 of'} stages a "
+                f"schedule={schedule!r} has {chosen.fixed} stages a "
                 f'worker, not {stages_per_worker}; schedule="interleaved" leaves it to you'
             )
         if plan is not None and layout.tensor == 1:

@@ -50,6 +50,10 @@ class StagePlan:
         names = [cost.name for cost in self.costs[low:high]]
         return f"layer {names[0]}" if len(names) == 1 else f"layers {names[0]}-{names[-1]}"
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the plan, so that a resumed run is cut the same way."""
+        return {"sizes": list(self.sizes), "places": self.places, "per_worker": self.per_worker}
+
     def table(self) -> str:
         """What each stage holds and is expected to cost, for people."""
         whole = sum(cost.seconds for cost in self.costs) or 1.0
@@ -177,8 +181,3 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
-
-
-def state_of(plan: Any) -> dict[str, Any]:
-    """What a checkpoint keeps of a plan, so that a resumed run is cut the same way."""
-    return {"sizes": list(plan.sizes), "places": plan.places, "per_worker": plan.per_worker}

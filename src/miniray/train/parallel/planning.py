@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
@@ -14,41 +15,51 @@ from miniray.train.evaluate import shard_bounds
 from miniray.train.parallel import tensor
 from miniray.train.parallel.feed import split_batch
 from miniray.train.parallel.job import Job, Plan
-from miniray.train.parallel.layers import ListedLayers, build_model, dict_of, read_layers
-from miniray.train.parallel.measure import check_output, measure
-from miniray.train.parallel.plan import plan_stages
+from miniray.train.parallel.layers import ListedLayers, build_model, read_layers
+from miniray.train.parallel.measure import check_output, check_value, measure, untouched
+from miniray.train.parallel.plan import StagePlan, plan_stages
 from miniray.train.parallel.schedules import SCHEDULES
+from miniray.train.ranks import data as sharing
 
 
 def make_loader(data: Any, argument: str, batch_size: int | None = None) -> Any:
-    """The loader that the user means: one, a function that makes it, or rows with a batch size."""
+    """The loader that the user means: one, a function that makes it, or rows with a batch size.
+
+    Without a batch size it is for training: what can be gone through once only is refused.
+    """
     made = data() if callable(data) and not isinstance(data, (DataLoader, Dataset)) else data
-    if isinstance(made, DataLoader) or (
-        isinstance(made, Iterable) and not isinstance(made, (Dataset, list, tuple))
-    ):
+    if batch_size is not None and isinstance(made, (Dataset, list, tuple, Mapping)):
+        return parts.loader_over(made, SimpleNamespace(batch_size=batch_size))
+    if batch_size is None and isinstance(made, Iterator):
+        raise TypeError(
+            f"{argument}= gives a {type(made).__name__}, which has batches for one epoch only; let "
+            "it be something that begins anew with every iter(), as a DataLoader does"
+        )
+    if isinstance(made, Iterable) and not isinstance(made, (Dataset, list, tuple, Mapping)):
         return made
-    if batch_size is not None and isinstance(made, (Dataset, list, tuple)):
-        return parts.loader_over(made, _Like(batch_size))
     raise TypeError(
-        f"{argument}= must be a torch DataLoader, an iterable of batches, or a function that "
-        f"returns one, not {made!r:.80}"
+        f"{argument}= must be a torch DataLoader or another iterable of batches (rows need a "
+        f"DataLoader around them), or a function that returns one, not {made!r:.80}"
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Like:
-    """What ``loader_over`` takes over from another loader."""
-
-    batch_size: int
+def check_can_be_cut(loader: Any, argument: str, copies: int) -> None:
+    """``TypeError`` for batches that cannot be dealt out to copies of the model."""
+    what = f"a {type(loader).__name__}"
+    if isinstance(loader, DataLoader):
+        what = sharing.own_way(loader)
+    if what:
+        raise TypeError(
+            f"{argument}= has {what}, which cannot be dealt out to {copies} copies of the model; "
+            "pass a torch DataLoader over a dataset with a length, in order or shuffled"
+        )
 
 
 def evaluation_share(loader: Any, copy: int, copies: int) -> Any:
     """The part of an evaluation that one copy of the model does: every row is in one part."""
-    if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__len__"):
-        raise TypeError(
-            f"an evaluation on {copies} copies of the model needs a torch DataLoader over a "
-            "dataset with a length"
-        )
+    if copies == 1:
+        return loader
+    check_can_be_cut(loader, "val_data", copies)
     rows = range(*shard_bounds(len(loader.dataset), copy, copies))
     return DataLoader(
         Subset(loader.dataset, rows), batch_size=loader.batch_size, collate_fn=loader.collate_fn
@@ -60,10 +71,10 @@ def whole_model(built: Any, seed: int) -> nn.Module:
     if isinstance(built, nn.Module):
         return built
     layers = ListedLayers([str(i) for i in range(len(built))], built, seed)
-    return nn.Sequential(dict_of((name, layers.build(i)) for i, name in enumerate(layers.names)))
+    return layers.row(0, len(layers))
 
 
-def make_plan(job: Job, loader: Any, windows: Any, device: Any) -> Plan:
+def make_plan(job: Job, loader: Any, device: Any) -> Plan:
     """Look at a batch, measure the layers, decide. Raises what is wrong with the user's input."""
     first = next(iter(loader), None)
     if first is None:
@@ -87,6 +98,7 @@ def make_plan(job: Job, loader: Any, windows: Any, device: Any) -> Plan:
             layers_per_stage=job.layers_per_stage,
             memory_limit=job.memory_limit,
         )
+        _check_shared(layers, stages)
     if job.layout.tensor > 1 or job.layout.pipeline == 1:
         model = whole_model(build_model(job.model, job.seed), job.seed).to(device)
         if job.layout.pipeline == 1:
@@ -105,6 +117,22 @@ def _check_microbatches(job: Job, batch_size: int) -> None:
         )
 
 
+def _check_shared(layers: Any, stages: StagePlan) -> None:
+    """Refuse a weight that several stages have: each would train a copy of its own."""
+    holders: dict[int, tuple[int, str]] = {}
+    for stage, (low, high) in enumerate(stages.bounds):
+        for index in range(low, high):
+            for name, weight in layers.weights_of(index):
+                other, first = holders.setdefault(id(weight), (stage, name))
+                if other != stage:
+                    raise ValueError(
+                        f"{first} and {name} are one weight, in stages {other} and {stage}, which "
+                        "would each train a copy of their own; let each layer have its own, keep "
+                        "both in one stage (layers_per_stage=), or cut the layers instead "
+                        "(ModelParallelTrainer)"
+                    )
+
+
 def _check_even(loader: Any, batch_size: int) -> None:
     plan = getattr(getattr(loader, "batch_sampler", None), "plan", None)
     if plan is not None and any(n != batch_size * plan.world_size for n in plan.sizes):
@@ -117,15 +145,7 @@ def _check_even(loader: Any, batch_size: int) -> None:
 
 def _check_model(model: nn.Module, sample: Any, target: Any, loss: Any) -> None:
     """One forward pass: what comes out must be a tensor, and the loss of it a number."""
-    import torch
-
-    from miniray.train.parallel.measure import untouched
-
     with torch.random.fork_rng(), untouched(model):
         output = model(*sample)
         check_output(output, f"the model ({type(model).__name__})")
-        value = loss(output, target)
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        raise TypeError(
-            f"loss(output, target) must return one number, a tensor; it returned {value!r:.80}"
-        )
+        check_value(loss(output, target))

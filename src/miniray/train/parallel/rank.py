@@ -23,8 +23,7 @@ from miniray.train.parallel.stages import StepRecord
 from miniray.train.parallel.timeline import busy_seconds
 from miniray.train.ranks.member import Member, check_loss
 from miniray.train.ranks.mesh import make_mesh
-
-__all__ = ["ModelRank"]
+from miniray.train.ranks.pulse import EVALUATION
 
 
 class ModelRank(Member):
@@ -48,15 +47,17 @@ class ModelRank(Member):
         plan = None
         if self.rank == 0:
             with samples.random():
-                plan = planning.make_plan(self.job, samples.loader, samples.windows, self.device)
+                plan = planning.make_plan(self.job, samples.loader, self.device)
         return {**self.whereabouts(), "plan": plan}
 
     def join(self, spec: Any, plan: Plan, one_machine: bool) -> int | None:
         """Join the group and build this rank's part of the model; returns an epoch's steps."""
         layout = self.layout
         if self.facts.own_process:
-            # On any error it prints the whole schedule of all ranks, hundreds of lines a rank.
-            logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+            # On any error they print hundreds of lines a rank: the whole schedule of all ranks, and
+            # what is wrong with a plan, which is said once, in its error.
+            for name in ("distributed.pipelining.schedules", "_subclasses.fake_tensor"):
+                logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
         self.enter(spec, one_machine)
         self.pulse.at("building the model")
         self.plan = plan
@@ -152,13 +153,14 @@ class ModelRank(Member):
     def evaluate(self, data: Any) -> dict[str, Any]:
         """Sums and counts over this copy's part of ``data``; nothing where it has no last stage."""
         with self.peers_named():
-            self.pulse.at("evaluation")
             self.part.train(False)
             means = parts.Means()
             functions = {"loss": self.job.loss, **self.job.metrics}
             items = self.samples.evaluation(data, self.plan.batch_size)
+            self.pulse.at(EVALUATION, step=-1)
             with torch.no_grad():
                 for count, inputs, target in self._feed.batches(items):
+                    self.pulse.at(EVALUATION, step=-1)
                     output = self.part.runner.forward(inputs)
                     if output is not None:
                         means.add({k: f(output, target) for k, f in functions.items()}, count)

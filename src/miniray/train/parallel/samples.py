@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from miniray.train import torch_parts as parts
 from miniray.train.parallel import planning
 from miniray.train.parallel.feed import RandomNumbers
@@ -32,14 +30,13 @@ class Samples:
         """Make the loader and cut it to this copy's samples; refuses one that cannot be cut."""
         if not self.loads:
             return
+        copies, later = self.job.layout.data, self.job.val_data
+        if later is not None and not callable(later):  # what a function makes is seen when it does
+            planning.evaluation_share(planning.make_loader(later, "val_data", 1), 0, copies)
         with self.random():
             loader = planning.make_loader(self.job.data, "data")
-            copies = self.job.layout.data
-            if copies > 1 and not isinstance(loader, torch.utils.data.DataLoader):
-                raise TypeError(
-                    f"data= gives a {type(loader).__name__}, which cannot be dealt out to {copies} "
-                    "copies of the model; pass a torch DataLoader"
-                )
+            if copies > 1:
+                planning.check_can_be_cut(loader, "data", copies)
             sharing.check_loader(loader, "data")
             self.loader, plan = sharing.own_share(
                 loader,
@@ -52,11 +49,6 @@ class Samples:
             )
         if plan is not None:
             self.windows = list(plan.windows(self.copy))
-        elif copies > 1:
-            raise ValueError(
-                "the DataLoader of data= has a sampler of its own: leave it out, and the samples "
-                f"are dealt out to the {copies} copies of the model"
-            )
 
     @property
     def steps(self) -> int | None:
@@ -97,10 +89,7 @@ class Samples:
             return None
         given = self.job.val_data if data is None else data
         loader = planning.make_loader(given, "val_data", batch_size)
-        copies = self.job.layout.data
-        if copies > 1:
-            loader = planning.evaluation_share(loader, self.copy, copies)
-        return self._drawn(loader)
+        return self._drawn(planning.evaluation_share(loader, self.copy, self.job.layout.data))
 
     def _drawn(self, loader: Any) -> Iterator[Any]:
         """The loader's batches, made with random numbers of their own."""

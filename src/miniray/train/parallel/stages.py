@@ -23,8 +23,6 @@ from miniray.train.parallel.schedules import divisor_up_to
 from miniray.train.parallel.timeline import Span
 from miniray.train.ranks.mesh import stages_through_host
 
-__all__ = ["PipelineRunner", "WholeRunner"]
-
 
 class StepRecord:
     """What happened in the step at hand: spans, and activations that are kept."""
@@ -35,13 +33,13 @@ class StepRecord:
         self.began = 0.0
         self.wall = 0.0
         self.peak_activations = 0
-        self._measuring = False
+        self.measures_memory = False
         self._kept: dict[tuple[int, int], int] = {}
 
     def begin(self, measure_memory: bool) -> None:
         self.spans = []
         self._kept = {}
-        self._measuring = measure_memory
+        self.measures_memory = measure_memory
         self.began = time.perf_counter()
 
     def end(self) -> None:
@@ -68,10 +66,6 @@ class StepRecord:
     def freed(self, stage: int, microbatch: int) -> None:
         self._kept.pop((stage, microbatch), None)
 
-    @property
-    def measures_memory(self) -> bool:
-        return self._measuring
-
 
 def _named(error: Exception, where: str) -> Exception:
     """The error of the user's layer, which torch wraps into one of its own, saying where it was."""
@@ -89,6 +83,7 @@ class RecordedStage(PipelineStage):  # type: ignore[misc]
     """torch's stage, which also says what it does and when."""
 
     record: StepRecord
+    _done_at_once: frozenset[int] = frozenset()  # microbatches whose weights are through already
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         """Connects neighbours, for NCCL. gloo's are, and it refuses to send to the rank itself."""
@@ -115,6 +110,16 @@ class RecordedStage(PipelineStage):  # type: ignore[misc]
         return record.run("forward", stage, fwd_chunk_id, work)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Of inputs alone where the schedule wants that, of all where no input needs a gradient.
+
+        torch finds weights on the way from the inputs. Where all stages before are frozen there is
+        no such way, and the weights would be left out without a word.
+        """
+        if not kwargs.get("full_backward", True) and not self.is_first:
+            _, inputs = self.fwd_cache[bwd_chunk_id]
+            if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
+                kwargs["full_backward"] = True
+                self._done_at_once |= {bwd_chunk_id}
         backward = super().backward_one_chunk
         work = lambda: backward(bwd_chunk_id, *args, **kwargs)  # noqa: E731
         result = self.record.run("backward", self.stage_index, bwd_chunk_id, work)
@@ -123,6 +128,9 @@ class RecordedStage(PipelineStage):  # type: ignore[misc]
         return result
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if bwd_chunk_id in self._done_at_once:
+            self._done_at_once -= {bwd_chunk_id}
+            return None
         backward = super().backward_weight_one_chunk
         work = lambda: backward(bwd_chunk_id, *args, **kwargs)  # noqa: E731
         result = self.record.run("weights", self.stage_index, bwd_chunk_id, work)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from miniray.train.ranks.whole import cut_like, put_into, whole
+from miniray.train.ranks.whole import cut_like, put_weights, whole
 
 #: Settings of an optimizer that depend on how weights are cut, not on the run.
 _OF_THE_LAYOUT = ("foreach", "fused")
@@ -32,17 +32,7 @@ def load_weights(modules: Mapping[int, Any], weights: Mapping[str, Any]) -> None
     ``ValueError`` where one is missing or has another shape.
     """
     for module in modules.values():
-        for name, target in module.state_dict().items():
-            value = weights.get(name)
-            if value is None:
-                known = ", ".join(list(weights)[:5])
-                raise ValueError(f"the weights have no {name!r}; they have {known}, ...")
-            value = torch.as_tensor(value)
-            if tuple(value.shape) != tuple(target.shape):
-                raise ValueError(
-                    f"{name} has shape {list(target.shape)}, the weights have {list(value.shape)}"
-                )
-            put_into(target, value)
+        put_weights(module.state_dict(), weights)
 
 
 def merged_weights(parts: Iterable[Mapping[int, Mapping[str, Any]]]) -> dict[str, Any]:

@@ -6,10 +6,8 @@ the outputs), ``"rowwise"`` (each takes some of the inputs, and the results are 
 and rowwise needs one sum over the workers; colwise_gather needs no partner and is right for any
 Linear.
 
-Without a plan one is derived: pairs where modules have the names or the order of an MLP or of
-attention with separate projections, rows of the vocabulary for embeddings, colwise_gather for
-other Linear layers that divide, nothing for the rest. Before training the split model's output is
-compared with the whole one's, so a wrong guess is an error and not a wrong model.
+Without a plan one is derived (``deriving``). Before training the split model's output is compared
+with the whole one's, so a wrong guess is an error and not a wrong model.
 """
 
 from __future__ import annotations
@@ -23,34 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from miniray.train.parallel.deriving import derive, heads_to_divide, tied_modules
 from miniray.train.parallel.plan import size, text_table
 
-__all__ = ["TensorPlan", "apply_plan", "make_plan"]
-
 STYLES = ("colwise", "rowwise", "colwise_gather", "replicate")
-#: (what comes first, what comes last) of modules that are an MLP, by their names.
-_MLP_NAMES = (
-    ({"gate_proj", "up_proj"}, "down_proj"),
-    ({"w1", "w3"}, "w2"),
-    ({"w1"}, "w2"),
-    ({"fc1"}, "fc2"),
-    ({"c_fc"}, "c_proj"),
-    ({"linear1"}, "linear2"),
-    ({"lin1"}, "lin2"),
-    ({"up"}, "down"),
-)
-_ATTENTION_NAMES = (
-    ({"q_proj", "k_proj", "v_proj"}, ("o_proj", "out_proj")),
-    ({"q", "k", "v"}, ("out", "o", "proj")),
-    ({"wq", "wk", "wv"}, ("wo",)),
-    ({"query", "key", "value"}, ("out", "proj", "output")),
-)
-_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
-#: Between two Linear layers of an nn.Sequential: works on each number by itself.
-_ELEMENTWISE = (
-    *(nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.ReLU6),
-    *(nn.Mish, nn.Softplus, nn.Hardswish, nn.Identity),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +83,10 @@ def make_plan(model: nn.Module, given: Mapping[str, Any] | None, shards: int) ->
     """
     heads: dict[str, str] = {}
     if given is None:
-        styles, heads = _derive(model, shards)
+        styles, heads = derive(model, shards)
     else:
         styles = _read(model, given, shards)
-        heads = _heads_to_divide(model, styles, shards)
+        heads = heads_to_divide(model, styles, shards)
     sizes: dict[str, tuple[int, int]] = {}
     for name, parameter in model.named_parameters():
         module, _, kind = name.rpartition(".")
@@ -137,6 +111,7 @@ def _is_cut(style: str, kind: str, owner: nn.Module) -> bool:
 def _read(model: nn.Module, given: Mapping[str, Any], shards: int) -> dict[str, str]:
     names = [name for name, module in model.named_modules() if name]
     styles: dict[str, str] = {}
+    tied = tied_modules(model)
     for pattern, style in given.items():
         if style not in STYLES:
             raise ValueError(
@@ -153,6 +128,11 @@ def _read(model: nn.Module, given: Mapping[str, Any], shards: int) -> dict[str, 
             )
         for name in matched:
             _check(model.get_submodule(name), name, style, shards)
+            if name in tied and style != "replicate":
+                raise ValueError(
+                    f"plan[{pattern!r}]: {name} shares its weight with another module, and each "
+                    'would train a part of its own; leave it "replicate"'
+                )
             styles[name] = style
     return styles
 
@@ -161,7 +141,7 @@ def _check(module: nn.Module, name: str, style: str, shards: int) -> None:
     if style == "replicate":
         return
     if isinstance(module, nn.Linear):
-        cut = ("in_features" if style == "rowwise" else "out_features",)[0]
+        cut = "in_features" if style == "rowwise" else "out_features"
     elif isinstance(module, nn.Embedding):
         cut = "num_embeddings" if style == "rowwise" else "embedding_dim"
     else:
@@ -177,107 +157,6 @@ def _check(module: nn.Module, name: str, style: str, shards: int) -> None:
             f"{', '.join(map(str, fitting[:6])) or 'no number'} would fit, or leave it "
             '"replicate"'
         )
-
-
-# -- a plan of ours --------------------------------------------------------------------------------
-
-
-def _derive(model: nn.Module, shards: int) -> tuple[dict[str, str], dict[str, str]]:
-    styles: dict[str, str] = {}
-    tied = _tied_modules(model)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention):
-            # It reads the weights of its inner Linear by itself.
-            for inner, _ in module.named_modules(prefix=name):
-                styles[inner] = "replicate"
-            continue
-        children = dict(module.named_children())
-        for first, last in [*_named_pairs(children, module, shards), *_row_pairs(module)]:
-            members = [children[key] for key in (*first, last)]
-            full = [f"{name}.{key}" if name else key for key in (*first, last)]
-            if any(key in styles or key in tied for key in full):
-                continue
-            if all(m.out_features % shards == 0 for m in members[:-1]) and (
-                members[-1].in_features % shards == 0
-            ):
-                styles.update(dict.fromkeys(full[:-1], "colwise"))
-                styles[full[-1]] = "rowwise"
-    for name, module in model.named_modules():
-        if name in styles or name in tied:
-            continue
-        if isinstance(module, nn.Embedding) and module.num_embeddings % shards == 0:
-            styles[name] = "rowwise"
-        elif isinstance(module, nn.Linear) and module.out_features % shards == 0:
-            styles[name] = "colwise_gather"
-    heads = _heads_to_divide(model, styles, shards)
-    return {name: style for name, style in styles.items() if style != "replicate"}, heads
-
-
-def _named_pairs(
-    children: Mapping[str, nn.Module], module: nn.Module, shards: int
-) -> list[tuple[list[str], str]]:
-    """(first, last) by names that are known for an MLP or attention."""
-    linear = {key for key, child in children.items() if isinstance(child, nn.Linear)}
-    pairs: list[tuple[list[str], str]] = []
-    for first, end in _MLP_NAMES:
-        if first <= linear and end in linear:
-            pairs.append((sorted(first), end))
-            break
-    heads = next((h for h in _HEADS if isinstance(getattr(module, h, None), int)), None)
-    for first, ends in _ATTENTION_NAMES:
-        last = next((end for end in ends if end in linear), None)
-        if first <= linear and last and heads and getattr(module, heads) % shards == 0:
-            pairs.append((sorted(first), last))
-    return pairs
-
-
-def _row_pairs(module: nn.Module) -> list[tuple[list[str], str]]:
-    """Linear, something elementwise, Linear: in an nn.Sequential the order is known."""
-    if not isinstance(module, nn.Sequential):
-        return []
-    pairs: list[tuple[list[str], str]] = []
-    open_key: str | None = None
-    for key, child in module.named_children():
-        if isinstance(child, nn.Linear):
-            if open_key is None:
-                open_key = key
-            else:
-                pairs.append(([open_key], key))
-                open_key = None
-        elif not isinstance(child, _ELEMENTWISE):
-            open_key = None
-    return pairs
-
-
-def _heads_to_divide(model: nn.Module, styles: Mapping[str, str], shards: int) -> dict[str, str]:
-    """{module: attribute}: attention whose projections are cut has so many heads fewer here."""
-    found: dict[str, str] = {}
-    for name, style in styles.items():
-        parent, _, child = name.rpartition(".")
-        if style != "colwise" or not any(child in first for first, _ in _ATTENTION_NAMES):
-            continue
-        module = model.get_submodule(parent)
-        for attribute in _HEADS:
-            count = getattr(module, attribute, None)
-            if isinstance(count, int):
-                if count % shards:
-                    raise ValueError(
-                        f"{parent} has {attribute}={count}, which does not divide by "
-                        f"tensor_parallel={shards}"
-                    )
-                found[parent] = attribute
-                break
-    return found
-
-
-def _tied_modules(model: nn.Module) -> set[str]:
-    """Modules whose weight is another's too: cutting one would leave the other whole."""
-    owners: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append(name)
-    return {name for names in owners.values() if len(names) > 1 for name in names}
 
 
 # -- doing it --------------------------------------------------------------------------------------

@@ -6,31 +6,32 @@ what part of the model the rank held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import miniray
-from miniray.train.arguments import check_spelling
+from miniray.train.arguments import check_whole
 from miniray.train.evaluate import combine
 from miniray.train.parallel import timeline
 from miniray.train.parallel.layout import Layout
 from miniray.train.parallel.result import ParallelResult
+from miniray.train.parallel.schedules import SCHEDULES
 from miniray.train.parallel.worker import ModelWorker
-from miniray.train.ranks.trainer import RankTrainer, choose_backend
-
-_OPTIONS = (
-    *("name", "run_dir", "seed", "resume", "worker_timeout", "progress", "callbacks"),
-    *("resources_per_worker", "backend", "eval_interval", "keep_last", "keep_best"),
-    *("clip_norm", "on_nonfinite", "group_backend", "hang_timeout", "timeout", "max_failures"),
-)
+from miniray.train.ranks.options import choose_backend, refuse_unknown
+from miniray.train.ranks.trainer import RankTrainer
+from miniray.train.saving import NO_WORKERS
 
 
 class SplitModelTrainer(RankTrainer):
     """See the module. The arguments are described at ``PipelineParallelTrainer``."""
 
     _group_name = "parallel"
-    _preloaded = ("miniray.train.parallel.rank", "torch.distributed.tensor.parallel")
+    _preloaded = (
+        *("miniray.train.ranks.output", "miniray.train.parallel.rank"),
+        "torch.distributed.tensor.parallel",
+    )
 
     def __init__(
         self,
@@ -51,10 +52,7 @@ class SplitModelTrainer(RankTrainer):
         plan: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
-        unknown = [name for name in options if name not in _OPTIONS]
-        if unknown:
-            check_spelling(self, unknown)
-            raise TypeError(f"{type(self).__name__}() does not know {', '.join(unknown)}")
+        refuse_unknown(self, options)
         # Not asked for by the signature: whoever misspells one should read what it is called.
         required = {"model": model, "loss": loss, "optimizer": optimizer, "data": data}
         missing = ", ".join(f"{name}=" for name, value in required.items() if value is None)
@@ -63,7 +61,7 @@ class SplitModelTrainer(RankTrainer):
         parts = {
             **required,
             "val_data": val_data,
-            "metrics": dict(metrics or {}),
+            "metrics": metrics or {},
             "lr_scheduler": lr_scheduler,
             "schedule": schedule,
             "microbatches": microbatches,
@@ -73,6 +71,9 @@ class SplitModelTrainer(RankTrainer):
             "tensor_plan": plan,
         }
         _check_parts(parts)
+        parts["microbatches"] = check_whole("microbatches", microbatches, 1)
+        if options.get("eval_interval") and val_data is None:
+            raise ValueError("eval_interval= evaluates on val_data=, which is not given")
         super().__init__(layout.world_size, worker=ModelWorker, **options)
         self.layout = layout
         self.plan: Any = None
@@ -129,7 +130,7 @@ class SplitModelTrainer(RankTrainer):
         All ranks take part: the model is in all of them.
         """
         if self._group is None:
-            raise RuntimeError("there are no workers before train()")
+            raise RuntimeError(NO_WORKERS)
         if data is None and self._parts["val_data"] is None:
             raise TypeError("there is nothing to evaluate on: pass data=, or val_data= before")
         epoch = self._epoch_for_errors()
@@ -201,16 +202,11 @@ class SplitModelTrainer(RankTrainer):
         if self.plan is not None:
             return list(self.plan.stages.sizes)
         before = (self._loaded or {}).get("extra", {}).get("parallel", {}).get("stages")
-        per_worker = self._parts["stages_per_worker"] or self._schedule().default
+        per_worker = self._parts["stages_per_worker"] or SCHEDULES[self._parts["schedule"]].default
         here = {"places": self.layout.pipeline, "per_worker": per_worker}
         if before is None or any(before[key] != value for key, value in here.items()):
             return None
         return list(before["sizes"])
-
-    def _schedule(self) -> Any:
-        from miniray.train.parallel.schedules import SCHEDULES
-
-        return SCHEDULES[self._parts["schedule"]]
 
     def _show_plan(self) -> None:
         assert self.run is not None
@@ -229,13 +225,13 @@ class SplitModelTrainer(RankTrainer):
         return merged_weights(self._call_ranks("get_weights"))
 
     def _shared_state(self) -> dict[str, Any]:
-        from miniray.train.parallel.plan import state_of
         from miniray.train.parallel.state import merged_optimizer
 
         parts = [p for p in self._call_ranks("_rank_shared_state") if p is not None]
         optimizer = merged_optimizer([part["optimizer"] for part in parts])
-        stages = None if self.plan.stages is None else state_of(self.plan.stages)
-        return {**parts[0], "optimizer": optimizer, "stages": stages}
+        stages = self.plan.stages
+        kept = None if stages is None else stages.state()
+        return {**parts[0], "optimizer": optimizer, "stages": kept}
 
     def _describe(self) -> dict[str, Any]:
         layout = self.layout
@@ -272,9 +268,13 @@ def _check_gpus(backend: str) -> None:
 
 
 def _check_parts(job: Mapping[str, Any]) -> None:
-    for name in ("loss", "optimizer"):
-        if not callable(job[name]):
+    for name in ("loss", "optimizer", "lr_scheduler"):
+        if job[name] is not None and not callable(job[name]):
             raise TypeError(f"{name}= must be a function, not {job[name]!r:.80}")
+    for name, example in (("metrics", '"accuracy": f'), ("tensor_plan", '"fc1": "colwise"')):
+        if not isinstance(job[name] or {}, Mapping):
+            shown = name.removeprefix("tensor_")
+            raise TypeError(f"{shown}= must be a dict like {{{example}}}, not {job[name]!r:.80}")
     for name, function in job["metrics"].items():
         if not callable(function):
             raise TypeError(f"metrics[{name!r}] must be a function, not {function!r:.80}")
@@ -285,6 +285,8 @@ def _check_parts(job: Mapping[str, Any]) -> None:
         raise TypeError(
             f"model= must be a module, a list of layers, or a function, not {model!r:.80}"
         )
-    microbatches = job["microbatches"]
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise ValueError(f"microbatches must be an int >= 1, not {microbatches!r}")
+    sizes, limit = job["layers_per_stage"], job["memory_limit"]
+    if sizes is not None and (isinstance(sizes, str) or not isinstance(sizes, Iterable)):
+        raise TypeError(f"layers_per_stage= must be a list of numbers, not {sizes!r}")
+    if limit is not None and not isinstance(limit, Real):
+        raise TypeError(f"memory_limit= must be a number of bytes, not {limit!r}")

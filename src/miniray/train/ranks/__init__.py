@@ -2,5 +2,5 @@
 
 ``trainer`` (driver), ``calls`` and ``watch`` (one cause, hangs), ``member`` and ``worker`` (the
 rank's process), ``pulse`` (where each rank is), ``data`` and ``plan`` (who takes which samples),
-``output`` (what ranks print).
+``options`` (what is refused), ``output`` (what ranks print).
 """

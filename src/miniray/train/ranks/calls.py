@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import miniray
@@ -23,7 +24,6 @@ from miniray.errors import (
 )
 from miniray.train.ranks.pulse import Place, tell
 from miniray.train.ranks.watch import Verdict, Watch
-from miniray.train.workers import WorkerGroup
 
 _LOOK_EVERY = 0.5  # seconds between two looks at the ranks' pulses
 _GRACE = 5.0  # seconds for the cause to be heard of after its first consequence
@@ -34,23 +34,28 @@ _PARTED = (
 
 
 def call_ranks(
-    group: WorkerGroup,
-    method: str,
-    arguments: Callable[[int], tuple[Any, ...]],
-    kwargs: Mapping[str, Any],
+    ranks: Iterable[int],
+    submit: Callable[[int], Any],
     *,
     epoch: int | None,
     limit: float | None,
     watch: Watch | None,
     bar: StepBar,
-) -> list[Any]:
+    held_by: Callable[[int], str | None],
+    patience: float,
+    on_waiting: Callable[[list[int], float], None],
+) -> dict[int, Any]:
     """Results by rank. Raises one error, the cause's, with ``rank``, ``epoch`` and ``step``.
 
-    ``limit``: seconds for all of it. With ``watch``, ranks that hang are found by their pulses.
+    Of a rank that is lost it also says what is lost with it, ``held_by(rank)``.
+
+    ``submit(rank)`` begins a rank's call. ``limit``: seconds for all of it. With ``watch``, ranks
+    that hang are found by their pulses. Without, nobody knows how long a call may rightly take:
+    ``on_waiting(ranks, seconds)`` hears who has not answered after ``patience`` seconds, after
+    twice as many, and so on.
     """
-    count = len(group.handles)
-    pending = {group.submit(i, method, *arguments(i), **kwargs): i for i in range(count)}
-    results: list[Any] = [None] * count
+    pending = {submit(rank): rank for rank in ranks}
+    results: dict[int, Any] = {}
     failures: dict[int, Exception] = {}
     verdict: Verdict | None = None
     began = answered = time.monotonic()
@@ -76,12 +81,26 @@ def call_ranks(
             elif watch is not None:
                 bar.update(watch)
                 verdict = watch.hung(pending.values(), answered)
+            elif pending and now > began + patience:
+                on_waiting(sorted(pending.values()), now - began)
+                patience *= 2
     finally:
         bar.close()
     if not failures and verdict is None:
         return results
     places = watch.last_places() if watch is not None else []
-    raise _the_error(failures, sorted(pending.values()), verdict, epoch, places)
+    cause = _the_error(failures, sorted(pending.values()), verdict, epoch, places)
+    raise _with_loss(cause, held_by)
+
+
+def tell_of_waiting(method: str, run_dir: Path, ranks: list[int], seconds: float) -> None:
+    """Say on stderr who is waited for, and how to find out what for."""
+    names, name = ", ".join(map(str, ranks)), method.removeprefix("_rank_")
+    text = (
+        f"rank {names}: {name}() takes {seconds:.0f} s so far and is waited for; `miniray doctor "
+        f"{run_dir}` shows where it is, worker_timeout= would set a limit"
+    )
+    print(text, file=sys.stderr, flush=True)
 
 
 def _the_error(
@@ -105,6 +124,16 @@ def _the_error(
     if len(guilty) != 1:
         return _marked(told, None, epoch, None)
     return _marked(told, guilty[0], epoch, places[guilty[0]].step if places else None)
+
+
+def _with_loss(error: Exception, held_by: Callable[[int], str | None]) -> Exception:
+    rank, lost = getattr(error, "rank", None), (ActorDiedError, WorkerTimeoutError)
+    held = None if rank is None else held_by(rank)
+    if held is None or not isinstance(error, lost) or isinstance(error, TaskError):
+        return error
+    told = type(error)(f"{held}: {error}")
+    vars(told).update(vars(error))
+    return told
 
 
 def root_cause(failures: Mapping[int, Exception]) -> tuple[int, Exception] | None:

@@ -1,40 +1,21 @@
 """A rank's data: the worker's loader looked at, checked and cut to the rank's share.
 
-A plain ``DataLoader`` over all samples is replaced by one over the rank's own, with everything else
-as the user set it. Other loaders, and those of workers with ``load_data_shard``, are the user's own
-work and used as they are. What can be neither cut nor trusted is refused: a loader that gives every
-rank the same samples trains, and is wrong.
+A plain ``DataLoader`` over all samples is replaced by one over the rank's own, of the same class
+and with everything else as the user set it. Other loaders, and those of workers with
+``load_data_shard``, are the user's own work and used as they are. What can be neither cut nor
+trusted is refused: a loader that gives every rank the same samples trains, and is wrong.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from miniray.doctor.handles import check_handles
 from miniray.train.ranks.plan import EpochPlan
-
-#: What a new loader takes over from the user's.
-_KEPT = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "in_order",  # since torch 2.7
-)
 
 
 class PlannedBatches:
@@ -84,23 +65,14 @@ def own_share(
     """
     if sharded or not isinstance(loader, DataLoader):
         return loader, None
-    if isinstance(loader.sampler, DistributedSampler) or hasattr(loader.sampler, "set_epoch"):
-        return loader, None  # it was cut by somebody who knows of ranks
-    kind = type(loader.sampler)
-    plain = loader.batch_size is not None and (
-        kind is SequentialSampler
-        or (kind is RandomSampler and not loader.sampler.replacement and not _is_subset(loader))
-    )
-    if isinstance(loader.dataset, IterableDataset) or not plain:
+    if any(hasattr(part, "set_epoch") for part in (loader.sampler, loader.batch_sampler)):
+        return loader, None  # it was cut by somebody who knows of ranks: a DistributedSampler
+    problem = own_way(loader)
+    if problem:
         if world_size == 1:
             return loader, None
-        what = (
-            f"an IterableDataset ({type(loader.dataset).__qualname__})"
-            if isinstance(loader.dataset, IterableDataset)
-            else f"a loader with a sampler of its own ({kind.__qualname__})"
-        )
         raise ValueError(
-            f"self.train_loader has {what}, which miniray cannot cut into {world_size} shards: "
+            f"self.train_loader has {problem}, which miniray cannot cut into {world_size} shards: "
             "every rank would train on the same samples. Give the worker load_data_shard(shard_id, "
             "num_shards) and make the loader there, or use a DistributedSampler"
         )
@@ -112,17 +84,35 @@ def own_share(
         uneven=uneven,
         drop_last=loader.drop_last,
     )
-    batches = PlannedBatches(plan, rank, shuffle=kind is RandomSampler, seed=seed)
-    return _remade(loader, batches), plan
+    shuffle = isinstance(loader.sampler, RandomSampler)
+    return _with_batches(loader, PlannedBatches(plan, rank, shuffle, seed)), plan
 
 
-def _remade(loader: Any, batches: Any) -> Any:
-    kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
-    return DataLoader(loader.dataset, batch_sampler=batches, **kept)
+def own_way(loader: Any) -> str:
+    """What a loader has that decides on its samples in a way of its own; "" where nothing does."""
+    sampler = loader.sampler
+    if isinstance(loader.dataset, IterableDataset):
+        return f"an IterableDataset ({type(loader.dataset).__qualname__})"
+    if loader.batch_sampler is None:
+        return "batch_size=None"
+    if loader.batch_size is None:
+        return f"a batch sampler of its own ({type(loader.batch_sampler).__qualname__})"
+    if type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(loader.dataset)
+    ):
+        return ""
+    return f"a sampler of its own ({type(sampler).__qualname__})"
 
 
-def _is_subset(loader: Any) -> bool:
-    return int(loader.sampler.num_samples) != len(loader.dataset)
+def _with_batches(loader: Any, batches: Any) -> Any:
+    """The same loader over other batches; what a subclass does besides loading is kept."""
+    own = copy.copy(loader)
+    # A loader refuses the assignment. Processes that it has running (persistent_workers) are of the
+    # batches before.
+    vars(own).update(batch_sampler=batches, _iterator=None)
+    return own
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

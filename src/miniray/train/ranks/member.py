@@ -1,4 +1,4 @@
-"""A rank's process: black box, marked output, process group, pulse, barriers, and the way out.
+"""A rank's process: process group, pulse, barriers, and the way out.
 
 An error leaves the group in an unknown state: the driver ends all ranks, and the process is not
 used again. An error that only says that others are gone becomes ``PeerLostError``, so that the
@@ -19,10 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from miniray.doctor import barriers, instrument, recorder
+from miniray.doctor import barriers, recorder
 from miniray.errors import PeerLostError
 from miniray.train import allocator, group
-from miniray.train.ranks.output import marked_output, tame_tqdm
 from miniray.train.ranks.pulse import PulseThread
 
 _LOST = re.compile(
@@ -34,12 +33,10 @@ _LOST = re.compile(
 class RunFacts:
     """What every rank is told of its run.
 
-    ``own_process``: the rank's process is nobody else's, so output and tqdm may be changed.
+    ``own_process``: the rank's process is nobody else's, and was set up by ``ranks.output``.
     """
 
     seed: int = 0
-    run_dir: str | None = None
-    attempt: int = 0
     own_process: bool = True
 
 
@@ -64,37 +61,16 @@ class Member(ABC):
 
     def enter(self, spec: group.ProcessGroupSpec, one_machine: bool) -> None:
         """Join the group. ``one_machine``: all ranks see each other's black boxes."""
-        facts = self.facts
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        if facts.own_process:
-            folder = facts.run_dir if os.path.isdir(facts.run_dir or "") else None
-            self._open.enter_context(marked_output(self.rank, self.world_size, folder))
-            self.recorder = self._record(folder)
-            self._has_boxes = one_machine and folder is not None
-            tame_tqdm(self.rank)
+        if self.facts.own_process:
+            self.recorder = recorder.current()  # none where there is no run directory
+            self._has_boxes = one_machine and self.recorder is not None
             allocator.keep_freed_memory()
         store = group.join(spec, self.rank)
         self._open.callback(group.leave)
         self.pulse = PulseThread(spec, self.rank, store)
         self._open.callback(self.pulse.close)
-
-    def _record(self, run_dir: str | None) -> Any:
-        """This process's black box: what it did last is known whatever ends it."""
-        if run_dir is None:
-            return None
-        instrument.install()
-        current = recorder.current()
-        if current is None:
-            current = recorder.start(
-                run_dir,
-                self.rank,
-                self.world_size,
-                launcher="miniray",
-                attempt=self.facts.attempt,
-            )
-            self._open.callback(recorder.stop)
-        return current
 
     def epoch(self, epoch: int) -> dict[str, Any]:
         """Train one epoch; what this rank has to say about it."""
@@ -145,6 +121,16 @@ def is_consequence(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+
+
+def check_scheduler(scheduler: Any, name: str) -> None:
+    """``ValueError`` for a learning rate schedule that goes by a number of the rank's own."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(
+            f"{name} cannot be a ReduceLROnPlateau: each rank has a loss of its own, and their "
+            "learning rates would part. on_epoch_end() of the trainer has the result of all ranks: "
+            'lower the rate there, with self.call_workers("set_lr", lr)'
+        )
 
 
 def check_loss(value: float, on_nonfinite: str, rank: int, step: int, epoch: int) -> None:

@@ -1,13 +1,21 @@
-"""What a rank prints: every line flushed and marked ``[Rank r/N]``, also into a file of its own."""
+"""What a rank prints: every line flushed and marked ``[Rank r/N]``, also into a file of its own.
+
+From before the user's object is made: what its ``__init__`` prints is the rank's, too, and a
+logging handler made there keeps the stream that it finds.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import os
 import sys
 import threading
-from functools import partialmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
+
+from tqdm import std
+
+from miniray.doctor import actors
 
 
 class RankStream:
@@ -47,24 +55,24 @@ class RankStream:
         return getattr(self._stream, name)
 
 
-@contextlib.contextmanager
-def marked_output(rank: int, world_size: int, run_dir: str | None) -> Any:
-    """Mark what this process prints until the block ends, and copy it to ``ranks/<rank>.log``."""
-    mark = f"[Rank {rank}/{world_size}]"
-    log: TextIO | None = None
-    if run_dir is not None:
+def set_up() -> Callable[[Any], None] | None:
+    """Prepare the process of a rank, which is nobody else's: its output, its bars, its recorder.
+
+    Called before the worker is made in it. Where the run directory is not there, on another machine
+    than the driver's, the output is marked and not copied.
+    """
+    run_dir, rank, world_size = (
+        os.environ[name] for name in (actors.RUN_DIR, actors.RANK, actors.WORLD_SIZE)
+    )
+    mark, log = f"[Rank {rank}/{world_size}]", None
+    if os.access(run_dir, os.W_OK):
         folder = Path(run_dir) / "ranks"
         folder.mkdir(exist_ok=True)
         log = open(folder / f"{rank}.log", "a", buffering=1, encoding="utf-8")
-    kept = sys.stdout, sys.stderr
-    sys.stdout = RankStream(kept[0], mark, log)
-    sys.stderr = RankStream(kept[1], mark, log)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = kept
-        if log is not None:
-            log.close()
+    sys.stdout = RankStream(sys.stdout, mark, log)
+    sys.stderr = RankStream(sys.stderr, mark, log)
+    tame_tqdm(int(rank))
+    return actors.set_up()
 
 
 def tame_tqdm(rank: int) -> None:
@@ -73,10 +81,12 @@ def tame_tqdm(rank: int) -> None:
     tqdm's lock is shared with forked processes: a loader's worker that is killed while it holds it
     stops this process for ever. Its monitor is a thread more at every fork.
     """
-    from tqdm import std
-
     std.tqdm.set_lock(threading.RLock())
     std.tqdm.monitor_interval = 0
     if rank != 0:
-        silent: Any = partialmethod(std.tqdm.__init__, disable=True)
+        make = std.tqdm.__init__
+
+        def silent(self: Any, *args: Any, **options: Any) -> None:
+            make(self, *args, **{**options, "disable": True})
+
         std.tqdm.__init__ = silent  # type: ignore[method-assign]

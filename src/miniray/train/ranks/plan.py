@@ -18,8 +18,6 @@ from typing import Any
 
 from miniray.data.plan import shard_indices
 
-UNEVEN = ("join", "pad", "drop", "error")
-
 
 @dataclasses.dataclass(frozen=True)
 class Window:
@@ -77,7 +75,6 @@ class EpochPlan:
                 sizes[-1] += tail
             else:
                 sizes.append(tail)
-        self.used = sum(sizes)
         self.sizes = sizes
         if not sizes or sizes[0] < world_size:
             idle = world_size - (sizes[0] if sizes else 0)

@@ -25,7 +25,7 @@ from typing import Any
 from miniray.errors import BarrierTimeoutError
 from miniray.train.group import ProcessGroupSpec, absent
 
-__all__ = ["Place", "PulseThread", "read_places"]
+EVALUATION = "evaluation"  #: the phase in which steps are not those of training
 
 _INTERVAL = 0.5
 _STACK_AFTER = 1.0  # seconds in one place; before that a stack tells nothing
@@ -84,7 +84,7 @@ class PulseThread:
         self._store = store  # the main thread's
         self._main = threading.get_ident()
         self._where = ("joined", time.monotonic())
-        self._moved = (-1, -1, "")
+        self._moved = 0.0  # when the main thread said so last, as of the last post
         self._cpu_then = time.process_time()
         self._beats = 0
         self._barriers = 0
@@ -97,6 +97,10 @@ class PulseThread:
         if step is not None:
             self.step = step
         self._where = (phase, time.monotonic())
+
+    def go_on(self) -> None:
+        """The main thread is in the same phase, and moves."""
+        self._where = (self._where[0], time.monotonic())
 
     def barrier(self, name: str, timeout: float | None = None) -> None:
         """Wait until all ranks are here; ``BarrierTimeoutError`` after ``timeout`` seconds."""
@@ -121,9 +125,8 @@ class PulseThread:
     def post(self, store: Any = None) -> None:
         """Say now where this rank is."""
         phase, since = self._where
-        place = (self.epoch, self.step, phase)
-        if place != self._moved:
-            self._moved, self._cpu_then = place, time.process_time()
+        if since != self._moved:
+            self._moved, self._cpu_then = since, time.process_time()
         self._beats += 1
         seconds = time.monotonic() - since
         stack, waits = self._stack() if seconds > _STACK_AFTER else ("", False)

@@ -8,30 +8,31 @@ started again with the state of the end of the last epoch.
 
 from __future__ import annotations
 
+import functools
+import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import miniray
 from miniray.core import session
 from miniray.errors import (
     ActorDiedError,
-    CapabilityError,
+    CheckpointError,
     MinirayError,
     TaskError,
     WorkerTimeoutError,
 )
 from miniray.train import resume as resuming
-from miniray.train.arguments import check_choices
+from miniray.train.arguments import check_whole
 from miniray.train.base import BaseTrainer
 from miniray.train.group import GroupHost
-from miniray.train.ranks.calls import StepBar, call_ranks
+from miniray.train.ranks.calls import StepBar, call_ranks, tell_of_waiting
+from miniray.train.ranks.options import check_engine, check_options, choose_backend
 from miniray.train.ranks.watch import Watch
 
 T = TypeVar("T")
-
-_CHOICES = {"on_nonfinite": ("error", "ignore"), "group_backend": ("auto", "gloo", "nccl")}
 
 
 class RankTrainer(BaseTrainer, ABC):
@@ -42,6 +43,7 @@ class RankTrainer(BaseTrainer, ABC):
 
     #: What the group of ranks is called in error messages.
     _group_name = "ranks"
+    _process_set_up = "miniray.train.ranks.output:set_up"
 
     def __init__(
         self,
@@ -51,24 +53,26 @@ class RankTrainer(BaseTrainer, ABC):
         clip_norm: float | None = None,
         on_nonfinite: str = "error",
         group_backend: str = "auto",
-        hang_timeout: float = 60.0,
+        hang_timeout: float | None = 60.0,
         timeout: float = 600.0,
         max_failures: int = 0,
         **options: Any,
     ) -> None:
-        check_choices(_CHOICES, on_nonfinite=on_nonfinite, group_backend=group_backend)
-        if clip_norm is not None and not clip_norm > 0:
-            raise ValueError(f"clip_norm must be a number > 0 or None, not {clip_norm!r}")
-        for name, limit in (("hang_timeout", hang_timeout), ("timeout", timeout)):
-            if not limit > 0:
-                raise ValueError(f"{name} must be a number of seconds > 0, not {limit!r}")
+        check_options(
+            clip_norm=clip_norm,
+            hang_timeout=hang_timeout,
+            timeout=timeout,
+            on_nonfinite=on_nonfinite,
+            group_backend=group_backend,
+        )
         # Failures are counted here: one worker cannot be replaced while the others wait for it.
         super().__init__(num_workers, worker=worker, max_failures=0, **options)
         self.clip_norm = clip_norm
         self.failures = 0
-        self._most_failures = max_failures
+        self._most_failures = check_whole("max_failures", max_failures, 0)
         self._on_nonfinite, self._group_backend = on_nonfinite, group_backend
-        self._hang_timeout, self._timeout = hang_timeout, timeout
+        self._hang_timeout = math.inf if hang_timeout is None else hang_timeout
+        self._timeout = timeout
         self._order_seed = random.SystemRandom().getrandbits(48) if self._seed is None else None
         self._host: GroupHost | None = None
         self._watch: Watch | None = None
@@ -94,18 +98,22 @@ class RankTrainer(BaseTrainer, ABC):
 
     def train_epoch(self, epoch: int, **kwargs: Any) -> dict[str, Any]:
         """Train an epoch on all ranks together and aggregate what they report."""
+
+        def attempt() -> list[Any]:
+            results = self._call_ranks("_rank_epoch", lambda _: (epoch,), epoch, watched=True)
+            self._keep_state()  # a rank that is lost while it gives its state costs the epoch, too
+            return results
+
         before = self.failures
-        results = self._retried(
-            epoch, lambda: self._call_ranks("_rank_epoch", lambda _: (epoch,), epoch, watched=True)
-        )
-        result = self._summary(results)
+        result = self._summary(self._retried(epoch, attempt))
         if self.failures > before:
             result["restarts"] = self.failures - before
-        self._keep_state()
         return result
 
     def _epoch_for_errors(self) -> int | None:
-        return self.epoch if self.history or self.epoch else None
+        """The epoch that is on, or the last one; None before the first."""
+        epoch = self.epoch if self.epoch < self._end else self.epoch - 1
+        return epoch if epoch >= 0 else None
 
     def _retried(self, epoch: int | None, attempt: Callable[[], T]) -> T:
         """``attempt()``, again after all ranks were started anew, within ``max_failures``."""
@@ -131,7 +139,8 @@ class RankTrainer(BaseTrainer, ABC):
     def _start_again(self, epoch: int | None) -> None:
         """End all ranks and start them with the state that was kept last."""
         assert self._group is not None
-        self._end_ranks()
+        self._group.stop()  # whatever the ranks are in
+        self._close_group()
         self._group.start()
         self._set_up_all()
         for worker_id in range(self.num_workers):
@@ -148,48 +157,54 @@ class RankTrainer(BaseTrainer, ABC):
         kwargs: Mapping[str, Any] | None = None,
         watched: bool = False,
     ) -> list[Any]:
-        """Call a method on all ranks; after an error they are of no use any more."""
-        assert self._group is not None
+        """Call a method on all ranks; results by rank."""
+        group = self._group
+        assert group is not None
+
+        def submit(rank: int) -> Any:
+            return group.submit(rank, method, *arguments(rank), **(kwargs or {}))
+
+        ranks = range(self.num_workers)
+        results = self._call_some(ranks, submit, method, epoch, watched=watched)
+        return [results[rank] for rank in ranks]
+
+    def _call_some(
+        self,
+        ranks: Iterable[int],
+        submit: Callable[[int], Any],
+        method: str,
+        epoch: int | None = None,
+        *,
+        watched: bool = False,
+    ) -> dict[int, Any]:
+        """Like ``_call_ranks``, on some. After an error all ranks are of no use any more."""
+        assert self.run is not None
         try:
             return call_ranks(
-                self._group,
-                method,
-                arguments,
-                kwargs or {},
+                ranks,
+                submit,
                 epoch=epoch,
                 limit=self._worker_timeout,
                 watch=self._watch if watched else None,
                 bar=StepBar(epoch or 0, self._steps, watched and self._progress),
+                held_by=self._held_by,
+                patience=self._hang_timeout,
+                on_waiting=functools.partial(tell_of_waiting, method, self.run.path),
             )
-        except BaseException as error:
+        except BaseException:
             self._broken = True
-            rank, lost = getattr(error, "rank", None), (ActorDiedError, WorkerTimeoutError)
-            held = None if rank is None else self._held_by(rank)
-            if held is None or not isinstance(error, lost) or isinstance(error, TaskError):
-                raise
-            told = type(error)(f"{held}: {error}")
-            vars(told).update(vars(error))
-            raise told from None
+            raise
 
     # -- workers ----------------------------------------------------------------------------------
 
     def _start_engine(self) -> None:
         super()._start_engine()
-        engine = session.engine()
-        if self.num_workers > 1 and not engine.capabilities.processes:
-            raise CapabilityError(
-                f"{type(self).__name__} needs a process for each of its {self.num_workers} "
-                f"workers, which the {engine.name!r} engine does not have; use backend='local' or "
-                "'ray', or num_workers=1"
-            )
+        check_engine(type(self).__name__, self.num_workers)
 
     def _run_facts(self) -> dict[str, Any]:
         """What every rank is told of the run; see ``RunFacts``."""
-        assert self.run is not None
         return {
             "seed": self._order_seed if self._seed is None else self._seed,
-            "run_dir": str(self.run.path.absolute()),
-            "attempt": self.failures,
             "own_process": session.engine().capabilities.processes,
         }
 
@@ -216,16 +231,18 @@ class RankTrainer(BaseTrainer, ABC):
     # -- state ------------------------------------------------------------------------------------
 
     def _take_up(self, state: dict[str, Any]) -> None:
-        def take_up() -> None:
-            resuming.apply(self, state)
-
-        self._retried(self._epoch_for_errors(), take_up)
+        if self._group_name not in state["extra"]:
+            raise CheckpointError(
+                f"this is no checkpoint of a {type(self).__name__}: it has no state of ranks. From "
+                "one kind of trainer to another the weights go as a file: save_final_model(), and "
+                "load_model() where the model is made"
+            )
+        self._retried(self._epoch_for_errors(), lambda: resuming.apply(self, state))
 
     def _give(self, method: str, values: Mapping[int, Any]) -> None:
-        if len(values) == self.num_workers:
-            self._call_ranks(method, lambda rank: (values[rank],))
-        else:
-            super()._give(method, values)
+        group = self._group
+        assert group is not None
+        self._call_some(values, lambda rank: group.submit(rank, method, values[rank]), method)
 
     def _workers_in_sync(self) -> bool:
         return True
@@ -257,13 +274,8 @@ class RankTrainer(BaseTrainer, ABC):
 
     # -- the end ----------------------------------------------------------------------------------
 
-    def _end_ranks(self) -> None:
-        """End the ranks' processes, whatever they are in, and the store they met at."""
-        assert self._group is not None
-        self._group.stop()
-        self._close_group()
-
     def _close_group(self) -> None:
+        """End the store that the ranks met at."""
         host, self._host, self._watch = self._host, None, None
         if host is not None:
             host.close()
@@ -287,11 +299,3 @@ class RankTrainer(BaseTrainer, ABC):
             self._leave_group()
         super().shutdown()
         self._close_group()
-
-
-def choose_backend(wanted: str, facts: Sequence[Mapping[str, Any]]) -> str:
-    """NCCL where every rank has a GPU that no other has, else gloo; or what the user wants."""
-    if wanted != "auto":
-        return wanted
-    gpus = {(fact["host"], fact["gpu"]) for fact in facts if fact["gpu"] is not None}
-    return "nccl" if len(gpus) == len(facts) else "gloo"

@@ -24,7 +24,7 @@ from miniray.doctor.reader import read_box
 from miniray.doctor.verdict import save_diagnosis
 from miniray.errors import BoxError
 from miniray.train.group import GroupHost
-from miniray.train.ranks.pulse import Place, read_places, tell
+from miniray.train.ranks.pulse import EVALUATION, Place, read_places, tell
 
 _STALE = 2.0  # seconds without a pulse after which the system is asked what the process does
 _BUSY = 0.05  # of one core: less than this is waiting
@@ -65,7 +65,7 @@ class Watch:
             except BoxError:  # on another machine, or not begun
                 continue
             before = box.notes.get("steps_before_epoch")
-            if before is not None:
+            if before is not None and place.phase != EVALUATION:
                 place.epoch, place.step = box.epoch, box.step - before
             if self._silence(place) > _STALE:
                 place.phase = box.phase.name
@@ -91,7 +91,8 @@ class Watch:
         if any(self._is_busy(place) for place in suspects):
             return None
         guilty = [place.rank for place in suspects]
-        return self._verdict(guilty, "has not moved, and the others wait for it")
+        others = ", and the others wait for it" if len(guilty) < self._host.spec.world_size else ""
+        return self._verdict(guilty, f"has not moved{others}")
 
     def _verdict(self, guilty: list[int], what: str, ask_doctor: bool = True) -> Verdict:
         """The story as the pulses tell it; and as the doctor does, where the ranks have boxes."""

@@ -5,6 +5,7 @@ What is saved has its whole shape. So a checkpoint knows nothing of the layout i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,10 +37,29 @@ def _on_host(tensor: Any) -> Any:
     )
 
 
-def put_into(target: Any, value: Any) -> None:
-    """Fill ``target``, which may be cut over ranks, from a tensor in one piece."""
-    with torch.no_grad():
-        target.copy_(cut_like(target, value))
+def put_weights(targets: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+    """Fill ``targets``, which may be cut over ranks, from weights in one piece, by name.
+
+    ``ValueError`` where one is missing or has another shape. Others may be there.
+    """
+    for name, target in targets.items():
+        value = weights.get(name)
+        shape = None if value is None else list(value.shape)
+        if shape != list(target.shape):
+            raise ValueError(
+                f"the weights do not fit the model: {name} is {list(target.shape)} in the model, "
+                f"{'not there' if shape is None else shape} in the weights"
+            )
+        with torch.no_grad():
+            target.copy_(cut_like(target, torch.as_tensor(value)))
+
+
+def cut_numbers(parameter: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's numbers of a parameter, cut as it is; a count of steps is left as it is."""
+    return {
+        key: cut_like(parameter, v) if getattr(v, "shape", None) == parameter.shape else v
+        for key, v in values.items()
+    }
 
 
 def cut_like(target: Any, value: Any) -> Any:

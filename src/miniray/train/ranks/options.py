@@ -1,0 +1,63 @@
+"""What all trainers of ranks are asked for: what cannot be is refused before anything starts."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from miniray.core import session
+from miniray.errors import CapabilityError
+from miniray.train.arguments import check_choices, check_seconds, check_spelling
+
+_CHOICES = {"on_nonfinite": ("error", "ignore"), "group_backend": ("auto", "gloo", "nccl")}
+#: Arguments of a trainer's bases that are not its own options.
+_TAKEN = {"self", "num_workers", "worker", "layout"}
+
+
+def refuse_unknown(trainer: object, options: Iterable[str], more: Iterable[str] = ()) -> None:
+    """``TypeError`` for an option that none of the trainer's classes has, nor ``more``."""
+    known = set(more)
+    for cls in type(trainer).__mro__[:-1]:
+        if "__init__" in vars(cls):
+            known |= set(inspect.signature(vars(cls)["__init__"]).parameters) - _TAKEN
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        check_spelling(trainer, unknown, more)
+        raise TypeError(f"{type(trainer).__name__}() does not know {', '.join(unknown)}")
+
+
+def check_options(
+    *, clip_norm: Any, hang_timeout: Any, timeout: Any, on_nonfinite: str, group_backend: str
+) -> None:
+    """``ValueError`` for options of ``RankTrainer`` that make no sense."""
+    check_choices(_CHOICES, on_nonfinite=on_nonfinite, group_backend=group_backend)
+    if clip_norm is not None and not _is_positive(clip_norm):
+        raise ValueError(f"clip_norm must be a number > 0 or None, not {clip_norm!r}")
+    check_seconds("hang_timeout", hang_timeout)
+    if not _is_positive(timeout) or timeout == math.inf:
+        raise ValueError(f"timeout must be a number of seconds > 0, not {timeout!r}")
+
+
+def _is_positive(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real) and float(value) > 0
+
+
+def check_engine(trainer: str, num_workers: int) -> None:
+    """``CapabilityError`` where the running engine has no process for each of the workers."""
+    engine = session.engine()
+    if num_workers > 1 and not engine.capabilities.processes:
+        raise CapabilityError(
+            f"{trainer} needs a process for each of its {num_workers} workers, which the "
+            f"{engine.name!r} engine does not have; use backend='local' or 'ray', or num_workers=1"
+        )
+
+
+def choose_backend(wanted: str, facts: Sequence[Mapping[str, Any]]) -> str:
+    """NCCL where every rank has a GPU that no other has, else gloo; or what the user wants."""
+    if wanted != "auto":
+        return wanted
+    gpus = {(fact["host"], fact["gpu"]) for fact in facts if fact["gpu"] is not None}
+    return "nccl" if len(gpus) == len(facts) else "gloo"
