@@ -24,7 +24,10 @@ def behave() -> None:
 def some_rows(data: Path | None, rows: int) -> Iterator[list[str]]:
     """Training files in ``data``; without it, a small set that is removed again."""
     if data is not None:
-        yield sorted(map(str, data.glob("train-*.parquet")))
+        found = sorted(map(str, data.glob("train-*.parquet")))
+        if not found:
+            raise click.ClickException(f"{data} has no train-*.parquet; make_data.py makes it")
+        yield found
         return
     import make_data
 

@@ -1,4 +1,4 @@
-"""The picture and the table at the end of a run: reward, accuracy, guesses on a map."""
+"""What a run ends with: a table, its speed, and a picture of reward, accuracy and guesses."""
 
 from __future__ import annotations
 
@@ -45,6 +45,45 @@ def table(guesses: Guesses) -> str:
         )
         lines.append(f"{state:10}" + "".join(shown))
     return "\n".join(lines)
+
+
+def speed(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Tokens a second, and where a step's time goes; the first step is left out if it can be.
+
+    ``data`` is the wait for the loader and the handing over of pictures to the model's device; the
+    second happens in rollouts and updates, so it is taken off none of these.
+    """
+    lines = history[1:] or history
+
+    def mean(name: str) -> float:
+        return float(np.mean([line["timing"][name] for line in lines]))
+
+    seconds = {
+        "rollout": mean("rollout"),
+        "reward": mean("reward"),
+        "log-probs and update": mean("log_prob") + mean("update"),
+    }
+    waited = mean("data")
+    whole = sum(seconds.values()) + waited
+    seconds["data"] = waited + float(np.mean([line["picture_seconds"] for line in lines]))
+    told: dict[str, Any] = {
+        "tokens_per_second": float(np.mean([line["tokens_per_second"] for line in lines])),
+        "step_seconds": whole,
+        "shares": {name: value / whole for name, value in seconds.items()},
+    }
+    if "gpu_gb" in lines[-1]:
+        told["gpu_gb"] = max(line["gpu_gb"] for line in lines)
+    return told
+
+
+def shown(told: Mapping[str, Any]) -> str:
+    """``speed`` in a line."""
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in told["shares"].items())
+    memory = f"; GPU memory {told['gpu_gb']:.1f} GB" if "gpu_gb" in told else ""
+    return (
+        f"{told['tokens_per_second']:,.0f} tokens/s sampled; a step takes "
+        f"{told['step_seconds']:.2f} s:\n  {shares}{memory}"
+    )
 
 
 def draw(

@@ -157,45 +157,6 @@ def make_trainer(
     )
 
 
-def speed(history: list[dict[str, Any]]) -> dict[str, Any]:
-    """Tokens a second, and where a step's time goes; the first step is left out if it can be.
-
-    ``data`` is the wait for the loader and the handing over of pictures to the model's device; the
-    second happens in rollouts and updates, so it is taken off none of these.
-    """
-    lines = history[1:] or history
-
-    def mean(name: str) -> float:
-        return float(np.mean([line["timing"][name] for line in lines]))
-
-    seconds = {
-        "rollout": mean("rollout"),
-        "reward": mean("reward"),
-        "log-probs and update": mean("log_prob") + mean("update"),
-    }
-    waited = mean("data")
-    whole = sum(seconds.values()) + waited
-    seconds["data"] = waited + float(np.mean([line["picture_seconds"] for line in lines]))
-    told: dict[str, Any] = {
-        "tokens_per_second": float(np.mean([line["tokens_per_second"] for line in lines])),
-        "step_seconds": whole,
-        "shares": {name: value / whole for name, value in seconds.items()},
-    }
-    if "gpu_gb" in lines[-1]:
-        told["gpu_gb"] = max(line["gpu_gb"] for line in lines)
-    return told
-
-
-def shown(told: dict[str, Any]) -> str:
-    """``speed`` in a line."""
-    shares = ", ".join(f"{name} {share:.1%}" for name, share in told["shares"].items())
-    memory = f"; GPU memory {told['gpu_gb']:.1f} GB" if "gpu_gb" in told else ""
-    return (
-        f"{told['tokens_per_second']:,.0f} tokens/s sampled; a step takes "
-        f"{told['step_seconds']:.2f} s:\n  {shares}{memory}"
-    )
-
-
 @click.command(help=__doc__.replace("\n    python", "\n\n\b\n    python"))
 @click.option("--algorithm", type=click.Choice(["grpo", "ppo"]), default="grpo", show_default=True)
 @click.option("--steps", type=click.IntRange(1), default=80, show_default=True)
@@ -271,8 +232,8 @@ def main(
     change = " -> ".join(f"{reward:.3f}" for reward in (rewards[0], rewards[-1]))
     click.echo(f"\nheld-out rows, mean reward of samples: {change}; the likeliest answers:")
     click.echo(plots.table(trainer.guesses))
-    told = speed(result.history)
-    click.echo(shown(told))
+    told = plots.speed(result.history)
+    click.echo(plots.shown(told))
     figures = {
         "settings": {
             "steps": steps,

@@ -1,5 +1,6 @@
 """Completion: scripts a shell accepts, and runs among what it offers."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -28,15 +29,13 @@ def two_runs(tmp_path, monkeypatch):
 def test_the_script_is_one_the_shell_accepts(shell):
     script = CliRunner().invoke(cli, ["completion", shell], prog_name="miniray").output
     assert "_MINIRAY_COMPLETE" in script
-    if shell == "fish" and shutil.which("fish") is None:
-        return
     if shutil.which(shell) is not None:
         checked = subprocess.run([shell, "-n"], input=script, text=True, capture_output=True)
         assert (checked.returncode, checked.stderr) == (0, "")
 
 
 def test_commands_complete(two_runs):
-    assert offered("") == sorted(COMMANDS) or set(offered("")) == set(COMMANDS)
+    assert set(offered("")) == set(COMMANDS)
     assert offered("re") == ["report"]
     assert offered("demo", "g") == ["gan", "geoguessr"]
     assert offered("runs", "") == ["compare", "delete", "list"]
@@ -57,6 +56,8 @@ def test_the_doctor_offers_its_commands_too(two_runs):
 
 
 def test_a_shell_gets_its_answer_from_a_real_process(two_runs, tmp_path):
+    for name in (b"s\xff", b"s\nx"):  # what no shell could be told
+        (tmp_path / "runs" / os.fsdecode(name)).mkdir()
     env = {"COMP_WORDS": "miniray report s", "COMP_CWORD": "2", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-m", "miniray"],

@@ -64,6 +64,8 @@ def test_every_command_has_help_with_an_example(name):
         (["demo", "--backend", "cloud"], "cloud"),
         (["demo", "clasify"], "Did you mean 'classify'?"),
         (["runs", "show"], "There are: compare, delete, list."),
+        (["completion"], "Choose from: bash, zsh, fish\n"),
+        (["doctor", "--nonsense"], "Usage: miniray doctor [OPTIONS] [RUN_DIR | PID | latest]"),
         (["run", "nowhere.py"], "there is no script nowhere.py"),
         (["run", "--hang-timeout", "0", __file__], "--hang-timeout must be more than 0"),
     ],

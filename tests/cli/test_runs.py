@@ -2,13 +2,17 @@
 
 import json
 import os
+import pathlib
 import socket
+import tempfile
 
 import psutil
 import pytest
 from click.testing import CliRunner
 
 from miniray.cli import _run, cli, colour, runs
+from miniray.dashboard.access import Root
+from miniray.report import find_runs
 
 
 @pytest.fixture
@@ -95,6 +99,57 @@ def test_json_has_no_nan(run_cli, three):
     assert (found[1]["seconds"], found[1]["world_size"], found[1]["kind"]) == (30, 2, "T")
 
 
+def test_names_are_one_line_each_and_as_wide_as_they_look(run_cli, make_run):
+    for name in ("plain", "new\nline", "\x1b[31mred", "训练"):
+        make_run(name, [{"epoch": 0, "loss": 0.5}])
+    lines = run_cli("runs").output.splitlines()
+    assert len(lines) == 5
+    assert not any("\x1b" in line for line in lines)
+    # Two characters of two columns each: the state begins two characters earlier.
+    places = {line.split()[0]: line.index("finished") for line in lines[1:]}
+    assert places["训练"] == places["plain"] - 2 == places["new\ufffdline"] - 2
+
+
+def test_a_damaged_run_does_not_hide_the_others(run_cli, three, tmp_path):
+    for name, text in (("null", "null"), ("deep", '{"a":' * 100_000), ("torn", '{"st')):
+        (tmp_path / "runs" / name).mkdir()
+        (tmp_path / "runs" / name / "run.json").write_text(text)
+    done = run_cli("runs")
+    assert done.exit_code == 0
+    states = dict(line.split()[:2] for line in done.output.splitlines()[1:])
+    assert states | {"middle": "finished", "null": "unknown", "deep": "unknown"} == states
+    assert len(json.loads(run_cli("runs", "--json").output)) == 6
+
+
+@pytest.fixture
+def closed_run():
+    """A folder of two runs, one of which this process may not look into."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("closed", "open"):
+            (pathlib.Path(folder) / name).mkdir()
+            (pathlib.Path(folder) / name / "run.json").write_text('{"state": "finished"}')
+        os.chmod(folder, 0o755)
+        os.chmod(os.path.join(folder, "closed"), 0)
+        mine = os.geteuid()
+        if mine == 0:  # root may look everywhere
+            os.seteuid(65534)
+        yield pathlib.Path(folder)
+        os.seteuid(mine)
+        os.chmod(os.path.join(folder, "closed"), 0o755)
+
+
+def test_a_run_of_somebody_else_does_not_hide_ours(closed_run):
+    assert [run.name for run in find_runs(closed_run)] == ["open"]
+    assert Root(closed_run).names() == ["open"]
+
+
+@pytest.mark.parametrize("words", [["--once"], []])
+def test_top_of_a_run_without_ranks_says_so_and_ends(miniray_on_terminal, three, words):
+    code, screen = miniray_on_terminal("top", "middle", *words)
+    assert code == 2
+    assert "no record of any rank" in screen
+
+
 def test_no_runs_is_said(run_cli):
     assert run_cli("runs").output.startswith("no runs in ")
     assert json.loads(run_cli("runs", "--json").output) == []
@@ -142,6 +197,12 @@ def test_compare_for_programs(run_cli, three):
     assert found[0]["best"] == {"loss": 4.0}
 
 
+def test_a_folder_of_the_same_name_does_not_hide_a_run(run_cli, three, tmp_path):
+    (tmp_path / "middle").mkdir()
+    assert run_cli("report", "middle").output.startswith("report: runs/middle/")
+    assert "middle is not a run directory" in run_cli("report", "./middle").output
+
+
 def test_a_name_that_is_nearly_right_is_offered(run_cli, three):
     done = run_cli("runs", "compare", "midle")
     assert done.exit_code == 2
@@ -153,6 +214,13 @@ def test_a_name_that_is_nearly_right_is_offered(run_cli, three):
 
 def test_delete_removes_the_run_and_nothing_else(run_cli, three, tmp_path):
     done = run_cli("runs", "delete", "old", "new", "--yes")
+    assert done.exit_code == 0, done.output
+    assert done.output.endswith("deleted 2 runs\n")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["middle"]
+
+
+def test_a_run_with_two_names_is_deleted_once(run_cli, three, tmp_path):
+    done = run_cli("runs", "delete", "old", str(tmp_path / "runs" / "old"), "new", "--yes")
     assert done.exit_code == 0, done.output
     assert done.output.endswith("deleted 2 runs\n")
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["middle"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from miniray.cli import _take_debug, bench, cli, demo, scripts
+from miniray.cli.run import run
+from miniray.core import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -122,13 +125,25 @@ def test_the_dashboard_gets_what_was_asked_for(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "miniray.dashboard", module)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "run.json").write_text("{}")
     assert invoke("dashboard", "mine", "--port", "8080", "--no-browser").exit_code == 0
     assert invoke("dashboard").exit_code == 0
+    assert invoke("dashboard", str(tmp_path / "runs")).exit_code == 0  # a folder of runs
     here = {"host": "127.0.0.1"}
     assert asked == [
         (tmp_path / "runs", {**here, "run": "mine", "port": 8080, "open_browser": False}),
         (Path("runs"), {**here, "run": None, "port": 0, "open_browser": True}),
+        (tmp_path / "runs", {**here, "run": None, "port": 0, "open_browser": True}),
     ]
+
+
+def test_a_port_that_is_taken_is_named(tmp_path):
+    pytest.importorskip("plotly")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = invoke("dashboard", "--runs-dir", str(tmp_path), "--port", str(port))
+    assert done.exit_code == 1
+    assert f"port {port} is taken" in done.output
 
 
 def test_a_missing_extra_is_named(monkeypatch, tmp_path):
@@ -146,12 +161,39 @@ def test_a_missing_extra_is_named(monkeypatch, tmp_path):
     assert "pip install 'miniray[dashboard]'" in done.output
 
 
+@pytest.mark.parametrize(
+    ("word", "gpus", "ranks"), [("gpu", 3, 3), ("auto", 3, 3), ("auto", 0, 5), ("cpu", 3, 5)]
+)
+def test_numbers_of_ranks_in_torchruns_words(monkeypatch, word, gpus, ranks):
+    monkeypatch.setattr(machine, "gpu_ids", lambda: ["0"] * gpus)
+    monkeypatch.setattr(machine, "cpu_count", lambda: 5)
+    made = run.make_context("run", ["--standalone", f"--nproc_per_node={word}", "train.py"])
+    assert made.params["nproc"] == ranks
+
+
+def test_what_torchrun_would_refuse_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "gpu_ids", list)
+    monkeypatch.chdir(tmp_path)
+    assert "there is no GPU here" in invoke("run", "--nproc", "gpu", "train.py").output
+    assert "for one machine" in invoke("run", "--standalone", "--nnodes", "2", "x.py").output
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_miniray_run_leaves_a_page(miniray_cli, tmp_path):
     (tmp_path / "train.py").write_text("print('hello')\n")
     done = miniray_cli("run", "--nproc", "1", "train.py")
     assert done.returncode == 0, done.stderr
     (page,) = tmp_path.glob("runs/train-*/report.html")
     assert "miniray run" in page.read_text("utf-8")
+
+
+def test_a_folder_of_runs_is_not_made_a_run(tmp_path):
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "run.json").write_text("{}")
+    done = invoke("run", "--run-dir", str(tmp_path / "runs"), __file__)
+    assert done.exit_code == 2
+    assert "is a folder of runs" in done.output
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mine"]
 
 
 def test_miniray_run_of_a_missing_script_leaves_nothing(miniray_cli, tmp_path):

@@ -295,6 +295,20 @@ def test_64_ranks_and_a_million_points(root, client, open_page):
     assert max(curves[17]["y"]) == synthetic.SPIKE
 
 
+def test_a_run_that_is_not_there_shows_nothing_of_another(client, context):
+    page = context.new_page()  # its console tells of the answer 404, as it should
+    try:
+        page.goto(f"{client.server.url}&run=quick")
+        page.wait_for_selector(".verdict.healthy")
+        page.evaluate("location.hash = 'run=nowhere'")
+        page.wait_for_selector(".connection.lost")
+        assert text(page, "#connection") == "no such run"
+        assert (text(page, "#run-name"), text(page, "#sentence")) == ("nowhere", "")
+        assert page.locator(".chart").count() == 0
+    finally:
+        page.close()
+
+
 def test_the_page_says_when_its_server_is_gone(root, client, context):
     server = Server(root / "quick", interval=0.3)
     server.start()

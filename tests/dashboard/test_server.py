@@ -200,6 +200,19 @@ def test_a_truncated_box_is_named_and_the_others_are_shown(root, run_dir, start)
     assert client.ask("/api/stack?run=a&rank=1", "POST")[0] == 409
 
 
+def test_odd_runs_do_not_hide_the_others(root, run_dir, start):
+    for name, text in (("deep", '{"a":' * 100_000), ("null", "null"), ("list", "[1]")):
+        (root / name).mkdir()
+        (root / name / "run.json").write_text(text)
+    os.mkdir(os.fsencode(root) + b"/\xff")  # no UTF-8
+    shutil.copy(run_dir / "run.json", os.fsencode(root) + b"/\xff/run.json")
+    client = start(root)
+    listed = next(value for name, value in client.events("a") if name == "runs" and value)
+    assert {run["name"] for run in listed} == {"a", "deep", "null", "list", "?"}
+    for name in ("deep", "null", "list"):
+        assert "run.json" in client.state(name)["damaged"]
+
+
 def test_half_written_lines_wait_for_the_rest(root, run_dir, start):
     client = start(root)
     stream = client.events("a")

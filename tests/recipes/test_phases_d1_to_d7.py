@@ -169,7 +169,6 @@ def test_d6_the_loop_runs_where_the_data_is(trained):
 
 def test_d7_end_to_end(trained):
     import plots
-    import train_ppo
 
     guesses = trained.trainer.guesses
     assert list(guesses) == ["untrained", "warm-up", "GRPO"]
@@ -186,8 +185,8 @@ def test_d7_end_to_end(trained):
     picture = trained.folder / "geoguessr.png"
     plots.draw(trained.result.history, guesses, picture, trained.trainer.start)
     assert picture.stat().st_size > 20_000
-    told = train_ppo.speed(trained.result.history)
-    assert "tokens/s" in train_ppo.shown(told)
+    told = plots.speed(trained.result.history)
+    assert "tokens/s" in plots.shown(told)
     parts = {"rollout", "reward", "log-probs and update", "data"}
     assert told["shares"].keys() == parts
     # Handing over pictures is a part of rollouts and updates: with it, the sum may be above 1.

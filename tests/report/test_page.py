@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import threading
 
 import numpy as np
 import pytest
@@ -124,6 +125,18 @@ def train_for_ever(folder):
     with DataParallelTrainer(1, worker=Counter, run_dir=folder, progress=False,
                              backend="inline") as trainer:  # fmt: skip
         trainer.train(epochs=10**6)
+
+
+def test_a_killed_run_took_as_long_as_its_ranks_lived(make_run, ranks):
+    folder = make_run(state="running", started="2026-01-01T10:00:00+00:00", pid=2**22 + 7,
+                      process_started=1.0, host=socket.gethostname())  # fmt: skip
+    ranks.start(one_rank, folder, 0)
+    ranks.wait()
+    for path in (*folder.glob("*"), *folder.glob("ranks/*")):
+        os.utime(path, (1, 1))
+    run = report.read(folder)
+    assert run.state == "died"
+    assert run.seconds == pytest.approx(run.record.ranks[0].heartbeat - run.started)
 
 
 def test_a_killed_run(tmp_path, ranks):
@@ -312,7 +325,9 @@ def test_a_kept_diagnosis_is_shown_as_of_its_moment(make_run, ranks):
     finding |= {"evidence": ["rank 0: step 0"], "cause": "A lock.", "fix": "look at its stack"}
     (folder / "doctor.json").write_text(json.dumps({"findings": [finding], "notes": []}))
     (folder / "doctor.txt").write_text("STUCK: rank 0\n  train.py:28 train\n")
+    (folder / "ranks" / "0.log").write_bytes(b"1%\r99%\n\x1b[31mlast words\x1b[0m\n")
     text, _ = of(folder)
+    assert "last lines of rank 0 99% last words" in text
     assert "STUCK: rank 0 is blocked at train.py:28" in text
     assert "train.py:28 train" in text
 
@@ -334,6 +349,44 @@ def test_a_page_of_somebody_else_is_not_overwritten(make_run, tmp_path):
     (folder / "report.html").unlink()
     report.write_report(folder)
     report.write_report(folder)  # over its own
+
+
+def test_what_is_no_file_is_written_to_and_not_replaced(make_run, tmp_path):
+    folder, pipe, seen = make_run(), tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: seen.append(pipe.read_text("utf-8")))
+    reader.start()
+    assert report.write_report(folder, pipe) == pipe
+    reader.join()
+    assert pipe.is_fifo()
+    checked(seen[0])
+    (tmp_path / "link.html").symlink_to("page.html")
+    report.write_report(folder, tmp_path / "link.html")
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "page.html").is_file()
+
+
+@pytest.mark.parametrize("text", ["null", "[1]", '"x"', '{"a":' * 100_000])
+def test_a_run_json_that_is_no_object_is_said(make_run, tmp_path, text):
+    folder = make_run(metrics=[{"epoch": 0, "loss": 1.0}])
+    (folder / "run.json").write_text(text)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write("[" * 100_000 + "\n")
+    said, headings = of(folder)
+    assert headings[-1] == "Could not be read"
+    assert "run.json" in said
+    assert "metrics.jsonl : line 2 could not be read" in said
+    (run,) = report.find_runs(tmp_path / "runs")
+    assert (run.state, run.world_size, report.run.is_ours(folder)) == ("unknown", 0, False)
+
+
+def test_many_ranks_are_a_small_page(make_run):
+    lines = [
+        {"step": s, "rank": r, "loss": (s * 7 + r) % 11} for s in range(400) for r in range(64)
+    ]
+    page = render(report.read(make_run(metrics=lines, world_size=64)))
+    assert "loss by rank" in page
+    assert len(page) < 200_000
 
 
 def test_states_and_order(make_run, tmp_path):

@@ -45,6 +45,25 @@ def test_a_list_with_a_number_for_each_rank_is_a_curve_a_rank():
     ]
 
 
+def test_lines_that_name_their_rank_are_a_curve_a_rank():
+    lines = [
+        {"step": s, "rank": r, "loss": 10 * r + s, "x": {"y": s}} for s in (0, 1) for r in (1, 0)
+    ]
+    lines.append({"step": 2, "loss": 7})
+    assert named(curves(lines)) == {"loss": ("loss", [(2, 7)])}
+    found = by_rank(lines, world_size=1)
+    assert [(c.name, c.points) for c in found["loss"]] == [
+        ("rank 0", [(0, 0), (1, 1)]),
+        ("rank 1", [(0, 10), (1, 11)]),
+    ]
+    assert [c.points for c in found["x.y"]] == [[(0, 0), (1, 1)]] * 2
+
+
+def test_a_loss_that_is_always_nan_is_not_level():
+    assert Curve("loss", [(0.0, 2.0), (1.0, 2.0)]).level
+    assert not Curve("loss", [(0.0, math.nan), (1.0, math.nan)]).level
+
+
 def test_best_is_the_lowest_loss_and_the_highest_accuracy_and_never_nan():
     points = [(0.0, math.nan), (1.0, 3.0), (2.0, 1.0), (3.0, 2.0)]
     assert Curve("loss", points).best == (2.0, 1.0)

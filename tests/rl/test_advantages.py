@@ -87,6 +87,20 @@ def test_grpo_with_groups_mixed_up():
     assert flat[[2, 4]].tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("kind", [torch.int64, torch.bool, torch.float64])
+def test_right_or_wrong_is_a_reward_and_groups_may_have_names(kind):
+    rewards, names = torch.tensor([1, 1, 0, 0, 1]).to(kind), ["b", "a", "b", "a", "b"]
+    made = advantages.grpo(rewards, names, norm_std=False)
+    torch.testing.assert_close(made, torch.tensor([1 / 3, 0.5, -2 / 3, -0.5, 1 / 3]).to(made))
+    assert advantages.grpo(rewards, names).is_floating_point()
+    made = advantages.rloo(rewards, names)
+    torch.testing.assert_close(made, torch.tensor([0.5, 1, -1, -1, 0.5]).to(made))
+    torch.testing.assert_close(
+        advantages.whiten(rewards[None], torch.ones(1, 5)).float(),
+        advantages.whiten(rewards[None].float(), torch.ones(1, 5)),
+    )
+
+
 def test_grpo_without_the_deviation():
     assert advantages.grpo(tensor(1, 3), [0, 0], norm_std=False).tolist() == [-1, 1]
 

@@ -64,6 +64,36 @@ def test_a_cache_that_cannot_be_shared_out(monkeypatch):
     check(make_model(), TOKENIZER.eos_token_id)
 
 
+class HandsOn(torch.nn.Module):
+    """A wrapper as PEFT's is: most of what it takes it does not name."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def get_base_model(self):
+        return self.model
+
+    def forward(self, input_ids=None, attention_mask=None, **more):
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, **more)
+
+
+def test_a_wrapper_is_told_what_the_model_within_takes():
+    model, eos = make_model(), TOKENIZER.eos_token_id
+    made = generate(HandsOn(model), PROMPTS, SEEDS, LONG, eos_ids=[eos])
+    assert [r.tolist() for r in made] == check(model, eos)  # positions too, in spite of padding
+
+
+class Forgetful(TinyLM):
+    def forward(self, input_ids, attention_mask, position_ids, **more):
+        return super().forward(input_ids, attention_mask, position_ids)
+
+
+def test_a_model_without_a_cache_is_refused():
+    with pytest.raises(TypeError, match="Forgetful returned no past_key_values"):
+        generate(Forgetful(), PROMPTS, SEEDS, LONG)
+
+
 def test_without_an_end_every_response_has_full_length():
     made = generate(make_model(), PROMPTS, SEEDS, Sampling(max_new_tokens=3))
     assert [len(r) for r in made] == [3] * 5

@@ -1,5 +1,6 @@
 """Reward functions that work, raise, return nonsense, and hang."""
 
+import sys
 import threading
 
 import pytest
@@ -44,6 +45,12 @@ def test_an_exception_is_named_with_the_row_and_the_line(timeout):
 
 
 @pytest.mark.parametrize("timeout", [30.0, None])
+def test_one_that_wants_to_exit_has_failed(timeout):
+    with pytest.raises(RewardError, match="raised SystemExit: 3"):
+        score(lambda row, text: sys.exit(3), timeout=timeout)
+
+
+@pytest.mark.parametrize("timeout", [30.0, None])
 def test_what_fails_can_be_skipped(timeout):
     made = score(fails_at_c, on_error="skip", timeout=timeout)
     assert made == [{"reward": 1.0}, {"reward": 1.0}, None, {"reward": 1.0}]
@@ -56,6 +63,7 @@ def test_what_fails_can_be_skipped(timeout):
         ("good", "no number"),
         (float("nan"), "not finite"),
         ({"score": 1}, 'no "reward"'),
+        ({"reward": 1, "why": "near"}, "not all are numbers"),
         ({"reward": float("inf")}, "not finite"),
         ({"reward": 1, "loss": 2}, "returned loss, which miniray uses itself"),
     ],

@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from miniray.rl import (
     KLPenalty,
     PPOConfig,
     PPOTrainer,
+    Sampling,
 )
 from miniray.train import Checkpoint, LRSchedule
 from tests.rl.models_for_tests import TOKENIZER, digits, make_model, rows
@@ -140,6 +142,9 @@ def test_what_a_policy_lacks_is_named():
         make(policy=lambda: torch.nn.Linear(1, 1)).train(steps=1)
     with pytest.raises(ActorDiedError, match=r"(?s)must return a torch.nn.Module.*3"):
         make(policy=lambda: 3).train(steps=1)
+    encoder = type("T5", (torch.nn.Module,), {"forward": lambda s, input_ids, decoder_input_ids: 1})
+    with pytest.raises(ActorDiedError, match="T5 has an encoder"):
+        make(policy=encoder).train(steps=1)
     without = type("NoValues", (torch.nn.Module,), {"generate": 1, "log_probs": 1})
     with pytest.raises(ActorDiedError, match=r"NoValues lacks values\(\)"):
         make(PPOTrainer, policy=without).train(steps=1)
@@ -162,7 +167,13 @@ def test_what_a_policy_lacks_is_named():
     [
         ({"data": []}, "data"),
         ({"data": ["text"]}, "must be dicts"),
-        ({"data": 5}, "list of rows or a function"),
+        ({"data": 5}, r"list of rows \(dicts\) or a function"),
+        ({"data": "train.parquet"}, "not 'train.parquet'"),
+        ({"data": {"prompt": ["1+1="]}}, "list of rows"),
+        ({"policy": make_model()}, "a function that makes the model, not a TinyLM itself"),
+        ({"sampling": {"max_new_tokens": 3}}, "sampling must be a Sampling"),
+        ({"eval_sampling": 3}, "eval_sampling must be a Sampling"),
+        ({"reward_timeout": 0}, "reward_timeout must be a number > 0"),
         ({"reward": None}, "reward must be a function"),
         ({"sync": "both"}, "'grad', 'weights'"),
         ({"num_workers": 5}, "prompts_per_step=4 is less than the 5 workers"),
@@ -177,7 +188,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(arguments, complaint):
     settings = {"tokenizer": TOKENIZER, "config": GRPOConfig(**SMALL), **arguments}
     data, reward = settings.pop("data", rows(4)), settings.pop("reward", digits)
     with pytest.raises((TypeError, ValueError), match=complaint):
-        GRPOTrainer(make_model, reward, data, **settings)
+        GRPOTrainer(settings.pop("policy", make_model), reward, data, **settings)
 
 
 @pytest.mark.parametrize(
@@ -193,11 +204,45 @@ def test_what_cannot_be_is_refused_before_anything_starts(arguments, complaint):
         (lambda: KLPenalty(-1), "coef"),
         (lambda: KLPenalty(0, target=1), "0 stays 0"),
         (lambda: KLPenalty(kind="k4"), "kind"),
+        (lambda: KLPenalty(target="1"), "target must be a number > 0, not '1'"),
+        (lambda: GRPOConfig(max_grad_norm="1"), "max_grad_norm must be a number > 0"),
+        (lambda: GRPOConfig(rollouts=True), "rollouts"),
+        (lambda: Sampling(top_p=0), "top_p must be a number > 0"),
+        (lambda: Sampling(stop_ids=5), "stop_ids must be a tuple"),
+        (lambda: Sampling(stop_ids=("end",)), "token of stop_ids"),
     ],
 )
 def test_settings_are_checked_when_they_are_made(made, complaint):
     with pytest.raises((TypeError, ValueError), match=complaint):
         made()
+
+
+def test_numbers_of_numpy_are_numbers():
+    config = GRPOConfig(rollouts=np.int64(4), lr=np.float32(0.5), dual_clip=np.float64(3))
+    assert (config.rollouts, config.lr) == (4, 0.5)
+
+
+class Columns:
+    """Rows as a dataset has them that is no list: they can be asked for one by one."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, i):
+        assert type(i) is int, i  # neither a slice nor a number of numpy's
+        return rows(3)[i]
+
+
+def test_rows_need_not_be_a_list():
+    with make(data=Columns(), eval_data=Columns()) as trainer:
+        trainer.train(steps=1)
+        assert trainer.evaluate() == trainer.evaluate(Columns()) == trainer.evaluate(rows(3))
+        with pytest.raises(ValueError, match="data is empty"):
+            trainer.evaluate([])
+        with pytest.raises(TypeError, match="data must be a list of rows"):
+            trainer.evaluate(lambda rank, world_size: rows(3))
+    with pytest.raises(TypeError, match=r"data must give rows \(dicts\)"):
+        make(data=[*rows(3), "1+1="]).train(steps=1)
 
 
 def test_steps_must_be_said_once():

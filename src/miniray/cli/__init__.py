@@ -129,7 +129,8 @@ def _run(args: list[str], debug: bool) -> int:
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
-        _complain(f"error: {error.format_message()}")
+        said = error.format_message().replace("\n\t", " ")  # click has a line for each choice
+        _complain(f"error: {said}")
         if isinstance(error, click.UsageError) and error.ctx is not None:
             more = f"`{error.ctx.command_path} --help` says more."
             click.echo(f"{error.ctx.get_usage()}\n{more}", err=True)

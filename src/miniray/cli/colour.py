@@ -6,21 +6,37 @@ import math
 import os
 import shutil
 import sys
+import unicodedata
 from typing import TextIO
 
 import click
 
 
+def coloured(stream: TextIO) -> bool:
+    """Whether it is a terminal that may show colours."""
+    dumb = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return stream.isatty() and not dumb
+
+
 def paint(text: str, colour: str | None, stream: TextIO | None = None) -> str:
     """``text`` in a colour where ``stream`` (standard output) is a terminal that may show one."""
-    stream = stream or sys.stdout
-    wanted = colour is not None and stream.isatty() and not os.environ.get("NO_COLOR")
+    wanted = colour is not None and coloured(stream or sys.stdout)
     return click.style(text, fg=colour) if wanted else text
 
 
 def columns() -> float:
     """How wide a line may be: the terminal's width, and any in a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+
+
+def width(text: str) -> int:
+    """Columns it takes: a Chinese character has two."""
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def printable(text: str) -> str:
+    """Without what would move the cursor, colour the rest, or cannot be written at all."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def fitted(line: str, used: int = 0) -> str:

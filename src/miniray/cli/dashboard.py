@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import click
@@ -18,6 +19,7 @@ EPILOG = """\b
 Examples:
   miniray dashboard               all runs under runs/
   miniray dashboard my-run        begin with one of them
+  miniray dashboard elsewhere     all runs under another folder
   miniray dashboard --no-browser  print the address and open nothing
 """
 
@@ -39,7 +41,11 @@ def dashboard(target: str, port: int, no_browser: bool, runs_dir: Path) -> None:
 
     Reads run directories, and binds to this machine only. Ends with Ctrl-C.
     """
+    from miniray.report.run import is_run
+
     run = resolve(target, runs_dir) if target else None
+    if run is not None and not is_run(run):  # a folder of runs
+        runs_dir, run = run, None
     root = runs_dir if run is None else run.absolute().parent
     if not root.is_dir():
         raise NoRunError(f"there is no folder {root.absolute()}: {how_to_get_one(root)}")
@@ -56,4 +62,10 @@ def dashboard(target: str, port: int, no_browser: bool, runs_dir: Path) -> None:
     except ImportError as error:
         raise click.ClickException(
             f"the dashboard cannot run ({error}): pip install 'miniray[dashboard]'"
+        ) from error
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise click.ClickException(
+            f"port {port} is taken; without --port it is a free one"
         ) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from miniray.cli.colour import coloured
 from miniray.cli.groups import Group
 from miniray.cli.targets import (
     NoRunError,
@@ -62,6 +62,15 @@ class _Doctor(Group):
         formatter.write_usage(ctx.command_path, "COMMAND ...")
 
 
+class _Nameless(click.Context):
+    """Of the command that nobody names: its complaints do not show its name either."""
+
+    @property
+    def command_path(self) -> str:
+        assert self.parent is not None
+        return self.parent.command_path
+
+
 @click.group(cls=_Doctor, epilog=EPILOG)
 def doctor() -> None:
     """Say what is wrong with a run: live, hung or dead.
@@ -71,7 +80,7 @@ def doctor() -> None:
 
 
 @doctor.command(name=_THE_RUN, hidden=True)
-@run_argument()
+@run_argument
 @click.option("--watch", is_flag=True, help="Look again and again until the run has ended.")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON for a program.")
 @click.option(
@@ -83,7 +92,7 @@ def doctor() -> None:
 def examine(
     target: str, watch: bool, as_json: bool, hang_timeout: float | None, runs_dir: Path
 ) -> int:
-    """Diagnose one run (what `miniray doctor` does without a command)."""
+    """Diagnose one run."""
     from miniray.doctor.diagnose import diagnose
 
     run_dir = find_recorded(target, runs_dir)
@@ -112,9 +121,11 @@ def _show(diagnosis: Diagnosis, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(diagnosis.to_json(), ensure_ascii=False))
         return
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    click.echo(diagnosis.text(color=colour))
+    click.echo(diagnosis.text(color=coloured(sys.stdout)))
     sys.stdout.flush()
+
+
+examine.context_class = _Nameless
 
 
 @doctor.command(

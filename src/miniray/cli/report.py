@@ -20,7 +20,7 @@ Examples:
 
 
 @click.command(epilog=EPILOG)
-@run_argument()
+@run_argument
 @click.option(
     "-o",
     "--output",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import click
+
+from miniray.core import machine
 
 EPILOG = """\b
 Examples:
@@ -18,19 +21,32 @@ Launchers of several machines need the same secret in MINIRAY_RUN_TOKEN.
 """
 
 
+class _Ranks(click.IntRange):
+    """A number, or torchrun's words for one."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        if value not in ("gpu", "cpu", "auto"):
+            number: int = super().convert(value, param, ctx)
+            return number
+        gpus = 0 if value == "cpu" else len(machine.gpu_ids())
+        if value == "gpu" and not gpus:
+            self.fail("there is no GPU here.", param, ctx)
+        return gpus or machine.cpu_count()
+
+
 @click.command(
     epilog=EPILOG,
     # What comes after the script is the script's, also what looks like an option of ours.
-    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+    context_settings={"allow_interspersed_args": False},
 )
 @click.option(
     "--nproc",
     "--nproc-per-node",
     "--nproc_per_node",
-    type=click.IntRange(1),
+    type=_Ranks(1),
     default=1,
     show_default=True,
-    help="Ranks on this machine.",
+    help="Ranks on this machine; gpu, cpu or auto: as many as there are.",
 )
 @click.option("--nnodes", type=click.IntRange(1), default=1, show_default=True, help="Machines.")
 @click.option(
@@ -49,6 +65,7 @@ Launchers of several machines need the same secret in MINIRAY_RUN_TOKEN.
     type=click.IntRange(1, 65535),
     help="Port on machine 0.  [default: a free one]",
 )
+@click.option("--standalone", is_flag=True, help="One machine and a free port, as it is anyway.")
 @click.option(
     "--max-restarts",
     "--max_restarts",
@@ -82,6 +99,7 @@ def run(
     node_rank: int,
     master_addr: str,
     master_port: int | None,
+    standalone: bool,
     max_restarts: int,
     run_dir: Path | None,
     hang_timeout: float,
@@ -100,7 +118,10 @@ def run(
     from miniray.doctor.launch import launch
     from miniray.doctor.launch_options import Options, check
     from miniray.doctor.runfile import new_directory
+    from miniray.report.run import find_runs, is_run
 
+    if standalone and nnodes > 1:
+        raise click.UsageError("--standalone is for one machine, not for --nnodes of them.")
     options = Options(
         command=("-m", script, *args) if module else (script, *args),
         nproc=nproc,
@@ -118,6 +139,10 @@ def run(
         check(options)  # before a directory is made for it
     except (ValueError, FileNotFoundError) as error:
         raise click.UsageError(str(error)) from error
+    if run_dir is not None and not is_run(run_dir) and find_runs(run_dir):
+        raise click.UsageError(
+            f"{run_dir} is a folder of runs; --run-dir is that of this run, like {run_dir / 'NAME'}"
+        )
     if run_dir is None:
         run_dir = new_directory(Path("runs"), Path(script).stem)
         options = dataclasses.replace(options, run_dir=run_dir)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from miniray.cli.colour import columns, fitted, paint
+from miniray.cli.colour import columns, fitted, paint, printable, width
 from miniray.cli.groups import Group
-from miniray.cli.targets import how_to_get_one, resolve, run_argument, runs_dir_option
+from miniray.cli.targets import how_to_get_one, resolve, runs_argument, runs_dir_option
 
 if TYPE_CHECKING:
     from miniray.report import Run
@@ -64,12 +64,12 @@ def list_(as_json_: bool, number: int | None, runs_dir: Path) -> None:
 
 def _show(found: list[Run]) -> None:
     rows = [dict(zip(_HEAD, _HEAD, strict=True)), *map(_row, found)]
-    widths = {name: max(len(row[name]) for row in rows) for name in _HEAD[:-1]}
+    widths = {name: max(width(row[name]) for row in rows) for name in _HEAD[:-1]}
     for name in _GIVE_WAY:  # never the run's own: a name must be one that can be copied
         if _used(widths) + _ROOM > columns():
             del widths[name]
     for row in rows:
-        cells = {name: row[name].ljust(width) for name, width in widths.items()}
+        cells = {k: row[k] + " " * (most - width(row[k])) for k, most in widths.items()}
         cells["state"] = paint(cells["state"], _STATES.get(row["state"]))
         cells["metrics"] = fitted(row["metrics"], _used(widths))
         click.echo("  ".join(cells.values()).rstrip())
@@ -81,13 +81,13 @@ def _used(widths: dict[str, int]) -> int:
 
 def _row(run: Run) -> dict[str, str]:
     return {
-        "run": run.name,
+        "run": printable(run.name),
         "state": run.state,
         "started": _ago(run.started),
         "took": _took(run.seconds),
         "ranks": str(run.world_size or ""),
         "epochs": _epochs(run),
-        "metrics": _metrics(run.last_metrics()),
+        "metrics": printable(_metrics(run.last_metrics())),
     }
 
 
@@ -98,7 +98,7 @@ def _epochs(run: Run) -> str:
 
 
 def as_json(run: Run) -> dict[str, Any]:
-    """What ``--json`` says of a run; NaN and the like are texts, as in the run's own files."""
+    """What ``--json`` says of a run; NaN and the like are texts."""
     return {
         "name": run.name,
         "path": str(run.path.absolute()),
@@ -112,7 +112,7 @@ def as_json(run: Run) -> dict[str, Any]:
 
 
 @runs.command(short_help="Show metrics and settings of several runs side by side.")
-@run_argument("targets", many=True)
+@runs_argument
 @click.option("--json", "as_json_", is_flag=True, help="Write JSON for a program.")
 @runs_dir_option
 def compare(targets: tuple[str, ...], as_json_: bool, runs_dir: Path) -> None:
@@ -183,7 +183,7 @@ def _settings(run: Run) -> dict[str, str]:
 
 
 @runs.command(short_help="Delete runs with everything in them.")
-@run_argument("targets", many=True)
+@runs_argument
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @runs_dir_option
 def delete(targets: tuple[str, ...], yes: bool, runs_dir: Path) -> None:
@@ -192,11 +192,12 @@ def delete(targets: tuple[str, ...], yes: bool, runs_dir: Path) -> None:
     Nothing but a run directory that miniray wrote is deleted, and no run whose processes live. If
     any of the RUNs is refused, none is deleted.
     """
-    chosen = list(dict.fromkeys(resolve(target, runs_dir) for target in targets))
-    for path in chosen:
+    named = [resolve(target, runs_dir) for target in targets]
+    for path in named:
         why = refusal(path)
         if why:
             raise click.ClickException(f"{path} is not deleted: {why}")
+    chosen = list({path.resolve(): path for path in named}.values())  # one may have two names
     for path in chosen:
         click.echo(f"{path}  {_size(path) / 1e6:,.1f} MB")
     if not yes:

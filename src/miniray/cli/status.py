@@ -131,30 +131,30 @@ def _show(found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="bold")
-    facts.add_column()
     packages = ", ".join(f"{k} {v}" for k, v in found["packages"].items() if v)
     missing = ", ".join(k for k, v in found["packages"].items() if not v)
     free, total = found["memory_available_bytes"], found["memory_bytes"]
-    facts.add_row("miniray", f"{found['miniray']} on Python {found['python']}")
-    facts.add_row("platform", found["platform"])
-    facts.add_row("packages", packages)
-    if missing:
-        facts.add_row("not installed", missing)
-    facts.add_row("cores", str(found["cpus"]))
-    facts.add_row("memory", f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB available")
-    facts.add_row("GPUs", "\n".join(map(_card, found["gpus"])) or "none")
-    console.print(facts)
-    console.print()
+    facts = {
+        "miniray": f"{found['miniray']} on Python {found['python']}",
+        "platform": found["platform"],
+        "packages": packages,
+        "not installed": missing,
+        "cores": found["cpus"],
+        "memory": f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB available",
+        "GPUs": "\n".join(map(_card, found["gpus"])) or "none",
+    }
+    facts = {name: str(value) for name, value in facts.items() if value}
+    width = max(map(len, facts)) + 2
+    for name, value in facts.items():
+        click.echo(f"{name:<{width}}" + value.replace("\n", "\n" + " " * width))
+    click.echo()
     engines = Table()
     for name in ("engine", "usable", "notes"):
         engines.add_column(name)
     for backend in found["backends"]:
         mark = "[green]yes[/]" if backend["available"] else "[red]no[/]"
         engines.add_row(backend["name"], mark, backend["reason"].replace("[", "\\["))
-    console.print(engines)
+    Console(highlight=False).print(engines)
 
 
 def _card(gpu: dict[str, Any]) -> str:

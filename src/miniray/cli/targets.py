@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -33,14 +32,16 @@ def resolve(target: str, runs_dir: Path) -> Path:
 
     ``NoRunError`` says what was looked for, and names what is near.
     """
-    if Path(target).is_dir():
-        return Path(target)
-    if Path(target).name == target and (runs_dir / target).is_dir():
-        return runs_dir / target
+    from miniray.report.run import is_run
+
+    places = [Path(target), *([runs_dir / target] if Path(target).name == target else [])]
+    folders = [place for place in places if place.is_dir()]
+    if folders:  # of two of that name, the one that is a run
+        return next(filter(is_run, folders), folders[0])
     if target == "latest":
         return latest(runs_dir)
     if target.isdigit():
-        return _of_process(target, runs_dir)
+        return _find_run(target, runs_dir)
     import difflib
 
     known = names(runs_dir)
@@ -57,12 +58,7 @@ def resolve(target: str, runs_dir: Path) -> Path:
 def find_recorded(target: str, runs_dir: Path) -> Path:
     """The same for those who read boxes: ``latest`` is the newest run that has any."""
     if target == "latest" and not Path(target).is_dir():
-        from miniray.doctor.diagnose import find_run
-
-        try:
-            return find_run(target, runs_dir)
-        except FileNotFoundError as error:
-            raise NoRunError(f"{error}: {how_to_get_one(runs_dir)}") from error
+        return _find_run(target, runs_dir, f": {how_to_get_one(runs_dir)}")
     return resolve(target, runs_dir)
 
 
@@ -83,21 +79,22 @@ def how_to_get_one(runs_dir: Path) -> str:
     return "is it the folder you meant with --runs-dir?"
 
 
-def _of_process(pid: str, runs_dir: Path) -> Path:
+def _find_run(target: str, runs_dir: Path, hint: str = "") -> Path:
     from miniray.doctor.diagnose import find_run
 
     try:
-        return find_run(pid, runs_dir)
+        return find_run(target, runs_dir)
     except FileNotFoundError as error:
-        raise NoRunError(str(error)) from error
+        raise NoRunError(f"{error}{hint}") from error
 
 
 def names(runs_dir: Path) -> list[str]:
-    """Folders that look like runs, without reading any."""
+    """Folders that look like runs, without reading any; none whose name a shell would not take."""
     try:
-        return sorted(p.name for p in runs_dir.iterdir() if p.is_dir() and p.name[0] != ".")
+        found = [path.name for path in runs_dir.iterdir() if path.is_dir()]
     except OSError:
         return []
+    return sorted(name for name in found if name[0] != "." and name.isprintable())
 
 
 def complete_runs(
@@ -113,17 +110,10 @@ def complete_runs(
     return [CompletionItem(incomplete, type="dir")]
 
 
-def run_argument(
-    name: str = "target", *, default: str | None = "latest", many: bool = False
-) -> Callable[[Any], Any]:
-    """The argument that names a run, or several."""
-    if many:
-        return click.argument(
-            name, metavar="RUN...", nargs=-1, required=True, shell_complete=complete_runs
-        )
-    return click.argument(
-        name,
-        metavar="[RUN_DIR | PID | latest]",
-        default=default,
-        shell_complete=complete_runs,
-    )
+#: The argument that names a run, and the one that names several.
+run_argument = click.argument(
+    "target", metavar="[RUN_DIR | PID | latest]", default="latest", shell_complete=complete_runs
+)
+runs_argument = click.argument(
+    "targets", metavar="RUN...", nargs=-1, required=True, shell_complete=complete_runs
+)

@@ -24,7 +24,7 @@ Examples:
 
 
 @click.command(epilog=EPILOG)
-@run_argument()
+@run_argument
 @click.option("--once", is_flag=True, help="Show one frame and end.")
 @click.option(
     "--interval", type=click.FloatRange(0.1), default=1.0, show_default=True, help="Seconds."
@@ -33,29 +33,33 @@ Examples:
 def top(target: str, once: bool, interval: float, runs_dir: Path) -> int:
     """Show the ranks of a run: step, phase, loss, memory, state.
 
-    Ends by itself when the run has ended, else with Ctrl-C. Nothing is asked of the ranks.
+    Ends by itself when the run has ended, else with Ctrl-C. Nothing is asked of the ranks. The exit
+    status is 2 where none has a record.
     """
     from rich.console import Console
     from rich.live import Live
 
     from miniray.doctor.reader import read_run
+    from miniray.doctor.runfile import state_of
 
     run_dir = find_recorded(target, runs_dir)
     console = Console(highlight=False)
     run = read_run(run_dir)
     if once or not console.is_terminal:
         console.print(frame(run, None, console.width))
-        return 0
+        return 0 if run.ranks else 2
     before = None
     with Live(frame(run, None, console.width), console=console, auto_refresh=False) as live:
         try:
-            while any(record.alive for record in run) or not run.ranks:
+            while any(record.alive for record in run) or (
+                not run.ranks and state_of(run.run) in ("running", "unknown")  # it may begin yet
+            ):
                 time.sleep(interval)
                 before, run = run, read_run(run_dir)
                 live.update(frame(run, before, console.width), refresh=True)
         except KeyboardInterrupt:
             return 0
-    return 0
+    return 0 if run.ranks else 2
 
 
 def frame(run: RunRecord, before: RunRecord | None, width: int) -> Group:

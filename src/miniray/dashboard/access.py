@@ -131,4 +131,5 @@ class Root:
 
 
 def _is_run(path: Path) -> bool:
-    return path.is_dir() and any((path / mark).exists() for mark in _MARKS)
+    # os.path: a folder that we may not look into is none, where Path.exists would raise.
+    return path.is_dir() and any(os.path.exists(path / mark) for mark in _MARKS)

@@ -125,14 +125,14 @@ class Handler(BaseHTTPRequestHandler):
         try:
             while not poller.stopped:
                 now = poller.wait(sent, watches, _SILENCE)
-                text = "" if now != sent else ": nobody home\n\n"
+                news = b"" if now != sent else b": nobody home\n\n"
                 if now[0] != sent[0]:
-                    text += _event("runs", poller.runs())
+                    news += _event("runs", poller.runs())
                 for watch, version, before in zip(watches, now[1:], sent[1:], strict=True):
                     if version != before:
-                        text += _event("state", watch.state)
+                        news += _event("state", watch.state)
                 sent = now
-                self.wfile.write(text.encode())
+                self.wfile.write(news)
                 self.wfile.flush()
         finally:
             poller.viewer(-1)
@@ -222,7 +222,7 @@ class Handler(BaseHTTPRequestHandler):
         return value
 
     def _json(self, value: Any, status: int = 200) -> None:
-        self._send(status, _dump(value).encode(), "application/json", "no-store")
+        self._send(status, _dump(value), "application/json", "no-store")
 
     def _text(self, status: int, text: str) -> None:
         self._send(status, text.encode(), "text/plain; charset=utf-8", "no-store")
@@ -253,12 +253,13 @@ class Handler(BaseHTTPRequestHandler):
         """Nothing: the terminal is the user's, and addresses would show the token."""
 
 
-def _event(name: str, value: Any) -> str:
-    return f"event: {name}\ndata: {_dump(value)}\n\n"
+def _event(name: str, value: Any) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), _dump(value))
 
 
-def _dump(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+def _dump(value: Any) -> bytes:
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode(errors="replace")  # names of files need not be UTF-8
 
 
 def _is_rank(text: str) -> bool:

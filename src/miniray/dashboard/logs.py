@@ -7,6 +7,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from miniray.report.text import on_screen, uncoloured
+
 _PIECE = 128 << 10
 _BLOCK = 1 << 20
 _MOST_FOUND = 300
@@ -51,29 +53,23 @@ def tail(path: Path, since: int | None = None, before: int | None = None) -> dic
 def search(path: Path, text: str) -> dict[str, Any]:
     """Lines that contain ``text``, letters large or small: the last few hundred of them."""
     wanted = text.lower()
-    found: deque[dict[str, Any]] = deque(maxlen=_MOST_FOUND)
+    found: deque[str] = deque(maxlen=_MOST_FOUND)
     total = 0
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        at = max(0, size - _MOST_SEARCHED)
-        file.seek(at)
-        rest = b""
-        while block := file.read(_BLOCK):
-            *lines, rest = (rest + block).split(b"\n")
+        file.seek(max(0, size - _MOST_SEARCHED))
+        rest, block = b"", b"\n"
+        while block:
+            block = file.read(_BLOCK)
+            *lines, rest = (rest + (block or b"\n")).split(b"\n")  # the last line may have no end
             for line in lines:
                 if wanted in (shown := line.decode("utf-8", "replace")).lower():
                     total += 1
-                    found.append({"at": at, "line": shown[:_LONGEST_SHOWN]})
-                at += len(line) + 1
+                    found.append(uncoloured(shown)[:_LONGEST_SHOWN])
             if len(rest) > _BLOCK:
-                at, rest = at + len(rest), b""
-        if rest and wanted in (shown := rest.decode("utf-8", "replace")).lower():
-            total += 1
-            found.append({"at": at, "line": shown[:_LONGEST_SHOWN]})
+                rest = b""
     return {"found": list(found), "total": total, "whole": size <= _MOST_SEARCHED}
 
 
 def _shown(line: bytes) -> str:
-    """As a terminal would show it: of a progress bar, what was written last."""
-    text = line.decode("utf-8", "replace").rstrip("\r")
-    return text.rpartition("\r")[2][:_LONGEST_SHOWN]
+    return on_screen(line.decode("utf-8", "replace"))[:_LONGEST_SHOWN]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,17 +59,8 @@ class Listing:
         status = file.stat()
         stamp = (status.st_mtime_ns, status.st_size)
         if name not in self._read or self._read[name][0] != stamp:
-            self._read[name] = (stamp, read_json(file))
+            self._read[name] = (stamp, runfile.read_json(file)[0])  # the doctor says what is wrong
         return self._read[name][1]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """An object; empty where there is none or it is damaged (the doctor says which)."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _moment(text: Any) -> float | None:

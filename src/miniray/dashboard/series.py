@@ -19,11 +19,14 @@ from typing import Any
 
 import numpy as np
 
+from miniray.report.series import number
+
 #: Bytes of a file read at a time: the page stays live while a large one is taken in.
 PIECE = 1 << 20
 _LONGEST_LINE = 1 << 20
 _MOST_MARKS = 200
 _MOST_SERIES = 5000
+_LARGEST = 1e307  # of two larger ones plotly cannot tell the distance
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _NOT_A_METRIC = frozenset({"epoch", "step", "rank", "time", "timestamp", "world_size"})
 
@@ -106,7 +109,7 @@ class Series:
             if len(found):
                 within = slice(max(0, found[0] - 1), found[-1] + 2)
                 x, y = x[within], y[within]
-        x, y = thin(x, y, most)
+        x, y = thin(x, y.clip(-_LARGEST, _LARGEST), most)
         return {
             "axis": self.axis,
             "points": self.points,
@@ -141,9 +144,9 @@ class Metrics:
 
     def _take(self, record: dict[str, Any]) -> None:
         self._count += 1
-        axis = "step" if "step" in record else "epoch" if "epoch" in record else "line"
-        at = record.get(axis, self._count)
-        if type(at) is not int and not _is_finite(at):
+        axis = "step" if "step" in record else "epoch"
+        at = number(record.get(axis))
+        if at is None or not math.isfinite(at):
             axis, at = "line", self._count
         rank = record.get("rank")
         whose = rank if type(rank) is int else None
@@ -154,11 +157,14 @@ class Metrics:
             if (type(value) is not float and type(value) is not int) or name in _NOT_A_METRIC:
                 continue
             known = series.get((name, whose))
-            if known is not None and value - value == 0:  # finite, as nearly all are
-                known.x.append(at)
-                known.y.append(value)
-            else:
-                self.add(name, whose, axis, at, float(value))
+            try:
+                if known is not None and value - value == 0:  # finite, as nearly all are
+                    known.y.append(value)
+                    known.x.append(at)
+                else:
+                    self.add(name, whose, axis, at, float(value))
+            except OverflowError:  # an int that no float can hold
+                continue
 
     def add(self, name: str, rank: int | None, axis: str, x: float, y: float) -> None:
         series = self.series.get((name, rank))
@@ -210,10 +216,6 @@ def _parsed_line(line: bytes) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError):
         return None
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, float) and math.isfinite(value)
 
 
 def _short(value: float) -> float:

@@ -79,7 +79,7 @@ def epochs(run: Run) -> Markup:
     """The lines of metrics.jsonl as a table; of very many, some evenly chosen."""
     if not run.metrics:
         return Markup()
-    rows = spread([flat(record) for record in run.metrics], _MOST_ROWS)
+    rows = [flat(record) for record in spread(run.metrics, _MOST_ROWS)]
     keys = list(dict.fromkeys(key for row in rows for key in row))
     keys = [key for key in keys if any(_simple(row.get(key)) for row in rows)]
     cells = [[_cell(row.get(key)) for key in keys] for row in rows]

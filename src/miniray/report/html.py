@@ -78,11 +78,8 @@ def section(title: str, *inside: Any, note: str = "") -> Markup:
     return tag("section", tag("h2", title), said, *inside, id=anchor)
 
 
-def folded(title: Any, *inside: Any, opened: bool = False) -> Markup:
-    return Markup(
-        f"<details{' open' * opened}><summary>{escape(title)}</summary>"
-        f"{''.join(map(escape, inside))}</details>"
-    )
+def folded(title: str, inside: Markup) -> Markup:
+    return tag("details", tag("summary", title), inside)
 
 
 def figure(title: Any, drawing: str, legend: Iterable[tuple[str, str, str]] = ()) -> Markup:

@@ -22,7 +22,7 @@ def write_report(
     """Write ``report.html`` into the run's directory, or to ``path``; returns where it is.
 
     ``FileNotFoundError`` where there is no run, ``FileExistsError`` where a ``report.html`` is
-    that this did not write. A reader sees the old page or all of the new one.
+    that this did not write. A reader of a file sees the old page or all of the new one.
     """
     run = read(run_dir)
     target = run.path / "report.html" if path is None else Path(path)
@@ -31,8 +31,11 @@ def write_report(
             f"{target} was written by something else: give another path (--output)"
         )
     text = render(run)
+    if target.exists() and not target.is_file():  # a pipe, a device: there is nothing to replace
+        target.write_text(text, encoding="utf-8")
+        return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(target, text)
+    replace_text(target.resolve(), text)
     return target
 
 

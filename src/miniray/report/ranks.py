@@ -13,7 +13,7 @@ from miniray.report.curves import chart
 from miniray.report.html import bar, folded, join, section, table, tag
 from miniray.report.run import Run
 from miniray.report.series import Curve, axis, one
-from miniray.report.text import Markup
+from miniray.report.text import Markup, on_screen
 
 _MOST_BARS = 64
 _SLIM = 16  #: more bars than this are thin ones
@@ -288,4 +288,5 @@ def _tail(path: object, most: int = 4000) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    return (text.partition("\n")[2] if length > most else text).rstrip()
+    text = text.partition("\n")[2] if length > most else text
+    return "\n".join(map(on_screen, text.rstrip().split("\n")))

@@ -106,8 +106,8 @@ class Run:
         ended = self.ended
         if ended is None and self.state == "running":
             ended = datetime.datetime.now().timestamp()
-        if ended is None:
-            ended = self.changed
+        if ended is None:  # what a rank writes into its box is no change of the file
+            ended = max([self.changed, *(rank.heartbeat for rank in self.record)])
         return max(0.0, ended - started)
 
     @property
@@ -181,17 +181,8 @@ def read(run_dir: str | os.PathLike[str]) -> Run:
         raise FileNotFoundError(
             f"{path} is not a run directory: it has no run.json, metrics.jsonl or ranks/*.box"
         )
-    info: Any = {}
-    damaged: dict[str, str] = {}
-    try:
-        info = from_json(json.loads((path / "run.json").read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        damaged["run.json"] = str(error)
-    if not isinstance(info, dict):
-        info, damaged["run.json"] = {}, "not a JSON object"
-    return Run(path, info, damaged)
+    info, why = runfile.read_json(path / "run.json")
+    return Run(path, from_json(info), {"run.json": why} if why else {})
 
 
 def is_run(path: Path) -> bool:
@@ -212,16 +203,12 @@ def is_ours(path: Path) -> bool:
                     return True
         except OSError:
             continue
-    try:
-        info = json.loads((path / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    versions = info.get("versions") if isinstance(info, dict) else None
+    versions = runfile.read_json(path / "run.json")[0].get("versions")
     return isinstance(versions, dict) and "miniray" in versions
 
 
 def find_runs(root: str | os.PathLike[str] = "runs") -> list[Run]:
-    """All runs in ``root``, newest first. A folder that holds none, or none at all, gives []."""
+    """All runs in ``root`` that can be read, newest first; [] where there is none, or no folder."""
     found = list(_each(Path(root)))
     return sorted(found, key=lambda run: (run.started or run.changed, run.name), reverse=True)
 
@@ -229,8 +216,12 @@ def find_runs(root: str | os.PathLike[str] = "runs") -> list[Run]:
 def _each(root: Path) -> Iterator[Run]:
     if root.is_dir():
         for path in sorted(root.iterdir()):
-            if not path.name.startswith(".") and path.is_dir() and is_run(path):
-                yield read(path)
+            if not path.name.startswith(".") and path.is_dir():
+                try:
+                    if is_run(path):
+                        yield read(path)
+                except PermissionError:  # somebody else's, in a folder of many
+                    continue
 
 
 def from_json(value: Any) -> Any:
@@ -254,10 +245,10 @@ def _ended_by_trainer(rank: RankRecord) -> RankRecord:
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
-    except ValueError:
+        record = from_json(json.loads(line))
+    except (ValueError, RecursionError):
         return None
-    return from_json(record) if isinstance(record, dict) else None
+    return record if isinstance(record, dict) else None
 
 
 def _time(value: Any) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 Points = list[tuple[float, float]]
@@ -20,8 +20,9 @@ _MORE_IS_BETTER = re.compile(
 )
 #: Numbers of every line that are no measure of the training.
 NOT_A_SCORE = frozenset(
-    {"epoch", "step", "global_step", "seconds", "time", "num_samples", "val_num_samples", "synced"}
-)
+    {"epoch", "step", "global_step", "rank", "seconds", "time", "num_samples", "val_num_samples",
+     "synced"}
+)  # fmt: skip
 _HELD_OUT = ("val_", "eval_", "test_", "valid_")
 
 
@@ -43,8 +44,9 @@ class Curve:
 
     @property
     def level(self) -> bool:
-        """Whether several points all have one value: nothing that a chart would show."""
-        return len(self.points) > 1 and len({y for _, y in self.points}) == 1
+        """Whether several points all have one finite value: nothing that a chart would show."""
+        heights = {y for _, y in self.points}
+        return len(self.points) > 1 and len(heights) == 1 and math.isfinite(heights.pop())
 
     @property
     def best(self) -> tuple[float, float] | None:
@@ -71,33 +73,54 @@ def number(value: Any) -> float | None:
 def curves(metrics: Sequence[Mapping[str, Any]]) -> list[Curve]:
     """A curve for every number in the lines, in order of appearance; nested ones by dotted names.
 
-    ``val_loss`` belongs in the chart of ``loss`` where there is one.
+    ``val_loss`` belongs in the chart of ``loss`` where there is one. Lines of single ranks have
+    curves of their own (``by_rank``).
     """
     found: dict[str, Points] = {}
     for i, record in enumerate(metrics):
-        x = position(record, i)
-        for key, value in flat(record).items():
-            plain = number(value)
-            if plain is not None and key.rpartition(".")[2] not in NOT_A_SCORE:
-                found.setdefault(key, []).append((x, plain))
+        if _rank(record) is None:
+            x = position(record, i)
+            for key, value in _scores(record):
+                found.setdefault(key, []).append((x, value))
     return [Curve(name, points, _group(name, found)) for name, points in found.items()]
 
 
+def _scores(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for key, value in flat(record).items():
+        plain = number(value)
+        if plain is not None and key.rpartition(".")[2] not in NOT_A_SCORE:
+            yield key, plain
+
+
+def _rank(record: Mapping[str, Any]) -> int | None:
+    """Whose line it is; None for one of the whole run."""
+    rank = record.get("rank")
+    return rank if type(rank) is int else None
+
+
 def by_rank(metrics: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, list[Curve]]:
-    """Metrics whose values are lists with a number for each rank: a curve a rank."""
-    found: dict[str, list[Points]] = {}
+    """A curve a rank: of lines that name their rank, and of lists with a number for each."""
+    found: dict[str, dict[int, Points]] = {}
     for i, record in enumerate(metrics):
-        for key, values in record.items():
-            if world_size > 1 and isinstance(values, list) and len(values) == world_size:
-                numbers = [number(value) for value in values]
-                if all(value is not None for value in numbers):
-                    lines = found.setdefault(key, [[] for _ in range(world_size)])
-                    for line, value in zip(lines, numbers, strict=True):
-                        line.append((position(record, i), value or 0.0))
+        x = position(record, i)
+        for key, rank, value in _told_by_rank(record, world_size):
+            found.setdefault(key, {}).setdefault(rank, []).append((x, value))
     return {
-        key: [Curve(f"rank {rank}", points) for rank, points in enumerate(lines)]
+        key: [Curve(f"rank {rank}", lines[rank]) for rank in sorted(lines)]
         for key, lines in found.items()
     }
+
+
+def _told_by_rank(record: Mapping[str, Any], world_size: int) -> Iterator[tuple[str, int, float]]:
+    whose = _rank(record)
+    if whose is not None:
+        yield from ((key, whose, value) for key, value in _scores(record))
+        return
+    for key, values in record.items():
+        if world_size > 1 and isinstance(values, list) and len(values) == world_size:
+            numbers = [value for value in map(number, values) if value is not None]
+            if len(numbers) == world_size:
+                yield from ((key, rank, value) for rank, value in enumerate(numbers))
 
 
 def one(metrics: Sequence[Mapping[str, Any]], key: str) -> Points:
@@ -132,7 +155,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def thinned(points: Points, most: int = 400) -> Points:
+def thinned(points: Points, most: int) -> Points:
     """At most about ``most`` points that draw the same line: the extremes of each stretch stay."""
     if len(points) <= most:
         return points

@@ -7,7 +7,8 @@ for is a hundred columns with a title each. Values that are not finite are cross
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 
 from miniray.report.series import Curve, Points, spread, thinned
 from miniray.report.text import escape, short
@@ -18,8 +19,7 @@ _COLUMNS = 100  #: places a pointer can ask about
 _MARKS = 60  #: crosses for values that are not finite
 _LOGARITHMIC = 1000.0  #: a curve that spans more than this is drawn on a logarithmic scale
 _COLOURS = 8
-
-Shown = Callable[[float], str]
+_MOST_POINTS = 3200  #: of all lines of a chart
 
 
 def colour(index: int, count: int) -> str:
@@ -29,26 +29,18 @@ def colour(index: int, count: int) -> str:
     return f"hsl({round(360 * index / count)} 60% 50%)"
 
 
-def lines(
-    curves: Sequence[Curve],
-    x_label: str,
-    label: str,
-    *,
-    shown: Shown | None = None,
-    from_zero: bool = False,
-) -> str:
+def lines(curves: Sequence[Curve], x_label: str, label: str, *, from_zero: bool = False) -> str:
     """A chart of curves over one axis. Without a finite value it is an empty frame with crosses."""
-    shown = shown or short
     finite = [point for curve in curves for point in curve.finite]
     every = [x for curve in curves for x, _ in curve.points]
     across = _Linear(min(every, default=0.0), max(every, default=1.0), LEFT, WIDTH - RIGHT)
     up = _scale([y for _, y in finite], from_zero)
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">']
-    parts += _grid(across, up, x_label, shown)
+    parts += _grid(across, up, x_label)
     for index, curve in enumerate(curves):
         parts.append(_line(curve, colour(index, len(curves)), across, up, len(curves)))
     parts += _crosses(curves, across, x_label)
-    parts += _columns(curves, across, x_label, shown)
+    parts += _columns(curves, across, x_label)
     return "".join([*parts, "</svg>"])
 
 
@@ -60,9 +52,11 @@ class _Linear:
             margin = abs(low) * 0.1 or 0.5
             low, high = low - margin, high + margin
         self.low, self.high, self.start, self.end = low, high, start, end
+        self._unit = 1.0 if math.isfinite(high - low) else 0.5  # 1e308 - -1e308 is no number
 
     def __call__(self, value: float) -> float:
-        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+        low, high = self.low * self._unit, self.high * self._unit
+        return self.start + (value * self._unit - low) / (high - low) * (self.end - self.start)
 
     def ticks(self, about: int, whole: bool = False) -> list[float]:
         return round_steps(self.low, self.high, about, whole)
@@ -88,15 +82,16 @@ def _scale(values: Sequence[float], from_zero: bool) -> _Linear:
         return _Log(low, high, bottom, top)
     if from_zero:
         low = min(0.0, low)
-    margin = 0.05 * (high - low)
-    return _Linear(low if from_zero else low - margin, high + margin, bottom, top)
+    margin = 0.05 * high - 0.05 * low
+    low = low if from_zero else max(low - margin, -sys.float_info.max)
+    return _Linear(low, min(high + margin, sys.float_info.max), bottom, top)
 
 
-def _grid(across: _Linear, up: _Linear, x_label: str, shown: Shown) -> list[str]:
+def _grid(across: _Linear, up: _Linear, x_label: str) -> list[str]:
     foot = HEIGHT - BOTTOM
     parts = []
     ticks = up.ticks(4)
-    for value, label in zip(ticks, _labels(ticks, up, shown), strict=True):
+    for value, label in zip(ticks, _labels(ticks, up), strict=True):
         y = f"{up(value):.1f}"
         parts.append(f'<path class="g" d="M{LEFT} {y}H{WIDTH - RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{up(value) + 4:.1f}" class="e">{label}</text>')
@@ -111,9 +106,9 @@ def _grid(across: _Linear, up: _Linear, x_label: str, shown: Shown) -> list[str]
     return parts
 
 
-def _labels(ticks: Sequence[float], up: _Linear, shown: Shown) -> list[str]:
+def _labels(ticks: Sequence[float], up: _Linear) -> list[str]:
     """With as many digits as place them: 3.1415 and 3.1418 would both be 3.142."""
-    labels, near = [shown(value) for value in ticks], 0.02 * (up.high - up.low)
+    labels, near = [short(value) for value in ticks], 0.02 * (up.high - up.low)
     for digits in range(5, 10):
         if all(_says(label, value, near) for label, value in zip(labels, ticks, strict=True)):
             break
@@ -132,7 +127,7 @@ def _says(label: str, value: float, near: float) -> bool:
 def _line(curve: Curve, stroke: str, across: _Linear, up: _Linear, count: int) -> str:
     pieces = []
     for piece in _pieces(curve.points):
-        drawn = thinned(piece)
+        drawn = thinned(piece, max(40, _MOST_POINTS // max(count, _COLOURS)))
         points = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in drawn)
         if len(drawn) == 1:
             x, y = points.split(",")
@@ -165,7 +160,7 @@ def _crosses(curves: Sequence[Curve], across: _Linear, x_label: str) -> list[str
     return parts
 
 
-def _columns(curves: Sequence[Curve], across: _Linear, x_label: str, shown: Shown) -> list[str]:
+def _columns(curves: Sequence[Curve], across: _Linear, x_label: str) -> list[str]:
     """What the pointer finds: a stripe of the chart, with the values there as its title."""
     known = [dict(curve.points) for curve in curves]
     places = spread(sorted({x for values in known for x in values}), _COLUMNS)
@@ -173,7 +168,7 @@ def _columns(curves: Sequence[Curve], across: _Linear, x_label: str, shown: Show
     parts = []
     for x in places:
         said = [
-            f"{curve.name} {shown(values[x])}"
+            f"{curve.name} {short(values[x])}"
             for curve, values in zip(curves, known, strict=True)
             if x in values
         ]
@@ -188,9 +183,10 @@ def _columns(curves: Sequence[Curve], across: _Linear, x_label: str, shown: Show
 
 def round_steps(low: float, high: float, about: int, whole: bool = False) -> list[float]:
     """Some ``about`` multiples of 1, 2 or 5 × a power of ten between ``low`` and ``high``."""
-    if not math.isfinite(high - low) or high <= low:
+    span = high - low
+    if not 1e-300 < span < math.inf:
         return [low] if math.isfinite(low) else []
-    rough = (high - low) / about * (1 - 1e-9)  # 0.02 must do where 0.020000000000000018 is wanted
+    rough = span / about * (1 - 1e-9)  # 0.02 must do where 0.020000000000000018 is wanted
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
     if whole:

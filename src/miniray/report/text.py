@@ -7,11 +7,25 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from typing import Any
+
+#: Of terminals: colours and the cursor (CSI), titles and links (OSC).
+_SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
 
 
 class Markup(str):
     """Text that is HTML already."""
+
+
+def uncoloured(text: str) -> str:
+    """Without what colours a terminal or moves its cursor."""
+    return _SEQUENCES.sub("", text)
+
+
+def on_screen(line: str) -> str:
+    """A line as a terminal leaves it: of a progress bar what was written last, in no colour."""
+    return uncoloured(line.rstrip("\r").rpartition("\r")[2])
 
 
 def escape(value: Any) -> str:
@@ -19,7 +33,8 @@ def escape(value: Any) -> str:
     if isinstance(value, Markup):
         return value
     text = "".join(
-        c if c >= " " or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in str(value)
+        c if c >= " " or c in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for c in uncoloured(str(value))
     )
     return html.escape(text.encode("utf-8", "replace").decode())
 

@@ -12,7 +12,7 @@ was, NaN included. Nothing here is differentiated: results have no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -67,23 +67,24 @@ def whiten(
     mean = total / count
     variance = max(0.0, squares - total * mean) / (count - 1) if count > 1 else 0.0
     scale = (variance + eps) ** -0.5
-    return selected((x.detach() - mean) * scale, mask.bool())
+    return selected((_floats(x) - mean) * scale, mask.bool())
 
 
 def grpo(
     rewards: Tensor,
-    group_ids: Tensor | Sequence[int],
+    group_ids: Tensor | Sequence[Hashable],
     *,
     norm_std: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
     """An advantage for each sequence: its reward against the mean of its group's.
 
-    ``rewards`` has one number a sequence, and sequences of one prompt have the same group id. With
-    ``norm_std`` it is divided by the group's standard deviation (unbiased) + ``eps``. A group of
-    one has nothing to be compared with: mean 0, deviation 1, so its reward is its advantage.
+    ``rewards`` has one number a sequence, and sequences of one prompt have the same group id: a
+    number, a text, anything hashable. With ``norm_std`` it is divided by the group's standard
+    deviation (unbiased) + ``eps``. A group of one has nothing to be compared with: mean 0,
+    deviation 1, so its reward is its advantage.
     """
-    rewards = rewards.detach()
+    rewards = _floats(rewards)
     index, counts, sums = _groups(rewards, group_ids)
     alone = counts == 1
     mean = torch.where(alone, 0.0, sums / counts)
@@ -96,12 +97,12 @@ def grpo(
     return centred / (deviation[index] + eps)
 
 
-def rloo(rewards: Tensor, group_ids: Tensor | Sequence[int]) -> Tensor:
+def rloo(rewards: Tensor, group_ids: Tensor | Sequence[Hashable]) -> Tensor:
     """An advantage for each sequence: its reward against the mean of the *others* of its group.
 
     A group of one has no others: its reward is its advantage.
     """
-    rewards = rewards.detach()
+    rewards = _floats(rewards)
     index, counts, sums = _groups(rewards, group_ids)
     own = counts[index]
     others = (sums[index] - rewards) / (own - 1).clamp(min=1)
@@ -113,8 +114,18 @@ def spread(per_sequence: Tensor, mask: Tensor) -> Tensor:
     return selected(per_sequence[:, None].expand(mask.shape), mask.bool())
 
 
-def _groups(rewards: Tensor, group_ids: Tensor | Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+def _floats(x: Tensor) -> Tensor:
+    """Without a gradient; what is right or wrong, or a whole number, as a float."""
+    return x.detach() if x.is_floating_point() else x.detach().float()
+
+
+def _groups(
+    rewards: Tensor, group_ids: Tensor | Sequence[Hashable]
+) -> tuple[Tensor, Tensor, Tensor]:
     """(index of each sequence's group, sequences in each group, sum of rewards in each group)."""
+    if not isinstance(group_ids, Tensor):
+        seen: dict[Hashable, int] = {}
+        group_ids = [seen.setdefault(group, len(seen)) for group in group_ids]
     ids = torch.as_tensor(group_ids, device=rewards.device)
     if rewards.ndim != 1 or ids.shape != rewards.shape:
         raise ValueError(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import numbers
+
 
 def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     """Refuse anything else."""
@@ -11,12 +14,22 @@ def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
 
 def whole(name: str, value: object, low: int) -> None:
     """Refuse what is no int, booleans included, and what is less than ``low``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < low:
         raise ValueError(f"{name} must be an int >= {low}, not {value!r}")
 
 
-def in_range(name: str, value: object, low: float, high: float = float("inf")) -> None:
+def in_range(name: str, value: object, low: float, high: float = math.inf) -> None:
     """Refuses NaN too, which compares false with everything."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        upper = "" if high == float("inf") else f" and <= {high:g}"
+    if not _is_number(value) or not low <= value <= high:  # type: ignore[operator]
+        upper = "" if high == math.inf else f" and <= {high:g}"
         raise ValueError(f"{name} must be a number >= {low:g}{upper}, not {value!r}")
+
+
+def above(name: str, value: object, low: float) -> None:
+    """The same without ``low`` itself."""
+    if not _is_number(value) or not value > low:  # type: ignore[operator]
+        raise ValueError(f"{name} must be a number > {low:g}, not {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from miniray.rl.checks import in_range, one_of, whole
+from miniray.rl.checks import above, in_range, one_of, whole
 
 #: How losses of tokens become one; how the distance to the reference is estimated. See ``losses``.
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
 KL_KINDS = ("k1", "k2", "k3")
+_COUNTS = ("prompts_per_step", "rollouts", "epochs", "mini_batches", "micro_batch_tokens")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +38,11 @@ class KLPenalty:
         in_range("KLPenalty.coef", self.coef, 0)
         one_of("KLPenalty.kind", self.kind, KL_KINDS)
         one_of("KLPenalty.place", self.place, ("loss", "reward"))
-        for name in ("target", "horizon"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"KLPenalty.{name} must be a number > 0, not {value!r}")
-        if self.target is not None and self.coef == 0:
-            raise ValueError("KLPenalty.target needs a coef > 0 to start from: 0 stays 0")
+        above("KLPenalty.horizon", self.horizon, 0)
+        if self.target is not None:
+            above("KLPenalty.target", self.target, 0)
+            if self.coef == 0:
+                raise ValueError("KLPenalty.target needs a coef > 0 to start from: 0 stays 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,15 +78,13 @@ class Algorithm:
     kl: KLPenalty = dataclasses.field(default_factory=KLPenalty)
 
     def __post_init__(self) -> None:
-        for name in ("prompts_per_step", "rollouts", "epochs", "mini_batches"):
+        for name in _COUNTS:
             whole(name, getattr(self, name), 1)
-        whole("micro_batch_tokens", self.micro_batch_tokens, 1)
         for name in ("lr", "clip_low", "clip_high", "entropy_coef"):
             in_range(name, getattr(self, name), 0)
-        if not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be a number > 0, not {self.max_grad_norm!r}")
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ValueError(f"dual_clip must be a number > 1 or None, not {self.dual_clip!r}")
+        above("max_grad_norm", self.max_grad_norm, 0)
+        if self.dual_clip is not None:
+            above("dual_clip", self.dual_clip, 1)
         one_of("agg", self.agg, AGGREGATIONS)
         if not isinstance(self.kl, KLPenalty):
             raise TypeError(f"kl must be a KLPenalty, not {self.kl!r}")

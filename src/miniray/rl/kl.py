@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from miniray.rl.checks import in_range
+from miniray.rl.checks import above, in_range
 
 
 class AdaptiveKL:
@@ -22,8 +22,8 @@ class AdaptiveKL:
 
     def __init__(self, coefficient: float, target: float, horizon: float = 10_000) -> None:
         in_range("coefficient", coefficient, 0)
-        if not target > 0 or not horizon > 0:
-            raise ValueError(f"target and horizon must be > 0, not {target!r} and {horizon!r}")
+        above("target", target, 0)
+        above("horizon", horizon, 0)
         self.coefficient = float(coefficient)
         self.target = float(target)
         self.horizon = float(horizon)
@@ -38,11 +38,9 @@ class AdaptiveKL:
         return self.coefficient
 
     def state_dict(self) -> dict[str, float]:
-        """The coefficient as it is now, for a checkpoint."""
-        """The coefficient; the rest is settings."""
+        """The coefficient, for a checkpoint; the rest is settings."""
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on with the coefficient of a ``state_dict``."""
-        """Go on from there."""
         self.coefficient = float(state["coefficient"])

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from miniray.rl.checks import in_range, one_of
+from miniray.rl.checks import above, in_range, one_of
 from miniray.rl.config import AGGREGATIONS, KL_KINDS
 from miniray.rl.masking import same_shape, selected
 
@@ -71,8 +71,8 @@ def policy_loss(
     same_shape(logp=logp, old_logp=old_logp, advantages=advantages, mask=mask)
     in_range("clip_low", clip_low, 0)
     in_range("clip_high", clip_high, 0)
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip must be a number > 1 or None, not {dual_clip!r}")
+    if dual_clip is not None:
+        above("dual_clip", dual_clip, 1)
     chosen = mask.bool()
     # Masked before exp: the gradient of what is masked would be 0 * inf, which is NaN.
     change = selected(logp, chosen) - selected(old_logp, chosen)

@@ -6,7 +6,6 @@ model with Hugging Face's calling convention.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from miniray.rl.batch import Generated, MicroBatch
-from miniray.rl.generation import generate
+from miniray.rl.generation import generate, taken_by
 from miniray.rl.logprobs import chosen_log_probs
 from miniray.rl.sampling import Sampling
 from miniray.rl.sources import Row
@@ -72,7 +71,6 @@ class CausalLM(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
         self.tokenizer = tokenizer
         self._prompt = prompt
         self.eos_ids = list(_eos_ids(model, tokenizer) if eos_ids is None else eos_ids)
-        self._takes = set(inspect.signature(model.forward).parameters)
         self.value_head: torch.nn.Linear | None = None
         if value_head or critic is not None:
             trunk = model if critic is None else critic
@@ -164,9 +162,7 @@ class CausalLM(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
         return self._log_probs(out.logits, batch), self._values(out.hidden_states[-1], batch)
 
     def _run(self, model: Any, batch: MicroBatch, **more: Any) -> Any:
-        takes = (
-            self._takes if model is self.model else set(inspect.signature(model.forward).parameters)
-        )
+        takes = taken_by(model)
         optional = {"position_ids": batch.position_ids, "logits_to_keep": batch.width + 1}
         given = {key: value for key, value in optional.items() if key in takes}
         return model(
@@ -200,10 +196,16 @@ def as_policy(made: Any, tokenizer: Any, needs_values: bool) -> Any:
             f"a causal language model; it returned {made!r:.200}"
         )
     if not hasattr(made, "log_probs"):
-        if "input_ids" not in inspect.signature(made.forward).parameters:
+        takes = taken_by(made)
+        if "input_ids" not in takes:
             raise TypeError(
                 f"{type(made).__name__} is neither a policy, with generate() and log_probs(), "
                 "nor a causal language model that takes input_ids"
+            )
+        if "decoder_input_ids" in takes:
+            raise TypeError(
+                f"{type(made).__name__} has an encoder: only models that go on with their prompt "
+                "are taken as they are. Write a policy with generate() and log_probs() around it"
             )
         made = CausalLM(made, tokenizer, value_head=needs_values)
     missing = [name for name in ("generate", "log_probs") if not hasattr(made, name)]

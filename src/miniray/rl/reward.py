@@ -98,7 +98,10 @@ class Scorer:
                 else:
                     problem = f"returned {outcome!r:.100}, which is not finite"
             except (TypeError, ValueError):
-                problem = f"returned {outcome!r:.100}, which is no number"
+                what = "which is no number"
+                if numbers is outcome:
+                    what = "in which not all are numbers"
+                problem = f"returned {outcome!r:.100}, {what}"
             except KeyError:
                 problem = f'returned {outcome!r:.100}, which has no "reward"'
         if self._skip:
@@ -108,7 +111,7 @@ class Scorer:
             f"{self._where}, {name}: the reward function {problem}\n"
             f"  row: {brief(row)}\n  response: {response!r:.200}"
         )
-        raise error from (outcome if isinstance(outcome, Exception) else None)
+        raise error from (outcome if isinstance(outcome, BaseException) else None)
 
 
 class _Abandoned(BaseException):
@@ -149,7 +152,9 @@ def _call_all(
             for row, response in zip(rows, responses, strict=True):
                 try:
                     outcome = function(row, response)
-                except Exception as error:
+                except (KeyboardInterrupt, _Abandoned):
+                    raise
+                except BaseException as error:  # sys.exit() too: it would end the thread unseen
                     outcome = error
                 if clock is None:
                     outcomes.append(outcome)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Collection
 
-from miniray.rl.checks import in_range, whole
+from miniray.rl.checks import above, in_range, whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +36,13 @@ class Sampling:
         in_range("temperature", self.temperature, 0)
         whole("top_k", self.top_k, 0)
         in_range("top_p", self.top_p, 0, 1)
-        if self.top_p == 0:
-            raise ValueError("top_p must be > 0: no token would be left")
+        above("top_p", self.top_p, 0)  # no token would be left
         if self.max_prompt_tokens is not None:
             whole("max_prompt_tokens", self.max_prompt_tokens, 1)
+        if not isinstance(self.stop_ids, Collection):
+            raise TypeError(f"stop_ids must be a tuple of token ids, not {self.stop_ids!r}")
+        for token in self.stop_ids:
+            whole("a token of stop_ids", token, 0)
         whole("batch_tokens", self.batch_tokens, 1)
 
 

@@ -52,7 +52,7 @@ class ListSource:
         order = np.random.default_rng([seed, epoch]).permutation(count)
         chosen = order[part * self._per_step : (part + 1) * self._per_step]
         low, high = shard_bounds(len(chosen), self._rank, self._world)
-        return [self._rows[i] for i in chosen[low:high]]
+        return _checked([self._rows[i] for i in chosen[low:high].tolist()], "data")
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -77,7 +77,7 @@ class LoaderSource:
             raise TypeError(f"make_loader() must return something to iterate over, not {loader!r}")
         self._loader = loader
         self._per_step = per_step
-        self._rank = rank
+        self._name = f"the loader of worker {rank}"
         self._epoch = 0
         self._used = 0  # items taken in this epoch
         self._step = 0  # the step that comes next
@@ -92,11 +92,11 @@ class LoaderSource:
     def _take(self) -> list[Row]:
         first = self._next()
         if not isinstance(first, Mapping) or hasattr(self._loader, "batch_size"):
-            return self._checked(rows_of(first))
+            return _checked(rows_of(first), self._name)
         return [first, *(self._row() for _ in range(self._per_step - 1))]
 
     def _row(self) -> Row:
-        return self._checked([self._next()])[0]
+        return _checked([self._next()], self._name)[0]
 
     def _next(self) -> Any:
         for _ in range(2):
@@ -114,16 +114,7 @@ class LoaderSource:
             else:
                 self._used += 1
                 return item
-        raise ValueError(f"the loader of worker {self._rank} is empty: it gave no prompt at all")
-
-    def _checked(self, rows: list[Any]) -> list[Row]:
-        for row in rows:
-            if not isinstance(row, Mapping):
-                raise TypeError(
-                    f"the loader of worker {self._rank} must give rows (dicts) or lists of rows, "
-                    f"not {type(row).__name__}: {row!r:.100}"
-                )
-        return rows
+        raise ValueError(f"{self._name} is empty: it gave no prompt at all")
 
     def state_dict(self) -> dict[str, Any]:
         own = self._loader.state_dict() if hasattr(self._loader, "state_dict") else None
@@ -158,7 +149,8 @@ def held_out(data: Any, rank: int, world_size: int) -> Iterator[tuple[int, Row]]
     """
     if not callable(data):
         low, high = shard_bounds(len(data), rank, world_size)
-        return enumerate(data[low:high], low)
+        # One by one: a slice of a Hugging Face dataset is a dict of columns, of torch's an error.
+        return ((i, data[i]) for i in range(low, high))
     loader = data(rank, world_size)
     batches = hasattr(loader, "batch_size")
     rows = (
@@ -180,15 +172,28 @@ def rows_of(batch: Any) -> list[Any]:
     return [{name: column[i] for name, column in batch.items()} for i in range(count)]
 
 
+def _checked(rows: list[Any], name: str) -> list[Row]:
+    for row in rows:
+        if not isinstance(row, Mapping):
+            raise TypeError(
+                f"{name} must give rows (dicts) or lists of rows, not {type(row).__name__}: "
+                f"{row!r:.100}"
+            )
+    return rows
+
+
 def check_data(name: str, data: Any) -> None:
     """Refuse what cannot be data, before anything is started."""
-    if callable(data):
-        return
-    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-        raise TypeError(
-            f"{name} must be a list of rows or a function make_loader(rank, world_size), not "
-            f"{data!r:.200}"
-        )
+    if not callable(data):
+        check_rows(name, data, " or a function make_loader(rank, world_size)")
+
+
+def check_rows(name: str, data: Any, otherwise: str = "") -> None:
+    """Refuse what is no list of rows, or nothing that can be used like one."""
+    if isinstance(data, (str, bytes, Mapping)) or not (
+        hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    ):
+        raise TypeError(f"{name} must be a list of rows (dicts){otherwise}, not {data!r:.200}")
     if len(data) == 0:
         raise ValueError(f"{name} is empty")
     if not isinstance(data[0], Mapping):

@@ -17,17 +17,18 @@ import miniray
 from miniray.core import session
 from miniray.errors import ActorDiedError, CapabilityError, PeerLostError, TaskError
 from miniray.rl.calls import Worker
-from miniray.rl.checks import in_range, one_of
+from miniray.rl.checks import one_of
 from miniray.rl.config import Algorithm
 from miniray.rl.kl import AdaptiveKL
 from miniray.rl.metrics import pool, record
 from miniray.rl.resuming import Resumable
 from miniray.rl.sampling import Sampling
 from miniray.rl.setup import Setup
-from miniray.rl.sources import check_data
+from miniray.rl.sources import check_rows
 from miniray.train.base import BaseTrainer
-from miniray.train.evaluate import cut, shard_bounds
+from miniray.train.evaluate import shard_bounds
 from miniray.train.results import TrainResult
+from miniray.train.saving import NO_WORKERS
 from miniray.train.workers import in_context
 
 #: Seconds after which a worker that is alive has answered, unless it is busy.
@@ -98,18 +99,24 @@ class RLTrainer(Resumable):
         seed: int | None = None,
         **kwargs: Any,
     ) -> None:
-        for name, value in (("policy", policy), ("reward", reward)):
-            if not callable(value):
-                raise TypeError(f"{name} must be a function, not {value!r}")
-        one_of("sync", sync, ("grad", "weights"))
-        one_of("on_error", on_error, ("raise", "skip"))
-        one_of("precision", precision, ("fp32", "bf16"))
         one_of("group_backend", group_backend, ("gloo", "nccl"))
-        if reward_timeout is not None:
-            in_range("reward_timeout", reward_timeout, 0)
-        check_data("data", data)
-        if eval_data is not None:
-            check_data("eval_data", eval_data)
+        setup = Setup(
+            policy=policy,
+            reward=reward,
+            data=data,
+            config=config,
+            sampling=Sampling() if sampling is None else sampling,
+            eval_sampling=eval_sampling,
+            num_workers=num_workers,
+            tokenizer=tokenizer,
+            eval_data=eval_data,
+            optimizer=optimizer,
+            sync=sync,
+            on_error=on_error,
+            reward_timeout=reward_timeout,
+            device=device,
+            precision=precision,
+        )
         super().__init__(num_workers, seed=seed, **kwargs)
         if config.prompts_per_step < num_workers:
             raise ValueError(
@@ -128,8 +135,7 @@ class RLTrainer(Resumable):
             )
         self.sync = sync
         self.config = config
-        self.sampling = sampling or Sampling()
-        greedy = dataclasses.replace(self.sampling, temperature=0.0)
+        self.sampling = setup.sampling
         self._eval_given = eval_data is not None
         if self._eval_interval and not self._eval_given:
             raise ValueError("eval_interval needs eval_data to evaluate on")
@@ -137,23 +143,7 @@ class RLTrainer(Resumable):
         self._group_options = {"backend": group_backend, "timeout": group_timeout}
         # Drawn once for all: workers must agree on what is random in a step.
         self._run_seed = secrets.randbits(62) if seed is None else seed
-        self._setup = Setup(
-            policy=policy,
-            reward=reward,
-            data=data,
-            config=config,
-            sampling=self.sampling,
-            eval_sampling=eval_sampling or greedy,
-            num_workers=num_workers,
-            tokenizer=tokenizer,
-            eval_data=eval_data,
-            optimizer=optimizer,
-            sync=sync,
-            on_error=on_error,
-            reward_timeout=reward_timeout,
-            device=device,
-            precision=precision,
-        )
+        self._setup = setup
         self._setup_ref: Any = None
         self._reference_ref: Any = None  # for workers that take the place of others
         penalty = config.kl
@@ -231,15 +221,18 @@ class RLTrainer(Resumable):
         ``data``: rows to use instead of the trainer's ``eval_data``; these go through the driver.
         """
         if self._group is None:
-            raise RuntimeError("there are no workers before train()")
-        if data is None and not self._eval_given:
+            raise RuntimeError(NO_WORKERS)
+        if data is not None:
+            check_rows("data", data)
+        elif not self._eval_given:
             raise ValueError("there is no eval_data: give it to the trainer, or data= here")
         count = self.num_workers
 
         def arguments(i: int) -> tuple[Any, ...]:
             if data is None:
                 return (i, count)
-            return (i, count, cut(data, i, count)[0], shard_bounds(len(data), i, count)[0])
+            low, high = shard_bounds(len(data), i, count)
+            return (i, count, [data[k] for k in range(low, high)], low)
 
         made = self._group.call("evaluate", arguments, {})
         scores = record(pool(made))

@@ -198,7 +198,7 @@ class RLWorker(Worker):
         kept = [(i, row) for i, row in numbered if self._fits(row)]
         metrics.total("filtered_prompts", len(numbered) - len(kept))
         rows, seeds = [row for _, row in kept], [row_seed(i) for i, _ in kept]
-        made = self._generate(rows, seeds, self.setup.eval_sampling)
+        made = self._generate(rows, seeds, self.setup.held_out_sampling)
         names = [f"evaluation, row {i}" for i, _ in kept]
         scores = self.scorer.score(rows, made.texts, names)
         metrics.extend("response_tokens", [len(r) for r in made.responses])

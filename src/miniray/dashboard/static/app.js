@@ -108,7 +108,7 @@ function connect() {
 }
 
 function connected() {
-  const ended = states.has(chosen) && !state().live;
+  const ended = states.has(chosen) && !state().live && state().state !== "running";
   connection(ended ? "" : "live", ended ? "ended" : "live");
 }
 
@@ -136,7 +136,8 @@ function forgetPage() {
   panels.clear();
   Object.assign(log, { rank: null, end: null, start: null, found: false, picked: false });
   $("log").replaceChildren();
-  if (states.has(chosen)) { drawState(); drawCharts(); }
+  drawState();
+  drawCharts();
 }
 
 function drawRuns() {
@@ -171,20 +172,20 @@ function drawRuns() {
 
 function drawState() {
   const now = state();
-  $("run-name").textContent = now.name;
+  $("run-name").textContent = chosen;
   const ranks = now.ranks ?? [];
   const unit = ranks.some(inEpochs) && !ranks.some((r) => r.step) ? "epoch" : "step";
   const low = Math.min(...ranks.map((r) => r[unit] ?? 0)), high = Math.max(...ranks.map((r) => r[unit] ?? 0));
   const steps = ranks.length ? `${unit} ${low === high ? low : `${low}–${high}`}` : "";
   $("run-facts").textContent = [now.state, now.world_size && `${now.world_size} ranks`, steps, now.facts].filter(Boolean).join(" · ");
   $("run-facts").title = $("run-facts").textContent;
-  const word = now.error ? "failed" : now.state === "deleted" ? "none" : now.severity;
+  const word = now.error ? "failed" : now.state === "deleted" ? "none" : now.severity ?? "none";
   $("verdict").className = `verdict ${word}`;
   $("severity").textContent = word === "none" ? "" : word;
   const sentence = now.error ? `this run could not be read: ${now.error}`
-    : now.state === "deleted" ? "this run was deleted; the page shows what was last known of it" : now.verdict;
+    : now.state === "deleted" ? "this run was deleted; the page shows what was last known of it" : now.verdict ?? "";
   if ($("sentence").textContent !== sentence) $("sentence").textContent = sentence;
-  document.title = `${["stuck", "failed", "wrong"].includes(word) ? `${word.toUpperCase()} · ` : ""}${now.name} · miniray`;
+  document.title = `${["stuck", "failed", "wrong"].includes(word) ? `${word.toUpperCase()} · ` : ""}${chosen} · miniray`;
   drawFindings(now);
   drawWaits(now);
   drawRanks(now);
@@ -317,6 +318,7 @@ function fillRow(line, row) {
   line.cells[5].title = row.doing;
   put(line.cells[6], row.rss ? bytes(row.rss) : "");
   put(line.cells[7], row.cpu == null ? "" : `${Math.round(row.cpu * 100)} %`);
+  line.cells[8].firstChild.hidden = row.state === "missing";  // there is nobody to ask
 }
 
 function drawRankMap(now, many) {
@@ -632,7 +634,7 @@ const searchLog = oneAtATime(async () => {
   const total = Object.values(found).reduce((sum, one) => sum + one.total, 0);
   const cut = Object.values(found).some((one) => !one.whole);
   $("log-note").textContent = `${total} line${total === 1 ? "" : "s"}${cut ? ", in the last 64 MB" : ""}`;
-  $("log").replaceChildren(...Object.entries(found).flatMap(([rank, one]) => one.found.map(({ line }) => {
+  $("log").replaceChildren(...Object.entries(found).flatMap(([rank, one]) => one.found.map((line) => {
     const from = h("button", { type: "button", className: "from", textContent: `rank ${rank}`, title: "show this log" });
     from.onclick = () => pickLog(Number(rank));
     return h("div", {}, from, ...marked(line, text));
