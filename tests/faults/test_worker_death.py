@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 import miniray
+from miniray.core.local.tasks import TaskClient
 from miniray.errors import ActorDiedError, MinirayError, ObjectLostError, WorkerCrashedError
 from tests.faults.helpers import SOON, eventually, fails_soon, is_process, pids
+from tests.faults.workers import double
 
 #: How to end a process, and what the error must say about it.
 ENDS = {
@@ -89,6 +91,23 @@ def test_in_a_task(engine, how):
     text = fails_soon(die.remote(how), WorkerCrashedError, ENDS[how][1])
     assert "a task's last words" in text
     assert miniray.get(miniray.remote(abs).remote(-1)) == 1
+
+
+def test_a_task_that_was_only_just_sent(engine, monkeypatch):
+    """Its worker is gone before whoever sent it has looked whether that one is idle."""
+    sent = []
+
+    def send_and_lose(client, channel, call):
+        send(client, channel, call)
+        if not sent:
+            sent.append(call.id)
+            channel.lost(interrupted=True)
+            assert eventually(lambda: not channel.pending)
+
+    send = TaskClient._send
+    monkeypatch.setattr(TaskClient, "_send", send_and_lose)
+    assert miniray.get(double.remote(4), timeout=30) == 8
+    assert sent
 
 
 def test_while_idle(engine):

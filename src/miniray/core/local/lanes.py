@@ -48,6 +48,7 @@ class Lane:
         self.queue: deque[Call] = deque()
         self.leased: dict[int, Channel] = {}
         self.asked = 0
+        self.stillborn = 0  # workers that died before they got a task, since the last result
         self.last_event: dict[int, float] = {}
         self.stealing: set[int] = set()
         self.recalled: set[int] = set()  # workers the driver wants back for somebody else

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 DEFAULT_RETRIES = 3
 #: Tasks behind one that takes longer than this, against expectation, are for another worker.
 _STUCK_SECONDS = 0.02
+#: So many workers in a row that die before they get a task, and the next task fails.
+_MOST_STILLBORN = 10
 
 
 class TaskClient:
@@ -155,7 +157,10 @@ class TaskClient:
                     # It died between the grant and now. Returned, it would be granted again at
                     # once: the lease ends when its death is noticed.
                     self._kill(proc)
-                    self._dispatch(demand, lane)
+                    self.node.ask(
+                        DRIVER, "worker_lost", proc, [],
+                        lambda ok, _, blobs: self._stillborn(demand, blobs),
+                    )  # fmt: skip
                     return
                 except OSError as error:  # no descriptor left
                     self._return(proc)
@@ -169,6 +174,15 @@ class TaskClient:
             self._dispatch(demand, lane)
             self._settle(demand, lane, channel)
 
+    def _stillborn(self, demand: Demand, cause: list[Blob]) -> None:
+        """A worker died before anything was sent: another one, unless that goes on and on."""
+        with self._lock:
+            lane = self._lanes[demand]
+            lane.stillborn += 1
+            if lane.stillborn > _MOST_STILLBORN and lane.queue and cause:
+                lane.queue.popleft().sink.resolve(FAILED, cause[0])
+            self._dispatch(demand, lane)
+
     def _fail_queued(self, lane: Lane, error: Exception) -> None:
         while lane.queue:
             lane.queue.popleft().sink.fail(error)
@@ -179,6 +193,7 @@ class TaskClient:
             if demand is None:
                 return
             lane = self._lanes[demand]
+            lane.stillborn = 0
             lane.blocked.discard(channel.peer)
             self._measure(lane, channel)
             if lane.queue:
@@ -200,6 +215,8 @@ class TaskClient:
         """A leased worker with nothing to do: take over from a busy one, or give it back."""
         proc = channel.peer
         if channel.pending or proc not in lane.leased or proc in lane.stealing:
+            return
+        if channel.closed:  # it has died: ``_lost`` has what was pending, and ends the lease
             return
         others = () if proc in lane.recalled else lane.leased.values()
         for other in others:
