@@ -26,21 +26,30 @@ def guarded(function: Callable[[], Any]) -> tuple[BaseException | None, Any]:
 
     Ctrl-C and leaving the debugger are meant for the program as a whole and go through.
     """
-    return next(_suspended(function))
+    kept: list[Any] = []
+    suspended = _suspended(function, kept)
+    error, value = next(suspended)
+    if error is not None:
+        kept.append(suspended)  # ended here, it would have a caller after all
+    return error, value
 
 
-def _suspended(function: Callable[[], Any]) -> Iterator[tuple[BaseException | None, Any]]:
+def _suspended(
+    function: Callable[[], Any], kept: list[Any]
+) -> Iterator[tuple[BaseException | None, Any]]:
     # A generator on purpose. An error kept in a ref keeps its frames and, by f_back, all callers'
     # frames with their locals, handles included, so actors would outlive their last handle. A
-    # suspended generator has no caller, and the chain ends here.
+    # suspended generator has no caller, and the chain ends here. It holds itself, by ``kept``, and
+    # nothing of the user's.
+    outcome: list[tuple[BaseException | None, Any]] = []
     try:
-        value = function()
+        outcome.append((None, function()))
     except BaseException as error:
         if _is_for_the_program(error):
             raise
-        yield error, None
-    else:
-        yield None, value
+        outcome.append((error, None))
+    del function
+    yield outcome.pop()
 
 
 async def _guarded_async(function: Callable[[], Any]) -> tuple[BaseException | None, Any]:
