@@ -105,8 +105,13 @@ class ActorDiedError(MinirayError):
     """The actor's process is gone: it was killed, crashed, exited, or its ``__init__`` raised.
 
     The message names the exit code or signal and shows the last lines the process printed. Calls
-    in flight at that moment may or may not have run.
+    in flight at that moment may or may not have run. ``in_init``: it never came to be, for its
+    ``__init__``, or what that was to be called with, raised.
     """
+
+    def __init__(self, message: str, in_init: bool = False) -> None:
+        super().__init__(message)
+        self.in_init = in_init
 
 
 class WorkerTimeoutError(MinirayError, TimeoutError):

@@ -155,6 +155,7 @@ def test_a_failed_init_is_told_at_every_call(engine):
             miniray.get(actor.call.remote())
     assert "ValueError" in str(caught.value)
     assert "__init__" in str(caught.value)
+    assert caught.value.in_init
 
 
 def test_a_failed_init_frees_the_name(engine, unique):

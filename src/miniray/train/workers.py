@@ -84,11 +84,11 @@ class LostAgainError(Exception):
 def is_loss(error: Exception) -> bool:
     """Whether ``error`` says that the worker is gone or hangs; else its code raised it.
 
-    What its ``__init__`` raised is an actor's death too; every engine says so in the first line.
+    What its ``__init__`` raised is an actor's death too.
     """
-    died = isinstance(error, ActorDiedError) and not isinstance(error, TaskError)
-    raised = "__init__" in str(error).partition("\n")[0]
-    return (died and not raised) or isinstance(error, GetTimeoutError)
+    if isinstance(error, ActorDiedError) and not isinstance(error, TaskError):
+        return not error.in_init
+    return isinstance(error, GetTimeoutError)
 
 
 @contextlib.contextmanager

@@ -156,7 +156,7 @@ class InlineEngine(Engine):
         (outcome,) = self._execute(frame, construct, actor.init_args, 1, actor.loop)
         if isinstance(outcome, Failure):
             reason = f"actor {actor.name} died in its __init__:\n\n{outcome.error}"
-            self._bury(actor, Failure(ActorDiedError(reason), outcome.original))
+            self._bury(actor, Failure(ActorDiedError(reason, in_init=True), outcome.original))
         elif actor.death is None:
             actor.instance = made[0]
             if actor.options.max_restarts == 0:

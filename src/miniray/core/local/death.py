@@ -43,8 +43,8 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def actor_died(node: Node, text: str, restarting: bool = False) -> Blob:
+def actor_died(node: Node, text: str, restarting: bool = False, in_init: bool = False) -> Blob:
     """The error callers get."""
     if restarting:
         text += "\nIt is being restarted; this call was not retried (max_task_retries is used up)."
-    return Blob.of(node, ActorDiedError(text))
+    return Blob.of(node, ActorDiedError(text, in_init))

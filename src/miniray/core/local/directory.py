@@ -139,7 +139,7 @@ class ActorDirectory:
             actor = self.actors.get(id)
             if actor is not None and not actor.dead:
                 if failure:
-                    self._bury(actor, failure)
+                    self._bury(actor, failure, in_init=True)
                 else:
                     actor.arguments = (places, blobs)
                     self._unplaced.append(actor)
@@ -190,7 +190,7 @@ class ActorDirectory:
 
     def exited(self, actor: Actor, text: str, status: int) -> None:
         if actor.failure:
-            self._bury(actor, actor.failure)
+            self._bury(actor, actor.failure, in_init=True)
         elif actor.leaving or status == death.EXIT_ON_PURPOSE or not actor.restarts_left:
             self._bury(actor, f"{text}\n{actor.leaving}" if actor.leaving else text)
         else:
@@ -209,11 +209,11 @@ class ActorDirectory:
             self._unplaced.append(actor)
             self._answer_waiting(actor)
 
-    def _bury(self, actor: Actor, text: str) -> None:
+    def _bury(self, actor: Actor, text: str, in_init: bool = False) -> None:
         """The actor is dead for good."""
         actor.dead = True
         actor.arguments = None
-        actor.cause = death.actor_died(self.node, text)
+        actor.cause = death.actor_died(self.node, text, in_init=in_init)
         if actor in self._unplaced:
             self._unplaced.remove(actor)
         if actor.worker.listener is not None:  # never launched

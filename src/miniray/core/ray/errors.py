@@ -35,7 +35,8 @@ def translate(error: Exception) -> Exception:
     text = str(error).strip() or type(error).__name__
     if isinstance(error, ray_errors.RayActorError) and INIT_FAILED in text:
         # Between Ray's own preamble and the end is the traceback as the worker formatted it.
-        text = f"the actor's __init__ raised: {text.partition(INIT_FAILED)[2].strip()}"
+        raised = text.partition(INIT_FAILED)[2].strip()
+        return errors.ActorDiedError(f"the actor's __init__ raised: {raised}", in_init=True)
     if isinstance(error, ValueError):  # a name that is taken
         return ValueError(text)
     for ray_type, own_type in _TABLE:
