@@ -245,7 +245,7 @@ def test_errors_of_collate_and_of_reading_reach_the_loop():
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"batch_size": 0}, "batch_size must be an int of at least 1"),
+        ({"batch_size": 0}, "batch_size must be an int >= 1"),
         ({"prefetch": -1}, "prefetch must be"),
         ({"transform": "double"}, "transform must be a function"),
         ({"batch_by": "tokens", "length": "no"}, "has no column 'no'"),

@@ -26,6 +26,17 @@ def expected(sizes):
     return [(block, row) for block, size in enumerate(sizes) for row in range(size)]
 
 
+@given(st.integers(0, 500), st.integers(1, 40))
+def test_parts_are_disjoint_complete_and_even(n, world):
+    rows, sizes = [], []
+    for rank in range(world):
+        low, high = part_bounds(n, rank, world)
+        rows += range(low, high)
+        sizes.append(high - low)
+    assert rows == list(range(n))
+    assert max(sizes) - min(sizes) <= 1
+
+
 @settings(max_examples=150, deadline=None)
 @given(blocks, st.integers(), st.integers(0, 3), st.integers(1, 20_000), st.integers(1, 12))
 def test_every_place_once(blocks, seed, epoch, window, world):

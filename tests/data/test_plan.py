@@ -134,7 +134,7 @@ def test_one_rank_draws_a_seed_and_tells_it():
     [
         ({"n": -1}, "n must be"),
         ({"rank": 2}, r"rank must be in 0\.\.1"),
-        ({"world_size": 0}, "at least 1"),
+        ({"world_size": 0}, "world_size must be an int >= 1"),
         ({"mode": "zigzag"}, "'contiguous' or 'strided'"),
         ({"even": "odd"}, "'pad' or 'drop'"),
         ({"max_samples": -2}, "max_samples must be -1"),

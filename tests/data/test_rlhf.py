@@ -432,7 +432,7 @@ class TestConfig:
         [
             ({"max_promt_length": 5}, "'max_prompt_length' is meant"),
             ({"truncation": "top"}, "'left', 'right' or 'middle'"),
-            ({"max_prompt_length": 0}, "at least 1"),
+            ({"max_prompt_length": 0}, "an int >= 1"),
             ({"tool_config_path": "tools.yaml"}, "apply_chat_template_kwargs"),
         ],
     )

@@ -30,7 +30,7 @@ def start_and_stop(rounds):
 
 
 @pytest.mark.parametrize(
-    "rounds", [20, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
+    "rounds", [40, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
 )
 def test_init_and_shutdown_in_a_loop(own_directory, rounds):
     start_and_stop(5)

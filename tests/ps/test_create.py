@@ -20,7 +20,7 @@ WRONG = [
     ({"mode": "semi"}, ValueError, "mode must be one of 'sync', 'async'"),
     ({"compression": "zip"}, ValueError, "compression must be one of None, 'bf16', 'int8'"),
     ({"on_nonfinite": "ignore"}, ValueError, "on_nonfinite must be one of 'error', 'skip'"),
-    ({"num_servers": 0}, ValueError, "num_servers must be a whole number of at least 1"),
+    ({"num_servers": 0}, ValueError, "num_servers must be an int >= 1"),
     ({"num_workers": 0}, ValueError, "num_workers"),
     ({"threads": 0}, ValueError, "threads"),
     ({"max_staleness": 1}, ValueError, 'need mode="async"'),

@@ -162,7 +162,7 @@ def test_arguments_of_the_strategy_are_given_by_keyword():
         ({"sync_intervall": 5}, "CounterTrainer has no option .*; did you mean 'sync_interval'"),
         ({"callback": []}, "did you mean 'callbacks'"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite must be one of 'error', 'skip'"),
-        ({"num_servers": 0}, "num_servers must be a whole number of at least 1"),
+        ({"num_servers": 0}, "num_servers must be an int >= 1"),
         ({"staleness_power": 1}, 'need mode="async"'),
         ({"compression": "zip"}, "compression must be"),
     ],

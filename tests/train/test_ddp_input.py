@@ -235,6 +235,17 @@ def test_a_checkpoint_of_another_kind_of_trainer_is_refused():
         train(Averaged, resume=path)
 
 
+def test_nor_does_another_kind_take_one_of_ddp(tmp_path):
+    with DDPTrainer(1, worker=Averaged, progress=False) as trainer:
+        trainer.train(epochs=1)
+        path = trainer.save_checkpoint()
+    other = DataParallelTrainer(
+        1, worker=Averaged, backend="inline", progress=False, run_dir=tmp_path / "other"
+    )
+    with pytest.raises(CheckpointError, match=r"no checkpoint of a DataParallelTrainer.*'ddp'"):
+        other.train(epochs=1, resume=path)
+
+
 # -- options ---------------------------------------------------------------------------------------
 
 

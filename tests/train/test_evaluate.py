@@ -12,19 +12,8 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import miniray
 from miniray.train import DataParallelTrainer
-from miniray.train.evaluate import combine, cut, shard_bounds
+from miniray.train.evaluate import combine, cut
 from tests.train.workers_for_tests import Counter
-
-
-@given(st.integers(0, 500), st.integers(1, 40))
-def test_shards_are_disjoint_complete_and_even(n, world):
-    rows, sizes = [], []
-    for shard in range(world):
-        low, high = shard_bounds(n, shard, world)
-        rows += range(low, high)
-        sizes.append(high - low)
-    assert rows == list(range(n))
-    assert max(sizes) - min(sizes) <= 1
 
 
 @given(st.lists(st.integers(-1000, 1000), min_size=1, max_size=60), st.integers(1, 9))

@@ -12,6 +12,8 @@ import operator
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from miniray.checks import whole
+
 #: Options by what they are applied to. Order is the order of the error message.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "function": ("num_cpus", "num_gpus", "num_returns", "max_retries", "name", "runtime_env"),
@@ -92,13 +94,6 @@ def amount(key: str, value: Any) -> float:
     if not fits:
         raise ValueError(f"{key} must be a number >= 0, not {value!r}")
     return value if type(value) is int else float(value)
-
-
-def whole(key: str, value: Any, least: int, hint: str = "") -> int:
-    """``value`` as an int >= ``least``."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
-        raise ValueError(f"{key} must be an int >= {least}{hint}, not {value!r}")
-    return operator.index(value)
 
 
 def text(key: str, value: Any) -> str:

@@ -10,9 +10,10 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from miniray.checks import whole
 from miniray.core import startup
 from miniray.core.engine import Engine, InitConfig, RuntimeContext
-from miniray.core.options import amount, text, whole
+from miniray.core.options import amount, text
 
 if TYPE_CHECKING:
     from miniray.core.refs import ObjectRef, ObjectRefGenerator

@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from miniray.checks import whole
 from miniray.data import progress
 from miniray.data.order import Order
-from miniray.data.parts import Even, whole_number
+from miniray.data.parts import Even
 from miniray.errors import DataError
 
 
@@ -82,7 +83,7 @@ class Epochs(ABC):
         So a loop that calls it for every epoch goes on where a loaded state left off.
         """
         if not self.is_at(epoch):
-            self._begin(whole_number("epoch", epoch))
+            self._begin(whole("epoch", epoch))
 
     def finish_epoch(self) -> None:
         """Begin the next epoch."""

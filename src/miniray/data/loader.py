@@ -8,11 +8,11 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from miniray.checks import whole
 from miniray.data.batches import BatchPlan, FixedBatches, TokenBatches
 from miniray.data.dataset import Dataset
 from miniray.data.decode import Format, Skipped
 from miniray.data.iteration import LoaderIterator
-from miniray.data.parts import whole_number
 from miniray.data.source import wanted
 
 
@@ -70,14 +70,14 @@ class DataLoader:
                 " anything with len and [] into IndexedDataset(...)"
             )
         self.dataset = dataset
-        self.batch_size = whole_number("batch_size", batch_size, 1)
+        self.batch_size = whole("batch_size", batch_size, 1)
         self.drop_last = drop_last
         self.collate_fn, self.transform = collate_fn, transform
-        self.prefetch = whole_number("prefetch", prefetch, 0)
-        self.decode_workers = whole_number("decode_workers", decode_workers, 0)
+        self.prefetch = whole("prefetch", prefetch, 0)
+        self.decode_workers = whole("decode_workers", decode_workers, 0)
         self._decode_processes = decode_processes
         self._batch_by, self._length = batch_by, length
-        self._bucket_rows = whole_number("bucket_rows", bucket_rows, 1)
+        self._bucket_rows = whole("bucket_rows", bucket_rows, 1)
         self._on_error, self._format = on_error, format
         self._check()
         if memory_budget is not None:

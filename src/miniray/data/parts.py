@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import os
-from typing import Any, Literal
+from typing import Literal
+
+from miniray.checks import whole
 
 #: The environment variable by which an engine or launcher gives all ranks of a run one seed.
 RUN_SEED = "MINIRAY_RUN_SEED"
@@ -18,7 +19,7 @@ def resolve_seed(seed: int | None, world_size: int, needed_for: str) -> int:
     Raises ``ValueError`` where several ranks would each draw their own: their shards would overlap.
     """
     if seed is not None:
-        return whole_number("seed", seed)
+        return whole("seed", seed)
     text = os.environ.get(RUN_SEED)
     if text is not None:
         try:
@@ -37,19 +38,9 @@ def resolve_seed(seed: int | None, world_size: int, needed_for: str) -> int:
     )
 
 
-def whole_number(name: str, value: Any, least: int | None = None) -> int:
-    """``value`` as an int, of ``least`` or more; numpy's are good too, ``True`` and 2.0 are not."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ValueError(f"{name} must be an int, not {value!r}")
-    number = operator.index(value)
-    if least is not None and number < least:
-        raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
-    return number
-
-
 def checked_rank(rank: int, world_size: int) -> tuple[int, int]:
     """Both as ints; a rank outside of ``range(world_size)`` is refused."""
-    rank, world_size = whole_number("rank", rank), whole_number("world_size", world_size, 1)
+    rank, world_size = whole("rank", rank), whole("world_size", world_size, 1)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be in 0..{world_size - 1} for world_size {world_size}: {rank}")
     return rank, world_size
@@ -57,7 +48,7 @@ def checked_rank(rank: int, world_size: int) -> tuple[int, int]:
 
 def checked_samples(max_samples: int) -> int:
     """``max_samples`` as an int: -1, which is all rows, or a number of them."""
-    number = whole_number("max_samples", max_samples)
+    number = whole("max_samples", max_samples)
     if number < -1:
         raise ValueError(f"max_samples must be -1 (all rows) or at least 0, not {max_samples}")
     return number

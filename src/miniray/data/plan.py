@@ -12,6 +12,7 @@ from typing import Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
+from miniray.checks import whole
 from miniray.data.parts import (
     Even,
     check_even,
@@ -19,7 +20,6 @@ from miniray.data.parts import (
     checked_samples,
     part_bounds,
     resolve_seed,
-    whole_number,
 )
 from miniray.data.permutation import MOST_ROWS, Permutation, Positions, derive_key
 
@@ -57,7 +57,7 @@ def shard_indices(
             ``drop`` leaves out the least, fewer than ``world_size`` rows (``.dropped``).
     """
     rank, world_size = checked_rank(rank, world_size)
-    n, epoch = whole_number("n", n), whole_number("epoch", epoch)
+    n, epoch = whole("n", n), whole("epoch", epoch)
     if not 0 <= n <= MOST_ROWS:
         raise ValueError(f"n must be in 0..2**62, not {n}")
     if mode not in ("contiguous", "strided"):

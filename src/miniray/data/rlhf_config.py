@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from miniray.data.parts import whole_number
+from miniray.checks import whole
 
 Truncation = Literal["error", "left", "right", "middle"]
 
@@ -96,7 +96,7 @@ class RLHFConfig:
             )
         for name in ("max_prompt_length", "filter_overlong_prompts_workers"):
             if (value := getattr(self, name)) is not None:
-                whole_number(name, value, 1)
+                whole(name, value, 1)
         if self.tool_config_path or self.function_tool_path:
             raise ValueError(
                 "tool_config_path and function_tool_path are read by verl's tool registry. Give the"

@@ -6,6 +6,7 @@ import difflib
 import inspect
 from typing import Any
 
+from miniray.checks import one_of, whole
 from miniray.core.options import Options
 from miniray.core.remote import ActorClass, ActorHandle, ClassSpec
 from miniray.ps.asynchronous import AsyncServer
@@ -14,7 +15,7 @@ from miniray.ps.compression import CODECS
 from miniray.ps.server import Server
 from miniray.ps.sharded import Coordinator
 from miniray.ps.strategies import Strategy, make_strategy
-from miniray.ps.strategies.checks import at_least, whole_number
+from miniray.ps.strategies.checks import at_least
 
 MODES = ("sync", "async")
 NONFINITE = ("error", "skip")
@@ -127,18 +128,18 @@ def _planned(
     strategy_kwargs: dict[str, Any],
 ) -> tuple[type[Server], dict[str, Any]]:
     made = _strategy(strategy, strategy_kwargs)
-    _one_of("mode", mode, MODES)
-    _one_of("on_nonfinite", on_nonfinite, NONFINITE)
-    _one_of("compression", compression, (None, *CODECS))
-    _one_of("transport", transport, TRANSPORTS)
-    whole_number("num_servers", num_servers, 1)
+    one_of("mode", mode, MODES)
+    one_of("on_nonfinite", on_nonfinite, NONFINITE)
+    one_of("compression", compression, (None, *CODECS))
+    one_of("transport", transport, TRANSPORTS)
+    whole("num_servers", num_servers, 1)
     for name, value, low in (
         ("num_workers", num_workers, 1),
         ("max_staleness", max_staleness, 0),
         ("threads", threads, 1),
     ):
         if value is not None:
-            whole_number(name, value, low)
+            whole(name, value, low)
     arguments: dict[str, Any] = {
         "strategy": made,
         "on_nonfinite": on_nonfinite,
@@ -166,8 +167,3 @@ def _planned(
         "max_staleness": max_staleness,
         "staleness_power": power,
     }
-
-
-def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")

@@ -6,18 +6,6 @@ import math
 import numbers
 
 
-def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Refuse anything else."""
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
-
-
-def whole(name: str, value: object, low: int) -> None:
-    """Refuse what is no int, booleans included, and what is less than ``low``."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < low:
-        raise ValueError(f"{name} must be an int >= {low}, not {value!r}")
-
-
 def in_range(name: str, value: object, low: float, high: float = math.inf) -> None:
     """Refuses NaN too, which compares false with everything."""
     if not _is_number(value) or not low <= value <= high:  # type: ignore[operator]

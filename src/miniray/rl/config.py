@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from miniray.rl.checks import above, in_range, one_of, whole
+from miniray.checks import one_of, whole
+from miniray.rl.checks import above, in_range
 
 #: How losses of tokens become one; how the distance to the reference is estimated. See ``losses``.
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")

@@ -15,7 +15,8 @@ import math
 import torch
 from torch import Tensor
 
-from miniray.rl.checks import above, in_range, one_of
+from miniray.checks import one_of
+from miniray.rl.checks import above, in_range
 from miniray.rl.config import AGGREGATIONS, KL_KINDS
 from miniray.rl.masking import same_shape, selected
 

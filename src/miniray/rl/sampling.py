@@ -6,7 +6,8 @@ import dataclasses
 import hashlib
 from collections.abc import Collection
 
-from miniray.rl.checks import above, in_range, whole
+from miniray.checks import whole
+from miniray.rl.checks import above, in_range
 
 
 @dataclasses.dataclass(frozen=True)

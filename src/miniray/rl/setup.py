@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from miniray.rl.checks import above, one_of
+from miniray.checks import one_of
+from miniray.rl.checks import above
 from miniray.rl.config import Algorithm
 from miniray.rl.sampling import Sampling
 from miniray.rl.sources import check_data

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from miniray.train.evaluate import shard_bounds
+from miniray.data.parts import part_bounds
 
 Row = Mapping[str, Any]
 
@@ -51,7 +51,7 @@ class ListSource:
         epoch, part = divmod(step, math.ceil(count / self._per_step))
         order = np.random.default_rng([seed, epoch]).permutation(count)
         chosen = order[part * self._per_step : (part + 1) * self._per_step]
-        low, high = shard_bounds(len(chosen), self._rank, self._world)
+        low, high = part_bounds(len(chosen), self._rank, self._world)
         return _checked([self._rows[i] for i in chosen[low:high].tolist()], "data")
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class LoaderSource:
 def make_source(data: Any, per_step: int, rank: int, world_size: int) -> Source:
     """This worker's source of ``data``, which is a list of rows or a ``make_loader``."""
     if callable(data):
-        own = shard_bounds(per_step, rank, world_size)
+        own = part_bounds(per_step, rank, world_size)
         return LoaderSource(data(rank, world_size), own[1] - own[0], rank)
     return ListSource(data, per_step, rank, world_size)
 
@@ -148,7 +148,7 @@ def held_out(data: Any, rank: int, world_size: int) -> Iterator[tuple[int, Row]]
     A list's rows have the same numbers on any number of workers.
     """
     if not callable(data):
-        low, high = shard_bounds(len(data), rank, world_size)
+        low, high = part_bounds(len(data), rank, world_size)
         # One by one: a slice of a Hugging Face dataset is a dict of columns, of torch's an error.
         return ((i, data[i]) for i in range(low, high))
     loader = data(rank, world_size)

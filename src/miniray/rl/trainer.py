@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import miniray
+from miniray.checks import one_of
 from miniray.core import session
+from miniray.data.parts import part_bounds
 from miniray.errors import ActorDiedError, CapabilityError, PeerLostError, TaskError
 from miniray.rl.calls import Worker
-from miniray.rl.checks import one_of
 from miniray.rl.config import Algorithm
 from miniray.rl.kl import AdaptiveKL
 from miniray.rl.metrics import pool, record
@@ -26,7 +27,6 @@ from miniray.rl.sampling import Sampling
 from miniray.rl.setup import Setup
 from miniray.rl.sources import check_rows
 from miniray.train.base import BaseTrainer
-from miniray.train.evaluate import shard_bounds
 from miniray.train.results import TrainResult
 from miniray.train.saving import NO_WORKERS
 from miniray.train.workers import in_context
@@ -74,6 +74,7 @@ class RLTrainer(Resumable):
     #: Once for all workers, where the engine can; the driver itself does without torch.
     _preloaded = ("miniray.train.dynamo", "miniray.rl.worker")
     _unit = "step"
+    _kind = "rl"
 
     def __init__(
         self,
@@ -231,7 +232,7 @@ class RLTrainer(Resumable):
         def arguments(i: int) -> tuple[Any, ...]:
             if data is None:
                 return (i, count)
-            low, high = shard_bounds(len(data), i, count)
+            low, high = part_bounds(len(data), i, count)
             return (i, count, [data[k] for k in range(low, high)], low)
 
         made = self._group.call("evaluate", arguments, {})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral, Real
+from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import miniray
@@ -17,27 +17,12 @@ _TAKING = ("__init__", "setup", "load_data_shard", "train_epoch", "evaluate")
 _HOOKS = ("train_epoch", "on_train_start", "on_epoch_start", "on_epoch_end", "on_train_end")
 
 
-def check_whole(name: str, value: Any, low: int) -> int:
-    """``value`` as an int; ``ValueError`` unless it is a whole number of at least ``low``."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
-        raise ValueError(f"{name} must be an int >= {low}, not {value!r}")
-    return int(value)
-
-
 def check_seconds(name: str, value: Any) -> Any:
     """``value``; ``ValueError`` unless it is a time limit, or None for none."""
     number = isinstance(value, Real) and not isinstance(value, bool)
     if value is not None and not (number and value > 0):
         raise ValueError(f"{name} must be a number of seconds > 0 or None, not {value!r}")
     return value
-
-
-def check_choices(choices: Mapping[str, Sequence[str]], **chosen: Any) -> None:
-    """``ValueError`` for arguments that are none of what they may be."""
-    for name, value in chosen.items():
-        if value not in choices[name]:
-            known = ", ".join(map(repr, choices[name]))
-            raise ValueError(f"{name} must be one of {known}, not {value!r}")
 
 
 def check_spelling(trainer: object, given: Iterable[str], more: Iterable[str] = ()) -> None:

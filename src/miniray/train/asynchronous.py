@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import miniray
+from miniray.checks import whole
 from miniray.core import session
-from miniray.train.arguments import check_whole
 from miniray.train.records import simplify
 from miniray.train.workers import WorkerGroup
 
@@ -34,7 +34,7 @@ def check_mode(mode: str, staleness: int | None, data: Any) -> None:
     if mode not in ("sync", "async"):
         raise ValueError(f'mode must be "sync" or "async", not {mode!r}')
     if staleness is not None:
-        check_whole("staleness", staleness, 0)
+        whole("staleness", staleness, 0)
         if mode != "async":
             raise ValueError('staleness needs mode="async"')
     if data is not None and mode == "async":

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from miniray.checks import whole
 from miniray.core import session, startup
-from miniray.train.arguments import check_seconds, check_whole, warn_of_unused, worker_class
+from miniray.train.arguments import check_seconds, warn_of_unused, worker_class
 from miniray.train.averaging import aggregate
 from miniray.train.callbacks import Callback
 from miniray.train.launching import environment
@@ -75,10 +76,10 @@ class BaseTrainer(Saving):
         keep_last: int = 3,
         keep_best: tuple[str, str] | None = None,
     ) -> None:
-        self.num_workers = check_whole("num_workers", num_workers, 1)
-        self._seed = None if seed is None else check_whole("seed", seed, 0)
-        self._max_failures = check_whole("max_failures", max_failures, 0)
-        self._eval_interval = check_whole("eval_interval", eval_interval, 0)
+        self.num_workers = whole("num_workers", num_workers, 1)
+        self._seed = None if seed is None else whole("seed", seed, 0)
+        self._max_failures = whole("max_failures", max_failures, 0)
+        self._eval_interval = whole("eval_interval", eval_interval, 0)
         self._worker_timeout = check_seconds("worker_timeout", worker_timeout)
         self._worker_class = worker_class(worker, resources_per_worker)
         super().__init__(callbacks, name, run_dir, backend, keep_last, keep_best)
@@ -132,7 +133,7 @@ class BaseTrainer(Saving):
         of this trainer), a path from that one. After ``shutdown``, or a run that failed, there is
         nothing else to go on from: ``RuntimeError`` without it.
         """
-        epochs = check_whole("epochs", epochs, 0)
+        epochs = whole("epochs", epochs, 0)
         wanted = self._resume if resume is None else resume
         self._resume = False
         if self.epoch and self._group is None and self._loaded is None and not wanted:

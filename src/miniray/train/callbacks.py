@@ -13,8 +13,8 @@ from types import EllipsisType
 from typing import Any
 
 import miniray
+from miniray.checks import whole
 from miniray.train import records
-from miniray.train.arguments import check_whole
 from miniray.train.results import better_direction
 
 __all__ = ["Callback", "Checkpoint", "EarlyStopping", "LRSchedule"]
@@ -75,7 +75,7 @@ class Checkpoint(Callback):
         monitor: str = "loss",
         mode: str = "auto",
     ) -> None:
-        self.every = check_whole("every", every, 1)
+        self.every = whole("every", every, 1)
         self.keep_last = keep_last
         self.keep_best = (monitor, _direction(monitor, mode)) if keep_best else None
         self._saved: int | None = None
@@ -115,7 +115,7 @@ class EarlyStopping(Callback):
     def __init__(
         self, monitor: str = "loss", patience: int = 3, mode: str = "auto", min_delta: float = 0.0
     ) -> None:
-        check_whole("patience", patience, 1)
+        whole("patience", patience, 1)
         if not min_delta >= 0:
             raise ValueError(f"min_delta must be a number >= 0, not {min_delta!r}")
         self.monitor = monitor

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import miniray
+from miniray.checks import whole
 from miniray.core import session
 from miniray.core.remote import adapting
 from miniray.errors import MinirayError
@@ -15,7 +16,7 @@ from miniray.ps import Strategy, check_strategy, create_parameter_server
 from miniray.ps.create import check_parameter_server
 from miniray.ps.strategies.checks import at_least
 from miniray.train import resume as resuming
-from miniray.train.arguments import check_spelling, check_whole
+from miniray.train.arguments import check_spelling
 from miniray.train.asynchronous import AsyncEpochs, check_mode
 from miniray.train.averaging import aggregate
 from miniray.train.base import BaseTrainer
@@ -66,7 +67,7 @@ class DataParallelTrainer(BaseTrainer):
         data: Shardable | None = None,
         **kwargs: Any,
     ) -> None:
-        self.sync_interval = check_whole("sync_interval", sync_interval, 1)
+        self.sync_interval = whole("sync_interval", sync_interval, 1)
         check_mode(mode, staleness, data)
         names = inspect.signature(BaseTrainer.__init__).parameters
         super().__init__(num_workers, **{k: v for k, v in kwargs.items() if k in names})

@@ -29,6 +29,7 @@ def collect(trainer: Saving) -> dict[str, Any]:
     assert group is not None
     state: dict[str, Any] = {
         "format": _FORMAT,
+        "kind": trainer._kind,
         "num_workers": len(group.handles),
         "history": [simplify(record) for record in trainer.history],
         "callbacks": [callback.get_state() for callback in trainer.callbacks],
@@ -55,6 +56,13 @@ def apply(trainer: Saving, state: dict[str, Any]) -> None:
     workers = trainer.workers
     if state.get("format") != _FORMAT:
         raise CheckpointError(f"the checkpoint has format {state.get('format')!r}, not {_FORMAT}")
+    kind = state.get("kind", trainer._kind)  # the first checkpoints did not say
+    if kind != trainer._kind:
+        raise CheckpointError(
+            f"this is no checkpoint of a {type(trainer).__name__}, but one of {kind!r}. "
+            "From one kind of trainer to another the weights go as a file: save_final_model(), and "
+            "load_model() where the model is made"
+        )
     weights, states = state["weights"], state["worker_states"]
     before = state["num_workers"]
     if before != len(workers):

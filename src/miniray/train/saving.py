@@ -26,6 +26,9 @@ NO_WORKERS = "there are no workers before train(), and none after shutdown()"
 class Saving(Lifecycle):
     """The part of every trainer that is about its state; see the module."""
 
+    #: What runs: trainers of one kind take up each other's checkpoints.
+    _kind = "workers"
+
     def __init__(self, callbacks: Iterable[Callback], *options: Any) -> None:
         super().__init__(*options)
         self.history: list[dict[str, Any]] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 
@@ -36,9 +36,3 @@ def within(name: str, value: Any, low: float, high: float) -> float:
     if not low < number < high:
         raise ValueError(f"{name} must be above {low:g} and below {high:g}, not {value}")
     return number
-
-
-def whole_number(name: str, value: Any, low: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
-        raise ValueError(f"{name} must be a whole number of at least {low}, not {value!r}")
-    return int(value)

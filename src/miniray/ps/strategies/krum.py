@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from miniray.checks import whole
 from miniray.ps.leaves import Array
 from miniray.ps.strategies.average import Average
-from miniray.ps.strategies.checks import whole_number
 from miniray.ps.strategies.registry import register_strategy
 
 
@@ -33,8 +33,8 @@ class Krum(Average):
     uses_distances = True
 
     def __init__(self, num_byzantine: int = 1, num_selected: int = 1) -> None:
-        self.num_byzantine = whole_number("num_byzantine", num_byzantine, 0)
-        self.num_selected = whole_number("num_selected", num_selected, 1)
+        self.num_byzantine = whole("num_byzantine", num_byzantine, 0)
+        self.num_selected = whole("num_selected", num_selected, 1)
 
     def weigh(self, weights: Sequence[float], distances: Array | None) -> Sequence[float]:
         count, broken = len(weights), self.num_byzantine

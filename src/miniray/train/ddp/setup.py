@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from miniray.checks import one_of, whole
 from miniray.errors import WeightsMismatchError
-from miniray.train.arguments import check_choices, check_whole
 
 if TYPE_CHECKING:
     from miniray.train.ddp.trainer import DDPTrainer
@@ -41,8 +41,9 @@ def check_arguments(
     ddp_options: Mapping[str, Any],
 ) -> None:
     """Refuse arguments of ``DDPTrainer`` that make no sense, with ``ValueError``."""
-    check_choices(_CHOICES, shard=shard, uneven=uneven, precision=precision)
-    check_whole("accumulate", accumulate, 1)
+    for name, value in (("shard", shard), ("uneven", uneven), ("precision", precision)):
+        one_of(name, value, _CHOICES[name])
+    whole("accumulate", accumulate, 1)
     if isinstance(models, str) or not models:
         raise ValueError(f"models must be names of attributes, not {models!r}")
     if not isinstance(compile, (bool, str, Mapping)):

@@ -58,7 +58,7 @@ class DDPTrainer(RankTrainer):
     All other arguments are those of ``BaseTrainer``.
     """
 
-    _group_name = "ddp"
+    _kind = "ddp"
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from miniray.train.arguments import check_whole
+from miniray.checks import whole
 
 DIMENSIONS = ("data", "pipeline", "tensor")
 
@@ -69,7 +69,7 @@ def read_layout(parallel: Mapping[str, Any] | None, num_workers: int, default: s
     if unknown:
         known = ", ".join(map(repr, DIMENSIONS))
         raise ValueError(f"parallel= knows {known}, not {', '.join(map(repr, unknown))}")
-    sizes = {name: check_whole(f"parallel[{name!r}]", n, 1) for name, n in parallel.items()}
+    sizes = {name: whole(f"parallel[{name!r}]", n, 1) for name, n in parallel.items()}
     layout = Layout(**sizes)
     if layout.world_size != num_workers:
         told = " × ".join(f"{name} {size}" for name, size in parallel.items())

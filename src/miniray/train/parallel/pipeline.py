@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from miniray.train.arguments import check_whole
+from miniray.checks import one_of, whole
 from miniray.train.parallel.layout import read_layout
 from miniray.train.parallel.schedules import SCHEDULES
 from miniray.train.parallel.trainer import SplitModelTrainer
@@ -60,12 +60,10 @@ class PipelineParallelTrainer(SplitModelTrainer):
         **options: Any,
     ) -> None:
         layout = read_layout(parallel, num_workers, "pipeline")
-        chosen = SCHEDULES.get(schedule)
-        if chosen is None:
-            known = ", ".join(map(repr, SCHEDULES))
-            raise ValueError(f"schedule must be one of {known}, not {schedule!r}")
+        one_of("schedule", schedule, SCHEDULES)
+        chosen = SCHEDULES[schedule]
         if stages_per_worker is not None:
-            stages_per_worker = check_whole("stages_per_worker", stages_per_worker, 1)
+            stages_per_worker = whole("stages_per_worker", stages_per_worker, 1)
         if stages_per_worker is not None and chosen.fixed not in (None, stages_per_worker):
             raise ValueError(
                 f"schedule={schedule!r} has {chosen.fixed} stages a "

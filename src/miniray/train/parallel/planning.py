@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from miniray.data.parts import part_bounds
 from miniray.train import torch_parts as parts
-from miniray.train.evaluate import shard_bounds
 from miniray.train.parallel import tensor
 from miniray.train.parallel.feed import split_batch
 from miniray.train.parallel.job import Job, Plan
@@ -60,7 +60,7 @@ def evaluation_share(loader: Any, copy: int, copies: int) -> Any:
     if copies == 1:
         return loader
     check_can_be_cut(loader, "val_data", copies)
-    rows = range(*shard_bounds(len(loader.dataset), copy, copies))
+    rows = range(*part_bounds(len(loader.dataset), copy, copies))
     return DataLoader(
         Subset(loader.dataset, rows), batch_size=loader.batch_size, collate_fn=loader.collate_fn
     )

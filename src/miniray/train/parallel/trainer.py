@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import miniray
-from miniray.train.arguments import check_whole
+from miniray.checks import whole
 from miniray.train.evaluate import combine
 from miniray.train.parallel import timeline
 from miniray.train.parallel.layout import Layout
@@ -27,7 +27,7 @@ from miniray.train.saving import NO_WORKERS
 class SplitModelTrainer(RankTrainer):
     """See the module. The arguments are described at ``PipelineParallelTrainer``."""
 
-    _group_name = "parallel"
+    _kind = "parallel"
     _preloaded = (
         *("miniray.train.ranks.output", "miniray.train.parallel.rank"),
         "torch.distributed.tensor.parallel",
@@ -71,7 +71,7 @@ class SplitModelTrainer(RankTrainer):
             "tensor_plan": plan,
         }
         _check_parts(parts)
-        parts["microbatches"] = check_whole("microbatches", microbatches, 1)
+        parts["microbatches"] = whole("microbatches", microbatches, 1)
         if options.get("eval_interval") and val_data is None:
             raise ValueError("eval_interval= evaluates on val_data=, which is not given")
         super().__init__(layout.world_size, worker=ModelWorker, **options)

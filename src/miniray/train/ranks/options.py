@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+from miniray.checks import one_of
 from miniray.core import session
 from miniray.errors import CapabilityError
-from miniray.train.arguments import check_choices, check_seconds, check_spelling
+from miniray.train.arguments import check_seconds, check_spelling
 
-_CHOICES = {"on_nonfinite": ("error", "ignore"), "group_backend": ("auto", "gloo", "nccl")}
 #: Arguments of a trainer's bases that are not its own options.
 _TAKEN = {"self", "num_workers", "worker", "layout"}
 
@@ -33,7 +33,8 @@ def check_options(
     *, clip_norm: Any, hang_timeout: Any, timeout: Any, on_nonfinite: str, group_backend: str
 ) -> None:
     """``ValueError`` for options of ``RankTrainer`` that make no sense."""
-    check_choices(_CHOICES, on_nonfinite=on_nonfinite, group_backend=group_backend)
+    one_of("on_nonfinite", on_nonfinite, ("error", "ignore"))
+    one_of("group_backend", group_backend, ("auto", "gloo", "nccl"))
     if clip_norm is not None and not _is_positive(clip_norm):
         raise ValueError(f"clip_norm must be a number > 0 or None, not {clip_norm!r}")
     check_seconds("hang_timeout", hang_timeout)

@@ -16,16 +16,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import miniray
+from miniray.checks import whole
 from miniray.core import session
 from miniray.errors import (
     ActorDiedError,
-    CheckpointError,
     MinirayError,
     TaskError,
     WorkerTimeoutError,
 )
 from miniray.train import resume as resuming
-from miniray.train.arguments import check_whole
 from miniray.train.base import BaseTrainer
 from miniray.train.group import GroupHost
 from miniray.train.ranks.calls import StepBar, call_ranks, tell_of_waiting
@@ -41,8 +40,7 @@ class RankTrainer(BaseTrainer, ABC):
     The arguments are described at ``DDPTrainer``.
     """
 
-    #: What the group of ranks is called in error messages.
-    _group_name = "ranks"
+    _kind = "ranks"
     _process_set_up = "miniray.train.ranks.output:set_up"
 
     def __init__(
@@ -69,7 +67,7 @@ class RankTrainer(BaseTrainer, ABC):
         super().__init__(num_workers, worker=worker, max_failures=0, **options)
         self.clip_norm = clip_norm
         self.failures = 0
-        self._most_failures = check_whole("max_failures", max_failures, 0)
+        self._most_failures = whole("max_failures", max_failures, 0)
         self._on_nonfinite, self._group_backend = on_nonfinite, group_backend
         self._hang_timeout = math.inf if hang_timeout is None else hang_timeout
         self._timeout = timeout
@@ -215,7 +213,7 @@ class RankTrainer(BaseTrainer, ABC):
         self._host = GroupHost(
             self.num_workers,
             backend=choose_backend(self._group_backend, facts),
-            name=self._group_name,
+            name=self._kind,
             timeout=self._timeout,
             other_machines=len(hosts) > 1 or session.engine().capabilities.multi_node,
         )
@@ -231,12 +229,6 @@ class RankTrainer(BaseTrainer, ABC):
     # -- state ------------------------------------------------------------------------------------
 
     def _take_up(self, state: dict[str, Any]) -> None:
-        if self._group_name not in state["extra"]:
-            raise CheckpointError(
-                f"this is no checkpoint of a {type(self).__name__}: it has no state of ranks. From "
-                "one kind of trainer to another the weights go as a file: save_final_model(), and "
-                "load_model() where the model is made"
-            )
         self._retried(self._epoch_for_errors(), lambda: resuming.apply(self, state))
 
     def _give(self, method: str, values: Mapping[int, Any]) -> None:
@@ -248,10 +240,10 @@ class RankTrainer(BaseTrainer, ABC):
         return True
 
     def _extra_state(self) -> dict[str, Any]:
-        return {self._group_name: self._shared_state()}
+        return {self._kind: self._shared_state()}
 
     def _load_extra_state(self, state: Mapping[str, Any]) -> None:
-        shared = miniray.put(state[self._group_name])
+        shared = miniray.put(state[self._kind])
         self._call_ranks("_rank_load_shared", lambda _: (shared,))
         self._keep_state()
 
