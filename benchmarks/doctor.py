@@ -2,12 +2,13 @@
 
     python benchmarks/doctor.py [--quick] [--gpu] [--json PATH] [--markdown]
 
-All figures are CPU time of the thread, the best of several: other work of the machine only adds.
-The step is a whole one of a DDP model on gloo, with a DataLoader, an optimizer and one all_reduce.
-Blocks of steps with the recorder and without it take turns in one process, so that a change of the
-machine's load meets both. The steps are small ones, in which the recorder's part can be told from
-the rest, and that part, with a step's share of what is written in lots, is set against a step of
-5 ms. "Never attached" are steps of a process whose torch was left as it is.
+Figures are CPU time of the thread; of updates the best of several: other work of the machine only
+adds. The step is a whole one of a DDP model on gloo, with a DataLoader, an optimizer and one
+all_reduce. Blocks of steps with the recorder, with it switched off, and with torch's own functions
+put back take turns in one process, and each is compared with its neighbours: steps of two processes
+differ by more than the recorder takes, and so do those of two minutes. The steps are small ones, in
+which the recorder's part can be told from the rest, and that part (the median of all turns, with a
+step's share of what is written in lots) is set against a step of 5 ms.
 
 With ``--gpu`` the step is one of 5 ms on the GPU, in bfloat16, DDP over NCCL. It is measured twice:
 by the clock, with the GPU never waiting for the next step, and by the CPU time it takes to hand one
@@ -17,6 +18,7 @@ step over, with the GPU idle.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import tempfile
@@ -34,9 +36,11 @@ STEP_SECONDS = 0.005
 #: Steps are written in lots, at most ten a second: so many of 5 ms at a time.
 LOT = 20
 WRITING = "writing a step and its 16 sample ids, in lots"
-KINDS = ("plain", "without", "with")
+#: Kinds of steps: torch as it is, changed by ``doctor.attach``, and with the recorder.
+TITLES = {"plain": "torch as it is", "without": "recorder off", "with": "recorder on"}
+KINDS = tuple(TITLES)
 
-#: kind (see KINDS) → figure → seconds, one for each block
+#: kind (see TITLES) → figure → seconds, one for each turn
 Steps = dict[str, dict[str, list[float]]]
 
 
@@ -46,13 +50,11 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="a step on the GPU instead")
     parser.add_argument("--json", type=Path, metavar="PATH", help="where all samples go")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    parser.add_argument("--child", choices=["attached", "plain"], help=argparse.SUPPRESS)
-    parser.add_argument("--blocks", type=int, default=40, help=argparse.SUPPRESS)
+    parser.add_argument("--turns", type=int, default=0, help=argparse.SUPPRESS)  # in a child
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.child:
-        found = measure_steps(arguments.gpu, arguments.child == "attached", arguments.blocks)
-        arguments.out.write_text(json.dumps(found))
+    if arguments.turns:
+        arguments.out.write_text(json.dumps(measure_steps(arguments.gpu, arguments.turns)))
         return
 
     started = common.stamp()
@@ -60,15 +62,14 @@ def main() -> None:
     if not arguments.gpu:
         with tempfile.TemporaryDirectory() as folder:
             updates = measure_updates(Path(folder), 3 if arguments.quick else 15)
-    repetitions, blocks = (1, 10) if arguments.quick else (1, 60) if arguments.gpu else (8, 40)
+    repetitions, turns = (1, 5) if arguments.quick else (1, 40) if arguments.gpu else (8, 60)
     steps: Steps = {}
+    options = ["--turns", str(turns)] + ["--gpu"] * arguments.gpu
     for repetition in range(repetitions):
         print(f"steps, repetition {repetition + 1} of {repetitions}", flush=True)
-        for child in ("attached", "plain"):
-            options = ["--child", child, "--blocks", str(blocks)] + ["--gpu"] * arguments.gpu
-            for kind, samples in common.run_measured(Path(__file__), options).items():
-                for figure, values in samples.items():
-                    steps.setdefault(kind, {}).setdefault(figure, []).extend(values)
+        for kind, samples in common.run_measured(Path(__file__), options).items():
+            for figure, values in samples.items():
+                steps.setdefault(kind, {}).setdefault(figure, []).extend(values)
     lines = summarise_gpu(steps) if arguments.gpu else summarise(updates, steps)
     if arguments.markdown:
         print(common.markdown_table(["figure"], lines))
@@ -80,7 +81,7 @@ def main() -> None:
         "machine": {**common.machine(), "gpu": _gpu_name() if arguments.gpu else None},
         "versions": common.versions("miniray", "torch", "numpy"),
         "updates_ns": updates,
-        # A figure a block of steps.
+        # A figure a turn.
         "steps_s": steps if arguments.gpu else {kind: of["cpu"] for kind, of in steps.items()},
         "table": [vars(line) for line in lines],
     }
@@ -154,23 +155,26 @@ def measure_updates(folder: Path, repeats: int) -> dict[str, list[float]]:
 # -- steps ----------------------------------------------------------------------------------------
 
 
-def measure_steps(on_gpu: bool, attached: bool, blocks: int) -> Steps:
-    """Seconds of a step, a figure a block; by whether the recorder was on."""
+def measure_steps(on_gpu: bool, turns: int) -> Steps:
+    """Seconds of a step, a figure a turn, of each of KINDS."""
     import doctor_training
 
     from miniray import doctor
     from miniray.doctor import recorder
 
     with tempfile.TemporaryDirectory() as folder:
-        current = doctor.attach(folder, rank=0, world_size=1) if attached else None
+        current = doctor.attach(folder, rank=0, world_size=1)
         training = doctor_training.on_gpu if on_gpu else doctor_training.on_cpu
         run = training(Path(folder))
         found: Steps = {}
-        for block in range(blocks):
-            kind = "plain" if not attached else "without" if block % 2 else "with"
-            recorder._current = current if kind == "with" else None
-            for figure, seconds in run().items():
-                found.setdefault(kind, {}).setdefault(figure, []).append(seconds)
+        for turn in range(turns):
+            for kind in KINDS if turn % 2 else reversed(KINDS):
+                recorder._current = current if kind == "with" else None
+                left_alone = contextlib.nullcontext if kind != "plain" else doctor_training.as_it_is
+                with left_alone():
+                    seconds = run()
+                for figure, value in seconds.items():
+                    found.setdefault(kind, {}).setdefault(figure, []).append(value)
         recorder._current = current
         doctor_training.leave()  # before the folder goes: a thread of NCCL looks into the store
         recorder.stop()
@@ -194,13 +198,12 @@ def summarise(updates: dict[str, list[float]], steps: Steps) -> list[Line]:
         goal = f"≤ {UPDATE_NANOSECONDS} ns" if name in in_the_way else ""
         reached = best <= UPDATE_NANOSECONDS if goal else None
         lines.append(Line(name, [common.human(best / 1e9, "s")], goal, reached))
-    plain, without, recorded = (min(steps[kind]["cpu"]) for kind in KINDS)
-    # The median of a block is a step in which no lot is written: its share of one comes on top.
-    extra = recorded - min(plain, without) + min(updates[WRITING]) / 1e9
+    for kind, title in TITLES.items():
+        lines.append(
+            Line(f"a small step, {title}", [common.human(median(steps[kind]["cpu"]), "s")])
+        )
+    extra = extra_seconds({kind: of["cpu"] for kind, of in steps.items()}, updates)
     percent = 100 * extra / STEP_SECONDS
-    lines.append(Line("a small step, never attached", [common.human(plain, "s")]))
-    lines.append(Line("a small step, recorder off", [common.human(without, "s")]))
-    lines.append(Line("a small step, recorder on", [common.human(recorded, "s")]))
     lines.append(
         Line(
             "the recorder's part of a step of 5 ms",
@@ -212,19 +215,29 @@ def summarise(updates: dict[str, list[float]], steps: Steps) -> list[Line]:
     return lines
 
 
+def extra_seconds(steps: dict[str, list[float]], updates: dict[str, list[float]]) -> float:
+    """What the recorder adds to a step.
+
+    A turn has the median of its steps, and in that one no lot is written: its share of one comes on
+    top.
+    """
+    return _added(steps) + min(updates[WRITING]) / 1e9
+
+
+def _added(steps: dict[str, list[float]]) -> float:
+    turns = zip(steps["with"], steps["plain"], strict=True)
+    return median([recorded - plain for recorded, plain in turns])
+
+
 def summarise_gpu(steps: Steps) -> list[Line]:
-    titles = dict(zip(KINDS, ("never attached", "recorder off", "recorder on"), strict=True))
     lines = []
-    for kind, title in titles.items():
-        clock, cpu = median(steps[kind]["clock"]), min(steps[kind]["cpu"])
+    for kind, title in TITLES.items():
+        clock, cpu = median(steps[kind]["clock"]), median(steps[kind]["cpu"])
         lines.append(Line(f"a step on the GPU, {title}", [common.human(clock, "s")]))
         lines.append(Line(f"handing it over, {title}", [common.human(cpu, "s")]))
-    # Blocks with the recorder and without it took turns: each is compared with its neighbour, for
-    # what handing over takes differs more from second to second than by the recorder.
-    recorded, without = steps["with"], steps["without"]
-    clocks = zip(recorded["clock"], without["clock"], strict=True)
-    slower = 100 * median([a / b - 1 for a, b in clocks])
-    extra = median([a - b for a, b in zip(recorded["cpu"], without["cpu"], strict=True)])
+    clocks = {kind: of["clock"] for kind, of in steps.items()}
+    slower = 100 * _added(clocks) / median(clocks["plain"])
+    extra = _added({kind: of["cpu"] for kind, of in steps.items()})
     percent = 100 * extra / STEP_SECONDS
     for title, cell, value in (
         ("slower by the clock", f"{slower:+.2f} %", slower),

@@ -6,8 +6,9 @@ block of steps and says what a step took.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 import torch.distributed as dist
 from common import median
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.optim import optimizer as optimizers
+from torch.utils.data import DataLoader, TensorDataset, dataloader
 
 BATCH_SIZE = 16
 STEPS = 32  # of a block
@@ -105,6 +107,34 @@ def _model(folder: Path, backend: str, sizes: list[tuple[int, int]], device: str
 def leave() -> None:
     """Leave the process group."""
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def as_it_is() -> Iterator[None]:
+    """Within it torch has its own functions again, not those that ``attach`` put in their place."""
+    base = dataloader._BaseDataLoaderIter
+    places: list[tuple[Any, str]] = [
+        (torch.autograd, "backward"),
+        (dist, "all_reduce"),
+        (DistributedDataParallel, "forward"),
+        (DataLoader, "__iter__"),
+        (base, "__next__"),
+        (base, "_next_index"),
+    ]
+    changed = [(owner, name, getattr(owner, name)) for owner, name in places]
+    hooks = optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks
+    kept = [dict(those) for those in hooks]
+    for owner, name, function in changed:
+        setattr(owner, name, function.__wrapped__)
+    for those in hooks:
+        those.clear()
+    try:
+        yield
+    finally:
+        for owner, name, function in changed:
+            setattr(owner, name, function)
+        for those, mine in zip(hooks, kept, strict=True):
+            those.update(mine)
 
 
 def _loader(values: Any) -> Any:

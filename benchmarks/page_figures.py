@@ -217,10 +217,9 @@ def size(amount: float) -> str:
 
 
 def doctor(record: Record) -> Figures:
-    from doctor import STEP_SECONDS
+    from doctor import STEP_SECONDS, extra_seconds
 
-    steps = {kind: min(samples) for kind, samples in record["steps_s"].items()}
-    extra = steps["with"] - min(steps["plain"], steps["without"])
+    extra = extra_seconds(record["steps_s"], record["updates_ns"])
     found = {
         "step_extra": human(max(extra, 0.0), "s"),
         "step_percent": f"{100 * extra / STEP_SECONDS:.2f} %",

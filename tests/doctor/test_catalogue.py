@@ -79,6 +79,11 @@ FAULTS = {
     "exception": Scenario(
         "exception", (1,), r"rank 1 raised ValueError: label 17 out of range at exception.py:\d+"
     ),
+    "exception_in_finally": Scenario(
+        "exception",
+        (1,),
+        r"rank 1 raised KeyError: 17 at .*:\d+, and since then waits in barrier .*:\d+; rank 0",
+    ),
     "long_preparation": Scenario(
         "slow-section",
         (0,),

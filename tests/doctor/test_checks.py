@@ -286,10 +286,19 @@ def test_ranks_that_share_the_data_and_average_nothing():
     assert finding.title == "ranks 0 and 1 train apart: no gradients are averaged"
 
 
+def test_a_ddp_model_that_is_called_past_its_wrapper():
+    made = call(0, "DDP.__init__", step=0)
+    finding = found(*(sharing(n, made, models=(model(),)) for n in range(2)), code="trained-apart")
+    assert "a model wrapped in DDP at train.py:9 that averaged nothing" in finding.evidence[0]
+    assert "not model.module" in finding.fix
+
+
 @pytest.mark.parametrize(
     "changed",
     [
-        {"models": (model(),)},
+        {"models": (model(),), "events": (call(30, "DDP.backward"),)},
+        {"models": (model(),), "notes": {"compiled": True}},  # averages unseen
+        {"models": (model(),), "events": (call(30, "barrier"),), "event_count": 600},  # long ago
         {"events": (call(0), call(30))},  # averaged by hand
         {"loaders": (loader(replicas=None, sampler="RandomSampler"),)},  # parts of one model
         {"step": 3},

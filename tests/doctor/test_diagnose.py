@@ -211,10 +211,118 @@ def test_a_message_that_is_waited_for_by_one_who_waits_elsewhere():
     assert finding.title == "rank 0 is in recv (train.py:7), rank 1 is in barrier (train.py:9)"
 
 
+def test_a_rank_that_began_before_the_others_were_started():
+    """Lightning's first process starts them, and says that it is alone when it attaches."""
+    waiting = call(0, "init_process_group", kind=GROUP, group="", is_open=True)
+    first = calling(0, waiting, world=1, initialised=False, group_size=-1)
+    second = calling(1, initialised=False, group_size=-1)
+    assert top(first, second, world=1).ranks == (1,)
+
+
 def test_a_rank_that_left_is_known_at_once():
     done = calling(1, exit=FINISHED, process=GONE)
     finding = top(calling(0, call(0, is_open=True, ago=3.0)), done)
     assert finding.title.startswith("rank 1 finished after step 10 and left")
+    assert finding.fix == "let all ranks make the call at train.py:80, or none of them"
+
+
+def test_a_rank_that_ended_itself_in_mid_pass_left_the_loop():
+    """The other one's loader was closed by the exception that this gave it."""
+    inside = loader(passes=1, finished=0, batches=8)
+    left = call(9, "left", kind=LOADER, op="loader 0", ended=NOW - 10)
+    lost = ended(type="RuntimeError", message="Connection closed by peer", at=NOW - 10)
+    waited = call(5, "DDP.backward", ago=10.0)
+    finding = top(
+        rank(0, events=(waited, left), loaders=(inside,), exit=lost, process=GONE),
+        rank(1, step=5, batches_in_epoch=5, loaders=(inside,), exit=FINISHED, process=GONE),
+    )
+    assert finding.title == "rank 1 left the loop at step 5 (batch 5 of 8); rank 0 goes on"
+
+
+def test_a_batch_skipped_with_fsdp():
+    """Its ranks wait in forward, before the backward that would tell them apart."""
+    inside, through = loader(passes=1, batches=10), loader(passes=1, finished=1, last_batches=10)
+    skip = call(1, "no backward", kind=LOADER, op="loader 0: batch 4", step=3, ended=NOW - 350)
+    gather, wait = (
+        call(3, name, line, is_open=True) for name, line in (("all_gather", 7), ("barrier", 9))
+    )
+    finding = top(
+        dataclasses.replace(calling(0, gather, backwards=9), loaders=(inside,)),
+        dataclasses.replace(calling(1, skip, wait, backwards=9), loaders=(through,)),
+    )
+    assert finding.title == "rank 1 skipped backward at step 4; rank 0 did not"
+
+
+def in_flight(step=10, message="bad label 17"):
+    return {"in_flight": {"type": "ValueError", "message": message, "site": at(6), "step": step}}
+
+
+def parted(*notes):
+    """Rank 1 waits in a barrier, rank 0 in a backward."""
+    waits = call(3, "DDP.backward", 7, is_open=True), call(3, "barrier", 9, is_open=True)
+    return [calling(n, waits[n], notes=notes[n]) for n in range(2)]
+
+
+def test_an_exception_that_waits_on_its_way_out():
+    finding = top(*parted({}, in_flight()))
+    assert (finding.code, finding.ranks) == ("exception", (1,))
+    assert finding.title == (
+        "rank 1 raised ValueError: bad label 17 at train.py:6, and since then waits in barrier "
+        "train.py:9; rank 0 waits in backward train.py:7"
+    )
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        in_flight(step=4),  # steps were made since: training goes on in an `except`
+        in_flight(message="Connection closed by peer"),
+        {"in_flight": None},
+    ],
+)
+def test_an_exception_that_is_not_why(note):
+    assert top(*parted({}, note)).code == "collectives-parted"
+
+
+def test_another_number_of_epochs():
+    ranks = parted({}, {})
+    more, fewer = loader(passes=3, finished=2), loader(passes=2, finished=2, last_batches=4)
+    finding = top(
+        dataclasses.replace(ranks[0], loaders=(more,), batches_in_epoch=1),
+        dataclasses.replace(ranks[1], loaders=(fewer,)),
+    )
+    assert "their loops differ in steps or epochs, or the barrier is in a branch" in finding.cause
+
+
+def test_a_breakpoint_that_nobody_answers():
+    quit = ended(type="BdbQuit", message="")
+    finding = top(rank(0, exit=quit, process=GONE), rank(1))
+    assert finding.title.startswith("rank 0 stopped at a breakpoint at train.py:33")
+    assert "breakpoint" in finding.fix
+
+
+def test_a_crash_after_the_end():
+    crash = ended("signal", signal="SIGABRT", code=None)
+    ending = Phase("exit", records.NOWHERE, NOW - 11)
+    finding = top(rank(0, exit=crash, phase=ending, process=GONE), rank(1))
+    assert finding.title == "rank 0 crashed with SIGABRT after the script's end, at step 10"
+
+
+def test_a_stage_that_hangs_while_the_other_waits_for_its_message():
+    """Messages of a pipeline are waited for in torch, and not recorded."""
+    torch = Site("/x/site-packages/torch/distributed/pipelining/schedules.py", 683, "_wait")
+    stacks = {0: (torch, at(90)), 1: (at(26, function="forward"),)}
+    shown = {n: (ThreadStack("0x1", "", True, frames),) for n, frames in stacks.items()}
+    ranks = [
+        dataclasses.replace(calling(n), section=Phase(f"stage {n} fwd mb 3", at(1), NOW - 90 + n))
+        for n in range(2)
+    ]
+    (finding,) = examine(run(*ranks), shown=shown).findings
+    assert finding.ranks == (1,)
+    assert (
+        finding.title
+        == "rank 1 is still in stage 1 fwd mb 3 (89 s), alive, at train.py:26 in forward"
+    )
 
 
 def test_a_process_that_does_not_end():

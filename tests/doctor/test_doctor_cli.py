@@ -155,7 +155,7 @@ def test_top_shows_one_frame(ranks, tmp_path):
     done = miniray("top", "--once", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("HEALTHY: 1 rank finished at step 3")
-    assert "[Rank 0/1] Step 3, Batch size: 0 finished" in done.stdout
+    assert "[Rank 0/1] Step 3, Batch size: ? finished" in done.stdout
 
 
 # -- with the real launcher ----------------------------------------------------------------------

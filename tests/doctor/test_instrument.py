@@ -18,10 +18,13 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset  # noqa: E402
 from torch.utils.data.distributed import DistributedSampler  # noqa: E402
 
-# DDP and optimizers import it, which takes seconds: done once here for all forked ranks.
-importlib.import_module("torch._dynamo")
-
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler():
+    """DDP and optimizers import it, which takes seconds: done once here for all forked ranks."""
+    importlib.import_module("torch._dynamo")
 
 
 @pytest.fixture

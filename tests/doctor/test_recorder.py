@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from miniray import doctor
-from miniray.doctor import model, processes, recorder, stacks
+from miniray.doctor import in_flight, model, processes, recorder, stacks
 from miniray.doctor.reader import read_run
 from miniray.errors import MinirayError
 from tests.doctor.helpers import Ranks, wait_until
@@ -86,6 +86,44 @@ def test_steps_losses_and_samples_told_by_the_script(recording, tmp_path):
     assert [s.batch_size for s in record.steps] == [4, 3, 1]
     with pytest.raises(TypeError):
         doctor.step(sample_ids=[None])
+
+
+def test_who_tells_the_epoch_knows_better_than_a_loader(recording, tmp_path):
+    recording.set_epoch(0, "train.py\x0020\0main")
+    assert only(tmp_path).epoch == 0
+    recording.tell_epoch(5)  # a run that was resumed
+    recording.set_epoch(1, "train.py\x0020\0main")
+    assert only(tmp_path).epoch == 5
+
+
+def test_an_exception_in_flight_is_seen_until_it_is_over(recording, tmp_path):
+    try:
+        raise KeyError("label")
+    except KeyError:
+        known = in_flight.look(recording, 0)
+        recording.flush()
+        said, site = in_flight.raised(only(tmp_path))
+        assert (said, Path(site.file).name) == ("KeyError: 'label'", Path(__file__).name)
+    assert in_flight.look(recording, known) == 0
+    recording.flush()
+    assert in_flight.raised(only(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("later", "kept"),
+    [(RuntimeError("Connection closed by peer"), "KeyError"), (ValueError("disk full"), "Value")],
+)
+def test_what_a_rank_says_of_others_on_its_way_out_is_not_why_it_ended(
+    recording, tmp_path, later, kept
+):
+    try:
+        try:
+            raise KeyError("label")
+        finally:
+            raise later
+    except Exception as error:
+        recording.record_exception(error)
+    assert only(tmp_path).exit.type.startswith(kept)
 
 
 def test_phases_nest_and_come_back(recording, tmp_path):

@@ -7,8 +7,8 @@ from miniray.doctor import render
 from miniray.doctor.diagnose import examine
 from miniray.doctor.facts import gather
 from miniray.doctor.findings import named, numbers, plural, seconds, size
-from miniray.doctor.model import Gpu, Site, ThreadStack
-from tests.doctor.records import at, call, calling, ended, loader, model, rank, run, samples
+from miniray.doctor.model import Gpu, Phase, Site, ThreadStack
+from tests.doctor.records import NOW, at, call, calling, ended, loader, model, rank, run, samples
 
 
 def stuck(world=2, **fields):
@@ -19,6 +19,15 @@ def stuck(world=2, **fields):
 def test_the_verdict_is_the_first_line():
     shown = examine(stuck()).text()
     assert shown.splitlines()[0].startswith("STUCK: rank 1 is blocked")
+
+
+def test_a_run_that_has_ended_reads_the_same_an_hour_later():
+    dead = dataclasses.replace(rank(1), exit=ended(kind="exception", at=NOW))
+    now, later = (
+        gather(dataclasses.replace(run(rank(0), dead), read_at=NOW + wait)) for wait in (1, 3600)
+    )
+    assert later.ranks[1].idle == now.ranks[1].idle < 1
+    assert later.ranks[0].idle > 3000
 
 
 def test_a_table_line_is_what_the_debugging_guide_prints():
@@ -114,10 +123,19 @@ def test_is_ddp_initialised():
     assert line(group_size=1) == (
         "torch.distributed: available, initialised, gloo, world size 1, launched by\ntests, 1 host"
     )
+    assert "launched by lightning, 1 host" in render.facts_line(
+        gather(run(rank(0, launcher="none"), rank(1, launcher="lightning")))
+    ).replace("\n", " ")
     alone = line(initialised=False, group_size=-1, launcher="")
     assert alone == "torch.distributed: available, not initialised (single process), 1 host"
     assert "not loaded" in line(distributed_available=None, initialised=False, group_size=-1)
     assert "not available" in line(distributed_available=False, initialised=False, group_size=-1)
+
+
+def test_a_stage_and_its_microbatch_are_in_the_table():
+    stage = Phase("stage 0 bwd mb 12", at(1), NOW - 6)
+    shown = examine(run(*(rank(n, 16, step=1234, section=stage) for n in range(2)))).text()
+    assert shown.count(" stage 0 bwd mb 12 ") == 2
 
 
 def test_gpus_with_their_ranks():
@@ -134,7 +152,7 @@ def test_json_is_plain_data():
     assert said["healthy"] is False
     assert said["findings"][0]["ranks"] == [1]
     assert said["ranks"][0]["waiting_for"] == "all_reduce SUM (4,) float32 at train.py:80"
-    assert said["ranks"][1]["loss"] == "nan"
+    assert said["ranks"][1]["loss"] == "NaN"
     assert said["ranks"][1]["line"] == "[Rank 1/2] Step 10, Batch size: 8"
 
 

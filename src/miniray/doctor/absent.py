@@ -11,7 +11,8 @@ from miniray.doctor.facts import Case, Facts
 from miniray.doctor.findings import Finding, Severity, named, seconds, shortened
 from miniray.doctor.model import BAR, Site
 from miniray.doctor.sites import is_users
-from miniray.doctor.words import conjugated, positions, waiting_clause
+from miniray.doctor.waiting import GRADIENTS
+from miniray.doctor.words import conjugated, name_of, positions, waiting_clause
 
 
 def explain_absent(case: Case, guilty: Sequence[int], waiting: Sequence[Facts]) -> Finding:
@@ -48,7 +49,7 @@ def explain_idle(case: Case) -> Finding | None:
     live = case.live
     if not live or any(f.moved or f.idle < case.limit or f.computes for f in live):
         return None  # nobody waits, and somebody works: a long step is no hang
-    worst = max(live, key=lambda f: f.idle)
+    worst = max(live, key=lambda f: (not _waits_unseen(f), f.idle))
     code, what, cause, fix = _manner_story(worst, ())
     alike = [f for f in live if _manner(f) == _manner(worst)]
     return Finding(
@@ -62,6 +63,12 @@ def explain_idle(case: Case) -> Finding | None:
         step=worst.record.step,
         site=worst.place,
     )
+
+
+def _waits_unseen(facts: Facts) -> bool:
+    """Whether it waits in torch for a message, as stages of a pipeline do: that is not recorded."""
+    inner = next((frame for frame in facts.stack if "/miniray/" not in frame.file), None)
+    return inner is not None and "/torch/distributed/" in inner.file
 
 
 def _never_started(case: Case, never: Sequence[int], waiting: Sequence[Facts]) -> Finding:
@@ -111,7 +118,7 @@ def _manner_story(facts: Facts, waiting: Sequence[Facts]) -> tuple[str, str, str
             "finished-early",
             f"finished after step {record.step} and left",
             "It will never come to what the others wait for.",
-            "let all ranks make the same calls before they end",
+            f"let all ranks make the call at {waiting[0].place}, or none of them",
         )
     if facts.silent:
         age = seconds(record.heartbeat_age(facts.now))
@@ -131,15 +138,18 @@ def _manner_story(facts: Facts, waiting: Sequence[Facts]) -> tuple[str, str, str
             "make the bar on rank 0 only, after the last barrier before the loop",
         )
     if record.section is not None:
-        busy = _busy(facts)
+        where = _at(facts)
+        fix = "look at that line: what is it that this rank waits for, and the others do not?"
+        if waiting and not any(name_of(f.wait) == GRADIENTS for f in waiting):
+            fix = "do such work before the process group exists or on all ranks, or give the "
+            fix += "barrier a longer timeout"
         return (
             "slow-section",
             f"is still in {record.section.name} ({seconds(facts.now - record.section.since)}), "
-            f"alive{busy}",
+            f"alive{_busy(facts)}{',' * bool(where)}{where}",
             "The others wait until it is done. If it needs that long the limit is too short; if "
             "not, see its stack.",
-            "do such work before the process group exists or on all ranks, or give the barrier a "
-            "longer timeout",
+            fix,
         )
     if record.phase.name == "data":
         return (

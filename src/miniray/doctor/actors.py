@@ -79,7 +79,7 @@ def _as_section(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         if current is None:
             return method(*args, **kwargs)
         if name == "train_epoch" and args and isinstance(args[0], int):
-            current.set_epoch(args[0], site)  # all that is known of workers without torch's steps
+            current.tell_epoch(args[0], site)  # all that is known of workers without torch's steps
         current.set_section(name, site)
         current.open_section()
         try:

@@ -36,7 +36,7 @@ def step(
         current.explicit_steps = True
         current.event("note", "steps are counted by doctor.step", site=site)
     if epoch is not None and epoch != current.box.ints[Cell.EPOCH]:
-        current.set_epoch(epoch, site)
+        current.tell_epoch(epoch, site)
     if sample_ids is not None:
         ids = [int(number) for number in sample_ids]
         current.own_pass()

@@ -8,7 +8,7 @@ from miniray.doctor import collectives, loop, unsynced
 from miniray.doctor.facts import Case, Facts
 from miniray.doctor.findings import Finding, Severity, is_or_are, listed, named
 from miniray.doctor.model import POINT_TO_POINT
-from miniray.doctor.waiting import BUFFERS, GRADIENTS, NAMED_BARRIERS
+from miniray.doctor.waiting import BUFFERS, GRADIENTS, NAMED_BARRIERS, in_words
 from miniray.doctor.words import name_of, now_at, position, positions, spot, wait_of
 
 _Classes = Mapping[tuple[str, int, str], Sequence[Facts]]
@@ -22,13 +22,20 @@ def explain_crossed(case: Case, waiting: Sequence[Facts]) -> Finding:
     divergence = collectives.first_divergence(case)
     if len(classes) == 1 and divergence is None:
         return _does_not_complete(waiting)
-    story = loop.explain(waiting, [f for f in waiting if name_of(f.wait) in (GRADIENTS, BUFFERS)])
+    story = loop.explain(waiting, [f for f in waiting if _in_step(f)])
     story = story or unsynced.explain(waiting, waiting)
     if story is not None:
         return story
     if divergence is not None and (len(classes) == 1 or _came_before(divergence, waiting)):
         return from_divergence(divergence, Severity.STUCK)
     return _parted(case, classes)
+
+
+def _in_step(facts: Facts) -> bool:
+    """Whether it waits in a step of its training. FSDP's calls are like any others."""
+    progress = loop.progress(facts)
+    inside = progress is not None and progress.inside
+    return inside or name_of(facts.wait) in (GRADIENTS, BUFFERS)
 
 
 def _came_before(divergence: collectives.Divergence, waiting: Sequence[Facts]) -> bool:
@@ -132,12 +139,15 @@ def _why_parted(parties: Sequence[Sequence[Facts]]) -> tuple[str, str]:
             "are busy in the other.",
             "pass the same group= on all of its ranks, and use groups in one order everywhere",
         )
-    names = {wait_of(party).name for party in parties}
-    if names == {GRADIENTS, "barrier"} and not any(f.record.loaders for p in parties for f in p):
+    words = {wait_of(party).word for party in parties}
+    calls = words - {"backward"}
+    passes = {f.record.loaders and f.record.loaders[0].passes for p in parties for f in p}
+    if len(calls) == 1 < len(words) and (passes == {()} or len(passes) > 1):
         return (
             "Ranks have done different numbers of backwards, and each of DDP's is a collective: "
-            "their loops have different lengths, or the barrier is in a branch of some ranks.",
-            "let all ranks do the same number of steps, or loop inside of `with model.join():`",
+            f"their loops differ in steps or epochs, or the {calls.pop()} is in a branch that only "
+            "some ranks run.",
+            "the same number of steps and epochs on all ranks; or move the call out of the branch",
         )
     return (
         "Ranks took different branches: a collective or barrier under `if rank == 0`, or in code "
@@ -150,7 +160,7 @@ def from_divergence(divergence: collectives.Divergence, severity: Severity) -> F
     """Ranks whose n-th calls do not match, or came in swapped order."""
     parties = divergence.parties()
     ranks = divergence.odd or tuple(sorted(divergence.calls))
-    said = "; ".join(f"{named(who)} {call.describe()}" for who, call in parties)
+    said = "; ".join(f"{named(who)} {in_words(call)}" for who, call in parties)
     step = min(event.step for event in divergence.calls.values())
     if divergence.kind == collectives.ORDER:
         title = f"{named(ranks)} called collectives in another order at step {step}: {said}"
@@ -180,8 +190,7 @@ def from_divergence(divergence: collectives.Divergence, severity: Severity) -> F
 
 
 def _divergence_line(divergence: collectives.Divergence) -> str:
-    said = "; ".join(f"{named(who)}: {call.describe()}" for who, call in divergence.parties())
-    return f"call {divergence.sequence + 1} of group {divergence.group}: {said}"
+    return f"call {divergence.sequence + 1} of group {divergence.group}, counted on each rank"
 
 
 def _does_not_complete(waiting: Sequence[Facts]) -> Finding:

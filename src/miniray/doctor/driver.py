@@ -6,13 +6,16 @@ The driver is the process that started the ranks: a script with a trainer, or ``
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from miniray.doctor import runfile, sites
 from miniray.doctor.facts import Case
 from miniray.doctor.findings import Finding, Severity, named, shortened
 from miniray.doctor.model import NOWHERE, Site
 
-_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (.+)(?:\n +(?!File ")(.*))?$', re.MULTILINE)
+
+_LONG_MESSAGE = 400
 
 
 def explain_gone(case: Case) -> Finding | None:
@@ -50,12 +53,11 @@ def explain_error(case: Case) -> Finding | None:
     if error.get("type"):
         said = shortened(f"{error['type']}: {first_line}".rstrip(": "))
         title = f"the driver raised {said}{where}"
-    lines = [line.strip() for line in trace.rstrip().splitlines() if line.strip(" ^~")]
     return Finding(
         code="driver-failed",
         severity=Severity.FAILED,
         title=title,
-        evidence=(*(shortened(line) for line in lines[-3:]), *_consequences(case)),
+        evidence=(*told(trace, message), *_consequences(case)),
         cause="The error is in the process that started the ranks, and in none of them.",
         fix="fix the error at that line; the whole traceback is in run.json" if trace else "",
         site=site,
@@ -72,6 +74,20 @@ def _consequences(case: Case) -> tuple[str, ...]:
 
 def site_in(trace: str) -> Site:
     """Of a traceback the innermost line of the user's own code, else the innermost line."""
-    frames = [Site(file, int(line), name) for file, line, name in _FRAME.findall(trace)]
+    return next(reversed(_frames(trace)), NOWHERE)
+
+
+def told(trace: str, message: str) -> Iterator[str]:
+    """The lines that raised, the user's and another's below it; a message that no title holds."""
+    for frame, source in _frames(trace).items():
+        yield f"{sites.short(frame)}:{frame.line} in {frame.function}: {shortened(source)}"
+    if message.strip() != shortened(message).partition("\n")[0]:
+        yield shortened(" ".join(message.split()), _LONG_MESSAGE)
+
+
+def _frames(trace: str) -> dict[Site, str]:
+    """The innermost frame and then, if that is another, the user's innermost; with their lines."""
+    frames = {Site(file, int(at), name): line for file, at, name, line in _FRAME.findall(trace)}
     users = [frame for frame in frames if sites.is_users(frame.file)]
-    return (users or frames or [NOWHERE])[-1]
+    chosen = [*list(frames)[-1:], *users[-1:]]
+    return {frame: frames[frame] for frame in chosen}

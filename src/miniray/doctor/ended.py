@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from miniray.doctor.driver import site_in
+from miniray.doctor.driver import site_in, told
 from miniray.doctor.facts import Case, Facts
 from miniray.doctor.findings import Finding, Severity, named, plural, shortened, size
 from miniray.doctor.model import Exit, Site
@@ -39,7 +39,8 @@ def _of(failed: Sequence[Facts], case: Case) -> Finding | None:
     others = [f for f in case if f not in together]
     evidence = [_evidence(first)]
     if ended.traceback:
-        evidence += [shortened(line.strip()) for line in _tail(ended.traceback)]
+        in_worker = _IN_WORKER.match(ended.message)
+        evidence += told(ended.traceback, "" if in_worker else ended.message)
     consequences = [f.rank for f in others if f.consequence or f.wait is not None]
     if consequences:
         state = "was" if len(consequences) == 1 else "were"
@@ -104,6 +105,12 @@ def _story(facts: Facts) -> tuple[str, str, str]:
     memory = f"{size(record.rss)} resident, {size(record.peak_rss)} at most"
     if ended.kind == "exception":
         said, where = _raised(ended)
+        if ended.type == "BdbQuit":
+            return (
+                f"stopped at a breakpoint{where}, and nobody is there to answer it",
+                "The ranks of a launcher have no terminal: the debugger read the end of its input.",
+                "take the breakpoint out; or run the script in one process, with `python`",
+            )
         if "address already in use" in ended.message:
             return (
                 f"raised {said}{where}",
@@ -138,6 +145,12 @@ def _story(facts: Facts) -> tuple[str, str, str]:
                 "limit, or a person.",
                 "look for 'Out of memory' in `dmesg` and at the job's memory limit; compare with "
                 "the memory column",
+            )
+        if ended.signal in _CRASHES and record.phase.name == "exit":
+            return (
+                f"crashed with {ended.signal} after the script's end, at step {record.step}",
+                "What was still there when Python went was in C code: a thread, the process group.",
+                "call dist.destroy_process_group() and end threads before the script does",
             )
         if ended.signal in _CRASHES:
             where = f" in {facts.doing()}" if facts.wait is not None else _last_place(facts)
@@ -195,9 +208,3 @@ def _output_of(facts: Facts) -> str:
     if facts.record.path.with_suffix(".log").exists():
         return "the rank's log"
     return "run.json" if facts.record.launcher == "miniray" else "its launcher's output"
-
-
-def _tail(traceback: str) -> Sequence[str]:
-    """The last frame and the message."""
-    lines = [line for line in traceback.rstrip().splitlines() if line.strip(" ^~")]
-    return lines[-3:]

@@ -79,7 +79,10 @@ class Facts:
 
     @property
     def idle(self) -> float:
-        return max(0.0, self.now - self.last_move)
+        """Seconds without a move, up to its end: a dead run reads the same on the next day."""
+        ended = self.record.exit
+        until = ended.at if ended is not None and ended.at else self.now
+        return max(0.0, until - self.last_move)
 
     @property
     def silent(self) -> bool:
@@ -141,8 +144,7 @@ class Facts:
         record = self.record
         ended = record.exit
         if ended is not None and self.wait is None:
-            word = "finished" if not ended.failed else "ended"
-            return f"{word} after step {record.step}"
+            return "has ended" if ended.failed else "has finished"
         if self.wait is not None:
             waited = max(0.0, (ended.at if ended and ended.at else self.now) - self.wait.since)
             word = "waited" if ended is not None else "waits"
@@ -176,7 +178,7 @@ _PHASES = {
     "backward": "in backward",
     "optimizer": "in the optimizer's step",
     "between": "after its pass over the data",
-    "exit": "ending",
+    "exit": "on its way out",
     "": "before its first step",
 }
 

@@ -12,6 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from miniray.doctor import in_flight
 from miniray.doctor.gpu import GpuMeter
 from miniray.doctor.layout import Cell, Real
 from miniray.doctor.memory_history import History
@@ -33,6 +34,7 @@ class Heartbeat:
         self._stop = threading.Event()
         self._gpu: GpuMeter | None = GpuMeter()
         self._history = History()
+        self._error = 0
         self._memory: Any = None
         try:
             self._memory = open("/proc/self/statm", "rb", buffering=0)
@@ -66,6 +68,7 @@ class Heartbeat:
         box.floats[Real.CPU_SECONDS] = time.process_time()
         if self._history.add(time.monotonic(), box.ints[Cell.STEP], rss):
             self._recorder.note_later(memory=self._history.points)
+        self._error = in_flight.look(self._recorder, self._error)
         self._measure_gpu()
         self._recorder.flush()
         box.ints[Cell.HEARTBEAT] = time.monotonic_ns()

@@ -83,8 +83,8 @@ def change_join(module: Any) -> None:
 def _make_init(original: Any) -> Any:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         current = recorder.current()
-        if current is None or not works("models"):
-            original(self, *args, **kwargs)
+        if current is None or not works("models") or not _c10d().is_initialized():
+            original(self, *args, **kwargs)  # without a group it says what is missing
             return
         site = call_site(getframe(1))
         added: Added | None = None

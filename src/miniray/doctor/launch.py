@@ -274,7 +274,7 @@ class _Launch:
         judgement = judge(self.run_dir, self.options.hang_timeout)
         if not judgement.healthy:
             say_at_length(judgement.verdict)
-            say_at_length(f"the whole of it: miniray doctor {_shown(self.run_dir)}")
+            say(f"the whole of it: miniray doctor {_shown(self.run_dir)}")
 
     def _judge(self) -> Judgement:
         if self.mirror is not None:

@@ -37,8 +37,8 @@ class Progress:
         """Whether it gave up a pass before its end."""
         if self.loader.passes <= self.loader.finished:
             return False
-        if self.facts.finished:
-            return True
+        if self.facts.finished or self.facts.consequence:
+            return self.facts.finished  # an exception closes the loader, too
         last = self._last_event
         return last is not None and last.name == "left"
 
@@ -117,13 +117,10 @@ def _ran_out(p: Progress, ahead: Progress) -> bool:
 def _skipped(p: Progress, ahead: Progress) -> bool:
     # In the middle of a pass the last batch may still be about to have its backward.
     certain = p.skipped is not None or not p.inside
-    return (
-        certain
-        and p.loader.trained
-        and p.in_pass >= ahead.in_pass
-        and p.without_backward > ahead.without_backward
-        and p.backwards < ahead.backwards
-    )
+    fewer = p.without_backward > ahead.without_backward and p.backwards < ahead.backwards
+    # FSDP's ranks wait in forward, before the backward that would tell them apart.
+    seen = p.skipped is not None and ahead.skipped is None and p.backwards <= ahead.backwards
+    return certain and p.loader.trained and p.in_pass >= ahead.in_pass and (fewer or seen)
 
 
 def _left(p: Progress, ahead: Progress) -> bool:
@@ -174,8 +171,8 @@ def _found_ran_out(guilty: Sequence[Progress], ahead: Progress) -> Finding:
         f"rank {ahead.facts.rank} has {plural(ahead.planned, 'batch')}, "
         f"{named(ranks)} {first.in_pass}",
         ahead,
-        "Ranks have different numbers of batches. Those with more wait in backward for the "
-        "gradients of those that are done.",
+        "Ranks have different numbers of batches. Those with more wait, in their next step, for "
+        "those that are done.",
         _JOIN,
     )
 
@@ -204,8 +201,8 @@ def _found_skipped(guilty: Sequence[Progress], ahead: Progress) -> Finding:
         guilty,
         f"{title}; rank {ahead.facts.rank} did not",
         ahead,
-        "Every backward of DDP is a collective: a batch that one rank skips shifts all its later "
-        "ones, and the others wait for the last.",
+        "Every step of DDP or FSDP is a collective: a batch that one rank skips shifts all its "
+        "later ones, and the others wait for the last.",
         "decide together: all_reduce a flag and let all ranks skip, or multiply the loss by 0 and "
         "call backward anyway",
         explains=frozenset({"non-finite-loss"}),
@@ -223,8 +220,8 @@ def _found_left(guilty: Sequence[Progress], ahead: Progress) -> Finding:
         f"{named(ranks)} left the loop at step {first.facts.record.step} "
         f"(batch {first.in_pass}{of}); rank {ahead.facts.rank} goes on",
         ahead,
-        "One rank stopped early (break, return, early stopping on its own numbers); the others "
-        "wait for it.",
+        "One rank stopped early (break, return, sys.exit, early stopping on its own numbers); the "
+        "others wait for it.",
         "decide on one rank and broadcast the decision, or all_reduce the flag, so that all leave "
         "at the same step",
     )

@@ -262,11 +262,10 @@ class RunRecord:
 
     @property
     def world_size(self) -> int:
-        """As the launcher said, else the largest any rank claims."""
+        """As the launcher said or a rank claims: Lightning's first process begins alone."""
         said = self.run.get("world_size")
-        if isinstance(said, int) and said > 0:
-            return said
-        return max((record.world_size for record in self), default=0)
+        claimed = [record.world_size for record in self]
+        return max([said if isinstance(said, int) else 0, *claimed])
 
     @property
     def missing(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from miniray.doctor import heartbeat, model, processes, sites, stacks
+from miniray.doctor import heartbeat, in_flight, model, processes, sites, stacks
 from miniray.doctor.box import Box
 from miniray.doctor.tally import Tally
 from miniray.errors import MinirayError
@@ -47,6 +47,7 @@ class Recorder(Tally):
         self.barriers = 0  # named ones entered so far
         self._info_lock = threading.RLock()  # seldom taken: what is frequent is in cells and rings
         self._dirty = False
+        self._compiled = False
         self.exit_kind = ""
         self._heartbeat: heartbeat.Heartbeat | None = None
         self._stack_file: IO[bytes] | None = None
@@ -80,8 +81,18 @@ class Recorder(Tally):
     def flush(self) -> None:
         """Bring the box up to date with what may be a moment late."""
         self.flush_tally()
+        if not self._compiled:
+            self._look_for_compiler()
         if self._dirty:
             self.write_info()
+
+    def _look_for_compiler(self) -> None:
+        """Whether torch has compiled anything: a compiled DDP model runs past the recorder."""
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        frames = getattr(dynamo, "counters", {}).get("frames")
+        self._compiled = bool(frames)
+        if frames:
+            self.note_later(compiled=True)
 
     def write_info(self) -> None:
         with self._info_lock:
@@ -96,6 +107,7 @@ class Recorder(Tally):
 
     def record_exception(self, error: BaseException) -> None:
         """The process is ending by this error. The first one counts; later ones follow from it."""
+        error = in_flight.root(error)
         site = sites.error_site(error)
         told = traceback.TracebackException.from_exception(error)  # whatever its __str__ may do
         self.record_exit(

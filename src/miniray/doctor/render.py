@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from miniray.doctor.facts import Case, Facts
 from miniray.doctor.findings import Finding, Severity, named, numbers, plural, size
 from miniray.doctor.model import RankRecord, Site
-from miniray.doctor.sites import is_users
+from miniray.doctor.sites import is_users, short
 from miniray.doctor.stacks import main_stack
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def text(diagnosis: Diagnosis, width: int = 80, color: bool = False) -> str:
     console.print(Text(wrapped(diagnosis.verdict, width), style=style))
     if diagnosis.readable:
         console.print()
-        console.print(Text(facts_line(diagnosis.case), style="dim"))
+        console.print(Text(facts_line(diagnosis.case, width), style="dim"))
         console.print(rank_table(diagnosis.case, width))
         for line in gpu_lines(diagnosis.case):
             console.print(Text(wrapped(line, width), style="dim"))
@@ -106,13 +106,15 @@ def finding_lines(finding: Finding, width: int) -> Iterator[str]:
 # -- the ranks ------------------------------------------------------------------------------------
 
 
-def facts_line(case: Case) -> str:
+def facts_line(case: Case, width: int = 80) -> str:
     """P6: available, initialised, backend, world size, launcher; said, not guessed."""
     records = [facts.record for facts in case]
     if not records:
         return "no ranks"
     said = {distributed(record) for record in records}
     launchers = sorted({record.launcher for record in records if record.launcher})
+    if len(launchers) > 1:  # the process that starts the others was started by nobody
+        launchers = [launcher for launcher in launchers if launcher != "none"]
     hosts = {record.host for record in records}
     where = plural(len(hosts), "host")
     text_ = (
@@ -121,7 +123,7 @@ def facts_line(case: Case) -> str:
         else "; ".join(f"rank {r.rank}: {distributed(r)}" for r in records[:4])
     )
     launched = f", launched by {', '.join(launchers)}" if launchers else ""
-    return textwrap.fill(f"torch.distributed: {text_}{launched}, {where}", 80)
+    return textwrap.fill(f"torch.distributed: {text_}{launched}, {where}", width)
 
 
 def distributed(record: RankRecord) -> str:
@@ -148,7 +150,9 @@ def step_line(record: RankRecord) -> str:
     """P5's line: ``[Rank 2/4] Step 100, Batch size: 8``; ``Epoch 3`` where no steps are known."""
     if _in_epochs(record):
         return f"{record.label} Epoch {record.epoch}"
-    return f"{record.label} Step {record.step}, Batch size: {record.batch_size}"
+    # A loop without a loader says nothing of its batches, which is not that they are empty.
+    size_ = record.batch_size if record.batch_size or record.batches or record.samples else "?"
+    return f"{record.label} Step {record.step}, Batch size: {size_}"
 
 
 def rank_table(case: Case, width: int = 80) -> Table:
@@ -179,7 +183,7 @@ def rank_table(case: Case, width: int = 80) -> Table:
 def _widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
     """Of each column; 0 for one that is empty.
 
-    Where a line is too long the phase gets shorter, then columns are left out.
+    Where a line is too long the samples are left out, then the phase gets shorter, then others go.
     """
     widths = []
     for index, name in enumerate(_COLUMNS):
@@ -190,10 +194,10 @@ def _widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
         return sum(widths) + sum(map(bool, widths)) - 1 - width
 
     phase = _COLUMNS.index("phase")
-    widths[phase] = min(widths[phase], max(_LEAST_PHASE, widths[phase] - max(0, excess())))
     for name in _GIVE_WAY:
         if excess() > 0:
             widths[_COLUMNS.index(name)] = 0
+        widths[phase] = min(widths[phase], max(_LEAST_PHASE, widths[phase] - max(0, excess())))
     return widths
 
 
@@ -268,7 +272,7 @@ def stack_lines(diagnosis: Diagnosis) -> Iterator[str]:
 def frame_lines(frames: Sequence[Site]) -> Iterator[str]:
     """``train.py:80 main``, a line a frame that matters; "…" for those left out."""
     for frame in _shortened(frames):
-        yield f"{_path(frame)}:{frame.line} {frame.function}" if frame.file else "…"
+        yield f"{short(frame)}:{frame.line} {frame.function}" if frame.file else "…"
 
 
 def _shortened(frames: Sequence[Site]) -> Iterator[Site]:
@@ -285,11 +289,6 @@ def _shortened(frames: Sequence[Site]) -> Iterator[Site]:
         elif not skipped and shown:
             skipped = True
             yield Site("", 0, "")
-
-
-def _path(frame: Site) -> str:
-    parts = frame.file.replace("\\", "/").split("/")
-    return "/".join(parts[-2:]) if len(parts) > 2 and not is_users(frame.file) else parts[-1]
 
 
 # -- GPUs ----------------------------------------------------------------------------------------

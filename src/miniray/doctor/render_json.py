@@ -55,7 +55,7 @@ def _rank_json(facts: Facts) -> dict[str, Any]:
         "batch_size": record.batch_size,
         "batches": record.batches,
         "samples": record.samples,
-        "loss": _plain(record.loss),
+        "loss": plain(record.loss),
         "phase": record.phase.name,
         "waiting_for": facts.wait.describe() if facts.wait is not None else None,
         "idle_seconds": round(facts.idle, 3),
@@ -86,6 +86,8 @@ def _rank_json(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _plain(value: float | None) -> float | str | None:
-    """JSON has no NaN."""
-    return value if value is None or math.isfinite(value) else str(value)
+def plain(value: float | None) -> float | str | None:
+    """JSON has no NaN: the words are those of ``metrics.jsonl``."""
+    if value is None or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -58,6 +58,12 @@ def is_users(filename: str) -> bool:
     return kind_of(filename) == USERS
 
 
+def short(site: Site) -> str:
+    """``train.py``; of code that is not the user's with its folder: ``distributed/run.py``"""
+    parts = site.file.replace("\\", "/").split("/")
+    return "/".join(parts[-1:] if is_users(site.file) else parts[-2:])
+
+
 def without_boot(stack: tuple[Site, ...]) -> tuple[Site, ...]:
     """A stack, innermost first, without the command line that started a miniray worker."""
     booted = len(stack) > 1 and stack[-1].file == "<string>" and stack[-2].file.endswith(_ZYGOTE)

@@ -45,6 +45,7 @@ class Tally(Events, ABC):
         super().__init__(box)
         self.floats = box.floats
         self.explicit_steps = False  # the user calls doctor.step: nobody else counts
+        self._epochs_told = False
         # Nanoseconds ever spent in these; see ``model.Steps``.
         self.data_ns = 0
         self.backward_ns = 0
@@ -130,6 +131,16 @@ class Tally(Events, ABC):
         return _minus(self._before or self._outside, self._outside)
 
     def set_epoch(self, epoch: int, site: str = "") -> None:
+        """A loader's pass is this epoch, unless somebody tells which it is: a run is resumed."""
+        if not self._epochs_told:
+            self._begin_epoch(epoch, site)
+
+    def tell_epoch(self, epoch: int, site: str = "") -> None:
+        """Whoever runs the epochs says which one begins."""
+        self._epochs_told = True
+        self._begin_epoch(epoch, site)
+
+    def _begin_epoch(self, epoch: int, site: str) -> None:
         self.flush_tally()
         self.ints[Cell.EPOCH] = epoch
         self.event(model.EPOCH, "epoch", site=site, number=epoch)

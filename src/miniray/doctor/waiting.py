@@ -79,6 +79,11 @@ class Wait:
         return f"{self.word} {self.site}" if self.site.file else self.word
 
 
+def in_words(call: Event) -> str:
+    """``Event.describe`` with DDP's calls as a user knows them."""
+    return call.describe().replace(call.name, _WORDS.get(call.name, call.name), 1)
+
+
 def wait_of(record: RankRecord) -> Wait | None:
     """What the rank waits for, or waited for when it was ended on another's account."""
     if record.exit is not None:
@@ -121,11 +126,20 @@ def is_consequence(record: RankRecord) -> bool:
         return True
     if ended.kind != "exception":
         return False
-    if _OWN_FAULT.search(ended.message):
+    if not blames_others(ended.type, ended.message):
         return False
-    if ended.type.rpartition(".")[2] in _CONSEQUENCE_TYPES:
-        return True
-    return bool(_CONSEQUENCE_TEXT.search(ended.message)) and _ended_in_collective(record)
+    return _is_connections(ended.type) or _ended_in_collective(record)
+
+
+def blames_others(kind: str, message: str) -> bool:
+    """Whether an exception says no more than that another rank has gone or did not come."""
+    if _OWN_FAULT.search(message):
+        return False
+    return _is_connections(kind) or bool(_CONSEQUENCE_TEXT.search(message))
+
+
+def _is_connections(kind: str) -> bool:
+    return kind.rpartition(".")[2] in _CONSEQUENCE_TYPES
 
 
 def _ended_in_collective(record: RankRecord) -> bool:

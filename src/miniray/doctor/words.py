@@ -20,14 +20,15 @@ def conjugated(clause: str, count: int) -> str:
     return f"{_PLURALS.get(verb, verb)} {rest}" if count > 1 else clause
 
 
-_PLURALS = {"is": "are", "waits": "wait"}
+_PLURALS = {"is": "are", "waits": "wait", "has": "have"}
 
 
 def positions(several: Iterable[Facts], most: int = 4) -> list[str]:
     """``position`` of each, ranks that are in one place together."""
     parties: dict[tuple[object, ...], list[Facts]] = {}
     for facts in several:
-        where = facts.wait.describe() if facts.wait is not None else facts.rank
+        where: object = facts.wait.describe() if facts.wait is not None else facts.rank
+        where = "the end" if facts.wait is None and facts.ended else where
         parties.setdefault((where, facts.record.step), []).append(facts)
     return [position(party[0], party) for party in list(parties.values())[:most]]
 

@@ -143,24 +143,29 @@ def _sizes_differ(case: Case) -> Iterator[Finding]:
 def _apart(case: Case) -> Iterator[Finding]:
     """Ranks that share a dataset out among them, and never exchange anything about it.
 
-    What averages gradients out of sight needs DDP, whose making is seen. Ranks that hold parts of
-    one model, and exchange in ways that are not seen, do not share the data out.
+    What averages gradients out of sight is a compiled DDP, and that torch compiled is seen. Ranks
+    that hold parts of one model, and exchange in ways that are not seen, do not share the data out.
     """
     alone = [f for f in case if _shares_data(f.record) and not _exchanges(f.record)]
     if len(alone) < 2 or len(alone) < len(case.ranks):
         return
     first = alone[0].record
+    wrapped = "no model wrapped in DDP"
+    fix = "model = DistributedDataParallel(model), before the optimizer is made"
+    if first.models:
+        wrapped = f"a model wrapped in DDP at {first.models[0].site} that averaged nothing"
+        fix = "call the wrapper itself in the training step, not model.module; not in no_sync()"
     yield Finding(
         code="trained-apart",
         severity=Severity.WRONG,
         title=f"{named(f.rank for f in alone)} train apart: no gradients are averaged",
         ranks=tuple(f.rank for f in alone),
         evidence=(
-            f"rank {first.rank}: {plural(first.step, 'step')}, no model wrapped in DDP, no "
-            "collective since the first step",
+            f"rank {first.rank}: {plural(first.step, 'step')}, {wrapped}, no collective since the "
+            "first step",
         ),
         cause="Each rank trains a model of its own, on its share of the data.",
-        fix="model = DistributedDataParallel(model), before the optimizer is made",
+        fix=fix,
     )
 
 
@@ -170,5 +175,15 @@ def _shares_data(record: RankRecord) -> bool:
 
 
 def _exchanges(record: RankRecord) -> bool:
+    if record.notes.get("compiled") or (record.models and _forgets(record)):
+        return True
     called = (e for e in record.events if e.kind in (COLLECTIVE, POINT_TO_POINT) and e.step > 0)
-    return bool(record.models) or any(event.name not in _NO_EXCHANGE for event in called)
+    return any(event.name not in _NO_EXCHANGE for event in called)
+
+
+def _forgets(record: RankRecord) -> bool:
+    """Whether its events do not reach back far enough to say what it has not done."""
+    return (
+        record.event_count > len(record.events)
+        and record.events[0].step > record.step - _APART_STEPS
+    )
