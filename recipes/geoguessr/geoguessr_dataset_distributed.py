@@ -27,8 +27,8 @@ class GeoguessrRLHFDatasetDistributed(RLHFDataset):
 
     def encode(self, row: Mapping[str, Any]) -> dict[str, Any]:
         found = super().encode(row)
-        truth = row["reward_model"]["ground_truth"]
-        lat, lon = truth["lat"], truth["lon"]
+        truth = (row.get("reward_model") or {}).get("ground_truth") or {}
+        lat, lon = truth.get("lat"), truth.get("lon")
         if lat is None or lon is None or not (abs(lat) <= 90 and abs(lon) <= 180):
             raise DataError(f"the ground truth {truth} is no place on Earth")
         found["place"] = torch.tensor([lat, lon], dtype=torch.float64)

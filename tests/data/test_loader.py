@@ -452,3 +452,26 @@ def test_importing_it_loads_neither_torch_nor_pandas(tmp_path):
         check=True,
     )
     assert done.stdout == "[] 10 []\n"
+
+
+def test_how_large_a_batch_becomes_is_known_before_more_are_decoded() -> None:
+    others = threading.Event()
+    ahead = []
+
+    def transform(row: int) -> int:
+        if row == 0:
+            ahead.append(others.wait(0.3))
+        else:
+            others.set()
+        return row
+
+    loader = DataLoader(
+        IndexedDataset(range(20)),
+        1,
+        transform=transform,
+        collate_fn=list,
+        decode_workers=4,
+        prefetch=8,
+    )
+    assert [row for batch in loader for row in batch] == list(range(20))
+    assert ahead == [False]

@@ -18,7 +18,6 @@ torch = pytest.importorskip("torch")
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 Image = pytest.importorskip("PIL.Image")
-transformers = pytest.importorskip("transformers")
 
 from miniray.data.rlhf import RLHFDataset, collate_fn  # noqa: E402
 from miniray.data.rlhf_config import RLHFConfig, read_config  # noqa: E402
@@ -38,6 +37,7 @@ AROUND = 5
 
 
 def make_tokenizer() -> Any:
+    transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {word: number for number, word in enumerate(WORDS)}
@@ -62,6 +62,7 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="module")
 def processor(tokenizer: Any) -> Any:
     """LLaVA's, for images of 28 x 28 in patches of 14: an image is 4 tokens."""
+    transformers = pytest.importorskip("transformers")
     images = transformers.CLIPImageProcessorPil(
         size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}
     )

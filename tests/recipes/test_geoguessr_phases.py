@@ -47,7 +47,7 @@ def test_the_true_place_is_checked(files, tmp_path):
     from byte_tokenizer import ByteTokenizer
     from geoguessr_dataset_distributed import GeoguessrRLHFDatasetDistributed
 
-    from miniray.errors import RowError
+    from miniray.errors import DataError, RowError
 
     rows = pq.read_table(files[0]).slice(0, 2).to_pylist()
     rows[1]["reward_model"]["ground_truth"]["lat"] = 90.5
@@ -61,6 +61,9 @@ def test_the_true_place_is_checked(files, tmp_path):
     assert ByteTokenizer().decode(dataset[0]["raw_prompt_ids"]).startswith("user\n<image>\nWhere")
     with pytest.raises(RowError, match=r"row 1: .*no place on Earth"):
         dataset[1]
+    for nowhere in (None, {"style": "rule", "ground_truth": None}):
+        with pytest.raises(DataError, match=r"the ground truth \{\} is no place on Earth"):
+            dataset.encode({**rows[0], "reward_model": nowhere})
     assert len(json.dumps(dataset.state_dict())) < 1000
 
 

@@ -214,6 +214,9 @@ def test_prompts_as_text_ids_messages_and_by_function():
     assert CausalLM(model).encode({"prompt": [5, 6]}) == [5, 6]
     assert CausalLM(model, Chat()).encode({"prompt": [{"content": "abc"}]}) == [3]
     assert CausalLM(model, prompt=lambda row: row["q"]).encode({"q": (7,)}) == [7]
+    padded = {"input_ids": torch.tensor([0, 5, 6]), "attention_mask": torch.tensor([0, 1, 1])}
+    assert CausalLM(model).encode(padded) == [5, 6]  # RLHFDataset's, and with tokenize=False:
+    assert CausalLM(model, Chat()).encode({"raw_prompt": [{"content": "abc"}]}) == [3]
     with pytest.raises(KeyError, match="no field 'prompt'; it has q"):
         CausalLM(model).encode({"q": [7]})
     with pytest.raises(TypeError, match="needs a tokenizer"):
@@ -256,6 +259,11 @@ def test_rows_with_images_are_seen_in_prompts_and_log_probs():
     texts = made.texts
     assert texts[0] == texts[1]
     assert len(set(texts)) == 3
+    # What a processor has made of them is handed on without a method for it.
+    inputs = [{"multi_modal_inputs": {"pixels": torch.ones(i) * i}} for i in (0, 1, 2)]
+    plain = CausalLM(model, TOKENIZER)
+    assert plain.extra_inputs([*inputs, {}])["pixels"].tolist() == [1, 2, 2]
+    assert plain.extra_inputs(rows) == {}
     # The pass that gives log-probs sees the same: there, too, what is likeliest is what was said.
     greedy = policy.generate(rows, [5] * 4, Sampling(max_new_tokens=3, temperature=0))
     rollouts = Rollouts(rows, range(4), range(4), greedy)

@@ -2,15 +2,19 @@
 
 import collections
 import itertools
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from miniray.data import DataLoader, IndexedDataset
 from miniray.rl.batch import Generated, Rollouts, split_by_tokens
 from miniray.rl.metrics import Metrics, pool, record
-from miniray.rl.sources import ListSource, LoaderSource, held_out
+from miniray.rl.sources import ListSource, LoaderSource, held_out, place_of_all
 from miniray.rl.update import mini_batch_of
 
 # -- micro-batches by tokens ----------------------------------------------------------------------
@@ -169,7 +173,72 @@ def test_a_loader_that_takes_the_place_of_another_catches_up():
 
 def test_a_loader_of_single_rows():
     source = LoaderSource([{"id": i} for i in range(5)], per_step=2, rank=0)
-    assert [[r["id"] for r in source.rows(s, 0)] for s in range(3)] == [[0, 1], [2, 3], [4, 0]]
+    assert [[r["id"] for r in source.rows(s, 0)] for s in range(3)] == [[0, 1], [2, 3], [4]]
+
+
+def together(sources, steps):
+    """Ids that all workers get in each of these steps; in threads that sum as workers do."""
+    barrier, numbers = threading.Barrier(len(sources)), {}
+
+    def worker(rank):
+        def total(number):
+            numbers[rank] = number
+            barrier.wait(30)
+            found = sum(numbers.values())
+            barrier.wait(30)
+            return found
+
+        return [[row["id"] for row in sources[rank].rows(step, 0, total)] for step in steps]
+
+    with ThreadPoolExecutor(len(sources)) as pool:
+        found = list(pool.map(worker, range(len(sources))))
+    return [[i for part in parts for i in part] for parts in zip(*found, strict=True)]
+
+
+def numbered(world, **batching):
+    def source(rank):
+        data = IndexedDataset(
+            [{"id": i, "n": 1 + i % 7} for i in range(41)],
+            rank=rank,
+            world_size=world,
+            shuffle=True,
+            seed=3,
+            name="numbers",
+        )
+        return LoaderSource(DataLoader(data, **batching), 99, rank)
+
+    return [source(rank) for rank in range(world)]
+
+
+BY_TOKENS = {"batch_size": 20, "batch_by": "tokens", "length": "n", "bucket_rows": 16}
+
+
+@pytest.mark.parametrize("batching", [{"batch_size": 5}, BY_TOKENS], ids=["rows", "tokens"])
+@pytest.mark.parametrize("later", [4, 3, 6])
+@pytest.mark.parametrize("before", range(2, 8))
+def test_an_epoch_has_each_row_once_whoever_is_at_its_end_first(batching, later, before):
+    first = numbered(4, **batching)  # 11, 10, 10 and 10 rows: three batches of 5, two of the others
+    seen = together(first, range(before))
+    places = json.loads(json.dumps([source.state_dict() for source in first]))
+    place, then = place_of_all(places), numbered(later, **batching)
+    for source, own in zip(then, places, strict=False):
+        source.load_state_dict(place if later != 4 or place["to_all"] else own)
+    for source in then[len(places) :]:
+        source.load_state_dict(place)
+    seen = [*itertools.chain(*seen, *together(then, range(before, before + 9)))]
+    assert sorted(seen[:41]) == sorted(seen[41:82]) == list(range(41))
+    assert seen[:41] != seen[41:82]
+
+
+def test_workers_that_never_wait_have_no_place_in_common():
+    sources = numbered(4, batch_size=5)
+    for source in sources:
+        for step in range(3):
+            source.rows(step, 0)
+    assert (
+        "epoch is 0 on rank 0 and 1 on rank 1"
+        in place_of_all([source.state_dict() for source in sources])["apart"]
+    )
 
 
 def test_loaders_that_give_nothing_or_nonsense_are_named():

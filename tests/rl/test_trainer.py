@@ -175,6 +175,9 @@ def test_what_a_policy_lacks_is_named():
         ({"eval_sampling": 3}, "eval_sampling must be a Sampling"),
         ({"reward_timeout": 0}, "reward_timeout must be a number > 0"),
         ({"reward": None}, "reward must be a function"),
+        ({"reward": lambda source, text, truth: 0.0}, r"reward\(row, response\), which"),
+        ({"policy": lambda size: make_model()}, r"policy\(\), which .*argument: 'size'"),
+        ({"data": lambda rank: rows(4)}, r"data\(rank, world_size\), which"),
         ({"sync": "both"}, "'grad', 'weights'"),
         ({"num_workers": 5}, "prompts_per_step=4 is less than the 5 workers"),
         ({"max_failures": 1}, 'max_failures needs sync="weights"'),
@@ -243,6 +246,22 @@ def test_rows_need_not_be_a_list():
             trainer.evaluate(lambda rank, world_size: rows(3))
     with pytest.raises(TypeError, match=r"data must give rows \(dicts\)"):
         make(data=[*rows(3), "1+1="]).train(steps=1)
+
+
+def test_the_seed_is_that_of_datasets_made_in_workers_too(monkeypatch):
+    def make_loader(rank, world_size):
+        from miniray.data import DataLoader, IndexedDataset
+
+        data = IndexedDataset(rows(4), rank=rank, world_size=world_size, shuffle=True)
+        return DataLoader(data, 2, transform=lambda row: {**row, "seed": data.seed})
+
+    def reward(row, response):
+        return {"reward": 0, "seen": row["seed"]}
+
+    monkeypatch.setenv("MINIRAY_RUN_SEED", "77")
+    for seed, wanted in [(5, 5), (None, 77)]:
+        with make(data=make_loader, reward=reward, seed=seed) as trainer:
+            assert trainer.train(steps=1)["seen"] == wanted
 
 
 def test_steps_must_be_said_once():

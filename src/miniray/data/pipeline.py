@@ -58,7 +58,7 @@ class Pipeline:
         self._exhausted = False
         self._closed = False
         self._failed: BaseException | None = None
-        self._typical = 0  # bytes of a decoded batch, as the last ones had
+        self._typical: int | None = None  # bytes of a decoded batch, as the last ones had
         self._pid = os.getpid()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -185,12 +185,11 @@ class Pipeline:
         return True
 
     def _has_room(self) -> bool:
-        if not self._sent:
-            return True
-        if len(self._sent) >= self._prefetch + max(0, self._workers - 1):
-            return False
+        at_most = self._prefetch + max(0, self._workers - 1)
+        if self._typical is None or not self._sent:  # the first one tells what a batch takes
+            return not self._sent
         waiting = sum(task.nbytes or self._typical for task in self._sent)
-        return waiting + self._typical <= self._budget
+        return len(self._sent) < at_most and waiting + self._typical <= self._budget
 
     def _look_ahead(self) -> None:
         """Know the blocks of the next rows, so that they can be read and kept in time."""
@@ -281,7 +280,7 @@ class Pipeline:
         task.nbytes = size_of(task.result)
         with self._condition:
             self._let_go(task)
-            self._typical = max(task.nbytes, self._typical * 7 // 8)
+            self._typical = max(task.nbytes, (self._typical or 0) * 7 // 8)
             task.done = True
             self._condition.notify_all()
 

@@ -49,7 +49,7 @@ class CausalLM(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
             ``apply_chat_template``. Without one, prompts must be token ids, and the reward function
             gets token ids.
         prompt: the row's field with the prompt, or a function of the row that gives it: a text, a
-            list of chat messages, or token ids.
+            list of chat messages, or token ids. Rows without that field may be of ``RLHFDataset``.
         eos_ids: tokens that end a response; the tokenizer's or the model's by default.
         value_head: add a linear layer on the last hidden state, for PPO's ``values``.
         critic: a model of its own for ``values``, instead of the policy's hidden states.
@@ -87,6 +87,10 @@ class CausalLM(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
             prompt = self._prompt(row)
         elif self._prompt in row:
             prompt = row[self._prompt]
+        elif "input_ids" in row and "attention_mask" in row:  # padded, by RLHFDataset
+            prompt = row["input_ids"][row["attention_mask"] == 1]
+        elif "raw_prompt" in row:  # the same with tokenize=False
+            prompt = row["raw_prompt"]
         else:
             raise KeyError(
                 f"the row has no field {self._prompt!r}; it has {', '.join(map(str, row))}. "
@@ -130,13 +134,18 @@ class CausalLM(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
         return Generated(prompts, responses, [self.decode(r) for r in responses])
 
     def extra_inputs(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """Further arguments of the model for these rows; none. Override it for images:
+        """Further arguments of the model: what the processor of ``RLHFDataset`` made of images.
 
-        ``return {"pixel_values": torch.stack([decode(row["images"][0]) for row in rows])}``. It is
-        called for the prompts of a batch and for each micro-batch, so that no more is decoded than
-        is used at a time.
+        Override it for other rows: ``return {"pixel_values": torch.stack([decode(row["images"][0])
+        for row in rows])}``. It is called for the prompts of a batch and for each micro-batch, so
+        that no more is decoded than is used at a time.
         """
-        return {}
+        made = [row.get("multi_modal_inputs") or {} for row in rows]
+        device = next(self.model.parameters()).device
+        return {
+            name: torch.cat([inputs[name] for inputs in made if name in inputs]).to(device)
+            for name in dict.fromkeys(name for inputs in made for name in inputs)
+        }
 
     # -- log-probs and values ----------------------------------------------------------------------
 

@@ -6,12 +6,14 @@ workers can take up and, where workers are always equal, one optimizer for all.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import miniray
 from miniray.rl.kl import AdaptiveKL
+from miniray.rl.sources import place_of_all
 from miniray.train.data_parallel import DataParallelTrainer
 
 
@@ -39,7 +41,7 @@ class Resumable(DataParallelTrainer):
             "sync": self.sync,
             "seed": self._run_seed,
             "num_workers": self.num_workers,
-            "source": miniray.get(worker.get_source.remote()),
+            "source": place_of_all(miniray.get([w.get_source.remote() for w in self.workers])),
             "kl": None if self._adaptive is None else self._adaptive.state_dict(),
             "reference": miniray.get(worker.get_reference.remote()),
             "optimizer": miniray.get(worker.get_optimizer.remote()) if shared else None,
@@ -57,8 +59,15 @@ class Resumable(DataParallelTrainer):
         if self._adaptive is not None and own["kl"] is not None:
             self._adaptive.load_state_dict(own["kl"])
             self._kl_coef = self._adaptive.coefficient
-        if own["num_workers"] != self.num_workers and own["source"].get("loader") is not None:
-            miniray.get([worker.set_source.remote(own["source"]) for worker in self.workers])
+        place, other = own["source"], own["num_workers"] != self.num_workers
+        if place.get("loader") is not None and (other or place.get("to_all")):
+            if "apart" in place:
+                warnings.warn(
+                    f"all workers go on from the place of worker 0, and rows may come again or not "
+                    f"at all: {place['apart']}",
+                    stacklevel=2,
+                )
+            miniray.get([worker.set_source.remote(place) for worker in self.workers])
         reference = miniray.put(own["reference"])
         calls = [worker.set_reference.remote(reference) for worker in self.workers]
         if own["optimizer"] is not None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from miniray.checks import one_of
-from miniray.rl.checks import above
+from miniray.rl.checks import above, called_with
 from miniray.rl.config import Algorithm
 from miniray.rl.sampling import Sampling
 from miniray.rl.sources import check_data
@@ -42,6 +42,8 @@ class Setup:
                 f"policy must be a function that makes the model, not a "
                 f"{type(self.policy).__name__} itself: every worker has one of its own"
             )
+        called_with("policy", self.policy)
+        called_with("reward", self.reward, "row", "response")
         for name in ("sampling", "eval_sampling"):
             given = getattr(self, name)
             if not isinstance(given, Sampling) and (name, given) != ("eval_sampling", None):

@@ -6,20 +6,26 @@ Either goes on for ever, epoch after epoch, and says where it is so that a run c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from miniray.data.parts import part_bounds
+from miniray.data.progress import merge_states
+from miniray.errors import DataError
+from miniray.rl.checks import called_with
 
 Row = Mapping[str, Any]
+
+#: A worker's number summed over those with which it goes through the data.
+Total = Callable[[int], int]
 
 
 class Source(Protocol):
     """Gives this worker's prompts of each step."""
 
-    def rows(self, step: int, seed: int) -> list[Row]:
+    def rows(self, step: int, seed: int, total: Total = int) -> list[Row]:
         """The prompts of a step; steps are asked for in order."""
         ...
 
@@ -46,7 +52,7 @@ class ListSource:
         self._per_step = min(per_step, len(rows))
         self._rank, self._world = rank, world_size
 
-    def rows(self, step: int, seed: int) -> list[Row]:
+    def rows(self, step: int, seed: int, total: Total = int) -> list[Row]:
         count = len(self._rows)
         epoch, part = divmod(step, math.ceil(count / self._per_step))
         order = np.random.default_rng([seed, epoch]).permutation(count)
@@ -66,10 +72,11 @@ class LoaderSource:
 
     It yields batches, each a step's prompts of this worker: lists of rows, or, of a loader with a
     ``batch_size``, dicts of columns. Or it yields single rows, of which ``per_step`` make a step.
-    At its end it is iterated again, after ``set_epoch(epoch)`` if
-    it has that. With ``state_dict`` and ``load_state_dict`` it resumes where it was; without, the
-    steps before are read and dropped, which is exact if it is deterministic. So does the loader of
-    a worker that takes the place of one that died.
+    At its end it is iterated again, after ``set_epoch(epoch)`` if it has that, but not before the
+    loaders of all workers are at theirs: until then it gives nothing, so that an epoch has each row
+    once. With ``state_dict`` and ``load_state_dict`` it resumes where it was; without, the steps
+    before are read and dropped, which is exact if it is deterministic. So does the loader of a
+    worker that takes the place of one that died.
     """
 
     def __init__(self, loader: Any, per_step: int, rank: int) -> None:
@@ -80,58 +87,88 @@ class LoaderSource:
         self._name = f"the loader of worker {rank}"
         self._epoch = 0
         self._used = 0  # items taken in this epoch
+        self._ended = False  # no more of them
         self._step = 0  # the step that comes next
         self._iterator: Iterator[Any] | None = None
 
-    def rows(self, step: int, seed: int) -> list[Row]:
+    def rows(self, step: int, seed: int, total: Total = int) -> list[Row]:
         for _ in range(step - self._step):
-            self._take()
+            self._take(int)  # catching up, while the others wait
         self._step = step + 1
-        return self._take()
+        return self._take(total)
 
-    def _take(self) -> list[Row]:
-        first = self._next()
-        if not isinstance(first, Mapping) or hasattr(self._loader, "batch_size"):
-            return _checked(rows_of(first), self._name)
-        return [first, *(self._row() for _ in range(self._per_step - 1))]
+    def _take(self, total: Total) -> list[Row]:
+        rows = self._rows_left()
+        if not total(bool(rows) or not self._ended):
+            self._iterator, self._used, self._ended = None, 0, False
+            self._epoch += 1
+            rows = self._rows_left()
+        return rows
 
-    def _row(self) -> Row:
-        return _checked([self._next()], self._name)[0]
+    def _rows_left(self) -> list[Row]:
+        """The next of this epoch; none at its end."""
+        rows: list[Row] = []
+        for item in self._items():
+            if not isinstance(item, Mapping) or hasattr(self._loader, "batch_size"):
+                return _checked(rows_of(item), self._name)
+            rows.append(item)
+            if len(rows) == self._per_step:
+                break
+        return rows
 
-    def _next(self) -> Any:
-        for _ in range(2):
-            if self._iterator is None:
-                if hasattr(self._loader, "set_epoch"):
-                    self._loader.set_epoch(self._epoch)
-                self._iterator = iter(self._loader)
-            try:
-                item = next(self._iterator)
-            except StopIteration:
-                if self._used == 0:
-                    break
-                self._iterator, self._used = None, 0
-                self._epoch += 1
-            else:
-                self._used += 1
-                return item
-        raise ValueError(f"{self._name} is empty: it gave no prompt at all")
+    def _items(self) -> Iterator[Any]:
+        if self._iterator is None and not self._ended:
+            if hasattr(self._loader, "set_epoch"):
+                self._loader.set_epoch(self._epoch)
+            self._iterator = iter(self._loader)
+        for item in self._iterator or ():
+            self._used += 1
+            yield item
+        if not self._used:
+            raise ValueError(f"{self._name} is empty: it gave no prompt at all")
+        self._iterator, self._ended = None, True
 
     def state_dict(self) -> dict[str, Any]:
         own = self._loader.state_dict() if hasattr(self._loader, "state_dict") else None
-        return {"step": self._step, "epoch": self._epoch, "used": self._used, "loader": own}
+        place = {"step": self._step, "epoch": self._epoch, "used": self._used}
+        return {**place, "ended": self._ended, "loader": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._step, self._epoch = int(state["step"]), int(state["epoch"])
-        self._iterator, self._used = None, 0
-        if state["loader"] is None:
-            for _ in range(int(state["used"])):
-                self._next()
-            return
-        if hasattr(self._loader, "set_epoch"):
-            self._loader.set_epoch(self._epoch)
-        self._loader.load_state_dict(state["loader"])
-        self._iterator = iter(self._loader)
-        self._used = int(state["used"])
+        self._iterator, self._used, self._ended = None, 0, False
+        used, own = int(state["used"]), state["loader"]
+        if own is None:
+            for _ in zip(range(used), self._items(), strict=False):
+                pass
+        elif not _is_of_one(own):
+            if hasattr(self._loader, "set_epoch"):
+                self._loader.set_epoch(self._epoch)
+            self._loader.load_state_dict(own)
+            if not state["ended"]:
+                self._iterator = iter(self._loader)
+        self._used, self._ended = used, state["ended"]
+
+
+def _is_of_one(loader: Mapping[str, Any]) -> bool:
+    """Whether a loader's state says nothing of the other workers: ``place_of_all`` does."""
+    return bool(loader.get("alone"))
+
+
+def place_of_all(places: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One place in the data that any number of workers can take up, from those of all workers.
+
+    Loaders that are not of ``miniray.data`` must know what to do with the state of the first.
+    ``apart`` says why workers that never wait for each other have none in common.
+    """
+    place = dict(places[0])
+    loaders: list[Any] = [place.get("loader") for place in places]
+    if all(isinstance(own, Mapping) and "fingerprint" in own for own in loaders):
+        place["to_all"] = any(map(_is_of_one, loaders))
+        try:
+            place |= {"loader": merge_states(loaders), "ended": False}
+        except DataError as error:
+            place["apart"] = str(error)
+    return place
 
 
 def make_source(data: Any, per_step: int, rank: int, world_size: int) -> Source:
@@ -184,7 +221,9 @@ def _checked(rows: list[Any], name: str) -> list[Row]:
 
 def check_data(name: str, data: Any) -> None:
     """Refuse what cannot be data, before anything is started."""
-    if not callable(data):
+    if callable(data):
+        called_with(name, data, "rank", "world_size")
+    else:
         check_rows(name, data, " or a function make_loader(rank, world_size)")
 
 

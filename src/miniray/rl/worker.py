@@ -95,7 +95,7 @@ class RLWorker(Worker):
         if self.reference is None and self.config.kl.coef > 0:
             self.reference = self._frozen_copy()
         with _phase(metrics, "data"):
-            rows = self.source.rows(step, seed)
+            rows = self.source.rows(step, seed, self._total)
         with _phase(metrics, "rollout"):
             rollouts = self._rollout(rows, step, seed, metrics)
         with _phase(metrics, "reward"):
@@ -118,6 +118,9 @@ class RLWorker(Worker):
         told = {**metrics.export(), **made.export()}
         doctor.step(told["loss"][0] if "loss" in told else None, len(rows), epoch=step)
         return told
+
+    def _total(self, number: int) -> int:
+        return int(self.collective.sum(torch.tensor(int(number)), "workers with prompts left"))
 
     def _rollout(self, rows: Sequence[Row], step: int, seed: int, metrics: Metrics) -> Rollouts:
         first = self.collective.offset(len(rows))
