@@ -55,6 +55,18 @@ def test_the_doctor_offers_its_commands_too(two_runs):
     assert "--watch" in offered("doctor", "first", "--")
 
 
+@pytest.mark.parametrize("words", [("run", "tr"), ("run", "t.py", "x"), ("doctor", "data", "tr")])
+def test_a_script_and_its_arguments_are_the_shells_own_affair(words):
+    complete = BashComplete(cli, {}, "miniray", "_MINIRAY_COMPLETE")
+    found = complete.get_completions(list(words[:-1]), words[-1])
+    assert [(item.type, item.value) for item in found] == [("file", words[-1])]
+
+
+def test_benchmarks_complete():
+    assert {"engine", "ps"} <= set(offered("bench", ""))
+    assert offered("bench", "eng") == ["engine"]
+
+
 def test_a_shell_gets_its_answer_from_a_real_process(two_runs, tmp_path):
     for name in (b"s\xff", b"s\nx"):  # what no shell could be told
         (tmp_path / "runs" / os.fsdecode(name)).mkdir()

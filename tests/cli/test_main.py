@@ -9,7 +9,8 @@ import click
 import pytest
 
 import miniray
-from miniray.cli import COMMANDS, GROUPS, _in_short, _run, cli
+from miniray.cli import COMMANDS, GROUPS, _in_short, _run, cli, demo
+from miniray.cli.doctor import doctor
 from miniray.errors import TaskError
 from tests.cli.conftest import environment
 
@@ -38,8 +39,9 @@ def test_the_list_of_commands_loads_nothing_heavy():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_version(miniray_cli):
-    done = miniray_cli("--version")
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_version(miniray_cli, option):
+    done = miniray_cli(option)
     assert (done.returncode, done.stdout) == (0, f"miniray, version {miniray.__version__}\n")
 
 
@@ -52,6 +54,38 @@ def test_every_command_has_help_with_an_example(name):
     assert f"  miniray {name}" in text
     assert max(map(len, text.splitlines())) <= 80
     assert "..." not in text.partition("\n\n")[2]  # below the usage, nothing is cut off
+
+
+def help_of(*words):
+    with click.Context(cli, info_name="miniray") as ctx:
+        for word in words:
+            command = ctx.command.get_command(ctx, word)
+            ctx = click.Context(command, parent=ctx, info_name=word)
+        return ctx.get_help()
+
+
+@pytest.mark.parametrize("group", ["runs", "doctor", "demo"])
+def test_the_commands_of_a_command_have_an_example_too(group):
+    with click.Context(cli) as ctx:
+        command = cli.get_command(ctx, group)
+        names = set(command.list_commands(ctx)) - set(demo.SCRIPTS)  # their help is the script's
+    assert names
+    for name in names:
+        assert f"  miniray {group}" in help_of(group, name)
+
+
+def test_options_that_need_no_commands_name_are_in_the_help_of_the_group():
+    assert all(f"  {word}" in help_of("doctor") for word in ("--watch", "--json", "--runs-dir"))
+    assert all(f"  {word}" in help_of("runs") for word in ("--json", "-n, --number"))
+    assert "--actors" not in help_of("demo").partition("Examples:")[0]  # of one demo among six
+
+
+def test_the_example_of_doctor_data_asks_for_its_four_ranks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    line = re.search(r"miniray doctor data (.*)", help_of("doctor"))[1]
+    with doctor.commands["data"].make_context("data", line.split()) as ctx:
+        assert (ctx.params["nproc"], ctx.params["args"]) == (4, ())
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_on_a_narrow_terminal_columns_give_way(run_cli, three, monkeypatch, widt
 def test_json_has_no_nan(run_cli, three):
     found = json.loads(run_cli("runs", "--json").output, parse_constant=pytest.fail)
     assert [run["name"] for run in found] == ["new", "middle", "old"]
-    assert found[0]["metrics"] == {"epoch": 1, "loss": "nan"}
+    assert found[0]["metrics"] == {"epoch": 1, "loss": "NaN"}
     assert (found[1]["seconds"], found[1]["world_size"], found[1]["kind"]) == (30, 2, "T")
 
 
@@ -195,6 +195,13 @@ def test_compare_for_programs(run_cli, three):
     found = json.loads(run_cli("runs", "compare", "new", "old", "--json").output)
     assert [run["name"] for run in found] == ["new", "old"]
     assert found[0]["best"] == {"loss": 4.0}
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["report"], ["top"], ["runs", "delete"]])
+def test_a_folder_of_runs_is_said_to_be_one(run_cli, three, command):
+    done = run_cli(*command, "runs")
+    assert done.exit_code == 2
+    assert "runs is a folder of runs: name one of them, like runs/" in done.output
 
 
 def test_a_folder_of_the_same_name_does_not_hide_a_run(run_cli, three, tmp_path):

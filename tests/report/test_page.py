@@ -1,5 +1,6 @@
 """The page: from runs that ended well, badly, or not at all; safe to open whatever is in them."""
 
+import dataclasses
 import html.parser
 import json
 import os
@@ -17,6 +18,7 @@ from miniray.report.page import render
 from miniray.report.ranks import _spent as time_spent_by_rank
 from miniray.train import DataParallelTrainer
 from tests.doctor.helpers import wait_until
+from tests.doctor.records import NOW, call, calling
 from tests.report.conftest import FETCHES
 from tests.train.workers_for_tests import Counter
 
@@ -207,6 +209,7 @@ def test_the_first_figures_are_scores_and_held_out_ones_before_others(make_run):
     page = report.write_report(make_run(metrics=lines)).read_text("utf-8")
     tiles = re.findall(r'<div class="tile"><span>(.*?)</span><b>(.*?)</b>', page)
     assert tiles == [("epochs", "3"), ("val_reward", "0.4"), ("loss", "-0.2")]
+    assert "<b>3</b><span>0 to 2" in page  # what "best, epoch 2" counts from
 
 
 def test_of_numbers_nobody_knows_the_last_are_shown(make_run):
@@ -315,6 +318,16 @@ def test_what_workers_do_after_the_end_is_not_the_runs_time(make_run, ranks):
     spent = time_spent_by_rank(rank, rank.attached)
     assert sum(spent.values()) == pytest.approx(rank.total.ended - rank.attached, abs=0.05)
     assert sum(time_spent_by_rank(rank, None).values()) >= sum(spent.values())
+
+
+def test_a_wait_that_never_ends_is_time_of_a_collective():
+    last = dataclasses.replace(calling(0).total, ended=NOW - 300)
+    working = calling(0, steps=(last,), total=last)
+    waiting = calling(0, call(0, ago=300, is_open=True), steps=(last,), total=last)
+    before, after = (time_spent_by_rank(rank, NOW) for rank in (working, waiting))
+    assert after["collective"] == pytest.approx(before["collective"] + 300, abs=1)
+    assert after["other"] == pytest.approx(before["other"] - 300, abs=1)
+    assert sum(after.values()) == pytest.approx(sum(before.values()))
 
 
 def test_a_kept_diagnosis_is_shown_as_of_its_moment(make_run, ranks):

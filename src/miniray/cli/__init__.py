@@ -86,7 +86,7 @@ class LazyGroup(Group):
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=EPILOG,
 )
-@click.version_option(__version__, prog_name="miniray")
+@click.version_option(__version__, "-V", "--version", prog_name="miniray")
 @click.option(
     "--debug", is_flag=True, expose_value=False, help="Show tracebacks; also after the command."
 )

@@ -22,7 +22,13 @@ Examples:
 @click.command(
     epilog=EPILOG, context_settings={"ignore_unknown_options": True, "help_option_names": []}
 )
-@click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[NAME [ARGS]...]")
+@click.argument(
+    "args",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    metavar="[NAME [ARGS]...]",
+    shell_complete=lambda ctx, param, incomplete: _names(incomplete),
+)
 @click.pass_context
 def bench(ctx: click.Context, args: tuple[str, ...]) -> None:
     """Run the benchmark NAME of a checkout with its own ARGS; without a name, list them.
@@ -51,6 +57,13 @@ def bench(ctx: click.Context, args: tuple[str, ...]) -> None:
     if args[0] not in found:
         raise click.UsageError(f"There is no benchmark {args[0]!r}; there are: {', '.join(found)}")
     scripts.become(found[args[0]][0], args[1:])
+
+
+def _names(incomplete: str) -> list[str]:
+    """For a shell."""
+    folder = scripts.find("benchmarks/common.py")
+    found = benchmarks(folder.parent) if folder is not None else {}
+    return [name for name in found if name.startswith(incomplete)]
 
 
 def benchmarks(folder: Path) -> dict[str, tuple[Path, str]]:

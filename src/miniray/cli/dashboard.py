@@ -43,7 +43,7 @@ def dashboard(target: str, port: int, no_browser: bool, runs_dir: Path) -> None:
     """
     from miniray.report.run import is_run
 
-    run = resolve(target, runs_dir) if target else None
+    run = resolve(target, runs_dir, folder=True) if target else None
     if run is not None and not is_run(run):  # a folder of runs
         runs_dir, run = run, None
     root = runs_dir if run is None else run.absolute().parent

@@ -76,6 +76,7 @@ class _Demo(Group):
     """``miniray demo X``: X is a demo; without one, or with options first, it is π."""
 
     usual = _DEFAULT
+    shows_usual = False  # they are of one demo among six
     own_options = ("-h", "--help", "--list", "--json")
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -144,7 +145,7 @@ def _command(name: str, script: Script) -> click.Command:
     return run_script
 
 
-@demo.command(name=_DEFAULT)
+@demo.command(name=_DEFAULT, epilog=EPILOG)
 @click.option("--actors", type=click.IntRange(1, 256), default=4, show_default=True)
 @click.option(
     "--batches",
@@ -160,7 +161,7 @@ def _command(name: str, script: Script) -> click.Command:
     show_default=True,
     help="Points in a batch.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=1, show_default=True)
 @click.option(
     "--backend",
     type=click.Choice(["local", "inline", "ray"]),

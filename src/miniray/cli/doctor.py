@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from miniray.cli.colour import coloured
+from miniray.cli.colour import coloured, columns
 from miniray.cli.groups import Group
 from miniray.cli.targets import (
     NoRunError,
+    complete_files,
     complete_runs,
     find_recorded,
     run_argument,
@@ -31,7 +32,7 @@ Examples:
   miniray doctor latest                 the newest run under runs/
   miniray doctor runs/my-run --json     for a program
   miniray doctor 4711 --watch           the run of a process, again and again
-  miniray doctor data train.py --nproc 4
+  miniray doctor data --nproc 4 train.py
   miniray doctor speedup train.py --nproc 1,2,4 -- --epochs 1
 
 \b
@@ -58,7 +59,7 @@ class _Doctor(Group):
         return [*super().shell_complete(ctx, incomplete), *complete_runs(ctx, None, incomplete)]
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        formatter.write_usage(ctx.command_path, "[RUN_DIR | PID | latest] [--watch] [--json]")
+        formatter.write_usage(ctx.command_path, "[OPTIONS] [RUN_DIR | PID | latest]")
         formatter.write_usage(ctx.command_path, "COMMAND ...")
 
 
@@ -79,7 +80,7 @@ def doctor() -> None:
     """
 
 
-@doctor.command(name=_THE_RUN, hidden=True)
+@doctor.command(name=_THE_RUN, epilog=EPILOG, hidden=True)
 @run_argument
 @click.option("--watch", is_flag=True, help="Look again and again until the run has ended.")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON for a program.")
@@ -121,23 +122,33 @@ def _show(diagnosis: Diagnosis, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(diagnosis.to_json(), ensure_ascii=False))
         return
-    click.echo(diagnosis.text(color=coloured(sys.stdout)))
+    click.echo(diagnosis.text(int(min(80, columns())), coloured(sys.stdout)))
     sys.stdout.flush()
 
 
 examine.context_class = _Nameless
 
 
+_hang_timeout = click.option(
+    "--hang-timeout",
+    type=click.FloatRange(0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="Seconds without movement until the ranks are ended.",
+)
+
+
 @doctor.command(
     name="data",
+    epilog=EPILOG,
     short_help="Say which rank of SCRIPT gets which samples.",
     context_settings={"allow_interspersed_args": False},
 )
 @click.option("--nproc", type=click.IntRange(1), default=2, show_default=True, help="Ranks.")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON for a program.")
-@click.option("--hang-timeout", type=click.FloatRange(0, min_open=True), default=60.0)
+@_hang_timeout
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files)
 def data(nproc: int, as_json: bool, hang_timeout: float, script: str, args: tuple[str, ...]) -> int:
     """Say which rank of SCRIPT gets which samples, before anything is trained.
 
@@ -172,9 +183,9 @@ def _launch(command: tuple[str, ...], nproc: int, run_dir: Path, hang_timeout: f
     return subprocess.run(full, stdout=sys.stderr, check=False).returncode
 
 
-@doctor.command(name="speedup", context_settings={"allow_interspersed_args": True})
+@doctor.command(name="speedup", epilog=EPILOG, context_settings={"allow_interspersed_args": True})
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files)
 @click.option(
     "--nproc", "numbers", default="1,2,4", show_default=True, help="Numbers of ranks to compare."
 )
@@ -185,7 +196,7 @@ def _launch(command: tuple[str, ...], nproc: int, run_dir: Path, hang_timeout: f
     show_default=True,
     help="Threads a rank, in every run.",
 )
-@click.option("--hang-timeout", type=click.FloatRange(0, min_open=True), default=60.0)
+@_hang_timeout
 @click.option(
     "--keep",
     type=click.Path(path_type=Path, file_okay=False),

@@ -11,6 +11,7 @@ class Group(click.Group):
     """``miniray runs`` alone, or with options, is ``miniray runs list`` where that is ``usual``."""
 
     usual: str | None = None
+    shows_usual = True  #: whether the group's help has the usual command's options
     #: Options of the group itself; any other belongs to the usual command.
     own_options: tuple[str, ...] = ("-h", "--help")
 
@@ -22,6 +23,16 @@ class Group(click.Group):
 
     def means_usual(self, ctx: click.Context, args: list[str]) -> bool:
         return not args or (args[0][:1] == "-" and args[0] not in self.own_options)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Those of the usual command too: they can be given without its name."""
+        params = self.get_params(ctx)
+        usual = self.get_command(ctx, self.usual or "") if self.shows_usual else None
+        if usual is not None:
+            params = [p for p in usual.params if isinstance(p, click.Option)] + params
+        with formatter.section("Options"):
+            formatter.write_dl([said for p in params if (said := p.get_help_record(ctx))])
+        self.format_commands(ctx, formatter)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

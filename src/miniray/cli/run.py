@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from miniray.cli.targets import complete_files
 from miniray.core import machine
 
 EPILOG = """\b
@@ -26,6 +27,8 @@ class _Ranks(click.IntRange):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
         if value not in ("gpu", "cpu", "auto"):
+            if not str(value).lstrip("-").isdecimal():
+                self.fail(f"{value!r} is neither a number nor gpu, cpu or auto.", param, ctx)
             number: int = super().convert(value, param, ctx)
             return number
         gpus = 0 if value == "cpu" else len(machine.gpu_ids())
@@ -91,8 +94,8 @@ class _Ranks(click.IntRange):
 )
 @click.option("-m", "--module", is_flag=True, help="Run a module, as python -m does.")
 @click.option("--temporary", is_flag=True, hidden=True)  # see ``Options``
-@click.argument("script")
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.argument("script", shell_complete=complete_files)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files)
 def run(
     nproc: int,
     nnodes: int,

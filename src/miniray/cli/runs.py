@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import time
@@ -42,7 +41,11 @@ def runs() -> None:
     """List, compare and delete runs."""
 
 
-@runs.command(name="list", short_help="List the runs, newest first; meant where none is named.")
+@runs.command(
+    name="list",
+    epilog=EPILOG,
+    short_help="List the runs, newest first; meant where none is named.",
+)
 @click.option("--json", "as_json_", is_flag=True, help="Write JSON for a program.")
 @click.option("-n", "--number", type=click.IntRange(1), help="The newest so many.")
 @runs_dir_option
@@ -111,7 +114,7 @@ def as_json(run: Run) -> dict[str, Any]:
     }
 
 
-@runs.command(short_help="Show metrics and settings of several runs side by side.")
+@runs.command(epilog=EPILOG, short_help="Show metrics and settings of several runs side by side.")
 @runs_argument
 @click.option("--json", "as_json_", is_flag=True, help="Write JSON for a program.")
 @runs_dir_option
@@ -182,7 +185,7 @@ def _settings(run: Run) -> dict[str, str]:
     return {key: str(value) for key, value in found.items()}
 
 
-@runs.command(short_help="Delete runs with everything in them.")
+@runs.command(epilog=EPILOG, short_help="Delete runs with everything in them.")
 @runs_argument
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @runs_dir_option
@@ -277,8 +280,10 @@ def _plain(value: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+    if isinstance(value, float):
+        from miniray.doctor.render_json import plain
+
+        return plain(value)
     if isinstance(value, dict):
         return {str(key): _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, list) else value

@@ -27,17 +27,24 @@ class NoRunError(click.ClickException):
     exit_code = 2
 
 
-def resolve(target: str, runs_dir: Path) -> Path:
+def resolve(target: str, runs_dir: Path, *, folder: bool = False) -> Path:
     """A run's directory from its path, its name in ``runs_dir``, ``latest``, or a process id.
 
-    ``NoRunError`` says what was looked for, and names what is near.
+    ``NoRunError`` says what was looked for, and names what is near. A folder of runs is one of
+    these errors too, unless ``folder`` will do.
     """
-    from miniray.report.run import is_run
+    from miniray.report.run import find_runs, is_run
 
     places = [Path(target), *([runs_dir / target] if Path(target).name == target else [])]
     folders = [place for place in places if place.is_dir()]
     if folders:  # of two of that name, the one that is a run
-        return next(filter(is_run, folders), folders[0])
+        found = next(filter(is_run, folders), folders[0])
+        inside = [] if folder or is_run(found) else find_runs(found)
+        if inside:
+            raise NoRunError(
+                f"{found} is a folder of runs: name one of them, like {inside[0].path}"
+            )
+        return found
     if target == "latest":
         return latest(runs_dir)
     if target.isdigit():
@@ -108,6 +115,15 @@ def complete_runs(
     if found:
         return [CompletionItem(name) for name in found]
     return [CompletionItem(incomplete, type="dir")]
+
+
+def complete_files(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """What the shell itself offers: a script, and whatever comes after it."""
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(incomplete, type="file")]
 
 
 #: The argument that names a run, and the one that names several.

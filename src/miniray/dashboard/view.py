@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from miniray.doctor.diagnose import Diagnosis
 from miniray.doctor.facts import Case, Facts
 from miniray.doctor.findings import Severity
 from miniray.doctor.model import Site, ThreadStack
+from miniray.doctor.render_json import plain
 from miniray.doctor.sites import is_users
 from miniray.doctor.waits import awaited_by, on_gpu
 
@@ -165,10 +165,3 @@ def _frame(frame: Site) -> dict[str, Any]:
         "function": frame.function,
         "mine": is_users(frame.file),
     }
-
-
-def plain(value: float | None) -> float | str | None:
-    """JSON has no NaN."""
-    if value is None or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else str(value)

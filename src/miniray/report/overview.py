@@ -51,12 +51,16 @@ def tiles(run: Run, curves: Sequence[Curve]) -> Markup:
     """A handful of figures: scores first, and of a metric with a held-out twin the twin alone."""
     found: list[tuple[str, str, str]] = []
     if run.metrics:
-        done = len({number(record.get("epoch")) for record in run.metrics})
         word = axis(run.metrics)
-        count = done if word == "epoch" else len(run.metrics)
-        title = "epochs" if word == "epoch" else f"{word}s recorded"
-        taken = run.seconds
-        found.append((title, f"{count:,}", f"in {seconds(taken)}" if taken is not None else ""))
+        title, count, notes = f"{word}s recorded", len(run.metrics), []
+        if word == "epoch":
+            done = {n for record in run.metrics if (n := number(record.get("epoch"))) is not None}
+            title, count = "epochs", len(done)
+            # Some count from 0, as trainers do, and some from 1: "best, epoch 7" needs to know.
+            notes = [f"{short(min(done))} to {short(max(done))}"] if count > 1 else []
+        if run.seconds is not None:
+            notes.append(f"in {seconds(run.seconds)}")
+        found.append((title, f"{count:,}", ", ".join(notes)))
     groups = {curve.group for curve in curves if curve.group != curve.name}
     single = [curve for curve in curves if curve.name not in groups]
     known = [c for c in single if "loss" in c.name.lower() or more_is_better(c.name)]

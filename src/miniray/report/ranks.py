@@ -9,6 +9,7 @@ from miniray.doctor import samples
 from miniray.doctor.facts import gather
 from miniray.doctor.findings import plural, seconds, size
 from miniray.doctor.model import Loader, RankRecord, SamplePass
+from miniray.doctor.waiting import wait_of
 from miniray.report.curves import chart
 from miniray.report.html import bar, folded, join, section, table, tag
 from miniray.report.run import Run
@@ -67,13 +68,15 @@ def _spent(rank: RankRecord, over: float | None) -> dict[str, float]:
     start = life if begun is None else min(life, max(0.0, begun - rank.attached))
     inside = total.data + total.compute + total.backward + total.collective
     other = max(0.0, life - start - inside)
+    wait = wait_of(rank)  # one that never ended is in no step's times
+    waited = 0.0 if wait is None else min(other, max(0.0, end - wait.since))
     return {
         "start": start,
         "data": total.data,
         "compute": total.compute,
         "backward": total.backward,
-        "collective": total.collective,
-        "other": other,
+        "collective": total.collective + waited,
+        "other": other - waited,
     }
 
 
