@@ -121,6 +121,7 @@ def test_an_unpicklable_argument_is_refused_with_the_path_to_it(engine):
     with pytest.raises(NotSerializableError) as caught:
         add.remote(1, Outer())
     assert ".config['handles'][1]" in caught.value.path
+    assert "[0][1]" not in caught.value.path  # the second of (args, kwargs): nobody's business
     assert "lock" in str(caught.value)
 
 

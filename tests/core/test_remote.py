@@ -77,7 +77,7 @@ def test_arguments_are_accepted_exactly_when_the_function_accepts_them(function,
     for args, kwargs in does_not:
         with pytest.raises(TypeError):
             function(*args, **kwargs)
-        with pytest.raises(TypeError, match=rf"{function.__name__}\(\)"):
+        with pytest.raises(TypeError, match=rf"{function.__name__}\("):
             spec.check(args, kwargs)
 
 
@@ -147,7 +147,7 @@ def test_bound_leaves_self_out():
 
     spec = CallSpec.of(Thing.method, "Thing.method", bound=True)
     spec.check((1,), {})
-    with pytest.raises(TypeError, match=r"Thing\.method\(\): too many positional arguments"):
+    with pytest.raises(TypeError, match=r"method\(x\) was called with \(1, 2\): too many"):
         spec.check((1, 2), {})
 
 
@@ -259,7 +259,7 @@ def test_every_kind_of_method_takes_one_argument(name):
 def test_constructor_arguments_are_checked():
     spec = ClassSpec(Everything)
     spec.init.check((3,), {"seed": 1})
-    with pytest.raises(TypeError, match=r"Everything\(\)"):
+    with pytest.raises(TypeError, match=r"Everything\(.*\) was called with \(seed=1\)"):
         spec.init.check((), {"seed": 1})
 
 
@@ -362,9 +362,9 @@ def test_a_partial_can_be_remote():
 
 
 def test_wrong_arguments_are_refused_before_an_engine_starts():
-    with pytest.raises(TypeError, match=r"two\(\)"):
+    with pytest.raises(TypeError, match=r"two\(a, b\) was called with \(1\)"):
         miniray.remote(two).remote(1)
-    with pytest.raises(TypeError, match=r"Everything\(\)"):
+    with pytest.raises(TypeError, match=r"Everything\(.* was called with \(\)"):
         miniray.remote(Everything).remote()
     assert not miniray.is_initialized()
 

@@ -329,3 +329,35 @@ def test_errors_are_minirays_own(engine):
     for ref in (Mortal.remote("abort").pid.remote(), die.remote("abort")):
         with pytest.raises(MinirayError):
             miniray.get(ref, timeout=SOON)
+
+
+@miniray.remote
+class Quitter:
+    def quit(self, *words):
+        print("before")
+        sys.exit(*words)
+
+
+class AsyncQuitter(Quitter.__wrapped__):
+    async def quit(self, *words):
+        super().quit(*words)
+
+
+@pytest.mark.parametrize(
+    "actor_class",
+    [Quitter, Quitter.options(max_concurrency=2), miniray.remote(AsyncQuitter)],
+    ids=["plain", "threads", "async"],
+)
+def test_what_sys_exit_says_is_part_of_the_error(engine, actor_class):
+    text = fails_soon(actor_class.remote().quit.remote("no data in /data"), ActorDiedError)
+    assert "exited with code 1" in text
+    assert "    before\n    no data in /data\n" in text
+    assert "exited with code 0" in fails_soon(actor_class.remote().quit.remote(), ActorDiedError)
+
+
+def test_who_was_killed_on_purpose_was_not_killed_by_somebody(engine):
+    actor = Mortal.remote()
+    miniray.kill(actor)
+    text = fails_soon(actor.pid.remote(), ActorDiedError)
+    assert "miniray.kill()" in text
+    assert "by somebody" not in text

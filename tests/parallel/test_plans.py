@@ -207,6 +207,7 @@ def test_what_shares_a_weight_or_reads_it_by_itself_is_not_cut():
     ("plan", "message"),
     [
         ({"blocks.*.mlp": "colwise"}, r"names no module of Transformer; there are 'blocks"),
+        ({"mlp": "colwise"}, r"Transformer; there are 'embed', 'blocks', 'blocks.0'"),
         ({"blocks.*.fc1": "sideways"}, r"one of 'colwise', 'rowwise', .* not 'sideways'"),
         ({"blocks.*": "colwise"}, r"only Linear and Embedding can be cut, and it is a Block"),
         ({"head": "colwise"}, r"head has out_features=4, .* by tensor_parallel=3; 2, 4 would fit"),
@@ -251,6 +252,10 @@ def test_what_cannot_be_trained_is_refused_with_what_would_fit():
         ValueError, match=r"9 stages .* for 8 layers: .*; at most 8 workers would fit"
     ):
         planned(make_layers, layout=Layout(pipeline=9))
+    with pytest.raises(
+        RuntimeError, match=r"layer 1 \(Linear\) fails on an input of shape \(2, 4, 5\): mat1"
+    ):
+        planned([lambda: nn.Embedding(12, 5), lambda: nn.Linear(4, 4)])
     with pytest.raises(
         ValueError, match=r"\[8\] must be 2 numbers >= 1 that add up to the 8 layers"
     ):
@@ -370,7 +375,12 @@ def test_arguments_of_a_split_model_that_make_no_sense(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr_scheduler": 3}, "lr_scheduler= must be a function"),
+        ({"lr_scheduler": 3}, "lr_scheduler= must be a function, not 3"),
+        ({"loss": nn.MSELoss}, r"function of output and target, not a class: MSELoss\(\)"),
+        (
+            {"optimizer": torch.optim.SGD([torch.ones(1)], lr=1)},
+            r"like partial\(Adam, lr=0.001\), not SGD \( Parameter Group 0",
+        ),
         ({"layers_per_stage": 4}, "layers_per_stage= must be a list of numbers"),
         ({"memory_limit": "1GB"}, "memory_limit= must be a number of bytes"),
         ({"metrics": [loss]}, r'metrics= must be a dict like \{"accuracy": f\}'),

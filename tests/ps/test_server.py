@@ -187,19 +187,3 @@ print(miniray.get(server.sync_from_workers.remote(workers))["synced"])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "True\n", done.stderr
-
-
-@pytest.mark.timeout(120)
-def test_on_ray():
-    pytest.importorskip("ray")
-    torch = pytest.importorskip("torch")
-    miniray.shutdown()
-    with miniray.init(backend="ray", num_cpus=4):
-        for options in ({"strategy": "momentum"}, {"strategy": "average", "num_servers": 2}):
-            server = create_parameter_server(**options)
-            handles = workers([torch.zeros(200_000)], [torch.full((200_000,), 2.0)])
-            assert call(server, "sync_from_workers", handles)["synced"]
-            assert weights_of(handles)[1][0].tolist()[:2] == [1, 1]
-            call(handles[0], "fail_in", "get_weights")
-            with pytest.raises(miniray.errors.SyncError, match="worker 0: get_weights failed"):
-                call(server, "sync_from_workers", handles)

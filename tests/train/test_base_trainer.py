@@ -1,5 +1,6 @@
 """BaseTrainer: lifecycle, hooks, keyword arguments, errors."""
 
+import concurrent.futures
 import json
 import shutil
 import warnings
@@ -190,6 +191,7 @@ def test_what_is_not_an_actor_is_refused():
         ({"keep_last": 0}, "keep_last must be an int >= 1 or None"),
         ({"keep_best": "loss"}, "keep_best must be"),
         ({"name": "a/b"}, "must be a plain folder name"),
+        ({"backend": "locl"}, "'locl'; it must be one of inline, local, ray"),
         ({"callbacks": [Callback]}, r"must be Callback objects.*; write Callback\(\)"),
     ],
 )
@@ -344,3 +346,92 @@ def test_a_run_in_a_directory_of_its_own_keeps_its_name(tmp_path):
         result = trainer.train(epochs=1)
     assert result.run_dir == tmp_path / "there"
     assert json.loads((tmp_path / "there" / "run.json").read_text())["name"] == "first"
+
+
+class Telling:
+    """A worker that tells what the first parameter of its ``__init__`` was given."""
+
+    def train_epoch(self, epoch):
+        return {"first": self.first}
+
+    def get_weights(self):
+        return []
+
+    def set_weights(self, weights): ...
+
+
+class TakesId(Telling):
+    def __init__(self, number=7):
+        self.first = number
+
+
+class TakesRate(Telling):
+    def __init__(self, lr=0.5):
+        self.first = lr
+
+
+class NeedsRate(Telling):
+    def __init__(self, lr):
+        self.first = lr
+
+
+@pytest.mark.parametrize(
+    ("worker", "kwargs", "given"),
+    [
+        (TakesId, {}, [0, 1]),
+        (TakesRate, {}, [0.5, 0.5]),
+        (TakesRate, {"lr": 0.1}, [0.1, 0.1]),
+        (NeedsRate, {"lr": 0.1}, [0.1, 0.1]),
+    ],
+)
+def test_the_workers_id_is_not_taken_for_a_learning_rate(worker, kwargs, given):
+    with BaseTrainer(2, worker=worker, backend="inline", progress=False) as trainer:
+        trainer.train(epochs=1, **kwargs)
+        assert [r["first"] for r in trainer.call_workers("train_epoch", 0)] == given
+
+
+def test_torch_is_seeded_however_late_it_is_imported():
+    class Late:
+        def train_epoch(self, epoch):
+            import torch
+
+            return {"roll": torch.rand(1).item()}
+
+    with BaseTrainer(1, worker=Late, backend="local", seed=7, progress=False) as trainer:
+        result = trainer.train(epochs=1)
+    import torch
+
+    assert result["roll"] == torch.rand(1, generator=torch.Generator().manual_seed(7)).item()
+
+
+def test_the_variable_overrides_the_trainers_backend_each_time(monkeypatch):
+    monkeypatch.setenv("MINIRAY_BACKEND", "inline")
+    with BaseTrainer(1, worker=Counter, backend="local", progress=False) as trainer:
+        trainer.train(epochs=1)
+        assert trainer.train(epochs=1).epochs == 2
+
+
+def test_a_trainer_that_forgot_its_base_says_so():
+    class Forgetful(BaseTrainer):
+        def __init__(self):
+            self.mine = 1
+
+    with pytest.raises(RuntimeError, match=r"Forgetful.__init__\(\) must call super\(\).__init__"):
+        Forgetful().train(epochs=1)
+
+
+def test_a_checkpoint_of_nothing_is_refused_in_words():
+    with Recording(1, backend="inline", progress=False) as trainer:
+        trainer.train(epochs=0)
+        with pytest.raises(RuntimeError, match="no epoch was trained yet"):
+            trainer.save_checkpoint()
+
+
+def test_trainers_in_several_threads_share_one_engine():
+    def train(_):
+        with BaseTrainer(1, worker=Counter, backend="local", progress=False) as trainer:
+            return trainer.train(epochs=1).epochs
+
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(train, range(3))) == [1, 1, 1]
+    assert not miniray.is_initialized()

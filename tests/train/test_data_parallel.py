@@ -161,6 +161,7 @@ def test_arguments_of_the_strategy_are_given_by_keyword():
         ({"sync_interval": 0}, "sync_interval must be an int >= 1"),
         ({"sync_intervall": 5}, "CounterTrainer has no option .*; did you mean 'sync_interval'"),
         ({"callback": []}, "did you mean 'callbacks'"),
+        ({"batch_size": 8}, r"no option 'batch_size'.*is given to train\(\)"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite must be one of 'error', 'skip'"),
         ({"num_servers": 0}, "num_servers must be an int >= 1"),
         ({"staleness_power": 1}, 'need mode="async"'),

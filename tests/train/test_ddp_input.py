@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 
 import miniray
-from miniray.errors import CheckpointError
+from miniray.errors import ActorDiedError, CheckpointError
 from miniray.train import DataParallelTrainer, DDPTrainer, TorchWorker
 
 torch = pytest.importorskip("torch")
 
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler  # noqa: E402
 
+from miniray.train.ddp.loop import read_output  # noqa: E402
+from miniray.train.ranks.calls import in_context  # noqa: E402
 from miniray.train.ranks.data import own_share, set_epoch  # noqa: E402
 from miniray.train.torch_parts import Means, length, moved  # noqa: E402
 from tests.train.ddp_for_tests import Stepper, make_data  # noqa: E402
@@ -269,3 +271,23 @@ def test_options_of_the_wrong_kind_are_refused_at_once(options, message):
 def test_numbers_of_numpy_are_numbers_and_none_is_no_limit():
     options = {"accumulate": np.int64(2), "clip_norm": np.float32(1), "hang_timeout": None}
     assert train(Stepper, **options)["num_samples"] == 64
+
+
+@pytest.mark.parametrize(
+    ("output", "advice"),
+    [
+        (0.5, "Return the tensor itself"),
+        (torch.ones(3, 1), r"a tensor of shape \(3, 1\)\. Return its mean"),
+        (None, "A rank cannot leave out a step"),
+        ({"accuracy": 1.0}, "it returned dict {'accuracy': 1.0}$"),
+    ],
+)
+def test_a_loss_that_is_none(output, advice):
+    with pytest.raises(TypeError, match=advice):
+        read_output(output, 1)
+
+
+def test_a_worker_that_brings_its_own_ddp_is_told_who_does_that():
+    died = ActorDiedError("ValueError: Default process group has not been initialized, please ...")
+    told = in_context(died, 1, None, None)
+    assert "The ranks meet after __init__. The trainer wraps self.model itself" in str(told)

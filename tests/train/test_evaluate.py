@@ -56,7 +56,7 @@ def test_workers_with_their_own_held_out_shards_during_training():
     class Held(Counter.__wrapped__):
         def evaluate(self, shard_id, num_shards):
             n = shard_id + 1
-            return {"accuracy": shard_id / 10, "num_samples": n}
+            return {"accuracy": shard_id / 10, "val_loss": 0.5, "num_samples": n}
 
     with DataParallelTrainer(
         3, worker=Held, backend="inline", progress=False, eval_interval=2
@@ -64,6 +64,7 @@ def test_workers_with_their_own_held_out_shards_during_training():
         history = trainer.train(epochs=4).history
     assert ["val_accuracy" in record for record in history] == [False, True, False, True]
     assert math.isclose(history[1]["val_accuracy"], (0.0 * 1 + 0.1 * 2 + 0.2 * 3) / 6)
+    assert history[1]["val_loss"] == 0.5  # and not val_val_loss, where it is called so already
 
 
 def test_a_mean_without_its_number_of_samples_is_refused():

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import miniray
+from miniray.ps import create_parameter_server
 from miniray.train import BaseTrainer, DataParallelTrainer, load_model
+from tests.ps import helpers as ps
 from tests.train.workers_for_tests import Counter, Noisy
 
 # Starting Ray, and four processes of it that load torch, takes its time on a busy machine.
@@ -186,3 +188,14 @@ def test_a_loop_of_ones_own_on_the_base_trainer():
     with Custom(num_workers=2, progress=False) as trainer:
         assert trainer.train(epochs=3)["total"] == 3
     assert miniray.is_initialized()  # it was there before
+
+
+@pytest.mark.parametrize("options", [{"strategy": "momentum"}, {"num_servers": 2}], ids=str)
+def test_a_parameter_server_by_itself(engine, options):
+    server = create_parameter_server(**options)
+    workers = ps.workers([torch.zeros(200_000)], [torch.full((200_000,), 2.0)])
+    assert ps.call(server, "sync_from_workers", workers)["synced"]
+    assert ps.weights_of(workers)[1][0].tolist()[:2] == [1, 1]
+    ps.call(workers[0], "fail_in", "get_weights")
+    with pytest.raises(miniray.errors.SyncError, match="worker 0: get_weights failed"):
+        ps.call(server, "sync_from_workers", workers)

@@ -26,6 +26,12 @@ def make(tmp_path, how, **options):
     return Trainer(num_workers=3, backend="local", progress=False, **options)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _mother_is_there(_mother):
+    """Or the first engine that starts here would leave a process more than there was."""
+    _mother.start()
+
+
 def processes():
     """What this process has started, helpers of earlier tests included."""
     return set(psutil.Process().children(recursive=True))

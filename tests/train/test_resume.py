@@ -50,7 +50,7 @@ def test_going_on_gives_the_same_bits_as_never_having_stopped(tmp_path, stop_aft
 
 
 def test_resuming_says_where_it_looked_when_there_is_nothing(tmp_path):
-    with pytest.raises(CheckpointError, match=r"no run of DataParallelTrainer with a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"no run of DataParallelTrainer-Noisy with a"):
         DataParallelTrainer(1, worker=Noisy, backend="inline", progress=False).train(
             epochs=1, resume=True
         )
@@ -194,3 +194,18 @@ def test_a_checkpoint_from_within_an_epoch_has_every_workers_weights(tmp_path):
         trainer.train(epochs=1)
         weights = trainer.checkpoints.load()[1]["weights"]
     assert [float(w[0][0]) for w in weights] == [1.0, 2.0]
+
+
+def test_the_newest_run_is_that_of_the_same_worker(capsys):
+    """Another's weights may fit and mean something else."""
+
+    def train(worker, **options):
+        callbacks = [Checkpoint(every=1)]
+        with DataParallelTrainer(1, worker=worker, backend="inline", callbacks=callbacks) as t:
+            return t.train(epochs=1, **options)
+
+    first = train(Counter)
+    train(Noisy)
+    again = train(Counter, resume=True)
+    assert (again.run_dir, again.epochs) == (first.run_dir, 2)
+    assert f"resuming {first.run_dir} after epoch 1\n" in capsys.readouterr().err

@@ -266,3 +266,16 @@ def test_columns_of_numpy_are_evaluated_as_rows():
     with trainer:
         x = np.arange(1.0, 4.0, dtype=np.float32)
         assert trainer.evaluate(data=(x, x)) == pytest.approx({"loss": 14 / 3, "num_samples": 3})
+
+
+def test_workers_without_a_seed_draw_numbers_of_their_own():
+    """They are copies of one process that has torch and numpy loaded, random numbers and all."""
+
+    @miniray.remote
+    class Dice:
+        def roll(self):
+            return random.random(), np.random.rand(), torch.rand(1).item()
+
+    with miniray.init(num_workers=1):
+        rolls = miniray.get([Dice.remote().roll.remote() for _ in range(2)])
+    assert all(one != other for one, other in zip(*rolls, strict=True))

@@ -60,6 +60,9 @@ class ActorMethod(Generic[P, R]):
         num_returns = 1 if merged.num_returns is None else merged.num_returns
         return ActorMethod(self._engine, self._actor, self._spec, num_returns)
 
+    def __repr__(self) -> str:
+        return f"ActorMethod({self._spec.name})"
+
     def __reduce__(self) -> Any:
         handle = self._engine.handle(self._actor)
         return _method_of, (handle, self._spec, self._num_returns)

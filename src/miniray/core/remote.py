@@ -89,6 +89,9 @@ class RemoteFunction(Generic[P, R]):
             f"or {name}.__wrapped__(...) to run it here"
         )
 
+    def __repr__(self) -> str:
+        return f"RemoteFunction({self._spec.name})"
+
     def __reduce__(self) -> Any:
         return _rebuild_function, (self._spec.function, self._options)
 

@@ -234,7 +234,10 @@ def _explain(value: Any, what: str, error: Exception) -> NotSerializableError:
     )
     if path != what:
         message += f"\n  in {what}, of type {type(value).__qualname__}"
-    message += "\n  Create it inside the worker instead, or leave it out with __getstate__."
+    if isinstance(culprit, types.GeneratorType):
+        message += "\n  Make a list of it: list(...)."
+    else:
+        message += "\n  Create it inside the worker instead, or leave it out with __getstate__."
     return NotSerializableError(message, path)
 
 

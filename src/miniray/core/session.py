@@ -91,7 +91,7 @@ def init(
                 f"miniray is already running (backend {_engine.name!r}): call miniray.shutdown() "
                 "first, or pass ignore_reinit_error=True to keep using it"
             )
-        name = _choose_backend(backend, address)
+        name = choose_backend(backend, address)
         config = _config(
             num_workers=num_workers,
             address=address,
@@ -110,7 +110,8 @@ def init(
         return Session(_engine)
 
 
-def _choose_backend(backend: str | None, address: str | None) -> str:
+def choose_backend(backend: str | None, address: str | None = None) -> str:
+    """The engine that ``init`` with these starts. Raises ``ValueError``."""
     source = "backend"
     if os.environ.get("MINIRAY_BACKEND"):
         backend, source = os.environ["MINIRAY_BACKEND"], "MINIRAY_BACKEND"
@@ -245,7 +246,9 @@ def _check_refs(verb: str, refs: Any) -> None:
     from miniray.core.refs import ObjectRef
 
     if not isinstance(refs, (list, tuple)):
-        raise TypeError(f"{verb}() takes a list of ObjectRefs, not {type(refs).__name__}")
+        what = "an ObjectRef or a list of them" if verb == "get" else "a list of ObjectRefs"
+        hint = "; call it with .remote(...)" if hasattr(refs, "remote") else ""
+        raise TypeError(f"{verb}() takes {what}, not {refs!r:.80}{hint}")
     for i, ref in enumerate(refs):
         if not isinstance(ref, ObjectRef):
             raise TypeError(f"{verb}(): element {i} is not an ObjectRef but {ref!r}")

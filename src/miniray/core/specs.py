@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +61,11 @@ class CallSpec:
         try:
             self.signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{self.name}(): {error}") from None
+            takes = str(self.signature).replace("=None", "=...")
+            given = [*map(reprlib.repr, args), *(f"{k}={reprlib.repr(kwargs[k])}" for k in kwargs)]
+            raise TypeError(
+                f"{self.name}{takes} was called with ({', '.join(given)}): {error}"
+            ) from None
 
 
 def _bare_signature(function: Callable[..., Any], bound: bool) -> inspect.Signature | None:

@@ -89,9 +89,10 @@ class Model(Current):
                 )
                 break
             except NotFiniteError as error:
-                broken = self._find_broken(given, workers, chosen, error.place)
-                skipped += broken
-                chosen = [i for i in chosen if i not in broken]
+                place = error.place
+            broken = self._find_broken(given, workers, chosen, place)
+            skipped += broken
+            chosen = [i for i in chosen if i not in broken]
         return Combined(
             ref,
             layout,

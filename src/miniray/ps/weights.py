@@ -51,6 +51,7 @@ class Layout:
             raise TypeError(
                 f"{who}: weights must be a list, tuple or dict of arrays, tensors and numbers, "
                 f"not {type(weights).__name__}"
+                + ("; return its state_dict()" if hasattr(weights, "state_dict") else "")
             )
         self.skeleton = self._describe(weights, "", who)
         self.nbytes = sum(leaf.nbytes for leaf in self.leaves)

@@ -7,6 +7,7 @@ raises, everything the trainer started is ended (``lifecycle``) and the error go
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,7 +37,8 @@ class BaseTrainer(Saving):
             ``@miniray.remote`` or not.
         name: of the run, which is in ``runs/<name>``.
         run_dir: the run's directory itself, whatever its name.
-        seed: worker i begins with ``random``, numpy and torch seeded by ``seed + i``.
+        seed: worker i begins with ``random``, numpy and torch seeded by ``seed + i``. Datasets made
+            in workers without a seed of their own take it too.
         max_failures: how many workers that died or hung are replaced in the run.
         worker_timeout: seconds one call to a worker may take; no limit by default.
         progress: show a bar over epochs (plain lines when output is not a terminal).
@@ -53,7 +55,7 @@ class BaseTrainer(Saving):
     #: What all workers import: loaded once, where the engine can.
     _preloaded: Sequence[str] = ()
     #: What is called in a worker's process before the worker is made; see ``startup.SET_UP``.
-    _process_set_up = "miniray.doctor.actors:set_up"
+    _process_set_up = "miniray.train.launching:set_up"
     #: What its progress counts.
     _unit = "epoch"
 
@@ -89,6 +91,14 @@ class BaseTrainer(Saving):
         self._resume = resume
         self._progress = progress
         self._kwargs: dict[str, Any] = {}
+
+    @property
+    def _title(self) -> str:
+        cls = None if self._worker_class is None else self._worker_class._spec.cls
+        if cls is None or cls.__module__.partition(".")[0] == "miniray":
+            return super()._title
+        # One trainer class trains whatever it is given: the next run of it may be of another model.
+        return f"{super()._title}-{cls.__name__}"
 
     # -- what users override ----------------------------------------------------------------------
 
@@ -130,10 +140,14 @@ class BaseTrainer(Saving):
 
         ``kwargs`` reach ``create_worker``, the workers' ``load_data_shard`` and the hooks.
         ``resume=True`` goes on from the newest intact checkpoint of this run (or of the newest run
-        of this trainer), a path from that one. After ``shutdown``, or a run that failed, there is
-        nothing else to go on from: ``RuntimeError`` without it.
+        of this trainer and worker), a path from that one. After ``shutdown``, or a run that failed,
+        there is nothing else to go on from: ``RuntimeError`` without it.
         """
         epochs = whole("epochs", epochs, 0)
+        if not hasattr(self, "_resume"):
+            raise RuntimeError(
+                f"{type(self).__name__}.__init__() must call super().__init__(num_workers, ...)"
+            )
         wanted = self._resume if resume is None else resume
         self._resume = False
         if self.epoch and self._group is None and self._loaded is None and not wanted:
@@ -198,7 +212,8 @@ class BaseTrainer(Saving):
         if self._eval_interval and (epoch + 1) % self._eval_interval == 0:
             # Not on data that was given to train with.
             scores = self.evaluate(**{k: v for k, v in self._kwargs.items() if k != "data"})
-            result.update({f"val_{key}": value for key, value in scores.items()})
+            # Who comes from Lightning calls it val_loss already.
+            result.update({f"val_{k.removeprefix('val_')}": v for k, v in scores.items()})
 
     def _emit(self, hook: str, *arguments: Any) -> None:
         """Call the trainer's own hook and then the callbacks'."""
@@ -247,6 +262,9 @@ class BaseTrainer(Saving):
         if resume:
             self.load_checkpoint("latest" if resume is True else resume)
         self._open_run()
+        if resume and self._progress:
+            assert self.run is not None
+            print(f"resuming {self.run.path} after {self._unit} {self.epoch}", file=sys.stderr)
         if self._group is None:
             if self._worker_class is not None:
                 warn_of_unused(self._worker_class, (self, *self.callbacks), self._kwargs)
@@ -272,11 +290,11 @@ class BaseTrainer(Saving):
 
     def _create(self, worker_id: int) -> Any:
         seed = None if self._seed is None else self._seed + worker_id
-        env = {}
+        env = {} if self._seed is None else {startup.RUN_SEED: str(self._seed)}
         if session.engine().capabilities.processes:  # else there is one process for all workers
             assert self.run is not None
             path, modules = self.run.path, self._preloaded
-            env = environment(path, worker_id, self.num_workers, modules, self._process_set_up)
+            env |= environment(path, worker_id, self.num_workers, modules, self._process_set_up)
         with startup.actors_with(seed, env):
             return self.create_worker(worker_id, **self._taken(self.create_worker))
 

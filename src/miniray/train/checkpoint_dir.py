@@ -216,7 +216,7 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo | str:
             if size != entry["bytes"]:
                 return f"{name} has {size} bytes and not {entry['bytes']}"
     except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
+        return f"{Path(error.filename).name} is missing" if path.exists() else "it does not exist"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"manifest.json cannot be read: {error}"
     return CheckpointInfo(

@@ -79,9 +79,11 @@ class DataParallelTrainer(BaseTrainer):
         self._strategy_options = rest
         try:
             check_strategy(sync_strategy, rest)
-        except TypeError:  # the strategy cannot know that it was not meant
+        except TypeError as error:  # the strategy cannot know that it was not meant
             check_spelling(self, rest, _SERVER_OPTIONS)
-            raise
+            raise TypeError(
+                f"{error}. What workers and hooks are to get is given to train(), not here"
+            ) from None
         made = check_parameter_server(**self._server_options, **rest)
         self.sync_strategy = made.name or type(made).__name__
         self._takes_worker_weights = made.uses_worker_weights or mode == "async"

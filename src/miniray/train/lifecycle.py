@@ -1,13 +1,14 @@
 """What a trainer starts and must end: the engine, the run's directory, its checkpoints on disk.
 
 If anything raises while training, the run's directory says so, the workers are ended, and so is the
-engine if a trainer started it and no other one has workers on it. A user's own is left running.
+engine if a trainer started it and no other one uses it. A user's own is left running.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from miniray.train.workers import WorkerGroup
 
 #: Trainers that have started: of those that share an engine the last one ends it.
 _started: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
+_starting = threading.RLock()  # trainers may run in several threads
 
 
 class Lifecycle:
@@ -43,10 +45,16 @@ class Lifecycle:
         self.checkpoints: CheckpointStore | None = None
         self._name = name
         self._run_dir = None if run_dir is None else Path(run_dir).expanduser()
-        self._backend = backend
+        self._backend = None if backend is None else session.choose_backend(backend)
         self._keep_last, self._keep_best = keep_last, keep_best
         self._group: WorkerGroup | None = None
         self._owned_session: session.Session | None = None
+        self._used: Engine | None = None  # the engine, from its start to shutdown()
+
+    @property
+    def _title(self) -> str:
+        """By what its runs are named, and known where the newest is to be taken up."""
+        return type(self).__name__
 
     @property
     def workers(self) -> list[Any]:
@@ -56,17 +64,20 @@ class Lifecycle:
     # -- the start --------------------------------------------------------------------------------
 
     def _start_engine(self) -> None:
-        _started.add(self)
-        if not miniray.is_initialized():
-            self._owned_session = miniray.init(backend=self._backend)
-        elif self._backend not in (None, session.engine().name):
-            raise RuntimeError(
-                f"backend={self._backend!r}, but miniray is running on {session.engine().name!r}"
-            )
+        with _starting:
+            if not miniray.is_initialized():
+                self._owned_session = miniray.init(backend=self._backend)
+            elif self._backend not in (None, session.engine().name):
+                running = session.engine().name
+                raise RuntimeError(
+                    f"backend={self._backend!r}, but miniray is running on {running!r}"
+                )
+            self._used = session.engine()
+            _started.add(self)
 
     def _open_run(self) -> None:
         if self.run is None:
-            self.run = RunDirectory.open(self._run_dir, self._name, type(self).__name__)
+            self.run = RunDirectory.open(self._run_dir, self._name, self._title)
         if self.checkpoints is None:
             self.checkpoints = self._store(self.run.checkpoints)
         self.run.write_run(self._describe(), self._name)
@@ -124,18 +135,17 @@ class Lifecycle:
         group, self._group = self._group, None
         if self.checkpoints is not None:
             self.checkpoints.close()
-        owned, self._owned_session = self._owned_session, None
-        if owned is not None and session.is_initialized() and session.engine() is owned.engine:
-            heir = next((t for t in _started if t._has_workers_on(owned.engine)), None)
-            if heir is None:
-                miniray.shutdown()
-                return
-            heir._owned_session = owned
+        with _starting:
+            self._used = None
+            owned, self._owned_session = self._owned_session, None
+            if owned is not None and session.is_initialized() and session.engine() is owned.engine:
+                heir = next((t for t in _started if t._used is owned.engine), None)
+                if heir is None:
+                    miniray.shutdown()
+                    return
+                heir._owned_session = owned
         if group is not None:
             group.stop()
-
-    def _has_workers_on(self, engine: Engine) -> bool:
-        return any(worker._engine is engine for worker in self.workers)
 
     def __enter__(self) -> Any:
         return self

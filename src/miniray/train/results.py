@@ -116,7 +116,9 @@ class TrainResult(Mapping[str, Any]):
             return self.metrics[key]
         except KeyError:
             known = ", ".join(self.metrics) or "none: no epoch was trained"
-            raise KeyError(f"{key!r} is not a metric of the last epoch ({known})") from None
+            raise KeyError(
+                f"{key!r} is not a metric of the last epoch ({known}); all epochs are in .history"
+            ) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.metrics)
@@ -134,6 +136,7 @@ class TrainResult(Mapping[str, Any]):
             if key not in _NOT_A_SCORE and (value := number(self.metrics[key])) is not None
         )
         plural = "" if self.epochs == 1 else "s"
+        shown = shown or "no metrics"
         return f"<TrainResult of {self.epochs} epoch{plural}: {shown}; {self.run_dir}>"
 
     # -- looking at it -----------------------------------------------------------------------------

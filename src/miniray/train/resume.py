@@ -71,7 +71,8 @@ def apply(trainer: Saving, state: dict[str, Any]) -> None:
         if weights is not None and len(weights) > 1:
             text += ", the workers' weights are averaged"
         if states is not None:
-            text += f", workers 0 to {kept - 1} take up their own state and the others start fresh"
+            others = "the others start fresh" if kept == before else "that of the others is dropped"
+            text += f", workers 0 to {kept - 1} take up their own state and {others}"
         tell(trainer, "resumed_on_other_size", text)
     _give_callbacks(trainer, state)
     if weights is not None and len(weights) != len(workers):
@@ -140,7 +141,8 @@ def locate(
 
 def _newest(trainer: str) -> Path:
     """The checkpoints of the newest run of a trainer that has any."""
-    runs = [p for p in Path("runs").glob(f"{trainer}-*/checkpoints") if any(p.iterdir())]
+    found = Path("runs").glob(f"{trainer}-[0-9]*/checkpoints")
+    runs = [p for p in found if any(p.iterdir())]
     if not runs:
         raise CheckpointError(
             f"resume=True, but {Path('runs').resolve()} has no run of {trainer} with a checkpoint; "

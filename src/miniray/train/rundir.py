@@ -15,6 +15,7 @@ process was killed still says ``"state": "running"``, and ``status()`` tells tha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -133,6 +134,7 @@ class RunDirectory:
             if before.get("state") == "running" and before.get("pid") != os.getpid():
                 before["state"] = "died"  # it wrote no end, and somebody else goes on with the run
             attempts.append({key: before[key] for key in _ATTEMPT if before.get(key) is not None})
+            self._put_ranks_aside()
         self._write(
             {
                 "format": FORMAT,
@@ -153,6 +155,17 @@ class RunDirectory:
                 "attempts": attempts,
             }
         )
+
+    def _put_ranks_aside(self) -> None:
+        """What ranks of the attempt before left: of more than there are now, some would stay."""
+        from miniray.doctor.reader import read_box
+        from miniray.doctor.recorder import archive
+        from miniray.errors import BoxError
+
+        for box in (self.path / "ranks").glob("*.box"):
+            with contextlib.suppress(BoxError):  # nothing that could be kept
+                if not (left := read_box(box)).process.alive:
+                    archive(box, left.attempt)
 
     def finish(
         self, state: str = "finished", error: BaseException | str | None = None, **fields: Any

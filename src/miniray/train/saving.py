@@ -40,6 +40,11 @@ class Saving(Lifecycle):
         """Write all there is to go on from here; returns where. Call it from ``on_epoch_end``."""
         if self.checkpoints is None or self._group is None:
             raise RuntimeError(NO_WORKERS)
+        if epoch is None and not self.epoch:
+            raise RuntimeError(
+                "no epoch was trained yet, so there is nothing to go on from: train() first, or "
+                "save_final_model() for the weights as they are"
+            )
         epoch = self.epoch - 1 if epoch is None else epoch
         return self.checkpoints.save(epoch, resuming.collect(self))
 
@@ -51,8 +56,7 @@ class Saving(Lifecycle):
         """
         named = Path("runs") / self._name if self._name is not None else None
         wanted = self._run_dir or named
-        kind = type(self).__name__
-        store, where = resuming.locate(path, self.checkpoints, wanted, kind)
+        store, where = resuming.locate(path, self.checkpoints, wanted, self._title)
         epoch, state = store.load(where)
         self.epoch = epoch + 1
         self.history = list(state["history"])
@@ -72,7 +76,7 @@ class Saving(Lifecycle):
         same = wanted is None or wanted.resolve() == before.resolve()
         if same and (before / "run.json").exists():
             return RunDirectory.reopen(before)
-        run = RunDirectory.open(self._run_dir, self._name, type(self).__name__)
+        run = RunDirectory.open(self._run_dir, self._name, self._title)
         for record in self.history:
             run.append_metrics(record)
         run.append_event({"event": "started_from", "checkpoint": str(store.loaded)})

@@ -34,7 +34,8 @@ def begin_with(group: WorkerGroup, server: Any) -> Any:
         miniray.get(server.set_weights.remote(weights))
     except (TypeError, ValueError) as error:  # it says what they are, not whose
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"worker 0, get_weights(): {getattr(error, 'cause', error)}") from None
+        what = str(getattr(error, "cause", error)).removeprefix("weights: ")
+        raise kind(f"worker 0, get_weights(): {what}") from None
     return weights
 
 

@@ -22,6 +22,7 @@ from miniray.errors import (
     ActorDiedError,
     GetTimeoutError,
     MinirayError,
+    SessionEndedError,
     TaskError,
     WorkerTimeoutError,
 )
@@ -49,8 +50,21 @@ def accepted(parameters: inspect.Signature | None, kwargs: Mapping[str, Any]) ->
 def made(cls: ActorClass[Any], worker_id: int, kwargs: Mapping[str, Any]) -> Handle:
     """A worker of this class, with what of ``kwargs`` its ``__init__`` takes."""
     init = cls._spec.init
-    own = (worker_id,) if init.max_positional else ()  # a class may do without its id
+    own = (worker_id,) if _takes_id(cls, kwargs) else ()
     return cls.remote(*own, **accepted(init.signature, kwargs))
+
+
+def _takes_id(cls: ActorClass[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Its first parameter is the id, unless ``train()`` has it, or by its default it is another.
+
+    An ``__init__(self, lr=0.1)`` does without: its workers would train with rates of 0 and 1.
+    """
+    init = cls._spec.init
+    if not init.max_positional or init.signature is None:
+        return init.signature is None
+    first = next(iter(init.signature.parameters))
+    default = inspect.signature(cls._spec.cls).parameters[first].default
+    return first not in kwargs and (default is inspect.Parameter.empty or type(default) is int)
 
 
 def method_spec(worker: Handle, name: str) -> CallSpec | None:
@@ -269,7 +283,8 @@ class WorkerGroup:
 def end(actor: Handle) -> None:
     """End an actor, unless it ended with its engine."""
     if session.is_initialized() and session.engine() is actor._engine:
-        miniray.kill(actor)
+        with contextlib.suppress(SessionEndedError):  # in this moment, by another thread
+            miniray.kill(actor)
 
 
 def in_context(error: Exception, worker_id: int, method: str, epoch: int | None) -> Exception:

@@ -21,7 +21,8 @@ from miniray.core.local.sharing import Shared
 from miniray.core.local.sinks import make_sink, set_origin
 from miniray.core.local.wire import Closed
 from miniray.core.remote import ActorInfo
-from miniray.errors import ActorDiedError, MinirayError
+from miniray.core.serialize import pack
+from miniray.errors import ActorDiedError, MinirayError, NotSerializableError
 
 if TYPE_CHECKING:
     from miniray.core.local.node import Node
@@ -265,4 +266,9 @@ def fill_arguments(node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[s
                 call.deps.append((key, entry_of(node, value)))  # type: ignore[arg-type]
         args = tuple(None if isinstance(v, LocalRef) else v for v in args)
         kwargs = {k: None if isinstance(v, LocalRef) else v for k, v in kwargs.items()}
-    call.args = Blob.of(node, (args, kwargs), f"arguments of {call.label}")
+    try:
+        call.args = Blob.of(node, (args, kwargs))
+    except NotSerializableError:
+        for name, value in [*enumerate(args), *kwargs.items()]:
+            pack(value, f"argument {name!r} of {call.label}")  # it says which one it is
+        raise

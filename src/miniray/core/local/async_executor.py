@@ -10,7 +10,13 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from miniray.core import loops
-from miniray.core.local.executors import Executor, Job, current_call, flush_output
+from miniray.core.local.executors import (
+    Executor,
+    Job,
+    current_call,
+    exit_status,
+    flush_output,
+)
 from miniray.core.local.wire import Stream
 from miniray.errors import TaskCancelledError
 
@@ -102,7 +108,7 @@ class AsyncExecutor(Executor):
         except asyncio.CancelledError:
             self._was_cancelled(job)
         except SystemExit as error:
-            os._exit(error.code if isinstance(error.code, int) else 1)
+            os._exit(exit_status(error))
         except BaseException as error:
             self.reply_error(job, error)
         else:

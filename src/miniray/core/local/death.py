@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 KILLED_WITH_ZYGOTE = signal.SIGKILL
 #: Wait status of a worker that was told to end, or whose code called ``sys.exit()``.
 EXIT_ON_PURPOSE = 0
+#: Who may have sent a SIGKILL that was not ours.
+BY_WHOM = " (by somebody, or by the kernel because memory ran out)"
 
 
 def describe(name: str, pid: int, status: int, lines: list[str], log_path: str) -> str:
@@ -25,7 +27,7 @@ def describe(name: str, pid: int, status: int, lines: list[str], log_path: str) 
         number = os.WTERMSIG(status)
         how = f"was killed by {_signal_name(number)}"
         if number == signal.SIGKILL:
-            how += " (by somebody, or by the kernel because memory ran out)"
+            how += BY_WHOM
     else:
         how = f"exited with code {os.WEXITSTATUS(status)}"
     text = f"{who} {how}"

@@ -230,7 +230,7 @@ class ThreadExecutor(Executor):
                 super().run(job)
                 self.node.flush_calls()
             except SystemExit as error:
-                os._exit(error.code if isinstance(error.code, int) else 1)
+                os._exit(exit_status(error))
             finally:
                 self._busy -= 1
 
@@ -242,6 +242,16 @@ class ThreadExecutor(Executor):
             self._jobs.put(None)
         for thread in self._threads:
             thread.join()
+
+
+def exit_status(error: SystemExit) -> int:
+    """What a program would end with, having printed what it would print."""
+    code = error.code
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    flush_output()
+    return code or 0
 
 
 def flush_output() -> None:

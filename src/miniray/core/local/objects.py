@@ -21,6 +21,8 @@ from miniray.core.serialize import Packed, pack, unpack
 from miniray.errors import ObjectStoreFullError, SessionEndedError
 
 if TYPE_CHECKING:
+    import concurrent.futures
+
     from miniray.core.local.calls import Channel
     from miniray.core.local.node import Node
 
@@ -147,6 +149,13 @@ class LocalRef(ObjectRef[Any]):
     def __await__(self) -> Generator[Any, None, Any]:
         with self._engine.on_block():
             return (yield from super().__await__())
+
+    def future(self) -> concurrent.futures.Future[Any]:
+        # From here to its end: who waits for it, and when, is not to be known.
+        future, waiting = super().future(), self._engine.on_block()
+        waiting.__enter__()
+        future.add_done_callback(lambda _: waiting.__exit__(None, None, None))
+        return future
 
 
 class Blob:

@@ -8,6 +8,7 @@ credits, questions to the driver) and are served by the I/O thread, also while u
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pickle
@@ -26,7 +27,7 @@ from miniray.core.local.iothread import IoThread
 from miniray.core.local.objects import Blob, Wire
 from miniray.core.local.sharing import Sharing
 from miniray.core.local.wire import Closed, Stream, frame
-from miniray.errors import MinirayError, ObjectLostError
+from miniray.errors import MinirayError, ObjectLostError, SessionEndedError
 
 DRIVER = 0
 ID_BITS = 40
@@ -226,15 +227,23 @@ class Peers(IoThread, Sharing):
         assert not self.in_io_thread, "the I/O thread would wait for itself"
         done = threading.Lock()
         done.acquire()
-        outcome: list[Any] = []
+        outcomes: list[tuple[bool, Any, list[Blob]]] = []
 
         def then(ok: bool, answer: Any, blobs: list[Blob]) -> None:
-            outcome.extend((ok, answer, blobs))
-            done.release()
+            outcomes.append((ok, answer, blobs))
+            with contextlib.suppress(RuntimeError):  # it was released before
+                done.release()
 
-        self.ask(proc, question, meta, blobs, then)
-        done.acquire()
-        ok, answer, answered = outcome
+        number = next(self.ids)
+        self.asked[number] = (proc, then)  # for the end of the session, by another thread
+        try:
+            self.ask(proc, question, meta, blobs, then)
+            if self.closing:
+                then(False, SessionEndedError("this miniray session has ended"), [])
+            done.acquire()
+        finally:
+            self.asked.pop(number, None)
+        ok, answer, answered = outcomes[0]
         if not ok:
             raise answer
         return answer, answered

@@ -29,7 +29,7 @@ from miniray.core import session, startup
 from miniray.core.local import system
 from miniray.core.local.calls import CALL, CALL_PLAIN, FUNCTION, R_STOLEN
 from miniray.core.local.engine import LocalEngine
-from miniray.core.local.executors import Executor, Job, ThreadExecutor, arguments
+from miniray.core.local.executors import Executor, Job, ThreadExecutor, arguments, exit_status
 from miniray.core.local.info import SessionInfo
 from miniray.core.local.node import Node, owner_of
 from miniray.core.local.objects import Blob
@@ -49,6 +49,7 @@ def worker_main(info: SessionInfo, request: dict[str, Any], listener: socket.soc
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _use_threads(request["env"])
+    _draw_other_numbers()
     node = Node(info, request["proc"], request["slot"], listener)
     node.on_peer_lost = lambda proc: os._exit(1) if proc == DRIVER else None
     node.crashed = lambda error: os._exit(1)  # type: ignore[method-assign]
@@ -68,6 +69,15 @@ def _use_threads(env: dict[str, str]) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and env.get("OMP_NUM_THREADS", "").isdigit():
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+
+
+def _draw_other_numbers() -> None:
+    """All workers are copies of one process, down to its random numbers; Python's own see to it."""
+    numpy_random, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
+    if numpy_random is not None:
+        numpy_random.seed()
+    if torch is not None:
+        torch.default_generator.seed()
 
 
 class Server:
@@ -111,8 +121,7 @@ class Server:
                 return self._async.run(self._connections)
             self._loop()
         except SystemExit as error:
-            code = error.code
-            return code if isinstance(code, int) else int(code is not None)
+            return exit_status(error)
         return 0
 
     def leave(self) -> None:

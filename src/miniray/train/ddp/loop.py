@@ -186,11 +186,19 @@ def read_output(output: Any, rank: int) -> tuple[Any, dict[str, Any]]:
     metrics = dict(output) if isinstance(output, Mapping) else {"loss": output}
     loss = metrics.get("loss")
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        what = "None" if output is None else f"{type(output).__name__} {output!s:.80}"
+        what = f"{type(output).__name__} {output!s:.80}"
+        if isinstance(loss, float):
+            what += ". Return the tensor itself, without .item()"
+        elif isinstance(loss, torch.Tensor):
+            what = f"a tensor of shape {tuple(loss.shape)}. Return its mean()"
+        elif output is None:
+            what = (
+                "None. A rank cannot leave out a step: the others wait for its gradients. Return a "
+                "loss times 0 instead"
+            )
         raise TypeError(
             f"training_step() on rank {rank} must return the loss, a tensor of one number, or a "
-            f'dict with it as "loss"; it returned {what}. A rank cannot leave out a step: the '
-            "others wait for its gradients. Return a loss times 0 instead"
+            f'dict with it as "loss"; it returned {what}'
         )
     if not loss.requires_grad:
         raise RuntimeError(

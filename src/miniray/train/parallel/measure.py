@@ -96,9 +96,14 @@ def _measure_listed(
             values = tuple(
                 v.detach().requires_grad_(v.is_floating_point() and index > 0) for v in values
             )
-            with SavedBytes(list(layer.parameters())) as saved:
-                output = layer(*values)
-            check_output(output, f"layer {name} ({type(layer).__name__})")
+            what = f"layer {name} ({type(layer).__name__})"
+            try:
+                with SavedBytes(list(layer.parameters())) as saved:
+                    output = layer(*values)
+            except RuntimeError as error:  # torch's, of shapes that do not fit: it names no layer
+                given = ", ".join(str(tuple(value.shape)) for value in values)
+                raise RuntimeError(f"{what} fails on an input of shape {given}: {error}") from error
+            check_output(output, what)
             seconds = min(_time_once(layer, values, device) for _ in range(_REPEATS))
         costs.append(_cost(name, list(layer.parameters()), seconds, saved.bytes))
         shapes = [tuple(value.shape) for value in (*values, *layer.parameters())]

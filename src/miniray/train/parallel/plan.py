@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from miniray.doctor.findings import plural
 from miniray.train.parallel.layout import Layout
 from miniray.train.parallel.measure import LayerCost
 from miniray.train.parallel.partition import cut_evenly, even_out, stage_bounds
@@ -104,10 +105,11 @@ def plan_stages(
     count = layout.pipeline * per_worker
     if count > len(costs):
         most = len(costs) // per_worker
-        advice = f"at most {most} workers" if most else f"{len(costs)} layers"
+        layers = plural(len(costs), "layer")
+        advice = f"at most {plural(most, 'worker')}" if most else layers
         raise ValueError(
             f"{count} stages ({layout.pipeline} workers × {per_worker} a worker) for "
-            f"{len(costs)} layers: every stage needs a layer of its own; {advice} would fit, or a "
+            f"{layers}: every stage needs a layer of its own; {advice} would fit, or a "
             "model in more, smaller layers"
         )
     if layers_per_stage is not None:

@@ -76,7 +76,8 @@ def whole_model(built: Any, seed: int) -> nn.Module:
 
 def make_plan(job: Job, loader: Any, device: Any) -> Plan:
     """Look at a batch, measure the layers, decide. Raises what is wrong with the user's input."""
-    first = next(iter(loader), None)
+    with torch.no_grad():  # for the recorder: no epoch of training
+        first = next(iter(loader), None)
     if first is None:
         raise ValueError("data= gives no batch at all")
     inputs, target = split_batch(first)

@@ -121,7 +121,7 @@ def _read(model: nn.Module, given: Mapping[str, Any], shards: int) -> dict[str, 
         expression = re.escape(pattern).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+")
         matched = [name for name in names if re.fullmatch(expression, name)]
         if not matched:
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+            near = difflib.get_close_matches(pattern, names, n=3) or names[:6]
             raise ValueError(
                 f"plan[{pattern!r}] names no module of {type(model).__name__}; there are "
                 f"{', '.join(map(repr, near))}, ... (* stands for one part of a name)"

@@ -268,9 +268,14 @@ def _check_gpus(backend: str) -> None:
 
 
 def _check_parts(job: Mapping[str, Any]) -> None:
+    if isinstance(job["loss"], type):
+        made = job["loss"].__name__
+        raise TypeError(f"loss= must be a function of output and target, not a class: {made}()")
     for name in ("loss", "optimizer", "lr_scheduler"):
         if job[name] is not None and not callable(job[name]):
-            raise TypeError(f"{name}= must be a function, not {job[name]!r:.80}")
+            like = " of parameters, like partial(Adam, lr=0.001)" * (name == "optimizer")
+            shown = " ".join(repr(job[name]).split())
+            raise TypeError(f"{name}= must be a function{like}, not {shown:.80}")
     for name, example in (("metrics", '"accuracy": f'), ("tensor_plan", '"fc1": "colwise"')):
         if not isinstance(job[name] or {}, Mapping):
             shown = name.removeprefix("tensor_")

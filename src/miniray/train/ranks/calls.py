@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import miniray
+from miniray.doctor.findings import named
 from miniray.errors import (
     ActorDiedError,
     BarrierTimeoutError,
@@ -27,10 +28,15 @@ from miniray.train.ranks.watch import Verdict, Watch
 
 _LOOK_EVERY = 0.5  # seconds between two looks at the ranks' pulses
 _GRACE = 5.0  # seconds for the cause to be heard of after its first consequence
-_PARTED = (
-    "The ranks did not make the same collective calls in the same order: one of them left out a "
-    "forward or a backward pass, or a parameter in its loss, that the others did not leave out"
-)
+#: What to say of a rank that died with these words.
+_MEANT = {
+    "collective mismatch": "The ranks did not make the same collective calls in the same order: "
+    "one of them left out a forward or a backward pass, or a parameter in its loss, that the "
+    "others did not leave out",
+    "process group has not been initialized": "The ranks meet after __init__. The trainer wraps "
+    "self.model itself and deals out the samples of self.train_loader: make the bare model, and a "
+    "DataLoader of all samples without a DistributedSampler",
+}
 
 
 def call_ranks(
@@ -76,8 +82,7 @@ def call_ranks(
                     break
             elif limit is not None and now > began + limit:
                 late = sorted(pending.values())
-                names = ", ".join(map(str, late))
-                verdict = Verdict(late, f"rank {names} gave no result in {limit:g} s")
+                verdict = Verdict(late, f"{named(late)} gave no result in {limit:g} s")
             elif watch is not None:
                 bar.update(watch)
                 verdict = watch.hung(pending.values(), answered)
@@ -95,10 +100,10 @@ def call_ranks(
 
 def tell_of_waiting(method: str, run_dir: Path, ranks: list[int], seconds: float) -> None:
     """Say on stderr who is waited for, and how to find out what for."""
-    names, name = ", ".join(map(str, ranks)), method.removeprefix("_rank_")
     text = (
-        f"rank {names}: {name}() takes {seconds:.0f} s so far and is waited for; `miniray doctor "
-        f"{run_dir}` shows where it is, worker_timeout= would set a limit"
+        f"{named(ranks)}: {method.removeprefix('_rank_')}() takes {seconds:.0f} s so far and is "
+        f"waited for; `miniray doctor {run_dir}` shows where it is, worker_timeout= would set a "
+        "limit"
     )
     print(text, file=sys.stderr, flush=True)
 
@@ -115,8 +120,7 @@ def _the_error(
         rank, error = cause
         return in_context(error, rank, epoch, places[rank] if places else None)
     if verdict is None and pending and places:
-        names = ", ".join(map(str, pending))
-        lines = [f"rank {names} did not answer, and the others waited for it in vain"]
+        lines = [f"{named(pending)} did not answer, and the others waited in vain"]
         lines += [tell(place) for place in places if place.rank in pending]
         verdict = Verdict(pending, "\n".join([*lines, *_said(failures)]))
     told = explain(failures, verdict)
@@ -182,9 +186,8 @@ def in_context(error: Exception, rank: int, epoch: int | None, place: Place | No
             error.cause,
         ).as_cause_type()
     elif isinstance(error, ActorDiedError):
-        told = ActorDiedError(f"rank {rank}{when}: {error}")
-        if "collective mismatch" in str(error):  # gloo's last words
-            told = ActorDiedError(f"{told}\n{_PARTED}")
+        meant = "".join(f"\n{text}" for words, text in _MEANT.items() if words in str(error))
+        told = ActorDiedError(f"rank {rank}{when}: {error}{meant}")
     elif isinstance(error, MinirayError):
         told = type(error)(f"rank {rank}{when}: {error}")
     else:

@@ -77,7 +77,7 @@ class Member(ABC):
         with self.peers_named():
             self.pulse.epoch, self.pulse.step = epoch, -1
             if self.recorder is not None:
-                self.recorder.set_epoch(epoch)
+                self.recorder.tell_epoch(epoch)
                 self.recorder.note(steps_before_epoch=self.recorder.step_number)
             said = self._epoch(epoch)
             if self.recorder is not None:

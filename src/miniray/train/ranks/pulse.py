@@ -61,7 +61,9 @@ class Place:
 
     def describe(self) -> str:
         """``rank 1 is in forward, epoch 0, step 3, for 61 s``"""
-        where = f"rank {self.rank} is in {self.phase}"
+        where = (
+            f"rank {self.rank} is {'' if self.phase.startswith('after ') else 'in '}{self.phase}"
+        )
         if self.epoch >= 0:
             where += f", epoch {self.epoch}"
         if self.step >= 0:
