@@ -5,11 +5,15 @@
 
 PYTHON ?= python3
 ARGS ?=
-# Test processes side by side; 0 runs all in one, for --pdb.
-JOBS ?= 2
+# Test processes side by side, for two cores: they wait for a third of their time. 0 runs all tests
+# in one, for --pdb.
+JOBS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
+
+# Tests start hundreds of interpreters: each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Two installations in one environment: what the demo needs, and the rest for developers.
 DEMO := $(VENV)/.demo-installed
@@ -29,7 +33,7 @@ demo: $(DEMO) ## Train a classifier on four workers and write a report
 	@echo "next:   source $(BIN)/activate, then miniray dashboard, or miniray demo --list"
 
 test: $(DEV) $(CHROMIUM) ## Run the test suite
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-slow: $(DEV) $(DOCS) $(CHROMIUM) ## Run the tests marked slow
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -3,8 +3,26 @@
 import pytest
 
 import miniray
+from tests.mother import Mother
 
 ENGINES = ("inline", "local", "ray")
+#: Where engines start as a user's do: their own tests, and runs that must not have even the order
+#: of a set from the process before them.
+STARTED_AFRESH = {"core", "faults", "test_reproducible.py"}
+#: Files of which much is on Ray, beside the conformance tests.
+ON_RAY = ("core/test_ray_cluster.py", "train/test_every_engine.py")
+#: Groups that take half a minute and more, the longest first.
+LONGEST = (
+    "ray",
+    "test_docs.py",
+    "test_examples.py",
+    "faults/test_leaks.py",
+    "doctor/test_launch.py",
+    "doctor/test_catalogue.py",
+    "train/test_ddp_failures.py",
+    "dashboard/test_page.py",
+    "parallel/test_numbers.py",
+)
 
 
 def pytest_addoption(parser):
@@ -26,12 +44,51 @@ def _ends_its_engine(request):
         assert not left, f"{request.path.name} left an engine running"
 
 
+@pytest.fixture(scope="session")
+def _mother():
+    mother = Mother()
+    yield mother
+    mother.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _starts_quickly(request, _mother):
+    """Elsewhere a local engine starts without an interpreter that loads torch for its workers."""
+    if STARTED_AFRESH & {request.path.parent.name, request.path.name}:
+        yield
+    else:
+        with _mother.forking():
+            yield
+
+
+@pytest.fixture(scope="session")
+def run_script(_mother):
+    """``run_script(script, *arguments, cwd=, env=, timeout=)``: as a process with torch loaded."""
+    return _mother.run
+
+
 @pytest.hookimpl(trylast=True)  # after the suites' own marks and order
 def pytest_collection_modifyitems(config, items):
-    """A file stays together, and so do all conformance tests of one engine: it is started once."""
+    """A file stays together, and so does all that needs Ray: never are there two of it at once.
+
+    With several processes the longest groups come first: one that starts last is waited for.
+    """
     if not config.pluginmanager.hasplugin("xdist"):
         return
+    groups = {}
     for item in items:
-        engine = getattr(getattr(item, "callspec", None), "params", {}).get("backend")
-        together = f"conformance on {engine}" if "conformance" in item.path.parts else item.path
-        item.add_marker(pytest.mark.xdist_group(str(together)))
+        group = _group(item)
+        item.add_marker(pytest.mark.xdist_group(group))
+        groups.setdefault(group, []).append(item)
+    if hasattr(config, "workerinput"):
+        rank = {group: -len(tests) for group, tests in groups.items()}
+        rank.update((group, -(10**6) + place) for place, group in enumerate(LONGEST))
+        items[:] = [item for group in sorted(groups, key=rank.get) for item in groups[group]]
+
+
+def _group(item):
+    path = item.nodeid.partition("::")[0].removeprefix("tests/")
+    if not path.startswith("conformance/"):
+        return "ray" if path in ON_RAY else path
+    engine = getattr(getattr(item, "callspec", None), "params", {}).get("backend")
+    return "ray" if engine == "ray" else f"conformance on {engine}"

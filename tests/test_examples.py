@@ -14,14 +14,14 @@ pytestmark = pytest.mark.timeout(180)  # seconds each, but on a crowded machine 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
-def run(folder, script, *arguments, backend="local"):
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / script, *arguments],
-        cwd=folder,
-        env={**os.environ, "MINIRAY_BACKEND": backend},
-        capture_output=True,
-        text=True,
-    )
+def interpreter(script, *arguments, **options):
+    command = [sys.executable, script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+def run(folder, script, *arguments, backend="local", start=interpreter):
+    environment = {**os.environ, "MINIRAY_BACKEND": backend}
+    done = start(EXAMPLES / script, *arguments, cwd=folder, env=environment, timeout=170)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -77,21 +77,23 @@ def test_a_model_without_torch(tmp_path):
     assert float(re.search(r"held-out accuracy ([\d.]+)%", shown)[1]) > 95
 
 
-def test_the_transformer_reads_new_sentences(tmp_path):
+def test_the_transformer_reads_new_sentences(tmp_path, run_script):
     pytest.importorskip("torch")
-    shown = run(tmp_path, "bert_tiny.py")
+    shown = run(tmp_path, "bert_tiny.py", start=run_script)
     assert float(re.search(r"new sentences ([\d.]+)%", shown)[1]) > 95
 
 
-def test_ddp_reads_the_digits(tmp_path):
+def test_ddp_reads_the_digits(tmp_path, run_script):
     pytest.importorskip("sklearn")
-    shown = run(tmp_path, "ddp_digits.py", "--epochs", "6")
+    shown = run(tmp_path, "ddp_digits.py", "--epochs", "6", start=run_script)
     assert float(re.search(r"held-out accuracy ([\d.]+)%", shown)[1]) > 95
 
 
-def test_the_gan_draws_its_samples(tmp_path):
+def test_the_gan_draws_its_samples(tmp_path, run_script):
     pytest.importorskip("sklearn")
-    shown = run(tmp_path, "distributed_gan_v2.py", "--epochs", "10", "--workers", "2")
+    shown = run(
+        tmp_path, "distributed_gan_v2.py", "--epochs", "10", "--workers", "2", start=run_script
+    )
     assert "g_loss" in shown
     (folder,) = (tmp_path / "runs").iterdir()
     assert (folder / "samples-010.png").stat().st_size > 1000

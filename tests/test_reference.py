@@ -61,6 +61,27 @@ def test_every_public_name_of_the_reference_has_a_docstring():
     assert [each for name in listed() for each in undocumented(name, resolve(name))] == []
 
 
+#: What users call on these and their bases bring, which have no page of their own.
+INHERITED = {
+    "miniray.train.BaseTrainer": "workers save_checkpoint load_checkpoint save_final_model "
+    "model_weights evaluate shutdown",
+    "miniray.data.Dataset": "set_epoch state_dict load_state_dict row_ids",
+    "miniray.rl.PPOTrainer": "train evaluate load_checkpoint",
+}
+
+
+@pytest.mark.parametrize(("name", "members"), INHERITED.items())
+def test_what_comes_from_a_base_without_a_page_is_on_that_of_the_class(name, members):
+    pytest.importorskip("torch")
+    pages = "\n".join(page.read_text("utf-8") for page in PAGES.glob("*.md"))
+    asked = re.search(rf"^::: {name}\n    options:\n      inherited_members: \[(.*)\]", pages, re.M)
+    assert asked is not None
+    for member in members.split():
+        assert member in asked[1].split(", ")
+        assert member not in vars(resolve(name))
+        assert inspect.getdoc(getattr(resolve(name), member))
+
+
 class Base:
     """Documented."""
 
