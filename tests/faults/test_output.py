@@ -320,3 +320,14 @@ def test_output_is_shown_while_the_worker_runs(drivers):
     driver.process.kill()
     driver.process.wait()
     driver.assert_nothing_left()
+
+
+def test_a_breakpoint_says_where_it_would_work(engine):
+    @miniray.remote
+    def stops():
+        breakpoint()  # noqa: T100
+
+    with pytest.raises(RuntimeError, match=r"no terminal: .* MINIRAY_BACKEND=inline"):
+        miniray.get(stops.remote())
+    named = stops.options(runtime_env={"env_vars": {"PYTHONBREAKPOINT": "os.getpid"}})
+    miniray.get(named.remote())

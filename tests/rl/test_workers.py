@@ -213,7 +213,7 @@ def test_the_death_of_a_worker_is_named_and_not_what_it_did_to_the_others(local_
     class Mortal(Dying):
         marker = str(tmp_path / "died")
 
-    with pytest.raises(ActorDiedError, match=r"worker 1.*epoch 1(?s:.*)SIGKILL"):
+    with pytest.raises(ActorDiedError, match=r"worker 1.*step 1(?s:.*)SIGKILL"):
         make(worker_class=Mortal).train(steps=3)
 
 

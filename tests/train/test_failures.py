@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 
 import psutil
 import pytest
@@ -111,7 +112,7 @@ def test_neither_are_exceptions_while_a_worker_is_made(tmp_path, in_epoch):
     )
     with pytest.raises(ActorDiedError, match=r"(?s)worker 1, .*Unmade.__init__ .*no model") as info:
         trainer.train(epochs=3)
-    assert info.value.worker_id == 1
+    assert (info.value.worker_id, info.value.in_init) == (1, True)
     events = trainer.run.read_events()
     assert [e["event"] for e in events] == ([] if in_epoch is None else ["worker_failed"])
 
@@ -176,6 +177,28 @@ def test_after_a_worker_died_in_a_sync_all_have_the_same_weights(
     for weights, value in zip(kept[1:], expected, strict=True):
         assert weights == pytest.approx([value] * (workers + 1))
     assert "code 7" in events_of(trainer)[0]["reason"]
+
+
+@miniray.remote
+class SlowInSync(Counter.__wrapped__):
+    """The second worker's second ``set_weights``, the first of a sync, takes its time."""
+
+    def set_weights(self, weights):
+        super().set_weights(weights)
+        self.lr = (self.lr or 0) + 1
+        if (self.worker_id, self.lr) == (1, 2):
+            time.sleep(3.4)
+
+
+def test_a_sync_that_is_late_because_a_worker_was_slow_is_waited_for():
+    with DataParallelTrainer(
+        2, worker=SlowInSync, worker_timeout=3.0, backend="local", progress=False
+    ) as trainer:
+        result = trainer.train(epochs=1)
+        held = miniray.get([w.get_weights.remote() for w in trainer.workers])
+    assert result["synced"]
+    assert [float(w[0][0]) for w in held] == [1.5, 1.5]  # of 1 and 2
+    assert trainer.run.read_events() == []
 
 
 def test_ctrl_c_ends_everything_and_says_so_in_the_run(tmp_path):

@@ -23,7 +23,7 @@ def make(run_dir, num_workers=2, **options):
         num_workers,
         worker=Noisy,
         backend=settings.pop("backend", "inline"),
-        progress=False,
+        progress=settings.pop("progress", False),
         run_dir=run_dir,
         **settings,
     )
@@ -141,16 +141,18 @@ def test_a_checkpoint_that_lies_in_no_run_begins_a_new_one(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["kept", "run", "runs"]
 
 
-def test_a_trainer_that_failed_goes_on_from_its_own_run(tmp_path):
+def test_a_trainer_that_failed_goes_on_from_its_own_run(tmp_path, capsys):
     class Once(Callback):
         def on_epoch_end(self, trainer, epoch, result, **kwargs):
             if epoch == 1 and not (trainer.run.path / "failed").exists():
                 (trainer.run.path / "failed").touch()
                 raise KeyboardInterrupt
 
-    trainer = make(None, callbacks=[Checkpoint(), Once()])
+    trainer = make(None, callbacks=[Checkpoint(), Once()], progress=True)
     with pytest.raises(KeyboardInterrupt):
         trainer.train(epochs=3)
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told == f"the run is in {trainer.run.path}; resume=True goes on from epoch-00000001"
     with make(None) as other:  # the newest of all runs
         other.train(epochs=1)
     with trainer:

@@ -208,7 +208,8 @@ class RLTrainer(Resumable):
                 miniray.get(ref)
             except ActorDiedError as error:
                 if not isinstance(error, TaskError):
-                    raise in_context(error, refs[ref], "train_epoch", epoch) from None
+                    told = in_context(error, refs[ref], "train_epoch", epoch, self._unit)
+                    raise told from None
 
     def _after_epoch(self, epoch: int, result: dict[str, Any]) -> None:
         if self.sync == "weights":

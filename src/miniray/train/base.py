@@ -171,11 +171,20 @@ class BaseTrainer(Saving):
             result.checkpoint = self.checkpoints.newest()  # it may have come with the hooks
         except BaseException as error:
             self._abort(error)
+            self._tell_where()
             raise
         with self._writing("its end is not in"):
             self.run.finish(stop_reason=self.stop_reason or None, sync=result.sync or None)
         self._write_report()
         return result
+
+    def _tell_where(self) -> None:
+        """After a failure: where the run is, and how to go on with it."""
+        with self._writing("no way to go on with"):
+            if self._progress and self.run is not None and self.checkpoints is not None:
+                newest = self.checkpoints.newest()
+                how = f"; resume=True goes on from {newest.name}" if newest is not None else ""
+                print(f"the run is in {self.run.path}{how}", file=sys.stderr, flush=True)
 
     def _loop(self, epochs: int) -> None:
         with Progress(self.epoch, epochs, unit=self._unit, enabled=self._progress) as progress:
@@ -281,6 +290,7 @@ class BaseTrainer(Saving):
                 self._max_failures,
                 self._worker_timeout,
                 self._on_group_event,
+                self._unit,
             )
             self._group.start()
             self._set_up_all()

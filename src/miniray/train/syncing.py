@@ -51,11 +51,12 @@ def sync(
         ref = server.sync_from_workers.remote(group.handles)
         try:
             return miniray.get(ref, timeout=timeout), False
-        except (ActorDiedError, GetTimeoutError, SyncError):
+        except (ActorDiedError, GetTimeoutError, SyncError) as error:
             before = list(group.handles)
             lost = _replaced(group, before, epoch)
-            if not lost:
+            if not lost and not isinstance(error, GetTimeoutError):
                 raise
+            # Else somebody was slow who answers now: the sync has as long once more.
         failure = _failure(ref, timeout)
         if failure is not None and not set(failure.workers) <= set(lost):
             lost = _replaced(group, before, epoch)  # some may be lost since they were asked

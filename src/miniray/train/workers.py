@@ -122,7 +122,7 @@ class WorkerGroup:
     """See the module's docstring.
 
     ``create`` makes worker i; ``set_up`` brings a replacement to where the one before it was;
-    ``on_event`` hears of every failure and replacement.
+    ``on_event`` hears of every failure and replacement. ``unit`` is what is counted as epochs are.
     """
 
     def __init__(
@@ -134,6 +134,7 @@ class WorkerGroup:
         max_failures: int,
         timeout: float | None,
         on_event: Callable[[dict[str, Any]], None],
+        unit: str = "epoch",
     ) -> None:
         self.handles: list[Handle] = []
         self.failures = 0
@@ -144,6 +145,7 @@ class WorkerGroup:
         self._max_failures = max_failures
         self.timeout = timeout
         self._on_event = on_event
+        self._unit = unit
 
     def start(self) -> None:
         """Make all workers. They start up at the same time."""
@@ -249,7 +251,7 @@ class WorkerGroup:
         replaced = False
         while not replaced:
             if not is_loss(error):
-                raise in_context(error, worker_id, method, epoch) from error.__cause__
+                raise in_context(error, worker_id, method, epoch, self._unit) from error.__cause__
             if isinstance(error, GetTimeoutError):
                 error = WorkerTimeoutError(f"gave no result in {self.timeout:g} s")
             self.failures += 1
@@ -258,7 +260,7 @@ class WorkerGroup:
                 {"event": "worker_failed", "worker": worker_id, "epoch": epoch, "reason": reason}
             )
             if self.failures > self._max_failures:
-                raise in_context(error, worker_id, method, epoch) from None
+                raise in_context(error, worker_id, method, epoch, self._unit) from None
             try:
                 self.replace(worker_id)
                 replaced = True
@@ -287,9 +289,11 @@ def end(actor: Handle) -> None:
             miniray.kill(actor)
 
 
-def in_context(error: Exception, worker_id: int, method: str, epoch: int | None) -> Exception:
+def in_context(
+    error: Exception, worker_id: int, method: str, epoch: int | None, unit: str = "epoch"
+) -> Exception:
     """``error`` saying which worker it came from, and when; of the same types as before."""
-    when = "" if epoch is None else f" in epoch {epoch}"
+    when = "" if epoch is None else f" in {unit} {epoch}"
     if isinstance(error, TaskError):
         told: Exception = TaskError(
             f"worker {worker_id}{when}: {error.function.replace(WRAPPED, '')}",
@@ -300,6 +304,7 @@ def in_context(error: Exception, worker_id: int, method: str, epoch: int | None)
         ).as_cause_type()
     elif isinstance(error, MinirayError):
         told = type(error)(f"worker {worker_id}, {method.removeprefix(WRAPPED)}(){when}: {error}")
+        vars(told).update(vars(error))
     else:
         return error
     told.worker_id = worker_id  # type: ignore[attr-defined]

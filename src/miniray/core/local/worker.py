@@ -48,6 +48,7 @@ def worker_main(info: SessionInfo, request: dict[str, Any], listener: socket.soc
     """Run a worker until its end; returns the exit status."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.breakpointhook = _breakpoint
     _use_threads(request["env"])
     _draw_other_numbers()
     node = Node(info, request["proc"], request["slot"], listener)
@@ -62,6 +63,16 @@ def worker_main(info: SessionInfo, request: dict[str, Any], listener: socket.soc
     status = server.run()
     server.leave()
     return status
+
+
+def _breakpoint(*args: Any, **kwargs: Any) -> Any:
+    """In the place of pdb, which would read the end of its input; another debugger may be named."""
+    if os.environ.get("PYTHONBREAKPOINT"):
+        return sys.__breakpointhook__(*args, **kwargs)  # noqa: T100
+    raise RuntimeError(
+        "breakpoint() in a worker, which has no terminal: run the script with "
+        "MINIRAY_BACKEND=inline, and everything is in one process"
+    )
 
 
 def _use_threads(env: dict[str, str]) -> None:
