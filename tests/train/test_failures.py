@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 import miniray
-from miniray.errors import ActorDiedError, WorkerTimeoutError
+from miniray.errors import ActorDiedError, GetTimeoutError, WorkerTimeoutError
+from miniray.ps import Strategy
 from miniray.train import DataParallelTrainer, LRSchedule
 from tests.train.workers_for_tests import Counter, Mortal
 
@@ -177,6 +178,20 @@ def test_after_a_worker_died_in_a_sync_all_have_the_same_weights(
     for weights, value in zip(kept[1:], expected, strict=True):
         assert weights == pytest.approx([value] * (workers + 1))
     assert "code 7" in events_of(trainer)[0]["reason"]
+
+
+class Stopped(Strategy):
+    """The server that combines with it stops for good."""
+
+    def combine(self, global_weights, worker_weights, weights):
+        psutil.Process().suspend()
+
+
+def test_a_parameter_server_that_hangs_is_named():
+    options = {"worker_timeout": 2.0, "backend": "local", "progress": False}
+    trainer = DataParallelTrainer(2, worker=Counter, sync_strategy=Stopped(), **options)
+    with pytest.raises(GetTimeoutError, match=r"the parameter server has not ended a sync in 4 s"):
+        trainer.train(epochs=1)
 
 
 @miniray.remote

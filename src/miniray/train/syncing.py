@@ -111,4 +111,10 @@ def _failure(ref: Any, timeout: float | None) -> SyncError | None:
         miniray.get(ref, timeout=timeout)
     except SyncError as error:
         return error
+    except GetTimeoutError:
+        assert timeout is not None
+        raise GetTimeoutError(
+            f"the parameter server has not ended a sync in {2 * timeout:g} s, though all workers "
+            "answer: it hangs, or worker_timeout is too short for weights of this size"
+        ) from None
     return None
