@@ -327,7 +327,9 @@ def test_a_breakpoint_says_where_it_would_work(engine):
     def stops():
         breakpoint()  # noqa: T100
 
+    def stops_with(debugger):
+        return stops.options(runtime_env={"env_vars": {"PYTHONBREAKPOINT": debugger}})
+
     with pytest.raises(RuntimeError, match=r"no terminal: .* MINIRAY_BACKEND=inline"):
-        miniray.get(stops.remote())
-    named = stops.options(runtime_env={"env_vars": {"PYTHONBREAKPOINT": "os.getpid"}})
-    miniray.get(named.remote())
+        miniray.get(stops_with("").remote())
+    miniray.get(stops_with("os.getpid").remote())  # another debugger
