@@ -1,14 +1,16 @@
 """Processes that cannot be started, or start in odd places: the others run on, and it is said."""
 
+import errno
 import os
 import resource
+import signal
 
 import pytest
 
 import miniray
 from miniray.core import startup
 from miniray.errors import ActorDiedError, WorkerCrashedError
-from tests.faults.helpers import SOON, fails_soon
+from tests.faults.helpers import SOON, eventually, fails_soon
 from tests.faults.workers import Counter, double
 
 #: A module for the zygote after which it can fork only as often as a file says.
@@ -53,23 +55,39 @@ def test_a_system_without_room_for_processes(forks, engine):
     assert miniray.get(double.remote(1), timeout=30) == 2
 
 
+def dead_for_good(actor):
+    """What is said of it, or None while it is being restarted: it cannot even be asked then."""
+    with pytest.raises((ActorDiedError, OSError)) as caught:
+        miniray.get(actor.add.remote(), timeout=SOON)
+    if isinstance(caught.value, ActorDiedError):
+        return str(caught.value)
+    assert f"could not be sent: {os.strerror(errno.EMFILE)}" in str(caught.value)
+    return None
+
+
 def test_descriptors_run_out_at_a_restart(engine):
     """In the I/O thread, where an error would be the end of everything."""
-    fragile = Counter.options(max_restarts=5).remote()
     other = Counter.remote()
-    pid = miniray.get(fragile.pid.remote(), timeout=30)
     miniray.get(other.pid.remote(), timeout=30)
+    before = set(os.listdir("/proc/self/fd"))
+    fragile = Counter.options(max_restarts=5).remote()
+    pid = miniray.get(fragile.pid.remote(), timeout=30)
+    # Below all that the actor has here: what its death sets free cannot be taken again.
+    lowest = min(int(fd) for fd in os.listdir("/proc/self/fd") if fd not in before)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     kept = []
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
         with pytest.raises(OSError, match="Too many open files"):
             while True:
                 kept.append(os.open(os.devnull, os.O_RDONLY))
-        os.kill(pid, 9)
-        # It is not made again, or it is, with the descriptor of the connection that broke, and
-        # there is none left to reach it.
-        fails_soon(fragile.add.remote(), (ActorDiedError, OSError))
+        os.kill(pid, signal.SIGSTOP)
+        sent = fragile.add.remote()  # while there is a connection
+        os.kill(pid, signal.SIGKILL)
+        fails_soon(sent, ActorDiedError)
+        text = eventually(lambda: dead_for_good(fragile))
+        assert "could not be started" in text
+        assert os.strerror(errno.EMFILE) in text
         assert miniray.get(other.add.remote(), timeout=SOON) == 1
     finally:
         for fd in kept:
