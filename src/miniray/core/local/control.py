@@ -83,9 +83,11 @@ class Control:
         with self.locked():
             self.processes.remove(worker)
             self.free(worker)
-            text = why or death.describe(worker.name, worker.pid, status, lines, log_path)
-            if worker.actor is not None:
-                self.actors.exited(worker.actor, text, status)
+            actor = worker.actor
+            by_us = actor is not None and bool(actor.leaving)
+            text = why or death.describe(worker.name, worker.pid, status, lines, log_path, by_us)
+            if actor is not None:
+                self.actors.exited(actor, text, status)
             else:
                 self.pool.exited(worker, text)
             self.pool.drop_submitter(worker.proc)

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 KILLED_WITH_ZYGOTE = signal.SIGKILL
 #: Wait status of a worker that was told to end, or whose code called ``sys.exit()``.
 EXIT_ON_PURPOSE = 0
-#: Who may have sent a SIGKILL that was not ours.
-BY_WHOM = " (by somebody, or by the kernel because memory ran out)"
 
 
-def describe(name: str, pid: int, status: int, lines: list[str], log_path: str) -> str:
+def describe(
+    name: str, pid: int, status: int, lines: list[str], log_path: str, by_us: bool = False
+) -> str:
     """One paragraph: who, how, the last lines of output, where the rest is."""
     who = f"{name} (pid {pid})"
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         how = f"was killed by {_signal_name(number)}"
-        if number == signal.SIGKILL:
-            how += BY_WHOM
+        if number == signal.SIGKILL and not by_us:
+            how += " (by somebody, or by the kernel because memory ran out)"
     else:
         how = f"exited with code {os.WEXITSTATUS(status)}"
     text = f"{who} {how}"

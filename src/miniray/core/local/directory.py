@@ -192,9 +192,7 @@ class ActorDirectory:
         if actor.failure:
             self._bury(actor, actor.failure, in_init=True)
         elif actor.leaving or status == death.EXIT_ON_PURPOSE or not actor.restarts_left:
-            if actor.leaving:
-                text = f"{text.replace(death.BY_WHOM, '')}\n{actor.leaving}"
-            self._bury(actor, text)
+            self._bury(actor, f"{text}\n{actor.leaving}" if actor.leaving else text)
         else:
             actor.restarts_left -= actor.restarts_left > 0
             actor.restarts += 1
