@@ -63,30 +63,12 @@ __all__ = [
 ]
 
 _WHERE = {
-    "Actor": ".core.remote",
-    "ActorClass": ".core.remote",
-    "ActorHandle": ".core.remote",
-    "ObjectRef": ".core.refs",
-    "ObjectRefGenerator": ".core.refs",
-    "RemoteFunction": ".core.remote",
+    **dict.fromkeys(__all__, ".core.session"),
+    **dict.fromkeys(("Actor", "ActorClass", "ActorHandle", "RemoteFunction"), ".core.remote"),
+    **dict.fromkeys(("method", "remote"), ".core.remote"),
+    **dict.fromkeys(("ObjectRef", "ObjectRefGenerator"), ".core.refs"),
     "RuntimeContext": ".core.engine",
-    "available_resources": ".core.session",
-    "cancel": ".core.session",
-    "cluster_resources": ".core.session",
     "errors": ".errors",
-    "get": ".core.session",
-    "get_actor": ".core.session",
-    "get_gpu_ids": ".core.session",
-    "get_runtime_context": ".core.session",
-    "init": ".core.session",
-    "is_initialized": ".core.session",
-    "kill": ".core.session",
-    "method": ".core.remote",
-    "nodes": ".core.session",
-    "put": ".core.session",
-    "remote": ".core.remote",
-    "shutdown": ".core.session",
-    "wait": ".core.session",
 }
 
 __getattr__, __dir__ = lazy.names(__name__, _WHERE)

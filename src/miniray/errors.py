@@ -73,9 +73,6 @@ class NotSerializableError(MinirayError, TypeError):
         super().__init__(message)
         self.path = path
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.args[0], self.path)
-
 
 class GetTimeoutError(MinirayError, TimeoutError):
     """``get`` ran out of its time limit. The call itself goes on; ``get`` may be tried again."""
@@ -130,9 +127,6 @@ class BarrierTimeoutError(MinirayError, TimeoutError):
         self.name = name
         self.missing = missing
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.args[0], self.name, self.missing)
-
 
 class BoxError(MinirayError):
     """A rank's black box is not there, damaged, or of another version. The message names it."""
@@ -163,9 +157,6 @@ class RowError(DataError):
         super().__init__(message)
         self.file = file
         self.row = row
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.args[0], self.file, self.row)
 
 
 class GroupError(MinirayError, RuntimeError):
@@ -213,9 +204,6 @@ class NonFiniteWeightsError(MinirayError, ValueError):
         super().__init__(message)
         self.workers = workers
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.args[0], self.workers)
-
 
 class SyncError(MinirayError, RuntimeError):
     """A parameter sync did not complete: a worker raised, or its process is gone.
@@ -229,9 +217,6 @@ class SyncError(MinirayError, RuntimeError):
         super().__init__(message)
         self.workers = workers
         self.phase = phase
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.args[0], self.workers, self.phase)
 
 
 class WorkerLostError(SyncError, ActorDiedError):

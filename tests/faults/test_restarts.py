@@ -39,6 +39,9 @@ class Phoenix:
     def leave(self, code):
         raise SystemExit(code)
 
+    def vanish(self):
+        os._exit(0)
+
     def total(self, array):
         return float(array.sum())
 
@@ -141,10 +144,30 @@ def test_kill_may_allow_a_restart(engine):
     fails_soon(actor.pid.remote(), ActorDiedError, "kill")
 
 
-def test_leaving_on_purpose_is_final(engine):
-    actor = Phoenix.options(max_restarts=5).remote()
-    fails_soon(actor.leave.remote(0), ActorDiedError)
+class AsyncPhoenix(Phoenix.__wrapped__):
+    async def leave(self, code):
+        super().leave(code)
+
+
+LIVES = pytest.mark.parametrize(
+    "actor_class",
+    [Phoenix, Phoenix.options(max_concurrency=2), miniray.remote(AsyncPhoenix)],
+    ids=["plain", "threads", "async"],
+)
+
+
+@LIVES
+def test_leaving_on_purpose_is_final(engine, actor_class):
+    actor = actor_class.options(max_restarts=5).remote()
+    fails_soon(actor.leave.remote(0), ActorDiedError, "exited with code 0", "sys.exit()")
     fails_soon(actor.pid.remote(), ActorDiedError)
+
+
+@LIVES
+def test_exit_without_a_word_is_a_crash_whatever_its_code(engine, actor_class):
+    actor = actor_class.options(max_restarts=1).remote()
+    fails_soon(actor.vanish.remote(), ActorDiedError, "exited with code 0", "being restarted")
+    assert miniray.get(actor.add.remote(), timeout=5 * SOON) == 1
 
 
 def test_a_failing_constructor_is_not_tried_for_ever(engine, path):

@@ -276,7 +276,7 @@ def test_objects_that_it_owned_are_lost(engine):
     array = miniray.get(kept)
     os.kill(miniray.get(actor.pid.remote()), signal.SIGKILL)
     fails_soon(actor.pid.remote(), ActorDiedError)
-    fails_soon(ref, ObjectLostError)
+    fails_soon(ref, ObjectLostError, "keep a handle of the actor")
     assert array.sum() == 1_000_000  # memory that is mapped stays
     assert miniray.get(kept).sum() == 1_000_000
 

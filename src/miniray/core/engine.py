@@ -202,7 +202,11 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def wait(
-        self, refs: Sequence[ObjectRef[Any]], num_returns: int, timeout: float | None
+        self,
+        refs: Sequence[ObjectRef[Any]],
+        num_returns: int,
+        timeout: float | None,
+        fetch_local: bool = True,
     ) -> tuple[list[ObjectRef[Any]], list[ObjectRef[Any]]]:
         """(ready, not ready), each in the order given; at most ``num_returns`` are ready."""
 
@@ -220,11 +224,14 @@ class Engine(abc.ABC):
         """End an actor's process now. Calls in flight fail with ``ActorDiedError``."""
 
     @abc.abstractmethod
-    def cancel(self, ref: ObjectRef[Any] | ObjectRefGenerator, force: bool) -> None:
+    def cancel(
+        self, ref: ObjectRef[Any] | ObjectRefGenerator, force: bool, recursive: bool
+    ) -> None:
         """Cancel the call behind ``ref``; if it has finished already, do nothing.
 
         A queued call does not run. A running task gets ``KeyboardInterrupt``, an async method
         ``CancelledError``; ``force`` ends the process of a task and is refused for actor calls.
+        With ``recursive``, tasks that the running call has submitted are cancelled too.
         A stream ends with the error as its last item.
         """
 

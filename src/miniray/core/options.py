@@ -56,6 +56,11 @@ class Options:
     runtime_env: Mapping[str, Any] | None = None
 
     @property
+    def task_cpus(self) -> float:
+        """What a task with these options holds while it runs."""
+        return 1.0 if self.num_cpus is None else float(self.num_cpus)
+
+    @property
     def env_vars(self) -> dict[str, str]:
         return dict((self.runtime_env or {}).get("env_vars", {}))
 

@@ -91,7 +91,7 @@ class ObjectRef(Generic[T]):
                 future.set_result(value)
 
         # Not in the engine's own thread: unpickling and what the user adds to the future may block.
-        self._engine.on_ready(self, lambda: _callbacks().put(finish))
+        self._engine.on_ready(self, lambda: later(finish))
         return future
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -121,9 +121,21 @@ def announced() -> tuple[asyncio.Future[None], Callable[[], None]]:
     return ready, notify
 
 
+def later(task: Callable[[], None]) -> None:
+    """Do ``task``, which may block, in a thread kept for that; one after the other."""
+    _callbacks().put(task)
+
+
+def say_unseen(error: BaseException) -> None:
+    """Log that a call ended with ``error`` and that its last ref is gone without anybody asking."""
+    import logging
+
+    logging.getLogger("miniray").error("a call failed and nobody asked for its result: %s", error)
+
+
 @functools.lru_cache(maxsize=1)
 def _callbacks() -> queue.SimpleQueue[Callable[[], None]]:
-    """A queue of things to do and the thread that does them, one after the other."""
+    """The queue of that thread."""
     import queue
     import threading
 
@@ -155,6 +167,3 @@ class ObjectRefGenerator(Iterator[ObjectRef[Item]], AsyncIterator[ObjectRef[Item
 
     def __reduce__(self) -> Any:
         raise TypeError("an ObjectRefGenerator cannot be sent to another process; send its refs")
-
-
-__all__ = ["ObjectRef", "ObjectRefGenerator"]

@@ -226,6 +226,8 @@ def remote(  # type: ignore[overload-overlap]
 @overload
 def remote(target: Callable[Q, V], /) -> RemoteFunction[Q, ObjectRef[V]]: ...
 @overload
+def remote(*, num_returns: int | str, **options: Any) -> _RemoteOfMany: ...
+@overload
 def remote(**options: Any) -> _Remote: ...
 def remote(*args: Any, **options: Any) -> Any:
     """Make a function a task or a class an actor; with arguments, options for it.
@@ -254,15 +256,28 @@ def _make(target: Any, options: dict[str, Any]) -> Any:
 if TYPE_CHECKING:
 
     class _Remote:
-        """What ``remote(option=value)`` gives. With options, a call may give anything."""
+        """What ``remote(option=value)`` gives."""
 
         @overload
         def __call__(self, target: Callable[Q, A], /) -> _TypedActorClass[A, Q]: ...  # type: ignore[overload-overlap]
         @overload
         def __call__(self, target: type[T], /) -> ActorClass[T]: ...  # type: ignore[overload-overlap]
         @overload
-        def __call__(self, target: Callable[Q, Any], /) -> RemoteFunction[Q, Any]: ...
+        def __call__(
+            self, target: Callable[Q, Coroutine[Any, Any, V]], /
+        ) -> RemoteFunction[Q, ObjectRef[V]]: ...
+        @overload
+        def __call__(  # type: ignore[overload-overlap]
+            self, target: Callable[Q, Iterator[V] | AsyncIterator[V]], /
+        ) -> RemoteFunction[Q, ObjectRefGenerator[V]]: ...
+        @overload
+        def __call__(self, target: Callable[Q, V], /) -> RemoteFunction[Q, ObjectRef[V]]: ...
         def __call__(self, target: Any, /) -> Any: ...
+
+    class _RemoteOfMany:
+        """What ``remote(num_returns=n)`` gives: a call may give several refs, or none."""
+
+        def __call__(self, target: Callable[Q, Any], /) -> RemoteFunction[Q, Any]: ...
 
     class _MethodOf:
         """What ``method(option=value)`` gives."""

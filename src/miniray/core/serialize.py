@@ -174,17 +174,12 @@ def _pretend_writable(view: memoryview) -> Any:
     return buffer
 
 
+@functools.cache
 def _ref_types() -> tuple[type, ...]:
-    global _ref_types_cache
-    if not _ref_types_cache:
-        from miniray.core.refs import ObjectRef
-        from miniray.core.remote import ActorHandle
+    from miniray.core.refs import ObjectRef
+    from miniray.core.remote import ActorHandle
 
-        _ref_types_cache = (ObjectRef, ActorHandle)
-    return _ref_types_cache
-
-
-_ref_types_cache: tuple[type, ...] = ()
+    return ObjectRef, ActorHandle
 
 
 def pack(value: Any, what: str = "value") -> Packed:

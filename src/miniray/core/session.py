@@ -214,11 +214,16 @@ def put(value: T) -> ObjectRef[T]:
 
 
 def wait(
-    refs: Sequence[ObjectRef[T]], *, num_returns: int = 1, timeout: float | None = None
+    refs: Sequence[ObjectRef[T]],
+    *,
+    num_returns: int = 1,
+    timeout: float | None = None,
+    fetch_local: bool = True,
 ) -> tuple[list[ObjectRef[T]], list[ObjectRef[T]]]:
     """Wait until ``num_returns`` of ``refs`` are ready, or for ``timeout`` seconds.
 
-    Returns (ready, the others); a failed call counts as ready.
+    Returns (ready, the others); a failed call counts as ready. ``fetch_local=False`` lets a Ray
+    cluster leave the values where they are; on one machine there is nothing to fetch.
     """
     _check_refs("wait", refs)
     if len(set(refs)) != len(refs):
@@ -229,7 +234,7 @@ def wait(
         timeout = _limit(timeout)
     if not refs:
         return [], []
-    return engine().wait(refs, num_returns, timeout)
+    return engine().wait(refs, num_returns, timeout, fetch_local)
 
 
 def _limit(timeout: Any) -> float | None:
@@ -263,13 +268,18 @@ def kill(actor: ActorHandle[Any] | Actor, *, no_restart: bool = True) -> None:
     engine().kill(actor._actor, no_restart)
 
 
-def cancel(ref: ObjectRef[Any] | ObjectRefGenerator, *, force: bool = False) -> None:
-    """Cancel a call: queued, it never runs; running, a task is interrupted."""
+def cancel(
+    ref: ObjectRef[Any] | ObjectRefGenerator, *, force: bool = False, recursive: bool = True
+) -> None:
+    """Cancel a call: queued, it never runs; running, a task is interrupted.
+
+    With ``recursive`` so are the tasks it has started; ``force`` ends them in any case.
+    """
     from miniray.core.refs import ObjectRefGenerator
 
     if not isinstance(ref, ObjectRefGenerator):
         _check_refs("cancel", [ref])
-    engine().cancel(ref, force)
+    engine().cancel(ref, force, recursive)
 
 
 def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:

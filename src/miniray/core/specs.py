@@ -9,6 +9,8 @@ import reprlib
 from collections.abc import Callable
 from typing import Any
 
+from miniray.core.options import Options
+
 #: Where ``@miniray.method(...)`` leaves its options on a function.
 METHOD_OPTIONS = "__miniray_method_options__"
 #: On functions of a class that are no methods of its actors.
@@ -73,8 +75,8 @@ def _bare_signature(function: Callable[..., Any], bound: bool) -> inspect.Signat
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # builtins and C functions may have none
         return None
-    if bound:
-        parameters = parameters[1:]
+    if bound and parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+        parameters = parameters[1:]  # self, which a wrapper may take as one of *args
     empty = inspect.Parameter.empty
     return inspect.Signature(
         [
@@ -113,6 +115,10 @@ class FunctionSpec:
     @functools.cached_property
     def call(self) -> CallSpec:
         return CallSpec.of(self.function, self.name, bound=False)
+
+    def num_returns(self, options: Options) -> int | str:
+        said = options.num_returns
+        return self.call.num_returns if said is None else said
 
 
 class ClassSpec:

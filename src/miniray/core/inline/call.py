@@ -13,12 +13,14 @@ import contextvars
 import copy
 import dataclasses
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from miniray.core import serialize
 from miniray.core.inline import guard
+from miniray.core.refs import say_unseen
 from miniray.errors import (
     ActorDiedError,
     MinirayError,
@@ -48,7 +50,7 @@ class Stored:
         return serialize.unpack(self._data, self._buffers, self._refs)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Failure:
     """An error in the store, with the exception it was made from, whose frames are the user's."""
 
@@ -56,8 +58,15 @@ class Failure:
     original: BaseException | None = None
     #: The call was the actor's last: it left with ``sys.exit``.
     ends_actor: bool = False
+    seen: bool = False
+
+    def __del__(self) -> None:
+        raised = isinstance(self.error, TaskError) or getattr(self.error, "in_init", False)
+        if raised and not self.seen and not sys.is_finalizing():
+            say_unseen(self.error)
 
     def load(self) -> NoReturn:
+        self.seen = True
         # A new one each time, as raising adds to an exception's traceback. Copying also turns a
         # TaskError into the dual type that ``except ValueError`` catches.
         raise copy.copy(self.error) from self.original

@@ -70,8 +70,8 @@ class InlineEngine(Engine):
     def submit(
         self, spec: FunctionSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> Returned:
-        num_returns = spec.call.num_returns if options.num_returns is None else options.num_returns
-        cpus = 1.0 if options.num_cpus is None else float(options.num_cpus)
+        num_returns = spec.num_returns(options)
+        cpus = options.task_cpus
         arguments = Arguments(spec.name, args, kwargs)
         self._check_open()
         caller = self._frame()
@@ -155,6 +155,7 @@ class InlineEngine(Engine):
         frame = self._actor_frame(actor, f"{actor.spec.cls.__name__}.__init__")
         (outcome,) = self._execute(frame, construct, actor.init_args, 1, actor.loop)
         if isinstance(outcome, Failure):
+            outcome.seen = True
             reason = f"actor {actor.name} died in its __init__:\n\n{outcome.error}"
             self._bury(actor, Failure(ActorDiedError(reason, in_init=True), outcome.original))
         elif actor.death is None:
@@ -173,7 +174,9 @@ class InlineEngine(Engine):
         """Run a function or method, unless one of its arguments is a failed call's result."""
         failed = arguments.failure()
         if failed is not None:
-            return everywhere(dataclasses.replace(failed, ends_actor=False), num_returns)
+            passed_on = dataclasses.replace(failed, ends_actor=False)
+            failed.seen = True
+            return everywhere(passed_on, num_returns)
         return frame.run(function, arguments, num_returns, loop)
 
     def _refs(self, outcomes: list[Outcome], num_returns: int | str) -> Returned:
@@ -206,7 +209,11 @@ class InlineEngine(Engine):
 
     def get(self, refs: Sequence[ObjectRef[Any]], timeout: float | None) -> list[Any]:
         self._check_open()
-        return [self._own(ref).inline_outcome.load() for ref in refs]
+        outcomes = [self._own(ref).inline_outcome for ref in refs]
+        for outcome in outcomes:
+            if isinstance(outcome, Failure):  # the first one stands for all
+                outcome.seen = True
+        return [outcome.load() for outcome in outcomes]
 
     def _own(self, ref: ObjectRef[Any]) -> InlineRef:
         if not isinstance(ref, InlineRef) or ref._engine is not self:
@@ -214,7 +221,11 @@ class InlineEngine(Engine):
         return ref
 
     def wait(
-        self, refs: Sequence[ObjectRef[Any]], num_returns: int, timeout: float | None
+        self,
+        refs: Sequence[ObjectRef[Any]],
+        num_returns: int,
+        timeout: float | None,
+        fetch_local: bool = True,
     ) -> tuple[list[ObjectRef[Any]], list[ObjectRef[Any]]]:
         self._check_open()
         return list(refs[:num_returns]), list(refs[num_returns:])
@@ -234,7 +245,9 @@ class InlineEngine(Engine):
         actor.restarts += 1
         self._construct(actor)
 
-    def cancel(self, ref: ObjectRef[Any] | ObjectRefGenerator, force: bool) -> None:
+    def cancel(
+        self, ref: ObjectRef[Any] | ObjectRefGenerator, force: bool, recursive: bool
+    ) -> None:
         """Nothing to do: whatever has a ref has finished."""
 
     def get_actor(self, name: str, namespace: str | None) -> ActorHandle[Any]:

@@ -12,6 +12,7 @@ from miniray.core.local.objects import (
     FAILED,
     Blob,
     Entry,
+    Failure,
     LocalRef,
     entry_of,
     is_plain,
@@ -201,18 +202,24 @@ class ActorClient:
                 if not ok:
                     self._death = Blob.of(self.node, ActorDiedError(str(answer)))
                 else:
-                    alive, self.proc = answer
-                    cause = blobs[0] if blobs else None
+                    alive, self.proc, on_purpose = answer
+                    cause = blobs[0]
                     if not alive:
                         self._death = cause
-                    assert cause is not None
+                        calls.extend(self._queue)
+                        self._queue.clear()
+                    failed = []
                     for call in reversed(calls):
                         # A stream cannot be taken up again where it broke off.
                         if alive and call.retries and call.num_returns != "streaming":
                             call.retries -= call.retries > 0
                             self._queue.appendleft(call)
                         else:
-                            call.sink.resolve(FAILED, cause)
+                            failed.append(call)
+                    if failed and not on_purpose:
+                        cause = Failure(self.node, cause)
+                    for call in failed:
+                        call.sink.resolve(FAILED, cause)
                 self._locating = False
             if not ok:
                 for call in calls:
@@ -223,7 +230,7 @@ class ActorClient:
 
         self.node.ask(DRIVER, "actor_lost", (self.id, proc), [], then)
 
-    def cancel(self, id: int) -> None:
+    def cancel(self, id: int, recursive: bool) -> None:
         """Cancel the call with this id: dropped if queued here, else its worker is told."""
         with self._lock:
             for call in self._queue:
@@ -233,7 +240,7 @@ class ActorClient:
                     self._pump()  # those behind it need not wait for its arguments
                     return
         self.node.flush_calls()
-        self.node.tell(self.proc, CANCEL, id)
+        self.node.tell(self.proc, CANCEL, (id, recursive))
 
     def retire(self) -> None:
         with self._lock:

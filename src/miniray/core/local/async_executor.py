@@ -14,7 +14,6 @@ from miniray.core.local.executors import (
     Executor,
     Job,
     current_call,
-    exit_status,
     flush_output,
 )
 from miniray.core.local.wire import Stream
@@ -108,7 +107,7 @@ class AsyncExecutor(Executor):
         except asyncio.CancelledError:
             self._was_cancelled(job)
         except SystemExit as error:
-            os._exit(exit_status(error))
+            os._exit(self.exit_status(error))
         except BaseException as error:
             self.reply_error(job, error)
         else:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from miniray.core.local import interrupts, system
-from miniray.core.local.objects import BLOB, FAILED, PENDING, PLAIN, Blob, Entry
+from miniray.core.local.objects import BLOB, FAILED, PENDING, PLAIN, Blob, Entry, Failure
 from miniray.core.local.sinks import sink_entries
 from miniray.core.local.wire import Closed, Stream, frame
 from miniray.errors import TaskCancelledError
@@ -39,7 +39,8 @@ class Call:
 
     ``deps`` are the top-level refs among the arguments, by position or keyword: they are resolved
     before the call is sent. ``retries`` is how often it may be sent again when the worker dies.
-    A task has the id of its function as ``method`` and the function itself as ``spec``.
+    A task has the id of its function as ``method``, the function itself as ``spec``, and the call
+    that submitted it as ``parent``.
     """
 
     __slots__ = (
@@ -50,6 +51,7 @@ class Call:
         "id",
         "method",
         "num_returns",
+        "parent",
         "retries",
         "sink",
         "spec",
@@ -66,6 +68,7 @@ class Call:
         self.args: Blob | None = None
         self.deps: list[tuple[int | str, Entry]] = []
         self.spec: Any = None
+        self.parent: int | None = None
 
     def fail_cancelled(self) -> None:
         self.sink.fail(TaskCancelledError(f"{self.label} was cancelled"))
@@ -292,7 +295,9 @@ class Channel(Stream):
                 continue
             if kind == R_MANY:
                 call.sink.resolve(BLOB, blobs)
-            else:  # R_ONE, or R_END with or without an error
+            elif state == FAILED:
+                call.sink.resolve(FAILED, Failure(node, blobs[0]))
+            else:  # R_ONE, or R_END without an error
                 call.sink.resolve(state, blobs[0] if blobs else None)
         if self._batch:
             self.flush_batch()

@@ -87,7 +87,7 @@ class Control:
             by_us = actor is not None and bool(actor.leaving)
             text = why or death.describe(worker.name, worker.pid, status, lines, log_path, by_us)
             if actor is not None:
-                self.actors.exited(actor, text, status)
+                self.actors.exited(actor, text, for_good=bool(why))
             else:
                 self.pool.exited(worker, text)
             self.pool.drop_submitter(worker.proc)

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 #: Wait status of a worker that was killed together with the zygote.
 KILLED_WITH_ZYGOTE = signal.SIGKILL
-#: Wait status of a worker that was told to end, or whose code called ``sys.exit()``.
-EXIT_ON_PURPOSE = 0
 
 
 def describe(

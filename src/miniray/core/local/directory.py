@@ -20,8 +20,10 @@ from miniray.core.local.objects import Blob
 from miniray.core.local.peers import DRIVER, EXIT, INIT, Reply
 from miniray.core.local.processes import Worker
 from miniray.core.options import Options
+from miniray.core.refs import later, say_unseen
 from miniray.core.resources import Grant
 from miniray.core.serialize import take_ref
+from miniray.errors import ActorDiedError
 
 if TYPE_CHECKING:
     from miniray.core.local.control import Control
@@ -78,6 +80,7 @@ class ActorDirectory:
             create_actor=self.create,
             start_actor=self.start,
             actor_failed=self.failed,
+            actor_leaves=self.leaves,
             actor_lost=lambda _, meta, __, reply: self.lost(meta[0], meta[1], reply),
             get_actor=lambda _, meta, __, reply: reply(None, [handle_blob(self.find(*meta))]),
             current_actor=lambda _, id, __, reply: reply(None, [handle_blob(self.by_id(id))]),
@@ -139,6 +142,7 @@ class ActorDirectory:
             actor = self.actors.get(id)
             if actor is not None and not actor.dead:
                 if failure:
+                    actor.failure = failure
                     self._bury(actor, failure, in_init=True)
                 else:
                     actor.arguments = (places, blobs)
@@ -186,12 +190,27 @@ class ActorDirectory:
             actor = self.actors.get(meta[0])
             if actor is not None:
                 actor.failure = meta[1]
+            else:  # there is no handle of it any more
+                self._unseen(meta[1])
         reply(None, ())
 
-    def exited(self, actor: Actor, text: str, status: int) -> None:
+    def _unseen(self, failure: str) -> None:
+        """Nobody called the actor that could not be made, so nobody would know."""
+        if failure:
+            later(lambda: say_unseen(ActorDiedError(failure)))
+
+    def leaves(self, proc: int, _: Any, __: list[Blob], reply: Reply) -> None:
+        """Its code called ``sys.exit(0)``: it does not come back."""
+        with self._control.locked():
+            worker = self._processes.workers.get(proc)
+            if worker is not None and worker.actor is not None:
+                worker.actor.leaving = "It ended itself with sys.exit()."
+        reply(None, ())
+
+    def exited(self, actor: Actor, text: str, for_good: bool) -> None:
         if actor.failure:
             self._bury(actor, actor.failure, in_init=True)
-        elif actor.leaving or status == death.EXIT_ON_PURPOSE or not actor.restarts_left:
+        elif actor.leaving or for_good or not actor.restarts_left:
             self._bury(actor, f"{text}\n{actor.leaving}" if actor.leaving else text)
         else:
             actor.restarts_left -= actor.restarts_left > 0
@@ -224,6 +243,7 @@ class ActorDirectory:
         self._answer_waiting(actor)
         if actor.entry() is None:
             self.actors.pop(actor.id, None)
+            self._unseen(actor.failure)
 
     def _free_name(self, actor: Actor) -> None:
         if actor.key is not None and self._names.get(actor.key) is actor:
@@ -235,9 +255,12 @@ class ActorDirectory:
             self._control.later(self._lost_answer(actor, reply))
 
     def _lost_answer(self, actor: Actor, reply: Reply) -> Callable[[], object]:
-        answer = (not actor.dead, actor.worker.proc)
+        answer = (not actor.dead, actor.worker.proc, bool(actor.leaving))
         cause = actor.cause
-        return lambda: reply(answer, [cause] if cause is not None else ())
+        assert cause is not None
+        if actor.dead:
+            actor.failure = ""  # somebody knows of it
+        return lambda: reply(answer, [cause])
 
     def lost(self, id: int, proc: int, reply: Reply) -> None:
         """A caller lost its connection to ``proc``: where is the actor now, or why is it dead?"""
@@ -245,7 +268,7 @@ class ActorDirectory:
             actor = self.actors.get(id)
             if actor is None:
                 cause = death.actor_died(self.node, "the actor has ended")
-                self._control.later(lambda: reply((False, proc), [cause]))
+                self._control.later(lambda: reply((False, proc, True), [cause]))
             elif actor.dead or actor.worker.proc != proc:
                 self._control.later(self._lost_answer(actor, reply))
             else:
@@ -275,6 +298,7 @@ class ActorDirectory:
             for id in ids:
                 actor = self.actors.pop(id, None)
                 if actor is None or actor.dead:
+                    self._unseen("" if actor is None else actor.failure)
                     continue
                 self._free_name(actor)
                 actor.leaving = "Its last handle was gone."
@@ -308,3 +332,5 @@ class ActorDirectory:
 
     def close(self) -> None:
         self._detached.clear()
+        for actor in self.actors.values():
+            self._unseen(actor.failure)

@@ -57,6 +57,7 @@ class LocalEngine(Engine):
         self._tasks = TaskClient(node, max(1, int(totals["CPU"])), env or {})
         self._actor: tuple[int, str | None, int] | None = None
         node.messages[RECALL] = lambda _, proc, __: self._tasks.recall(proc)
+        self.cancel_started_by = self._tasks.cancel_started_by
 
     def _check(self) -> None:
         waiting.check_open(self.node)
@@ -67,8 +68,7 @@ class LocalEngine(Engine):
         self, spec: FunctionSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> Any:
         self._check()
-        cpus = 1.0 if options.num_cpus is None else options.num_cpus
-        self._totals.check(spec.name, cpus, options.num_gpus or 0.0)
+        self._totals.check(spec.name, options.task_cpus, options.num_gpus or 0.0)
         return self._tasks.submit(spec, args, kwargs, options)
 
     def create_actor(
@@ -172,6 +172,9 @@ class LocalEngine(Engine):
             )
         for entry in entries:
             if entry.state == FAILED:
+                for other in entries:  # the first error stands for all, also for those to come
+                    if other.looked_at not in (other.waiters or ()):
+                        other.add_waiter(other.looked_at)
                 self._raise(entry)
         for i, entry in enumerate(entries):
             if entry.state == PENDING:
@@ -195,7 +198,11 @@ class LocalEngine(Engine):
         raise error
 
     def wait(
-        self, refs: Sequence[ObjectRef[Any]], num_returns: int, timeout: float | None
+        self,
+        refs: Sequence[ObjectRef[Any]],
+        num_returns: int,
+        timeout: float | None,
+        fetch_local: bool = True,
     ) -> tuple[list[ObjectRef[Any]], list[ObjectRef[Any]]]:
         self._check()
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -226,7 +233,9 @@ class LocalEngine(Engine):
         self.node.flush_calls()
         self.node.ask_and_wait(DRIVER, "kill", (actor.id, no_restart))
 
-    def cancel(self, ref: ObjectRef[Any] | ObjectRefGenerator, force: bool) -> None:
+    def cancel(
+        self, ref: ObjectRef[Any] | ObjectRefGenerator, force: bool, recursive: bool
+    ) -> None:
         self._check()
         if isinstance(ref, LocalGenerator):
             origin: Any = ref.origin
@@ -239,11 +248,11 @@ class LocalEngine(Engine):
             return
         client, id = origin
         if isinstance(client, TaskClient):
-            client.cancel(id, force)
+            client.cancel(id, force, recursive)
         elif force:
             raise ValueError("cancel(force=True) is for tasks; end an actor with miniray.kill()")
         else:
-            client.cancel(id)
+            client.cancel(id, recursive)
 
     def get_actor(self, name: str, namespace: str | None) -> ActorHandle[Any]:
         self._check()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from miniray.core import loops
 from miniray.core.local.calls import R_END, R_ITEM, R_MANY, R_ONE, R_PLAIN
 from miniray.core.local.objects import BLOB, FAILED, Blob, is_plain
+from miniray.core.local.peers import DRIVER
 from miniray.core.local.wire import Closed, Stream, frame
 from miniray.errors import MinirayError, TaskCancelledError, TaskError
 
@@ -130,6 +131,18 @@ class Executor:
     def finish(self) -> None:
         """Wait for what is still running; nothing new will come."""
 
+    def exit_status(self, error: SystemExit) -> int:
+        """What a program would end with, having printed what it would print."""
+        code = error.code
+        if code is not None and not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+        flush_output()
+        # With 0 an actor means to end. Its status alone does not say so: os._exit(0) is a crash.
+        if not code and not self.node.closing:  # closing: in a child that the user's code forked
+            self.node.ask_and_wait(DRIVER, "actor_leaves", None)
+        return code or 0
+
     # -- results ----------------------------------------------------------------------------------
 
     def reply(self, job: Job, value: Any) -> None:
@@ -230,7 +243,7 @@ class ThreadExecutor(Executor):
                 super().run(job)
                 self.node.flush_calls()
             except SystemExit as error:
-                os._exit(exit_status(error))
+                os._exit(self.exit_status(error))
             finally:
                 self._busy -= 1
 
@@ -242,16 +255,6 @@ class ThreadExecutor(Executor):
             self._jobs.put(None)
         for thread in self._threads:
             thread.join()
-
-
-def exit_status(error: SystemExit) -> int:
-    """What a program would end with, having printed what it would print."""
-    code = error.code
-    if code is not None and not isinstance(code, int):
-        print(code, file=sys.stderr)
-        code = 1
-    flush_output()
-    return code or 0
 
 
 def flush_output() -> None:

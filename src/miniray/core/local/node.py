@@ -107,7 +107,13 @@ class Node(Peers):
 
         def then(ok: bool, answer: Any, blobs: list[Blob]) -> None:
             if not ok:
-                entry.fail(ObjectLostError(f"the owner of object {entry.id:x} is gone: {answer}"))
+                entry.fail(
+                    ObjectLostError(
+                        f"the owner of object {entry.id:x} is gone: {answer}. What a process puts, "
+                        "and what its calls give, is lost with it: keep a handle of the actor for "
+                        "as long as refs from it are used, or return values instead of refs"
+                    )
+                )
             elif answer is None:
                 entry.fail(ObjectLostError(f"object {entry.id:x} was freed by its owner"))
             else:

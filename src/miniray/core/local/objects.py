@@ -8,6 +8,7 @@ made the ref owns the object: others who hold it ask the owner for the value.
 from __future__ import annotations
 
 import errno
+import functools
 import pickle
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,9 @@ from miniray.core.engine import bytes_of
 from miniray.core.local.copying import copy
 from miniray.core.local.sharing import Shared
 from miniray.core.local.store import Lease, aligned
-from miniray.core.refs import ObjectRef
+from miniray.core.refs import ObjectRef, later, say_unseen
 from miniray.core.serialize import Packed, pack, unpack
-from miniray.errors import ObjectStoreFullError, SessionEndedError
+from miniray.errors import ObjectStoreFullError, SessionEndedError, TaskCancelledError
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -108,6 +109,11 @@ class Entry(Shared):
                 if not self.waiters:
                     self.waiters = None
                     self.sharing.awaited.discard(self)
+
+    def looked_at(self) -> None:
+        """Somebody knows how it ended, or has no need to."""
+        if isinstance(self.value, Failure):
+            self.value.node = None
 
     def _notify(self) -> None:
         with self.sharing.lock:
@@ -264,6 +270,35 @@ class Blob:
         return cls(private=private, refs=refs, lease=lease, layout=layout)
 
 
+class Failure(Blob):
+    """How a call of ours ended. If it is let go and nobody has looked at it, that is said."""
+
+    __slots__ = ("node",)
+
+    def __init__(self, node: Node, blob: Blob) -> None:
+        super().__init__(blob.data, blob.buffers, blob.private, blob.refs, blob.lease, blob.layout)
+        self.node: Node | None = node  # None once somebody has looked
+
+    def load(self, node: Node, *, writable: bool = True) -> Any:
+        self.node = None
+        return super().load(node, writable=writable)
+
+    def to_wire(self, node: Node, proc: int, fds: list[int]) -> Wire:
+        self.node = None  # it is the receiver's now
+        return super().to_wire(node, proc, fds)
+
+    def __del__(self) -> None:
+        node = self.node
+        if node is not None and not node.closing:
+            # This may run in any thread, with any lock held; unpickling and logging are user code.
+            node.post(lambda: later(lambda: self._say(node)))
+
+    def _say(self, node: Node) -> None:
+        error = self.load(node)
+        if not isinstance(error, TaskCancelledError):
+            say_unseen(error)
+
+
 def _write(node: Node, packed: Packed) -> tuple[Lease, list[tuple[int, int]]]:
     lease, layout = _reserve(node, packed)
     target = _writable(lease)
@@ -299,31 +334,23 @@ def _address(array: Any) -> int:
 
 def _view(lease: Lease, memory: Any, size: int, writable: bool) -> memoryview:
     """A buffer over ``memory`` that keeps ``lease`` alive as long as anything is built on it."""
-    view = _leased_array()(memory, size)
+    view = _array(memory)[:size].view(_leased_array())
     view.lease = lease
     view.flags.writeable = writable
     # Not the array itself: numpy would skip it and refer to the memory below, losing the lease.
     return memoryview(view)
 
 
+@functools.cache
 def _leased_array() -> Any:
     """An array type with room for the lease: plain arrays, and Python before 3.12, have no way to
     export a buffer together with an owner. Made on first use, since it needs numpy."""
-    global _leased_array_cache
-    if _leased_array_cache is None:
-        import numpy as np
+    import numpy as np
 
-        class LeasedArray(np.ndarray[Any, Any]):
-            lease: Lease
+    class LeasedArray(np.ndarray[Any, Any]):
+        lease: Lease
 
-        def make(memory: Any, size: int) -> Any:
-            return np.frombuffer(memory, np.uint8, size).view(LeasedArray)
-
-        _leased_array_cache = make
-    return _leased_array_cache
-
-
-_leased_array_cache: Any = None
+    return LeasedArray
 
 
 class _Unreadable:

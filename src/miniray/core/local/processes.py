@@ -93,7 +93,7 @@ class Processes:
             out_fd, err_fd = self.logs.add(worker.proc, worker.name)
         except OSError as error:
             why = f"{worker.name} could not be started: {error}"
-            self.node.post(lambda: self._on_exit(worker, death.EXIT_ON_PURPOSE, why))
+            self.node.post(lambda: self._on_exit(worker, 0, why))
             return
         worker.slot = self._free_slots.pop()
         env = dict(worker.env)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from miniray.core.local.actors import fill_arguments
 from miniray.core.local.calls import FUNCTION, Call, Channel
+from miniray.core.local.executors import current_call
 from miniray.core.local.lanes import Demand, Function, Lane, has_room
-from miniray.core.local.objects import FAILED, Blob
+from miniray.core.local.objects import FAILED, Blob, Failure
 from miniray.core.local.peers import CANCEL, DRIVER, STEAL
 from miniray.core.local.sinks import make_sink, set_origin, sink_entries
 from miniray.core.local.wire import Closed
@@ -54,19 +55,16 @@ class TaskClient:
         if function is None:
             spec.cache.clear()  # what an earlier session left
             function = spec.cache[node] = Function(node, spec)
-        num_returns = options.num_returns
-        if num_returns is None:
-            num_returns = spec.call.num_returns  # type: ignore[assignment]
-        assert num_returns is not None
+        num_returns = spec.num_returns(options)
         id = next(node.ids)
         sink, result = make_sink(node, id, num_returns)
         call = Call(id, sink, function.id, num_returns)
         call.spec = function
+        call.parent = current_call.get()
         call.retries = DEFAULT_RETRIES if options.max_retries is None else options.max_retries
         fill_arguments(node, call, args, kwargs)
-        cpus = 1.0 if options.num_cpus is None else float(options.num_cpus)
         env = tuple(sorted({**self.env, **options.env_vars}.items()))
-        demand = Demand(cpus, float(options.num_gpus or 0), env)
+        demand = Demand(options.task_cpus, float(options.num_gpus or 0), env)
         set_origin(sink, self, id)
         waiting = call.pending_deps()
         if waiting:
@@ -336,7 +334,7 @@ class TaskClient:
                         call.retries -= running and call.retries > 0
                         lane.queue.append(call)
                     else:
-                        call.sink.resolve(FAILED, blobs[0])
+                        call.sink.resolve(FAILED, Failure(self.node, blobs[0]))
                 self._dispatch(demand, lane)
 
         if channel.interrupted:
@@ -344,7 +342,19 @@ class TaskClient:
             self._kill(proc)
         self.node.ask(DRIVER, "worker_lost", proc, [], then)
 
-    def cancel(self, id: int, force: bool) -> None:
+    def cancel_started_by(self, id: int) -> None:
+        """Cancel what the call ``id``, which runs in this process, has submitted."""
+        with self._lock:
+            calls = list(self._waiting.values())
+            for lane in self._lanes.values():
+                calls.extend(lane.queue)
+            for channel in self._channels.values():
+                calls.extend(list(channel.pending.values()))
+        for call in calls:
+            if call.parent == id:
+                self.cancel(call.id, force=False, recursive=True)
+
+    def cancel(self, id: int, force: bool, recursive: bool) -> None:
         """Cancel a task: not sent yet, it never is; running, it is interrupted or killed."""
         waiting = self._waiting.pop(id, None)
         if waiting is not None:
@@ -365,7 +375,7 @@ class TaskClient:
                     if force:
                         self._kill(proc)
                     else:
-                        self.node.tell(proc, CANCEL, id)
+                        self.node.tell(proc, CANCEL, (id, recursive))
                     return
 
 

@@ -29,7 +29,7 @@ from miniray.core import session, startup
 from miniray.core.local import system
 from miniray.core.local.calls import CALL, CALL_PLAIN, FUNCTION, R_STOLEN
 from miniray.core.local.engine import LocalEngine
-from miniray.core.local.executors import Executor, Job, ThreadExecutor, arguments, exit_status
+from miniray.core.local.executors import Executor, Job, ThreadExecutor, arguments
 from miniray.core.local.info import SessionInfo
 from miniray.core.local.node import Node, owner_of
 from miniray.core.local.objects import Blob
@@ -114,7 +114,7 @@ class Server:
         node.on_calls = self._connected
         node.messages[EXIT] = lambda *_: self._exit()
         node.messages[INIT] = lambda _, meta, blobs: self._init.put((meta, blobs))
-        node.messages[CANCEL] = lambda _, id, __: self.executor.cancel(id)
+        node.messages[CANCEL] = lambda _, meta, __: self._cancel(*meta)
         node.messages[STEAL] = lambda proc, thief, _: self._give_back(proc, thief)
         if not is_actor:
             engine.on_block = self._on_block
@@ -132,7 +132,7 @@ class Server:
                 return self._async.run(self._connections)
             self._loop()
         except SystemExit as error:
-            return exit_status(error)
+            return self.executor.exit_status(error)
         return 0
 
     def leave(self) -> None:
@@ -256,6 +256,11 @@ class Server:
                 (blob,) = self.node.decode([wire], stream.peer, fds)
                 self.executor.functions[id] = (name, blob, None)
         return jobs
+
+    def _cancel(self, id: int, recursive: bool) -> None:
+        self.executor.cancel(id)
+        if recursive:
+            self.engine.cancel_started_by(id)
 
     def _exit(self) -> None:
         self._exiting = True

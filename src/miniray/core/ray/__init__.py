@@ -109,6 +109,3 @@ def _own_import_paths() -> list[str]:
             root in installed for root in (Path(path).resolve(), *Path(path).resolve().parents)
         )
     ]
-
-
-__all__ = ["start"]

@@ -67,14 +67,12 @@ class RayEngine(Engine):
         self, spec: FunctionSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> ObjectRef[Any] | list[ObjectRef[Any]] | ObjectRefGenerator | None:
         self._check_open(ActorDiedError)
-        self._check_fits(spec.name, 1 if options.num_cpus is None else options.num_cpus, options)
+        self._check_fits(spec.name, options.task_cpus, options)
         remote = spec.cache.get(_CACHE_KEY)
         if remote is None:
             remote = spec.cache[_CACHE_KEY] = ray.remote(guard_function(spec, attach))
         chosen = _ray_options(options, ("num_cpus", "num_gpus", "max_retries", "name"))
-        num_returns = options.num_returns
-        if num_returns is None:
-            num_returns = spec.call.num_returns  # type: ignore[assignment]
+        num_returns = spec.num_returns(options)
         if num_returns != 1:
             self._check_streaming(num_returns)
             chosen["num_returns"] = num_returns
@@ -191,10 +189,19 @@ class RayEngine(Engine):
             raise
 
     def wait(
-        self, refs: Sequence[ObjectRef[Any]], num_returns: int, timeout: float | None
+        self,
+        refs: Sequence[ObjectRef[Any]],
+        num_returns: int,
+        timeout: float | None,
+        fetch_local: bool = True,
     ) -> tuple[list[ObjectRef[Any]], list[ObjectRef[Any]]]:
         self._check_open(ObjectLostError)
-        done, _ = ray.wait(ray_refs_of(self, refs), num_returns=num_returns, timeout=timeout)
+        done, _ = ray.wait(
+            ray_refs_of(self, refs),
+            num_returns=num_returns,
+            timeout=timeout,
+            fetch_local=fetch_local,
+        )
         finished = {ref.binary() for ref in done}
         ready = [ref for ref in refs if ref.binary() in finished]
         return ready, [ref for ref in refs if ref.binary() not in finished]
@@ -209,17 +216,19 @@ class RayEngine(Engine):
         self._check_open(ActorDiedError)
         ray.kill(actor, no_restart=no_restart)
 
-    def cancel(self, ref: ObjectRef[Any] | ObjectRefGenerator, force: bool) -> None:
+    def cancel(
+        self, ref: ObjectRef[Any] | ObjectRefGenerator, force: bool, recursive: bool
+    ) -> None:
         self._check_open(ObjectLostError)
         if isinstance(ref, RayStream):
-            ray.cancel(ref.ray_generator, force=force)
+            ray.cancel(ref.ray_generator, force=force, recursive=recursive)
             return
         ray_ref = ray_refs_of(self, [ref])[0]  # type: ignore[list-item]
         # Ray 2.60 aborts the whole process when a task is cancelled right after it was submitted
         # with a ref that is not ready (a race like the one in ray-project/ray#56123). The wait
         # gives its I/O thread time to take up the task; it makes the crash unlikely, no more.
         ray.wait([ray_ref], timeout=0.05, fetch_local=False)
-        ray.cancel(ray_ref, force=force)
+        ray.cancel(ray_ref, force=force, recursive=recursive)
 
     def get_actor(self, name: str, namespace: str | None) -> ActorHandle[Any]:
         ray_handle = self._find(name, namespace)
@@ -344,9 +353,7 @@ def _send(remote: Any, args: tuple[Any, ...], kwargs: dict[str, Any], code: Any,
     except Exception:  # pickling runs arbitrary user code: anything may be raised
         # Our own pickler fails in the same place and says where that is.
         serialize.pack(code, name)
-        for i, value in enumerate(args):
-            serialize.pack(value, f"argument {i} of {name}")
-        for key, value in kwargs.items():
+        for key, value in [*enumerate(args), *kwargs.items()]:
             serialize.pack(value, f"argument {key!r} of {name}")
         raise  # it was not about pickling
 

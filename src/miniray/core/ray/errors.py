@@ -72,6 +72,3 @@ def _task_error(error: ray_errors.RayTaskError) -> Exception:
 
 _PROCESS = re.compile(r"ray::([\w.<>]+)")
 _PID = re.compile(r"\(pid=(\d+)")
-
-
-__all__ = ["translate"]

@@ -10,6 +10,7 @@ and every Ray handle, however it was come by, can say which methods its actor ha
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -44,36 +45,43 @@ def guard(
     ``enter`` runs first; it makes miniray's verbs work in the worker. The kind of function (async,
     generator) stays, as Ray goes by it, except that Ray has no async tasks: those get a loop here.
     """
-    if call.is_async and in_actor:
-        return (
-            _guard_async_generator(target, call, enter)
-            if call.is_generator
-            else _guard_async(target, call, enter)
-        )
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        enter()
-        try:
+        with _capturing(call, enter):
             result = target(*args, **kwargs)
             return loops.run(result) if call.is_async else result
-        except RayError:  # Ray's own control flow, such as an async actor's exit
-            raise
-        except Exception as error:
-            raise _captured(error, call.name) from None
 
     def run_generator(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        enter()
-        try:
+        with _capturing(call, enter):
             items = target(*args, **kwargs)
             # Not "yield from": Ray sends values into the generator, which are not for the user's.
             for item in loops.drain(items) if call.is_async else items:  # noqa: UP028
                 yield item
-        except RayError:
-            raise
-        except Exception as error:
-            raise _captured(error, call.name) from None
 
+    async def run_async(*args: Any, **kwargs: Any) -> Any:
+        with _capturing(call, enter):
+            return await target(*args, **kwargs)
+
+    async def run_async_generator(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        with _capturing(call, enter):
+            async for item in target(*args, **kwargs):
+                yield item
+
+    if call.is_async and in_actor:
+        return run_async_generator if call.is_generator else run_async
     return run_generator if call.is_generator else run
+
+
+@contextlib.contextmanager
+def _capturing(call: CallSpec, enter: Callable[[], Any]) -> Iterator[None]:
+    enter()
+    try:
+        yield
+    except RayError:  # Ray's own control flow, such as an async actor's exit
+        raise
+    except Exception as error:
+        error.__traceback__ = _without_own_frames(error.__traceback__)
+        raise TaskError.capture(error, call.name, worker_name(), os.getpid()) from None
 
 
 def guard_function(spec: FunctionSpec, enter: Callable[[], Any]) -> Callable[..., Any]:
@@ -85,42 +93,6 @@ def guard_function(spec: FunctionSpec, enter: Callable[[], Any]) -> Callable[...
     if spec.call.signature is not None:
         body.__signature__ = spec.call.signature  # type: ignore[attr-defined]
     return body
-
-
-def _guard_async(
-    target: Callable[..., Any], call: CallSpec, enter: Callable[[], Any]
-) -> Callable[..., Any]:
-    async def run(*args: Any, **kwargs: Any) -> Any:
-        enter()
-        try:
-            return await target(*args, **kwargs)
-        except RayError:
-            raise
-        except Exception as error:
-            raise _captured(error, call.name) from None
-
-    return run
-
-
-def _guard_async_generator(
-    target: Callable[..., Any], call: CallSpec, enter: Callable[[], Any]
-) -> Callable[..., Any]:
-    async def run(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        enter()
-        try:
-            async for item in target(*args, **kwargs):
-                yield item
-        except RayError:
-            raise
-        except Exception as error:
-            raise _captured(error, call.name) from None
-
-    return run
-
-
-def _captured(error: Exception, function: str) -> TaskError:
-    error.__traceback__ = _without_own_frames(error.__traceback__)
-    return TaskError.capture(error, function, worker_name(), os.getpid())
 
 
 def _without_own_frames(tb: TracebackType | None) -> TracebackType | None:
@@ -190,6 +162,3 @@ def _host_method(name: str, call: CallSpec, enter: Callable[[], Any]) -> Callabl
         parameters = [host, *call.signature.parameters.values()]
         method.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return ray.method(num_returns=call.num_returns)(method)  # type: ignore[no-any-return]
-
-
-__all__ = ["INIT_FAILED", "guard_function", "host_class", "worker_name"]

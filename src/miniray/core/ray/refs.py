@@ -193,14 +193,3 @@ def _declared(num_returns: int | str | None, generator: bool) -> int | str:
     if num_returns is None:
         return "streaming" if generator else 1
     return num_returns
-
-
-__all__ = [
-    "RayRef",
-    "RayStream",
-    "first_error",
-    "ray_refs_of",
-    "unwrap_refs",
-    "wrap",
-    "wrap_handle",
-]
