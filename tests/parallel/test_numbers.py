@@ -147,6 +147,43 @@ def test_a_model_that_torch_traces_is_dealt_out_by_layers(engine):
         check_same(trainer, result, expected)
 
 
+class Noisy(Transformer):
+    """With dropout, and a buffer that is not saved."""
+
+    def __init__(self):
+        super().__init__(dropout=0.5)
+        self.register_buffer("scale", torch.full((4,), 0.5), persistent=False)
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def still(parameters):
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+def test_a_traced_model_is_evaluated_without_dropout_on_any_number_of_samples(engine):
+    """It comes as pretrained ones do, in the mode of evaluations, and is trained with dropout."""
+    engine()
+    parts = {**PARTS, "optimizer": still, "model": Noisy().eval(), "microbatches": 2}
+    with PipelineParallelTrainer(
+        2, **parts, data=make_data(), val_data=make_data(13, 5)
+    ) as trainer:
+        trained = trainer.train(1)["loss"]
+        scores = [trainer.evaluate(), trainer.evaluate()]
+        exact = trainer.evaluate(make_data().dataset)["loss"]
+        weights = trainer.model_weights()
+    plain = Noisy().eval()
+    plain.load_state_dict(weights)
+    x, y = make_data(13).dataset.tensors
+    with torch.no_grad():
+        expected = loss(plain(x), y).item()
+    for score in scores:
+        assert score["loss"] == pytest.approx(expected, abs=1e-5)
+        assert score["num_samples"] == 13
+    assert abs(trained - exact) > 1e-3
+
+
 def test_stages_whose_layers_are_cut_train_as_one_process_does(engine):
     engine()
     expected = one_process(clip=0.5)

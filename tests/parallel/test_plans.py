@@ -264,6 +264,8 @@ def test_what_cannot_be_trained_is_refused_with_what_would_fit():
         TypeError, match=r"layer 1 \(TwoOutputs\) must return one tensor, .* a tuple"
     ):
         planned([nn.Embedding(12, 16), TwoOutputs(), nn.Flatten(), nn.Linear(64, 4)])
+    with pytest.raises(TypeError, match="that torch has traced into stages cannot be cut themsel"):
+        planned(Transformer, layout=Layout(pipeline=2, tensor=2))
     with pytest.raises(TypeError, match="no list of layers to cut between"):
         planned(nn.Bilinear(2, 2, 2))
     with pytest.raises(TypeError, match=r"(?s)must return one number.* shape"):
@@ -362,6 +364,7 @@ def test_arguments_of_a_pipeline_that_make_no_sense(options, message):
         ({"num_workers": 4, "tensor_parallel": 3}, "does not divide num_workers=4; 1, 2, 4 would"),
         ({"split": "layers", "tensor_parallel": 2}, "cuts no layer"),
         ({"split": "rows"}, 'split must be "tensor" or "layers"'),
+        ({"loss": nn.Bilinear(4, 4, 1)}, "loss= has parameters, which nobody would train"),
         ({"tensor_parallel": 2, "parallel": {"tensor": 2}}, "pass one of them"),
     ],
 )

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import miniray
 from miniray.core.remote import ClassSpec
 from miniray.data.plan import shard_indices
-from miniray.train.ddp.loop import StepOptions
 from miniray.train.ddp.rank import RankSettings
 from miniray.train.ddp.worker import rank_spec
 from miniray.train.group import GroupHost
@@ -209,6 +208,7 @@ class Place:
                 "weights": worker.get_weights(),
                 "samples": facts["batches"],
                 "shared": worker._rank_shared_state(),
+                "own": worker.get_state(),
                 "bytes": local_bytes(worker),
             }
         finally:
@@ -224,18 +224,20 @@ def run_ranks(
     steps=None,
     compile=False,
     shard="none",
+    models=("model",),
     **arguments,
 ):
     """Run ranks of ``cls`` in these actors; what each has to show at the end."""
     world_size = len(places)
     host = GroupHost(world_size, name="test", timeout=60)
     settings = RankSettings(
-        steps=StepOptions(**(steps or {})),
+        **(steps or {}),
         uneven=uneven,
         seed=SEED,
         ddp_options=options or {},
         compile=compile,
         shard=shard,
+        models=models,
         own_process=False,
     )
     calls = [

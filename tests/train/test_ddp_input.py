@@ -129,6 +129,26 @@ def train(worker, epochs=1, **options):
         return trainer.train(epochs=epochs)
 
 
+class Named(dict):
+    """A dict whose values are attributes, too."""
+
+    def __getattr__(self, name):
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+def test_a_batch_that_is_a_dict_of_the_users_own_stays_one():
+    batch = Named(x=torch.ones(2), rows=[torch.ones(2), "text"])
+    there = moved(batch, "meta")
+    assert (there.x.device.type, there.rows[0].device.type, there.rows[1]) == (
+        "meta",
+        "meta",
+        "text",
+    )
+    assert batch.x.device.type == "cpu"
+
+
 def test_a_metric_that_is_no_number_is_named_in_the_first_step():
     class Logits(Stepper):
         def training_step(self, batch, batch_idx):
@@ -190,6 +210,30 @@ class OtherModel(Stepper):
 def test_an_optimizer_of_another_model_is_refused():
     with pytest.raises(ValueError, match=r"self.optimizer has no parameter of self.model, which w"):
         train(OtherModel)
+
+
+class Margin(Stepper):
+    """Its loss has weights of its own, as in metric learning."""
+
+    def __init__(self, worker_id):
+        super().__init__(worker_id)
+        self.criterion = torch.nn.Linear(3, 3)
+        self.optimizer.add_param_group({"params": self.criterion.parameters()})
+
+
+class Scaled(Stepper):
+    def __init__(self, worker_id):
+        super().__init__(worker_id)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.scaling = torch.optim.SGD([self.model[0].weight, self.scale], 0.1)
+
+
+def test_parameters_that_would_be_trained_on_each_worker_by_itself_are_refused():
+    words = r"self.optimizer has parameters that are not self.model's but of self.criterion: .* "
+    with pytest.raises(ValueError, match=words + r"pass models=\('model', 'criterion'\)"):
+        train(Margin)
+    with pytest.raises(ValueError, match=r"self.scaling has .* Make them a part of self.model$"):
+        train(Scaled)
 
 
 # -- evaluation and checkpoints --------------------------------------------------------------------

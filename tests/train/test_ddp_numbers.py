@@ -22,7 +22,8 @@ CASES = [
     (57, 4, 2, 1, None),  # a last batch of one sample: rank 1 has none
     (59, 4, 2, 2, 0.2),
     (33, 4, 2, 2, None),
-    (57, 4, 3, 2, None),  # two samples more than fit: they go to the micro-batch before
+    (57, 4, 3, 2, None),  # two samples more than fit, in a step with others
+    (45, 4, 2, 3, 0.1),  # rank 1 has no part in the last of the last step's three micro-batches
 ]
 
 
@@ -63,6 +64,51 @@ def test_losses_and_weights_are_those_of_one_process(places):
             for key, moments in states[0].items():
                 assert torch.equal(moments["exp_avg"], other[key]["exp_avg"])
                 assert moments["step"] == other[key]["step"]
+
+
+class Twice(Stepper):
+    """Goes through the model twice before it goes back, and keeps an average of the weights."""
+
+    def __init__(self, worker_id):
+        super().__init__(worker_id, n=57)
+        self.ema = torch.optim.swa_utils.AveragedModel(self.model)
+        self.optimizer.register_step_post_hook(lambda *_: self.ema.update_parameters(self.model))
+
+    def training_step(self, batch, batch_idx):
+        once, again = super().training_step(batch, 0), super().training_step(batch, 0)
+        return (once + again) / 2
+
+    def get_state(self):
+        return list(self.ema.module.parameters())
+
+
+class Halves(Stepper):
+    """A model in two parts, both of which the trainer is told of."""
+
+    def __init__(self, worker_id):
+        super().__init__(worker_id, n=57)
+        self.head = self.model[1:]
+        self.model = self.model[:1]
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return torch.nn.functional.cross_entropy(self.head(self.model(x)), y)
+
+
+def test_a_rank_without_samples_takes_part_in_the_step_whatever_the_step_calls(places):
+    """The last step is of one sample. What rank 1 does in it for company counts 0 times."""
+    _, weights = one_process(57, 8, epochs=3)
+    ranks = run_ranks(places[:2], cls=Twice)
+    averages = [found["own"]["worker"] for found in ranks]
+    assert all(map(torch.equal, *averages))
+    for found in ranks:
+        assert apart(found["weights"], weights) < 1e-5
+    _, weights = one_process(57, 8, epochs=3, clip=0.1)
+    both = {"models": ("model", "head"), "steps": {"clip_norm": 0.1}}
+    for found in run_ranks(places[:2], cls=Halves, **both):
+        named = ["model.0.weight", "model.0.bias", "head.2.weight", "head.2.bias"]
+        assert list(found["weights"]) == named
+        assert apart(dict(zip(weights, found["weights"].values(), strict=True)), weights) < 1e-5
 
 
 def test_other_ways_to_even_out(places):
@@ -141,7 +187,7 @@ class Branching(Stepper):
 
 def test_parameters_may_be_unused_on_a_rank_if_that_is_said(places):
     unused = {"find_unused_parameters": True}
-    ranks = run_ranks(places[:2], cls=Branching, options=unused, steps=unused)
+    ranks = run_ranks(places[:2], cls=Branching, options=unused)
     assert apart(ranks[0]["weights"], ranks[1]["weights"]) == 0
     assert apart(ranks[0]["weights"], Branch().state_dict()) > 0
 

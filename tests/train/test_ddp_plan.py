@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miniray.train.ranks.plan import EpochPlan, Window, counted_windows
+from miniray.train.ranks.plan import EpochPlan, counted_windows
 
 plans = st.fixed_dictionaries(
     {
@@ -39,19 +39,15 @@ def test_samples_windows_and_weights_fit_together(case):
         assert set(rows) == set(range(n))
         assert len(rows) == -(-n // world_size) * world_size
     for rank in ranks:
-        assert len(taken[rank]) == plan.count(rank) == sum(len(w.weights) for w in windows[rank])
-        # One more than asked for at most, where a last sample had to go somewhere.
-        assert all(len(batch) <= case["batch_size"] + 1 for batch in taken[rank])
-    for number, together in enumerate(zip(*windows, strict=True)):
-        counts = {len(window.weights) for window in together}
-        if together[0].join:
-            assert counts == {0, 1}
-            assert number == len(windows[0]) - 1
-        else:
-            assert len(counts) == 1
-        # DDP divides by the ranks taking part: then every sample of the step counts the same.
-        present = sum(1 for window in together if window.weights)
-        assert sum(sum(w.weights) for w in together) / present == pytest.approx(1)
+        weights = [weight for window in windows[rank] for weight in window]
+        assert len(taken[rank]) == plan.count(rank) == sum(weight > 0 for weight in weights)
+        assert all(len(batch) <= case["batch_size"] for batch in taken[rank])
+        # Only the last micro-batch of an epoch may be one that a rank has no samples for.
+        assert all(weight > 0 for weight in weights[:-1])
+    for together in zip(*windows, strict=True):
+        assert len({len(window) for window in together}) == 1  # all ranks make every step
+        # DDP divides by the ranks: then every sample of the step counts the same.
+        assert sum(map(sum, together)) / world_size == pytest.approx(1)
 
 
 def test_samples_are_dealt_out_in_turn_and_weighted_by_hand():
@@ -59,8 +55,12 @@ def test_samples_are_dealt_out_in_turn_and_weighted_by_hand():
     assert list(plan.batches(0, 0, shuffle=False, seed=0)) == [[0, 2], [4, 6], [8, 10]]
     assert list(plan.batches(1, 0, shuffle=False, seed=0)) == [[1, 3], [5, 7], [9]]
     # Two full micro-batches: 2 ranks x 2 of 8 samples. Then 2 and 1 of 3 samples.
-    assert list(plan.windows(0)) == [Window((0.5, 0.5)), Window((2 * 2 / 3,))]
-    assert list(plan.windows(1)) == [Window((0.5, 0.5)), Window((2 * 1 / 3,))]
+    assert list(plan.windows(0)) == [(0.5, 0.5), (2 * 2 / 3,)]
+    assert list(plan.windows(1)) == [(0.5, 0.5), (2 * 1 / 3,)]
+    # One sample more: rank 1 has none of it, and goes through its last ones again for company.
+    plan = EpochPlan(9, 2, 2, accumulate=2)
+    assert list(plan.windows(0)) == [(0.5, 0.5), (2.0,)]
+    assert list(plan.windows(1)) == [(0.5, 0.5), (0.0,)]
 
 
 def test_the_samples_of_a_step_do_not_depend_on_the_number_of_ranks():
@@ -83,17 +83,18 @@ def test_ranks_with_nothing_to_do_and_uneven_shares_are_named():
 
 
 def test_batches_that_ranks_bring_themselves():
-    assert counted_windows([2, 2], 0, 1, "join") == [Window((1.0,)), Window((1.0,))]
-    assert counted_windows([3, 3], 1, 2, "error") == [Window((0.5, 0.5)), Window((1.0,))]
+    assert counted_windows([2, 2], 0, 1, "join") == [(1.0,), (1.0,)]
+    assert counted_windows([3, 3], 1, 2, "error") == [(0.5, 0.5), (1.0,)]
     # Rank 1 has one less: it keeps rank 0 company in the last step.
-    assert counted_windows([3, 2], 0, 1, "join")[2] == Window((1.0,), join=True)
-    assert counted_windows([3, 2], 1, 1, "join")[2] == Window((), join=True)
+    assert counted_windows([3, 2], 0, 1, "join")[2] == (2.0,)
+    assert counted_windows([3, 2], 1, 1, "join")[2] == (0.0,)
+    # In the middle of a step: of its three batches each counts a third, the average is over two.
+    assert counted_windows([4, 3], 0, 2, "join")[1] == (2 / 3, 2 / 3)
+    assert counted_windows([4, 3], 1, 2, "join")[1] == (2 / 3, 0.0)
     assert len(counted_windows([5, 3], 0, 1, "drop")) == 3
     with pytest.raises(ValueError, match="rank 0 has 3, rank 1 has 2 batches"):
         counted_windows([3, 2], 0, 1, "error")
     with pytest.raises(ValueError, match="needs miniray to share out"):
         counted_windows([3, 2], 0, 1, "pad")
-    with pytest.raises(ValueError, match="in the middle of a step"):
-        counted_windows([3, 2], 0, 2, "join")
     with pytest.raises(ValueError, match="rank 1 has 0 batches: every rank needs"):
         counted_windows([3, 0], 0, 1, "join")

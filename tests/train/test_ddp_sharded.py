@@ -180,9 +180,15 @@ class Uneven(Stepper):
         self.train_loader = torch.utils.data.DataLoader(rows, batch_size=4)
 
 
+class Unmeasured(Stepper):
+    def load_data_shard(self, shard_id, num_shards):
+        self.train_loader = map(tuple, self.train_loader)
+
+
 @pytest.mark.parametrize(
     ("worker", "kind", "message"),
     [
+        (Unmeasured, ValueError, r"no len\(\): only accumulate=1, uneven='join', shard='none'"),
         (OwnWeights, TypeError, r"does not go with OwnWeights.get_weights\(\): no worker has"),
         (Scalar, ValueError, "cannot cut scale, which has no dimension"),
         (Extra, ValueError, "self.optimizer has parameters that are not self.model's"),
@@ -194,11 +200,15 @@ def test_what_cannot_be_sharded_is_refused_before_ranks_meet(worker, kind, messa
         DDPTrainer(1, worker=worker, shard="full", progress=False).train(epochs=1)
 
 
-def test_ranks_with_different_numbers_of_batches_are_refused_or_evened_out():
-    with pytest.raises(ValueError, match=r"rank 0: 4, rank 1: 3\); choose uneven=\"drop\""):
-        DDPTrainer(2, worker=Uneven, shard="full", progress=False).train(epochs=1)
-    with DDPTrainer(2, worker=Uneven, shard="full", uneven="drop", progress=False) as trainer:
-        assert trainer.train(epochs=1)["num_samples"] == 24
+def test_ranks_with_different_numbers_of_batches_keep_each_other_company_or_are_evened_out():
+    rows = [torch.tensor([*range(4 * i, 4 * i + 4)] * 2) for i in range(3)]
+    rows.append(torch.arange(12, 16))
+    for uneven, batches in (("join", rows), ("drop", rows[:3])):
+        with DDPTrainer(2, worker=Uneven, shard="full", uneven=uneven, progress=False) as trainer:
+            found = trainer.train(epochs=1)["num_samples"]
+            _, weights = one_process(16, 0, epochs=1, rows=batches)
+            assert apart(trainer.model_weights(), weights) < 1e-5
+        assert found == {"join": 28, "drop": 24}[uneven]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import inspect
 import math
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from numbers import Number
 from typing import Any
 
@@ -110,7 +110,12 @@ def moved(batch: Any, device: Any) -> Any:
     if hasattr(batch, "to"):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
-        return {key: moved(value, device) for key, value in batch.items()}
+        there = {key: moved(value, device) for key, value in batch.items()}
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
+            return there
+        own = copy.copy(batch)  # a class of the user's, with more than a dict has
+        own.update(there)
+        return own
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(moved(value, device) for value in batch))
     if isinstance(batch, (list, tuple)):

@@ -9,31 +9,23 @@ and a loader that ends early are errors.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.algorithms.join import Join
 
 from miniray.train import torch_parts as parts
 from miniray.train.ranks.member import check_loss, check_scheduler
 from miniray.train.ranks.plan import Window
 from miniray.train.ranks.pulse import PulseThread
 
+if TYPE_CHECKING:
+    from miniray.train.ddp.rank import RankSettings
+
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CHECK_EVERY = 50  # steps between two looks at losses on a GPU: each look waits for it
-
-
-@dataclasses.dataclass(frozen=True)
-class StepOptions:
-    """How steps are made; see ``DDPTrainer``."""
-
-    accumulate: int = 1
-    precision: str = "fp32"
-    clip_norm: float | None = None
-    on_nonfinite: str = "error"
-    find_unused_parameters: bool = False
 
 
 NOT_CALLED = (
@@ -46,19 +38,21 @@ class StepLoop:
     """Runs the windows of an epoch. ``steps`` counts optimizer steps over the whole run."""
 
     def __init__(
-        self, worker: Any, model: Any, options: StepOptions, pulse: PulseThread, device: Any
+        self,
+        worker: Any,
+        models: Mapping[str, Any],
+        settings: RankSettings,
+        pulse: PulseThread,
+        device: Any,
     ) -> None:
-        self.worker = worker
-        self.model = model
-        self.options = options
-        self.pulse = pulse
-        self.device = device
+        self.worker, self.models, self.settings = worker, models, settings
+        self.pulse, self.device = pulse, device
         self.steps = 0
         self._user_step = parts.step_of(worker.training_step)
         #: When ``worker.scheduler`` is stepped: after each "epoch" or "step"; None without one.
         self.scheduler_interval = scheduler_interval(worker)
-        self._dtype = PRECISIONS[options.precision]
-        self.scaler = torch.amp.GradScaler(device.type, enabled=options.precision == "fp16")
+        self._dtype = PRECISIONS[settings.precision]
+        self.scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
         self._unchecked: list[tuple[int, Any]] = []
         self._last: tuple[int, Any] | None = None  # the batch that was trained on last
 
@@ -68,33 +62,32 @@ class StepLoop:
         Returns means over this rank's samples, and how many there were.
         """
         means = parts.Means()
-        iterator = enumerate(batches)
-        known = windows is not None
-        with contextlib.ExitStack() as stack:
-            joined = False
-            for number, window in enumerate(windows if windows is not None else _endless()):
-                if window.join and not joined:
-                    # Over the ranks that still take part: what there is, is averaged.
-                    stack.enter_context(self.model.join(divide_by_initial_world_size=False))
-                    joined = True
-                if not window.weights:
-                    break  # leaving the block keeps the others company until they are done
-                self.pulse.at("data", step=number)
-                first = next(iterator, None)
-                if first is None and not known:
-                    break
-                self._step(number, window.weights, itertools.chain((first,), iterator), means)
+        items = enumerate(batches)
+        if windows is not None:
+            for number, weights in enumerate(windows):
+                self._step(number, weights, items, means)
+        else:
+            # Over the ranks that still take part: what there is, is averaged. Leaving the block
+            # keeps the others company until they are done.
+            with Join([*self.models.values()], divide_by_initial_world_size=False):
+                for number in itertools.count():
+                    self.pulse.at("data", step=number)
+                    item = next(items, None)
+                    if item is None:
+                        break
+                    self._step(number, (1.0,), iter((item,)), means)
         self._check_losses()
         return means.means()
 
     def _step(
-        self, number: int, weights: tuple[float, ...], batches: Iterator[Any], means: parts.Means
+        self, number: int, weights: Window, batches: Iterator[Any], means: parts.Means
     ) -> None:
-        worker, pulse, model = self.worker, self.pulse, self.model
+        worker, pulse, models = self.worker, self.pulse, self.models.values()
         optimizer = worker.optimizer
+        calls = {name: model.forwards for name, model in self.models.items()}
         optimizer.zero_grad(set_to_none=True)
         for place, weight in enumerate(weights):
-            pulse.at("data")
+            pulse.at("data", step=number)
             item = next(batches, None) if weight else self._last
             if item is None:
                 raise RuntimeError(
@@ -105,13 +98,15 @@ class StepLoop:
             index, batch = item
             batch = parts.moved(batch, self.device)
             is_last = place == len(weights) - 1
-            with contextlib.nullcontext() if is_last else model.no_sync():
+            with contextlib.ExitStack() as stack:
+                for model in models if not is_last else ():
+                    stack.enter_context(model.no_sync())
                 pulse.at("forward")
-                calls = model.forwards
+                before = sum(model.forwards for model in models)
                 with self.autocast():
                     loss, metrics = read_output(self._user_step(batch, index), pulse.rank)
-                if model.forwards == calls:
-                    raise RuntimeError(NOT_CALLED.format("training_step()", "self.model"))
+                if sum(model.forwards for model in models) == before:
+                    self._refuse_parts(next(iter(self.models)))
                 if weight:
                     self._look_at(loss, number)
                     means.add(metrics, parts.length(batch))
@@ -119,11 +114,11 @@ class StepLoop:
                 weighted = loss if weight == 1.0 else loss * weight
                 self.scaler.scale(weighted).backward()
         pulse.at("optimizer")
-        if not self.options.find_unused_parameters:
-            self._check_gradients(model)
-        if self.options.clip_norm is not None:
+        self._check_gradients(calls)
+        if self.settings.clip_norm is not None:
             self.scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.module.parameters(), self.options.clip_norm)
+            parameters = [p for model in models for p in model.module.parameters()]
+            torch.nn.utils.clip_grad_norm_(parameters, self.settings.clip_norm)
         self.scaler.step(optimizer)
         self.scaler.update()
         self.steps += 1
@@ -139,7 +134,7 @@ class StepLoop:
     # -- what must not pass -----------------------------------------------------------------------
 
     def _look_at(self, loss: Any, number: int) -> None:
-        if self.options.on_nonfinite == "ignore" or self.scaler.is_enabled():
+        if self.settings.on_nonfinite == "ignore" or self.scaler.is_enabled():
             return  # with fp16 the scaler finds overflows and leaves out the step, on all ranks
         self._unchecked.append((number, loss.detach()))
         if self.device.type == "cpu" or len(self._unchecked) >= _CHECK_EVERY:
@@ -150,13 +145,20 @@ class StepLoop:
         for number, loss in unchecked:
             check_loss(loss.item(), "error", self.pulse.rank, number, self.pulse.epoch)
 
-    def _check_gradients(self, model: Any) -> None:
-        missing = [
-            name
-            for name, parameter in model.module.named_parameters()
-            if parameter.grad is None and parameter.requires_grad
-        ]
-        if missing:
+    def _refuse_parts(self, name: str) -> None:
+        raise RuntimeError(NOT_CALLED.format("training_step()", f"self.{name}"))
+
+    def _check_gradients(self, calls: Mapping[str, int]) -> None:
+        """All of a model's where it was called in this step (``calls``: before it), else none."""
+        for name, model in self.models.items():
+            parameters = {k: p for k, p in model.module.named_parameters() if p.requires_grad}
+            missing = [key for key, parameter in parameters.items() if parameter.grad is None]
+            if model.forwards == calls[name]:
+                if len(missing) < len(parameters):
+                    self._refuse_parts(name)
+                continue
+            if not missing or self.settings.ddp_options.get("find_unused_parameters"):
+                continue
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             raise RuntimeError(
                 f"rank {self.pulse.rank} has no gradient for {shown} at step {self.pulse.step}: "
@@ -175,10 +177,6 @@ def scheduler_interval(worker: Any) -> str | None:
     if interval not in ("epoch", "step"):
         raise ValueError(f'scheduler_interval must be "epoch" or "step", not {interval!r}')
     return interval
-
-
-def _endless() -> Iterator[Window]:
-    return itertools.repeat(Window((1.0,), join=True))
 
 
 def read_output(output: Any, rank: int) -> tuple[Any, dict[str, Any]]:

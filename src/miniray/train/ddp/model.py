@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -83,16 +82,3 @@ def compare_signatures(signatures: list[Any]) -> str | None:
         shown = [f"{name} {list(shape)} {dtype}" for name, shape, dtype in (theirs, mine)]
         return f"rank {rank} has {shown[0]} where rank 0 has {shown[1]}"
     return None
-
-
-def share_buffers(module: Any) -> None:
-    """Give all ranks rank 0's buffers (running statistics). A collective."""
-    for buffer in module.buffers():
-        dist.broadcast(buffer, src=0)
-
-
-def share_object(value: Any, source: int) -> Any:
-    """``value`` of rank ``source`` on all ranks. A collective."""
-    box = [value]
-    dist.broadcast_object_list(box, src=source)
-    return box[0]

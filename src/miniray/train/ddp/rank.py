@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
 
+from miniray.ps import to_host
 from miniray.train import group
 from miniray.train import torch_parts as parts
 from miniray.train.ddp import model as models
 from miniray.train.ddp import state
-from miniray.train.ddp.loop import NOT_CALLED, StepLoop, StepOptions, scheduler_interval
+from miniray.train.ddp.loop import NOT_CALLED, StepLoop, scheduler_interval
 from miniray.train.ranks import data
-from miniray.train.ranks.member import Member, RunFacts
+from miniray.train.ranks.member import Member, RunFacts, share_buffers
 from miniray.train.ranks.plan import Window, counted_windows
 from miniray.train.ranks.pulse import EVALUATION
 
@@ -29,7 +31,10 @@ from miniray.train.ranks.pulse import EVALUATION
 class RankSettings(RunFacts):
     """What the driver tells every rank; see ``DDPTrainer``."""
 
-    steps: StepOptions
+    accumulate: int = 1
+    precision: str = "fp32"
+    clip_norm: float | None = None
+    on_nonfinite: str = "error"
     models: tuple[str, ...] = ("model",)
     shard: str = "none"
     uneven: str = "join"
@@ -46,9 +51,6 @@ class Rank(Member):
         super().__init__(rank, world_size, settings)
         self.worker, self.settings = worker, settings
         self.has_steps: bool = worker._ddp_steps
-        for name, value in (("rank", rank), ("world_size", world_size)):
-            if not hasattr(worker, name):
-                setattr(worker, name, value)
         self.modules = {name: self._module(name) for name in settings.models}
         self.device = self._place_models()
         self.plan: Any = None
@@ -57,6 +59,7 @@ class Rank(Member):
         self._step_counts: dict[str, int] = {}
         if self.has_steps:
             self._take_loader()
+        self._check_optimizers()
 
     # -- before the ranks meet --------------------------------------------------------------------
 
@@ -91,14 +94,13 @@ class Rank(Member):
                     f"{type(worker).__name__} has training_step() but no self.{needed}; make it in "
                     "__init__ (or in load_data_shard)"
                 )
-        self._check_optimizer()
         scheduler_interval(worker)
         data.check_loader(worker.train_loader, "self.train_loader")
         worker.train_loader, self.plan = data.own_share(
             worker.train_loader,
             self.rank,
             self.world_size,
-            accumulate=settings.steps.accumulate,
+            accumulate=settings.accumulate,
             uneven=settings.uneven,
             seed=settings.seed,
             sharded=worker._ddp_sharded,
@@ -106,14 +108,34 @@ class Rank(Member):
         if getattr(worker, "val_loader", None) is not None:
             data.check_loader(worker.val_loader, "self.val_loader")
 
-    def _check_optimizer(self) -> None:
-        """Refuse one that trains something else: of a model that was replaced after it was made."""
-        mine = {id(p) for module in self.modules.values() for p in module.parameters()}
-        groups = getattr(self.worker.optimizer, "param_groups", ())
-        if groups and not any(id(p) in mine for group in groups for p in group["params"]):
+    def _check_optimizers(self) -> None:
+        """Refuse one that trains something else, whose gradients nobody would average.
+
+        Of a model that was replaced after it was made, or of one that the trainer is not told of.
+        """
+        mine = set(self._together().parameters())
+        known = " and ".join(f"self.{name}" for name in self.modules)
+        for name, optimizer in parts.stateful(self.worker, optimizers_only=True).items():
+            trained = {p for group in optimizer.param_groups for p in group["params"]}
+            others = {p for p in trained - mine if p.requires_grad}
+            if not others:
+                continue
+            owners = [
+                key
+                for key, module in vars(self.worker).items()
+                if isinstance(module, torch.nn.Module) and others & set(module.parameters())
+            ]
+            if not owners and not trained & mine:
+                raise ValueError(
+                    f"self.{name} has no parameter of {known}, which would not be trained by it; "
+                    "make the optimizer after the model is what it will be"
+                )
+            whose = f" but of self.{' and self.'.join(owners)}" if owners else ""
+            told = f", or pass models={(*self.modules, *owners)!r}" if owners else ""
             raise ValueError(
-                f"self.optimizer has no parameter of self.{', self.'.join(self.modules)}, which "
-                "would not be trained; make the optimizer after the model is what it will be"
+                f"self.{name} has parameters that are not {known}'s{whose}: their gradients would "
+                "not be averaged, and the workers' copies drift apart. Make them a part of "
+                f"self.{next(iter(self.modules))}{told}"
             )
 
     def describe(self) -> dict[str, Any]:
@@ -150,22 +172,23 @@ class Rank(Member):
             self._step_counts[name] = 0
             optimizer.register_step_post_hook(self._counter(name))
         if self.has_steps:
-            self.loop = StepLoop(self.worker, synced, settings.steps, self.pulse, self.device)
+            self.loop = StepLoop(self.worker, synced, settings, self.pulse, self.device)
         if self.plan is not None:
-            self._windows = list(self.plan.windows(self.rank, in_step=self.is_sharded))
+            self._windows = list(self.plan.windows(self.rank))
         elif counts is not None:
-            accumulate = settings.steps.accumulate
-            self._windows = counted_windows(counts, self.rank, accumulate, settings.uneven)
+            self._windows = counted_windows(counts, self.rank, settings.accumulate, settings.uneven)
         self.pulse.at("idle")
         return None if self._windows is None else len(self._windows)
 
-    def _wrap(self, optimizers: Any) -> Any:
+    def _wrap(self, optimizers: Any) -> dict[str, Any]:
         """Make the models' backward passes average gradients; what ``StepLoop`` goes through."""
         settings = self.settings
-        for name, module in self.modules.items():
-            wrapped = models.wrap(module, self.device, settings.compile, settings.ddp_options)
-            setattr(self.worker, name, wrapped)
-        return getattr(self.worker, settings.models[0])
+        wrapped = {
+            name: models.wrap(module, self.device, settings.compile, settings.ddp_options)
+            for name, module in self.modules.items()
+        }
+        vars(self.worker).update(wrapped)
+        return wrapped
 
     def _counter(self, name: str) -> Any:
         def count(*_: Any) -> None:
@@ -179,12 +202,15 @@ class Rank(Member):
         if self.loop is None:
             self.barrier("before-epoch")
             pulse.at("train_epoch")
-            with self._joining():
+            joined = (
+                self.settings.uneven == "join" and self.world_size > 1 and len(self.modules) == 1
+            )
+            synced = [getattr(self.worker, name) for name in self.modules]
+            with Join(synced, enable=joined, divide_by_initial_world_size=False):
                 result = self.worker.train_epoch(epoch)
             for name in self.modules:
                 if not getattr(self.worker, name).forwards and any(self._step_counts.values()):
                     raise RuntimeError(NOT_CALLED.format("train_epoch()", f"self.{name}"))
-            joined = self._joins()
         else:
             pulse.at("starting the loader")
             for name in self.modules:
@@ -194,28 +220,17 @@ class Rank(Member):
             batches = iter(self.worker.train_loader)
             self.barrier("before-iteration")
             result = self.loop.run(batches, self._windows)
-            joined = self._windows is None or any(window.join for window in self._windows)
+            joined = self._windows is None
         pulse.at("end of the epoch")
         if joined:
             self._catch_up()
         self.barrier("epoch-end")
         if self.world_size > 1:
-            for module in self.modules.values():
-                models.share_buffers(module)
+            share_buffers(self.modules.values())
         if self.loop is not None and self.loop.scheduler_interval == "epoch":
             self.worker.scheduler.step()
         pulse.at("idle")
         return result
-
-    def _joins(self) -> bool:
-        """Whether an epoch of the user's own is run inside of ``DDP.join``."""
-        return self.settings.uneven == "join" and self.world_size > 1 and len(self.modules) == 1
-
-    def _joining(self) -> Any:
-        if not self._joins():
-            return contextlib.nullcontext()
-        model = getattr(self.worker, self.settings.models[0])
-        return model.join(divide_by_initial_world_size=False)
 
     def _catch_up(self) -> None:
         """Ranks that ran out of data have the model, by DDP.join, but not the optimizer's memory.
@@ -229,12 +244,25 @@ class Rank(Member):
         if min(counts) == most:
             return
         source = counts.index(most)
-        shared = models.share_object(self.shared_state() if self.rank == source else None, source)
+        box = [self.shared_state() if self.rank == source else None]
+        dist.broadcast_object_list(box, src=source)
         if mine != most:
-            self.load_shared(shared)
+            self.load_shared(box[0])
         self._step_counts = dict.fromkeys(self._step_counts, 0)
 
     # -- state ------------------------------------------------------------------------------------
+
+    def get_weights(self) -> dict[str, Any]:
+        """Of the model; of several by names that begin with the model's."""
+        weights: dict[str, Any] = to_host(self._together().state_dict())
+        return weights
+
+    def set_weights(self, weights: Any) -> None:
+        self._together().load_state_dict(weights)
+
+    def _together(self) -> Any:
+        alone = self.modules.get("model") if len(self.modules) == 1 else None
+        return alone or torch.nn.ModuleDict(self.modules)
 
     def shared_state(self) -> dict[str, Any] | None:
         return state.shared_state(self)
@@ -251,13 +279,16 @@ class Rank(Member):
         For evaluation, where ranks may have different numbers of samples, or none.
         """
         wrapped = {name: getattr(self.worker, name) for name in self.modules}
-        for name, module in self.modules.items():
-            setattr(self.worker, name, module)
+        vars(self.worker).update(self.modules)
+        training = {name: module.training for name, module in self.modules.items()}
+        if "evaluate" not in self.worker._ddp_own_methods:
+            self._together().eval()
         self.pulse.at(EVALUATION, step=-1)
         try:
             with contextlib.nullcontext() if self.loop is None else self.loop.autocast():
                 yield
         finally:
             self.pulse.at("idle")
-            for name, model in wrapped.items():
-                setattr(self.worker, name, model)
+            vars(self.worker).update(wrapped)
+            for name, mode in training.items():
+                self.modules[name].train(mode)

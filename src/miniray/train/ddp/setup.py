@@ -132,21 +132,13 @@ def agree(facts: Sequence[dict[str, Any]], trainer: DDPTrainer) -> list[int] | N
     if not facts[0]["steps"] or facts[0]["planned"]:
         return None
     counts = [fact["batches"] for fact in facts]
-    known = all(count is not None for count in counts)
-    if trainer.shard == "full" and (
-        not known or (len(set(counts)) > 1 and trainer.uneven == "join")
-    ):
-        shown = ", ".join(f"rank {rank}: {count or '?'}" for rank, count in enumerate(counts))
-        raise ValueError(
-            'with shard="full" all ranks must have as many batches, because every one of them is '
-            f'needed for every step ({shown}); choose uneven="drop" and loaders with a len(), or '
-            "leave out load_data_shard() and miniray shares out the samples"
-        )
-    if known:
+    if all(count is not None for count in counts):
         counted_windows(counts, 0, trainer.accumulate, trainer.uneven)
         return counts
-    if trainer.accumulate > 1 or (trainer.uneven != "join" and len(facts) > 1):
+    alone = len(facts) == 1 or (trainer.uneven == "join" and len(trainer._models) == 1)
+    if trainer.accumulate > 1 or trainer.shard == "full" or not alone:
         raise ValueError(
-            "self.train_loader has no len(): only accumulate=1 and uneven='join' can do without it"
+            "self.train_loader has no len(): only accumulate=1, uneven='join', shard='none' and a "
+            "single model can do without it"
         )
     return None

@@ -25,8 +25,9 @@ class ShardedRank(Rank):
         """The device; each part of the model goes there when it is cut."""
         return torch.device(self.worker.device)
 
-    def _wrap(self, optimizers: Any) -> Any:
-        return sharding.shard(self.worker.model, self.device, self.world_size, optimizers)
+    def _wrap(self, optimizers: Any) -> dict[str, Any]:
+        model = sharding.shard(self.worker.model, self.device, self.world_size, optimizers)
+        return {"model": model}
 
     def evaluate(self, rows: Any) -> dict[str, Any]:
         assert self.loop is not None

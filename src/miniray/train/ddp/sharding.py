@@ -2,8 +2,7 @@
 
 torch's FSDP2 (``fully_shard``) does it: a layer's weights are gathered when it is computed, forward
 and back, and given up again; gradients are averaged and cut in the same go. So every rank is needed
-for every step, also one that has no samples left: it goes through its last batch again, for nothing
-(its loss counts 0 times), instead of ``DDP.join``.
+for every step, evaluation and checkpoint.
 """
 
 from __future__ import annotations
@@ -38,13 +37,6 @@ def check_worker(worker: Any) -> None:
             f'shard="full" cannot cut {", ".join(scalars[:5])}, which has no dimension; give it '
             "one: torch.nn.Parameter(torch.zeros(1))"
         )
-    mine = {id(p) for p in worker.model.parameters()}
-    for name, optimizer in parts.stateful(worker, optimizers_only=True).items():
-        if any(id(p) not in mine for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError(
-                f'self.{name} has parameters that are not self.model\'s: shard="full" would '
-                "leave them as they are on every worker"
-            )
 
 
 def shard(

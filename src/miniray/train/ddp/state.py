@@ -65,16 +65,12 @@ def load_shared(rank: Rank, state: Mapping[str, Any]) -> None:
 
 def _in_one_piece(saved: Mapping[str, Any]) -> dict[str, Any]:
     """A part's ``state_dict`` with what is cut over ranks put together."""
-    from miniray.train.ranks.whole import whole
+    from miniray.train.ranks.whole import whole_numbers
 
     numbers = saved.get("state")
     if not isinstance(numbers, Mapping):
         return dict(saved)  # a scheduler's
-    together = {
-        index: {key: whole(v) if isinstance(v, torch.Tensor) else v for key, v in values.items()}
-        for index, values in numbers.items()
-    }
-    return {**saved, "state": together}
+    return {**saved, "state": {index: whole_numbers(v) for index, v in numbers.items()}}
 
 
 def _as_cut(saved: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:

@@ -192,18 +192,14 @@ class DDPTrainer(RankTrainer):
         self._meet(facts, setup.agree(facts, self))
 
     def _rank_settings(self) -> Any:
-        from miniray.train.ddp.loop import StepOptions
         from miniray.train.ddp.rank import RankSettings
 
         return RankSettings(
             **self._run_facts(),
-            steps=StepOptions(
-                accumulate=self.accumulate,
-                precision=self.precision,
-                clip_norm=self.clip_norm,
-                on_nonfinite=self._on_nonfinite,
-                find_unused_parameters=bool(self._ddp_options.get("find_unused_parameters")),
-            ),
+            accumulate=self.accumulate,
+            precision=self.precision,
+            clip_norm=self.clip_norm,
+            on_nonfinite=self._on_nonfinite,
             models=self._models,
             shard=self.shard,
             uneven=self.uneven,

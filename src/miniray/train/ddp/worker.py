@@ -9,11 +9,14 @@ user's own, or an ``optimize``, is used instead: it is there because it does som
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 from typing import TYPE_CHECKING, Any
 
 from miniray.core import session
 from miniray.core.remote import ClassSpec
+from miniray.doctor import actors
 from miniray.train.ranks.worker import MemberMethods
 from miniray.train.torch_worker import TorchWorker
 
@@ -29,6 +32,9 @@ class RankMethods(MemberMethods):
     _ddp_sharded = False  # the user has cut the data
     _ddp_own_methods: tuple[str, ...] = ()  # what is the user's of what ``TorchWorker`` would do
 
+    rank = functools.cached_property(lambda _: int(os.environ.get(actors.RANK, "0")))
+    world_size = functools.cached_property(lambda _: int(os.environ.get(actors.WORLD_SIZE, "1")))
+
     @functools.cached_property
     def device(self) -> str:
         """Where a worker with ``training_step`` trains: its GPU if it was given one."""
@@ -38,6 +44,9 @@ class RankMethods(MemberMethods):
         return "cuda:0" if mine else "cpu"
 
     def _rank_prepare(self, rank: int, world_size: int, settings: Any) -> dict[str, Any]:
+        for name, value in (("rank", rank), ("world_size", world_size)):
+            if getattr(type(self), name) is getattr(RankMethods, name):  # else the user's own
+                vars(self).setdefault(name, value)
         if settings.shard == "full":  # torch's FSDP takes a second to import
             from miniray.train.ddp.sharded import ShardedRank as Kind
         else:
@@ -45,9 +54,8 @@ class RankMethods(MemberMethods):
         self._member = Kind(self, rank, world_size, settings)
         return self._member.describe()
 
-    def _rank_evaluate(self, rows: Any) -> dict[str, Any]:
-        found: dict[str, Any] = self._mine().evaluate(rows)
-        return found
+    def _rank_evaluate(self, rows: Any) -> Any:
+        return self._mine().evaluate(rows)
 
 
 def is_own(cls: type, name: str) -> bool:
@@ -92,12 +100,12 @@ def _left_to_ddp(self: Any, shard_id: int, num_shards: int) -> None:
 
 
 def _of_the_rank(name: str) -> Any:
-    """``TorchWorker``'s method; where the model is sharded, the rank's own."""
+    """``TorchWorker``'s method; the rank's own, once the worker is one."""
     plain = getattr(TorchWorker, name)
 
     @functools.wraps(plain)
     def method(self: Any, *args: Any) -> Any:
-        if self._member is None or not self._member.is_sharded:
+        if self._member is None:
             return plain(self, *args)
         return getattr(self._member, name)(*args)
 
@@ -107,9 +115,7 @@ def _of_the_rank(name: str) -> Any:
 def _alone(evaluate: Any) -> Any:
     @functools.wraps(evaluate)
     def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._member is None:
-            return evaluate(self, *args, **kwargs)
-        with self._member.alone():
+        with contextlib.nullcontext() if self._member is None else self._member.alone():
             return evaluate(self, *args, **kwargs)
 
     return alone

@@ -20,6 +20,7 @@ from miniray.train.parallel.layers import build_model, read_layers
 from miniray.train.parallel.layout import Layout, Place
 from miniray.train.parallel.stages import PipelineRunner, StepRecord, WholeRunner
 from miniray.train.parallel.tensor import apply_plan, check_same
+from miniray.train.parallel.traced import TracedRunner
 from miniray.train.ranks.member import check_scheduler, is_consequence
 
 
@@ -75,8 +76,13 @@ def _make_runner(
         layout.rank(place.data, plan.stages.holder(stage), place.tensor)
         for stage in range(len(plan.stages.sizes))
     ]
+    kind = TracedRunner if layers.traced else PipelineRunner
     pipeline = mesh.get_group("pipeline")
-    return PipelineRunner(modules, plan.stages, ranks, pipeline, job.loss, device, record)
+    runner = kind(modules, plan.stages, ranks, pipeline, job.loss, device, record)
+    if isinstance(runner, TracedRunner):
+        # Not these layers: the whole model would be kept for an evaluation that may never come.
+        runner.trace_with(lambda: read_layers(job.model, job.seed), plan.sample)
+    return runner
 
 
 def _split_tensors(runner: Any, plan: Plan, mesh: Any, device: Any) -> None:
@@ -86,12 +92,12 @@ def _split_tensors(runner: Any, plan: Plan, mesh: Any, device: Any) -> None:
     for module in runner.modules.values():
         module.eval()
     with torch.no_grad():
-        before = runner.forward(inputs)
+        before = runner.forward(inputs, len(inputs[0]))
         for module in runner.modules.values():
             names = {name for name, _ in module.named_modules()}
             apply_plan(module, plan.tensor.within(names), mesh["tensor"])
         try:
-            after = runner.forward(inputs)
+            after = runner.forward(inputs, len(inputs[0]))
         except (RuntimeError, ValueError) as error:
             if is_consequence(error):
                 raise

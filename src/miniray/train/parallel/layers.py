@@ -10,9 +10,10 @@ after to the last. Names of weights are those of the model in one piece: of a li
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -150,10 +151,21 @@ class TracedLayers:
             into = found[-1] if mine else into
         return found
 
-    def stages(self, bounds: Sequence[tuple[int, int]], wanted: Sequence[int], sample: Any) -> Any:
-        """{stage: its module}, as torch has cut the model for micro-batches like ``sample``."""
+    def stages(
+        self,
+        bounds: Sequence[tuple[int, int]],
+        wanted: Sequence[int],
+        sample: Any,
+        training: bool = True,
+    ) -> Any:
+        """{stage: its module}, as torch has cut the model for micro-batches like ``sample``.
+
+        What it does is fixed with it: another number of samples fails, and dropout goes on, or
+        stays away, whatever mode the module is in.
+        """
         from torch.distributed.pipelining import SplitPoint, pipeline
 
+        self.model.train(training)
         cuts = {self.names[low]: SplitPoint.BEGINNING for low, _ in bounds[1:]}
         try:
             pipe = pipeline(self.model, mb_args=tuple(sample), split_spec=cuts)
@@ -162,8 +174,47 @@ class TracedLayers:
                 f"torch cannot trace {type(self.model).__name__} to cut it into stages; pass its "
                 f"layers as a list instead ({type(error).__name__}: {error!s:.300})"
             ) from error
+        finally:
+            for name in cuts:  # torch has marked them; the next time it would do so again
+                layer = self.model.get_submodule(name)
+                layer.forward = vars(layer).pop("_orig_forward", layer.forward)
         _check_chain(pipe, type(self.model).__name__)
-        return {stage: pipe.get_stage_module(stage) for stage in wanted}
+        stages = {stage: pipe.get_stage_module(stage) for stage in wanted}
+        saved = self.model.state_dict()
+        for module in stages.values():
+            for name, _ in module.named_buffers():
+                if name not in saved:  # torch makes all of them such that are saved
+                    owner, _, key = name.rpartition(".")
+                    module.get_submodule(owner)._non_persistent_buffers_set.add(key)
+        return stages
+
+    def evaluating(
+        self,
+        bounds: Sequence[tuple[int, int]],
+        modules: Mapping[int, Any],
+        sample: Any,
+        device: Any,
+    ) -> Any:
+        """``modules`` as they compute in evaluations: the same weights, cut for that."""
+        # A copy: the user's module may have weights in common with ``modules``, on their device.
+        whole = TracedLayers(copy.deepcopy(self.model).cpu())
+        stages = whole.stages(bounds, list(modules), sample, training=False)
+        known = _weights(self.model)  # not what torch has made of numbers in the code
+        for stage, module in stages.items():
+            trained = _weights(modules[stage])
+            for name, part in module.to(device).named_modules():
+                for own in (part._parameters, part._buffers):
+                    for key in own:
+                        full = f"{name}.{key}".lstrip(".")
+                        if full in known:
+                            own[key] = trained.get(full, own[key])
+        return stages
+
+
+def _weights(module: nn.Module) -> dict[str, Any]:
+    """Parameters and buffers by name, all names of those that have several."""
+    options = {"remove_duplicate": False}
+    return {**dict(module.named_parameters(**options)), **dict(module.named_buffers(**options))}
 
 
 def _check_chain(pipe: Any, model: str) -> None:

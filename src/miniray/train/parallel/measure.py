@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from miniray.train.parallel.gradients import local
 from miniray.train.parallel.layers import ListedLayers, TracedLayers
 
 _REPEATS = 3
@@ -62,8 +63,8 @@ class SavedBytes:
 
 def _plain(tensor: Any) -> Any:
     """This rank's part of a DTensor; and the tensor that a collective will fill."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    return getattr(local, "elem", local)
+    mine = local(tensor)
+    return getattr(mine, "elem", mine)
 
 
 def _storage(tensor: Any) -> int:

@@ -28,14 +28,15 @@ def make_loader(data: Any, argument: str, batch_size: int | None = None) -> Any:
     Without a batch size it is for training: what can be gone through once only is refused.
     """
     made = data() if callable(data) and not isinstance(data, (DataLoader, Dataset)) else data
-    if batch_size is not None and isinstance(made, (Dataset, list, tuple, Mapping)):
+    rows = isinstance(made, (Dataset, list, tuple, Mapping))
+    if rows and batch_size is not None:
         return parts.loader_over(made, SimpleNamespace(batch_size=batch_size))
     if batch_size is None and isinstance(made, Iterator):
         raise TypeError(
             f"{argument}= gives a {type(made).__name__}, which has batches for one epoch only; let "
             "it be something that begins anew with every iter(), as a DataLoader does"
         )
-    if isinstance(made, Iterable) and not isinstance(made, (Dataset, list, tuple, Mapping)):
+    if isinstance(made, Iterable) and not rows:
         return made
     raise TypeError(
         f"{argument}= must be a torch DataLoader or another iterable of batches (rows need a "
@@ -89,7 +90,7 @@ def make_plan(job: Job, loader: Any, device: Any) -> Plan:
     if job.layout.pipeline > 1:
         layers = read_layers(job.model, job.seed)
         if layers.traced:
-            _check_even(loader, batch_size)
+            _check_traced(job, loader, batch_size)
         stages = plan_stages(
             measure(layers, sample, wanted, job.loss, device),
             SCHEDULES[job.schedule],
@@ -134,7 +135,12 @@ def _check_shared(layers: Any, stages: StagePlan) -> None:
                     )
 
 
-def _check_even(loader: Any, batch_size: int) -> None:
+def _check_traced(job: Job, loader: Any, batch_size: int) -> None:
+    if job.layout.tensor > 1:
+        raise TypeError(
+            "the layers of a model that torch has traced into stages cannot be cut themselves; "
+            'pass the model as a list of layers, or leave out "tensor" in parallel='
+        )
     plan = getattr(getattr(loader, "batch_sampler", None), "plan", None)
     if plan is not None and any(n != batch_size * plan.world_size for n in plan.sizes):
         raise ValueError(

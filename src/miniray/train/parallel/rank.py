@@ -11,7 +11,6 @@ import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from miniray.core import session
 from miniray.train import torch_parts as parts
@@ -21,7 +20,7 @@ from miniray.train.parallel.job import Job, Plan
 from miniray.train.parallel.samples import Samples
 from miniray.train.parallel.stages import StepRecord
 from miniray.train.parallel.timeline import busy_seconds
-from miniray.train.ranks.member import Member, check_loss
+from miniray.train.ranks.member import Member, check_loss, share_buffers
 from miniray.train.ranks.mesh import make_mesh
 from miniray.train.ranks.pulse import EVALUATION
 
@@ -93,7 +92,9 @@ class ModelRank(Member):
                 times.append((busy_seconds(spans), self.record.wall))
         loop_seconds = time.perf_counter() - loop_began
         pulse.at("end of the epoch")
-        self._share_buffers()
+        if self.layout.data > 1:  # all copies go on with the first one's
+            source = self.layout.rank(0, self.place.pipeline, self.place.tensor)
+            share_buffers(self.part.modules.values(), source, self.mesh.get_group("data"))
         self.barrier("epoch-end")
         if self.part.scheduler is not None:
             self.part.scheduler.step()
@@ -141,15 +142,6 @@ class ModelRank(Member):
             self.recorder.set_loss(value, "")
         check_loss(value, self.job.on_nonfinite, self.rank, number, self.pulse.epoch)
 
-    def _share_buffers(self) -> None:
-        """Give all copies the first one's buffers (running statistics)."""
-        if self.layout.data == 1:
-            return
-        source = self.layout.rank(0, self.place.pipeline, self.place.tensor)
-        for module in self.part.modules.values():
-            for buffer in module.buffers():
-                dist.broadcast(buffer, src=source, group=self.mesh.get_group("data"))
-
     def evaluate(self, data: Any) -> dict[str, Any]:
         """Sums and counts over this copy's part of ``data``; nothing where it has no last stage."""
         with self.peers_named():
@@ -161,7 +153,7 @@ class ModelRank(Member):
             with torch.no_grad():
                 for count, inputs, target in self._feed.batches(items):
                     self.pulse.at(EVALUATION, step=-1)
-                    output = self.part.runner.forward(inputs)
+                    output = self.part.runner.forward(inputs, count)
                     if output is not None:
                         means.add({k: f(output, target) for k, f in functions.items()}, count)
             self.pulse.at("idle")

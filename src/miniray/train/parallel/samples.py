@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,15 +67,10 @@ class Samples:
         batches = self._drawn(self.loader)
 
         def items() -> Iterator[Any]:
-            windows = iter(self.windows) if self.windows is not None else None
-            while True:
-                if windows is not None:
-                    window = next(windows, None)
-                    if window is None:
-                        return
-                    if not window.weights:
-                        yield None
-                        continue
+            for window in itertools.repeat((1.0,)) if self.windows is None else self.windows:
+                if not any(window):
+                    yield None
+                    continue
                 waiting("data")
                 batch = next(batches, None)
                 if batch is None:

@@ -8,7 +8,7 @@ as many microbatches as divide it. The gradients are those of the mean over the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,9 +59,17 @@ class StepRecord:
         self._waiting(f"after {where}")
         return result
 
-    def kept(self, stage: int, microbatch: int, count: int) -> None:
-        self._kept[stage, microbatch] = count
-        self.peak_activations = max(self.peak_activations, sum(self._kept.values()))
+    def forward(self, stage: int, microbatch: int, module: Any, what: Callable[[], Any]) -> Any:
+        """``run`` it, noting also what is kept for the way back, where that is to be measured."""
+
+        def measured() -> Any:
+            with SavedBytes(list(module.parameters())) as saved:
+                output = what()
+            self._kept[stage, microbatch] = saved.bytes
+            self.peak_activations = max(self.peak_activations, sum(self._kept.values()))
+            return output
+
+        return self.run("forward", stage, microbatch, measured if self.measures_memory else what)
 
     def freed(self, stage: int, microbatch: int) -> None:
         self._kept.pop((stage, microbatch), None)
@@ -85,29 +93,18 @@ class RecordedStage(PipelineStage):  # type: ignore[misc]
     record: StepRecord
     _done_at_once: frozenset[int] = frozenset()  # microbatches whose weights are through already
 
-    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+    def _get_init_p2p_neighbors_ops(self) -> Any:
         """Connects neighbours, for NCCL. gloo's are, and it refuses to send to the rank itself."""
-        if dist.get_backend(self.group) == "gloo":
-            return []
-        found: list[Any] = super()._get_init_p2p_neighbors_ops()
-        return found
+        is_gloo = dist.get_backend(self.group) == "gloo"
+        return [] if is_gloo else super()._get_init_p2p_neighbors_ops()
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         return _owned(super().forward_maybe_with_nosync(*args, **kwargs))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        record, stage = self.record, self.stage_index
         forward = super().forward_one_chunk
-
-        def work() -> Any:
-            if not record.measures_memory:
-                return forward(fwd_chunk_id, *args, **kwargs)
-            with SavedBytes(list(self.submod.parameters())) as saved:
-                output = forward(fwd_chunk_id, *args, **kwargs)
-            record.kept(stage, fwd_chunk_id, saved.bytes)
-            return output
-
-        return record.run("forward", stage, fwd_chunk_id, work)
+        work = lambda: forward(fwd_chunk_id, *args, **kwargs)  # noqa: E731
+        return self.record.forward(self.stage_index, fwd_chunk_id, self.submod, work)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Of inputs alone where the schedule wants that, of all where no input needs a gradient.
@@ -221,11 +218,14 @@ class PipelineRunner:
             return module, self._device
         return ThroughHost(module, self._device, is_last), torch.device("cpu")
 
-    def forward(self, inputs: Any) -> Any:
+    def forward(self, inputs: Any, count: int) -> Any:
         """The model's output where the last stage is, else None; any number of samples."""
-        value: Any = inputs
+        del count
+        return self._through(self.modules, inputs)
+
+    def _through(self, modules: Mapping[int, torch.nn.Module], value: Any) -> Any:
         last = len(self.plan.sizes) - 1
-        for stage, module in sorted(self.modules.items()):
+        for stage, module in sorted(modules.items()):
             if stage > 0 and self.ranks[stage - 1] != dist.get_rank():
                 value = (recv_tensor(self.ranks[stage - 1], self._device),)
             output = module(*value)
@@ -257,21 +257,16 @@ class WholeRunner:
         losses = []
         for index in range(parts):
             rows = slice(index * count // parts, (index + 1) * count // parts)
-            mine = [value[rows] for value in inputs]
 
-            def forward(mine: Any = mine, rows: Any = rows, index: int = index) -> Any:
-                if not self.record.measures_memory:
-                    return self._loss(model(*mine), target[rows])
-                with SavedBytes(list(model.parameters())) as saved:
-                    loss = self._loss(model(*mine), target[rows])
-                self.record.kept(0, index, saved.bytes)
-                return loss
+            def forward(rows: Any = rows) -> Any:
+                return self._loss(model(*(value[rows] for value in inputs)), target[rows])
 
-            loss = self.record.run("forward", 0, index, forward)
+            loss = self.record.forward(0, index, model, forward)
             self.record.run("backward", 0, index, (loss / parts).backward)
             self.record.freed(0, index)
             losses.append(loss.detach())
         return torch.stack(losses).mean()
 
-    def forward(self, inputs: Any) -> Any:
+    def forward(self, inputs: Any, count: int) -> Any:
+        del count
         return self.modules[0](*inputs)

@@ -7,12 +7,11 @@ loads on any other, on one worker, or into the plain model.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from miniray.train.ranks.whole import cut_like, put_weights, whole
+from miniray.train.ranks.whole import cut_numbers, put_weights, whole, whole_numbers
 
 #: Settings of an optimizer that depend on how weights are cut, not on the run.
 _OF_THE_LAYOUT = ("foreach", "fused")
@@ -57,12 +56,7 @@ def optimizer_state(optimizer: Any, modules: Mapping[int, Any]) -> dict[str, Any
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
-    state = {}
-    for parameter, values in optimizer.state.items():
-        state[names[parameter]] = {
-            key: whole(value) if isinstance(value, torch.Tensor) else value
-            for key, value in values.items()
-        }
+    state = {names[parameter]: whole_numbers(v) for parameter, v in optimizer.state.items()}
     return {"groups": groups, "state": state}
 
 
@@ -85,17 +79,7 @@ def load_optimizer(optimizer: Any, modules: Mapping[int, Any], saved: Mapping[st
         group.update({k: v for k, v in settings.items() if k not in _OF_THE_LAYOUT})
     for parameter, name in _names(modules).items():
         values = saved["state"].get(name)
-        if values is None:
-            continue
-        optimizer.state[parameter] = {
-            key: _placed(value, parameter) for key, value in values.items()
-        }
-
-
-def _placed(value: Any, parameter: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.shape != parameter.shape:
-        return value.clone()  # a counter of steps: on the CPU, as optimizers have it
-    own = value.to(getattr(parameter, "_local_tensor", parameter).device)
-    return cut_like(parameter, own).clone()
+        if values is not None:
+            mine = cut_numbers(parameter, values)
+            # Not what was saved itself: optimizers change their numbers in place.
+            optimizer.state[parameter] = copy.deepcopy(mine)

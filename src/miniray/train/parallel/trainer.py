@@ -271,6 +271,10 @@ def _check_parts(job: Mapping[str, Any]) -> None:
     if isinstance(job["loss"], type):
         made = job["loss"].__name__
         raise TypeError(f"loss= must be a function of output and target, not a class: {made}()")
+    if any(p.requires_grad for p in getattr(job["loss"], "parameters", list)()):
+        raise ValueError(
+            "loss= has parameters, which nobody would train: let the last layer have them"
+        )
     for name in ("loss", "optimizer", "lr_scheduler"):
         if job[name] is not None and not callable(job[name]):
             like = " of parameters, like partial(Adam, lr=0.001)" * (name == "optimizer")

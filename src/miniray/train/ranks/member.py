@@ -13,7 +13,7 @@ import os
 import re
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -121,6 +121,13 @@ def is_consequence(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+
+
+def share_buffers(modules: Iterable[Any], source: int = 0, group: Any = None) -> None:
+    """Give all ranks the buffers of rank ``source`` (running statistics). A collective."""
+    for module in modules:
+        for buffer in module.buffers():
+            dist.broadcast(buffer, src=source, group=group)
 
 
 def check_scheduler(scheduler: Any, name: str) -> None:

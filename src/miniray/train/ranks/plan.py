@@ -5,32 +5,22 @@ micro-batch of all ranks together is ``world_size × batch_size`` samples of the
 out in turn (rank 0 of 4 gets 0, 4, 8, …). So the samples of a step do not depend on how many ranks
 there are, as long as the product is the same.
 
-Gradients are averaged over ranks. A loss that is a mean over the rank's samples is therefore
-weighted with ``ranks taking part × own samples / samples of the window``: the result is the
-gradient of the mean over all samples of the window, also where the last ones do not divide.
+A window is given as what this rank's loss of each micro-batch is multiplied with. Gradients are
+averaged over ranks, so a loss that is a mean over the rank's samples is weighted with ``ranks × own
+samples / samples of the window``: the result is the gradient of the mean over all samples of the
+window, also where the last ones do not divide. A rank that has none left goes through its last
+micro-batch again, with a weight of 0: every rank makes every step, whatever the model calls.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from miniray.data.plan import shard_indices
 
-
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """One optimizer step of one rank.
-
-    Attributes:
-        weights: what the loss of each of its micro-batches is multiplied with; empty where this
-            rank has no samples left, 0 where it goes through its last ones again for company.
-        join: some rank has none: the step is done inside of ``DDP.join``.
-    """
-
-    weights: tuple[float, ...]
-    join: bool = False
+#: An optimizer step of one rank: the weight of each of its micro-batches; see the module.
+Window = tuple[float, ...]
 
 
 class EpochPlan:
@@ -68,33 +58,18 @@ class EpochPlan:
         full = world_size * batch_size
         sizes = [full] * (used // full)
         tail = 0 if drop_last else used % full
-        if tail:
-            # A rank that has no part in a micro-batch cannot take part in its window's sum any
-            # more, so such a tail goes to the micro-batch before: one sample more for some ranks.
-            if tail < world_size and len(sizes) % accumulate:
-                sizes[-1] += tail
-            else:
-                sizes.append(tail)
-        self.sizes = sizes
+        self.sizes = sizes = [*sizes, tail] if tail else sizes
         if not sizes or sizes[0] < world_size:
             idle = world_size - (sizes[0] if sizes else 0)
             last = f"rank {world_size - 1} has" if idle == 1 else f"{idle} ranks have"
             why = f"a full batch takes {full}" if drop_last else f"{world_size} ranks"
             raise ValueError(f"{last} 0 batches: {n} samples are too few ({why})")
 
-    def windows(self, rank: int, in_step: bool = False) -> Iterator[Window]:
-        """This rank's share of each optimizer step.
-
-        ``in_step``: all ranks are needed for every step. One without samples then has a micro-batch
-        that weighs nothing, and the average is over all ranks.
-        """
+    def windows(self, rank: int) -> Iterator[Window]:
+        """This rank's share of each optimizer step."""
         for start in range(0, len(self.sizes), self.accumulate):
             sizes = self.sizes[start : start + self.accumulate]
-            taking_part = self.world_size if in_step else min(self.world_size, *sizes)
-            total = sum(sizes)
-            own = [self._own(size, rank) for size in sizes]
-            weights = tuple(taking_part * size / total for size in own if size or in_step)
-            yield Window(weights, join=taking_part < self.world_size)
+            yield tuple(self.world_size * self._own(size, rank) / sum(sizes) for size in sizes)
 
     def batches(self, rank: int, epoch: int, *, shuffle: bool, seed: int) -> Iterator[list[int]]:
         """The samples of each of this rank's micro-batches."""
@@ -128,7 +103,7 @@ def counted_windows(counts: Sequence[int], rank: int, accumulate: int, uneven: s
     """Windows where every rank brings batches of its own, ``counts`` of them.
 
     Each counts the same within a window: how many samples they have is not known beforehand.
-    ``ValueError`` names the ranks where ``counts`` differ and that is not wanted, or cannot be had.
+    ``ValueError`` names the ranks where ``counts`` differ and that is not wanted.
     """
     fewest, most = min(counts), max(counts)
     shown = ", ".join(f"rank {r} has {count}" for r, count in enumerate(counts))
@@ -142,16 +117,10 @@ def counted_windows(counts: Sequence[int], rank: int, accumulate: int, uneven: s
                 f'{shown} batches: uneven="pad" needs miniray to share out the samples; leave out '
                 'load_data_shard(), or choose "join" or "drop"'
             )
-        if uneven == "join" and accumulate > 1:
-            raise ValueError(
-                f"{shown} batches: with accumulate={accumulate} ranks would end in the middle of a "
-                'step; choose uneven="drop", or leave out load_data_shard() and miniray shares out '
-                "the samples"
-            )
-    own = fewest if uneven == "drop" else counts[rank]
+    longest = fewest if uneven == "drop" else most
     windows = []
-    for start in range(0, fewest if uneven == "drop" else most, accumulate):
-        micro = max(0, min(accumulate, own - start))
-        joining = uneven == "join" and start + accumulate > fewest and fewest != most
-        windows.append(Window((1.0 / micro,) * micro if micro else (), join=joining))
+    for start in range(0, longest, accumulate):
+        places = range(start, min(start + accumulate, longest))
+        total = sum(place < count for count in counts for place in places)
+        windows.append(tuple(len(counts) * (p < counts[rank]) / total for p in places))
     return windows

@@ -4,9 +4,6 @@ Each rank has a thread that posts the rank's place in the loop to the store in t
 second, over a connection of its own. So a rank that is stuck still says where: which epoch, step
 and phase, since when, how much CPU it has used meanwhile, and its main thread's stack. A rank that
 is stopped or holds the interpreter's lock posts nothing, which says as much.
-
-A barrier that does not complete raises ``BarrierTimeoutError`` on every rank that came, naming
-those that did not and showing where they are.
 """
 
 from __future__ import annotations
@@ -105,7 +102,10 @@ class PulseThread:
         self._where = (self._where[0], time.monotonic())
 
     def barrier(self, name: str, timeout: float | None = None) -> None:
-        """Wait until all ranks are here; ``BarrierTimeoutError`` after ``timeout`` seconds."""
+        """Wait until all ranks are here; ``BarrierTimeoutError`` after ``timeout`` seconds.
+
+        It names those that did not come, and shows where they are.
+        """
         limit = self.limit if timeout is None else timeout
         self.at(f"barrier {name!r}")
         self._barriers += 1

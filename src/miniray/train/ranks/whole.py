@@ -54,6 +54,11 @@ def put_weights(targets: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
             target.copy_(cut_like(target, torch.as_tensor(value)))
 
 
+def whole_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's numbers of a parameter, in one piece. A collective where they are cut."""
+    return {key: whole(v) if isinstance(v, torch.Tensor) else v for key, v in values.items()}
+
+
 def cut_numbers(parameter: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's numbers of a parameter, cut as it is; a count of steps is left as it is."""
     return {
@@ -64,7 +69,7 @@ def cut_numbers(parameter: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def cut_like(target: Any, value: Any) -> Any:
     """``value`` cut as ``target`` is. Nothing is sent: every rank has all of ``value``."""
+    value = value.to(getattr(target, "_local_tensor", target).device)
     if not isinstance(target, DTensor):
         return value
-    value = value.to(target.to_local().device)
     return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)

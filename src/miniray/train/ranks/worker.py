@@ -13,17 +13,14 @@ class MemberMethods:
 
     _member: Any = None
 
-    def _rank_join(self, spec: Any, agreed: Any, one_machine: bool) -> int | None:
-        steps: int | None = self._mine().join(spec, agreed, one_machine)
-        return steps
+    def _rank_join(self, spec: Any, agreed: Any, one_machine: bool) -> Any:
+        return self._mine().join(spec, agreed, one_machine)
 
-    def _rank_epoch(self, epoch: int) -> dict[str, Any]:
-        result: dict[str, Any] = self._mine().epoch(epoch)
-        return result
+    def _rank_epoch(self, epoch: int) -> Any:
+        return self._mine().epoch(epoch)
 
-    def _rank_shared_state(self) -> dict[str, Any] | None:
-        state: dict[str, Any] | None = self._mine().shared_state()
-        return state
+    def _rank_shared_state(self) -> Any:
+        return self._mine().shared_state()
 
     def _rank_load_shared(self, state: Any) -> None:
         self._mine().load_shared(state)
