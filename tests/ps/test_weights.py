@@ -157,10 +157,29 @@ MISMATCHES = {
     "order": ({"a": 1.0, "b": 2.0}, {"b": 2.0, "a": 1.0}, "the key 'b' at position 0"),
     "missing": ({"a": 1.0, "b": 2.0}, {"a": 1.0}, r"1 entries, worker 0 has 2 \(missing \['b'\]\)"),
     "kind": ([1.0], (1.0,), "has tuple, worker 0 has list"),
-    "number": ([1.0], [1], "entry \\[0\\] has a int, worker 0 has a float"),
+    "number": ([1.0], [1], "entry \\[0\\] has an int, worker 0 has a float"),
+    "began whole": ([0], [np.float64(1)], "numpy float64, worker 0 has an int: begin with 0.0"),
     "none": ([None], [1.0], "has a float, worker 0 has None"),
     "array": ([np.zeros(1)], [0.0], "has a float, worker 0 has a numpy array"),
 }
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (1.0, np.float64(3), 2.0),
+        (1.0, np.float32(3), 2.0),
+        (1.0, np.array(3.0), 2.0),
+        (np.float32(1), 3.0, np.float32(2)),
+        (np.float64(1), np.array(3.0), np.float64(2)),
+        (2, np.int32(4), 3),
+        (True, np.bool_(True), True),
+    ],
+)
+def test_a_number_is_a_number_whatever_arithmetic_made_of_it(engine, first, second, expected):
+    """``b = 0.0`` is a float of numpy's after the first step of a worker."""
+    assert repr(mean([[first], [second]])) == repr([expected])
+    assert repr(averaged(engine, [first], [second])) == repr([expected])
 
 
 @pytest.mark.parametrize("kind", MISMATCHES)

@@ -423,8 +423,35 @@ def test_a_trainer_that_forgot_its_base_says_so():
 def test_a_checkpoint_of_nothing_is_refused_in_words():
     with Recording(1, backend="inline", progress=False) as trainer:
         trainer.train(epochs=0)
-        with pytest.raises(RuntimeError, match="no epoch was trained yet"):
-            trainer.save_checkpoint()
+        for epoch in (None, 0):
+            with pytest.raises(RuntimeError, match="no epoch was trained yet"):
+                trainer.save_checkpoint(epoch)
+
+
+def test_a_checkpoint_is_of_the_epochs_that_were_trained_whatever_it_is_called(tmp_path):
+    saved = []
+
+    class Saver(BaseTrainer):
+        def on_epoch_start(self, epoch, **kwargs):
+            if epoch:
+                saved.append(self.save_checkpoint(epoch).name)
+
+        def train_epoch(self, epoch, **kwargs):
+            result = super().train_epoch(epoch, **kwargs)
+            saved.append(self.save_checkpoint(epoch).name)
+            return result
+
+        def on_epoch_end(self, epoch, result, **kwargs):
+            saved.append(self.save_checkpoint(epoch + 1).name)
+
+    options = {"worker": Counter, "backend": "inline", "progress": False, "name": "counted"}
+    with Saver(1, keep_last=None, **options) as trainer:
+        trainer.train(epochs=2)
+    assert [name[6:] for name in saved] == [
+        "00000000", "00000000-2", "00000000-3", "00000001", "00000001-2",
+    ]  # fmt: skip
+    with Saver(1, **options) as trainer:
+        assert trainer.train(epochs=0, resume=True).epochs == 2
 
 
 def test_trainers_in_several_threads_share_one_engine():

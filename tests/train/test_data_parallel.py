@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import miniray
+from miniray.errors import NonFiniteWeightsError, WeightsMismatchError
 from miniray.ps.strategies.momentum import Momentum
 from miniray.train import DataParallelTrainer
 from tests.train.workers_for_tests import Counter
@@ -214,3 +215,78 @@ def test_weights_that_are_none_are_the_workers_and_not_the_servers_error(weights
     trainer = DataParallelTrainer(1, worker=Wrong, backend="local", progress=False)
     with pytest.raises(error, match=rf"^worker 0, get_weights\(\): .*{message}"):
         trainer.train(epochs=1)
+
+
+class Biased(Counter.__wrapped__):
+    """Has a bias that is Python's before the first step and numpy's after it."""
+
+    def __init__(self, worker_id):
+        super().__init__(worker_id, start=0)
+        self.b = 0.0
+
+    def train_epoch(self, epoch):
+        self.b -= np.mean([1.0 + self.worker_id])
+        return super().train_epoch(epoch)
+
+    def get_weights(self):
+        return {"w": self.w, "b": self.b}
+
+    def set_weights(self, weights):
+        self.w, self.b = weights["w"].copy(), weights["b"]
+
+
+def test_a_bias_may_be_a_plain_number():
+    with DataParallelTrainer(2, worker=Biased, backend="inline", progress=False) as trainer:
+        trainer.train(epochs=2)
+        weights = trainer.model_weights()
+    assert weights["b"] == -3.0  # twice the mean of 1 and 2
+    assert type(weights["b"]) is float
+
+
+class Broken(Counter.__wrapped__):
+    """Its weights are what cannot be combined from epoch 1 on."""
+
+    def train_epoch(self, epoch, wrong=None):
+        self.wrong = wrong if epoch and self.worker_id else None
+        return super().train_epoch(epoch)
+
+    def get_weights(self):
+        return [self.w] if getattr(self, "wrong", None) is None else [np.array(self.wrong)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "text"),
+    [
+        ([1.0, 2.0], WeightsMismatchError, r"entry \[0\] has shape \(2,\), worker 0 has shape"),
+        ([float("nan")], NonFiniteWeightsError, r"entry \[0\] has NaN or Inf"),
+    ],
+)
+def test_what_a_sync_finds_wrong_is_said_with_its_epoch(wrong, kind, text):
+    trainer = DataParallelTrainer(2, worker=Broken, backend="inline", progress=False)
+    with trainer, pytest.raises(kind, match=f"^sync in epoch 1: worker 1: {text}") as caught:
+        trainer.train(epochs=2, wrong=wrong)
+    assert getattr(caught.value, "workers", (1,)) == (1,)
+
+
+def test_what_a_strategy_raises_is_said_with_its_epoch():
+    trainer = CounterTrainer(2, 1, "weighted", backend="inline", progress=False)
+    trainer.set_worker_weight(0, 0)
+    trainer.set_worker_weight(1, 0)
+    with trainer, pytest.raises(ValueError, match=r"^sync in epoch 0: Server.sync_from_workers"):
+        trainer.train(epochs=1)
+
+
+class InPlace(Counter.__wrapped__):
+    def train_epoch(self, epoch):
+        self.w += 1
+        return {}
+
+    def set_weights(self, weights):
+        self.w = weights[0]
+
+
+def test_who_changes_received_arrays_in_place_is_told_to_copy_them():
+    trainer = DataParallelTrainer(2, worker=InPlace, backend="local", progress=False)
+    with trainer, pytest.raises(ValueError, match=r"set_weights\(\) must copy") as caught:
+        trainer.train(epochs=1)
+    assert caught.value.worker_id == 1

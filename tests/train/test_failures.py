@@ -254,6 +254,10 @@ def test_ctrl_c_ends_everything_and_says_so_in_the_run(tmp_path):
         [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=40
     )
     assert done.returncode != 0
-    assert "KeyboardInterrupt" in done.stderr
+    # The traceback is the user's: what miniray was doing meanwhile is in the run's directory.
+    lines = done.stderr.strip().splitlines()
+    assert lines[-1] == "KeyboardInterrupt"
+    assert [line.split('"')[1] for line in lines if "File" in line] == [str(script)]
     run = json.loads((tmp_path / "runs" / "stopped" / "run.json").read_text())
     assert run["state"] == "interrupted"
+    assert "waiting.py" in run["error"]["traceback"]

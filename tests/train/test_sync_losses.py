@@ -32,6 +32,8 @@ class Server:
 class Group:
     """Of workers that are found to be lost one by one: each time it is called, these."""
 
+    unit = "epoch"
+
     def __init__(self, count, *found):
         self.handles = [object() for _ in range(count)]
         self.found = list(found)

@@ -17,8 +17,13 @@ from miniray.ps.sharded import Coordinator
 from miniray.ps.strategies import Strategy, make_strategy
 from miniray.ps.strategies.checks import at_least
 
-MODES = ("sync", "async")
-NONFINITE = ("error", "skip")
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "mode": ("sync", "async"),
+    "on_nonfinite": ("error", "skip"),
+    "compression": (None, *CODECS),
+    "transport": TRANSPORTS,
+}
+_LOWEST = {"num_servers": 1, "num_workers": 1, "max_staleness": 0, "threads": 1}
 
 
 def create_parameter_server(
@@ -111,59 +116,25 @@ def _checked(*args: Any, **kwargs: Any) -> tuple[type[Server], dict[str, Any]]:
     """(class of the server, its arguments) of the arguments of ``create_parameter_server``."""
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
-    return _planned(**bound.arguments)
-
-
-def _planned(
-    strategy: str | Strategy,
-    num_servers: int,
-    mode: str,
-    compression: str | None,
-    on_nonfinite: str,
-    num_workers: int | None,
-    max_staleness: int | None,
-    staleness_power: float,
-    threads: int | None,
-    transport: str,
-    strategy_kwargs: dict[str, Any],
-) -> tuple[type[Server], dict[str, Any]]:
-    made = _strategy(strategy, strategy_kwargs)
-    one_of("mode", mode, MODES)
-    one_of("on_nonfinite", on_nonfinite, NONFINITE)
-    one_of("compression", compression, (None, *CODECS))
-    one_of("transport", transport, TRANSPORTS)
-    whole("num_servers", num_servers, 1)
-    for name, value, low in (
-        ("num_workers", num_workers, 1),
-        ("max_staleness", max_staleness, 0),
-        ("threads", threads, 1),
-    ):
-        if value is not None:
-            whole(name, value, low)
-    arguments: dict[str, Any] = {
-        "strategy": made,
-        "on_nonfinite": on_nonfinite,
-        "compression": compression,
-        "num_workers": num_workers,
-        "threads": threads,
-        "transport": transport,
-    }
+    given = bound.arguments
+    made = given["strategy"] = _strategy(given["strategy"], given.pop("strategy_kwargs"))
+    for name, allowed in _CHOICES.items():
+        one_of(name, given[name], allowed)
+    for name, low in _LOWEST.items():
+        if given[name] is not None or name == "num_servers":
+            whole(name, given[name], low)
+    mode, servers = given.pop("mode"), given.pop("num_servers")
+    staleness = {name: given.pop(name) for name in ("max_staleness", "staleness_power")}
     if mode == "sync":
-        if max_staleness is not None or staleness_power:
+        if staleness["max_staleness"] is not None or staleness["staleness_power"]:
             raise ValueError('max_staleness and staleness_power need mode="async"')
-        if num_servers == 1:
-            return Server, arguments
-        return Coordinator, {**arguments, "num_servers": num_servers}
-    if num_servers > 1:
+        return (Server, given) if servers == 1 else (Coordinator, given | {"num_servers": servers})
+    if servers > 1:
         raise ValueError('num_servers above 1 needs mode="sync"')
     if made.compares_workers:
         raise ValueError(
             f"strategy {made.name!r} compares workers and cannot take them one by one: "
             'mode="async" needs average, weighted or another one that is based on the mean'
         )
-    power = at_least("staleness_power", staleness_power, 0)
-    return AsyncServer, {
-        **arguments,
-        "max_staleness": max_staleness,
-        "staleness_power": power,
-    }
+    at_least("staleness_power", staleness["staleness_power"], 0)
+    return AsyncServer, given | staleness

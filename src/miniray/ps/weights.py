@@ -154,18 +154,23 @@ def _checked(leaf: Leaf, node: Any, who: str, reference: str) -> Source:
     if isinstance(node, kind) and node.dtype == leaf.dtype and node.shape == leaf.shape:
         return flatten_leaf(node)
     other = describe(node, leaf.path, who)
-    if (other.type, other.dtype, other.shape) != (leaf.type, leaf.dtype, leaf.shape):
-        raise _mismatch(who, leaf.path, _words(other, leaf), reference, _words(leaf, other))
+    same = (other.type, other.dtype, other.shape) == (leaf.type, leaf.dtype, leaf.shape)
+    if not same and not _same_number(other, leaf):
+        hint = ": begin with 0.0 instead of 0" if (leaf.type, other.role) == ("int", REAL) else ""
+        words = _words(other, leaf), reference, _words(leaf, other) + hint
+        raise _mismatch(who, leaf.path, *words)
     if leaf.type == "none":
         return np.empty(0)
     try:
-        return (
-            np.array([node], leaf.compute)
-            if leaf.type in PYTHON
-            else flatten_leaf(np.asarray(node))
-        )
+        return flatten_leaf(np.asarray(node, leaf.dtype))
     except OverflowError:
         raise TypeError(f"{who}: entry {leaf.path} is {node}, beyond 64 bits") from None
+
+
+def _same_number(one: Leaf, other: Leaf) -> bool:
+    """Whether both are one number: ``b = 0.0`` is numpy's after ``b -= lr * error.mean()``."""
+    kinds = {(leaf.role, leaf.compute.kind, leaf.size, leaf.shape) for leaf in (one, other)}
+    return len(kinds) == 1 and one.shape == () and "torch" not in (one.type, other.type)
 
 
 def mean(weights: Sequence[Any]) -> Any:
@@ -202,8 +207,9 @@ def mean(weights: Sequence[Any]) -> Any:
 
 def _words(leaf: Leaf, other: Leaf) -> str:
     if leaf.type != other.type:
-        article = {"torch": "a torch tensor", "numpy": "a numpy array", "none": "None"}
-        return article.get(leaf.type, f"a {leaf.type}")
+        words = {"torch": "a torch tensor", "numpy": "a numpy array", "none": "None"}
+        words |= {"scalar": f"a numpy {leaf.dtype}", "int": "an int"}
+        return words.get(leaf.type, f"a {leaf.type}")
     if leaf.shape != other.shape:
         return f"shape {leaf.shape}"
     return f"dtype {leaf.dtype}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from numbers import Real
@@ -11,10 +12,31 @@ from typing import Any
 
 import miniray
 from miniray.core.remote import ActorClass
+from miniray.doctor.sites import is_users
 
 #: Methods of workers, and of trainers and callbacks, that get train()'s arguments.
 _TAKING = ("__init__", "setup", "load_data_shard", "train_epoch", "evaluate")
 _HOOKS = ("train_epoch", "on_train_start", "on_epoch_start", "on_epoch_end", "on_train_end")
+#: What these get besides.
+_OURS = ("worker_id", "shard_id", "num_shards", "epoch", "result", "history")
+
+
+def warn(text: str) -> None:
+    """Warn at the user's line, however deep in miniray what is to be said was found."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
+
+
+def check_names(kwargs: Iterable[str]) -> None:
+    """``TypeError`` for arguments of ``train()`` that others would get twice."""
+    clash = ", ".join(name for name in kwargs if name in _OURS)
+    if clash:
+        raise TypeError(
+            f"train() was given {clash}, which hooks and workers get from miniray: choose another "
+            "name"
+        )
 
 
 def check_seconds(name: str, value: Any) -> Any:
@@ -70,8 +92,7 @@ def warn_of_unused(
     unused = [name for name in kwargs if not any(_takes(f, name) for f in functions)]
     if unused:
         names = ", ".join(unused)
-        text = f"train() was given {names}, which no method of {cls.__name__} and no hook takes"
-        warnings.warn(text, stacklevel=4)
+        warn(f"train() was given {names}, which no method of {cls.__name__} and no hook takes")
 
 
 def _takes(function: Any, name: str) -> bool:

@@ -26,7 +26,7 @@ import miniray
 from miniray.checks import whole
 from miniray.core import session
 from miniray.train.records import simplify
-from miniray.train.workers import WorkerGroup
+from miniray.train.workers import WorkerGroup, located
 
 
 def check_mode(mode: str, staleness: int | None, data: Any) -> None:
@@ -180,6 +180,6 @@ class AsyncEpochs:
             except Exception as cause:  # the worker's, and not the server's
                 error = cause
             else:
-                raise error
+                raise located(error, f"worker {step.worker} in epoch {step.epoch}") from None
         self._group.recover(error, step.worker, method, step.epoch)
         self._train(step.worker)

@@ -22,7 +22,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miniray.train.records import number
+from miniray.train.records import as_float, number
 
 SAMPLES = "num_samples"
 RESERVED = ("partial", "nonfinite")
@@ -56,8 +56,7 @@ def aggregate(results: Sequence[Any]) -> dict[str, Any]:
         if field == SAMPLES:
             combined[field] = sum(numbers.values())
         else:
-            pairs = [(_float(n), weights[i]) for i, n in numbers.items()]
-            combined[field] = _mean(pairs)
+            combined[field] = _mean([(as_float(n), weights[i]) for i, n in numbers.items()])
     if partial:
         combined["partial"] = partial
     if nonfinite:
@@ -124,12 +123,5 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-def _float(value: int | float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # an integer beyond the range of floats
-        return math.inf if value > 0 else -math.inf
-
-
 def _is_finite(value: int | float) -> bool:
-    return math.isfinite(_float(value))
+    return math.isfinite(as_float(value))

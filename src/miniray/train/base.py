@@ -15,7 +15,7 @@ from typing import Any
 
 from miniray.checks import whole
 from miniray.core import session, startup
-from miniray.train.arguments import check_seconds, warn_of_unused, worker_class
+from miniray.train.arguments import check_names, check_seconds, warn_of_unused, worker_class
 from miniray.train.averaging import aggregate
 from miniray.train.callbacks import Callback
 from miniray.train.launching import environment
@@ -71,7 +71,7 @@ class BaseTrainer(Saving):
         max_failures: int = 0,
         worker_timeout: float | None = None,
         progress: bool = True,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Callback | Sequence[Callback] = (),
         resources_per_worker: Mapping[str, Any] | None = None,
         backend: str | None = None,
         eval_interval: int = 0,
@@ -144,6 +144,7 @@ class BaseTrainer(Saving):
         there is nothing else to go on from: ``RuntimeError`` without it.
         """
         epochs = whole("epochs", epochs, 0)
+        check_names(kwargs)
         if not hasattr(self, "_resume"):
             raise RuntimeError(
                 f"{type(self).__name__}.__init__() must call super().__init__(num_workers, ...)"
@@ -157,6 +158,7 @@ class BaseTrainer(Saving):
                 "checkpoint, a new trainer begins anew"
             )
         self.should_stop, self.stop_reason = False, ""
+        self._in_epoch = False
         self._kwargs = kwargs
         began = time.monotonic()
         try:
@@ -172,6 +174,10 @@ class BaseTrainer(Saving):
         except BaseException as error:
             self._abort(error)
             self._tell_where()
+            if isinstance(error, KeyboardInterrupt):  # all of it is in run.json
+                from miniray.train.ending import users_part
+
+                error.__traceback__ = users_part(error.__traceback__)
             raise
         with self._writing("its end is not in"):
             self.run.finish(stop_reason=self.stop_reason or None, sync=result.sync or None)
@@ -194,6 +200,7 @@ class BaseTrainer(Saving):
                 result = self._train_epoch(epoch)
                 self._after_epoch(epoch, result)
                 record = {"epoch": epoch, "seconds": time.monotonic() - started, **result}
+                record["epoch"] = epoch  # workers may call something else so, or count from 1
                 self.history.append(record)
                 self.epoch = epoch + 1
                 assert self.run is not None
@@ -209,7 +216,9 @@ class BaseTrainer(Saving):
                     break
 
     def _train_epoch(self, epoch: int) -> dict[str, Any]:
+        self._in_epoch = True
         result: Any = self.train_epoch(epoch, **self._taken(self.train_epoch))
+        self._in_epoch = False
         if not isinstance(result, dict):
             raise TypeError(
                 f"{type(self).__name__}.train_epoch() must return a dict of results, not {result!r}"
@@ -254,7 +263,7 @@ class BaseTrainer(Saving):
     # -- workers ----------------------------------------------------------------------------------
 
     def call_workers(
-        self, method: str, *args: Any, epoch: int | None = None, **kwargs: Any
+        self, method: str, /, *args: Any, epoch: int | None = None, **kwargs: Any
     ) -> list[Any]:
         """Call a method on all workers at once; results by worker id.
 

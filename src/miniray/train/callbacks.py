@@ -7,7 +7,6 @@ the order given, after the trainer's own hook. All of them run on the driver.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import EllipsisType
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import miniray
 from miniray.checks import whole
 from miniray.train import records
+from miniray.train.arguments import warn
 from miniray.train.results import better_direction
 
 __all__ = ["Callback", "Checkpoint", "EarlyStopping", "LRSchedule"]
@@ -77,7 +77,7 @@ class Checkpoint(Callback):
     ) -> None:
         self.every = whole("every", every, 1)
         self.keep_last = keep_last
-        self.keep_best = (monitor, _direction(monitor, mode)) if keep_best else None
+        self.keep_best = (monitor, better_direction(monitor, mode)) if keep_best else None
         self._saved: int | None = None
         self._last: int | None = None
 
@@ -105,11 +105,10 @@ class Checkpoint(Callback):
 class EarlyStopping(Callback):
     """Ends the run after ``patience`` epochs in which ``monitor`` has not improved.
 
-    Improved means: better than the best by more than ``min_delta``. Sets ``trainer.should_stop``
-    and says why in ``trainer.stop_reason`` and in the last record of the history. NaN is no
-    improvement. Epochs without the metric (it may come from an evaluation every few epochs) do not
-    count; a metric that never came is warned of at the end. ``mode``: ``"min"``, ``"max"`` or
-    ``"auto"``, by the metric's name.
+    Improved means: better than the best by more than ``min_delta``; NaN is no improvement. Sets
+    ``trainer.should_stop`` and says why in ``trainer.stop_reason`` and in the last record of the
+    history. Epochs without the metric (it may come from an evaluation every few epochs) do not
+    count; one that never came is warned of. ``mode``: see ``Checkpoint``.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class EarlyStopping(Callback):
             raise ValueError(f"min_delta must be a number >= 0, not {min_delta!r}")
         self.monitor = monitor
         self.patience = patience
-        self.mode = _direction(monitor, mode)
+        self.mode = better_direction(monitor, mode)
         self.min_delta = min_delta
         self.best: float | None = None
         self.waited = 0
@@ -208,9 +207,9 @@ class LRSchedule(Callback):
             miniray.get(trainer.workers[worker_id].set_lr.remote(self.lr))
 
 
-def check_callbacks(callbacks: Iterable[Any]) -> list[Callback]:
+def check_callbacks(callbacks: Callback | Iterable[Any]) -> list[Callback]:
     """Them as a list; ``TypeError`` for what is none: a class, say, and no object of it."""
-    found = list(callbacks)
+    found = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
     for callback in found:
         if not isinstance(callback, Callback):
             hint = f"; write {callback.__name__}()" if isinstance(callback, type) else ""
@@ -218,13 +217,7 @@ def check_callbacks(callbacks: Iterable[Any]) -> list[Callback]:
     return found
 
 
-def _direction(monitor: str, mode: str) -> str:
-    if mode not in ("auto", "min", "max"):
-        raise ValueError(f'mode must be "auto", "min" or "max", not {mode!r}')
-    return better_direction(monitor) if mode == "auto" else mode
-
-
 def _warn_unless_seen(consequence: str, metric: str, history: list[dict[str, Any]]) -> None:
     if history and all(metric not in record for record in history):
         known = ", ".join(history[-1])
-        warnings.warn(f"{consequence}: no epoch had {metric!r}, only {known}", stacklevel=3)
+        warn(f"{consequence}: no epoch had {metric!r}, only {known}")

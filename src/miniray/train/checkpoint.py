@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from miniray.errors import CheckpointError
+from miniray.train.arguments import warn
 from miniray.train.checkpoint_dir import (
     CheckpointInfo,
     Contents,
@@ -217,9 +218,7 @@ class CheckpointStore:
             if isinstance(chosen, str):
                 raise CheckpointError(f"{path} is no intact checkpoint: {chosen}{self._intact()}")
             return self._read(chosen)
-        for _ in range(
-            _TRIES
-        ):  # a writer may delete what was just found; then there is a newer one
+        for _ in range(_TRIES):  # what was just found may be deleted; then there is a newer one
             found, damaged = self._scan()
             problems = dict(damaged)
             for checkpoint in reversed(found):
@@ -280,7 +279,7 @@ class CheckpointStore:
 
     def _report(self, problems: Mapping[Path, str]) -> None:
         for path, reason in problems.items():
-            warnings.warn(f"checkpoint {path} is damaged and not used: {reason}", stacklevel=3)
+            warn(f"checkpoint {path} is damaged and not used: {reason}")
             self._tell({"event": "checkpoint_corrupt", "path": str(path), "reason": reason})
 
     def _tell(self, event: dict[str, Any]) -> None:

@@ -112,9 +112,9 @@ class DataParallelTrainer(BaseTrainer):
                 f"set_worker_weight() would do nothing with sync_strategy={self.sync_strategy!r}; "
                 'it needs "weighted" or another one that is based on the weighted mean'
             )
-        if not 0 <= worker_id < self.num_workers:
+        if worker_id not in range(self.num_workers):
             raise ValueError(
-                f"there is no worker {worker_id}: there are {self.num_workers}, from 0"
+                f"there is no worker {worker_id!r}: there are {self.num_workers}, from 0"
             )
         self._worker_weights[worker_id] = at_least("a worker's weight", weight, 0)
         if self.param_server is not None:
@@ -156,7 +156,7 @@ class DataParallelTrainer(BaseTrainer):
         return result
 
     def call_workers(
-        self, method: str, *args: Any, epoch: int | None = None, **kwargs: Any
+        self, method: str, /, *args: Any, epoch: int | None = None, **kwargs: Any
     ) -> list[Any]:
         if self._dealer is None or method != "train_epoch" or self._group is None:
             return super().call_workers(method, *args, epoch=epoch, **kwargs)
@@ -234,11 +234,11 @@ class DataParallelTrainer(BaseTrainer):
 
     def model_weights(self) -> Any:
         """The trained weights: worker 0's, or with ``mode="async"`` those of the server."""
-        if self._async is not None:
-            return miniray.get(self.param_server.get_weights.remote())
         if self._group is None:
             raise RuntimeError(NO_WORKERS)
-        return self._group.call_one(0, "get_weights")
+        if self._async is not None:
+            return miniray.get(self.param_server.get_weights.remote())
+        return miniray.get(self._group.ref_of(0, "get_weights"))
 
     def _with_final_weights(self) -> contextlib.AbstractContextManager[None]:
         if self._async is None:

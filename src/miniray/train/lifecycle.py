@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import miniray
@@ -150,10 +149,5 @@ class Lifecycle:
     def __enter__(self) -> Any:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.shutdown()

@@ -47,24 +47,25 @@ def number(value: Any) -> int | float | None:
     if isinstance(value, float):
         return float(value)
     if isinstance(value, numbers.Real):
-        real: Any = value
-        try:
-            return float(real)
-        except OverflowError:  # a fraction beyond the range of floats
-            return math.inf if real > 0 else -math.inf
+        return as_float(value)
     if _array_shape(value) == ():
         value = value.item()
         return number(value) if isinstance(value, (int, float)) else None
     return None
 
 
+def as_float(value: Any) -> float:
+    """A number as a float: an infinity where it is beyond their range, as integers may be."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
 def finite(value: Any) -> float | None:
     """``value`` as a float if it is a finite number, else None."""
     plain = number(value)
-    try:
-        return float(plain) if plain is not None and math.isfinite(plain) else None
-    except OverflowError:  # an integer beyond the range of floats
-        return None
+    return as_float(plain) if plain is not None and math.isfinite(as_float(plain)) else None
 
 
 def _array_shape(value: Any) -> tuple[int, ...] | None:

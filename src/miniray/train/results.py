@@ -23,8 +23,15 @@ _MORE_IS_BETTER = re.compile(
 _NOT_A_SCORE = ("epoch", "seconds", "num_samples", "synced")
 
 
-def better_direction(metric: str) -> str:
-    """``"max"`` where the name has a word such as accuracy, f1 or reward, else ``"min"``."""
+def better_direction(metric: str, mode: str = "auto") -> str:
+    """``"max"`` where the name has a word such as accuracy, f1 or reward, else ``"min"``.
+
+    Unless ``mode`` says which; ``ValueError`` where it is neither of them nor ``"auto"``.
+    """
+    if mode not in ("auto", "min", "max"):
+        raise ValueError(f'mode must be "auto", "min" or "max", not {mode!r}')
+    if mode != "auto":
+        return mode
     words = re.findall(r"[a-z]+[0-9]*", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", metric).lower())
     return "max" if any(_MORE_IS_BETTER.fullmatch(word) for word in words) else "min"
 
@@ -71,38 +78,29 @@ class TrainResult(Mapping[str, Any]):
         self.best: dict[str, Best] = {}
         for metric in self._metric_names():
             if metric not in _NOT_A_SCORE:
-                best = self._best(metric, better_direction(metric))
+                best = self._best(metric)
                 if best is not None:
-                    self.best[metric] = best
+                    value, place = best
+                    self.best[metric] = Best(value, self.history[place].get("epoch", place))
 
     def best_epoch(self, metric: str, mode: str = "auto") -> dict[str, Any]:
         """The metrics of the epoch where ``metric`` was lowest (``"min"``) or highest (``"max"``).
 
         ``KeyError`` where no epoch has a number for it.
         """
-        if mode not in ("auto", "min", "max"):
-            raise ValueError(f'mode must be "auto", "min" or "max", not {mode!r}')
-        best = self._best(metric, better_direction(metric) if mode == "auto" else mode)
+        best = self._best(metric, mode)
         if best is None:
             known = ", ".join(self._metric_names()) or "none"
             raise KeyError(f"no epoch has a number for {metric!r}; there are: {known}")
-        return next(
-            record
-            for i, record in enumerate(self.history)
-            if record.get("epoch", i) == best.epoch and number(record.get(metric)) == best.value
-        )
+        return self.history[best[1]]
 
-    def _best(self, metric: str, mode: str) -> Best | None:
-        sign = -1 if mode == "max" else 1
-        values = [
-            (sign * value, record.get("epoch", i), value)
-            for i, record in enumerate(self.history)
-            if (value := number(record.get(metric))) is not None and value == value  # not NaN
-        ]
-        if not values:
-            return None
-        _, epoch, value = min(values, key=lambda v: v[0])
-        return Best(value, epoch)
+    def _best(self, metric: str, mode: str = "auto") -> tuple[float, int] | None:
+        """The best value and the place of its record, the first of equals; NaN is none."""
+        sign = -1 if better_direction(metric, mode) == "max" else 1
+        numbers = ((number(record.get(metric)), i) for i, record in enumerate(self.history))
+        values = [(sign * value, i) for value, i in numbers if value is not None and value == value]
+        signed, place = min(values, default=(0, -1))
+        return None if place < 0 else (sign * signed, place)
 
     def _metric_names(self) -> list[str]:
         """Fields that are a number in some epoch, in order of appearance."""

@@ -8,12 +8,12 @@ position in the data), going on gives the same bits as never having stopped.
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import miniray
 from miniray.errors import CheckpointError
+from miniray.train.arguments import warn
 from miniray.train.checkpoint import CheckpointStore
 from miniray.train.records import simplify
 
@@ -105,7 +105,7 @@ def _give_callbacks(trainer: Saving, state: dict[str, Any]) -> None:
 
 def tell(trainer: Saving, event: str, text: str) -> None:
     """Say that the run goes on otherwise than it was: a warning, and an event of the run."""
-    warnings.warn(text, stacklevel=3)
+    warn(text)
     trainer._on_worker_event({"event": event, "message": text})
 
 

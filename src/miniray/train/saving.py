@@ -29,24 +29,29 @@ class Saving(Lifecycle):
     #: What runs: trainers of one kind take up each other's checkpoints.
     _kind = "workers"
 
-    def __init__(self, callbacks: Iterable[Callback], *options: Any) -> None:
+    def __init__(self, callbacks: Callback | Iterable[Callback], *options: Any) -> None:
         super().__init__(*options)
         self.history: list[dict[str, Any]] = []
         self.epoch = 0  # epochs done so far
+        self._in_epoch = False  # whether another one is being trained
         self.callbacks = check_callbacks(callbacks)
         self._loaded: dict[str, Any] | None = None  # a checkpoint to apply when workers are there
 
     def save_checkpoint(self, epoch: int | None = None) -> Path:
-        """Write all there is to go on from here; returns where. Call it from ``on_epoch_end``."""
+        """Write all there is to go on from here; returns where. Call it from ``on_epoch_end``.
+
+        It is of the last epoch that was trained; ``epoch`` matters within ``train_epoch`` only,
+        where it says that this one counts.
+        """
         if self.checkpoints is None or self._group is None:
             raise RuntimeError(NO_WORKERS)
-        if epoch is None and not self.epoch:
+        done = self.epoch + (self._in_epoch and epoch is not None)
+        if not done:
             raise RuntimeError(
                 "no epoch was trained yet, so there is nothing to go on from: train() first, or "
                 "save_final_model() for the weights as they are"
             )
-        epoch = self.epoch - 1 if epoch is None else epoch
-        return self.checkpoints.save(epoch, resuming.collect(self))
+        return self.checkpoints.save(done - 1, resuming.collect(self))
 
     def load_checkpoint(self, path: str | Path = "latest") -> int:
         """Take up a checkpoint, now or when ``train`` starts the workers; returns its epoch.

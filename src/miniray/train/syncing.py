@@ -20,8 +20,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import miniray
-from miniray.errors import ActorDiedError, GetTimeoutError, SyncError
-from miniray.train.workers import LostAgainError, WorkerGroup, is_loss
+from miniray.errors import (
+    ActorDiedError,
+    GetTimeoutError,
+    NonFiniteWeightsError,
+    SyncError,
+    TaskError,
+    WeightsMismatchError,
+)
+from miniray.train.workers import LostAgainError, WorkerGroup, is_loss, located
 
 
 def begin_with(group: WorkerGroup, server: Any) -> Any:
@@ -55,13 +62,15 @@ def sync(
             before = list(group.handles)
             lost = _replaced(group, before, epoch)
             if not lost and not isinstance(error, GetTimeoutError):
-                raise
+                raise _told(error, group, epoch) from None
             # Else somebody was slow who answers now: the sync has as long once more.
+        except TaskError as error:  # what the server found, or the strategy raised
+            raise _told(error, group, epoch) from None
         failure = _failure(ref, timeout)
         if failure is not None and not set(failure.workers) <= set(lost):
             lost = _replaced(group, before, epoch)  # some may be lost since they were asked
             if not set(failure.workers) <= set(lost):
-                raise failure  # another one's code raised as well
+                raise _told(failure, group, epoch) from None  # another one's code raised as well
         survivors = [i for i in range(len(before)) if i not in lost]
         # After the call above: whatever the server sent a survivor has reached it.
         weights = _weights_of(group, survivors, timeout)
@@ -73,6 +82,14 @@ def sync(
         if weights is not None and failure.phase == "distribute":
             version = miniray.get(server.set_weights.remote(weights))
             return {"synced": True, "version": version, "num_workers": len(before)}, True
+
+
+def _told(error: Exception, group: WorkerGroup, epoch: int | None) -> Exception:
+    """The server's error saying when. What is wrong with weights needs no traceback of ours."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, (NonFiniteWeightsError, WeightsMismatchError)):
+        error = cause
+    return located(error, "sync" if epoch is None else f"sync in {group.unit} {epoch}")
 
 
 def _replaced(group: WorkerGroup, before: Sequence[Any], epoch: int | None) -> list[int]:

@@ -10,6 +10,7 @@ is set up is replaced in turn.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ REQUIRED_METHODS = ("train_epoch", "get_weights", "set_weights")
 WRAPPED = "_dealt_"
 
 Handle = ActorHandle[Any]
+
+_READ_ONLY = "Arrays of another process are read-only: set_weights() must copy them, np.array(new)"
 
 
 def accepted(parameters: inspect.Signature | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,12 +82,16 @@ def check_worker(worker: Any, worker_id: int, required: Sequence[str]) -> None:
             f"create_worker({worker_id}) must return an actor handle, as MyWorker.remote(...) "
             f"gives, not {worker!r}"
         )
-    missing = [name for name in required if method_spec(worker, name) is None]
+    specs = {name: method_spec(worker, name) for name in required}
+    missing = [name for name, spec in specs.items() if spec is None]
     if missing:
         raise TypeError(
             f"worker class {worker._info.class_name} lacks {', '.join(f'{m}()' for m in missing)}; "
             f"a worker needs {', '.join(f'{m}()' for m in required)}"
         )
+    for name, spec in specs.items():
+        if spec is not None and spec.is_generator:
+            raise TypeError(f"{worker._info.class_name}.{name}() must return its result, not yield")
 
 
 class LostAgainError(Exception):
@@ -118,6 +125,7 @@ def setting_up(method: str, worker_id: int | None = None) -> Iterator[None]:
         raise in_context(error, worker_id, method, None) from error.__cause__
 
 
+@dataclasses.dataclass(eq=False)
 class WorkerGroup:
     """See the module's docstring.
 
@@ -125,33 +133,22 @@ class WorkerGroup:
     ``on_event`` hears of every failure and replacement. ``unit`` is what is counted as epochs are.
     """
 
-    def __init__(
-        self,
-        count: int,
-        create: Callable[[int], Any],
-        set_up: Callable[[int], None],
-        required: Sequence[str],
-        max_failures: int,
-        timeout: float | None,
-        on_event: Callable[[dict[str, Any]], None],
-        unit: str = "epoch",
-    ) -> None:
-        self.handles: list[Handle] = []
-        self.failures = 0
-        self._count = count
-        self._create = create
-        self._set_up = set_up
-        self._required = required
-        self._max_failures = max_failures
-        self.timeout = timeout
-        self._on_event = on_event
-        self._unit = unit
+    count: int
+    create: Callable[[int], Any]
+    set_up: Callable[[int], None]
+    required: Sequence[str]
+    max_failures: int
+    timeout: float | None
+    on_event: Callable[[dict[str, Any]], None]
+    unit: str = "epoch"
+    handles: list[Handle] = dataclasses.field(default_factory=list)
+    failures: int = 0
 
     def start(self) -> None:
         """Make all workers. They start up at the same time."""
-        for worker_id in range(self._count):
-            worker = self._create(worker_id)
-            check_worker(worker, worker_id, self._required)
+        for worker_id in range(self.count):
+            worker = self.create(worker_id)
+            check_worker(worker, worker_id, self.required)
             self.handles.append(worker)
 
     def has(self, method: str) -> bool:
@@ -199,28 +196,24 @@ class WorkerGroup:
                     pending[submit(worker_id)] = worker_id
         return results
 
-    def submit(self, worker_id: int, method: str, *args: Any, **kwargs: Any) -> Any:
+    def submit(self, worker_id: int, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call one worker; of ``kwargs`` it gets what its method takes. Returns the ref."""
         worker = self.handles[worker_id]
         spec = method_spec(worker, method)
         taken = accepted(spec.signature if spec else None, kwargs)
         return getattr(worker, method).remote(*args, **taken)
 
-    def call_one(self, worker_id: int, method: str, epoch: int | None = None) -> Any:
-        """Call ``method`` on one worker and wait; it is replaced like in ``call``."""
-        return miniray.get(self.ref_of(worker_id, method, epoch))
-
-    def ref_of(self, worker_id: int, method: str, epoch: int | None = None) -> Any:
-        """Like ``call_one``, but a ref to the result, for others to take it from."""
+    def ref_of(self, worker_id: int, method: str) -> Any:
+        """A ref to what one worker answers, which is there; it is replaced like in ``call``."""
         while True:
             ref = self.submit(worker_id, method)
             try:
                 miniray.get(ref, timeout=self.timeout)
                 return ref
             except Exception as error:
-                self.recover(error, worker_id, method, epoch)
+                self.recover(error, worker_id, method, None)
 
-    def set_up_call(self, worker_id: int, method: str, *args: Any, **kwargs: Any) -> Any:
+    def set_up_call(self, worker_id: int, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a replacement while it is set up, and wait; ``LostAgainError`` where it is lost too.
 
         No ref in ``args`` may be another actor's that has not answered yet: its death would be
@@ -251,29 +244,29 @@ class WorkerGroup:
         replaced = False
         while not replaced:
             if not is_loss(error):
-                raise in_context(error, worker_id, method, epoch, self._unit) from error.__cause__
+                raise in_context(error, worker_id, method, epoch, self.unit) from error.__cause__
             if isinstance(error, GetTimeoutError):
                 error = WorkerTimeoutError(f"gave no result in {self.timeout:g} s")
             self.failures += 1
             reason = str(error)
-            self._on_event(
+            self.on_event(
                 {"event": "worker_failed", "worker": worker_id, "epoch": epoch, "reason": reason}
             )
-            if self.failures > self._max_failures:
-                raise in_context(error, worker_id, method, epoch, self._unit) from None
+            if self.failures > self.max_failures:
+                raise in_context(error, worker_id, method, epoch, self.unit) from None
             try:
                 self.replace(worker_id)
                 replaced = True
             except LostAgainError as lost:
                 error, method = lost.error, lost.method
-        self._on_event({"event": "worker_replaced", "worker": worker_id, "epoch": epoch})
+        self.on_event({"event": "worker_replaced", "worker": worker_id, "epoch": epoch})
 
     def replace(self, worker_id: int) -> None:
         """End a worker if it still runs, make another in its place and set it up."""
         miniray.kill(self.handles[worker_id])
-        self.handles[worker_id] = self._create(worker_id)
-        check_worker(self.handles[worker_id], worker_id, self._required)
-        self._set_up(worker_id)
+        self.handles[worker_id] = self.create(worker_id)
+        check_worker(self.handles[worker_id], worker_id, self.required)
+        self.set_up(worker_id)
 
     def stop(self) -> None:
         """End all workers."""
@@ -294,19 +287,24 @@ def in_context(
 ) -> Exception:
     """``error`` saying which worker it came from, and when; of the same types as before."""
     when = "" if epoch is None else f" in {unit} {epoch}"
+    call = "" if isinstance(error, TaskError) else f", {method.removeprefix(WRAPPED)}()"
+    told = located(error, f"worker {worker_id}{call}{when}")
+    if told is not error:
+        told.worker_id = worker_id  # type: ignore[attr-defined]
+        told.epoch = epoch  # type: ignore[attr-defined]
+    return told
+
+
+def located(error: Exception, where: str) -> Exception:
+    """``error`` with ``where`` before its text, if it is one of miniray's; of the same types."""
     if isinstance(error, TaskError):
-        told: Exception = TaskError(
-            f"worker {worker_id}{when}: {error.function.replace(WRAPPED, '')}",
-            error.worker,
-            error.pid,
-            error.remote_traceback,
-            error.cause,
-        ).as_cause_type()
-    elif isinstance(error, MinirayError):
-        told = type(error)(f"worker {worker_id}, {method.removeprefix(WRAPPED)}(){when}: {error}")
-        vars(told).update(vars(error))
-    else:
+        function = f"{where}: {error.function.replace(WRAPPED, '')}"
+        trace = error.remote_traceback
+        if isinstance(error, ValueError) and "read-only" in str(error.cause):
+            trace = f"{trace.rstrip()}\n{_READ_ONLY}"
+        return TaskError(function, error.worker, error.pid, trace, error.cause).as_cause_type()
+    if not isinstance(error, MinirayError):
         return error
-    told.worker_id = worker_id  # type: ignore[attr-defined]
-    told.epoch = epoch  # type: ignore[attr-defined]
+    told = type(error)(f"{where}: {error}")
+    vars(told).update(vars(error))
     return told
