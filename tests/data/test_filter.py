@@ -25,6 +25,7 @@ from miniray.data import (
     DataLoader,
     IndexedDataset,
     JsonlDataset,
+    Mixture,
     ParquetDataset,
     filter_parts,
     filtering,
@@ -122,6 +123,38 @@ def test_parts_have_every_row_once_and_in_order(rows):
     assert all(part.rows < 2 * 20 for part in parts)
 
 
+def test_another_run_with_the_same_filter_in_the_same_folder_does_not_take_the_parts(tmp_path):
+    """Train and val beside each other: one rank ends the one while another is at the other."""
+    for name in ("train", "val"):
+        write_parquet(tmp_path / f"{name}.parquet", range(100), rows=100)
+    train, folder = str(tmp_path / "train.parquet"), tmp_path / ".miniray"
+
+    def keep(row):
+        if row["id"] == 50:
+            assert len(ids(filtered(train))) == 34
+        return row["id"] < 70
+
+    assert ids(filtered(str(tmp_path / "val.parquet"), keep)) == list(range(70))
+    assert not [name for name in os.listdir(folder) if name.endswith(".parts")]
+    assert len(ids(filtered(train))) == 34
+    assert len(calls) == 100  # once, and then read
+
+
+def test_a_rank_that_comes_when_the_others_have_just_ended_only_reads(parquet_folder, monkeypatch):
+    folder_of = index.index_folder
+
+    def others_end_now(beside):
+        monkeypatch.setattr(index, "index_folder", folder_of)
+        filtered(parquet_folder).prepare()  # after this rank has looked, before it begins
+        return folder_of(beside)
+
+    monkeypatch.setattr(index, "index_folder", others_end_now)
+    dataset = filtered(parquet_folder).prepare()
+    assert len(dataset) == sum(i % 3 == 0 for i in set(calls))
+    assert len(calls) == len(set(calls))
+    assert not [n for n in os.listdir(f"{parquet_folder}/.miniray") if n.endswith(".parts")]
+
+
 def test_threads_of_one_rank(parquet_folder):
     assert ids(filtered(parquet_folder, filter_workers=3)) == list(range(0, 237, 3))
     assert sorted(calls) == list(range(237))
@@ -158,6 +191,18 @@ def test_answers_about_data_in_memory_are_not_those_about_other_data():
     ]:
         assert ids(kind(made("up"), filter=up_to_four)) == [0, 1, 2, 3, 4]
         assert ids(kind(made("down"), filter=up_to_four)) == [4, 3, 2, 1, 0]
+
+
+def test_shards_and_states_take_over_an_answer_that_is_there():
+    rows = [{"id": i} for i in range(30)]
+    whole = IndexedDataset(rows, filter=multiple_of_three, shuffle=True, seed=1).prepare()
+    shards = [whole.shard(rank, 3) for rank in range(3)]
+    assert sorted(i for shard in shards for i in ids(shard)) == list(range(0, 30, 3))
+    shards[0].load_state_dict(whole.state_dict())
+    assert len(shards[0]) == 4
+    mixed = Mixture([(whole, 1)], seed=1)
+    assert sum(len(mixed.shard(rank, 2)) for rank in range(2)) == 10
+    assert len(calls) == 30
 
 
 def test_answers_about_data_in_memory_are_shared_under_a_name():

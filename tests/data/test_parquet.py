@@ -305,6 +305,15 @@ def test_globs_folders_lists_and_hidden_files(parquet_folder):
     assert ParquetDataset(two)[0]["id"] == 153  # as given
 
 
+def test_folders_behind_links_are_looked_into_once(parquet_folder, tmp_path):
+    top = tmp_path / "top"
+    (top / "real").mkdir(parents=True)
+    write_parquet(top / "real" / "x.parquet", range(237, 240))
+    (top / "linked").symlink_to(parquet_folder)
+    (top / "real" / "circle").symlink_to(top)
+    assert sorted(row["id"] for row in ParquetDataset(top)) == list(range(240))
+
+
 def test_fsspec_addresses(parquet_folder):
     fsspec = pytest.importorskip("fsspec")
     memory = fsspec.filesystem("memory")
@@ -380,6 +389,70 @@ def test_mixed_schemas_are_named(parquet_folder):
         ParquetDataset(parquet_folder)
 
 
+_TEXT = ["a", None, "b"]
+_IMAGE = [{"bytes": b"1", "path": "p"}] * 3
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (pa.array(_TEXT), pa.nulls(3)),
+        (pa.nulls(3), pa.array(_TEXT)),
+        (pa.array(_TEXT), pa.array(_TEXT, pa.large_string())),
+        (pa.array(_TEXT), pa.array(_TEXT).dictionary_encode()),
+        (pa.array(_TEXT).dictionary_encode(), pa.array(_TEXT, pa.dictionary(pa.int8(), "string"))),
+        (pa.array(_IMAGE), pa.array([{"bytes": b"1", "path": None}] * 3)),
+        (pa.array([[1], [], None]), pa.array([[1], None, []], pa.large_list(pa.int64()))),
+        (pa.array([[]] * 3, pa.list_(pa.null())), pa.array([_IMAGE, [], None])),
+        (
+            pa.array([[1, 2]] * 3, pa.list_(pa.float32(), 2)),
+            pa.array([[1, 2]] * 3, pa.list_(pa.field("x", pa.float32(), nullable=False), 2)),
+        ),
+        (pa.array([1, None, 2], pa.int32()), pa.nulls(3)),
+    ],
+    ids=lambda array: str(array.type),
+)
+def test_writers_that_keep_a_column_differently_go_together(tmp_path, one, other):
+    pq.write_table(pa.table({"x": one}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"x": other}), tmp_path / "b.parquet")
+    dataset = ParquetDataset(tmp_path)
+    assert [row["x"] for row in dataset] == one.to_pylist() + other.to_pylist()
+    # A batch has the same type whichever file its rows are of.
+    batches = [next(iter(DataLoader(dataset.shard(r, 3), 2))) for r in range(3)]
+    assert len({(type(b["x"]), getattr(b["x"], "dtype", None)) for b in batches}) == 1
+    tables = list(DataLoader(dataset.shard(0, 1), 2, format="arrow"))
+    assert len({table.schema for table in tables}) == 1
+    assert [v for t in tables for v in t["x"].to_pylist()] == one.to_pylist() + other.to_pylist()
+
+
+def test_a_filter_may_look_at_other_columns_than_those_that_are_read(tmp_path):
+    pq.write_table(pa.table({"x": _TEXT, "id": [0, 1, 2]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"x": pa.nulls(3), "id": [3, 4, 5]}), tmp_path / "b.parquet")
+    odd = {"filter": lambda row: row["id"] % 2, "filter_columns": ["id"]}
+    assert list(ParquetDataset(tmp_path, columns=["x"], **odd)) == [{"x": None}] * 3
+
+
+def test_columns_in_another_order_or_never_missing(tmp_path):
+    """A batch across the border of two such files has the types of all others."""
+    ids, weights = pa.array(range(3), pa.int32()), pa.array([None, 0.5, 1], pa.float32())
+    pq.write_table(pa.table({"id": ids, "w": weights}), tmp_path / "a.parquet")
+    required = pa.schema([("w", pa.float32()), pa.field("id", pa.int32(), nullable=False)])
+    pq.write_table(pa.table([weights, ids], schema=required), tmp_path / "b.parquet")
+    batches = list(DataLoader(ParquetDataset(tmp_path), 2))
+    assert [list(batch) for batch in batches] == [["id", "w"]] * 3
+    assert {(b["id"].dtype.name, b["w"].dtype.name) for b in batches} == {("int32", "float32")}
+    tables = list(DataLoader(ParquetDataset(tmp_path), 2, format="arrow"))
+    assert [t["id"].to_pylist() for t in tables] == [[0, 1], [2, 0], [1, 2]]
+
+
+def test_two_columns_of_one_name_are_named(tmp_path):
+    table = pa.Table.from_arrays([pa.array([1]), pa.array([2]), pa.array([3])], ["x", "x", "y"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet has more than one column 'x'"):
+        ParquetDataset(tmp_path)
+    assert list(ParquetDataset(tmp_path, columns=["y"])) == [{"y": 3}]
+
+
 def test_a_missing_column_is_named(parquet_folder):
     with pytest.raises(DataError, match=r"part-0\.parquet has no column 'image'; it has id, data"):
         ParquetDataset(parquet_folder, columns=["id", "image"])
@@ -408,6 +481,16 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_and_no_crash(parquet_f
     os.truncate(parquet_folder / "part-3.parquet", 100)
     with pytest.raises(DataError, match=r"part-3\.parquet, row group 8: the file has changed"):
         dataset[236]
+
+
+def test_a_file_replaced_before_it_is_opened_is_an_error(parquet_folder):
+    """What is known of the old one would give rows of the new one that are none."""
+    dataset = ParquetDataset(parquet_folder)
+    write_parquet(parquet_folder / "new", range(500, 600))
+    os.replace(parquet_folder / "new", parquet_folder / "part-3.parquet")
+    assert dataset[152]["id"] == 152
+    with pytest.raises(DataError, match=r"part-3\.parquet: the file has changed"):
+        dataset[153]
 
 
 def test_no_rows_at_all(tmp_path):

@@ -258,7 +258,7 @@ def read_all(path: Path) -> Footer | None:
     if footer is not None:
         file = PlainFile(footer)
         for group, count in enumerate(footer.rows):
-            rows = file.read(group, None, False, left_to_arrow)
+            rows = file.read(group, footer.names, False, left_to_arrow)
             if rows is not None:
                 rows.rows(range(count))
     return footer

@@ -21,6 +21,7 @@ Image = pytest.importorskip("PIL.Image")
 
 from miniray.data.rlhf import RLHFDataset, collate_fn  # noqa: E402
 from miniray.data.rlhf_config import RLHFConfig, read_config  # noqa: E402
+from miniray.data.rlhf_prompt import rgb  # noqa: E402
 from miniray.errors import DataError, RowError  # noqa: E402
 
 TEMPLATE = (
@@ -440,3 +441,8 @@ class TestConfig:
     def test_mistakes(self, config: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             read_config(config)
+
+
+def test_an_image_of_16_bits_is_scaled_and_not_cut_off():
+    grey = Image.fromarray(np.array([[0, 256, 32768, 65535]], dtype=np.uint16))
+    assert np.asarray(rgb(grey))[0, :, 0].tolist() == [0, 1, 128, 255]

@@ -164,3 +164,20 @@ def test_anything_with_len_and_brackets():
     assert whole.state_dict()["plan"]["shuffle"] == "global"
     with pytest.raises(DataError, match=r"int has no len\(\) and \[\]"):
         IndexedDataset(5)
+
+
+def test_arrow_files_that_do_not_belong_together_are_named(tmp_path):
+    def write(name, **columns):
+        table = pa.table(columns)
+        with pa.ipc.new_file(tmp_path / name, table.schema) as file:
+            file.write_table(table)
+
+    write("a.arrow", id=[1, 2])
+    write("b.arrow", id=pa.nulls(1))
+    assert [row["id"] for row in ArrowDataset(tmp_path)] == [1, 2, None]
+    write("b.arrow", id=["x"])
+    with pytest.raises(DataError, match=r"'id' is int64 in .*a\.arrow and string in .*b\.arrow"):
+        ArrowDataset(tmp_path)
+    write("b.arrow", id=[3], more=[0])
+    with pytest.raises(DataError, match=r"b\.arrow has a column 'more' and .*a\.arrow has not"):
+        ArrowDataset(tmp_path)

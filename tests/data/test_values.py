@@ -104,6 +104,12 @@ def test_missing_numbers_are_nan(rows):
         assert found[0] == 0
 
 
+def test_numbers_that_no_float_holds_stay_what_they_are_beside_missing_ones():
+    values = [2**53 + 1, None, 3]
+    assert column(pa.array(values), range(3)) == values
+    assert column(pa.array([2**53, None]), range(2))[0] == 2**53
+
+
 def test_vectors_make_an_array_of_two_dimensions():
     found = column(pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.float32(), 2)), [2, 0])
     assert found.dtype == np.float32

@@ -14,6 +14,7 @@ from typing import Any
 from miniray.data.arrow_rows import ArrowRows, rows_of
 from miniray.data.file_source import FileBlocks, FileSource
 from miniray.data.files import FileList, is_remote
+from miniray.data.schemas import cast, common_types
 from miniray.data.slabs import Slabs
 from miniray.data.source import wanted
 from miniray.errors import DataError
@@ -36,25 +37,23 @@ class ArrowSource(FileSource):
         super()._forget()
         self._batches: list[list[Any]] = []
         self._maps: list[mmap.mmap | None] = []
-        self._schema: Any = None
+        self._names: list[str] = []
+        self._types: dict[str, Any] = {}
 
     def column_names(self) -> list[str]:
         self.blocks  # noqa: B018
-        return wanted(self._schema.names, self._columns, "the data")
+        return wanted(self._names, self._columns, "the data")
 
     def _look(self) -> list[FileBlocks]:
         opened = [self._open(path) for path in self.paths]
         self._batches = [batches for batches, _, _ in opened]
         self._maps = [mapped for _, mapped, _ in opened]
-        every = [batch for batches in self._batches for batch in batches]
-        if not every:
+        by_path = zip(self.paths, self._batches, strict=True)
+        schemas = [(path, batches[0].schema) for path, batches in by_path if batches]
+        if not schemas:
             raise DataError(f"{self.paths[0]} has no rows")
-        self._schema = every[0].schema
-        for path, batches in zip(self.paths, self._batches, strict=True):
-            for batch in batches:
-                for name in wanted(batch.schema.names, self._columns, path):
-                    if batch.schema.field(name).type != self._schema.field(name).type:
-                        raise DataError(f"mixed schemas: column {name!r} differs in {path}")
+        self._names = schemas[0][1].names
+        self._types = common_types(schemas, self._columns)
         return [
             FileBlocks(
                 [batch.num_rows for batch in batches],
@@ -92,8 +91,7 @@ class ArrowSource(FileSource):
             raise DataError(f"{path} cannot be opened as an Arrow file: {line}") from error
 
     def _project(self, batch: Any, columns: Sequence[str] | None = None) -> Any:
-        names = self._columns if columns is None else list(columns)
-        return batch if names is None else batch.select(names)
+        return batch.select(list(columns or self._columns or self._names))
 
     def read(
         self,
@@ -106,7 +104,7 @@ class ArrowSource(FileSource):
         table = self.blocks
         file, number = int(table.file[block]), int(table.number[block])
         batch = self._project(self._batches[file][number], columns).slice(start, stop - start)
-        found = rows_of([batch], start, slabs)
+        found = rows_of([cast(batch, self._types)], start, slabs)
         mapped = self._maps[file]
         if mapped is not None:
             mapped.madvise(mmap.MADV_DONTNEED)

@@ -101,5 +101,7 @@ def _as_column(values: list[Any], kind: str) -> Any:
         return np.array(values, dtype=_NUMBERS[vector]) if complete else values
     if None not in values:
         return np.array(values, dtype=_NUMBERS[kind])
+    if "64" in kind and any(value is not None and abs(value) > 1 << 53 for value in values):
+        return values  # numbers that a float does not hold, ids for one
     missing = [np.nan if value is None else value for value in values]
     return np.array(missing, dtype=_NUMBERS[kind] if kind in _FLOATS else np.float64)

@@ -7,7 +7,6 @@ which cannot work are refused before training starts.
 
 from __future__ import annotations
 
-import copy
 import operator
 import os
 import warnings
@@ -153,13 +152,19 @@ class Dataset(Share):
 
     def shard(self: Self, rank: int, world_size: int) -> Self:
         """The same dataset as another rank sees it; cheap, nothing is read again."""
-        other = copy.copy(self)
+        other = self._twin()
         other._rank, other._world_size = checked_rank(rank, world_size)
         # A seed that is needed was found when this one was made, and holds for all its shards.
         if not other._history:
             other._began_with = world_size
         other._taken, other._alone, other._complete = 0, False, False
         other._cache = other._order = other._part = None
+        return other
+
+    def _twin(self: Self) -> Self:
+        """A copy that has what was worked out, the filter's answer among it; pickle leaves it."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
         return other
 
     def prepare(self: Self) -> Self:
@@ -234,11 +239,10 @@ class Dataset(Share):
     def new_cache(
         self, budget: int | None = None, columns: Sequence[str] | None = None
     ) -> BlockCache:
-        """Memory for blocks of this dataset.
+        """Memory for blocks: two windows and a little, one to take rows from and one to read.
 
-        Two windows and a little, one to take rows from and one to read; less memory used is less
-        memory to be touched for the first time, which costs more than reading. Only where any
-        block may be needed again is more of the budget worth it.
+        Touching memory for the first time costs more than reading, so more of the budget is used
+        only where any block may be needed again.
         """
         largest = max(window_bytes(self._budget, source.blocks) for source in self.sources)
         held = 2 * largest + self._budget // 32

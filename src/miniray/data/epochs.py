@@ -151,7 +151,10 @@ class Epochs(ABC):
         progress.check_state(state, self.kind, self.fingerprint, self._plan())
         if state["n"] != self._n():  # may run the filter
             raise DataError(f"the state is of {state['n']} rows, and this dataset has {self._n()}")
-        self._seed, self._epoch = state["seed"], int(state["epoch"])
+        if self._seed != state["seed"]:  # a subset depends on it
+            self._seed = state["seed"]
+            self._forget()
+        self._epoch = int(state["epoch"])
         plan = state["plan"]
         self._window = plan["window"] or self._window
         self._began_with = int(plan["began_with"])
@@ -165,4 +168,4 @@ class Epochs(ABC):
         self._taken, self._alone, self._complete = 0, False, False
         if not self._history:
             self._began_with = self._world_size
-        self._forget()  # a subset depends on the seed
+        self._order = self._part = None

@@ -48,6 +48,7 @@ class FileSource(Source):
 
     def _forget(self) -> None:
         self._blocks: Blocks | None = None
+        self._sizes: list[int] = []
         self._marks: list[str] = []
         self._fingerprint = ""
         self._lock = threading.Lock()
@@ -93,6 +94,7 @@ class FileSource(Source):
                 f"the files (the first is {paths[0]}) are not those the dataset was made with:"
                 " names, sizes or rows differ. Make the dataset again"
             )
+        self._sizes = [file.size or 0 for file in found]
         self._marks = [f"{file.size or 0}-{file.mark}" for file in found]
         self._fingerprint, self._blocks = fingerprint, blocks
 

@@ -65,9 +65,15 @@ class FileList:
         return [item]
 
     def _within(self, folder: str) -> Iterable[str]:
-        for where, folders, names in os.walk(folder):
+        seen: set[str] = set()
+        for where, folders, names in os.walk(folder, followlinks=True):
+            real = os.path.realpath(where)
+            if real in seen:  # by another link, maybe in a circle
+                folders.clear()
+                continue
+            seen.add(real)
             # Hidden ones, of which our own index folder is one, and those of unfinished writers.
-            folders[:] = [f for f in folders if not f.startswith((".", "_"))]
+            folders[:] = sorted(f for f in folders if not f.startswith((".", "_")))
             for name in names:
                 if name.endswith(self._suffixes) and not name.startswith((".", "_")):
                     yield os.path.join(where, name)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -61,6 +60,7 @@ class FilterRun:
         self._local = threading.local()
         self._beats: dict[Path, tuple[int, float]] = {}  # of others: the last, and when it was new
         self._path = self._parts_folder = Path()  # once it is known that something must be written
+        self._looked: tuple[tuple[int, int] | None, bool] = None, False  # at the index
         files = range(len(self._blocks.files))
         self._identities = [source.identity(file) for file in files]
         self._names = [identity.partition("-")[0] for identity in self._identities]
@@ -98,25 +98,21 @@ class FilterRun:
     def _run(self, known: dict[int, Bits]) -> dict[int, Bits]:
         workers = self._world_size * self._threads
         todo = [part for part in cut(self._blocks, workers) if part.file not in known]
-        if self._name is not None:
-            try:
-                self._parts_folder.mkdir(exist_ok=True)
-            except OSError as error:
-                raise DataError(
-                    f"the filter's parts cannot be kept in {self._parts_folder}: {error.strerror}"
-                ) from error
         bar = FilterBar(sum(part.rows for part in todo)) if self._rank == 0 else None
         self._bar = bar
         done: dict[Part, Bits] = {}
         counted = 0
         try:
             while len(done) < len(todo):
+                if self._name is not None:
+                    self._make_parts_folder()
+                    if self._is_joined():
+                        self._remove_parts()  # it may be that we have made the folder again
+                        return self._known()
                 finished = self._pass(todo, done)
                 counted += finished
                 if not finished and len(done) < len(todo):
                     time.sleep(_POLL)
-                    if len(self._known()) == len(self._names):  # another rank has joined them all
-                        return self._known()
         finally:
             if bar is not None:
                 bar.close()
@@ -127,6 +123,26 @@ class FilterRun:
             kept = sum(int(np.unpackbits(bits).sum()) for bits in found.values())
             bar.summary(sum(self._rows), kept, counted, None if self._name is None else self._path)
         return found
+
+    def _make_parts_folder(self) -> None:
+        """Before every look: a run over other files removes it where it sees it empty."""
+        try:
+            self._parts_folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise DataError(
+                f"the filter's parts cannot be kept in {self._parts_folder}: {error.strerror}"
+            ) from error
+
+    def _is_joined(self) -> bool:
+        """Whether another rank has joined all parts meanwhile; they are then gone."""
+        try:
+            found = self._path.stat()
+        except OSError:
+            return False
+        stamp = found.st_ino, found.st_mtime_ns
+        if self._looked[0] != stamp:
+            self._looked = stamp, len(self._known()) == len(self._names)
+        return self._looked[1]
 
     def _pass(self, todo: list[Part], done: dict[Part, Bits]) -> int:
         """Do or find parts, beginning at a place of this rank's own; returns rows done here."""
@@ -153,7 +169,8 @@ class FilterRun:
         with index.claim(lock) as ours:
             if not ours and not self._is_stuck(lock):
                 return 0
-            if self._find(part, path, done):  # done between the look and the lock
+            # Done between the look and the lock, or even joined and removed.
+            if self._find(part, path, done) or self._is_joined():
                 return 0
             bits = self._filter(part, lambda: _touch(lock))
             try:
@@ -267,8 +284,15 @@ class FilterRun:
                     entry = (self._identities[file], self._rows[file], bits)
                     entries[self._names[file]] = entry
                 index.write(self._path, entries)
-            with contextlib.suppress(OSError):  # another rank may be removing it too
-                shutil.rmtree(self._parts_folder)
+        self._remove_parts()
+
+    def _remove_parts(self) -> None:
+        """Those of our files, whichever run made them; of other files a run may be at work."""
+        with contextlib.suppress(OSError):  # another rank may be removing them too
+            for path in self._parts_folder.iterdir():
+                if path.name.lstrip(".").partition("-")[0] in self._names:
+                    path.unlink(missing_ok=True)
+            self._parts_folder.rmdir()
 
 
 def _touch(path: Path) -> None:

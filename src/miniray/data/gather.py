@@ -154,8 +154,9 @@ class BlockCache:
         """The rows at ``places`` as columns; ``held`` has their pieces where they are read."""
         parts = self._parts(places, held)
         layout = parts[0][0].layout
+        types = None if layout is None else dict(layout)
         # Rows that are Python objects, or a mixture of different sources.
-        if layout is None or any(rows.layout != layout for rows, _, _ in parts):
+        if layout is None or any(dict(rows.layout or ()) != types for rows, _, _ in parts):
             return columns_of(self._rows(parts, len(places)))
         return from_parts(parts, layout)
 
@@ -176,7 +177,9 @@ class BlockCache:
         import pyarrow as pa
 
         parts = self._parts(places, held)
-        table = pa.concat_tables([rows.arrow(index) for rows, index, _ in parts])
+        tables = [rows.arrow(index) for rows, index, _ in parts]
+        # Sources of a mixture may differ in the order of columns, files in what may be missing.
+        table = pa.concat_tables(tables, promote_options="permissive")
         order = [place for _, _, inside in parts for place in inside]
         back = sorted(range(len(order)), key=order.__getitem__)
         return table.take(pa.array(back, pa.int64())).combine_chunks()

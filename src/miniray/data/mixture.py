@@ -8,7 +8,6 @@ a source is used up its next epoch begins.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -106,7 +105,7 @@ class Mixture(Dataset):
             budget = self._budget // len(self._given)
             members = []
             for number, given in enumerate(self._given):
-                member = copy.copy(given)
+                member = given._twin()
                 if not given._seed_given and given.seed is not None:
                     member._seed = derive_key(self._seed, "source", number) >> 16
                     member._selection = None
@@ -252,8 +251,7 @@ class Mixture(Dataset):
         starts = self._member_starts()
         source = [bisect_right(starts, ordinal) - 1 for ordinal in ordinals]
         block, row = [0] * len(ordinals), [0] * len(ordinals)
-        for which, member in enumerate(self._sources):
-            chosen = [i for i, number in enumerate(source) if number == which]
+        for which, member, chosen in self._by_member(source):
             places = member.places_of_ordinals([ordinals[i] - starts[which] for i in chosen])
             _put(block, chosen, places.block)
             _put(row, chosen, places.row)
@@ -268,13 +266,15 @@ class Mixture(Dataset):
 
     def name_rows(self, places: Places) -> list[RowId]:
         found: list[RowId] = [("", -1)] * len(places)
-        for which, member in enumerate(self._sources):
-            chosen = [i for i, number in enumerate(places.source) if number == which]
+        for _, member, chosen in self._by_member(places.source):
             blocks, rows = [places.block[i] for i in chosen], [places.row[i] for i in chosen]
-            names = member.name_rows(Places([0] * len(chosen), blocks, rows))
-            for place, name in zip(chosen, names, strict=True):
-                found[place] = name
+            _put(found, chosen, member.name_rows(Places([0] * len(chosen), blocks, rows)))
         return found
+
+    def _by_member(self, source: Sequence[int]) -> Iterator[tuple[int, Dataset, list[int]]]:
+        """(number of a member, the member, which entries of ``source`` are that number)."""
+        for which, member in enumerate(self._sources):
+            yield which, member, [i for i, number in enumerate(source) if number == which]
 
     def _plan(self) -> dict[str, Any]:
         return {**super()._plan(), "until": self._until, "sources": len(self._given)}
@@ -283,6 +283,6 @@ class Mixture(Dataset):
         return f"<Mixture of {len(self._given)}: rank {self._rank} of {self._world_size}>"
 
 
-def _put(into: list[int], places: Sequence[int], values: Sequence[int]) -> None:
+def _put(into: list[Any], places: Sequence[int], values: Sequence[Any]) -> None:
     for place, value in zip(places, values, strict=True):
         into[place] = value

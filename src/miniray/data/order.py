@@ -115,8 +115,7 @@ def _window_edges(
     """Where windows begin: as many whole blocks as fit, or a part of one that does not.
 
     ``blocks`` are (rows, bytes) in their order. The first windows of a rank's part are an eighth, a
-    quarter and a half of the others: all of a window is read before its first row comes, and
-    somebody is waiting for that.
+    quarter and a half of the others: a window is read before its first row comes.
     """
     starts = starts_of([rows for rows, _ in blocks])
     ends = list(accumulate(nbytes for _, nbytes in blocks))

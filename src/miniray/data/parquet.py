@@ -6,7 +6,6 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from miniray.data.file_source import FileBlocks, FileSource
@@ -16,6 +15,7 @@ from miniray.data.permutation import derive_key
 from miniray.data.plain import PlainFile
 from miniray.data.slabs import Slabs
 from miniray.data.source import Rows, wanted
+from miniray.data.value_file import has_changed
 from miniray.errors import DataError
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class ParquetSource(FileSource):
         super()._forget()
         self._names: list[str] = []
         self._plain: list[Footer] = []  # if all files can be read without Arrow
+        self._casts: dict[int, dict[str, Any]] = {}  # of files: the types of columns to be read as
         self._metadata: dict[str, Any] = {}  # of some files, which need not be parsed again
         self._local = threading.local()
         self._pid = os.getpid()
@@ -63,6 +64,8 @@ class ParquetSource(FileSource):
                 FileBlocks(f.rows, f.nbytes, f.size, _mark(f.rows, f.created_by))
                 for f in self._plain
             ]
+        from miniray.data.schemas import common_types
+
         paths = self.paths
         if len(paths) == 1:
             footers = [self._footer(paths[0])]
@@ -72,15 +75,14 @@ class ParquetSource(FileSource):
             with ThreadPoolExecutor(min(_READERS, len(paths))) as pool:
                 footers = list(pool.map(self._footer, paths))
         # Files without rows may have any columns: writers may know no types where nothing is.
-        filled = [(p, f) for p, f in zip(paths, footers, strict=True) if any(f.found.rows)]
-        first, schema = (
-            (filled[0][0], filled[0][1].schema) if filled else (paths[0], footers[0].schema)
-        )
-        for path, footer in filled:
-            names = wanted(footer.schema.names, self._columns, path)
-            _same_columns(first, schema, path, footer.schema, names, self._columns is None)
-        self._names = schema.names
-        return [footer.found for footer in footers]
+        filled = {n: schema for n, (schema, found) in enumerate(footers) if any(found.rows)}
+        schemas = [(paths[number], schema) for number, schema in filled.items()]
+        self._names = (schemas[0][1] if schemas else footers[0][0]).names
+        types = common_types(schemas, self._columns) if schemas else {}
+        for number, schema in filled.items():
+            if any(str(schema.field(name).type) != str(kind) for name, kind in types.items()):
+                self._casts[number] = types
+        return [found for _, found in footers]
 
     def _look_plainly(self) -> list[Footer]:
         """The footers, if all files can be read without Arrow, and belong together; else none."""
@@ -96,7 +98,8 @@ class ParquetSource(FileSource):
             left -= footer.length
         return found
 
-    def _footer(self, path: str) -> _Footer:
+    def _footer(self, path: str) -> tuple[Any, FileBlocks]:
+        """The schema, and what the blocks are."""
         from miniray.data.parquet_file import OpenParquet
 
         opened = OpenParquet(path, self._memory_map)
@@ -122,7 +125,7 @@ class ParquetSource(FileSource):
             if len(self._metadata) < _OPEN_FILES:
                 self._metadata[path] = meta
             blocks = FileBlocks(rows, nbytes, opened.size, _mark(rows, meta.created_by))
-            return _Footer(schema, blocks)
+            return schema, blocks
         finally:
             opened.close()
 
@@ -150,7 +153,10 @@ class ParquetSource(FileSource):
         else:
             from miniray.data.parquet_file import OpenParquet
 
-            handles[key] = OpenParquet(path, self._memory_map, self._metadata.get(path))
+            opened = OpenParquet(path, self._memory_map, self._metadata.get(path))
+            if opened.size != self._sizes[file]:
+                raise has_changed(path)
+            handles[key] = opened
         while len(handles) > _OPEN_FILES:
             _, longest_unused = handles.popitem(last=False)
             if longest_unused is not None:
@@ -167,10 +173,10 @@ class ParquetSource(FileSource):
     ) -> Rows:
         table = self.blocks
         file, number, rows = table.file[block], table.number[block], table.rows[block]
-        names = self._columns if columns is None else list(columns)
-        plain: PlainFile | None = self._opened(file, True)
-
-        nbytes = table.nbytes[block]
+        # Always by name: files may have their columns in different orders.
+        names = list(columns or self._columns or self._names)
+        casts, nbytes = self._casts.get(file), table.nbytes[block]
+        plain: PlainFile | None = None if casts else self._opened(file, True)
 
         def others(names: Sequence[str]) -> ArrowRows:
             opened: OpenParquet = self._opened(file, False)
@@ -181,7 +187,7 @@ class ParquetSource(FileSource):
             if found is not None:
                 return found
         opened: OpenParquet = self._opened(file, False)
-        return opened.read(number, start, stop, names, nbytes, slabs)
+        return opened.read(number, start, stop, names, nbytes, slabs, casts)
 
 
 def _plain_footer(path: str, names: Sequence[str] | None, longest: int = LONGEST) -> Footer | None:
@@ -211,32 +217,3 @@ def _leaves_of(schema: Any, names: Sequence[str] | None, total: int) -> Sequence
 def _leaf_count(kind: Any) -> int:
     kind = getattr(kind, "storage_type", kind)  # of an extension
     return sum(_leaf_count(kind.field(i).type) for i in range(kind.num_fields)) or 1
-
-
-@dataclass
-class _Footer:
-    schema: Any
-    found: FileBlocks
-
-
-def _same_columns(
-    first: str, expected: Any, path: str, found: Any, names: Sequence[str], everything: bool
-) -> None:
-    """Refuse a file whose columns differ from the first file's."""
-    if everything:
-        extra = [name for name in [*expected.names, *found.names] if name not in names]
-        absent = [name for name in extra if name not in found.names] or [
-            name for name in names if name not in expected.names
-        ]
-        if absent:
-            has, lacks = (first, path) if absent[0] in expected.names else (path, first)
-            raise DataError(
-                f"mixed schemas: {has} has a column {absent[0]!r} and {lacks} has not. Name the"
-                " columns to read with columns=[...], or keep such files apart"
-            )
-    for name in names:
-        one, other = expected.field(name).type, found.field(name).type
-        if one != other:
-            raise DataError(
-                f"mixed schemas: column {name!r} is {one} in {first} and {other} in {path}"
-            )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +21,13 @@ from miniray.errors import DataError
 
 _CHUNK = 4 << 20  # bytes decoded at a time
 
-Names = Sequence[str] | None
-
 
 @dataclass
 class _Cursor:
     """Where in a row group too large to be held the reading has come to."""
 
     group: int
-    names: Names
+    names: Sequence[str]
     batches: Iterator[Any]
     row: int = 0  # the first that has not been read
     last: Any = None  # the batch before it
@@ -86,9 +84,19 @@ class OpenParquet:
         self._cursor = None
 
     def read(
-        self, group: int, start: int, stop: int, names: Names, nbytes: int, slabs: Slabs | None
+        self,
+        group: int,
+        start: int,
+        stop: int,
+        names: Sequence[str],
+        nbytes: int,
+        slabs: Slabs | None,
+        casts: Mapping[str, Any] | None = None,
     ) -> ArrowRows:
-        """Rows ``start`` to ``stop`` of a row group of about ``nbytes``, or more of it."""
+        """Rows ``start`` to ``stop`` of a row group of about ``nbytes``, or more of it.
+
+        ``casts``: types that columns are to be given, where other files have others.
+        """
         import pyarrow as pa
 
         rows = self.reader.metadata.row_group(group).num_rows
@@ -102,6 +110,10 @@ class OpenParquet:
             else:
                 chunk = max(1, min(chunk, (stop - start) // 4))
                 batches, start = self._slice(group, names, chunk, start, stop)
+            if casts is not None:
+                from miniray.data.schemas import cast
+
+                batches = (cast(batch, casts) for batch in batches)
             found = rows_of(batches, start, slabs)
         except FileNotFoundError as error:
             raise DataError(f"{self.path} does not exist any more") from error
@@ -124,16 +136,16 @@ class OpenParquet:
             return self._mapped.size()
         return self.size if is_remote(self.path) else os.stat(self.path).st_size
 
-    def _batches(self, group: int, names: Names, size: int) -> Any:
+    def _batches(self, group: int, names: Sequence[str], size: int) -> Any:
         batches = self.reader.iter_batches(
             size, row_groups=[group], columns=names, use_threads=False
         )
-        if names is None or not any("." in name for name in names):
+        if not any("." in name for name in names):
             return batches
         return (batch.select(names) for batch in batches)  # Arrow takes ``a.b`` for a field of a
 
     def _slice(
-        self, group: int, names: Names, chunk: int, start: int, stop: int
+        self, group: int, names: Sequence[str], chunk: int, start: int, stop: int
     ) -> tuple[list[Any], int]:
         """Part of a row group too large to be held: read on from where the last part ended.
 

@@ -32,13 +32,13 @@ class PlainFile:
             raise DataError(f"{footer.path} does not exist any more") from error
         self._last: tuple[int, Any, PlainRows] | None = None
 
-    def has(self, group: int, rows: int, names: Sequence[str] | None) -> bool:
+    def has(self, group: int, rows: int, names: Sequence[str]) -> bool:
         """Whether there is such a row group, with ``names``, as far as the footer says."""
         known = self._footer.rows[group : group + 1] == [rows]
-        return known and set(names or ()) <= set(self._footer.names)
+        return known and set(names) <= set(self._footer.names)
 
     def read(
-        self, group: int, names: Sequence[str] | None, part: bool, arrow: ReadOthers
+        self, group: int, names: Sequence[str], part: bool, arrow: ReadOthers
     ) -> PlainRows | None:
         """All rows of a row group; None if they are not stored as its footer says.
 
@@ -49,9 +49,8 @@ class PlainFile:
             return self._last[2]
         if self._file.size_now() != self._footer.size:
             raise has_changed(f"{self._footer.path}, row group {group}")
-        asked = [name for name in self._footer.names if names is None or name in names]
-        columns = [column for column in self._footer.columns if column.name in asked]
-        others = [name for name in asked if name not in self._footer.types]
+        columns = [column for column in self._footer.columns if column.name in names]
+        others = [name for name in names if name not in self._footer.types]
         chunks, rows = self._footer.chunks[group], self._footer.rows[group]
         leaves: dict[int, Leaf] = {}
         try:
@@ -72,7 +71,7 @@ class PlainFile:
             ) from error
         block = PlainRows(
             self._footer.path,
-            [(name, self._footer.types.get(name, "")) for name in asked],
+            [(name, self._footer.types.get(name, "")) for name in names],
             getters,
             sum(leaf.nbytes for leaf in leaves.values()),
             arrow(others) if others else None,

@@ -13,35 +13,8 @@ from miniray.checks import whole
 
 Truncation = Literal["error", "left", "right", "middle"]
 
-#: Keys of verl's ``data`` section that are about something else than the rows of one dataset, or
-#: that have no meaning where files are read in place.
-_ELSEWHERE = frozenset(
-    {
-        "audio_key",
-        "cache_dir",
-        "chat_template_func",
-        "custom_cls",
-        "datagen",
-        "dataloader_num_workers",
-        "filter_prompts",
-        "gen_batch_size",
-        "image_patch_size",
-        "max_response_length",
-        "return_raw_input_ids",
-        "reward_fn_key",
-        "sampler",
-        "tokenizer",
-        "train_batch_size",
-        "train_files",
-        "train_max_samples",
-        "trust_remote_code",
-        "use_shm",
-        "val_batch_size",
-        "val_files",
-        "val_max_samples",
-        "validation_shuffle",
-    }
-)
+#: Keys of verl's that are spelt nearly as one of ours and mean something else.
+_ELSEWHERE = {"tokenizer"}
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ def lazy_image(value: Any) -> Any:
 
 def rgb(image: Any) -> Any:
     """Decoded, with three channels."""
+    if image.mode.startswith("I;16"):  # which Pillow would cut off at 255, and not scale
+        image = image.point(lambda value: value / 256, "L")
     return image.convert("RGB")
 
 

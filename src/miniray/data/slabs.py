@@ -1,8 +1,7 @@
 """Memory for blocks that is given back at once, or used again while it is warm.
 
-Arrow's memory pools keep what is freed, in pieces that fit nothing: reading row group after row
-group ends at twice the memory that is in use. So what Arrow decodes is copied into slabs of our
-own, whose sum is exactly what is counted, and Arrow needs no more than one chunk at a time.
+Arrow's memory pools keep what is freed, in pieces that fit nothing, and end at twice the memory in
+use. So what Arrow decodes is copied, a chunk at a time, into slabs of our own that are counted.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _TRUE, _FALSE, _BYTE, _I16, _I64, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = (
 DAMAGED = (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError)
 
 #: The fields of a struct, or of the structs of a list, that are read, each with those within it;
-#: None: all. Passing over what nobody needs takes a third of the time.
+#: None: all.
 Wanted = Mapping[int, Any] | None
 
 

@@ -1,9 +1,8 @@
 """Large values of parquet files taken from where they lie, one copy a value.
 
-Images and other values of many kilobytes are stored one after the other in a page, each behind its
-length, where a column is neither compressed nor dictionary encoded. Once it is known where they
-begin, a row costs one copy out of the page cache, and no row group has to be held in memory to take
-rows from it in random order.
+Where a column is neither compressed nor dictionary encoded, values are stored one after the other,
+each behind its length. Once it is known where they begin, a row costs one copy out of the page
+cache, and no row group has to be held to take rows from it in random order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Values of Arrow arrays as Python objects, cut from Arrow's buffers with one copy and no more.
 
-Arrow's own ``to_pylist`` makes a scalar object for every value it passes, and ``take`` copies what
-is then copied again. Here an array is compiled once into a function of the row number that reads
-offsets and bytes directly; a batch of rows from many blocks then costs little more than its bytes.
+Arrow's own ``to_pylist`` makes a scalar object for every value, and ``take`` copies twice. Here an
+array is compiled once into a function of the row number that reads offsets and bytes directly.
 """
 
 from __future__ import annotations

@@ -1,0 +1,96 @@
+"""Which schemas of files go together: those whose rows are the same Python values.
+
+Writers keep text as ``string``, ``large_string`` or a dictionary, and have no type for a column of
+missing values. Files are read as the type that holds all of these; anything else is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from miniray.data.source import wanted
+from miniray.errors import DataError
+
+_TEXT = {pa.string(), pa.large_string()}
+_BYTES = {pa.binary(), pa.large_binary()}
+
+
+def common_types(
+    schemas: Sequence[tuple[str, Any]], columns: Sequence[str] | None
+) -> dict[str, Any]:
+    """The types to read ``columns`` (or all) with; ``schemas`` are (file, schema).
+
+    Raises ``DataError`` with the file and the column that does not go with the first file's.
+    """
+    (first, expected), *_ = schemas
+    types: dict[str, Any] = {}
+    for path, schema in schemas:
+        names = wanted(schema.names, columns, path)
+        if columns is None and set(names) != set(expected.names):
+            _refuse_missing(first, expected.names, path, names)
+        for name in names:
+            if schema.get_field_index(name) < 0:
+                raise DataError(f"{path} has more than one column {name!r}; rename one of them")
+            other = schema.field(name).type
+            common = _common(types.get(name, other), other)
+            if common is None:
+                raise DataError(
+                    f"mixed schemas: column {name!r} is {types[name]} in {first} and {other} in"
+                    f" {path}"
+                )
+            types[name] = common
+    return types
+
+
+def cast(batch: Any, types: Mapping[str, Any]) -> Any:
+    """A record batch with the columns that are in ``types`` as these."""
+    fields = list(batch.schema)
+    if all(str(types.get(field.name, field.type)) == str(field.type) for field in fields):
+        return batch
+    columns = [batch.column(f.name).cast(types.get(f.name, f.type)) for f in fields]
+    return pa.RecordBatch.from_arrays(columns, batch.schema.names)
+
+
+def _refuse_missing(first: str, expected: list[str], path: str, names: list[str]) -> None:
+    absent = [name for name in expected if name not in names]
+    has, lacks = (first, path) if absent else (path, first)
+    absent = absent or [name for name in names if name not in expected]
+    raise DataError(
+        f"mixed schemas: {has} has a column {absent[0]!r} and {lacks} has not. Name the columns to"
+        " read with columns=[...], or keep such files apart"
+    )
+
+
+def _common(one: Any, other: Any) -> Any:
+    """The type that holds the values of both; None if there is none."""
+    if str(one) == str(other) or pa.types.is_null(other):
+        return one
+    if pa.types.is_null(one):
+        return other
+    one, other = (t.value_type if pa.types.is_dictionary(t) else t for t in (one, other))
+    if one == other:
+        return one
+    for alike in (_TEXT, _BYTES):
+        if one in alike and other in alike:
+            return pa.large_string() if alike is _TEXT else pa.large_binary()
+    if one.num_fields != other.num_fields or not one.num_fields:
+        return None
+    fields = [_common(one.field(i).type, other.field(i).type) for i in range(one.num_fields)]
+    if None in fields:
+        return None
+    if pa.types.is_struct(one) and pa.types.is_struct(other):
+        names, others = ([field.name for field in kind] for kind in (one, other))
+        return pa.struct(zip(names, fields, strict=True)) if names == others else None
+    if pa.types.is_fixed_size_list(one) and pa.types.is_fixed_size_list(other):
+        return pa.list_(fields[0], one.list_size) if one.list_size == other.list_size else None
+    if _is_list(one) and _is_list(other):
+        large = pa.types.is_large_list(one) or pa.types.is_large_list(other)
+        return (pa.large_list if large else pa.list_)(fields[0])
+    return None
+
+
+def _is_list(kind: Any) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
