@@ -75,6 +75,20 @@ def test_a_step_without_tokens_is_named_or_skipped(how):
     assert result.get("filtered_prompts") == (4 if how == "filtered" else None)
 
 
+def test_workers_that_learn_on_their_own_may_have_no_rows_in_the_last_step_of_an_epoch():
+    with make(data=rows(10), num_workers=3, sync="weights") as trainer:
+        result = trainer.train(steps=4)
+    assert [line["counts"]["prompts"] for line in result.history] == [4, 4, 2, 4]
+    assert not any("skipped_updates" in line for line in result.history)
+
+
+def test_a_response_without_others_is_not_a_flat_group():
+    with make(config=GRPOConfig(prompts_per_step=4, rollouts=1, kl=KLPenalty(0))) as trainer:
+        result = trainer.train(steps=1)
+    assert result["flat_groups"] == 0
+    assert result["policy_loss"] == pytest.approx(-result["reward"])  # the reward is the advantage
+
+
 def test_long_prompts_are_left_out_and_counted():
     data = [*rows(3), {"prompt": "1234567890+1"}]
     with make(data=data, sampling=Sampling(max_new_tokens=4, max_prompt_tokens=6)) as trainer:

@@ -78,9 +78,21 @@ class HandsOn(torch.nn.Module):
         return self.model(input_ids=input_ids, attention_mask=attention_mask, **more)
 
 
-def test_a_wrapper_is_told_what_the_model_within_takes():
+class Compiled(torch.nn.Module):
+    """A wrapper as torch.compile's is: it names nothing of what it takes."""
+
+    def __init__(self, model):
+        super().__init__()
+        self._orig_mod = model
+
+    def forward(self, *args, **kwargs):
+        return self._orig_mod(*args, **kwargs)
+
+
+@pytest.mark.parametrize("wrapper", [HandsOn, Compiled])
+def test_a_wrapper_is_told_what_the_model_within_takes(wrapper):
     model, eos = make_model(), TOKENIZER.eos_token_id
-    made = generate(HandsOn(model), PROMPTS, SEEDS, LONG, eos_ids=[eos])
+    made = generate(wrapper(model), PROMPTS, SEEDS, LONG, eos_ids=[eos])
     assert [r.tolist() for r in made] == check(model, eos)  # positions too, in spite of padding
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from miniray.data import DataLoader, IndexedDataset
 from miniray.rl.batch import Generated, Rollouts, split_by_tokens
 from miniray.rl.metrics import Metrics, pool, record
-from miniray.rl.sources import ListSource, LoaderSource, held_out, place_of_all
+from miniray.rl.sources import ListSource, LoaderSource, held_out, place_of_all, rows_of
 from miniray.rl.update import mini_batch_of
 
 # -- micro-batches by tokens ----------------------------------------------------------------------
@@ -69,6 +69,24 @@ def test_what_is_known_of_tokens_goes_with_them():
     (batch,) = rollouts.micro_batches(100, device="cpu")
     assert rollouts.get("logp", batch).tolist() == [[4]]
     assert rollouts.ids.tolist() == [11]
+
+
+def test_a_policy_may_give_lists_of_token_ids():
+    made = Rollouts([{}], [0], [0], Generated([[1]], [[3, 4]], ["ab"], masks=[[1, 0]]))
+    assert made.responses[0].tolist() == [3, 4]
+    assert made.mask.tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize(
+    ("made", "complaint"),
+    [
+        ([torch.tensor([1])], "generate.. must return a Generated, not"),
+        (Generated([torch.tensor([1])], [torch.tensor([[1]])], [""]), "response 0 must be a list"),
+    ],
+)
+def test_what_is_no_response_is_named(made, complaint):
+    with pytest.raises((TypeError, ValueError), match=complaint):
+        Rollouts([{}], [0], [0], made)
 
 
 def test_a_policy_that_returns_too_few_is_told():
@@ -174,6 +192,33 @@ def test_a_loader_that_takes_the_place_of_another_catches_up():
 def test_a_loader_of_single_rows():
     source = LoaderSource([{"id": i} for i in range(5)], per_step=2, rank=0)
     assert [[r["id"] for r in source.rows(s, 0)] for s in range(3)] == [[0, 1], [2, 3], [4]]
+
+
+class Torchs:
+    """As torch's DataLoader with ``batch_size=None``: it gives rows, and has the attribute."""
+
+    batch_size = None
+
+    def __iter__(self):
+        return iter([{"id": "a", "prompt": "1"}, {"id": "b", "prompt": "2"}])
+
+
+def test_a_loader_that_does_not_batch_gives_rows():
+    both = [*Torchs()]
+    assert LoaderSource(Torchs(), per_step=2, rank=0).rows(0, 0) == both
+    assert [row for _, row in held_out(lambda rank, world: Torchs(), 0, 1)] == both
+
+
+@pytest.mark.parametrize(
+    ("batch", "complaint"),
+    [
+        ({"id": [1, 2], "truth": {"style": ["a", "b"], "value": [3, 4]}}, "'truth' is a dict"),
+        ({"id": [1, 2], "prompt": [{"role": ["user", "user"]}]}, "differ in length.*'prompt': 1"),
+    ],
+)
+def test_a_batch_whose_rows_were_mixed_up_names_the_way_out(batch, complaint):
+    with pytest.raises(ValueError, match=f"{complaint}.*collate_fn=list"):
+        rows_of(batch)
 
 
 def together(sources, steps):

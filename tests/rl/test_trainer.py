@@ -17,7 +17,7 @@ from miniray.rl import (
     PPOTrainer,
     Sampling,
 )
-from miniray.train import Checkpoint, LRSchedule
+from miniray.train import Callback, Checkpoint, LRSchedule
 from tests.rl.models_for_tests import TOKENIZER, digits, make_model, rows
 from tests.rl.trainers_for_tests import BANDITS, SMALL, Bandit, make, pull
 
@@ -107,6 +107,48 @@ def test_a_resumed_run_goes_on_bit_for_bit(kind, data):
     assert len({line["kl_coef"] for line in wanted.history}) > 1
 
 
+def test_a_resumed_run_has_the_rate_of_its_own_config():
+    made = [make(config=GRPOConfig(**SMALL, lr=lr), optimizer=None, run_dir="r") for lr in (1, 0)]
+    with made[0] as trainer:
+        trainer.train(steps=1)
+        weights = trainer.model_weights()
+        trainer.save_checkpoint()
+    with made[1] as trainer:
+        trainer.train(steps=1, resume=True)
+        for name, value in trainer.model_weights().items():
+            assert torch.equal(value, weights[name])
+
+
+@pytest.mark.filterwarnings("ignore:resuming a run of")
+def test_loaders_without_memory_drop_as_many_steps_on_another_number_of_workers(tmp_path):
+    log = tmp_path / "seen"
+
+    def reward(row, response):
+        with log.open("a") as file:
+            file.write(row["prompt"])
+        return 0.0
+
+    def make_loader(rank, world_size):
+        return rows(12)[rank::world_size]
+
+    def made(workers):
+        return make(
+            data=make_loader, reward=reward, config=GRPOConfig(prompts_per_step=4, rollouts=1),
+            num_workers=workers, sync="weights", run_dir="run",
+        )  # fmt: skip
+
+    with made(2) as trainer:
+        trainer.train(steps=1)
+        trainer.save_checkpoint()
+    for workers in (1, 4):
+        first = log.read_text()
+        with made(workers) as trainer, pytest.warns(UserWarning, match="no state_dict"):
+            trainer.train(steps=2, resume=True)
+        seen = log.read_text().split("=")[:-1]
+        assert sorted(seen) == sorted(row["prompt"][:-1] for row in rows(12))  # each once
+        log.write_text(first)
+
+
 def test_a_learning_rate_schedule_reaches_the_optimizer():
     with make(callbacks=[LRSchedule(lambda epoch: 0.0)]) as trainer:
         trainer.train(steps=1)
@@ -137,6 +179,25 @@ def test_a_policy_class_with_rows_it_decodes_itself(kind):
         assert (weights["worth"] > 0.5).all()
 
 
+class Checkpointed(Bandit):
+    """With a layer as those of transformers are with gradient checkpointing."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Dropout())
+        self.layer.gradient_checkpointing = True
+
+    def _logits(self, rows):
+        assert self.layer.training == torch.is_grad_enabled()  # in updates, and nowhere else
+        assert not self.layer[0].training
+        return super()._logits(rows)
+
+
+def test_layers_with_gradient_checkpointing_are_in_training_in_updates_alone():
+    with make(policy=Checkpointed, reward=pull, data=BANDITS) as trainer:
+        trainer.train(steps=2)
+
+
 def test_what_a_policy_lacks_is_named():
     with pytest.raises(ActorDiedError, match=r"Linear is neither a policy.* nor a causal"):
         make(policy=lambda: torch.nn.Linear(1, 1)).train(steps=1)
@@ -150,6 +211,15 @@ def test_what_a_policy_lacks_is_named():
         make(PPOTrainer, policy=without).train(steps=1)
     with pytest.raises(ActorDiedError, match="value_head=True"):
         make(PPOTrainer, policy=lambda: CausalLM(make_model(), TOKENIZER)).train(steps=1)
+
+    class Own(torch.nn.Module):
+        generation_config = type("Config", (), {"eos_token_id": 2})
+
+        def forward(self, input_ids):
+            return input_ids
+
+    with pytest.raises(ActorDiedError, match=r"width of Own's hidden states: its config.hidden_"):
+        make(PPOTrainer, policy=Own).train(steps=1)
 
     class Wide(Bandit):
         def log_probs(self, batch):
@@ -277,3 +347,48 @@ def test_steps_must_be_said_once():
 def test_gradients_need_workers_that_run_at_the_same_time():
     with pytest.raises(NotImplementedError, match='backend="local"'):
         make(num_workers=2).train(steps=1)
+
+
+@pytest.mark.parametrize(
+    ("option", "complaint"),
+    [
+        ({"lr": 3}, r"GRPOTrainer.train\(\) has no option 'lr': it is one of GRPOConfig"),
+        ({"top_k": 3}, "'top_k': it is one of Sampling"),
+        ({"data": rows(3)}, "has no option 'data'"),
+    ],
+)
+def test_what_nobody_takes_is_refused_by_train(option, complaint):
+    with make() as trainer, pytest.raises(TypeError, match=complaint):
+        trainer.train(steps=1, **option)
+
+
+def test_hooks_and_methods_of_a_subclass_get_what_train_is_given():
+    seen = []
+
+    class Trainer(GRPOTrainer):
+        def create_worker(self, worker_id, extra, **kwargs):
+            seen.append(extra)
+            return super().create_worker(worker_id)
+
+    class Tells(Callback):
+        def on_epoch_end(self, trainer, epoch, result, tag=None, **kwargs):
+            seen.append(tag)
+
+    with make(Trainer, callbacks=[Tells()], config=GRPOConfig(**SMALL)) as trainer:
+        trainer.train(steps=1, extra=5, tag="a")
+    assert seen == [5, "a"]
+
+
+@pytest.mark.parametrize(
+    ("option", "complaint"),
+    [
+        ({"sync_interval": 2}, "'sync_interval'; options of syncing weights go with sync="),
+        ({"momentum": 0.9}, "'momentum'; options of syncing weights"),
+        ({"num_worker": 2}, "did you mean 'num_workers'"),
+        ({"rollouts": 2}, "'rollouts': it is one of GRPOConfig"),
+        ({"max_steps": 2}, "no option 'max_steps'"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(option, complaint):
+    with pytest.raises(TypeError, match=complaint):
+        make(**option)

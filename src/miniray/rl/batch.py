@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -23,15 +24,15 @@ from miniray.rl.sources import Row
 class Generated:
     """What a policy's ``generate`` returns, one entry a row.
 
-    ``prompts`` and ``responses`` are token ids (1-D, on the CPU, no padding). ``texts`` is what the
-    reward function gets. ``masks`` (optional) are 1 where the policy chose the response's token and
-    0 where somebody else did, a tool for example.
+    ``prompts`` and ``responses`` are token ids without padding, lists or 1-D tensors on the CPU.
+    ``texts`` is what the reward function gets. ``masks`` (optional) are 1 where the policy chose
+    the response's token and 0 where somebody else did, a tool for example.
     """
 
-    prompts: list[Tensor]
-    responses: list[Tensor]
-    texts: list[Any]
-    masks: list[Tensor] | None = None
+    prompts: Sequence[Tensor | Sequence[int]]
+    responses: Sequence[Tensor | Sequence[int]]
+    texts: Sequence[Any]
+    masks: Sequence[Tensor | Sequence[int]] | None = None
 
 
 @dataclasses.dataclass
@@ -74,14 +75,15 @@ class Rollouts:
         self.rows = list(rows)
         self.ids = torch.tensor(ids, dtype=torch.long)
         self.groups = torch.tensor(groups, dtype=torch.long)
-        self.prompts = [p.long() for p in made.prompts]
-        self.responses = [r.long() for r in made.responses]
+        self.prompts = [torch.as_tensor(p).long() for p in made.prompts]
+        self.responses = [torch.as_tensor(r).long() for r in made.responses]
         self.texts = list(made.texts)
         self.rewards = torch.zeros(count)
         width = max((len(r) for r in self.responses), default=0)
         mask = torch.zeros(count, width, dtype=torch.bool)
         for i, response in enumerate(self.responses):
-            mask[i, : len(response)] = True if made.masks is None else made.masks[i].bool()
+            own = True if made.masks is None else torch.as_tensor(made.masks[i]).bool()
+            mask[i, : len(response)] = own
         self.tokens: dict[str, Tensor] = {"mask": mask}
 
     def __len__(self) -> int:
@@ -91,10 +93,6 @@ class Rollouts:
     def mask(self) -> Tensor:
         """True where the policy chose the token."""
         return self.tokens["mask"]
-
-    def lengths(self) -> list[int]:
-        """Tokens of each sequence, prompt and response."""
-        return [len(p) + len(r) for p, r in zip(self.prompts, self.responses, strict=True)]
 
     def keep(self, wanted: Tensor) -> None:
         """Drop the sequences where ``wanted`` is False."""
@@ -196,7 +194,9 @@ def positions(mask: Tensor) -> Tensor:
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
-def _check_generated(made: Generated, count: int) -> None:
+def _check_generated(made: Any, count: int) -> None:
+    if not isinstance(made, Generated):
+        raise TypeError(f"generate() must return a Generated, not {made!r:.200}")
     lengths = {
         "prompts": len(made.prompts),
         "responses": len(made.responses),
@@ -207,7 +207,12 @@ def _check_generated(made: Generated, count: int) -> None:
     wrong = {name: length for name, length in lengths.items() if length != count}
     if wrong:
         raise ValueError(f"generate() was given {count} rows and returned {wrong}")
-    for i, response in enumerate(made.responses):
+    for i, (prompt, response) in enumerate(zip(made.prompts, made.responses, strict=True)):
+        for name, ids in (("prompt", prompt), ("response", response)):
+            if np.ndim(ids) != 1:
+                raise ValueError(
+                    f"generate(): {name} {i} must be a list of token ids, not {ids!r:.100}"
+                )
         if made.masks is not None and len(made.masks[i]) != len(response):
             raise ValueError(
                 f"generate(): response {i} has {len(response)} tokens and a mask of "

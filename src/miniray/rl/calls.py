@@ -100,8 +100,10 @@ class Worker(ABC):
         return state
 
     def set_optimizer(self, state: dict[str, Any]) -> None:
-        """Take up what ``get_optimizer`` gave."""
+        """Take up what ``get_optimizer`` gave, but for the rate that ``config.lr`` says."""
         self.optimizer.load_state_dict(state)
+        if self.setup.optimizer is None:
+            self.set_lr(self.setup.config.lr)
 
     def get_state(self) -> dict[str, Any]:
         """What is this worker's own: its place in the data, random numbers, optimizer."""

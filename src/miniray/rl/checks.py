@@ -9,17 +9,19 @@ from collections.abc import Callable
 from typing import Any
 
 
-def in_range(name: str, value: object, low: float, high: float = math.inf) -> None:
+def in_range(
+    name: str, value: Any, low: float, high: float = math.inf, *, sign: str = ">="
+) -> None:
     """Refuses NaN too, which compares false with everything."""
-    if not _is_number(value) or not low <= value <= high:  # type: ignore[operator]
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not low <= value <= high or (sign == ">" and value == low):
         upper = "" if high == math.inf else f" and <= {high:g}"
-        raise ValueError(f"{name} must be a number >= {low:g}{upper}, not {value!r}")
+        raise ValueError(f"{name} must be a number {sign} {low:g}{upper}, not {value!r}")
 
 
-def above(name: str, value: object, low: float) -> None:
+def above(name: str, value: Any, low: float, high: float = math.inf) -> None:
     """The same without ``low`` itself."""
-    if not _is_number(value) or not value > low:  # type: ignore[operator]
-        raise ValueError(f"{name} must be a number > {low:g}, not {value!r}")
+    in_range(name, value, low, high, sign=">")
 
 
 def called_with(name: str, function: Callable[..., Any], *arguments: str) -> None:
@@ -35,7 +37,3 @@ def called_with(name: str, function: Callable[..., Any], *arguments: str) -> Non
             f"{name} is called as {name}({', '.join(arguments)}), which "
             f"{getattr(function, '__name__', function)}{signature} cannot be: {error}"
         ) from None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)

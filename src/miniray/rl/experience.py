@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miniray.errors import NonFiniteError, NoTokensError
+from miniray.errors import NonFiniteError
 from miniray.rl import advantages as adv
 from miniray.rl import losses
 from miniray.rl.batch import MicroBatch, Rollouts
 from miniray.rl.collective import Collective
-from miniray.rl.config import GRPOConfig, PPOConfig
+from miniray.rl.config import Algorithm, GRPOConfig, PPOConfig
 from miniray.rl.masking import selected
-from miniray.rl.metrics import Metrics, Quad
+from miniray.rl.metrics import Metrics
 from miniray.rl.reward import brief
 from miniray.rl.setup import Setup
 from miniray.rl.update import bad_sequences, run_policy
@@ -75,30 +75,19 @@ def drop_bad(rollouts: Rollouts, on_error: str, where: str, metrics: Metrics) ->
 
 def add_advantages(
     rollouts: Rollouts,
-    setup: Setup,
+    config: Algorithm,
     collective: Collective,
     kl_coef: float,
     step: int,
     metrics: Metrics,
 ) -> None:
-    """What each token earned beyond what was expected; all workers must call it.
-
-    Raises ``NoTokensError`` where no worker has a token, unless such steps are skipped.
-    """
-    config, mask = setup.config, rollouts.mask
-    tokens = float(collective.sum(mask.sum().double(), f"tokens of step {step}"))
-    if tokens == 0 and setup.on_error != "skip":
-        raise NoTokensError(
-            f"step {step} has no token to learn from on any worker: all prompts were left out "
-            f"(max_prompt_tokens={setup.sampling.max_prompt_tokens}), or all responses "
-            'are empty; on_error="skip" goes on to the next step'
-        )
+    """What each token earned beyond what was expected; all workers must call it."""
+    mask = rollouts.mask
     distance = None
     if "old_logp" in rollouts.tokens and "ref_logp" in rollouts.tokens:
         old, reference = rollouts.tokens["old_logp"], rollouts.tokens["ref_logp"]
         distance = selected(losses.kl(old, reference, config.kl.kind), mask)
-        if bool(mask.any()):
-            metrics.merge("kl", _quad(distance[mask]))
+        metrics.extend("kl", distance[mask].tolist())
     if isinstance(config, PPOConfig):
         rewards = _on_last_token(rollouts.rewards, mask)
         if distance is not None and config.kl.place == "reward":
@@ -129,20 +118,14 @@ def _on_last_token(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def _flat(rewards: Tensor, groups: Tensor) -> list[float]:
-    """For each prompt 1 if its rewards are all equal, so that there is nothing to learn from it."""
-    ids, index = torch.unique(groups, return_inverse=True)
+    """For each prompt 1 if its rewards are all equal, so that there is nothing to learn from it.
+
+    Of a single response, whose reward is its advantage, there is.
+    """
+    ids, index, counts = torch.unique(groups, return_inverse=True, return_counts=True)
     low, high = (
         torch.zeros(len(ids)).scatter_reduce_(0, index, rewards, kind, include_self=False)
         for kind in ("amin", "amax")
     )
-    flat: list[float] = (low == high).double().tolist()
+    flat: list[float] = ((low == high) & (counts > 1)).double().tolist()
     return flat
-
-
-def _quad(values: Tensor) -> Quad:
-    return (
-        float(values.double().sum()),
-        float(values.numel()),
-        float(values.min()),
-        float(values.max()),
-    )

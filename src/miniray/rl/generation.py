@@ -51,39 +51,39 @@ def generate(
     responses: list[Tensor] = []
     numbers = _numbers(prompts)
     keys = [(number, None if same is None else same[i]) for i, number in enumerate(numbers)]
-    for batch in _batches([len(p) + sampling.max_new_tokens for p in prompts], sampling):
-        own, own_seeds = [prompts[i] for i in batch], [seeds[i] for i in batch]
-        first = batch[0]
+    for part in _batches([len(p) + sampling.max_new_tokens for p in prompts], sampling):
 
-        def further(rows: Sequence[int], first: int = first) -> Mapping[str, Any]:
+        def further(rows: Sequence[int], first: int = part.start) -> Mapping[str, Any]:
             return {} if extra is None else extra([first + i for i in rows])
 
         with torch.no_grad():
             reader = _Reader(model, further)
-            responses += _generate(
-                reader, own, [keys[i] for i in batch], own_seeds, sampling, stops
-            )
+            responses += _generate(reader, prompts[part], keys[part], seeds[part], sampling, stops)
     return responses
 
 
 def taken_by(model: Any) -> set[str]:
-    """The arguments of its ``forward``; of a wrapper that hands on (PEFT's) also those within."""
+    """The arguments of its ``forward``; of a wrapper that hands on (PEFT's, torch.compile's) also
+    those within.
+    """
     parameters = inspect.signature(model.forward).parameters
+    inner = getattr(model, "_orig_mod", None)
     hands_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    inner = model.get_base_model() if hands_on and hasattr(model, "get_base_model") else None
+    if hands_on and hasattr(model, "get_base_model"):
+        inner = model.get_base_model()
     return {*parameters, *(() if inner is None else taken_by(inner))}
 
 
-def _batches(lengths: Sequence[int], sampling: Sampling) -> list[range]:
+def _batches(lengths: Sequence[int], sampling: Sampling) -> list[slice]:
     """Consecutive rows, as many as fit; at least one."""
     batches, first, longest = [], 0, 0
     for i, length in enumerate(lengths):
         if i > first and max(longest, length) * (i - first + 1) > sampling.batch_tokens:
-            batches.append(range(first, i))
+            batches.append(slice(first, i))
             first, longest = i, 0
         longest = max(longest, length)
     if lengths:
-        batches.append(range(first, len(lengths)))
+        batches.append(slice(first, len(lengths)))
     return batches
 
 

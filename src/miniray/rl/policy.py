@@ -242,5 +242,11 @@ def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
 
 
 def _hidden_size(model: Any) -> int:
-    config = getattr(model.config, "text_config", model.config)
+    config: Any = getattr(model, "config", None)
+    config = getattr(config, "text_config", config)
+    if not hasattr(config, "hidden_size"):
+        raise TypeError(
+            f"a value head needs to know the width of {type(model).__name__}'s hidden states: its "
+            "config.hidden_size. Or write a policy with generate(), log_probs() and values()"
+        )
     return int(config.hidden_size)

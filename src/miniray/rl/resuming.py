@@ -23,7 +23,6 @@ class Resumable(DataParallelTrainer):
     sync: str
     _run_seed: int
     _adaptive: AdaptiveKL | None
-    _kl_coef: float
     _reference_ref: Any
 
     def load_checkpoint(self, path: str | Path = "latest") -> int:
@@ -58,13 +57,15 @@ class Resumable(DataParallelTrainer):
             super()._load_extra_state(state)
         if self._adaptive is not None and own["kl"] is not None:
             self._adaptive.load_state_dict(own["kl"])
-            self._kl_coef = self._adaptive.coefficient
         place, other = own["source"], own["num_workers"] != self.num_workers
-        if place.get("loader") is not None and (other or place.get("to_all")):
+        if "loader" in place and (other or place.get("to_all")):
+            if place["loader"] is None:  # all read as many steps as were made, and drop them
+                place = {**place, "step": 0, "epoch": 0, "used": 0, "ended": False}
+                place["apart"] = "the loaders have no state_dict() and no load_state_dict()"
             if "apart" in place:
                 warnings.warn(
-                    f"all workers go on from the place of worker 0, and rows may come again or not "
-                    f"at all: {place['apart']}",
+                    "workers may not go on from one place in the data, and rows may come again or "
+                    f"not at all: {place['apart']}",
                     stacklevel=2,
                 )
             miniray.get([worker.set_source.remote(place) for worker in self.workers])

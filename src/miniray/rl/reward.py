@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 import threading
 import time
 import traceback
@@ -57,16 +58,12 @@ class Scorer:
     def _run(self, rows: Sequence[Any], responses: Sequence[Any]) -> list[Any]:
         """Outcomes of some of them: results, and what was raised; at least one."""
         outcomes: list[Any] = []
-        if self._timeout is None:
-            _call_all(self._function, rows, responses, outcomes, None)
-            return outcomes
         clock = _Clock()
-        thread = threading.Thread(
-            target=_call_all,
-            args=(self._function, rows, responses, outcomes, clock),
-            name="miniray-reward",
-            daemon=True,
-        )
+        calls = (self._function, rows, responses, outcomes, clock)
+        if self._timeout is None:
+            _call_all(*calls)
+            return outcomes
+        thread = threading.Thread(target=_call_all, args=calls, name="miniray-reward", daemon=True)
         thread.start()
         while True:
             thread.join(max(0.0, clock.began + self._timeout - time.monotonic()))
@@ -145,7 +142,7 @@ def _call_all(
     rows: Sequence[Any],
     responses: Sequence[Any],
     outcomes: list[Any],
-    clock: _Clock | None,
+    clock: _Clock,
 ) -> None:
     try:
         with torch.no_grad():  # a setting of each thread: a reward model needs no gradients
@@ -156,9 +153,7 @@ def _call_all(
                     raise
                 except BaseException as error:  # sys.exit() too: it would end the thread unseen
                     outcome = error
-                if clock is None:
-                    outcomes.append(outcome)
-                elif not clock.next(outcomes, outcome):
+                if not clock.next(outcomes, outcome):
                     return
     except _Abandoned:
         return
@@ -174,8 +169,6 @@ def _describe(error: BaseException) -> str:
 
 def _stack(thread: threading.Thread) -> str:
     """Where the function is, as ``; it is at file:line``."""
-    import sys
-
     frame = sys._current_frames().get(thread.ident or -1)
     return "" if frame is None else f"; it is at {frame.f_code.co_filename}:{frame.f_lineno}"
 

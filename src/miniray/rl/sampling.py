@@ -36,8 +36,7 @@ class Sampling:
         whole("max_new_tokens", self.max_new_tokens, 1)
         in_range("temperature", self.temperature, 0)
         whole("top_k", self.top_k, 0)
-        in_range("top_p", self.top_p, 0, 1)
-        above("top_p", self.top_p, 0)  # no token would be left
+        above("top_p", self.top_p, 0, 1)  # of 0 no token would be left
         if self.max_prompt_tokens is not None:
             whole("max_prompt_tokens", self.max_prompt_tokens, 1)
         if not isinstance(self.stop_ids, Collection):

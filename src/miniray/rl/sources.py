@@ -72,11 +72,10 @@ class LoaderSource:
 
     It yields batches, each a step's prompts of this worker: lists of rows, or, of a loader with a
     ``batch_size``, dicts of columns. Or it yields single rows, of which ``per_step`` make a step.
-    At its end it is iterated again, after ``set_epoch(epoch)`` if it has that, but not before the
-    loaders of all workers are at theirs: until then it gives nothing, so that an epoch has each row
-    once. With ``state_dict`` and ``load_state_dict`` it resumes where it was; without, the steps
-    before are read and dropped, which is exact if it is deterministic. So does the loader of a
-    worker that takes the place of one that died.
+    At its end it gives nothing until the loaders of all workers are at theirs, so that an epoch has
+    each row once; then it is iterated again, after ``set_epoch(epoch)`` if it has that. Without
+    ``state_dict`` and ``load_state_dict``, or in the place of a worker that died, it gets where it
+    was by reading the steps before and dropping them, which is exact if it is deterministic.
     """
 
     def __init__(self, loader: Any, per_step: int, rank: int) -> None:
@@ -109,7 +108,7 @@ class LoaderSource:
         """The next of this epoch; none at its end."""
         rows: list[Row] = []
         for item in self._items():
-            if not isinstance(item, Mapping) or hasattr(self._loader, "batch_size"):
+            if not _is_row(item, self._loader):
                 return _checked(rows_of(item), self._name)
             rows.append(item)
             if len(rows) == self._per_step:
@@ -189,13 +188,13 @@ def held_out(data: Any, rank: int, world_size: int) -> Iterator[tuple[int, Row]]
         # One by one: a slice of a Hugging Face dataset is a dict of columns, of torch's an error.
         return ((i, data[i]) for i in range(low, high))
     loader = data(rank, world_size)
-    batches = hasattr(loader, "batch_size")
-    rows = (
-        row
-        for item in loader
-        for row in ([item] if isinstance(item, Mapping) and not batches else rows_of(item))
-    )
+    rows = (row for item in loader for row in ([item] if _is_row(item, loader) else rows_of(item)))
     return enumerate(rows, rank << 32)
+
+
+def _is_row(item: Any, loader: Any) -> bool:
+    """Whether a loader gave one row, and not a batch: torch's has a ``batch_size`` of None then."""
+    return isinstance(item, Mapping) and getattr(loader, "batch_size", None) is None
 
 
 def rows_of(batch: Any) -> list[Any]:
@@ -203,8 +202,13 @@ def rows_of(batch: Any) -> list[Any]:
     if not isinstance(batch, Mapping):
         return list(batch)
     lengths = {name: len(column) for name, column in batch.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"a batch's columns differ in length: {lengths}")
+    nested = [name for name, column in batch.items() if isinstance(column, Mapping)]
+    if nested or len(set(lengths.values())) > 1:
+        why = f"{nested[0]!r} is a dict" if nested else f"they differ in length: {lengths}"
+        raise ValueError(
+            f"the columns of a batch do not make rows, {why}; collate_fn=list leaves rows as they "
+            "are"
+        )
     count = next(iter(lengths.values()), 0)
     return [{name: column[i] for name, column in batch.items()} for i in range(count)]
 

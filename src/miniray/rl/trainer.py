@@ -7,9 +7,10 @@ their numbers, adapts the KL coefficient, and keeps the run's directory.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,32 @@ import miniray
 from miniray.checks import one_of
 from miniray.core import session
 from miniray.data.parts import part_bounds
-from miniray.errors import ActorDiedError, CapabilityError, PeerLostError, TaskError
+from miniray.errors import (
+    ActorDiedError,
+    CapabilityError,
+    NoTokensError,
+    PeerLostError,
+    TaskError,
+)
 from miniray.rl.calls import Worker
-from miniray.rl.config import Algorithm
+from miniray.rl.config import Algorithm, KLPenalty
 from miniray.rl.kl import AdaptiveKL
 from miniray.rl.metrics import pool, record
 from miniray.rl.resuming import Resumable
 from miniray.rl.sampling import Sampling
 from miniray.rl.setup import Setup
 from miniray.rl.sources import check_rows
+from miniray.train.arguments import check_spelling
 from miniray.train.base import BaseTrainer
 from miniray.train.results import TrainResult
 from miniray.train.saving import NO_WORKERS
-from miniray.train.workers import in_context
+from miniray.train.workers import accepted, in_context
 
+#: Methods of a subclass or a callback that may take what train() is given beside its own.
+_TAKING = (
+    "create_worker", "train_epoch", "evaluate",
+    "on_train_start", "on_epoch_start", "on_epoch_end", "on_train_end",
+)  # fmt: skip
 #: Seconds after which a worker that is alive has answered, unless it is busy.
 _PATIENCE = 5.0
 
@@ -45,7 +58,7 @@ class RLTrainer(Resumable):
             watch. Called in the workers.
         data: rows (dicts) as a list; or ``make_loader(rank, world_size)``, called in every worker,
             which returns that worker's own loader, such as a ``miniray.data`` one.
-        config: the algorithm's settings.
+        config: the algorithm's settings, a ``PPOConfig`` or ``GRPOConfig``.
         sampling: how responses are generated; ``eval_sampling`` how in evaluations (by default the
             same, but always the most likely token).
         tokenizer: goes with a model as ``policy``; an object, or a function that makes it.
@@ -69,6 +82,7 @@ class RLTrainer(Resumable):
     one, since the others cannot go on without its gradients: resume from the last checkpoint.
     """
 
+    config_class: type[Algorithm]
     #: What runs in the workers; a subclass of ``RLWorker`` may change any part of a step.
     worker_class: type[Any] = Worker
     #: Once for all workers, where the engine can; the driver itself does without torch.
@@ -82,7 +96,7 @@ class RLTrainer(Resumable):
         reward: Callable[[Any, Any], Any],
         data: Any,
         *,
-        config: Algorithm,
+        config: Algorithm | None = None,
         sampling: Sampling | None = None,
         eval_sampling: Sampling | None = None,
         tokenizer: Any = None,
@@ -100,6 +114,11 @@ class RLTrainer(Resumable):
         seed: int | None = None,
         **kwargs: Any,
     ) -> None:
+        config = self.config_class() if config is None else config
+        if not isinstance(config, self.config_class):
+            raise TypeError(
+                f"{type(self).__name__} needs a {self.config_class.__name__}, not {config!r}"
+            )
         one_of("group_backend", group_backend, ("gloo", "nccl"))
         setup = Setup(
             policy=policy,
@@ -118,6 +137,9 @@ class RLTrainer(Resumable):
             device=device,
             precision=precision,
         )
+        if sync == "grad":
+            known = ("mode", *inspect.signature(BaseTrainer.__init__).parameters)
+            self._refuse([name for name in kwargs if name not in known], config)
         super().__init__(num_workers, seed=seed, **kwargs)
         if config.prompts_per_step < num_workers:
             raise ValueError(
@@ -147,11 +169,8 @@ class RLTrainer(Resumable):
         self._setup = setup
         self._setup_ref: Any = None
         self._reference_ref: Any = None  # for workers that take the place of others
-        penalty = config.kl
-        self._kl_coef = penalty.coef
-        self._adaptive: AdaptiveKL | None = None
-        if penalty.target is not None:
-            self._adaptive = AdaptiveKL(penalty.coef, penalty.target, penalty.horizon)
+        kl = config.kl
+        self._adaptive = None if kl.target is None else AdaptiveKL(kl.coef, kl.target, kl.horizon)
 
     # -- the run -----------------------------------------------------------------------------------
 
@@ -163,11 +182,32 @@ class RLTrainer(Resumable):
         resume: bool | str | Path | None = None,
         **kwargs: Any,
     ) -> TrainResult:
-        """Train for so many more steps. ``epochs`` is the same thing by its general name."""
+        """Train for so many more steps. ``epochs`` is the same thing by its general name.
+
+        ``kwargs`` are for methods of a subclass and hooks; ``TypeError`` for what none takes.
+        """
         wanted = [count for count in (epochs, steps) if count is not None]
         if len(wanted) != 1:
             raise TypeError("train() takes the number of steps: train(steps=100)")
+        if kwargs:
+            taken: set[str] = set()
+            for owner in (self, *self.callbacks):
+                for method in (getattr(owner, name, None) for name in _TAKING):
+                    if method is not None and not method.__module__.startswith("miniray."):
+                        taken |= accepted(inspect.signature(method), kwargs).keys()
+            self._refuse([name for name in kwargs if name not in taken], self.config, ".train()")
         return super().train(wanted[0], resume=resume, **kwargs)
+
+    def _refuse(self, names: Sequence[str], config: Algorithm, method: str = "") -> None:
+        """``TypeError`` for options that would be ignored, saying where they belong."""
+        for name in names:
+            where = "" if method else '; options of syncing weights go with sync="weights"'
+            if not method and name not in inspect.signature(Resumable.__init__).parameters:
+                check_spelling(self, [name])
+            for owner in (type(config), KLPenalty, Sampling):
+                if name in {field.name for field in dataclasses.fields(owner)}:
+                    where = f": it is one of {owner.__name__}"
+            raise TypeError(f"{type(self).__name__}{method} has no option {name!r}{where}")
 
     def create_worker(self, worker_id: int, **kwargs: Any) -> Any:
         """An actor of ``worker_class``, with everything the trainer was told."""
@@ -181,20 +221,27 @@ class RLTrainer(Resumable):
     def train_epoch(self, epoch: int, **kwargs: Any) -> dict[str, Any]:
         """A step on every worker; returns their numbers as one."""
         began = time.perf_counter()
+        kl_coef = self.config.kl.coef if self._adaptive is None else self._adaptive.coefficient
         try:
             made = self.call_workers(
-                "train_epoch", epoch, epoch=epoch, seed=self._run_seed, kl_coef=self._kl_coef
+                "train_epoch", epoch, epoch=epoch, seed=self._run_seed, kl_coef=kl_coef
             )
         except PeerLostError:
             self._raise_if_dead(epoch)
             raise
         pooled = pool(made)
         line: dict[str, Any] = record(pooled)
+        if line["counts"]["tokens"] == 0 and self._setup.on_error != "skip":
+            raise NoTokensError(
+                f"step {epoch} has no token to learn from on any worker: all prompts were left out "
+                f"(max_prompt_tokens={self.sampling.max_prompt_tokens}), or all responses are "
+                'empty; on_error="skip" goes on to the next step'
+            )
         line["tokens_per_second"] = line["counts"]["tokens"] / (time.perf_counter() - began)
         if self.config.kl.coef > 0:
-            line["kl_coef"] = self._kl_coef
+            line["kl_coef"] = kl_coef
         if self._adaptive is not None and "kl" in pooled:
-            self._kl_coef = self._adaptive.update(line["kl"], line["counts"]["sequences"])
+            self._adaptive.update(line["kl"], line["counts"]["sequences"])
         if self.sync == "weights" and (epoch + 1) % self.sync_interval == 0:
             self.sync_parameters(epoch)
         return line
@@ -263,9 +310,8 @@ class RLTrainer(Resumable):
                 'sync="grad" with more than one worker needs workers that run at the same time: '
                 'use backend="local" or "ray", or sync="weights", or one worker'
             )
-        other_machines = engine == "ray"
         opened = self.workers[0].host_group.remote(
-            self.num_workers, other_machines=other_machines, **self._group_options
+            self.num_workers, other_machines=engine == "ray", **self._group_options
         )
         spec = miniray.get(opened)
         self._group.call("join_group", lambda _: (spec,), {})

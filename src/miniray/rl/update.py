@@ -1,9 +1,7 @@
 """Learning from a step's rollouts: epochs of mini-batches, each of micro-batches, one update each.
 
-Which sequences are in a mini-batch follows from their numbers, not from who has them. Every loss is
-divided by the count over all workers before backward, so that gradients are summed, and not
-averaged over workers that have more tokens and less. So any number of workers makes the same
-update.
+Any number of workers makes the same update: which sequences are in a mini-batch follows from their
+numbers, and every loss is divided by the count over all workers before gradients are summed.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from miniray.rl.collective import Collective, sum_gradients
 from miniray.rl.config import Algorithm, PPOConfig
 from miniray.rl.masking import selected
 from miniray.rl.metrics import Metrics
+from miniray.rl.reward import brief
 
 
 def mini_batch_of(ids: Tensor, count: int, seed: Sequence[int]) -> Tensor:
@@ -68,6 +67,10 @@ class Updater:
         self._device = device
         self._skip = on_error == "skip"
         self._parameters = [p for p in policy.parameters() if p.requires_grad]
+        # Those of transformers keep less only while they are in training; what is in them is not.
+        self._checkpointed = [
+            m for m in policy.modules() if getattr(m, "gradient_checkpointing", False)
+        ]
 
     def update(
         self, rollouts: Rollouts, kl_coef: float, step: int, seed: int, temperature: float
@@ -79,6 +82,8 @@ class Updater:
             for epoch in range(config.epochs)
         ]
         counts, skipped = self._counts(rollouts, plan, step), 0
+        for layer in self._checkpointed:
+            layer.training = True
         for epoch, members in enumerate(plan):
             for part in range(config.mini_batches):
                 count = float(counts[epoch, part])
@@ -99,6 +104,8 @@ class Updater:
                     if bool(batch.mask.any()):
                         loss += self._backward(rollouts, batch, count, kl_coef, where, metrics)
                 skipped += not self._step(loss, where, metrics)
+        for layer in self._checkpointed:
+            layer.training = False
         if skipped:
             metrics.add("skipped_updates", skipped)
         return metrics
@@ -189,13 +196,10 @@ class Updater:
 
     def _whose(self, loss: float) -> str:
         """Which workers the NaN came from; called by all of them."""
-        finite = math.isfinite(loss)
-        if self.collective.size == 1:
-            bad = [] if finite else [self.collective.rank]
-        else:
-            flags = torch.zeros(self.collective.size)
-            flags[self.collective.rank] = not finite
-            bad = torch.nonzero(self.collective.sum(flags, "flags"))[:, 0].tolist()
+        rank = self.collective.rank
+        flags = torch.zeros(max(rank + 1, self.collective.size))  # one alone may be of any rank
+        flags[rank] = not math.isfinite(loss)
+        bad = torch.nonzero(self.collective.sum(flags, "flags"))[:, 0].tolist()
         if not bad:
             return "the gradient is not finite, though the loss is on every worker"
         who = ", ".join(map(str, bad))
@@ -232,8 +236,6 @@ def check_finite(
     named: dict[str, Tensor | None], batch: MicroBatch, where: str, worker: int
 ) -> None:
     """Raise ``NonFiniteError`` with the first row that has NaN or infinity."""
-    from miniray.rl.reward import brief
-
     for name, values in named.items():
         if values is None:
             continue

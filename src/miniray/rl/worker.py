@@ -41,10 +41,10 @@ class RLWorker(Worker):
         self.rank = worker_id
         self.setup = setup
         self.config = setup.config
-        cuda = torch.cuda.is_available() if setup.device == "auto" else False
-        self.device = torch.device("cuda" if cuda else "cpu")
-        if setup.device != "auto":
-            self.device = torch.device(setup.device)
+        device = setup.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device)
         tokenizer = setup.tokenizer
         if callable(tokenizer) and not hasattr(tokenizer, "encode"):
             tokenizer = tokenizer()
@@ -114,8 +114,12 @@ class RLWorker(Worker):
                 on_error=self.setup.on_error,
             )
             made = updater.update(rollouts, kl_coef, step, seed, self._temperature())
-        self._describe(rollouts, metrics)
+        metrics.total("sequences", len(rollouts))
+        metrics.total("tokens", int(rollouts.mask.sum()))
+        metrics.extend("response_tokens", rollouts.mask.sum(-1).tolist())
         told = {**metrics.export(), **made.export()}
+        if not rows and self.setup.sync == "weights":
+            told.pop("skipped_updates", None)  # the last rows of an epoch were for others
         doctor.step(told["loss"][0] if "loss" in told else None, len(rows), epoch=step)
         return told
 
@@ -154,23 +158,15 @@ class RLWorker(Worker):
         rollouts.keep(there)
 
     def _look_back(self, rollouts: Rollouts, step: int, metrics: Metrics) -> None:
-        batches = self._batches(rollouts)
+        batches = rollouts.micro_batches(
+            self.config.micro_batch_tokens, device=self.device, temperature=self._temperature()
+        )
         look_back(rollouts, batches, self.setup, self.policy, self.reference, self._precision)
         where = f"worker {self.rank}, step {step}"
         drop_bad(rollouts, self.setup.on_error, where, metrics)
 
-    def _batches(self, rollouts: Rollouts) -> Iterator[Any]:
-        return rollouts.micro_batches(
-            self.config.micro_batch_tokens, device=self.device, temperature=self._temperature()
-        )
-
     def _advantages(self, rollouts: Rollouts, kl_coef: float, step: int, metrics: Metrics) -> None:
-        add_advantages(rollouts, self.setup, self.collective, kl_coef, step, metrics)
-
-    def _describe(self, rollouts: Rollouts, metrics: Metrics) -> None:
-        metrics.total("sequences", len(rollouts))
-        metrics.total("tokens", int(rollouts.mask.sum()))
-        metrics.extend("response_tokens", rollouts.mask.sum(-1).tolist())
+        add_advantages(rollouts, self.config, self.collective, kl_coef, step, metrics)
 
     # -- evaluation --------------------------------------------------------------------------------
 
