@@ -186,3 +186,21 @@ def test_what_the_ranks_of_a_script_left_is_put_together(tmp_path):
     assert codes(report) == ["set-epoch-forgotten"]
     assert report.setup.where == "iterated at train.py:20"
     assert data_probe.read(tmp_path / "nothing", 2) == []
+
+
+def test_an_iterable_dataset_is_not_judged_by_its_samples(tmp_path):
+    """It has no sampler and no length: that is no rank without a batch."""
+    (tmp_path / "ranks").mkdir()
+    for rank in range(2):
+        left = left_by(rank, [], sampler="", distributed=False, length=None, shuffle=None)
+        data_probe.probe_file(tmp_path, rank).write_text(json.dumps([left]))
+    (report,) = data_probe.read(tmp_path, 2)
+    assert codes(report) == ["iterable-dataset"]
+    assert (report.exit_code, report.shares) == (0, ())
+
+
+def test_a_look_at_the_first_batch_is_not_the_loop(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("shape = next(iter(loader))[0].shape\nfor batch in loader:\n    pass\n")
+    looks = [data_probe._only_looks(f"{script}\0{line}\0<module>") for line in (1, 2)]
+    assert looks == [True, False]

@@ -219,6 +219,31 @@ def test_parameters_unused_on_one_rank():
     assert [f.title for f in diagnosis.findings] == ["unused on rank 1: b.weight"]
 
 
+@pytest.mark.parametrize(
+    ("unused", "parameters", "fields"),
+    [
+        (("b.weight",), 2, {"step": 3, "exit": ended("finished", code=0), "process": GONE}),
+        (("b.weight",), 2, {"step": 4}),  # a step was made since
+        (("a.weight", "b.weight"), 2, {"step": 3}),  # the model took no part in that backward
+    ],
+)
+def test_parameters_without_a_gradient_hold_nobody_up_who_goes_on(unused, parameters, fields):
+    """The generator of a GAN, whose forward runs while the discriminator learns."""
+    generator = model(unused=unused, unused_step=3, parameters=parameters)
+    nothing(*(rank(n, models=(generator,), **fields) for n in range(2)))
+
+
+def test_unused_parameters_do_not_hide_an_error():
+    generator = model(unused=("b.weight",), unused_step=3)
+    diagnosis = examine(
+        run(
+            rank(0, models=(generator,)),
+            rank(1, models=(generator,), exit=ended(message="label 17"), process=GONE),
+        )
+    )
+    assert [f.code for f in diagnosis.findings] == ["exception"]
+
+
 def test_unused_parameters_may_be_expected():
     nothing(*(rank(n, models=(model(unused=("b.weight",), find_unused=True),)) for n in range(2)))
 

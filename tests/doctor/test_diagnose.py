@@ -236,7 +236,7 @@ def test_a_rank_that_ended_itself_in_mid_pass_left_the_loop():
         rank(0, events=(waited, left), loaders=(inside,), exit=lost, process=GONE),
         rank(1, step=5, batches_in_epoch=5, loaders=(inside,), exit=FINISHED, process=GONE),
     )
-    assert finding.title == "rank 1 left the loop at step 5 (batch 5 of 8); rank 0 goes on"
+    assert finding.title == "rank 1 left the loop at step 5 (batch 5 of 8); rank 0 went on"
 
 
 def test_a_batch_skipped_with_fsdp():

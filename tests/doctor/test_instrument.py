@@ -122,6 +122,59 @@ def test_every_collective_is_recorded_in_order_with_its_line(ranks):
     assert in_alone == [[], ["all_reduce"]]
 
 
+def test_the_same_line_again_is_recorded_like_the_first_time(ranks):
+    """Three rounds of the ring: a record must hold nothing of the one whose place it takes."""
+    shapes = [(2, 3), (), (5,), (), (1, 2, 3), ()]
+    rounds = 256
+
+    def body(rank):
+        for turn in range(rounds):
+            for shape in shapes:
+                dist.all_reduce(torch.ones(shape))  # again and again
+            if turn % 2:
+                dist.all_reduce(torch.ones(7))  # now and then
+
+    for record in ranks(body):
+        found = record.collectives("default")
+        expected = [
+            (shape, line)
+            for turn in range(rounds)
+            for shape, line in [(shape, "again and again") for shape in shapes]
+            + [((7,), "now and then")] * (turn % 2)
+        ]
+        assert len(found) == 510  # the group's end and the process's have the other two places
+        assert [(e.shape, e.site.line) for e in found] == [
+            (shape, line_of(line)) for shape, line in expected[-len(found) :]
+        ]
+        assert [e.sequence for e in found] == list(range(len(expected)))[-len(found) :]
+        assert not record.open_events
+
+
+def test_a_loss_is_seen_however_backward_is_called(ranks):
+    seen = []
+
+    def body(rank):
+        weight = torch.nn.Parameter(torch.tensor([1.0]))
+        record = doctor.recorder.current()
+        for _ in range(2):  # the second time all lines are known
+            for call in (
+                lambda: (weight * 2).sum().backward(),
+                lambda: (weight * 3).backward(),
+                lambda: torch.autograd.backward((weight * 4).sum()),
+                lambda: torch.autograd.backward([(weight * 5).sum()]),
+                lambda: torch.autograd.backward(tensors=(weight * 6).sum()),
+                lambda: (weight * torch.ones(2)).backward(torch.ones(2)),  # no loss
+                lambda: (weight * 7).sum().backward(torch.tensor(1.0)),
+            ):
+                call()
+                seen.append(record.loss)
+        assert seen == [2.0, 3.0, 4.0, 5.0, 6.0, 6.0, 7.0] * 2
+
+    record = ranks(body, world_size=1, group=False).ranks[0]
+    assert record.loss == 7.0
+    assert not [e for e in record.events if e.kind == model.NOTE]
+
+
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()

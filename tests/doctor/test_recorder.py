@@ -1,10 +1,13 @@
 """The recorder in real processes: what they leave behind, however they end."""
 
+import array
+import fcntl
 import math
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -199,6 +202,41 @@ def test_the_box_of_a_dead_process_makes_room_and_is_kept(ranks, tmp_path):
     assert ranks.wait() == [0]
     assert read_run(tmp_path).ranks[0].attempt == 1
     assert (tmp_path / "ranks" / "attempt-0" / "0.box").exists()
+
+
+def test_two_processes_that_claim_one_rank_at_the_same_moment(ranks, tmp_path, monkeypatch):
+    """Neither takes the other's box away: both have looked before either has written."""
+    looked, told = os.pipe()
+    find = recorder._free_path
+
+    def find_together(folder, rank):
+        path = find(folder, rank)
+        os.write(told, b"x")
+        # Until both have looked; only one can at a time, so the first does not see the other.
+        deadline = time.monotonic() + 0.3
+        while time.monotonic() < deadline and both() < 2:
+            time.sleep(0.005)
+        return path
+
+    def both():
+        waiting = array.array("i", [0])
+        fcntl.ioctl(looked, termios.FIONREAD, waiting)
+        return waiting[0]
+
+    def claim():
+        monkeypatch.setattr(recorder, "_free_path", find_together)
+        recorder.start(tmp_path, 0, 2)
+        wait_until(lambda: (tmp_path / "enough").exists())
+
+    for _ in range(2):
+        ranks.start(claim)
+    wait_until(lambda: both() == 2 and len(list((tmp_path / "ranks").glob("*.box"))) == 2, 5.0)
+    run = read_run(tmp_path)
+    assert len({record.pid for record in [*run, *run.duplicates]}) == 2
+    (tmp_path / "enough").touch()
+    assert ranks.wait() == [0, 0]
+    for end in (looked, told):
+        os.close(end)
 
 
 ENDS = {

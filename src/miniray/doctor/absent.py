@@ -5,14 +5,14 @@ from __future__ import annotations
 import linecache
 from collections.abc import Iterator, Sequence
 
-from miniray.doctor import loop, thread_errors, unsynced
+from miniray.doctor import blocked, late, loop, thread_errors, unsynced
 from miniray.doctor.checks import bars
 from miniray.doctor.facts import Case, Facts
 from miniray.doctor.findings import Finding, Severity, named, seconds, shortened
 from miniray.doctor.model import BAR, Site
 from miniray.doctor.sites import is_users
-from miniray.doctor.waiting import GRADIENTS
-from miniray.doctor.words import conjugated, name_of, positions, waiting_clause
+from miniray.doctor.waiting import BUFFERS, GRADIENTS
+from miniray.doctor.words import BUFFERS_STORY, name_of, positions, they, waiting_clause
 
 
 def explain_absent(case: Case, guilty: Sequence[int], waiting: Sequence[Facts]) -> Finding:
@@ -31,12 +31,20 @@ def explain_absent(case: Case, guilty: Sequence[int], waiting: Sequence[Facts]) 
     clause = waiting_clause(waiting)
     ranks = tuple(sorted(f.rank for f in alike))
     code, what, cause, fix = _manner_story(worst, waiting)
+    enough = late.told(waiting) if not worst.finished else ()
+    if enough:
+        fix += f"; {late.FIX}"
     return Finding(
         code=code,
         severity=Severity.STUCK,
-        title=f"{named(ranks)} {conjugated(what, len(ranks))}; {clause}",
+        title=f"{they(what, alike)}; {clause}",
         ranks=ranks,
-        evidence=(*positions(alike), *positions(waiting)),
+        evidence=(
+            *positions(alike),
+            *positions(waiting),
+            *enough,
+            *(_threads(worst) if code == "blocked" else ()),
+        ),
         cause=cause,
         fix=fix,
         step=worst.record.step,
@@ -55,7 +63,7 @@ def explain_idle(case: Case) -> Finding | None:
     return Finding(
         code=code,
         severity=Severity.STUCK,
-        title=f"{named(f.rank for f in alike)} {conjugated(what, len(alike))}",
+        title=they(what, alike),
         ranks=tuple(f.rank for f in alike),
         evidence=(*positions(live), *(_threads(worst) if worst.finished else ())),
         cause=cause,
@@ -114,12 +122,10 @@ def _manner_story(facts: Facts, waiting: Sequence[Facts]) -> tuple[str, str, str
             "end threads and pools before the script does; call dist.destroy_process_group()",
         )
     if facts.finished:
-        return (
-            "finished-early",
-            f"finished after step {record.step} and left",
-            "It will never come to what the others wait for.",
-            f"let all ranks make the call at {waiting[0].place}, or none of them",
-        )
+        fix = f"let all ranks make the call at {waiting[0].place}, or none of them"
+        story = "It will never come to what the others wait for.", fix
+        story = BUFFERS_STORY if name_of(waiting[0].wait) == BUFFERS else story
+        return "finished-early", f"finished after step {record.step} and left", *story
     if facts.silent:
         age = seconds(record.heartbeat_age(facts.now))
         return (
@@ -145,8 +151,8 @@ def _manner_story(facts: Facts, waiting: Sequence[Facts]) -> tuple[str, str, str
             fix += "barrier a longer timeout"
         return (
             "slow-section",
-            f"is still in {record.section.name} ({seconds(facts.now - record.section.since)}), "
-            f"alive{_busy(facts)}{',' * bool(where)}{where}",
+            f"is still in {record.section.name} ({seconds(facts.until - record.section.since)}), "
+            f"{'alive' * record.alive}{_busy(facts)}{',' * bool(where)}{where}",
             "The others wait until it is done. If it needs that long the limit is too short; if "
             "not, see its stack.",
             fix,
@@ -162,7 +168,7 @@ def _manner_story(facts: Facts, waiting: Sequence[Facts]) -> tuple[str, str, str
     if facts.computes:
         return (
             "busy",
-            f"is busy{_at(facts)} ({idle}{_busy(facts)}) and does not come",
+            f"is busy{_at(facts)} ({idle}{_busy(facts)})",
             "It computes, or loops for ever, in code the others do not run.",
             "look at that line: is its end condition met on this rank?",
         )
@@ -179,9 +185,7 @@ def _manner_story(facts: Facts, waiting: Sequence[Facts]) -> tuple[str, str, str
     return (
         "blocked",
         f"is blocked{_at(facts)} ({idle}){f': {line}' if line else ''}",
-        "It sleeps in something that is no collective: a lock, a queue, a file, the network, a "
-        "child process.",
-        "look at the innermost lines of its stack",
+        *blocked.story(facts),
     )
 
 

@@ -173,7 +173,7 @@ class _Attempt:
         if trouble:
             head += f" ({trouble})"
         lines = [f"barrier {self.name!r} did not complete: {head}"]
-        lines.append(f"  this is rank {self.current.rank}, at {_short(self.site)}")
+        lines.append(f"  this is rank {self.current.rank}, at {model.site_from(self.site)}")
         for rank in absent:
             lines += _describe(rank, records.get(rank), found.get(rank, ()), rank in elsewhere)
         if kept:
@@ -250,8 +250,3 @@ def _state(record: RankRecord, now: float) -> str:
     if quiet > 3 * record.heartbeat_interval + 1:
         text += f", no heartbeat for {quiet:.0f} s (C code holds Python's lock?)"
     return text
-
-
-def _short(site: str) -> str:
-    file, _, rest = site.partition("\0")
-    return f"{Path(file).name}:{rest.partition(chr(0))[0]}" if file else "?"

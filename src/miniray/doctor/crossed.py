@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from miniray.doctor import collectives, loop, unsynced
+from miniray.doctor import collectives, late, loop, unsynced
 from miniray.doctor.facts import Case, Facts
-from miniray.doctor.findings import Finding, Severity, is_or_are, listed, named
-from miniray.doctor.model import POINT_TO_POINT
+from miniray.doctor.findings import Finding, Severity, listed, named
+from miniray.doctor.model import POINT_TO_POINT, Event
 from miniray.doctor.waiting import BUFFERS, GRADIENTS, NAMED_BARRIERS, in_words
-from miniray.doctor.words import name_of, now_at, position, positions, spot, wait_of
+from miniray.doctor.words import (
+    BUFFERS_STORY,
+    name_of,
+    now_at,
+    position,
+    positions,
+    spot,
+    they,
+    wait_of,
+)
 
 _Classes = Mapping[tuple[str, int, str], Sequence[Facts]]
 
@@ -21,7 +30,7 @@ def explain_crossed(case: Case, waiting: Sequence[Facts]) -> Finding:
         classes.setdefault((*facts.wait.key[:2], facts.wait.name), []).append(facts)
     divergence = collectives.first_divergence(case)
     if len(classes) == 1 and divergence is None:
-        return _does_not_complete(waiting)
+        return late.explain(waiting) or _does_not_complete(waiting)
     story = loop.explain(waiting, [f for f in waiting if _in_step(f)])
     story = story or unsynced.explain(waiting, waiting)
     if story is not None:
@@ -75,15 +84,14 @@ def _parted_title(parties: Sequence[Sequence[Facts]]) -> str:
     others = listed([now_at(party) for party in parties[1:]])
     if _in_other_groups(parties):
         theirs = wait_of(parties[1])
-        here = f"{named(ranks)} {is_or_are(ranks)} in {spot(wait)} of group {wait.group}"
-        return f"{here}, {others} of group {theirs.group}"
+        return f"{now_at(first)} of group {wait.group}, {others} of group {theirs.group}"
     if wait.group == NAMED_BARRIERS or wait.name in ("barrier", "monitored_barrier"):
         missing = f"{spot(wait)}: missing {named(f.rank for f in rest)}"
         if len(parties) > 2:
             return f"{missing}; {others}"
-        return f"{missing}, now in {spot(wait_of(rest))}"
+        return f"{missing}, {'then' if rest[0].ended else 'now'} in {spot(wait_of(rest))}"
     if any(wait_of(party).name == BUFFERS for party in parties) or _is_message(parties):
-        return f"{named(ranks)} {is_or_are(ranks)} in {spot(wait)}, {others}"
+        return f"{now_at(first)}, {others}"
     count, total = len(first), len(first) + len(rest)
     return f"{spot(wait)} called by {count} of {total} ranks ({named(ranks)}); {others}"
 
@@ -122,11 +130,7 @@ def _odd_class(case: Case, classes: _Classes) -> Sequence[Facts] | None:
 
 def _why_parted(parties: Sequence[Sequence[Facts]]) -> tuple[str, str]:
     if any(wait_of(party).name == BUFFERS for party in parties):
-        return (
-            "The forward of a DDP model exchanges its buffers (BatchNorm statistics): all ranks "
-            "must call it. Validation on one rank must not go through the wrapper.",
-            "call model.module(x) there, or validate on all ranks",
-        )
+        return BUFFERS_STORY
     if _is_message(parties):
         return (
             "A send and its recv must meet. Each of these ranks waits for one that is in another "
@@ -172,7 +176,7 @@ def from_divergence(divergence: collectives.Divergence, severity: Severity) -> F
     else:
         title = f"collectives do not match at step {step}: {said}"
         cause = "All ranks of a group must make the same calls with the same shapes, in one order."
-        fix = "compare the two lines: which branch, or which size, differs between ranks?"
+        fix = _same_what(list(divergence.calls.values()))
         if any(event.name == "new_group" for event in divergence.calls.values()):
             cause = "Every rank must call new_group for every group, members or not, in one order."
             fix = "make all groups on all ranks, and let each rank keep the one it is in"
@@ -189,6 +193,19 @@ def from_divergence(divergence: collectives.Divergence, severity: Severity) -> F
     )
 
 
+def _same_what(calls: Sequence[Event]) -> str:
+    """What to make equal: the first thing in which calls of one group differ."""
+    if len({call.name for call in calls}) > 1:
+        return "compare the two lines: which branch differs between ranks?"
+    words = {word.partition("=")[0] for call in calls for word in call.op.split()}
+    if len({call.op for call in calls}) > 1:
+        said = listed(sorted(f"{word}=" for word in words if word.islower())) or "op="
+        return f"pass the same {said} on all ranks"
+    if len({call.dtype for call in calls}) > 1:
+        return "give it the same dtype on all ranks: tensor.to(torch.float32), say"
+    return "make the sizes equal: pad to the largest, which ranks exchange first; or use objects"
+
+
 def _divergence_line(divergence: collectives.Divergence) -> str:
     return f"call {divergence.sequence + 1} of group {divergence.group}, counted on each rank"
 
@@ -197,11 +214,12 @@ def _does_not_complete(waiting: Sequence[Facts]) -> Finding:
     wait = wait_of(waiting)
     ranks = tuple(f.rank for f in waiting)
     if _is_message([waiting]):
-        code, title = "collectives-parted", f"{named(ranks)} wait for each other in {spot(wait)}"
+        code, title = "collectives-parted", they(f"waits for each other in {spot(wait)}", waiting)
         cause, fix = _why_parted([waiting])
     else:
         code = "does-not-complete"
-        title = f"all ranks are in {wait.short()} and it does not complete"
+        now = "were" if waiting[0].ended else "are"
+        title = f"all ranks {now} in {wait.short()} and it does not complete"
         cause = (
             "All ranks made the same call. What is left is below Python: the network, NCCL, a GPU, "
             "or parameters that got no gradient on one rank."

@@ -8,8 +8,11 @@ is loaded, trained or written by the script's loop.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import linecache
 import os
+import re
 import runpy
 import sys
 import weakref
@@ -19,7 +22,6 @@ from typing import Any
 from miniray.doctor import dataset_check, dataset_findings, dataset_shares, recorder, sites
 from miniray.doctor.findings import by_weight
 from miniray.doctor.handles import find_handles
-from miniray.doctor.loader_facts import length_of
 from miniray.doctor.model import SamplePass, Site, site_from
 
 _loaders: list[Any] = []
@@ -48,13 +50,21 @@ def _install() -> None:
         _loaders.append(weakref.ref(self))
 
     def first(self: Any) -> Any:
-        if recorder.current() is None:  # a loader worker: forked, and none of the ranks
+        site = sites.here()
+        if recorder.current() is None or _only_looks(site):
+            # A loader worker is forked, and none of the ranks.
             return iterate(self)
-        _leave(self, sites.here())
+        _leave(self, site)
         raise SystemExit(0)
 
     DataLoader.__init__ = init
     DataLoader.__iter__ = first
+
+
+def _only_looks(site: str) -> bool:
+    """Whether the line takes one batch, to see what they are like: the loop is still to come."""
+    line = linecache.getline(*site_from(site)[:2])
+    return re.search(r"\bnext\(\s*iter\(", line) is not None
 
 
 def _leave(iterated: Any, site: str) -> None:
@@ -80,15 +90,9 @@ def _describe(loader: Any, site: str) -> dict[str, Any]:
     given = dataset_shares.pass_of(taken)
     made = getattr(loader, "_miniray_made_at", "")
     return {
+        **dataclasses.asdict(dataset_shares.setup_of(loader, sampler, 0)),
         "iterated": bool(site),
         "site": list(site_from(site or made)),
-        "length": length_of(loader.dataset),
-        "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
-        "drop_last": dataset_shares.drops_last(loader),
-        "num_workers": loader.num_workers,
-        "sampler": type(sampler).__name__ if sampler is not None else "",
-        "distributed": getattr(sampler, "num_replicas", None) is not None,
-        "shuffle": getattr(sampler, "shuffle", None),
         "epoch_set": bool(getattr(sampler, "_miniray_set_epoch", 0)),
         "count": given.count,
         "batches": taken.batches,
@@ -110,20 +114,12 @@ def read(run_dir: Path, world_size: int) -> list[dataset_check.DataReport]:
         ranks = {rank: found[index] for rank, found in left.items() if len(found) > index}
         first = next(iter(ranks.values()))
         site = Site(*first["site"])
-        setup = dataset_shares.Setup(
-            length=first["length"],
-            world_size=world_size,
-            batch_size=first["batch_size"],
-            drop_last=first["drop_last"],
-            num_workers=first["num_workers"],
-            sampler=first["sampler"],
-            distributed=first["distributed"],
-            shuffle=first["shuffle"],
-            epoch_set=first["epoch_set"],
-            where=f"{'iterated' if first['iterated'] else 'made'} at {site}",
-        )
+        where = f"{'iterated' if first['iterated'] else 'made'} at {site}"
+        said = {**first, "world_size": world_size, "where": where}
+        names = [field.name for field in dataclasses.fields(dataset_shares.Setup)]
+        setup = dataset_shares.Setup(**{name: said[name] for name in names})
         shares = []
-        for rank, said in ranks.items():
+        for rank, said in ranks.items() if setup.sampler else ():
             given = SamplePass(0, 0, said["count"], tuple(said["ids"]), tuple(said["sketch"]))
             size, drop_last, batches = said["batch_size"], said["drop_last"], said["batches"]
             shares.append(dataset_shares.share(rank, given, size, drop_last, batches))

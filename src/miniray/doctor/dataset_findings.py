@@ -11,7 +11,17 @@ from miniray.doctor.findings import Finding, Severity, named, plural
 
 
 def judge(setup: Setup, shares: Sequence[Share], handles: Sequence[str]) -> Iterator[Finding]:
-    yield from _sampler(setup)
+    if shares:
+        yield from _sampler(setup)
+    else:
+        yield Finding(
+            code="iterable-dataset",
+            severity=Severity.NOTE,
+            title="the dataset is iterable and deals its samples out itself: which rank gets which "
+            "cannot be told",
+            cause="Without a split of its own every rank, and every worker, gets everything.",
+            fix="split by rank and get_worker_info() in __iter__; tell doctor.step(sample_ids=...)",
+        )
     yield from _overlap(setup, shares)
     yield from _uneven(setup, shares)
     yield from _dropped(shares)
@@ -36,7 +46,8 @@ def _sampler(setup: Setup) -> Iterator[Finding]:
             severity=Severity.WRONG,
             title=f"the loader uses {setup.sampler}, not a DistributedSampler: every rank gets "
             "everything",
-            cause="Each of the ranks trains on all samples; an epoch is as long as with one.",
+            cause="Each of the ranks trains on all samples, and an epoch is as long as with one; "
+            "unless the script gave each rank a dataset of its own part.",
             fix="DataLoader(..., sampler=DistributedSampler(dataset)), without shuffle=",
             explains=frozenset({"same-data"}),
         )

@@ -120,30 +120,32 @@ def of_loader(loader: Any, world: int) -> tuple[Setup, Mapping[int, Taken]]:
         raise TypeError(
             "the loader's dataset is iterable: which samples a rank gets cannot be told"
         )
+    setup = setup_of(loader, sampler, world)
+    if not setup.distributed:
+        return setup, dict.fromkeys(range(world), taken_from(sampler))
+    return setup, {r: taken_from(_for_rank(sampler, r)) for r in range(setup.world_size)}
+
+
+def setup_of(loader: Any, sampler: Any, world: int) -> Setup:
+    """``sampler`` None is an iterable dataset's."""
     replicas = getattr(sampler, "num_replicas", None)
-    setup = Setup(
+    batches = loader.batch_sampler
+    return Setup(
         length=length_of(loader.dataset),
         world_size=replicas or world,
-        batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
-        drop_last=drops_last(loader),
+        batch_size=loader.batch_size or getattr(batches, "batch_size", None),
+        # A batch sampler of the user's knows it, and its loader does not.
+        drop_last=bool(getattr(batches, "drop_last", loader.drop_last)),
         num_workers=int(getattr(loader, "num_workers", 0)),
-        sampler=type(sampler).__name__,
+        sampler=type(sampler).__name__ if sampler is not None else "",
         distributed=replicas is not None,
         shuffle=getattr(sampler, "shuffle", None),
     )
-    if replicas is None:
-        return setup, dict.fromkeys(range(world), taken_from(sampler))
-    return setup, {r: taken_from(_for_rank(sampler, r)) for r in range(replicas)}
 
 
 def sampler_of(loader: Any) -> Any:
     """The sampler that decides which samples; None for an iterable dataset."""
     return loader_facts.sampler_of(loader) if loader_facts.has_ids(loader) else None
-
-
-def drops_last(loader: Any) -> bool:
-    """A batch sampler of the user's knows it, and its loader does not."""
-    return bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last))
 
 
 def _for_rank(sampler: Any, rank: int) -> Any:

@@ -13,7 +13,7 @@ from miniray.doctor.facts import Case
 from miniray.doctor.findings import Finding, Severity, named, shortened
 from miniray.doctor.model import NOWHERE, Site
 
-_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (.+)(?:\n +(?!File ")(.*))?$', re.MULTILINE)
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (.+)(?:\n +(?! |File ")(.*))?$', re.MULTILINE)
 
 _LONG_MESSAGE = 400
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 
@@ -9,10 +10,17 @@ from miniray.doctor.driver import site_in, told
 from miniray.doctor.facts import Case, Facts
 from miniray.doctor.findings import Finding, Severity, named, plural, shortened, size
 from miniray.doctor.model import Exit, Site
+from miniray.doctor.waiting import in_words
+from miniray.doctor.words import positions
 
 _CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"}
 #: What torch says first of an error in a loader's process; the error itself comes last.
 _LOST_WORKER = "DataLoader worker (pid"
+#: Where in C++ a message comes from: a path of the machine that torch was built on.
+_IN_C = re.compile(r"^\[(enforce fail at )?\S+:\d+\] ")
+#: What gloo says when two ranks' calls meet that do not match.
+_MISMATCH = "data size doesn't match"
+_TAIL = 8192  # bytes of a log
 _IN_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)")
 
 
@@ -32,15 +40,18 @@ def _of(failed: Sequence[Facts], case: Case) -> Finding | None:
         return None
     first = min(failed, key=_when)
     together = [f for f in failed if f is first or _same(f, first)]
-    ended = first.record.exit
-    assert ended is not None
+    ended = first.end
     what, cause, fix = _story(first)
     ranks = tuple(sorted(f.rank for f in together))
     others = [f for f in case if f not in together]
     evidence = [_evidence(first)]
     if ended.traceback:
         in_worker = _IN_WORKER.match(ended.message)
-        evidence += told(ended.traceback, "" if in_worker else ended.message)
+        evidence += told(ended.traceback, "" if in_worker else _IN_C.sub("", ended.message))
+    words = _last_words(first)
+    if words:
+        evidence.append(f"its log ends with: {shortened(words, 200)}")
+        evidence += positions(f for f in others if f.wait is not None)
     consequences = [f.rank for f in others if f.consequence or f.wait is not None]
     if consequences:
         state = "was" if len(consequences) == 1 else "were"
@@ -66,30 +77,26 @@ def _of(failed: Sequence[Facts], case: Case) -> Finding | None:
 
 def _when(facts: Facts) -> tuple[bool, float, int]:
     """By time. A process nobody saw end comes last: the others' launcher may have ended it."""
-    ended = facts.record.exit
-    assert ended is not None
+    ended = facts.end
     return ended.kind == "gone", ended.at or facts.record.heartbeat, facts.rank
 
 
 def _same(one: Facts, two: Facts) -> bool:
-    a, b = one.record.exit, two.record.exit
-    assert a is not None
-    assert b is not None
+    a, b = one.end, two.end
     alike = (a.kind, a.type, a.signal, a.code, a.site) == (b.kind, b.type, b.signal, b.code, b.site)
     return alike and a.kind in ("exception", "exit", "code")
 
 
 def _code(facts: Facts) -> str:
-    ended = facts.record.exit
-    assert ended is not None
-    if _out_of_memory(facts):
+    if _out_of_memory(facts.end):
         return "out-of-memory"
-    return {"exception": "exception", "signal": "killed", "gone": "killed"}.get(ended.kind, "exit")
+    if _MISMATCH in _last_words(facts):
+        return "mismatch"
+    kinds = {"exception": "exception", "signal": "killed", "gone": "killed"}
+    return kinds.get(facts.end.kind, "exit")
 
 
-def _out_of_memory(facts: Facts) -> bool:
-    ended = facts.record.exit
-    assert ended is not None
+def _out_of_memory(ended: Exit) -> bool:
     return ended.kind == "exception" and (
         ended.type.rpartition(".")[2] in ("MemoryError", "OutOfMemoryError")
         or "out of memory" in ended.message.lower()
@@ -99,17 +106,17 @@ def _out_of_memory(facts: Facts) -> bool:
 
 def _story(facts: Facts) -> tuple[str, str, str]:
     """(what happened, after "rank r"; cause; fix)"""
-    record = facts.record
-    ended = record.exit
-    assert ended is not None
+    record, ended = facts.record, facts.end
     memory = f"{size(record.rss)} resident, {size(record.peak_rss)} at most"
     if ended.kind == "exception":
         said, where = _raised(ended)
-        if ended.type == "BdbQuit":
+        if ended.type == "BdbQuit" or ended.message == "EOF when reading a line":
+            stopped = ended.type == "BdbQuit"
+            what, word = ("stopped at a", "breakpoint") if stopped else ("asked for", "input")
             return (
-                f"stopped at a breakpoint{where}, and nobody is there to answer it",
-                "The ranks of a launcher have no terminal: the debugger read the end of its input.",
-                "take the breakpoint out; or run the script in one process, with `python`",
+                f"{what} {word}{where}, and nobody is there to answer it",
+                "The ranks of a launcher have no terminal: what they read is at its end at once.",
+                f"take the {word} out; or run the script in one process, with `python`",
             )
         if "address already in use" in ended.message:
             return (
@@ -124,7 +131,7 @@ def _story(facts: Facts) -> tuple[str, str, str]:
                 "fault: C code that the dataset uses has crashed.",
                 "fewer workers or less prefetching; a larger /dev/shm; num_workers=0 to see where",
             )
-        if _out_of_memory(facts):
+        if _out_of_memory(ended):
             return (
                 f"ran out of memory{where} ({memory}): {said}",
                 "The process asked for more memory than it may have.",
@@ -153,7 +160,16 @@ def _story(facts: Facts) -> tuple[str, str, str]:
                 "call dist.destroy_process_group() and end threads before the script does",
             )
         if ended.signal in _CRASHES:
-            where = f" in {facts.doing()}" if facts.wait is not None else _last_place(facts)
+            call = record.waiting
+            where = f" in {in_words(call)}" if call is not None else _last_place(facts)
+            if _MISMATCH in _last_words(facts):
+                return (
+                    f"crashed at step {record.step}{where}: what it received has another size "
+                    "than it asked for",
+                    "The ranks were in different collectives, or in one with other sizes; gloo "
+                    "ends the process that notices.",
+                    "compare what the ranks call there: a call in a branch, a size that differs?",
+                )
             return (
                 f"crashed with {ended.signal} at step {record.step}{where}",
                 "C code (an extension, a library, CUDA) crashed; Python had no chance to say why.",
@@ -175,6 +191,20 @@ def _story(facts: Facts) -> tuple[str, str, str]:
     )
 
 
+def _last_words(facts: Facts) -> str:
+    """What C++ said before it ended the process, in the rank's log; "" where it said nothing."""
+    if facts.end.signal != "SIGABRT":
+        return ""
+    try:
+        with open(facts.record.path.with_suffix(".log"), "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL))
+            text = log.read().decode(errors="replace")
+    except OSError:
+        return ""
+    said = text.rpartition("what():")[2].strip() if "what():" in text else ""
+    return _IN_C.sub("", said.partition("\n")[0])
+
+
 def _raised(ended: Exit) -> tuple[str, str]:
     """(type and first line of the message, where it was raised); of a loader's worker its own."""
     site = _site(ended)
@@ -182,7 +212,7 @@ def _raised(ended: Exit) -> tuple[str, str]:
     worker = _IN_WORKER.match(ended.message)
     if worker is not None:
         return shortened(ended.traceback.rstrip().rpartition("\n")[2]), f"{where} in {worker[1]}"
-    first_line = ended.message.strip().partition("\n")[0]
+    first_line = _IN_C.sub("", ended.message.strip()).partition("\n")[0]
     return shortened(f"{ended.type}: {first_line}".rstrip(": ")), where
 
 

@@ -2,7 +2,7 @@
 
 Code that runs once a step runs cold, and there every object that is looked at costs more than what
 is done with it. So what one line of the user's says is prepared when it runs for the first time,
-and afterwards it is one ``pack_into`` or one store.
+and afterwards it is a few stores.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
-from miniray.doctor import model, sites
+from miniray.doctor import layout, model, sites
 from miniray.doctor.box import Added, Box, Call
 from miniray.doctor.layout import MOMENT, Cell
 
@@ -23,8 +23,9 @@ _MOST_CALLS = 4096  # shapes may differ at every call
 #: Of a phase at one line: what ``ints[Cell.PHASE]`` gets in it and after it; by the model that
 #: takes part, if one does, the collective it makes there; the line.
 Place = tuple[int, int, dict[Any, Call], str]
-#: An instruction of the user's: id of its code object, and where in it.
-Instruction = tuple[int, int]
+#: The code object of the caller, the instruction in it, and the place.
+LastPlace = tuple[CodeType | None, int, Place]
+_NOWHERE: Place = (0, 0, {}, "")
 
 
 class Events:
@@ -33,15 +34,14 @@ class Events:
     def __init__(self, box: Box) -> None:
         self.box = box
         self.ints = box.ints
-        self.words = box.words
         # For those who write an event themselves, as ``Box.begin`` does.
-        self.mapped = box.mapped
         self.next_event = box.next_event
-        #: Places by the instruction of the user's that calls. Who writes a phase looks here for the
-        #: frame it is called from as a rule, and then asks ``place_at``.
-        self.forwards: dict[Instruction, Place] = {}
-        self.backwards: dict[Instruction, Place] = {}
-        self.optimizers: dict[Instruction, Place] = {}
+        #: Where these were called from last, as a rule the place they are called from next. Who
+        #: finds another instruction there asks ``place_at``.
+        self.last_forward: LastPlace = (None, 0, _NOWHERE)
+        self.last_backward: LastPlace = (None, 0, _NOWHERE)
+        self.last_optimizer: LastPlace = (None, 0, _NOWHERE)
+        self._known: dict[tuple[str, int, int], Place] = {}  # by phase and instruction
         self._places: dict[tuple[str, str], Place] = {}
         self._phases: dict[tuple[str, str], int] = {}
         self._sections = [0]  # the innermost last; 0 for none
@@ -86,8 +86,10 @@ class Events:
         call = self._calls.get(key)
         if call is None:
             what = self.box.what(kind, name, op, group, dtype, site, shape, blocking)
+            first, second, *sizes = layout.WORDS_OF_WHAT.unpack(what)
             next_one = self._sequences.setdefault((group, kind), itertools.count().__next__)
-            call = what, next_one, 1 if blocking else 0  # Cell.OPEN, Cell.EVENTS
+            cell = 1 if blocking else 0  # Cell.OPEN, Cell.EVENTS
+            call = first, second, tuple(sizes[: len(shape)]), next_one, cell
             if len(self._calls) < _MOST_CALLS:
                 self._calls[key] = call
         return call
@@ -117,18 +119,20 @@ class Events:
             self._places[name, site] = place
         return place
 
-    def place_at(
-        self, name: str, known: dict[Instruction, Place], frame: FrameType, caller: FrameType
-    ) -> Place:
+    def place_at(self, name: str, frame: FrameType, caller: FrameType) -> LastPlace:
         """The place of the user's line that is found from ``frame`` outwards.
 
         Where that line is ``caller``'s, it need not be looked for again.
         """
-        site = sites.call_site(frame)
-        place = self.place_of(name, site)
-        if sites.is_at(caller, site):
-            known[id(caller.f_code), caller.f_lasti] = place
-        return place
+        code, at = caller.f_code, caller.f_lasti
+        place = self._known.get((name, id(code), at))
+        if place is None:
+            site = sites.call_site(frame)
+            place = self.place_of(name, site)
+            if not sites.is_at(caller, site):
+                return None, 0, place
+            self._known[name, id(code), at] = place
+        return code, at, place
 
     # -- sections ---------------------------------------------------------------------------------
 

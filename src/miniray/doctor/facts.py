@@ -13,7 +13,7 @@ from functools import cached_property
 
 from miniray.doctor import movement
 from miniray.doctor.findings import seconds
-from miniray.doctor.model import COLLECTIVE, RankRecord, RunRecord, Site, ThreadStack
+from miniray.doctor.model import COLLECTIVE, Exit, RankRecord, RunRecord, Site, ThreadStack
 from miniray.doctor.sites import is_users
 from miniray.doctor.stacks import main_stack
 from miniray.doctor.waiting import Wait, is_consequence, wait_of
@@ -65,6 +65,12 @@ class Facts:
         ended = self.record.exit
         return ended is not None and ended.failed and not self.consequence
 
+    @property
+    def end(self) -> Exit:
+        """How it ended; of one that has."""
+        assert self.record.exit is not None
+        return self.record.exit
+
     @cached_property
     def last_move(self) -> float:
         """When its main thread last did anything that is recorded."""
@@ -78,11 +84,15 @@ class Facts:
         return max(times)
 
     @property
-    def idle(self) -> float:
-        """Seconds without a move, up to its end: a dead run reads the same on the next day."""
+    def until(self) -> float:
+        """Now, or when it ended: a dead run reads the same on the next day."""
         ended = self.record.exit
-        until = ended.at if ended is not None and ended.at else self.now
-        return max(0.0, until - self.last_move)
+        return ended.at if ended is not None and ended.at else self.now
+
+    @property
+    def idle(self) -> float:
+        """Seconds without a move."""
+        return max(0.0, self.until - self.last_move)
 
     @property
     def silent(self) -> bool:
@@ -143,12 +153,14 @@ class Facts:
         """A clause for a sentence that begins with the rank: ``waits in … (12 s)``."""
         record = self.record
         ended = record.exit
-        if ended is not None and self.wait is None:
-            return "has ended" if ended.failed else "has finished"
         if self.wait is not None:
-            waited = max(0.0, (ended.at if ended and ended.at else self.now) - self.wait.since)
+            waited = max(0.0, self.until - self.wait.since)
             word = "waited" if ended is not None else "waits"
             return f"{word} in {self.wait.describe()} for {seconds(waited)}"
+        if ended is not None:
+            if self.consequence and record.phase.name != "exit":
+                return f"was {phase_words(record)} {self._where()}"
+            return "has ended" if ended.failed else "has finished"
         if record.process.stopped:
             return f"is stopped {self._where()}"
         if self.finished:

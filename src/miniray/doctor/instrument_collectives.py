@@ -17,10 +17,9 @@ from typing import Any
 
 from miniray.doctor import instrument_groups, model, recorder
 from miniray.doctor.box import Added, Call
-from miniray.doctor.events import Instruction
 from miniray.doctor.instrument import broken, failed, replace, works
 from miniray.doctor.instrument_groups import group_name, inside
-from miniray.doctor.layout import EVENT, EVENT_SLOTS, EVENTS_AT
+from miniray.doctor.layout import EVENT_SLOTS, EVENT_WORDS, FIRST_EVENT
 from miniray.doctor.recorder import Recorder
 from miniray.doctor.sites import call_site, is_at
 
@@ -59,7 +58,6 @@ _POINT_TO_POINT: dict[str, tuple[str, tuple[str, ...]]] = {
     "batch_isend_irecv": ("", ()),
 }
 _MOST_OPEN = 1024
-_EVENT_SIZE, _pack_event = EVENT.size, EVENT.pack_into
 
 #: The events of collectives called with async_op=True, by the id of the Work that torch returned.
 _async_events: dict[int, Added] = {}
@@ -69,9 +67,13 @@ _async_events: dict[int, Added] = {}
 #: line, and what that call is for the recorder: the same again needs no words to be found.
 _Known = tuple[tuple[Recorder, Any, Any, list[Any], int, bool], Call]
 #: (recorder, shape, dtype, the other arguments, keywords, what it is for the recorder) of the
-#: last call by an instruction of the user's: the same again needs no line to be found. Of those
-#: that send their first argument, return when they are done and are not made of others.
-_Plain = tuple[Recorder, Any, Any, tuple[Any, ...], dict[str, Any], bytes, Callable[[], int], int]
+#: last call by an instruction of the user's (id of its code, where in it): the same again needs no
+#: line to be found. Of those that send their first argument, return when they are done and are not
+#: made of others.
+_Plain = tuple[
+    Recorder, Any, Any, tuple[Any, ...], dict[str, Any],
+    int, int, tuple[int, ...], Callable[[], int], int,
+]  # fmt: skip
 #: By site and by instruction. Forgotten when groups come or go, for their ids are reused.
 _known: list[dict[Any, Any]] = []
 
@@ -107,7 +109,7 @@ def _make_collective(
         outsider = getattr(module.GroupMember, "NON_GROUP_MEMBER", None)
         is_plain = payload == "tensor" and payload_at == 0
         known: dict[str, _Known] = {}
-        plain: dict[Instruction, _Plain] = {}
+        plain: dict[tuple[int, int], _Plain] = {}
         _known.extend((known, plain))
 
         def collective(*args: Any, **kwargs: Any) -> Any:
@@ -125,7 +127,7 @@ def _make_collective(
             last = plain.get((id(caller.f_code), caller.f_lasti))
             if last is None or not args:
                 return in_general(current, caller, args, kwargs)
-            was, shape, dtype, others, keywords, what, next_one, cell = last
+            was, shape, dtype, others, keywords, first, second, sizes, next_one, cell = last
             sent = args[0]
             if (
                 getattr(sent, "shape", None) != shape
@@ -137,19 +139,27 @@ def _make_collective(
                 return in_general(current, caller, args, kwargs)
             started = monotonic_ns()
             count = current.next_event()  # here and below as ``Box.begin`` does
-            at = EVENTS_AT + count % EVENT_SLOTS * _EVENT_SIZE
+            at = FIRST_EVENT + count % EVENT_SLOTS * EVENT_WORDS
             ints = current.ints
-            _pack_event(current.mapped, at, count, started, 0, next_one(), ints[4], what, count)
+            ints[at] = count
+            ints[at + 1] = started
+            ints[at + 2] = 0
+            ints[at + 3] = next_one()
+            ints[at + 4] = ints[4]
+            ints[at + 5] = first
+            ints[at + 6] = second
+            if sizes:
+                for index, size in enumerate(sizes, at + 7):
+                    ints[index] = size
+            ints[at + 13] = count
             ints[cell] = count
             try:
                 return original(*args, **kwargs)
             finally:
                 now = monotonic_ns()
                 current.collective_ns += now - started
-                word = at >> 3
-                words = current.words
-                if words[word] == count:
-                    words[word + 2] = now  # as ``Box.end_event`` does
+                if ints[at] == count:
+                    ints[at + 2] = now  # as ``Box.end_event`` does
 
         def in_general(current: Recorder, caller: FrameType, args: Any, kwargs: Any) -> Any:
             try:

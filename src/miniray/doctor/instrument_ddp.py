@@ -156,10 +156,11 @@ def _make_forward(original: Any) -> Any:
             caller = getframe(3)  # of Module.__call__
         except ValueError:
             caller = getframe(1)
-        known = current.forwards
-        place = known.get((id(caller.f_code), caller.f_lasti)) or current.place_at(
-            "forward", known, getframe(1), caller
-        )
+        code, at, place = current.last_forward
+        if caller.f_code is not code or caller.f_lasti != at:
+            last = current.place_at("forward", getframe(1), caller)
+            current.last_forward = last
+            place = last[2]
         ints = current.ints
         ints[2] = monotonic_ns() & MOMENT | place[0]  # Cell.PHASE
         sync = self.require_backward_grad_sync and is_grad_enabled()

@@ -19,11 +19,10 @@ from miniray.doctor import model, recorder
 from miniray.doctor.box import Added
 from miniray.doctor.events import Place
 from miniray.doctor.instrument import broken, failed, replace, works
-from miniray.doctor.layout import EVENT, EVENT_SLOTS, EVENTS_AT, MOMENT
+from miniray.doctor.layout import EVENT_SLOTS, EVENT_WORDS, FIRST_EVENT, MOMENT, NO_LOSS
 from miniray.doctor.recorder import Recorder
 
 _GPU_LOSS_SECONDS = 0.1
-_EVENT_SIZE, _pack_event = EVENT.size, EVENT.pack_into
 
 
 class State:
@@ -68,22 +67,27 @@ def change_autograd(module: Any) -> None:
                 caller = getframe(2)  # of Tensor.backward
             except ValueError:
                 caller = getframe(1)
-            known = current.backwards
-            place = known.get((id(caller.f_code), caller.f_lasti)) or current.place_at(
-                "backward", known, getframe(1), caller
-            )
+            code, at, place = current.last_backward
+            if caller.f_code is not code or caller.f_lasti != at:
+                last = current.place_at("backward", getframe(1), caller)
+                current.last_backward = last
+                place = last[2]
             ints = current.ints
             if not broken or works("losses"):
                 try:
                     loss: Any = args[0] if args else kwargs.get("tensors")
+                    value = None
                     if (
                         loss.__class__ is tensor
                         and loss.is_cpu
-                        and not loss.dim()
+                        and len(args) == 4  # as ``Tensor.backward`` gives them
+                        and args[1] is None  # the gradient: without one the loss has one element
                         and state.scaled is None
                     ):
+                        value = loss.tolist()  # ``item`` takes longer
+                    if value.__class__ is float:
                         # As ``Tally.set_loss`` does.
-                        current.loss = value = loss.tolist()  # ``item`` takes longer
+                        current.loss = value
                         current.floats[64] = value  # Real.LOSS
                         ints[11] = ints[4] + 1  # Cell.LOSS_STEP, Cell.STEP
                         if value - value != 0.0:
@@ -98,12 +102,18 @@ def change_autograd(module: Any) -> None:
             ddp = state.pending
             if ddp is not None:
                 # As ``Box.begin`` does.
-                what, next_one, cell = place[2].get(ddp) or ddp.backward_at(current, place)
+                call = place[2].get(ddp) or ddp.backward_at(current, place)
                 count = current.next_event()
-                at = EVENTS_AT + count % EVENT_SLOTS * _EVENT_SIZE
-                mapped = current.mapped
-                _pack_event(mapped, at, count, started, 0, next_one(), ints[4], what, count)
-                ints[cell] = count
+                at = FIRST_EVENT + count % EVENT_SLOTS * EVENT_WORDS
+                ints[at] = count
+                ints[at + 1] = started
+                ints[at + 2] = 0
+                ints[at + 3] = call[3]()
+                ints[at + 4] = ints[4]
+                ints[at + 5] = call[0]
+                ints[at + 6] = call[1]
+                ints[at + 13] = count
+                ints[1] = count  # Cell.OPEN
                 others = _begin_others(current, place, started) if state.others else ()
             state.in_backward = True
             try:
@@ -115,10 +125,8 @@ def change_autograd(module: Any) -> None:
                 ints[2] = ended & MOMENT | place[1]
                 if ddp is not None:
                     state.pending = None
-                    word = at >> 3
-                    words = current.words
-                    if words[word] == count:
-                        words[word + 2] = ended  # as ``Box.end_event`` does
+                    if ints[at] == count:
+                        ints[at + 2] = ended  # as ``Box.end_event`` does
                     for other, other_added in others:
                         del state.others[other]
                         current.box.end_event(other_added, ended)
@@ -198,10 +206,11 @@ def change_optimizer(module: Any) -> None:
         current = recorder._current
         if current is not None:
             caller = getframe(2)  # of the wrapper that torch has around each step
-            known = current.optimizers
-            place = known.get((id(caller.f_code), caller.f_lasti)) or current.place_at(
-                "optimizer", known, getframe(1), caller
-            )
+            code, at, place = current.last_optimizer
+            if caller.f_code is not code or caller.f_lasti != at:
+                last = current.place_at("optimizer", getframe(1), caller)
+                current.last_optimizer = last
+                place = last[2]
             state.after_optimizer = place[1]
             current.ints[2] = monotonic_ns() & MOMENT | place[0]  # Cell.PHASE
 
@@ -216,7 +225,16 @@ def change_optimizer(module: Any) -> None:
             weakref.finalize(optimizer, setattr, state, "clock", 0).atexit = False
             current.event(model.NOTE, "optimizer", type(optimizer).__name__)
         if id(optimizer) == state.clock and not current.explicit_steps:
-            current.end_step(now)
+            # As ``Tally.end_step`` does.
+            ints = current.ints
+            ints[4] += 1  # Cell.STEP
+            current.pending_steps.append(
+                (now, current.data_ns, current.backward_ns, current.collective_ns, current.loss,
+                 ints[6])  # Cell.BATCH_SIZE
+            )  # fmt: skip
+            current.loss = NO_LOSS
+            if now > current.next_flush:
+                current.flush_tally()
 
     module.register_optimizer_step_pre_hook(before)
     module.register_optimizer_step_post_hook(after)

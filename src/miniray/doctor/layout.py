@@ -85,9 +85,12 @@ EVENT = struct.Struct("<Qqqqq64sQ")
 #: kind, name, op, group, dtype, site, flags, number of dimensions, sizes: what is the same whenever
 #: one line calls the same thing, so that it is packed once
 WHAT = struct.Struct("<8H6q")
+WORDS_OF_WHAT = struct.Struct("<8q")
+EVENT_WORDS = EVENT.size // 8
 EVENT_ENDED = 2  # the word of a record that has the time of its end
 EVENT_DIMENSIONS = 6  # of more, the last one holds the product of the rest
 EVENTS_AT = CELLS_AT + CELLS * 8
+FIRST_EVENT = CELLS  # in words of 8 bytes, counted from the cells
 EVENT_SLOTS = 512  # record number n of a ring of m is in slot n % m
 BLOCKING = 1
 

@@ -150,6 +150,7 @@ class Process:
     threads: int | None
     children: int | None
     below: tuple[float, int] = (0.0, 0)  #: CPU seconds and bytes of all its living descendants
+    sleeps_in: str = ""  #: the kernel's function that its main thread waits in, where it is told
 
     @property
     def stopped(self) -> bool:

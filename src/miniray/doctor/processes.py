@@ -38,6 +38,7 @@ def look(pid: int, host: str, started: float | None) -> Process:
         threads=int(fields[17]),
         children=None if children is None else len(children),
         below=(sum(cpu for cpu, _ in below), sum(moved for _, moved in below)),
+        sleeps_in=_sleeps_in(pid),
     )
 
 
@@ -111,6 +112,13 @@ def _io(pid: int) -> int | None:
         return None
     counts = dict(line.split(": ") for line in lines)
     return int(counts["rchar"]) + int(counts["wchar"])
+
+
+def _sleeps_in(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/wchan").read_text()
+    except OSError:  # another user's
+        return ""
 
 
 def _child_pids(pid: int) -> list[int] | None:

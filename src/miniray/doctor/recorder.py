@@ -10,12 +10,14 @@ A forked child has no recorder: it shares the memory, and two writers would make
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import socket
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -196,28 +198,29 @@ def start(
         )
     ranks = ranks.absolute()
     ranks.mkdir(parents=True, exist_ok=True)
-    path = _free_path(ranks, rank)
-    recorder = Recorder(
-        Box.create(path),
-        {
-            "rank": rank,
-            "local_rank": rank if local_rank is None else local_rank,
-            "world_size": world_size,
-            "local_world_size": world_size if local_world_size is None else local_world_size,
-            "pid": os.getpid(),
-            "started": processes.start_ticks(os.getpid()),
-            "host": socket.gethostname(),
-            "launcher": launcher,
-            "command": " ".join(sys.orig_argv)[:500],
-            "attempt": attempt,
-            "box": str(path),
-            "heartbeat_interval": heartbeat_interval,
-            "notes": {
-                "python": sys.version.split()[0],
-                "threads": os.environ.get("OMP_NUM_THREADS"),
+    with _alone(ranks):
+        path = _free_path(ranks, rank)
+        recorder = Recorder(
+            Box.create(path),
+            {
+                "rank": rank,
+                "local_rank": rank if local_rank is None else local_rank,
+                "world_size": world_size,
+                "local_world_size": world_size if local_world_size is None else local_world_size,
+                "pid": os.getpid(),
+                "started": processes.start_ticks(os.getpid()),
+                "host": socket.gethostname(),
+                "launcher": launcher,
+                "command": " ".join(sys.orig_argv)[:500],
+                "attempt": attempt,
+                "box": str(path),
+                "heartbeat_interval": heartbeat_interval,
+                "notes": {
+                    "python": sys.version.split()[0],
+                    "threads": os.environ.get("OMP_NUM_THREADS"),
+                },
             },
-        },
-    )
+        )
     recorder.start_threads(heartbeat_interval)
     _install_hooks()
     _current = recorder
@@ -231,6 +234,31 @@ def stop() -> None:
     if recorder is not None:
         recorder.record_exit("finished")
         recorder.close()
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process at a time: two that claim one rank at the same moment must see each other.
+
+    For a second at most, and not at all where a file system has no locks: nobody waits for a
+    process that was stopped right here.
+    """
+    import fcntl
+
+    deadline = time.monotonic() + 1.0
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.005)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _free_path(ranks: Path, rank: int) -> Path:

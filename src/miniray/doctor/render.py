@@ -216,7 +216,7 @@ def _row(facts: Facts) -> tuple[str, ...]:
         phase, since = _PHASES.get(facts.wait.name, facts.wait.name), facts.wait.since
     elif record.section is not None:
         phase, since = record.section.name, record.section.since
-    age = _age(max(0.0, (record.exit.at if record.exit and record.exit.at else facts.now) - since))
+    age = _age(max(0.0, facts.until - since))
     loss = "" if record.loss is None else _number(record.loss)
     samples = _count(record.samples)
     if _in_epochs(record):

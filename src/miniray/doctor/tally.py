@@ -58,9 +58,9 @@ class Tally(Events, ABC):
         self._samples: Sequence[int] = ()  # of the last batch written
         self._pass: PassWriter | None = None
         # One thread adds while another may be taking: what is in here is never lost between them.
-        self._pending_steps: deque[_Step] = deque()
+        self.pending_steps: deque[_Step] = deque()
         self.pending_ids: deque[Sequence[int]] = deque()
-        self._next_flush = 0
+        self.next_flush = 0
         self._tally_lock = threading.RLock()  # taken once a lot
 
     # -- steps ------------------------------------------------------------------------------------
@@ -84,19 +84,19 @@ class Tally(Events, ABC):
         ints = self.ints
         ints[4] += 1  # Cell.STEP
         batch_size = ints[6]  # Cell.BATCH_SIZE
-        self._pending_steps.append(
+        self.pending_steps.append(
             (now, self.data_ns, self.backward_ns, self.collective_ns, self.loss, batch_size)
         )
         self.loss = _NO_LOSS
-        if now > self._next_flush:
+        if now > self.next_flush:
             self.flush_tally()
 
     def flush_tally(self) -> None:
         """Write what is pending. Any thread may: the heartbeat does when the rank is stuck."""
         with self._tally_lock:
-            self._next_flush = _monotonic_ns() + _LOT_NS
-            while self._pending_steps:
-                self._write_step(self._pending_steps.popleft())
+            self.next_flush = _monotonic_ns() + _LOT_NS
+            while self.pending_steps:
+                self._write_step(self.pending_steps.popleft())
             for index, total in enumerate(self._totals()):
                 self.floats[Real.TOTAL_SECONDS + index] = total / 1e9
             ids: list[int] = []

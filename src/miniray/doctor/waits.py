@@ -103,8 +103,7 @@ def is_stuck(case: Case, waiting: Sequence[Facts], awaited: Mapping[int, set[int
         assert wait is not None
         if facts.ended and not case.interrupted:
             return True  # it gave up waiting, or was made to
-        ended = facts.record.exit.at if facts.record.exit is not None else None
-        waited = (ended or facts.now) - wait.since
+        waited = facts.until - wait.since
         needed = _PROVEN if _is_proven(case, facts, awaited) else case.limit
         if waited >= needed and not any(other.moved for other in case.live):
             return True

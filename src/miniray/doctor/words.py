@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from miniray.doctor.facts import Facts
-from miniray.doctor.findings import is_or_are, listed, named, plural
+from miniray.doctor.findings import listed, named, plural
 from miniray.doctor.waiting import Wait
 
 
@@ -14,13 +14,21 @@ def position(facts: Facts, party: Iterable[Facts] | None = None) -> str:
     return f"{named(ranks)}: step {facts.record.step}, {conjugated(facts.doing(), len(ranks))}"
 
 
-def conjugated(clause: str, count: int) -> str:
-    """A clause that was written for one rank, for ``count`` of them."""
+def conjugated(clause: str, count: int, past: bool = False) -> str:
+    """A clause that was written for one rank that lives, for ``count`` of them."""
     verb, _, rest = clause.partition(" ")
-    return f"{_PLURALS.get(verb, verb)} {rest}" if count > 1 else clause
+    verb = _PAST.get(verb, verb) if past else verb
+    return f"{_PLURALS.get(verb, verb) if count > 1 else verb} {rest}"
 
 
-_PLURALS = {"is": "are", "waits": "wait", "has": "have"}
+_PAST = {"is": "was", "waits": "waited", "goes": "went"}
+_PLURALS = {"is": "are", "was": "were", "waits": "wait", "has": "have"}
+
+
+def they(clause: str, party: Sequence[Facts]) -> str:
+    """``ranks 1 and 2 wait in …``; in the past where all of them have ended."""
+    past = all(facts.ended for facts in party)
+    return f"{named(f.rank for f in party)} {conjugated(clause, len(party), past)}"
 
 
 def positions(several: Iterable[Facts], most: int = 4) -> list[str]:
@@ -38,12 +46,7 @@ def waiting_clause(waiting: Sequence[Facts]) -> str:
     for facts in waiting:
         assert facts.wait is not None
         by_place.setdefault(facts.wait.short(), []).append(facts)
-    parts = []
-    for place, party in by_place.items():
-        ranks = [f.rank for f in party]
-        ended = all(f.ended for f in party)
-        verb = "waited" if ended else "waits" if len(ranks) == 1 else "wait"
-        parts.append(f"{named(ranks)} {verb} in {place}")
+    parts = [they(f"waits in {place}", party) for place, party in by_place.items()]
     return listed(parts[:3]) + (f" and {plural(len(parts) - 3, 'other place')}" * (len(parts) > 3))
 
 
@@ -53,8 +56,15 @@ def spot(wait: Wait) -> str:
 
 
 def now_at(party: Sequence[Facts]) -> str:
-    ranks = [f.rank for f in party]
-    return f"{named(ranks)} {is_or_are(ranks)} in {spot(wait_of(party))}"
+    return they(f"is in {spot(wait_of(party))}", party)
+
+
+#: Cause and fix of a forward that not all ranks call.
+BUFFERS_STORY = (
+    "The forward of a DDP model exchanges its buffers (BatchNorm statistics): all ranks must call "
+    "it. Validation on one rank must not go through the wrapper.",
+    "call model.module(x) there, or validate on all ranks",
+)
 
 
 def wait_of(party: Sequence[Facts]) -> Wait:

@@ -135,33 +135,52 @@ def _first_ids(given: SamplePass) -> str:
 
 def _same_order(case: Case) -> Iterator[Finding]:
     """A shuffling DistributedSampler that was never told the epoch repeats its first order."""
-    guilty: list[tuple[Facts, Loader, SamplePass]] = []
+    guilty: list[tuple[Facts, Loader, SamplePass, SamplePass]] = []
     for facts in case:
-        passes = sorted(facts.record.passes, key=lambda p: (p.loader, p.epoch))
-        for first, second in itertools.pairwise(passes):
-            loader = _loader(facts, second)
-            if loader is None or first.loader != second.loader or not loader.shuffle:
+        for loader in facts.record.loaders:
+            if not loader.shuffle or loader.replicas is None or not _trains(facts, loader):
                 continue
-            if second.epoch != first.epoch + 1 or loader.replicas is None or not loader.trained:
-                continue
-            if samples.same_order(first, second):
-                guilty.append((facts, loader, second))
+            whole = _whole_passes(facts, loader)
+            pairs = [pair for pair in itertools.pairwise(whole) if samples.same_order(*pair)]
+            if pairs:
+                guilty.append((facts, loader, *pairs[0]))
                 break
     if not guilty:
         return
-    _, loader, again = guilty[0]
+    _, loader, before, again = guilty[0]
+    ranks = tuple(f.rank for f, *_ in guilty)
+    title = f"epoch {again.epoch} has epoch {before.epoch}'s order on {named(ranks)}: set_epoch "
+    title += "forgotten"
+    cause = "DistributedSampler shuffles by seed + epoch; the epoch is 0 until it is told."
+    fix = "call loader.sampler.set_epoch(epoch) at the beginning of each epoch"
+    if not loader.trained:
+        title = f"{named(ranks)} took the first batch of {loader.passes} passes, always the same"
+        cause = "next(iter(loader)) begins a new pass; without set_epoch it has the same order."
+        fix = "take all batches of a pass: for batch in loader; and set_epoch before each pass"
     yield Finding(
         code="set-epoch-forgotten",
         severity=Severity.WRONG,
-        title=f"epoch {again.epoch} has epoch {again.epoch - 1}'s order on "
-        f"{named(f.rank for f, _, _ in guilty)}: set_epoch forgotten",
-        ranks=tuple(f.rank for f, _, _ in guilty),
+        title=title,
+        ranks=ranks,
         evidence=(
             f"first samples in both: {', '.join(map(str, again.ids[:8]))}, …",
             f"set_epoch called {loader.set_epoch_calls} times in {loader.passes} epochs, "
             f"loader at {loader.site}",
         ),
-        cause="DistributedSampler shuffles by seed + epoch; the epoch is 0 until it is told.",
-        fix="call loader.sampler.set_epoch(epoch) at the beginning of each epoch",
+        cause=cause,
+        fix=fix,
         site=loader.site,
     )
+
+
+def _trains(facts: Facts, loader: Loader) -> bool:
+    """That a pass trains is known with its second batch: ``next(iter(loader))`` never takes one."""
+    record = facts.record
+    return loader.trained or 1 < loader.passes == record.batches <= record.backwards
+
+
+def _whole_passes(facts: Facts, loader: Loader) -> list[SamplePass]:
+    """Its passes, oldest first; a look at the first batch is none, unless all of them are that."""
+    passes = [given for given in facts.record.passes if given.loader == loader.index]
+    passes.sort(key=lambda given: given.epoch)
+    return [p for p in passes if p.count > (loader.batch_size or 0)] or passes

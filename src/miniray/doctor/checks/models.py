@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from miniray.doctor.facts import Case, Facts
 from miniray.doctor.findings import Finding, Severity, named, plural
 from miniray.doctor.model import Model
+from miniray.doctor.waiting import GRADIENTS
+from miniray.doctor.words import name_of
 
 _REDUCTION = "Expected to have finished reduction"
 
@@ -76,15 +78,20 @@ def _first_difference(rank: int, mine: Model, other: int, theirs: Model) -> Iter
 
 
 def _unused(case: Case) -> Iterator[Finding]:
-    """Parameters without a gradient on some ranks, where DDP was not told to expect that."""
+    """Parameters without a gradient on some ranks, where DDP was not told to expect that.
+
+    Only where it explains something: a rank that has gone on since, or that ended well, was not
+    held up. Nor are those of a model that took no part in the backward at all: a GAN's generator
+    while the discriminator learns.
+    """
     complaint = [f for f in case if f.record.exit and _REDUCTION in f.record.exit.message]
     for index in range(max((len(f.record.models) for f in case), default=0)):
         having = [f for f in case if len(f.record.models) > index]
         unused = {f.rank: f.record.models[index].unused for f in having}
-        guilty = [f for f in having if unused[f.rank] and not f.record.models[index].find_unused]
-        if not guilty:
-            continue
+        guilty = [f for f in having if _is_held_up(f, f.record.models[index])]
         ended = bool(complaint) or any(f.consequence for f in case)
+        if not guilty or not (ended or any(name_of(f.wait) == GRADIENTS for f in case)):
+            continue
         everywhere = len(guilty) == len(having) and len(set(unused.values())) == 1
         first = guilty[0]
         model = first.record.models[index]
@@ -116,6 +123,15 @@ def _unused(case: Case) -> Iterator[Finding]:
             ),
         )
         return
+
+
+def _is_held_up(facts: Facts, model: Model) -> bool:
+    if not model.unused or model.find_unused or len(model.unused) == model.parameters:
+        return False
+    record = facts.record
+    if record.exit is not None and _REDUCTION in record.exit.message:
+        return True
+    return not facts.finished and record.step <= model.unused_step
 
 
 def _drifted(case: Case) -> Iterator[Finding]:
