@@ -188,7 +188,7 @@ def test_the_readmes_say_the_same():
         plain = FENCE.sub("", text)
         return {
             "headings": [len(level) for level, _ in HEADING.findall(plain)],
-            "blocks": [match.groups() for match in FENCE.finditer(text)],
+            "blocks": [without_words(match) for match in FENCE.finditer(text)],
             "links": sorted({m["target"] for m in LINK.finditer(plain)} - each_other),
             "tests": TEST_NAME.findall(plain),
             "table rows": len(re.findall(r"^\|", plain, re.MULTILINE)),
@@ -196,6 +196,11 @@ def test_the_readmes_say_the_same():
         }
 
     assert shape(chinese) == shape(english)
+
+
+def without_words(block):
+    """A block of code whose comments, each in its page's language, are still where they were."""
+    return block["mark"], block["language"], re.sub(r" +# .*", " # ...", block["text"])
 
 
 def figures_of(text):

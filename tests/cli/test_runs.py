@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from miniray.cli import _run, cli, colour, runs
 from miniray.dashboard.access import Root
 from miniray.report import find_runs
+from tests.dashboard import synthetic
 
 
 @pytest.fixture
@@ -195,6 +196,31 @@ def test_compare_for_programs(run_cli, three):
     found = json.loads(run_cli("runs", "compare", "new", "old", "--json").output)
     assert [run["name"] for run in found] == ["new", "old"]
     assert found[0]["best"] == {"loss": 4.0}
+    assert found[0]["settings"]["config.lr"] == 0.2  # a number, as in run.json
+
+
+def test_compare_in_a_pipe_has_names_whole_and_on_one_line(run_cli, make_run):
+    names = ["DataParallelTrainer-Worker-20260101-120000", "DataParallelTrainer-Worker-20260101-13"]
+    for name, metric in zip(names, ("a_metric_with_a_rather_long_name_" * 2, "loss"), strict=True):
+        make_run(name, [{"epoch": 0, metric: 1.5}])
+    lines = run_cli("runs", "compare", *names).output.splitlines()
+    assert lines[0].split() == names
+    assert all(line == line.rstrip() for line in lines)
+    assert any(line.split()[:1] == ["a_metric_with_a_rather_long_name_" * 2] for line in lines)
+
+
+def test_compare_of_what_is_no_run_is_wrong_usage(run_cli, three, tmp_path):
+    (tmp_path / "empty").mkdir()
+    done = run_cli("runs", "compare", "new", "empty")
+    assert (done.exit_code, "empty is not a run directory" in done.output) == (2, True)
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["top", "--once"]])
+def test_of_a_run_that_was_found_one_is_told_which_it_is(run_cli, three, tmp_path, command):
+    """The newest run may have no ranks; `latest` is then another one than in the list."""
+    synthetic.still_rank(tmp_path / "runs" / "old", 0, 1, steps=2)
+    assert str(pathlib.Path("runs", "old")) in run_cli(*command).output
+    assert run_cli("doctor", "old").output.splitlines()[0] != "runs/old:"
 
 
 @pytest.mark.parametrize("command", [["doctor"], ["report"], ["top"], ["runs", "delete"]])
@@ -350,6 +376,17 @@ def test_report_of_the_latest_elsewhere_for_a_program(run_cli, three, tmp_path):
     assert (said["name"], said["report"], said["findings"]) == ("new", "page.html", [])
     assert (tmp_path / "page.html").is_file()
     assert not (tmp_path / "runs" / "new" / "report.html").exists()
+
+
+def test_a_page_that_cannot_be_written_names_the_way_out(run_cli, three, tmp_path):
+    (tmp_path / "runs" / "middle" / "report.html").mkdir()
+    (tmp_path / "file").touch()
+    for options in ([], ["-o", "file/page.html"]):
+        done = run_cli("report", "middle", *options)
+        assert done.exit_code == 1
+        assert "page cannot be written" in done.output
+        assert "-o FILE writes it elsewhere" in done.output
+    assert run_cli("report", "middle", "-o", "page.html").exit_code == 0
 
 
 @pytest.mark.parametrize("target", ["nowhere", ".", "latest"])

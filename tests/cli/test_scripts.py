@@ -147,8 +147,10 @@ def test_a_port_that_is_taken_is_named(tmp_path):
 
 
 def test_a_missing_extra_is_named(monkeypatch, tmp_path):
+    why = "plotly is not installed"
+
     def serve(root, **options):
-        raise ImportError("plotly is not installed")
+        raise ImportError(why)
 
     module = type(sys)("miniray.dashboard")
     module.serve = serve
@@ -159,6 +161,9 @@ def test_a_missing_extra_is_named(monkeypatch, tmp_path):
     assert done.exit_code == 1
     assert "plotly is not installed" in done.output
     assert "pip install 'miniray[dashboard]'" in done.output
+    why = "the dashboard needs plotly: pip install 'miniray[dashboard]'"
+    done = invoke("dashboard")
+    assert done.output == f"Error: {why}\n"  # and no second time
 
 
 @pytest.mark.parametrize(
@@ -184,6 +189,7 @@ def test_miniray_run_leaves_a_page(miniray_cli, tmp_path):
     done = miniray_cli("run", "--nproc", "1", "train.py")
     assert done.returncode == 0, done.stderr
     (page,) = tmp_path.glob("runs/train-*/report.html")
+    assert f"[miniray run] report: {page.relative_to(tmp_path)}" in done.stderr
     assert "miniray run" in page.read_text("utf-8")
 
 

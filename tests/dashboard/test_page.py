@@ -319,6 +319,9 @@ def test_the_page_says_when_its_server_is_gone(root, client, context):
         server.close()
         page.wait_for_selector(".connection.lost")
         assert "server lost" in text(page, "#connection")
+        server = Server(root / "quick", interval=0.3, port=server.port)  # with its own token
+        server.start()
+        page.wait_for_selector("#connection:has-text('started anew')")
     finally:
         server.close()
         page.close()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from miniray.dashboard import logs
 from miniray.dashboard.access import Gate, NotFoundError, Root, is_ours
 from miniray.dashboard.lanes import KINDS, Lane, window
+from miniray.dashboard.runs import Listing
 from miniray.dashboard.series import Metrics, thin
 from miniray.doctor.facts import gather
 from miniray.doctor.model import Phase, Steps
@@ -83,10 +84,14 @@ def test_axes_ranks_and_what_is_no_metric(tmp_path):
         {"step": 10**400, "loss": 4},
         {"step": 7, "loss": 10**400},  # no float: left out, and what is around it stays together
         {"step": 8, "loss": 2},
+        {"step": 9, "timing": {"rollout": 0.5, "range": [0, 1], "time": 1.0}},
     )
     metrics = Metrics(path)
     metrics.read()
-    assert set(metrics.series) == {("loss", 1), ("loss", None)}
+    assert values(metrics, "timing.rollout") == ([9.0], [0.5])
+    assert set(metrics.series) == {
+        ("loss", 1), ("loss", None), ("timing.rollout", None), ("timing.time", None)
+    }  # fmt: skip
     assert values(metrics, "loss", 1) == ([30.0], [0.5])
     assert values(metrics, "loss") == ([4.0, 3.0, 4.0, 5.0, 8.0], [0.25, 0.125, 8.0, 4.0, 2.0])
     assert metrics.series["loss", 1].axis == "step"
@@ -271,6 +276,16 @@ def test_the_token_in_the_cookie():
     assert not gate.allows({"Cookie": f"{gate.cookie_name}={gate.token}"}, "wrong")
     assert "HttpOnly" in gate.cookie()
     assert "SameSite=Strict" in gate.cookie()
+
+
+def test_runs_are_listed_by_when_they_began_wherever_that_was(tmp_path):
+    began = {"first": "2026-01-01T12:00:00+02:00", "second": "2026-01-01T10:30:00+00:00"}
+    for name, moment in began.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps({"started": moment}))
+    listing = Listing(Root(tmp_path))
+    listing.refresh()
+    assert [run["name"] for run in listing.runs] == ["second", "first"]
 
 
 def test_a_root_may_be_one_run(tmp_path):

@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -227,6 +228,27 @@ def test_what_never_changes_is_said_and_not_drawn(make_run):
     assert "loss by epoch" in page
 
 
+# -- colours --------------------------------------------------------------------------------------
+
+
+def luminance(colour):
+    """WCAG's, of ``#rrggbb``."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("sheet", ["report/style.css", "dashboard/static/style.css"])
+def test_words_on_coloured_ground_can_be_read(sheet):
+    text = (Path(miniray.__file__).parent / sheet).read_text("utf-8")
+    for block in re.findall(r":root \{(.*?)\}", text, re.DOTALL):
+        known = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})\b", block))
+        grounds = {n: f for n in known if n != (f := re.sub("-back$|bg$", "", n)) and f in known}
+        for ground, front in grounds.items():
+            dark, light = sorted(map(luminance, (known[ground], known[front])))
+            assert (light + 0.05) / (dark + 0.05) >= 4.5, (front, ground)
+
+
 # -- runs written by hand -------------------------------------------------------------------------
 
 
@@ -287,6 +309,31 @@ def test_nan_is_marked_and_numbers_are_whole(make_run):
     assert "loss 0.2 best, epoch 4" in text
 
 
+def test_a_run_with_nan_in_its_metrics_is_not_called_healthy(make_run, ranks):
+    """Its ranks recorded no loss: what was not finite is in the metrics alone."""
+    losses = (1.0, "NaN", "Infinity", 0.5)
+    folder = make_run(metrics=[{"epoch": e, "loss": loss} for e, loss in enumerate(losses)])
+    ranks.start(rank_without_steps, folder)
+    ranks.wait()
+    text, _ = of(folder)
+    assert "healthy" not in text
+    assert "loss was nan in epoch 1. 2 values in metrics.jsonl not finite" in text
+
+
+def rank_without_steps(folder):
+    doctor.attach(folder, rank=0, world_size=1, instrumented=False)
+
+
+def test_ranks_without_steps_have_no_bars_of_phases(make_run, ranks):
+    folder = make_run(metrics=[{"epoch": e, "seconds": 1.0 + e, "loss": 1.0} for e in range(3)])
+    ranks.start(rank_without_steps, folder)
+    ranks.wait()
+    text, headings = of(folder)
+    assert "Time" in headings
+    assert "seconds by epoch" in text
+    assert "before the first step" not in text
+
+
 def test_ten_thousand_lines_are_a_small_page(make_run):
     random = np.random.default_rng(0)
     lines = [{"step": i, "loss": float(x), "lr": 1e-3} for i, x in enumerate(random.random(10_000))]
@@ -302,12 +349,13 @@ def test_events_and_attempts_are_told(make_run):
                  "epoch": 7, "reason": "killed by SIGKILL\nmore"},
                 {"time": "2026-01-01T10:00:31+00:00", "event": "worker_replaced", "worker": 2}],
         attempts=[{"state": "died", "started": "2025-12-31T09:00:00+00:00", "world_size": 4}],
+        metrics=[{"epoch": e, "loss": 1.0} for e in range(3)],
     )  # fmt: skip
     text, headings = of(folder)
     assert "Failures and restarts" in headings
     assert "30 s worker failed 2 7 killed by SIGKILL" in text
     assert "1 2025-12-31 09:00:00 died 4" in text
-    assert "1 min" in text or "60 s" in text
+    assert "epochs 3 0 to 2, the last attempt in 60 s" in text
 
 
 def test_what_workers_do_after_the_end_is_not_the_runs_time(make_run, ranks):

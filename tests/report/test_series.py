@@ -35,6 +35,16 @@ def test_nested_metrics_have_dotted_names_and_steps_do_where_there_are_no_epochs
     assert axis(lines) == "step"
 
 
+def test_several_lines_of_an_epoch_are_drawn_by_their_steps():
+    lines = [{"epoch": n // 2, "step": 10 * n, "loss": 4 - n} for n in range(4)]
+    assert named(curves(lines))["loss"][1] == [(0, 4), (10, 3), (20, 2), (30, 1)]
+    assert axis(lines) == "step"
+    once = [{"epoch": n, "step": 7, "loss": n} for n in range(3)]  # so many steps in each
+    assert named(curves(once))["loss"][1] == [(0, 0), (1, 1), (2, 2)]
+    by_ranks = [{"epoch": e, "step": 5, "rank": r, "loss": e} for e in (0, 1) for r in (0, 1)]
+    assert axis(by_ranks) == "epoch"
+
+
 def test_a_list_with_a_number_for_each_rank_is_a_curve_a_rank():
     lines = [{"epoch": 0, "loss": [1.0, 2.0], "sizes": [1, 2, 3]}, {"epoch": 1, "loss": [0.5, 1.5]}]
     found = by_rank(lines, world_size=2)

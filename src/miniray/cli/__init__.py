@@ -19,32 +19,29 @@ from miniray.cli.colour import paint
 from miniray.cli.groups import Group
 from miniray.errors import TaskError
 
-#: Heading → command → (where it lives, what the list of commands says about it). The texts are here
-#: so that listing the commands imports none of them.
+#: Heading → command → what the list of commands says about it. A command is the function of its
+#: name in the module of its name; the texts are here so that listing them imports none.
 GROUPS = {
     "Begin": {
-        "demo": ("miniray.cli.demo:demo", "See it work: actors, trainers, pipelines, RL."),
-        "status": ("miniray.cli.status:status", "Show versions, hardware and usable engines."),
+        "demo": "See it work: actors, trainers, pipelines, RL.",
+        "status": "Show versions, hardware and usable engines.",
     },
     "Run": {
-        "run": ("miniray.cli.run:run", "Run a script as ranks and say why when it is stuck."),
+        "run": "Run a script as ranks and say why when it is stuck.",
     },
     "Look at runs": {
-        "runs": ("miniray.cli.runs:runs", "List, compare and delete runs."),
-        "report": ("miniray.cli.report:report", "Write a run as one page, report.html."),
-        "top": ("miniray.cli.top:top", "Show the ranks of a run, live."),
-        "dashboard": ("miniray.cli.dashboard:dashboard", "Show runs live in the browser."),
-        "doctor": (
-            "miniray.cli.doctor:doctor",
-            "Say what is wrong with a run, its data, its speed.",
-        ),
+        "runs": "List, compare and delete runs.",
+        "report": "Write a run as one page, report.html.",
+        "top": "Show the ranks of a run, live.",
+        "dashboard": "Show runs live in the browser.",
+        "doctor": "Say what is wrong with a run, its data, its speed.",
     },
     "More": {
-        "bench": ("miniray.cli.bench:bench", "Run a benchmark of a checkout."),
-        "completion": ("miniray.cli.completion:completion", "Print a shell's completion script."),
+        "bench": "Run a benchmark of a checkout.",
+        "completion": "Print a shell's completion script.",
     },
 }
-COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
+COMMANDS = [name for group in GROUPS.values() for name in group]
 
 #: Commands whose last arguments belong to another program.
 _PASS_ON = ({"run"}, {"bench"}, {"doctor", "data"}, {"doctor", "speedup"})
@@ -62,22 +59,20 @@ class LazyGroup(Group):
     """A group that knows its commands by name and imports one only to run it or show its help."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return COMMANDS
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        module = importlib.import_module(f"miniray.cli.{cmd_name}")
+        command: click.Command = getattr(module, cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         widest = max(map(len, COMMANDS))
         for heading, commands in GROUPS.items():
             with formatter.section(heading):
-                formatter.write_dl(
-                    [(name.ljust(widest), text) for name, (_, text) in commands.items()]
-                )
+                formatter.write_dl([(name.ljust(widest), text) for name, text in commands.items()])
 
 
 @click.command(

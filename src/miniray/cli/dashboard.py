@@ -60,9 +60,9 @@ def dashboard(target: str, port: int, no_browser: bool, runs_dir: Path) -> None:
             open_browser=not no_browser,
         )
     except ImportError as error:
-        raise click.ClickException(
-            f"the dashboard cannot run ({error}): pip install 'miniray[dashboard]'"
-        ) from error
+        hint = "pip install 'miniray[dashboard]'"
+        said = str(error) if hint in str(error) else f"the dashboard cannot run ({error}): {hint}"
+        raise click.ClickException(said) from error
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise

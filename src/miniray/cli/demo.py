@@ -10,6 +10,7 @@ import click
 
 from miniray.cli import scripts
 from miniray.cli.groups import Group
+from miniray.cli.targets import runs_dir_option
 
 EPILOG = """\b
 Examples:
@@ -31,37 +32,29 @@ class Script:
 
     path: str
     text: str
-    needs: tuple[str, ...]
-    extra: str  #: what to install of miniray for it
+    needs: tuple[str, ...] = ("torch", "sklearn", "matplotlib")
+    extra: str = "examples"  #: what to install of miniray for it
     args: tuple[str, ...] = ()  #: before the user's
 
 
-_EXAMPLES = ("torch", "sklearn", "matplotlib")
 SCRIPTS = {
     "classify": Script(
         "examples/train_framework_demo.py",
         "An image classifier on four workers, weights averaged (half a minute).",
-        _EXAMPLES,
-        "examples",
         args=("classification",),
     ),
     "gan": Script(
         "examples/distributed_gan_v2.py",
         "A GAN with two losses, synced every five epochs (a minute).",
-        _EXAMPLES,
-        "examples",
     ),
     "ddp": Script(
         "examples/ddp_digits.py",
         "Gradients averaged in every step, two ranks (half a minute).",
-        _EXAMPLES,
-        "examples",
     ),
     "pipeline": Script(
         "examples/pipeline_gpt.py",
         "A small GPT cut into four stages, 1F1B (a minute).",
         ("torch", "matplotlib"),
-        "examples",
     ),
     "geoguessr": Script(
         "recipes/geoguessr/train_ppo.py",
@@ -168,22 +161,8 @@ def _command(name: str, script: Script) -> click.Command:
     help="Where the actors run.  [default: local; MINIRAY_BACKEND overrides]",
 )
 @click.option("--name", help="Name of the run.  [default: monte-carlo-DATE-TIME]")
-@click.option(
-    "--runs-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=Path("runs"),
-    show_default=True,
-    help="Folder the run's own folder goes into.",
-)
-def pi(
-    actors: int,
-    batches: int,
-    batch_size: int,
-    seed: int,
-    backend: str | None,
-    name: str | None,
-    runs_dir: Path,
-) -> None:
+@runs_dir_option
+def pi(backend: str | None, name: str | None, runs_dir: Path, **config: int) -> None:
     """Estimate π with parallel actors.
 
     Each actor throws darts at a square and reports its hits to one more actor that keeps the score.
@@ -194,10 +173,9 @@ def pi(
     from miniray.demos import monte_carlo
     from miniray.train.rundir import RunDirectory
 
-    config = monte_carlo.Config(actors, batches, batch_size, seed)
     folder = RunDirectory.open(None, name, "monte-carlo", root=runs_dir)
     try:
-        result = monte_carlo.run(config, backend=backend)
+        result = monte_carlo.run(monte_carlo.Config(**config), backend=backend)
     except BaseException:
         folder.path.rmdir()  # still empty: nothing came of this run
         raise

@@ -18,6 +18,7 @@ from miniray.cli.targets import (
     complete_files,
     complete_runs,
     find_recorded,
+    json_option,
     run_argument,
     runs_dir_option,
 )
@@ -83,7 +84,7 @@ def doctor() -> None:
 @doctor.command(name=_THE_RUN, epilog=EPILOG, hidden=True)
 @run_argument
 @click.option("--watch", is_flag=True, help="Look again and again until the run has ended.")
-@click.option("--json", "as_json", is_flag=True, help="Write JSON for a program.")
+@json_option
 @click.option(
     "--hang-timeout",
     type=click.FloatRange(0, min_open=True),
@@ -99,6 +100,8 @@ def examine(
     run_dir = find_recorded(target, runs_dir)
     try:
         diagnosis = diagnose(run_dir, hang_timeout=hang_timeout)
+        if not as_json and run_dir.name != Path(target).name:  # it was found, not named
+            click.echo(f"{run_dir}:")
         _show(diagnosis, as_json)
         while watch and diagnosis.case.live:
             time.sleep(_PAUSE)
@@ -145,7 +148,7 @@ _hang_timeout = click.option(
     context_settings={"allow_interspersed_args": False},
 )
 @click.option("--nproc", type=click.IntRange(1), default=2, show_default=True, help="Ranks.")
-@click.option("--json", "as_json", is_flag=True, help="Write JSON for a program.")
+@json_option
 @_hang_timeout
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files)
@@ -202,7 +205,7 @@ def _launch(command: tuple[str, ...], nproc: int, run_dir: Path, hang_timeout: f
     type=click.Path(path_type=Path, file_okay=False),
     help="Keep run directories and output here.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Write JSON for a program.")
+@json_option
 def speedup(
     script: str,
     args: tuple[str, ...],

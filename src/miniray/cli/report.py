@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from miniray.cli.targets import NoRunError, resolve, run_argument, runs_dir_option
+from miniray.cli.targets import NoRunError, json_option, resolve, run_argument, runs_dir_option
 
 EPILOG = """\b
 Examples:
@@ -28,7 +28,7 @@ Examples:
     help="Where the page goes.  [default: RUN_DIR/report.html]",
 )
 @click.option("--open", "open_browser", is_flag=True, help="Show it in the browser.")
-@click.option("--json", "as_json", is_flag=True, help="Write JSON for a program.")
+@json_option
 @runs_dir_option
 def report(
     target: str, output: Path | None, open_browser: bool, as_json: bool, runs_dir: Path
@@ -43,8 +43,13 @@ def report(
     run_dir = resolve(target, runs_dir)
     try:
         path = write_report(run_dir, output)
-    except (FileNotFoundError, FileExistsError) as error:
-        raise NoRunError(str(error)) from error
+    except OSError as error:
+        if error.errno is None:  # said by us: there is no run, or a page of somebody else
+            raise NoRunError(str(error)) from error
+        where = output or run_dir / "report.html"
+        raise click.ClickException(
+            f"the page cannot be written: {where}: {error.strerror}; -o FILE writes it elsewhere"
+        ) from error
     if as_json:
         click.echo(json.dumps(_summary(read(run_dir), path), ensure_ascii=False, allow_nan=False))
     else:
@@ -54,12 +59,12 @@ def report(
 
 
 def _summary(run: Any, path: Path) -> dict[str, Any]:
-    from miniray.cli.runs import as_json
+    from miniray.cli.runs import summary
     from miniray.report.overview import diagnosis
 
     found = diagnosis(run)
     return {
-        **as_json(run),
+        **summary(run),
         "report": str(path),
         "findings": [finding.to_json() for finding in found.findings],
     }

@@ -97,20 +97,13 @@ class _Ranks(click.IntRange):
 @click.argument("script", shell_complete=complete_files)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files)
 def run(
-    nproc: int,
-    nnodes: int,
-    node_rank: int,
-    master_addr: str,
-    master_port: int | None,
-    standalone: bool,
-    max_restarts: int,
-    run_dir: Path | None,
-    hang_timeout: float,
-    no_instrument: bool,
-    module: bool,
-    temporary: bool,
     script: str,
     args: tuple[str, ...],
+    module: bool,
+    standalone: bool,
+    no_instrument: bool,
+    run_dir: Path | None,
+    **given: Any,
 ) -> int:
     """Run SCRIPT with ARGS as several ranks, with torchrun's environment.
 
@@ -123,20 +116,13 @@ def run(
     from miniray.doctor.runfile import new_directory
     from miniray.report.run import find_runs, is_run
 
-    if standalone and nnodes > 1:
+    if standalone and given["nnodes"] > 1:
         raise click.UsageError("--standalone is for one machine, not for --nnodes of them.")
     options = Options(
         command=("-m", script, *args) if module else (script, *args),
-        nproc=nproc,
-        nnodes=nnodes,
-        node_rank=node_rank,
-        master_addr=master_addr,
-        master_port=master_port,
-        max_restarts=max_restarts,
         run_dir=run_dir,
-        hang_timeout=hang_timeout,
         instrument=not no_instrument,
-        temporary=temporary,
+        **given,
     )
     try:
         check(options)  # before a directory is made for it
@@ -150,7 +136,7 @@ def run(
         run_dir = new_directory(Path("runs"), Path(script).stem)
         options = dataclasses.replace(options, run_dir=run_dir)
     code = launch(options)
-    if node_rank == 0 and not temporary:
+    if options.node_rank == 0 and not options.temporary:
         _report(run_dir)
     return code
 
@@ -160,6 +146,7 @@ def _report(run_dir: Path) -> None:
     from miniray.report import write_report
 
     try:
-        write_report(run_dir)
+        said = f"report: {write_report(run_dir)}"
     except Exception as error:  # whatever a reader of files may meet; the run is over
-        click.echo(f"[miniray run] no report of {run_dir}: {error}", err=True)
+        said = f"no report of {run_dir}: {error}"
+    click.echo(f"[miniray run] {said}", err=True)

@@ -13,7 +13,14 @@ import click
 
 from miniray.cli.colour import columns, fitted, paint, printable, width
 from miniray.cli.groups import Group
-from miniray.cli.targets import how_to_get_one, resolve, runs_argument, runs_dir_option
+from miniray.cli.targets import (
+    NoRunError,
+    how_to_get_one,
+    json_option,
+    resolve,
+    runs_argument,
+    runs_dir_option,
+)
 
 if TYPE_CHECKING:
     from miniray.report import Run
@@ -46,17 +53,17 @@ def runs() -> None:
     epilog=EPILOG,
     short_help="List the runs, newest first; meant where none is named.",
 )
-@click.option("--json", "as_json_", is_flag=True, help="Write JSON for a program.")
+@json_option
 @click.option("-n", "--number", type=click.IntRange(1), help="The newest so many.")
 @runs_dir_option
-def list_(as_json_: bool, number: int | None, runs_dir: Path) -> None:
+def list_(as_json: bool, number: int | None, runs_dir: Path) -> None:
     """List the runs, newest first (what `miniray runs` does without a command)."""
     from miniray.report import find_runs
 
     found = find_runs(runs_dir)
     shown = found[:number]
-    if as_json_:
-        click.echo(json.dumps([as_json(run) for run in shown], allow_nan=False))
+    if as_json:
+        click.echo(json.dumps([summary(run) for run in shown], allow_nan=False))
     elif not found:
         click.echo(f"no runs in {runs_dir.absolute()}: {how_to_get_one(runs_dir)}")
     else:
@@ -100,7 +107,7 @@ def _epochs(run: Run) -> str:
     return str(last + 1) if isinstance(last, int) else ""
 
 
-def as_json(run: Run) -> dict[str, Any]:
+def summary(run: Run) -> dict[str, Any]:
     """What ``--json`` says of a run; NaN and the like are texts."""
     return {
         "name": run.name,
@@ -116,15 +123,18 @@ def as_json(run: Run) -> dict[str, Any]:
 
 @runs.command(epilog=EPILOG, short_help="Show metrics and settings of several runs side by side.")
 @runs_argument
-@click.option("--json", "as_json_", is_flag=True, help="Write JSON for a program.")
+@json_option
 @runs_dir_option
-def compare(targets: tuple[str, ...], as_json_: bool, runs_dir: Path) -> None:
+def compare(targets: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
     """Show the metrics of several runs side by side, and the settings in which they differ."""
     from miniray.report import read
 
-    found = [read(resolve(target, runs_dir)) for target in targets]
-    if as_json_:
-        entries = [as_json(run) | {"best": _best(run), "settings": _settings(run)} for run in found]
+    try:
+        found = [read(resolve(target, runs_dir)) for target in targets]
+    except FileNotFoundError as error:
+        raise NoRunError(str(error)) from error
+    if as_json:
+        entries = [summary(run) | {"best": _best(run), "settings": _settings(run)} for run in found]
         click.echo(json.dumps(_finite(entries), allow_nan=False))
         return
     _compare(found)
@@ -135,8 +145,8 @@ def _compare(found: list[Run]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("", overflow="fold")
     for run in found:
         table.add_column(Text(run.name), justify="right", overflow="fold")
 
@@ -144,7 +154,7 @@ def _compare(found: list[Run]) -> None:
         table.add_row(Text(name), *map(Text, cells), style=style)
 
     row("state", [run.state for run in found])
-    row("took", [_took(run.seconds) for run in found])
+    row("took", [_took(run.seconds) or "–" for run in found])
     row("ranks", [str(run.world_size or "–") for run in found])
     row("epochs", [_epochs(run) or "–" for run in found])
     lasts = [run.last_metrics() for run in found]
@@ -157,10 +167,11 @@ def _compare(found: list[Run]) -> None:
         row(f"best {key}", [_plain(best.get(key)) or "–" for best in bests], "bold")
     settings = [_settings(run) for run in found]
     for key in dict.fromkeys(key for each in settings for key in each):
-        values = [each.get(key, "–") for each in settings]
+        values = [str(each.get(key, "–")) for each in settings]
         if len(set(values)) > 1:
             row(key, values, "dim")
-    Console(highlight=False).print(table)
+    wide = None if sys.stdout.isatty() else 100_000  # a pipe has names and values whole
+    Console(highlight=False, width=wide).print(table)
 
 
 def _keys(records: list[dict[str, Any]]) -> list[str]:
@@ -175,14 +186,14 @@ def _best(run: Run) -> dict[str, Any]:
     return {c.name: c.best[1] for c in curves(run.metrics) if c.best is not None}
 
 
-def _settings(run: Run) -> dict[str, str]:
+def _settings(run: Run) -> dict[str, Any]:
     from miniray.report.series import flat
 
-    found = {f"config.{key}": value for key, value in flat(run.config).items()}
+    found: dict[str, Any] = {f"config.{k}": value for k, value in flat(run.config).items()}
     versions = run.info.get("versions")
     if isinstance(versions, dict):
         found |= {f"version.{key}": value for key, value in versions.items()}
-    return {key: str(value) for key, value in found.items()}
+    return found
 
 
 @runs.command(epilog=EPILOG, short_help="Delete runs with everything in them.")

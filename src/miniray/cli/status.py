@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from miniray.cli.targets import json_option
 from miniray.core import machine
 
 #: What miniray needs, then what it can use.
@@ -36,7 +37,7 @@ class Backend:
 
 
 @click.command(epilog=EPILOG)
-@click.option("--json", "as_json", is_flag=True, help="Write JSON for a program.")
+@json_option
 def status(as_json: bool) -> None:
     """Show versions, hardware and usable engines.
 

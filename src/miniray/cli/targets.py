@@ -20,6 +20,8 @@ runs_dir_option = click.option(
     help="Folder the runs are in.",
 )
 
+json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON for a program.")
+
 
 class NoRunError(click.ClickException):
     """There is no such run: what was looked for, and what to do."""
@@ -46,7 +48,10 @@ def resolve(target: str, runs_dir: Path, *, folder: bool = False) -> Path:
             )
         return found
     if target == "latest":
-        return latest(runs_dir)
+        runs = find_runs(runs_dir)
+        if runs:
+            return runs[0].path
+        raise NoRunError(f"no runs in {runs_dir.absolute()}: {how_to_get_one(runs_dir)}")
     if target.isdigit():
         return _find_run(target, runs_dir)
     import difflib
@@ -67,16 +72,6 @@ def find_recorded(target: str, runs_dir: Path) -> Path:
     if target == "latest" and not Path(target).is_dir():
         return _find_run(target, runs_dir, f": {how_to_get_one(runs_dir)}")
     return resolve(target, runs_dir)
-
-
-def latest(runs_dir: Path) -> Path:
-    """The newest run of all; ``NoRunError`` where there is none."""
-    from miniray.report import find_runs
-
-    found = find_runs(runs_dir)
-    if not found:
-        raise NoRunError(f"no runs in {runs_dir.absolute()}: {how_to_get_one(runs_dir)}")
-    return found[0].path
 
 
 def how_to_get_one(runs_dir: Path) -> str:

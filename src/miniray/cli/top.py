@@ -73,6 +73,7 @@ def frame(run: RunRecord, before: RunRecord | None, width: int) -> Group:
     diagnosis = examine(run, before)
     parts: list[object] = [Text(render.wrapped(diagnosis.verdict, width), style="bold")]
     if diagnosis.readable:
+        parts += [Text(f"{run.path}", style="dim")]  # whatever `latest` was
         parts += [Text(render.facts_line(diagnosis.case, width), style="dim")]
         parts += [render.rank_table(diagnosis.case, width)]
         parts += [Text(line) for line in render.gpu_lines(diagnosis.case)]

@@ -123,18 +123,12 @@ class Lane:
 
     def shares(self, edges: np.ndarray) -> str:
         """For each interval between two edges and each kind, its share as one of 36 signs."""
-        moments, sums = [*self._moments], [*self._sums]
-        for begin, end, kind in self._seen:
-            if begin > moments[-1]:
-                moments.append(begin)
-                sums.append(_plus(sums[-1], _OTHER, begin - moments[-2]))
-            if end > moments[-1]:
-                moments.append(end)
-                sums.append(_plus(sums[-1], kind, end - moments[-2]))
-        table = np.array(sums)
-        parts = np.stack(
-            [np.diff(np.interp(edges, moments, table[:, kind])) for kind in range(len(KINDS))], 1
-        )
+        whole = Lane()  # with what was seen as if it were known for good
+        whole._moments, whole._sums = [*self._moments], [*self._sums]
+        whole._seen = self._seen
+        whole._settle(self.end or 0.0)
+        table = np.array(whole._sums)
+        parts = np.stack([np.diff(np.interp(edges, whole._moments, sums)) for sums in table.T], 1)
         levels = np.rint(parts / np.diff(edges)[:, None] * 35).clip(0, 35).astype(int)
         return "".join(_LEVELS[level] for level in levels.ravel())
 
@@ -153,7 +147,3 @@ def window(
 
 def _one(kind: int, seconds: float) -> list[float]:
     return [seconds if kind == index else 0.0 for index in range(len(KINDS))]
-
-
-def _plus(sums: tuple[float, ...], kind: int, seconds: float) -> tuple[float, ...]:
-    return tuple(a + b for a, b in zip(sums, _one(kind, seconds), strict=True))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from miniray.dashboard.access import NotFoundError, Root
 from miniray.doctor import runfile
+from miniray.report.run import unix_time
 
 _MOST_RUNS = 500
 
@@ -48,7 +48,7 @@ class Listing:
             "world_size": run.get("world_size"),
             "kind": str(config.get("trainer") or config.get("launcher") or ""),
             # Of the folder itself: that of the boxes would change with every heartbeat.
-            "changed": _moment(started) or path.stat().st_mtime,
+            "changed": unix_time(started) or path.stat().st_mtime,
         }
 
     def _run_json(self, name: str, path: Path) -> dict[str, Any]:
@@ -61,12 +61,3 @@ class Listing:
         if name not in self._read or self._read[name][0] != stamp:
             self._read[name] = (stamp, runfile.read_json(file)[0])  # the doctor says what is wrong
         return self._read[name][1]
-
-
-def _moment(text: Any) -> float | None:
-    if not isinstance(text, str):
-        return None
-    try:
-        return time.mktime(time.strptime(text[:19], "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
-        return None

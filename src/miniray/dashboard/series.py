@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from miniray.report.series import number
+from miniray.report.run import WORDS
+from miniray.report.series import flat, number
 
 #: Bytes of a file read at a time: the page stays live while a large one is taken in.
 PIECE = 1 << 20
@@ -27,7 +28,6 @@ _LONGEST_LINE = 1 << 20
 _MOST_MARKS = 200
 _MOST_SERIES = 5000
 _LARGEST = 1e307  # of two larger ones plotly cannot tell the distance
-_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _NOT_A_METRIC = frozenset({"epoch", "step", "rank", "time", "timestamp", "world_size"})
 
 
@@ -151,9 +151,10 @@ class Metrics:
         rank = record.get("rank")
         whose = rank if type(rank) is int else None
         series = self.series
-        for name, value in record.items():
+        nested = dict in map(type, record.values())  # as in the report: timing.rollout
+        for name, value in (flat(record) if nested else record).items():
             if type(value) is str:
-                value = _WORDS.get(value)
+                value = WORDS.get(value)
             if (type(value) is not float and type(value) is not int) or name in _NOT_A_METRIC:
                 continue
             known = series.get((name, whose))

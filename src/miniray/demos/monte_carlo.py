@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 class Config:
     """What to run. Every actor draws ``batches`` batches of ``batch_size`` points."""
 
-    actors: int = 4
-    batches: int = 400
-    batch_size: int = 1_000_000
-    seed: int = 0
+    actors: int
+    batches: int
+    batch_size: int
+    seed: int
 
 
 @dataclasses.dataclass
@@ -160,13 +160,18 @@ def table(result: Result) -> Table:
     from rich.table import Table
 
     shown = Table()
-    header, *actors, total = _rows(result)
-    for name in header:
+    for name in ("actor", "points", "batches/s", "estimate", "± error"):
         shown.add_column(name, justify="left" if name == "actor" else "right")
-    for row in actors:
-        shown.add_row(*row)
+
+    def row(name: str, tally: Tally, style: str = "") -> None:
+        rate = tally.batches / result.wall_seconds
+        cells = f"{tally.points:,}", f"{rate:.1f}", f"{tally.estimate:.6f}", f"{tally.error:.6f}"
+        shown.add_row(name, *cells, style=style)
+
+    for i, tally in enumerate(result.tallies):
+        row(str(i), tally)
     shown.add_section()
-    shown.add_row(*total, style="bold")
+    row("all", result.total, "bold")
     return shown
 
 
@@ -194,21 +199,3 @@ def headline(result: Result) -> str:
         f"π ≈ {total.estimate:.6f} ± {total.error:.6f}, {sigmas:.1f} standard errors from π; "
         f"{total.points / result.wall_seconds / 1e6:.0f} M points/s"
     )
-
-
-def _rows(result: Result) -> list[list[str]]:
-    """Header, a row an actor, and the sum."""
-    rows = [["actor", "points", "batches/s", "estimate", "± error"]]
-    named = [*((str(i), t) for i, t in enumerate(result.tallies)), ("all", result.total)]
-    for name, tally in named:
-        rate = tally.batches / result.wall_seconds
-        rows.append(
-            [
-                name,
-                f"{tally.points:,}",
-                f"{rate:.1f}",
-                f"{tally.estimate:.6f}",
-                f"{tally.error:.6f}",
-            ]
-        )
-    return rows

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from miniray.report.html import figure, section, table, tag
 from miniray.report.run import Run
-from miniray.report.series import Curve, axis, by_rank, flat, number, spread
+from miniray.report.series import Curve, axis, by_rank, flat, spread
 from miniray.report.svg import colour, lines
 from miniray.report.text import Markup, short
 
@@ -82,7 +81,7 @@ def epochs(run: Run) -> Markup:
     rows = [flat(record) for record in spread(run.metrics, _MOST_ROWS)]
     keys = list(dict.fromkeys(key for row in rows for key in row))
     keys = [key for key in keys if any(_simple(row.get(key)) for row in rows)]
-    cells = [[_cell(row.get(key)) for key in keys] for row in rows]
+    cells = [[v if _simple(v := row.get(key)) else None for key in keys] for row in rows]
     note = ""
     if len(rows) < len(run.metrics):
         note = f"{len(rows)} of {len(run.metrics):,} lines; metrics.jsonl has them all."
@@ -92,10 +91,3 @@ def epochs(run: Run) -> Markup:
 
 def _simple(value: object) -> bool:
     return isinstance(value, (bool, int, float))
-
-
-def _cell(value: object) -> object:
-    plain = number(value)
-    if isinstance(value, float) and plain is not None and math.isfinite(plain):
-        return float(f"{plain:.5g}")
-    return value if _simple(value) else None

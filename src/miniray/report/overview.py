@@ -59,7 +59,8 @@ def tiles(run: Run, curves: Sequence[Curve]) -> Markup:
             # Some count from 0, as trainers do, and some from 1: "best, epoch 7" needs to know.
             notes = [f"{short(min(done))} to {short(max(done))}"] if count > 1 else []
         if run.seconds is not None:
-            notes.append(f"in {seconds(run.seconds)}")
+            resumed = "the last attempt " if run.info.get("attempts") else ""
+            notes.append(f"{resumed}in {seconds(run.seconds)}")
         found.append((title, f"{count:,}", ", ".join(notes)))
     groups = {curve.group for curve in curves if curve.group != curve.name}
     single = [curve for curve in curves if curve.name not in groups]
@@ -129,7 +130,7 @@ def failure(run: Run) -> Markup:
     return tag("section", *inside, cls="alert bad")
 
 
-def findings(run: Run, found: Diagnosis) -> Markup:
+def findings(run: Run, found: Diagnosis, curves: Sequence[Curve]) -> Markup:
     """What the doctor says: at the moment the run was ended where it was asked then, else now."""
     if not found.readable:
         return Markup()
@@ -137,9 +138,15 @@ def findings(run: Run, found: Diagnosis) -> Markup:
     if not shown and (run.state not in ("finished", "running") or run.info.get("error")):
         return Markup()  # why it ended stands above, and there is nothing to add
     if not shown:
+        kind, first = "good", "The doctor says: healthy."
         text = f" {plural(len(found.case.ranks), 'rank')} looked at, nothing found."
-        said = tag("p", tag("b", "The doctor says: healthy."), tag("span", text, cls="soft"))
-        return tag("section", said, *_kept_text(run), cls="alert good slim")
+        broken = [(x, curve.name, y) for curve in curves for x, y in curve.broken]
+        if broken:  # a worker whose steps nobody sees returned it
+            x, name, y = min(broken, key=lambda point: point[0])
+            kind, first = "warn", f"{name} was {y} in {axis(run.metrics)} {short(x)}."
+            text = f" {plural(len(broken), 'value')} in metrics.jsonl not finite;{text}"
+        said = tag("p", tag("b", first), tag("span", text, cls="soft"))
+        return tag("section", said, *_kept_text(run), cls=f"alert {kind} slim")
     kind = _KINDS[shown[0].severity]
     inside = [tag("div", *_finding(finding), cls="finding") for finding in shown]
     return tag(

@@ -46,7 +46,7 @@ def render(run: Run) -> str:
     parts = [
         overview.head(run),
         overview.failure(run),
-        overview.findings(run, found),
+        overview.findings(run, found, lines),
         overview.tiles(run, lines),
         curves.curves(run, lines),
         ranks.time_spent(run),
@@ -72,7 +72,9 @@ def render(run: Run) -> str:
 <style>{style}</style>
 </head>
 <body>
+<main>
 {body}
+</main>
 </body>
 </html>
 """

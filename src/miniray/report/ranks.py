@@ -30,29 +30,38 @@ _PHASES = {
 
 
 def time_spent(run: Run) -> Markup:
-    """A bar a rank, coloured by phase, over its whole life."""
-    spent = [(rank, _spent(rank, run.ended)) for rank in run.record]
-    spent = [(rank, parts) for rank, parts in spent if sum(parts.values()) > 0]
-    inside: list[Markup] = []
-    if spent:
-        total = max(sum(parts.values()) for _, parts in spent)
-        inside.append(_legend([name for name in _PHASES if any(p[name] > 0 for _, p in spent)]))
-        inside.append(_bars([_time_bar(rank, parts, total) for rank, parts in spent[:_MOST_BARS]]))
-        if len(spent) > _MOST_BARS:
-            inside.append(tag("p", f"… and {plural(len(spent) - _MOST_BARS, 'rank')} more, in the "
-                              "table", cls="soft"))  # fmt: skip
-        rows = [
-            [f"rank {rank.rank}", *parts.values(), _step_time(rank), float(rank.cpu_seconds)]
-            for rank, parts in spent
-        ]
-        head = ["", *_PHASES, "ms a step", "CPU s"]
-        inside.append(folded("in seconds", table(head, rows)))
+    """A bar a rank, coloured by phase, over its whole life; seconds by epoch."""
+    bars = _by_phase(run)
+    shown, title = bars, "Time by phase and rank" if bars else "Time"
     epochs = one(run.metrics, "seconds")
     if len(epochs) > 1:
         word = axis(run.metrics)
         drawn = chart(f"seconds by {word}", [Curve("seconds", epochs)], word, from_zero=True)
-        inside = [tag("div", tag("div", *inside), drawn, cls="split")]
-    return section("Time by phase and rank", *inside)
+        split = tag("div", tag("div", *bars), drawn, cls="split")
+        shown = [split if bars else tag("div", drawn, cls="charts")]
+    return section(title, *shown)
+
+
+def _by_phase(run: Run) -> list[Markup]:
+    """Nothing of ranks that recorded no steps: theirs is one phase from beginning to end."""
+    spent = [(rank, _spent(rank, run.ended)) for rank in run.record]
+    spent = [(rank, parts) for rank, parts in spent if sum(parts.values()) > 0]
+    if not any(rank.total.count for rank, _ in spent):
+        return []
+    total = max(sum(parts.values()) for _, parts in spent)
+    inside = [
+        _legend([name for name in _PHASES if any(p[name] > 0 for _, p in spent)]),
+        _bars([_time_bar(rank, parts, total) for rank, parts in spent[:_MOST_BARS]]),
+    ]
+    if len(spent) > _MOST_BARS:
+        left = plural(len(spent) - _MOST_BARS, "rank")
+        inside.append(tag("p", f"… and {left} more, in the table", cls="soft"))
+    rows = [
+        [f"rank {rank.rank}", *parts.values(), _step_time(rank), float(rank.cpu_seconds)]
+        for rank, parts in spent
+    ]
+    head = ["", *_PHASES, "ms a step", "CPU s"]
+    return [*inside, folded("in seconds", table(head, rows))]
 
 
 def _spent(rank: RankRecord, over: float | None) -> dict[str, float]:

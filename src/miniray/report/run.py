@@ -21,7 +21,8 @@ from miniray.doctor.layout import MAGIC
 from miniray.doctor.model import RankRecord, RunRecord
 from miniray.doctor.reader import read_run
 
-_WORDS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+#: How JSON says the numbers it lacks.
+WORDS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 _NO_KIND = ("", "given")  #: ``attach`` calls it so where the script itself stated its place
 _TAIL = 65536  # bytes from the end of metrics.jsonl that surely hold its last lines
 
@@ -79,7 +80,7 @@ class Run:
     @property
     def started(self) -> float | None:
         """Unix time; of a run without run.json, when its first rank began to be recorded."""
-        said = _time(self.info.get("started"))
+        said = unix_time(self.info.get("started"))
         if said is not None or self.info:
             return said
         return min((rank.attached for rank in self.record), default=None)
@@ -87,7 +88,7 @@ class Run:
     @property
     def ended(self) -> float | None:
         """When it said that it had ended; None of one that runs, or was killed."""
-        return _time(self.info.get("ended"))
+        return unix_time(self.info.get("ended"))
 
     @property
     def changed(self) -> float:
@@ -227,9 +228,9 @@ def _each(root: Path) -> Iterator[Run]:
 def from_json(value: Any) -> Any:
     """Undo what the writer does to numbers JSON lacks: ``"NaN"`` and the like are numbers again."""
     if isinstance(value, str):
-        if value.startswith("\\") and value.lstrip("\\") in _WORDS:
+        if value.startswith("\\") and value.lstrip("\\") in WORDS:
             return value[1:]  # a text that only looks like one
-        return _WORDS.get(value, value)
+        return WORDS.get(value, value)
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if isinstance(value, dict):
@@ -251,7 +252,8 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _time(value: Any) -> float | None:
+def unix_time(value: Any) -> float | None:
+    """Of a moment as ``run.json`` has it; None of anything else."""
     try:
         return datetime.datetime.fromisoformat(value).timestamp()
     except (TypeError, ValueError):

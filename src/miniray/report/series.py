@@ -24,6 +24,7 @@ NOT_A_SCORE = frozenset(
      "synced"}
 )  # fmt: skip
 _HELD_OUT = ("val_", "eval_", "test_", "valid_")
+_PLACES = ("epoch", "step", "global_step")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +78,10 @@ def curves(metrics: Sequence[Mapping[str, Any]]) -> list[Curve]:
     curves of their own (``by_rank``).
     """
     found: dict[str, Points] = {}
+    word = axis(metrics)
     for i, record in enumerate(metrics):
         if _rank(record) is None:
-            x = position(record, i)
+            x = _position(record, i, word)
             for key, value in _scores(record):
                 found.setdefault(key, []).append((x, value))
     return [Curve(name, points, _group(name, found)) for name, points in found.items()]
@@ -101,8 +103,9 @@ def _rank(record: Mapping[str, Any]) -> int | None:
 def by_rank(metrics: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, list[Curve]]:
     """A curve a rank: of lines that name their rank, and of lists with a number for each."""
     found: dict[str, dict[int, Points]] = {}
+    word = axis(metrics)
     for i, record in enumerate(metrics):
-        x = position(record, i)
+        x = _position(record, i, word)
         for key, rank, value in _told_by_rank(record, world_size):
             found.setdefault(key, {}).setdefault(rank, []).append((x, value))
     return {
@@ -125,13 +128,14 @@ def _told_by_rank(record: Mapping[str, Any], world_size: int) -> Iterator[tuple[
 
 def one(metrics: Sequence[Mapping[str, Any]], key: str) -> Points:
     """The curve of one field, whatever its name."""
-    pairs = ((position(r, i), number(r.get(key))) for i, r in enumerate(metrics))
+    word = axis(metrics)
+    pairs = ((_position(r, i, word), number(r.get(key))) for i, r in enumerate(metrics))
     return [(x, y) for x, y in pairs if y is not None]
 
 
-def position(record: Mapping[str, Any], index: int) -> float:
-    """Where a line stands: its epoch, else its step, else its place in the file."""
-    for key in ("epoch", "step", "global_step"):
+def _position(record: Mapping[str, Any], index: int, word: str) -> float:
+    """Where a line stands: on its axis, else by what else it says, else its place in the file."""
+    for key in (word, *_PLACES):
         value = number(record.get(key))
         if value is not None and math.isfinite(value):
             return value
@@ -139,9 +143,13 @@ def position(record: Mapping[str, Any], index: int) -> float:
 
 
 def axis(metrics: Sequence[Mapping[str, Any]]) -> str:
-    """What ``position`` is, for a label."""
+    """What curves are drawn over: epochs, or steps where an epoch has several lines."""
     first = metrics[0] if metrics else {}
-    return next((key for key in ("epoch", "step", "global_step") if key in first), "line")
+    known = [key for key in _PLACES if key in first]
+    if len(known) > 1:
+        epochs = {(_rank(record), number(record.get(known[0]))) for record in metrics}
+        known = known[len(epochs) < len(metrics) :]
+    return known[0] if known else "line"
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

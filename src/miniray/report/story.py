@@ -8,7 +8,7 @@ from typing import Any
 
 from miniray.doctor.findings import plural, seconds, size
 from miniray.report.html import facts, folded, section, table, tag
-from miniray.report.run import Run
+from miniray.report.run import Run, unix_time
 from miniray.report.series import flat, number, spread
 from miniray.report.text import Markup
 
@@ -126,11 +126,9 @@ def _interval(value: Any) -> str | None:
 
 def _after(run: Run, event: Mapping[str, Any]) -> str | None:
     """Since the run began; an event of an earlier attempt shows its date."""
-    try:
-        at = datetime.datetime.fromisoformat(event["time"]).timestamp()
-    except (KeyError, TypeError, ValueError):
+    at, began = unix_time(event.get("time")), run.started
+    if at is None:
         return None
-    began = run.started
     if began is None or at < began:
         return _moment(event["time"])
     return seconds(at - began)

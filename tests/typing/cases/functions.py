@@ -20,6 +20,16 @@ def heavy(x: int) -> str:
     return str(x)
 
 
+@miniray.remote(max_retries=0)
+async def lines(name: str) -> AsyncIterator[str]:
+    yield name
+
+
+@miniray.remote(num_cpus=1, num_returns=2)
+def halves(x: int) -> tuple[int, int]:
+    return x // 2, x - x // 2
+
+
 @miniray.remote
 def count(up_to: int) -> Iterator[int]:
     yield from range(up_to)
@@ -48,7 +58,10 @@ scale.remote()  # error
 scale.remote(1, to=2.0)  # error
 fetch.remote(1)  # error
 heavy.remote("a")  # error
-heavy.remote(1)
+reveal_type(heavy.remote(1))  # reveal: ObjectRef[str]
+reveal_type(lines.remote("a"))  # reveal: ObjectRefGenerator[str]
+first, second = halves.remote(4)
+halves.remote("a")  # error
 
 # A ref in place of the value.
 scale.remote(miniray.put(1), 2.0)

@@ -102,9 +102,17 @@ function connect() {
   });
   source.onopen = connected;
   source.onerror = () => {
-    const lost = source.readyState === EventSource.CLOSED;
-    connection("lost", lost ? "no such run" : `server lost at ${new Date().toLocaleTimeString()}`);
+    if (source.readyState === EventSource.CLOSED) refused(source);
+    else connection("lost", `server lost at ${new Date().toLocaleTimeString()}`);
   };
+}
+
+// The stream does not say why it was refused: ask as for a page.
+async function refused(stream) {
+  const answer = await fetch(stream.url).catch(() => null);
+  answer?.body.cancel();
+  if (stream !== source) return;
+  connection("lost", answer?.status === 403 ? "server started anew: open the address it printed" : "no such run");
 }
 
 function connected() {
