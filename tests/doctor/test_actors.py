@@ -8,6 +8,7 @@ import pytest
 
 import miniray
 from miniray.doctor import read_run, recorder, sites
+from miniray.doctor.diagnose import diagnose
 from miniray.doctor.sites import is_users
 from miniray.doctor.stacks import main_stack, request_stacks
 from miniray.train import BaseTrainer
@@ -53,6 +54,29 @@ def test_a_worker_records_its_methods_and_the_users_lines(tmp_path):
         assert without == ""
         assert stack
         assert [frame.function for frame in stack if is_users(frame.file)] == ["sites"]
+
+
+@miniray.remote
+class Numpy:
+    """Its steps are its own affair: only what it returns of an epoch can be seen."""
+
+    def __init__(self, worker_id):
+        self.id = worker_id
+
+    def train_epoch(self, epoch):
+        bad = self.id == 1 and epoch >= 2
+        return {"d_loss": np.float32("nan") if bad else 0.5, "longest": float("inf"), "loss": "?"}
+
+
+def test_losses_of_workers_without_torch_are_looked_at(tmp_path):
+    with BaseTrainer(2, worker=Numpy, run_dir=tmp_path / "run", progress=False) as trainer:
+        trainer.train(4)
+        findings = diagnose(trainer.run.path).findings
+    (finding,) = findings
+    assert finding.title == "first non-finite loss: rank 1, epoch 2 (NaN)"
+    assert finding.evidence == ("rank 1: 2 not finite, the first at epoch 2",)
+    assert finding.site.function == "train_epoch"
+    assert "averaged over workers" in finding.cause
 
 
 def test_the_inline_engine_has_no_boxes(tmp_path):

@@ -38,7 +38,7 @@ class Bandit(torch.nn.Module):
         return self.table[[row["image"][0] for row in rows]]
 
     def generate(self, rows, seeds, sampling):
-        chances = self._logits(rows).softmax(-1)
+        chances = self._logits(rows).softmax(-1).cpu()  # where the generators are
         arms = []
         for chance, seed in zip(chances, seeds, strict=True):
             random = torch.Generator().manual_seed(seed % 2**63)

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from miniray.doctor.recorder import Recorder
 
 #: What ``set_up`` imports: may be loaded once for all workers, before they are forked.
 MODULES = ("miniray.doctor.actors", "miniray.doctor.instrument", "miniray.doctor.recorder")
@@ -64,6 +68,19 @@ def _is_plain(method: Any) -> bool:
     )
 
 
+def _look_at_losses(current: Recorder, result: Any, site: str) -> None:
+    """Of an epoch whose steps nobody saw: its losses are all that is known of them."""
+    for metric, value in result.items() if isinstance(result, Mapping) else ():
+        if "loss" not in str(metric).lower():
+            continue
+        try:
+            loss = float(value)
+        except (TypeError, ValueError, OverflowError):  # no number, or not one number
+            continue
+        if not math.isfinite(loss):
+            current.count_nonfinite(loss, site, 0)
+
+
 def _as_section(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     from miniray.doctor import recorder
 
@@ -83,7 +100,10 @@ def _as_section(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         current.set_section(name, site)
         current.open_section()
         try:
-            return method(*args, **kwargs)
+            result = method(*args, **kwargs)
+            if name == "train_epoch" and not current.step_number:
+                _look_at_losses(current, result, site)
+            return result
         finally:
             if recorder.current() is current:
                 current.close_section(name, site)

@@ -207,6 +207,8 @@ def _look_at(current: Recorder, observed: Observed) -> None:
         for name, reference in observed.parameters
         if (parameter := reference()) is not None and parameter.grad is None
     ]
+    if len(unused) == len(observed.parameters):
+        return  # it took no part: the backward was another model's
     if unused[:_MOST_NAMES] != observed.info["unused"]:
         observed.info["unused"] = unused[:_MOST_NAMES]
         observed.info["unused_step"] = current.step_number + 1

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from miniray.doctor.facts import Case
 from miniray.doctor.findings import Finding, Severity, named
-from miniray.doctor.model import RankRecord
+from miniray.doctor.model import NonFinite, RankRecord
 
 
 def check(case: Case) -> Iterator[Finding]:
@@ -27,29 +27,40 @@ def _non_finite(case: Case) -> Iterator[Finding]:
         shown = ", ".join(map(str, found.samples[:8]))
         samples = f", samples {shown}" + (" …" if len(found.samples) > 8 else "")
     evidence = [
-        f"rank {f.rank}: {f.record.nonfinite} not finite, the first at step {_order(f.record)[0]}"
+        f"rank {f.rank}: {f.record.nonfinite} not finite, the first at "
+        + _when(f.record.first_nonfinite)
         for f in [first, *[f for f in bad if f is not first][:3]]
     ]
+    if len(case.world) == 1:
+        cause = "Once a loss is NaN the weights are too."
+    elif found.step:
+        cause = "DDP averages gradients: one NaN makes the weights of all ranks NaN in that step."
+    else:
+        cause = "Weights are averaged over workers: one worker's NaN becomes that of all."
     yield Finding(
         code="non-finite-loss",
         severity=Severity.WRONG,
-        title=f"first non-finite loss: rank {first.rank}, step {found.step} ({value}){samples}",
+        title=f"first non-finite loss: rank {first.rank}, {_when(found)} ({value}){samples}",
         ranks=(first.rank,),
         evidence=tuple(evidence),
-        cause="DDP averages gradients: one NaN makes the weights of all ranks NaN in that step."
-        if len(case.world) > 1
-        else "Once a loss is NaN the weights are too.",
+        cause=cause,
         fix="look at those samples; clip gradients, lower the learning rate, check divisions",
         step=found.step,
         site=found.site,
     )
 
 
-def _order(record: RankRecord) -> tuple[int, float]:
-    """By step first: clocks of two machines may differ."""
+def _when(found: NonFinite | None) -> str:
+    """By its step; where nobody saw one (a worker without torch), by its epoch."""
+    assert found is not None
+    return f"step {found.step}" if found.step else f"epoch {found.epoch}"
+
+
+def _order(record: RankRecord) -> tuple[int, int, float]:
+    """By step and epoch first: clocks of two machines may differ."""
     found = record.first_nonfinite
     assert found is not None
-    return found.step, found.at
+    return found.step, found.epoch, found.at
 
 
 def _empty(case: Case) -> Iterator[Finding]:

@@ -204,15 +204,24 @@ def check_value(value: Any) -> None:
 @contextlib.contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
     """Afterwards the module's buffers and mode are what they were."""
-    kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
     training = module.training
+    with buffers_kept(module):
+        try:
+            yield
+        finally:
+            module.train(training)
+
+
+@contextlib.contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Afterwards the module's buffers are what they were."""
+    kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
     try:
         yield
     finally:
-        module.train(training)
         with torch.no_grad():
             for name, buffer in module.named_buffers():
-                if name in kept:
+                if name in kept and not torch.equal(buffer, kept[name]):
                     buffer.copy_(kept[name])
 
 

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from miniray.train import torch_parts as parts
 from miniray.train.parallel.feed import recv_tensor, send_tensor
-from miniray.train.parallel.measure import SavedBytes
+from miniray.train.parallel.measure import SavedBytes, buffers_kept
 from miniray.train.parallel.plan import StagePlan
 from miniray.train.parallel.schedules import divisor_up_to
 from miniray.train.parallel.timeline import Span
@@ -97,6 +97,13 @@ class RecordedStage(PipelineStage):  # type: ignore[misc]
         """Connects neighbours, for NCCL. gloo's are, and it refuses to send to the rank itself."""
         is_gloo = dist.get_backend(self.group) == "gloo"
         return [] if is_gloo else super()._get_init_p2p_neighbors_ops()
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        """Until torch 2.13 shapes are found by a pass over zeros, which must leave nothing behind:
+        no random numbers drawn by dropout, no running statistics.
+        """
+        with torch.random.fork_rng(), buffers_kept(self.submod):
+            return super()._prepare_forward_infra(*args, **kwargs)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         return _owned(super().forward_maybe_with_nosync(*args, **kwargs))
