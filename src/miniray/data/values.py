@@ -36,10 +36,15 @@ def is_number(kind: Any) -> bool:
     )
 
 
+#: Arrow's names of types that numpy calls otherwise.
+_FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
+
+
 def number_type(kind: Any) -> np.dtype[Any]:
     """The numpy type of a column of numbers."""
-    found: np.dtype[Any] = np.dtype(kind.to_pandas_dtype())
-    return found
+    # Not to_pandas_dtype(): before pyarrow 26 that imports pandas.
+    name = str(kind)
+    return np.dtype(_FLOATS.get(name, name))
 
 
 def numbers(array: Any) -> npt.NDArray[Any]:
