@@ -38,9 +38,9 @@ def _in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def train(how, epochs=2, at=(0, 2), hang_timeout=50.0, **options):
+def train(how, epochs=2, at=(0, 2), hang_timeout=50.0, progress=False, **options):
     with DDPTrainer(
-        2, worker=Faulty, progress=False, seed=SEED, hang_timeout=hang_timeout, **options
+        2, worker=Faulty, progress=progress, seed=SEED, hang_timeout=hang_timeout, **options
     ) as trainer:
         return trainer, trainer.train(epochs=epochs, how=how, marker="gone-wrong", at=at)
 
@@ -196,9 +196,12 @@ def test_what_would_leave_the_others_waiting_is_an_error(how, kind, message):
 
 
 @pytest.mark.timeout(120)  # processes start slowly on a machine that is busy
-def test_ranks_start_again_from_the_end_of_the_last_epoch(engine):
+def test_ranks_start_again_from_the_end_of_the_last_epoch(engine, capfd):
     engine()
-    trainer, result = train("die", at=(1, 2), max_failures=1)
+    trainer, result = train("die", at=(1, 2), max_failures=1, progress=True)
+    said = [line for line in capfd.readouterr().err.splitlines() if "started again" in line]
+    assert [line.partition(": ")[0] for line in said] == ["all ranks were started again"]
+    assert "step 2" in said[0]
     losses, _ = one_process(32, 8, epochs=2)
     assert [record["loss"] for record in result.history] == pytest.approx(losses, abs=1e-5)
     assert [record.get("restarts") for record in result.history] == [None, 1]

@@ -25,7 +25,7 @@ def make(tmp_path, how, **options):
             marker = str(tmp_path / "died")
             return Mortal.remote(worker_id, victim=1, in_epoch=2, how=how, marker=marker)
 
-    return Trainer(num_workers=3, backend="local", progress=False, **options)
+    return Trainer(num_workers=3, backend="local", **{"progress": False, **options})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,6 +65,15 @@ def test_a_lost_worker_is_replaced_and_the_others_do_not_repeat_their_work(tmp_p
     assert [e["event"] for e in events] == ["worker_failed", "worker_replaced"]
     assert (events[0]["worker"], events[0]["epoch"]) == (1, 2)
     assert ("SIGKILL" if how == "kill" else "5 s") in events[0]["reason"]
+
+
+def test_a_replacement_is_said_aloud(tmp_path, capfd):
+    with make(tmp_path, "kill", max_failures=1, progress=True) as trainer:
+        trainer.train(epochs=3, batch_size=16)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "replaced" in line]
+    (line,) = lines
+    assert line.startswith("worker 1 was replaced: ")
+    assert "was killed by SIGKILL" in line
 
 
 def test_without_failures_to_spare_the_run_ends_with_one_error_and_no_process(tmp_path):

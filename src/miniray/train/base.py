@@ -84,12 +84,11 @@ class BaseTrainer(Saving):
         self._eval_interval = whole("eval_interval", eval_interval, 0)
         self._worker_timeout = check_seconds("worker_timeout", worker_timeout)
         self._worker_class = worker_class(worker, resources_per_worker)
-        super().__init__(callbacks, name, run_dir, backend, keep_last, keep_best)
+        super().__init__(callbacks, name, run_dir, backend, keep_last, keep_best, progress)
         self._end = 0  # the epoch this train() goes up to
         self.should_stop, self.stop_reason = False, ""
         self.result: TrainResult | None = None
         self._resume = resume
-        self._progress = progress
         self._kwargs: dict[str, Any] = {}
 
     @property

@@ -37,6 +37,7 @@ class Lifecycle:
         backend: str | None,
         keep_last: int,
         keep_best: tuple[str, str] | None,
+        progress: bool,
     ) -> None:
         check_keeping(keep_last, keep_best)
         check_name(name)
@@ -49,6 +50,8 @@ class Lifecycle:
         self._group: WorkerGroup | None = None
         self._owned_session: session.Session | None = None
         self._used: Engine | None = None  # the engine, from its start to shutdown()
+        self._progress = progress
+        self._lost = ""  # why the last worker that was lost is
 
     @property
     def _title(self) -> str:
@@ -94,8 +97,16 @@ class Lifecycle:
         return {"trainer": type(self).__name__, "backend": session.engine().name}
 
     def _on_worker_event(self, event: dict[str, Any]) -> None:
+        """Who fails is in the run's directory; that somebody else goes on is also said aloud."""
         assert self.run is not None
         self.run.append_event(event)
+        if event["event"] == "worker_failed":
+            self._lost = event["reason"].partition("\n")[0]
+        elif self._progress:
+            done = "all ranks were started again"
+            if event["event"] == "worker_replaced":
+                done = f"worker {event['worker']} was replaced"
+            print(f"{done}: {self._lost}", file=sys.stderr, flush=True)
 
     # -- the end ----------------------------------------------------------------------------------
 
