@@ -51,7 +51,6 @@ class Lifecycle:
         self._owned_session: session.Session | None = None
         self._used: Engine | None = None  # the engine, from its start to shutdown()
         self._progress = progress
-        self._lost = ""  # why the last worker that was lost is
 
     @property
     def _title(self) -> str:
@@ -100,13 +99,13 @@ class Lifecycle:
         """Who fails is in the run's directory; that somebody else goes on is also said aloud."""
         assert self.run is not None
         self.run.append_event(event)
-        if event["event"] == "worker_failed":
-            self._lost = event["reason"].partition("\n")[0]
-        elif self._progress:
-            done = "all ranks were started again"
-            if event["event"] == "worker_replaced":
-                done = f"worker {event['worker']} was replaced"
-            print(f"{done}: {self._lost}", file=sys.stderr, flush=True)
+        done = {
+            "worker_replaced": f"worker {event.get('worker')} was replaced",
+            "ranks_restarted": "all ranks were started again",
+        }.get(event["event"])
+        if done and self._progress:
+            why = event["reason"].partition("\n")[0]
+            print(f"{done}: {why}", file=sys.stderr, flush=True)
 
     # -- the end ----------------------------------------------------------------------------------
 

@@ -248,10 +248,8 @@ class WorkerGroup:
             if isinstance(error, GetTimeoutError):
                 error = WorkerTimeoutError(f"gave no result in {self.timeout:g} s")
             self.failures += 1
-            reason = str(error)
-            self.on_event(
-                {"event": "worker_failed", "worker": worker_id, "epoch": epoch, "reason": reason}
-            )
+            what = {"worker": worker_id, "epoch": epoch, "reason": str(error)}
+            self.on_event({"event": "worker_failed", **what})
             if self.failures > self.max_failures:
                 raise in_context(error, worker_id, method, epoch, self.unit) from None
             try:
@@ -259,7 +257,7 @@ class WorkerGroup:
                 replaced = True
             except LostAgainError as lost:
                 error, method = lost.error, lost.method
-        self.on_event({"event": "worker_replaced", "worker": worker_id, "epoch": epoch})
+        self.on_event({"event": "worker_replaced", **what})
 
     def replace(self, worker_id: int) -> None:
         """End a worker if it still runs, make another in its place and set it up."""

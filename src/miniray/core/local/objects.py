@@ -7,19 +7,25 @@ made the ref owns the object: others who hold it ask the owner for the value.
 
 from __future__ import annotations
 
-import errno
-import functools
 import pickle
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from miniray.core.engine import bytes_of
-from miniray.core.local.copying import copy
+from miniray.core.local.mapped import (
+    address_of,
+    as_array,
+    reserve,
+    unreadable,
+    view_of,
+    writable_bytes,
+    write,
+)
 from miniray.core.local.sharing import Shared
-from miniray.core.local.store import Lease, aligned
+from miniray.core.local.store import Lease
 from miniray.core.refs import ObjectRef, later, say_unseen
-from miniray.core.serialize import Packed, pack, unpack
-from miniray.errors import ObjectStoreFullError, SessionEndedError, TaskCancelledError
+from miniray.core.serialize import pack, unpack
+from miniray.errors import SessionEndedError, TaskCancelledError
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -198,13 +204,13 @@ class Blob:
         if packed.nbytes < LARGE:
             fill([bytes_of(hole) for hole in holes])
             return cls.of(node, value)
-        lease, layout = _reserve(node, packed)
-        target = _writable(lease)
-        number = {_address(bytes_of(hole)): i for i, hole in enumerate(holes)}
+        lease, layout = reserve(node, packed)
+        target = writable_bytes(lease)
+        number = {address_of(bytes_of(hole)): i for i, hole in enumerate(holes)}
         memory: list[Any] = [None] * len(holes)
         for (at, size), part in zip(layout, [packed.data, *packed.buffers], strict=True):
-            source = _array(part)
-            which = number.get(_address(source)) if size else None
+            source = as_array(part)
+            which = number.get(address_of(source)) if size else None
             if which is None:
                 target[at : at + size] = source
             else:
@@ -221,7 +227,7 @@ class Blob:
         if packed.nbytes < LARGE:
             buffers = [bytes(b) for b in packed.buffers]
             return cls(bytes(packed.data), buffers, packed.private, refs)
-        lease, layout = _write(node, packed)
+        lease, layout = write(node, packed)
         return cls(private=packed.private, refs=refs, lease=lease, layout=layout)
 
     def load(self, node: Node, *, writable: bool = True) -> Any:
@@ -235,9 +241,9 @@ class Blob:
             return unpack(self.data, self.buffers, refs)
         (offset, length), *places = self.layout
         end = offset + length if not places else places[-1][0] + places[-1][1]
-        shared = private = _view(self.lease, self.lease.segment.map, end, False)
+        shared = private = view_of(self.lease, self.lease.segment.map, end, False)
         if writable and any(self.private):
-            private = _view(self.lease, self.lease.private_map(), end, True)
+            private = view_of(self.lease, self.lease.private_map(), end, True)
         # Slices of one view: hundreds of tensors need not cost an array with a lease each.
         buffers = [
             (private if own else shared)[at : at + size]
@@ -266,7 +272,7 @@ class Blob:
         try:
             lease = node.receive_lease(lease_id, segment_id, size, next(fds), proc)
         except OSError as error:
-            return cls(_unreadable(size, error))
+            return cls(unreadable(size, error))
         return cls(private=private, refs=refs, lease=lease, layout=layout)
 
 
@@ -297,84 +303,6 @@ class Failure(Blob):
         error = self.load(node)
         if not isinstance(error, TaskCancelledError):
             say_unseen(error)
-
-
-def _write(node: Node, packed: Packed) -> tuple[Lease, list[tuple[int, int]]]:
-    lease, layout = _reserve(node, packed)
-    target = _writable(lease)
-    for (at, size), part in zip(layout, [packed.data, *packed.buffers], strict=True):
-        if size:
-            copy(target[at : at + size], _array(part))
-    return lease, layout
-
-
-def _reserve(node: Node, packed: Packed) -> tuple[Lease, list[tuple[int, int]]]:
-    layout = [(0, len(packed.data))]
-    offset = aligned(len(packed.data))
-    for buffer in packed.buffers:
-        layout.append((offset, buffer.nbytes))
-        offset = aligned(offset + buffer.nbytes)
-    return node.store.allocate(max(offset, 1)), layout
-
-
-def _writable(lease: Lease) -> Any:
-    return _array(lease.segment.map)
-
-
-def _array(memory: Any) -> Any:
-    import numpy as np
-
-    return np.frombuffer(memory, np.uint8)
-
-
-def _address(array: Any) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
-
-
-def _view(lease: Lease, memory: Any, size: int, writable: bool) -> memoryview:
-    """A buffer over ``memory`` that keeps ``lease`` alive as long as anything is built on it."""
-    view = _array(memory)[:size].view(_leased_array())
-    view.lease = lease
-    view.flags.writeable = writable
-    # Not the array itself: numpy would skip it and refer to the memory below, losing the lease.
-    return memoryview(view)
-
-
-@functools.cache
-def _leased_array() -> Any:
-    """An array type with room for the lease: plain arrays, and Python before 3.12, have no way to
-    export a buffer together with an owner. Made on first use, since it needs numpy."""
-    import numpy as np
-
-    class LeasedArray(np.ndarray[Any, Any]):
-        lease: Lease
-
-    return LeasedArray
-
-
-class _Unreadable:
-    """Pickled in place of a value that came but could not be mapped: ``load`` raises."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __reduce__(self) -> Any:
-        return _raise_full, (self.text,)
-
-
-def _raise_full(text: str) -> None:
-    raise ObjectStoreFullError(text)
-
-
-def _unreadable(size: int, error: OSError) -> bytes:
-    text = f"an object of {size / 1e6:.1f} MB came but cannot be mapped here: {error.strerror}"
-    if error.errno == errno.EMFILE:
-        text += (
-            "; each large object in use holds a file descriptor: raise the limit with `ulimit -n` "
-            "or drop values you no longer need"
-        )
-    return pickle.dumps(_Unreadable(text), 5)
 
 
 def entry_of(node: Node, public: Any) -> Shared:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from miniray.core.local.objects import BLOB, Blob, Entry, LocalRef, _array, _view, _writable
+from miniray.core.local.mapped import as_array, view_of, writable_bytes
+from miniray.core.local.objects import BLOB, Blob, Entry, LocalRef
 from miniray.core.local.store import Lease
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Stored:
         self._node = node
         self._blob = blob
         self._lease = lease
-        self.memory: Any = _array(_view(lease, lease.segment.map, end, False))
+        self.memory: Any = as_array(view_of(lease, lease.segment.map, end, False))
         # A copy: it outlives the memory.
         self.key = (self.memory[:length].tobytes(), tuple(places), tuple(blob.private))
 
@@ -50,7 +51,7 @@ class Stored:
         """
         blob, end = self._blob, len(self.memory)
         lease = self._node.store.allocate(end)
-        target = _writable(lease)[:end]
+        target = writable_bytes(lease)[:end]
         length = blob.layout[0][1]
         target[:length] = self.memory[:length]
         fill(target)

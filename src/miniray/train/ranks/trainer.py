@@ -115,14 +115,13 @@ class RankTrainer(BaseTrainer, ABC):
 
     def _retried(self, epoch: int | None, attempt: Callable[[], T]) -> T:
         """``attempt()``, again after all ranks were started anew, within ``max_failures``."""
-        ready = True
+        reason: str | None = None
         while True:
             try:
-                if not ready:
-                    self._start_again(epoch)
+                if reason is not None:
+                    self._start_again(epoch, reason)
                 return attempt()
             except (ActorDiedError, WorkerTimeoutError) as error:
-                ready = False
                 self.failures += 1
                 rank, reason = getattr(error, "rank", None), str(error)
                 self._on_worker_event(
@@ -134,7 +133,7 @@ class RankTrainer(BaseTrainer, ABC):
     def _on_group_event(self, event: dict[str, Any]) -> None:
         """Nothing: who fails and is started again is said here, of all ranks together."""
 
-    def _start_again(self, epoch: int | None) -> None:
+    def _start_again(self, epoch: int | None, reason: str) -> None:
         """End all ranks and start them with the state that was kept last."""
         assert self._group is not None
         self._group.stop()  # whatever the ranks are in
@@ -144,7 +143,8 @@ class RankTrainer(BaseTrainer, ABC):
         for worker_id in range(self.num_workers):
             for callback in self.callbacks:
                 callback.on_worker_replaced(self, worker_id)
-        self._on_worker_event({"event": "ranks_restarted", "epoch": epoch})
+        restarted = {"event": "ranks_restarted", "epoch": epoch, "reason": reason}
+        self._on_worker_event(restarted)
 
     def _call_ranks(
         self,
