@@ -3,12 +3,12 @@
 Three workers read their own rows, decode photos late, and stop after a few steps. Two others go on
 from the state that one of the three has saved. Together they have seen every photo exactly once.
 
-    python examples/data_elastic.py [number of photos]
+    python examples/data_elastic.py [--photos 1000]
 """
 
+import argparse
 import io
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -73,17 +73,18 @@ def run(dataset, world_size, state=None, steps=None):
     return [row for seen, _ in results for row in seen], results[0][1]
 
 
-def main():
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
+def main(count):
     with tempfile.TemporaryDirectory() as folder:
         write_photos(Path(folder), count)
         dataset = ParquetDataset(folder, shuffle=True, seed=1)
         with miniray.init(num_workers=3):
-            first, state = run(dataset, 3, steps=count // 100)
+            first, state = run(dataset, 3, steps=max(1, count // 100))
             second, _ = run(dataset, 2, state=state)
     print(f"state: {len(state)} bytes")
     print(f"every photo exactly once: {sorted(first + second) == list(range(count))}")
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--photos", type=int, default=1000)
+    main(parser.parse_args().photos)

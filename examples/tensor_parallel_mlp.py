@@ -57,7 +57,7 @@ if __name__ == "__main__":
     parser.add_argument("--by-hand", action="store_true", help="use PLAN instead of a derived one")
     arguments = parser.parse_args()
     images, labels, test_images, test_labels = map(torch.from_numpy, load_images("digits"))
-    copies = arguments.workers // arguments.tensor_parallel
+    copies = max(1, arguments.workers // max(1, arguments.tensor_parallel))
     trainer = ModelParallelTrainer(
         arguments.workers,
         model=partial(Classifier, images[0].numel()),

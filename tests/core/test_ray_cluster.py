@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -226,6 +226,23 @@ class TestBesideAProgramsOwnRay:
             assert "Plain.fail" in caught.value.function
         assert ray.get(keep.add.remote(1)) == 2
 
+    def test_no_call_runs_after_kill_however_late_ray_gets_to_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kill = ray.kill
+
+        def kill_later(actor: Any, *, no_restart: bool) -> None:
+            threading.Timer(0.2, kill, (actor,), {"no_restart": no_restart}).start()
+
+        with miniray.init(backend="ray"):
+            worker = Worker.remote()
+            miniray.get(worker.node.remote())
+            monkeypatch.setattr(ray, "kill", kill_later)
+            miniray.kill(worker)
+            monkeypatch.undo()
+            with pytest.raises(errors.ActorDiedError):
+                miniray.get(worker.node.remote())
+
 
 def functions_of(thread: threading.Thread) -> set[str]:
     """The functions it is in."""
@@ -234,27 +251,49 @@ def functions_of(thread: threading.Thread) -> set[str]:
     return {f.f_code.co_name for f, _ in traceback.walk_stack(frame)}
 
 
-def test_shutdown_ends_a_get_in_another_thread_and_all_refs() -> None:
+def test_shutdown_ends_waits_in_other_threads_and_all_refs() -> None:
     miniray.init(backend="ray", num_cpus=1, object_store_memory=STORE)
     worker = Worker.remote()
     done = worker.node.remote()
     miniray.get(done)
     endless = worker.sleep.remote(60)
-    raised: list[BaseException] = []
+    raised: dict[str, BaseException] = {}
 
-    def wait() -> None:
+    def run(name: str, wait: Callable[[], object]) -> None:
         try:
-            miniray.get(endless)
+            wait()
         except BaseException as error:  # which one is the question
-            raised.append(error)
+            raised[name] = error
 
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    # In Ray, not on the way there: a get that begins while Ray ends is another thing.
-    eventually(lambda: "get_objects" in functions_of(thread))
+    waits = {
+        "get_objects": lambda: miniray.get(endless),
+        "wait": lambda: miniray.wait([endless]),
+    }
+    threads = [threading.Thread(target=run, args=wait, daemon=True) for wait in waits.items()]
+    for thread, (name, _) in zip(threads, waits.items(), strict=True):
+        thread.start()
+        # In Ray, not on the way there: a wait that begins while Ray ends is another thing.
+        eventually(lambda thread=thread, name=name: name in functions_of(thread))
     miniray.shutdown()
-    thread.join(timeout=30)
-    assert isinstance(raised[0], errors.ObjectLostError)
+    for thread in threads:
+        thread.join(timeout=30)
+    assert {name: type(error) for name, error in raised.items()} == dict.fromkeys(
+        waits, errors.ObjectLostError
+    )
     with pytest.raises(errors.ObjectLostError, match="shut down"):
         miniray.get(done)
     assert not ray.is_initialized()
+
+
+def test_a_get_that_comes_too_late_for_ray_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    miniray.init(backend="ray", num_cpus=1, object_store_memory=STORE)
+    ref = miniray.put(1)
+    get_objects = ray._private.worker.Worker.get_objects
+
+    def after_the_end(*args: Any, **kwargs: Any) -> Any:
+        miniray.shutdown()
+        return get_objects(*args, **kwargs)
+
+    monkeypatch.setattr(ray._private.worker.Worker, "get_objects", after_the_end)
+    with pytest.raises(errors.ObjectLostError, match="shut down"):
+        miniray.get(ref)

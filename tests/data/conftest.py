@@ -8,12 +8,12 @@ pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
 
-def write_parquet(path, ids, *, rows=10, payload=20, **columns):
+def write_parquet(path, ids, *, rows=10, payload=20, compression="snappy", **columns):
     """Rows with an ``id`` and ``payload`` bytes that depend on it."""
     ids = list(ids)
     data = pa.array([str(i).encode() * payload for i in ids], pa.binary())
     table = pa.table({"id": pa.array(ids, pa.int64()), "data": data, **columns})
-    pq.write_table(table, path, row_group_size=rows)
+    pq.write_table(table, path, row_group_size=rows, compression=compression)
     return path
 
 

@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 def test_an_epoch_that_goes_on_with_fewer_workers(tmp_path):
     pytest.importorskip("PIL")
     done = subprocess.run(
-        [sys.executable, EXAMPLES / "data_elastic.py", "300"],
+        [sys.executable, EXAMPLES / "data_elastic.py", "--photos", "300"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

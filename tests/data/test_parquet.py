@@ -1,9 +1,12 @@
 """Parquet in place: sharding by stable ids, locality, memory, pickling, wrong files."""
 
+import base64
+import io
 import json
 import os
 import pickle
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -491,6 +494,133 @@ def test_a_file_replaced_before_it_is_opened_is_an_error(parquet_folder):
     assert dataset[152]["id"] == 152
     with pytest.raises(DataError, match=r"part-3\.parquet: the file has changed"):
         dataset[153]
+
+
+def same_size(path, ids, other_ids):
+    """A file of ``ids``, and the content of one of ``other_ids`` of as many bytes and rows."""
+    content = write_parquet(path, other_ids, compression="none").read_bytes()
+    path.unlink()
+    write_parquet(path, ids, compression="none")
+    assert len(content) == path.stat().st_size
+    return content
+
+
+def remote(path):
+    return f"local://{path}"  # for fsspec, with the system's own files behind it
+
+
+@pytest.mark.parametrize("way", [str, remote, "plain"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_another_file_of_the_same_size_is_noticed(tmp_path, way, in_place):
+    """Before it is opened, after pickling and in a state: its rows are not those it had."""
+    path = tmp_path / "x.parquet"
+    if way == "plain":
+        contents = []
+        for first in (100, 200):
+            images = [str(first + i).encode() * 3000 for i in range(50)]
+            table = pa.table({"id": range(first, first + 50), "image": images})
+            pq.write_table(table, path, compression="none", use_dictionary=False)
+            contents.append(path.read_bytes())
+        path.write_bytes(contents[0])
+        content, way = contents[1], str
+        assert len(content) == len(contents[0])
+    else:
+        content = same_size(path, range(100, 150), range(200, 250))
+    dataset = ParquetDataset(way(path))
+    pickled, state = pickle.dumps(dataset), dataset.state_dict()
+    if in_place:
+        path.write_bytes(content)
+    else:
+        (tmp_path / "new").write_bytes(content)
+        os.replace(tmp_path / "new", path)
+    with pytest.raises(DataError, match=r"x\.parquet: the file has changed its size or content"):
+        dataset[0]
+    with pytest.raises(DataError, match="not those the dataset was made with"):
+        len(pickle.loads(pickled))
+    with pytest.raises(DataError, match=r"other data.* or their content have changed"):
+        ParquetDataset(way(path)).load_state_dict(state)
+
+
+@pytest.mark.parametrize("memory_map", [True, False])
+def test_another_file_written_over_one_that_is_open_is_noticed(tmp_path, memory_map):
+    path = tmp_path / "x.parquet"
+    content = same_size(path, range(100, 150), range(200, 250))
+    source = ParquetDataset(path, memory_map=memory_map).sources[0]
+    assert source.read(0, 0, 10).rows([0])[0]["id"] == 100
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"x\.parquet, row group 1: the file has changed"):
+        source.read(1, 0, 10)
+
+
+@pytest.mark.parametrize("way", [str, remote])
+def test_a_copy_is_as_good_as_the_file(tmp_path, way):
+    path, copy = tmp_path / "a" / "x.parquet", tmp_path / "b" / "x.parquet"
+    for folder in (path.parent, copy.parent):
+        folder.mkdir()
+    write_parquet(path, range(50))
+    dataset = ParquetDataset(way(path))
+    loader = DataLoader(dataset, 5)
+    assert next(iter(loader))["id"].tolist() == [0, 1, 2, 3, 4]
+    copy.write_bytes(path.read_bytes())
+    os.utime(copy, (1, 1))
+    elsewhere = DataLoader(ParquetDataset(way(copy)), 5)
+    elsewhere.load_state_dict(loader.state_dict())
+    assert next(iter(elsewhere))["id"].tolist() == [5, 6, 7, 8, 9]
+    pickled = pickle.dumps(dataset)
+    os.replace(copy, path)  # another inode and time: for one before, for one while it is read
+    assert pickle.loads(pickled)[7]["id"] == 7
+    assert [row["id"] for row in dataset] == list(range(50))
+
+
+def test_the_footer_of_a_remote_file_is_read_once_to_open_it(tmp_path, monkeypatch):
+    path = write_parquet(tmp_path / "x.parquet", range(50))
+    footer = path.stat().st_size - 8 - int.from_bytes(path.read_bytes()[-8:-4], "little")
+    reads = []
+    system = fsspec.filesystem("memory")
+    system.pipe("/data/x.parquet", path.read_bytes())
+    handle = type(system.open("/data/x.parquet"))
+    monkeypatch.setattr(
+        handle,
+        "read",
+        lambda self, n=-1: reads.append((self.tell(), n)) or io.BytesIO.read(self, n),
+    )
+    dataset = ParquetDataset("memory://data/x.parquet")
+    assert len(reads) == 1
+    assert dataset[49]["id"] == 49
+    assert sum(at + n > footer for at, n in reads) == 2  # once when it was made, once to read rows
+
+
+def encrypted(path, **options):
+    encryption = pytest.importorskip("pyarrow.parquet.encryption")
+
+    class Keys(encryption.KmsClient):
+        def wrap_key(self, key, master):
+            return base64.b64encode(key)
+
+        def unwrap_key(self, wrapped, master):
+            return base64.b64decode(wrapped)
+
+    properties = encryption.CryptoFactory(lambda _: Keys()).file_encryption_properties(
+        encryption.KmsConnectionConfig(),
+        encryption.EncryptionConfiguration(
+            "footer", column_keys={"key": ["secret"]}, double_wrapping=False, **options
+        ),
+    )
+    table = pa.table({"id": range(50), "secret": [str(i) for i in range(50)]})
+    with pq.ParquetWriter(path, table.schema, encryption_properties=properties) as writer:
+        writer.write_table(table, row_group_size=10)
+    return path
+
+
+def test_encrypted_columns_are_refused_and_others_are_read(tmp_path):
+    """Arrow ends the process when it is asked for more than the name of such a column."""
+    path = encrypted(tmp_path / "x.parquet", plaintext_footer=True)
+    with pytest.raises(DataError, match=r"x\.parquet: column secret is encrypted.*columns=\["):
+        ParquetDataset(path)
+    assert [row["id"] for row in ParquetDataset(path, columns=["id"])] == list(range(50))
+    path = encrypted(tmp_path / "y.parquet", plaintext_footer=False)
+    with pytest.raises(DataError, match=r"y\.parquet cannot be opened as parquet: .*encrypted"):
+        ParquetDataset(path, columns=["id"])
 
 
 def test_no_rows_at_all(tmp_path):

@@ -129,6 +129,7 @@ def serve():
     import torch
     import torch._dynamo  # DDP's constructor loads it: two seconds
     import torch.distributed.algorithms.join
+    import torch.distributed.tensor
     import torch.optim
     import torch.utils.data.distributed  # noqa: F401
 

@@ -64,6 +64,13 @@ FAULTS = {
     "collective_on_rank_0": Scenario(
         "collectives-parted", (0,), r"all_gather \(.*:\d+\) called by 1 of 3 ranks", ranks=3
     ),
+    "full_tensor_in_branch": Scenario(
+        "collectives-parted",
+        (1,),
+        r"all_reduce \(.*:12\) called by 1 of 3 ranks \(rank 1\); ranks 0 and 2 are in "
+        r"all_gather_into_tensor \(full_tensor_in_branch.py:11\)",
+        ranks=3,
+    ),
     "early_stop": Scenario(
         "left-the-loop", (1,), r"rank 1 left the loop at step 2 \(batch 2 of 8\)"
     ),

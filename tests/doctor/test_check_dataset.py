@@ -172,6 +172,7 @@ def left_by(rank, ids, **fields):
         "ids": list(ids),
         "sketch": [],
         "handles": [],
+        "whole": [16, ""],
         **fields,
     }
 
@@ -197,6 +198,75 @@ def test_an_iterable_dataset_is_not_judged_by_its_samples(tmp_path):
     (report,) = data_probe.read(tmp_path, 2)
     assert codes(report) == ["iterable-dataset"]
     assert (report.exit_code, report.shares) == (0, ())
+
+
+def probed(tmp_path, loader_of):
+    """The report on two ranks' loaders, each looked at as in its own process."""
+    (tmp_path / "ranks").mkdir()
+    for rank in range(2):
+        left = json.dumps([data_probe._describe(loader_of(rank), "/home/user/train.py\0009\0main")])
+        data_probe.probe_file(tmp_path, rank).write_text(left)
+    (report,) = data_probe.read(tmp_path, 2)
+    return report
+
+
+class Noisy(Numbers):
+    """Samples of a fixed content with chance in it, as an augmentation has."""
+
+    def __getitem__(self, index):
+        import torch
+
+        return index + torch.rand(1)
+
+
+def loaders(kind):
+    torch = pytest.importorskip("torch")
+    from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+
+    whole = TensorDataset(torch.arange(8))
+    of_rank = {
+        "everything": lambda rank: DataLoader(Noisy(8), 2, shuffle=True),
+        "own tensors": lambda rank: DataLoader(TensorDataset(torch.arange(4) + 4 * rank), 2),
+        "own lengths": lambda rank: DataLoader(Numbers(8 + rank), 2),
+        "subsets": lambda rank: DataLoader(Subset(whole, range(rank, 8, 2)), 2),
+        "one subset": lambda rank: DataLoader(Subset(whole, [6, 7]), 2),
+        "dealt twice": lambda rank: DataLoader(
+            data := TensorDataset(torch.arange(4) + 4 * rank),
+            sampler=DistributedSampler(data, num_replicas=2, rank=rank),
+        ),
+    }
+    return of_rank[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "found", "notes"),
+    [
+        ("everything", ["no-distributed-sampler"], []),
+        ("own tensors", [], ["own-datasets"]),
+        ("own lengths", ["uneven-batches"], ["own-datasets"]),
+        ("subsets", [], []),
+        ("one subset", ["no-distributed-sampler"], []),
+        ("dealt twice", ["set-epoch-forgotten"], ["own-datasets"]),
+    ],
+)
+def test_parts_made_by_hand_are_told_from_everything_on_every_rank(tmp_path, kind, found, notes):
+    report = probed(tmp_path, loaders(kind))
+    assert [[f.code for f in findings] for findings in (report.findings, report.notes)] == [
+        found,
+        notes,
+    ]
+    if kind == "subsets":
+        assert ids(report) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    if kind == "dealt twice":
+        assert "DistributedSampler deals each part out once more" in report.notes[0].cause
+
+
+def test_what_is_taken_for_granted_is_said(tmp_path):
+    """Where sample 0 cannot be had, only numbers are compared."""
+    torch = pytest.importorskip("torch")
+    report = probed(tmp_path, lambda rank: torch.utils.data.DataLoader(Numbers(8), 2))
+    assert codes(report) == ["no-distributed-sampler"]
+    assert "taken for granted" in report.findings[0].cause
 
 
 def test_a_look_at_the_first_batch_is_not_the_loop(tmp_path):

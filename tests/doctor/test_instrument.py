@@ -122,6 +122,52 @@ def test_every_collective_is_recorded_in_order_with_its_line(ranks):
     assert in_alone == [[], ["all_reduce"]]
 
 
+def test_functional_collectives_are_recorded_until_they_are_waited_for(ranks):
+    """By these DTensor and compiled code communicate; what only traces them calls nothing."""
+
+    def body(rank):
+        import torch.distributed._functional_collectives as functional
+        from torch.distributed.tensor.debug import CommDebugMode
+
+        group, ones = dist.group.WORLD, torch.ones(2, 3)
+        functional.all_reduce(ones, "sum", group)  # nobody waits for this one
+        functional.all_gather_single(ones, 0, group).wait()  # functional gather
+        functional.reduce_scatter_single(torch.ones(4), "max", 0, group) + 1
+        with CommDebugMode():  # it calls the operator a second time
+            functional.broadcast(ones, 1, group).wait()
+        functional.all_reduce_coalesced([ones, ones], "sum", group)[1].wait()
+
+        @torch.compile(backend="aot_eager")
+        def compiled(tensor):
+            return functional.all_reduce(tensor * 2, "sum", group) + 1
+
+        assert compiled(torch.ones(4)).tolist() == [5.0] * 4
+        weight = torch.ones(2, requires_grad=True)
+        functional.all_gather_single_autograd(weight, 0, group).sum().backward()
+        assert weight.grad.tolist() == [2.0, 2.0]
+        part = dist.new_group([0, 1])
+        functional.all_reduce(ones, "sum", part).wait()
+
+    for record in ranks(body):
+        assert calls(record) == [
+            ("all_reduce", "SUM", (2, 3), "float32"),
+            ("all_gather_into_tensor", "", (2, 3), "float32"),
+            ("reduce_scatter_tensor", "MAX", (2,), "float32"),
+            ("broadcast", "src=1", (2, 3), "float32"),
+            ("all_reduce_coalesced", "SUM", (2, 3), "float32"),
+            ("all_reduce", "SUM", (4,), "float32"),
+            ("all_gather_into_tensor", "", (2,), "float32"),
+            ("reduce_scatter_tensor", "SUM", (2,), "float32"),
+            ("new_group", "ranks=[0, 1]", (), ""),
+        ]
+        assert [e.sequence for e in record.open_events] == [0]
+        assert record.waiting is None
+        second = record.collectives("default")[1]
+        assert (second.site.file, second.site.line) == (__file__, line_of("functional gather"))
+        (other,) = [e.group for e in record.collectives() if e.group.startswith("ranks 0,1 (#")]
+        assert calls(record, other) == [("all_reduce", "SUM", (2, 3), "float32")]
+
+
 def test_the_same_line_again_is_recorded_like_the_first_time(ranks):
     """Three rounds of the ring: a record must hold nothing of the one whose place it takes."""
     shapes = [(2, 3), (), (5,), (), (1, 2, 3), ()]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import miniray
-from miniray.core.local.tasks import TaskClient
+from miniray.core.local.dispatch import Dispatcher
 from miniray.errors import ActorDiedError, MinirayError, ObjectLostError, WorkerCrashedError
 from tests.faults.helpers import SOON, eventually, fails_soon, is_process, pids
 from tests.faults.workers import double
@@ -97,15 +97,15 @@ def test_a_task_that_was_only_just_sent(engine, monkeypatch):
     """Its worker is gone before whoever sent it has looked whether that one is idle."""
     sent = []
 
-    def send_and_lose(client, channel, call):
-        send(client, channel, call)
+    def send_and_lose(dispatcher, channel, lane, call):
+        send(dispatcher, channel, lane, call)
         if not sent:
             sent.append(call.id)
             channel.lost(interrupted=True)
             assert eventually(lambda: not channel.pending)
 
-    send = TaskClient._send
-    monkeypatch.setattr(TaskClient, "_send", send_and_lose)
+    send = Dispatcher._send
+    monkeypatch.setattr(Dispatcher, "_send", send_and_lose)
     assert miniray.get(double.remote(4), timeout=30) == 8
     assert sent
 

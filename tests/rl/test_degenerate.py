@@ -101,7 +101,9 @@ class Broken(Bandit):
     """NaN for image 1, from the start."""
 
     def log_probs(self, batch):
-        bad = torch.tensor([row["image"] == b"\x01" for row in batch.rows])
+        bad = torch.tensor(
+            [row["image"] == b"\x01" for row in batch.rows], device=self.table.device
+        )
         return super().log_probs(batch).masked_fill(bad[:, None], math.nan)
 
 

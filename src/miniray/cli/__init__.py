@@ -44,7 +44,7 @@ GROUPS = {
 COMMANDS = [name for group in GROUPS.values() for name in group]
 
 #: Commands whose last arguments belong to another program.
-_PASS_ON = ({"run"}, {"bench"}, {"doctor", "data"}, {"doctor", "speedup"})
+_PASS_ON = ({"run"}, {"bench"}, {"doctor", "data"})
 
 EPILOG = """\b
 Examples:

@@ -42,4 +42,8 @@ def printable(text: str) -> str:
 def fitted(line: str, used: int = 0) -> str:
     """The line cut to what the terminal has left after ``used`` columns; whole in a pipe."""
     room = columns() - used
-    return line if len(line) <= room else f"{line[: max(0, int(room) - 1)]}…"
+    if width(line) <= room:
+        return line
+    while line and width(line) >= room:
+        line = line[:-1]
+    return f"{line}…"

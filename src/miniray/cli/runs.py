@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from miniray.cli.colour import columns, fitted, paint, printable, width
+from miniray.cli import tables
 from miniray.cli.groups import Group
 from miniray.cli.targets import (
     NoRunError,
@@ -32,11 +31,6 @@ Examples:
   miniray runs compare my-run latest    their metrics and settings together
   miniray runs delete my-run other-run  asks first; --yes does not
 """
-
-_HEAD = ["run", "state", "started", "took", "ranks", "epochs", "metrics"]
-_GIVE_WAY = ["ranks", "took", "started", "epochs"]  # the first first, where a terminal is narrow
-_ROOM = 16  # columns that metrics must have; below that others give way
-_STATES = {"finished": "green", "running": "cyan", "failed": "red", "died": "red"}
 
 
 class _Runs(Group):
@@ -67,44 +61,9 @@ def list_(as_json: bool, number: int | None, runs_dir: Path) -> None:
     elif not found:
         click.echo(f"no runs in {runs_dir.absolute()}: {how_to_get_one(runs_dir)}")
     else:
-        _show(shown)
+        tables.show(shown)
         if len(shown) < len(found):
             click.echo(f"… and {len(found) - len(shown)} older")
-
-
-def _show(found: list[Run]) -> None:
-    rows = [dict(zip(_HEAD, _HEAD, strict=True)), *map(_row, found)]
-    widths = {name: max(width(row[name]) for row in rows) for name in _HEAD[:-1]}
-    for name in _GIVE_WAY:  # never the run's own: a name must be one that can be copied
-        if _used(widths) + _ROOM > columns():
-            del widths[name]
-    for row in rows:
-        cells = {k: row[k] + " " * (most - width(row[k])) for k, most in widths.items()}
-        cells["state"] = paint(cells["state"], _STATES.get(row["state"]))
-        cells["metrics"] = fitted(row["metrics"], _used(widths))
-        click.echo("  ".join(cells.values()).rstrip())
-
-
-def _used(widths: dict[str, int]) -> int:
-    return sum(widths.values()) + 2 * len(widths)
-
-
-def _row(run: Run) -> dict[str, str]:
-    return {
-        "run": printable(run.name),
-        "state": run.state,
-        "started": _ago(run.started),
-        "took": _took(run.seconds),
-        "ranks": str(run.world_size or ""),
-        "epochs": _epochs(run),
-        "metrics": printable(_metrics(run.last_metrics())),
-    }
-
-
-def _epochs(run: Run) -> str:
-    """How many are done; they are counted from 0."""
-    last = run.last_metrics().get("epoch")
-    return str(last + 1) if isinstance(last, int) else ""
 
 
 def summary(run: Run) -> dict[str, Any]:
@@ -133,51 +92,15 @@ def compare(targets: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
         found = [read(resolve(target, runs_dir)) for target in targets]
     except FileNotFoundError as error:
         raise NoRunError(str(error)) from error
+    bests, settings = [_best(run) for run in found], [_settings(run) for run in found]
     if as_json:
-        entries = [summary(run) | {"best": _best(run), "settings": _settings(run)} for run in found]
+        entries = [
+            summary(run) | {"best": best, "settings": given}
+            for run, best, given in zip(found, bests, settings, strict=True)
+        ]
         click.echo(json.dumps(_finite(entries), allow_nan=False))
-        return
-    _compare(found)
-
-
-def _compare(found: list[Run]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("", overflow="fold")
-    for run in found:
-        table.add_column(Text(run.name), justify="right", overflow="fold")
-
-    def row(name: str, cells: list[str], style: str = "") -> None:
-        table.add_row(Text(name), *map(Text, cells), style=style)
-
-    row("state", [run.state for run in found])
-    row("took", [_took(run.seconds) or "–" for run in found])
-    row("ranks", [str(run.world_size or "–") for run in found])
-    row("epochs", [_epochs(run) or "–" for run in found])
-    lasts = [run.last_metrics() for run in found]
-    for key in _keys(lasts):
-        if key == "epoch":
-            continue
-        row(key, [_plain(last.get(key)) or "–" for last in lasts])
-    bests = [_best(run) for run in found]
-    for key in _keys(bests):
-        row(f"best {key}", [_plain(best.get(key)) or "–" for best in bests], "bold")
-    settings = [_settings(run) for run in found]
-    for key in dict.fromkeys(key for each in settings for key in each):
-        values = [str(each.get(key, "–")) for each in settings]
-        if len(set(values)) > 1:
-            row(key, values, "dim")
-    wide = None if sys.stdout.isatty() else 100_000  # a pipe has names and values whole
-    Console(highlight=False, width=wide).print(table)
-
-
-def _keys(records: list[dict[str, Any]]) -> list[str]:
-    """Numbers of any of the records, in order of appearance."""
-    items = [item for record in records for item in record.items()]
-    return list(dict.fromkeys(key for key, value in items if _plain(value)))
+    else:
+        tables.compare(found, bests, settings)
 
 
 def _best(run: Run) -> dict[str, Any]:
@@ -255,39 +178,6 @@ def _remove(path: Path) -> None:
 
 def _size(path: Path) -> int:
     return sum(p.lstat().st_size for p in path.rglob("*") if not p.is_dir())
-
-
-# -- words ----------------------------------------------------------------------------------------
-
-
-def _ago(moment: float | None) -> str:
-    if moment is None:
-        return ""
-    age = time.time() - moment
-    for size, word in ((86400, "d"), (3600, "h"), (60, "min")):
-        if age >= size:
-            return f"{age // size:.0f} {word} ago"
-    return "now" if age < 5 else f"{max(0.0, age):.0f} s ago"
-
-
-def _took(value: float | None) -> str:
-    from miniray.doctor.findings import seconds
-
-    return "" if value is None else seconds(value)
-
-
-def _metrics(last: dict[str, Any]) -> str:
-    from miniray.report.series import NOT_A_SCORE
-
-    shown = [f"{k} {_plain(v)}" for k, v in last.items() if k not in NOT_A_SCORE and _plain(v)]
-    return "  ".join(shown[:4])
-
-
-def _plain(value: Any) -> str:
-    """A number for a table; "" for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return ""
-    return str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
 def _finite(value: Any) -> Any:

@@ -60,7 +60,7 @@ def resolve(target: str, runs_dir: Path, *, folder: bool = False) -> Path:
     if not known:
         hint = how_to_get_one(runs_dir)
         raise NoRunError(f"there is no run directory {target}, and no run in {runs_dir}: {hint}")
-    near = difflib.get_close_matches(target, known, n=1)
+    near = difflib.get_close_matches(target, ["latest", *known], n=1)
     hint = f"did you mean {near[0]}?" if near else "`miniray runs` lists those there are"
     raise NoRunError(
         f"there is no run directory {target}, and no run of that name in {runs_dir}: {hint}"

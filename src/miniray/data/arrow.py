@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from miniray.data.schemas import cast, common_types
 from miniray.data.slabs import Slabs
 from miniray.data.source import wanted
 from miniray.errors import DataError
+
+_ENDS = 1 << 16  # bytes at each end of a file by which its content is known
 
 
 class ArrowSource(FileSource):
@@ -46,8 +49,7 @@ class ArrowSource(FileSource):
 
     def _look(self) -> list[FileBlocks]:
         opened = [self._open(path) for path in self.paths]
-        self._batches = [batches for batches, _, _ in opened]
-        self._maps = [mapped for _, mapped, _ in opened]
+        self._batches, self._maps = [found[0] for found in opened], [found[1] for found in opened]
         by_path = zip(self.paths, self._batches, strict=True)
         schemas = [(path, batches[0].schema) for path, batches in by_path if batches]
         if not schemas:
@@ -58,23 +60,22 @@ class ArrowSource(FileSource):
             FileBlocks(
                 [batch.num_rows for batch in batches],
                 [self._project(batch).nbytes for batch in batches],
-                None if self._list is None else size,
+                mark,
             )
-            for batches, _, size in opened
+            for batches, _, mark in opened
         ]
 
-    def _open(self, path: str) -> tuple[list[Any], mmap.mmap | None, int]:
+    def _open(self, path: str) -> tuple[list[Any], mmap.mmap | None, str]:
         import pyarrow as pa
 
         if self._table is not None:
-            return self._table.to_batches(), None, self._table.nbytes
+            return self._table.to_batches(), None, ""
         try:
             if is_remote(path):
                 import fsspec
 
                 with fsspec.open(path, "rb") as file:
-                    data = file.read()
-                buffer, mapped, size = pa.py_buffer(data), None, len(data)
+                    buffer, mapped = pa.py_buffer(file.read()), None
             else:
                 with open(path, "rb") as file:
                     size = os.fstat(file.fileno()).st_size
@@ -82,10 +83,12 @@ class ArrowSource(FileSource):
                         raise DataError(f"{path} is empty (0 bytes), which is no Arrow file")
                     mapped = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)
                 buffer = pa.py_buffer(mapped)
+            content = memoryview(buffer)
+            mark = f"{len(content)}-{zlib.crc32(content[-_ENDS:], zlib.crc32(content[:_ENDS])):x}"
             if buffer.slice(0, 6).to_pybytes() == b"ARROW1":
                 reader = pa.ipc.open_file(buffer)
-                return [reader.get_batch(i) for i in range(reader.num_record_batches)], mapped, size
-            return list(pa.ipc.open_stream(buffer)), mapped, size
+                return [reader.get_batch(i) for i in range(reader.num_record_batches)], mapped, mark
+            return list(pa.ipc.open_stream(buffer)), mapped, mark
         except (OSError, pa.ArrowException) as error:
             line = (str(error).splitlines() or [""])[0]
             raise DataError(f"{path} cannot be opened as an Arrow file: {line}") from error

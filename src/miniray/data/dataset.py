@@ -138,7 +138,11 @@ class Dataset(Share):
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the data, wherever its files lie; changes with their names, sizes and rows."""
+        """Identifies the data, wherever its files lie; changes with their names and content.
+
+        Content is known by size, rows and, of parquet, the footer; of JSON lines a checksum; of
+        Arrow's files one of both ends. Of objects only the number of rows is known.
+        """
         return self._source.fingerprint
 
     @property

@@ -21,12 +21,11 @@ from miniray.errors import DataError
 class FileBlocks:
     """What a look into one file tells: its blocks' rows and bytes, and what changes when it does.
 
-    ``size`` is None where bytes say nothing about the rows, as those of a table in memory.
+    ``mark`` is the same for a copy of the file. There is none of a table in memory.
     """
 
     rows: Sequence[int]
     nbytes: Sequence[int]
-    size: int | None
     mark: str = ""
 
 
@@ -48,7 +47,6 @@ class FileSource(Source):
 
     def _forget(self) -> None:
         self._blocks: Blocks | None = None
-        self._sizes: list[int] = []
         self._marks: list[str] = []
         self._fingerprint = ""
         self._lock = threading.Lock()
@@ -88,15 +86,14 @@ class FileSource(Source):
             rows=_joined(file.rows for file in found),
             nbytes=_joined(file.nbytes for file in found),
         )
-        fingerprint = blocks.fingerprint([file.size for file in found if file.size is not None])
+        marks = [file.mark for file in found]
+        fingerprint = blocks.fingerprint(marks)
         if self._expected not in (None, fingerprint):
             raise DataError(
                 f"the files (the first is {paths[0]}) are not those the dataset was made with:"
-                " names, sizes or rows differ. Make the dataset again"
+                " names, sizes, rows or content differ. Make the dataset again"
             )
-        self._sizes = [file.size or 0 for file in found]
-        self._marks = [f"{file.size or 0}-{file.mark}" for file in found]
-        self._fingerprint, self._blocks = fingerprint, blocks
+        self._marks, self._fingerprint, self._blocks = marks, fingerprint, blocks
 
     @property
     def fingerprint(self) -> str:

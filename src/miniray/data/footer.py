@@ -6,14 +6,15 @@ everything is as it should be. Any other file is None here, and then Arrow's to 
 
 from __future__ import annotations
 
-import os
+import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from miniray.data.layout import BYTE_ARRAY, Node, UnknownError, columns_of_schema, leaves_of
 from miniray.data.thrift import DAMAGED, Some, read_struct
+from miniray.data.value_file import Stamp, ValueFile, has_changed
 
 #: Values of fewer bytes on average are held in memory; those of more are left in the file.
 SMALLEST = 4096
@@ -21,6 +22,7 @@ SMALLEST = 4096
 LONGEST = 1 << 19
 
 _MAGIC = b"PAR1"
+_TAIL = 1 << 16  # bytes read at once: most footers are shorter
 _PLAIN, _RLE = 0, 3
 
 
@@ -43,14 +45,14 @@ class Footer:
     """What a file says of the columns that are wanted."""
 
     path: str
-    size: int  # of the file
+    stamp: Stamp  # of the file
+    mark: str
     length: int  # of the footer
     names: Sequence[str]  # in the order of the file
     columns: Sequence[Node]  # those of them that are stored plainly; all others are Arrow's to read
     rows: Sequence[int]  # of row groups
     nbytes: Sequence[int]
     chunks: Sequence[dict[int, Chunk]]  # of row groups, by leaf
-    created_by: str | None
 
     @property
     def types(self) -> dict[str, str]:
@@ -69,27 +71,58 @@ def read_footer(path: str, names: Sequence[str] | None, longest: int = LONGEST) 
     """
     if sys.byteorder != "little":
         return None
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    file = ValueFile(path)
+    stamp = file.stamp()
     try:
-        size = os.fstat(handle).st_size
-        end = os.pread(handle, 8, max(0, size - 8))
-        length = int.from_bytes(end[:4], "little")
-        if (
-            os.pread(handle, 4, 0) != _MAGIC
-            or end[4:] != _MAGIC
-            or length > min(size - 12, longest)
-        ):
+        data = footer_bytes(file.read, stamp.size)
+        if not 0 < len(data) <= longest or file.read(0, 4) != _MAGIC:
             return None
-        data = os.pread(handle, length, size - 8 - length)
-    finally:
-        os.close(handle)
-    try:
-        return _footer(path, size, data, names)
+        return _footer(path, stamp, data, names)
     except (UnknownError, *DAMAGED):
         return None  # damaged, or of a form we do not know
 
 
-def _footer(path: str, size: int, data: bytes, names: Sequence[str] | None) -> Footer | None:
+def footer_bytes(read: Callable[[int, int], bytes], size: int) -> bytes:
+    """The footer of a file of ``size`` bytes; none where the file does not end with one.
+
+    ``read(start, size)`` reads from the file; once, if the footer is not a long one.
+    """
+    tail = read(max(0, size - _TAIL), min(size, _TAIL))
+    length = int.from_bytes(tail[-8:-4], "little")
+    if tail[-4:] != _MAGIC or length > size - 12:
+        return b""
+    if length + 8 > len(tail):
+        tail = read(size - 8 - length, length + 8 - len(tail)) + tail
+    return tail[-8 - length : -8]
+
+
+def mark_of(footer: bytes, size: int) -> str:
+    """Names a file's content by its footer, wherever the file lies and whenever it was written.
+
+    Other rows have another footer, as that has every column chunk's place, size, least and largest
+    value; unless all of these are the same, which nobody can tell without reading the file.
+    """
+    return f"{size}-{hashlib.blake2b(footer, digest_size=8).hexdigest()}"
+
+
+def unchanged(file: ValueFile, stamp: Stamp, mark: str, where: str) -> Stamp:
+    """The stamp of a file now; ``DataError`` if its footer is not that of ``mark`` any more.
+
+    The footer is read only if the file has another stamp than it had.
+    """
+    now = file.stamp()
+    if now != stamp and mark_of(footer_bytes(file.read, now.size), now.size) != mark:
+        raise has_changed(where)
+    return now
+
+
+def encrypted_leaves(footer: bytes) -> set[int]:
+    """The leaves that are encrypted, in a file whose footer is not."""
+    groups = read_struct(footer, 0, {4: {1: {8: None}}}, until=4)[0][4]
+    return {leaf for group in groups for leaf, chunk in enumerate(group[1]) if chunk}
+
+
+def _footer(path: str, stamp: Stamp, data: bytes, names: Sequence[str] | None) -> Footer | None:
     elements = read_struct(data, 0, {2: None}, until=2)[0][2]
     leaves = {n: own for n, own in leaves_of(elements).items() if names is None or n in names}
     if len(leaves) < len(names or ()):
@@ -97,7 +130,7 @@ def _footer(path: str, size: int, data: bytes, names: Sequence[str] | None) -> F
     meta, _ = read_struct(data, 0, _fields({leaf for own in leaves.values() for leaf in own}))
     kept = {entry[1]: entry.get(2) for entry in meta.get(5, ())}
     known = columns_of_schema(elements, kept.get(b"ARROW:schema"))
-    end = size - 8 - len(data)
+    end = stamp.size - 8 - len(data)
     columns = [
         node
         for name, own in leaves.items()
@@ -119,15 +152,15 @@ def _footer(path: str, size: int, data: bytes, names: Sequence[str] | None) -> F
         chunks.append(found)
     if not columns or sum(rows) != meta[3]:
         return None
-    by = meta[6].decode() if 6 in meta else None
-    return Footer(path, size, len(data), list(leaves), columns, rows, nbytes, chunks, by)
+    mark = mark_of(data, stamp.size)
+    return Footer(path, stamp, mark, len(data), list(leaves), columns, rows, nbytes, chunks)
 
 
 def _fields(leaves: set[int]) -> dict[int, Any]:
     """The fields of a footer that are looked at."""
     column = dict.fromkeys((1, 2, 4, 5, 6, 7, 9, 11))
     chunks = Some(leaves, {1: None, 3: column, 8: {}, 9: None})
-    return {3: None, 4: {1: chunks, 3: None}, 5: None, 6: None}
+    return {3: None, 4: {1: chunks, 3: None}, 5: None}
 
 
 def _is_plain(described: dict[int, Any], end: int) -> bool:

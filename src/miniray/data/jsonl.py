@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -76,8 +77,8 @@ class JsonlSource(FileSource):
             scanned = list(pool.map(_scan, self.paths))
         self._offsets = [(begin, end) for found, _ in scanned for begin, end, _ in found]
         return [
-            FileBlocks([lines for _, _, lines in found], [b - a for a, b, _ in found], size)
-            for found, size in scanned
+            FileBlocks([lines for _, _, lines in found], [b - a for a, b, _ in found], mark)
+            for found, mark in scanned
         ]
 
     def read(
@@ -114,15 +115,16 @@ def _opened(path: str) -> Any:
     return open(path, "rb")
 
 
-def _scan(path: str) -> tuple[list[tuple[int, int, int]], int]:
-    """Blocks of a file as (start, end, rows), and the file's size."""
+def _scan(path: str) -> tuple[list[tuple[int, int, int]], str]:
+    """Blocks of a file as (start, end, rows), and what tells its content from other content."""
     found: list[tuple[int, int, int]] = []
-    begin = position = rows = 0
+    begin = position = rows = checksum = 0
     try:
         with _opened(path) as file:
             for text in _whole_lines(file):
                 if position == 0 and text[:2] == b"\x1f\x8b":
                     raise DataError(f"{path} is compressed; lines cannot be found in it. Unpack it")
+                checksum = zlib.crc32(text, checksum)
                 data = np.frombuffer(text, dtype=np.uint8)
                 ends = np.flatnonzero(data == 10)
                 if not text.endswith(b"\n"):  # the last line may lack its end
@@ -148,7 +150,7 @@ def _scan(path: str) -> tuple[list[tuple[int, int, int]], int]:
         raise DataError(f"{path} is empty (0 bytes)")
     if rows:
         found.append((begin, position, rows))
-    return [block for block in found if block[2]], position
+    return [block for block in found if block[2]], f"{position}-{checksum:x}"
 
 
 def _whole_lines(file: Any) -> Iterator[bytes]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from miniray.data.file_source import FileBlocks, FileSource
 from miniray.data.files import FileList, Spec, is_remote
 from miniray.data.footer import LONGEST, Footer, read_footer
-from miniray.data.permutation import derive_key
 from miniray.data.plain import PlainFile
 from miniray.data.slabs import Slabs
 from miniray.data.source import Rows, wanted
@@ -20,7 +19,7 @@ from miniray.errors import DataError
 
 if TYPE_CHECKING:
     from miniray.data.arrow_rows import ArrowRows
-    from miniray.data.parquet_file import OpenParquet
+    from miniray.data.parquet_file import Looked, OpenParquet
 
 _OPEN_FILES = 16  # a thread keeps open
 _READERS = 16  # threads that read footers
@@ -45,7 +44,7 @@ class ParquetSource(FileSource):
         self._names: list[str] = []
         self._plain: list[Footer] = []  # if all files can be read without Arrow
         self._casts: dict[int, dict[str, Any]] = {}  # of files: the types of columns to be read as
-        self._metadata: dict[str, Any] = {}  # of some files, which need not be parsed again
+        self._looked: dict[str, Looked] = {}  # some files
         self._local = threading.local()
         self._pid = os.getpid()
 
@@ -60,10 +59,7 @@ class ParquetSource(FileSource):
         self._plain = self._look_plainly()
         if self._plain:
             self._names = [column.name for column in self._plain[0].columns]
-            return [
-                FileBlocks(f.rows, f.nbytes, f.size, _mark(f.rows, f.created_by))
-                for f in self._plain
-            ]
+            return [FileBlocks(found.rows, found.nbytes, found.mark) for found in self._plain]
         from miniray.data.schemas import common_types
 
         paths = self.paths
@@ -100,7 +96,7 @@ class ParquetSource(FileSource):
 
     def _footer(self, path: str) -> tuple[Any, FileBlocks]:
         """The schema, and what the blocks are."""
-        from miniray.data.parquet_file import OpenParquet
+        from miniray.data.parquet_file import Looked, OpenParquet
 
         opened = OpenParquet(path, self._memory_map)
         try:
@@ -108,6 +104,12 @@ class ParquetSource(FileSource):
             rows = [0] * meta.num_row_groups
             nbytes = [0] * meta.num_row_groups
             leaves = _leaves_of(schema, self._columns, meta.num_columns)
+            if encrypted := sorted(opened.encrypted.intersection(leaves)):
+                raise DataError(
+                    f"{path}: column {meta.schema.column(encrypted[0]).path} is encrypted, and"
+                    " keys cannot be given here. Name the columns that are not, columns=[...], or"
+                    " write the file without encryption"
+                )
             for number in range(meta.num_row_groups):
                 group = meta.row_group(number)
                 rows[number] = group.num_rows
@@ -122,10 +124,9 @@ class ParquetSource(FileSource):
                             f" byte {begin + chunk.total_compressed_size}, the file at"
                             f" {opened.size}; the file is truncated or damaged"
                         )
-            if len(self._metadata) < _OPEN_FILES:
-                self._metadata[path] = meta
-            blocks = FileBlocks(rows, nbytes, opened.size, _mark(rows, meta.created_by))
-            return schema, blocks
+            if len(self._looked) < _OPEN_FILES:
+                self._looked[path] = Looked(opened.stamp, opened.mark, meta)
+            return schema, FileBlocks(rows, nbytes, opened.mark)
         finally:
             opened.close()
 
@@ -149,14 +150,16 @@ class ParquetSource(FileSource):
         path = self.paths[file]
         if plainly:
             footer = self._plain[file] if self._plain else _plain_footer(path, self._columns)
-            handles[key] = None if footer is None else PlainFile(footer)
+            found: Any = None if footer is None else PlainFile(footer)
+            mark = self._marks[file] if footer is None else footer.mark
         else:
             from miniray.data.parquet_file import OpenParquet
 
-            opened = OpenParquet(path, self._memory_map, self._metadata.get(path))
-            if opened.size != self._sizes[file]:
-                raise has_changed(path)
-            handles[key] = opened
+            found = OpenParquet(path, self._memory_map, self._looked.get(path))
+            mark = found.mark
+        if mark != self._marks[file]:
+            raise has_changed(path)
+        handles[key] = found
         while len(handles) > _OPEN_FILES:
             _, longest_unused = handles.popitem(last=False)
             if longest_unused is not None:
@@ -195,11 +198,6 @@ def _plain_footer(path: str, names: Sequence[str] | None, longest: int = LONGEST
         return None if is_remote(path) else read_footer(path, names, longest)
     except OSError:
         return None  # Arrow will say
-
-
-def _mark(rows: Sequence[int], created_by: str | None) -> str:
-    """Changes where a file was written anew."""
-    return f"{derive_key(sum(rows), list(rows), created_by):x}"
 
 
 def _leaves_of(schema: Any, names: Sequence[str] | None, total: int) -> Sequence[int]:

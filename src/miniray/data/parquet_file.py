@@ -8,18 +8,20 @@ be counted as this process's memory.
 from __future__ import annotations
 
 import mmap
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from miniray.data.arrow_rows import ArrowRows, rows_of
 from miniray.data.files import is_remote
+from miniray.data.footer import encrypted_leaves, footer_bytes, mark_of, unchanged
 from miniray.data.slabs import Slabs
-from miniray.data.value_file import has_changed
+from miniray.data.value_file import ValueFile
 from miniray.errors import DataError
 
 _CHUNK = 4 << 20  # bytes decoded at a time
+#: By what stores tell one version of a file from another.
+_VERSIONS = ("ETag", "etag", "generation", "LastModified", "last_modified", "mtime")
 
 
 @dataclass
@@ -33,25 +35,44 @@ class _Cursor:
     last: Any = None  # the batch before it
 
 
-class OpenParquet:
-    """Raises ``DataError`` with the file, and the row group, where it cannot be opened or read."""
+@dataclass(frozen=True)
+class Looked:
+    """What is known of a file that was open before, so that it need not be parsed again."""
 
-    def __init__(self, path: str, memory_map: bool = True, metadata: Any = None) -> None:
+    stamp: Any  # None: another file may have the same
+    mark: str
+    metadata: Any
+
+
+class OpenParquet:
+    """Raises ``DataError`` with the file, and the row group, where it cannot be opened or read.
+
+    ``mark`` changes with the content. ``encrypted`` are leaves, of a file that was not ``looked``
+    at before: Arrow ends the process where it is asked for more than their names.
+    """
+
+    def __init__(self, path: str, memory_map: bool = True, looked: Looked | None = None) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         self.path = path
+        self._file: ValueFile | None = None
         self._mapped: mmap.mmap | None = None
         self._cursor: _Cursor | None = None
+        self.encrypted: set[int] = set()
         try:
-            if is_remote(path):
-                import fsspec
-
-                handle = fsspec.open(path, "rb").open()
-                self.size = int(handle.size)
-                source: Any = pa.PythonFile(handle, mode="r")
+            source, read = (self._open_remote if is_remote(path) else self._open_local)(memory_map)
+            metadata = None
+            if looked is not None and looked.stamp is not None and looked.stamp == self.stamp:
+                self.mark, metadata = looked.mark, looked.metadata
             else:
-                source = self._open_local(path, memory_map)
+                footer = footer_bytes(read, self.size)
+                self.mark = mark_of(footer, self.size)
+                if footer:  # what ends without one is Arrow's to refuse
+                    end = len(footer).to_bytes(4, "little") + b"PAR1"
+                    metadata = pq.read_metadata(pa.BufferReader(footer + end))
+                    if metadata.serialized_size < len(footer):  # it has been signed
+                        self.encrypted = encrypted_leaves(footer)
             self.reader = pq.ParquetFile(
                 source, metadata=metadata, buffer_size=0 if self._mapped else 1 << 20
             )
@@ -60,20 +81,37 @@ class OpenParquet:
         except (OSError, pa.ArrowException) as error:
             raise DataError(
                 f"{path} cannot be opened as parquet: {_first_line(error)}. It may be truncated"
-                " (its writer was interrupted) or be no parquet file"
+                " (its writer was interrupted), encrypted, or be no parquet file"
             ) from error
 
-    def _open_local(self, path: str, memory_map: bool) -> Any:
+    def _open_local(self, memory_map: bool) -> tuple[Any, Callable[[int, int], bytes]]:
         import pyarrow as pa
 
-        with open(path, "rb") as file:
-            self.size = os.fstat(file.fileno()).st_size
-            if self.size == 0:
-                raise DataError(f"{path} is empty (0 bytes), which is no parquet file")
-            if not memory_map:
-                return pa.OSFile(path)
-            self._mapped = mmap.mmap(file.fileno(), self.size, prot=mmap.PROT_READ)
-        return pa.BufferReader(pa.py_buffer(self._mapped))
+        file = self._file = ValueFile(self.path)
+        self.stamp: Any = file.stamp()
+        self.size: int = self.stamp.size
+        if self.size == 0:
+            raise DataError(f"{self.path} is empty (0 bytes), which is no parquet file")
+        if not memory_map:
+            return pa.OSFile(self.path), file.read
+        self._mapped = mmap.mmap(file.handle, self.size, prot=mmap.PROT_READ)
+        return pa.BufferReader(pa.py_buffer(self._mapped)), file.read
+
+    def _open_remote(self, _memory_map: bool) -> tuple[Any, Callable[[int, int], bytes]]:
+        import fsspec
+        import pyarrow as pa
+
+        handle = fsspec.open(self.path, "rb").open()
+        self.size = int(handle.size)
+        details = getattr(handle, "details", None) or {}
+        versions = [details.get(key) for key in _VERSIONS]
+        self.stamp = [self.size, *versions] if any(versions) else None
+
+        def read(start: int, size: int) -> bytes:
+            handle.seek(start)
+            return bytes(handle.read(size))
+
+        return pa.PythonFile(handle, mode="r"), read
 
     def close(self) -> None:
         self.forget()
@@ -101,8 +139,9 @@ class OpenParquet:
 
         rows = self.reader.metadata.row_group(group).num_rows
         try:
-            if self._size_now() != self.size:
-                raise has_changed(f"{self.path}, row group {group}")
+            if self._file is not None:
+                where = f"{self.path}, row group {group}"
+                self.stamp = unchanged(self._file, self.stamp, self.mark, where)
             part = start > 0 or stop < rows
             chunk = max(1, rows * _CHUNK // max(1, nbytes))
             if not part:
@@ -130,11 +169,6 @@ class OpenParquet:
                 " the file is damaged"
             )
         return found
-
-    def _size_now(self) -> int:
-        if self._mapped is not None:
-            return self._mapped.size()
-        return self.size if is_remote(self.path) else os.stat(self.path).st_size
 
     def _batches(self, group: int, names: Sequence[str], size: int) -> Any:
         batches = self.reader.iter_batches(

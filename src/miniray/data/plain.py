@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from miniray.data.footer import Footer
+from miniray.data.footer import Footer, unchanged
 from miniray.data.layout import Node
 from miniray.data.leaves import Leaf, read_leaf
 from miniray.data.pages import NOT_PLAIN, NotPlainError
 from miniray.data.source import Getter, Layout, Rows, struct_getter
-from miniray.data.value_file import ValueFile, has_changed
+from miniray.data.value_file import ValueFile
 from miniray.errors import DataError
 
 #: Reads columns, by their names, of the row group that is being read.
@@ -30,6 +30,7 @@ class PlainFile:
             self._file = ValueFile(footer.path)
         except FileNotFoundError as error:
             raise DataError(f"{footer.path} does not exist any more") from error
+        self._stamp = unchanged(self._file, footer.stamp, footer.mark, footer.path)
         self._last: tuple[int, Any, PlainRows] | None = None
 
     def has(self, group: int, rows: int, names: Sequence[str]) -> bool:
@@ -47,8 +48,8 @@ class PlainFile:
         """
         if self._last is not None and self._last[:2] == (group, names):
             return self._last[2]
-        if self._file.size_now() != self._footer.size:
-            raise has_changed(f"{self._footer.path}, row group {group}")
+        where = f"{self._footer.path}, row group {group}"
+        self._stamp = unchanged(self._file, self._stamp, self._footer.mark, where)
         columns = [column for column in self._footer.columns if column.name in names]
         others = [name for name in names if name not in self._footer.types]
         chunks, rows = self._footer.chunks[group], self._footer.rows[group]
@@ -66,9 +67,7 @@ class PlainFile:
         except NOT_PLAIN:  # a DataError is one too: Arrow names the row group
             return None
         except OSError as error:
-            raise DataError(
-                f"{self._footer.path}, row group {group} cannot be read: {error}"
-            ) from error
+            raise DataError(f"{where} cannot be read: {error}") from error
         block = PlainRows(
             self._footer.path,
             [(name, self._footer.types.get(name, "")) for name in names],

@@ -247,8 +247,8 @@ def check_state(
     if (state["kind"], state["fingerprint"]) != (kind, fingerprint):
         raise DataError(
             f"the state is of other data: {state['kind']} {state['fingerprint']}, and this is"
-            f" {kind} {fingerprint}. Names of files, their sizes or their rows have changed since"
-            " it was taken: give the files of then, or begin without it"
+            f" {kind} {fingerprint}. Names of files, their sizes or their content have changed"
+            " since it was taken: give the files of then, or begin without it"
         )
     given = state["plan"]
     for key in plan:

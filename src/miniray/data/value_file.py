@@ -10,8 +10,18 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from miniray.errors import DataError
+
+
+class Stamp(NamedTuple):
+    """While this is the same, nobody has written to a file; where it is not, maybe nobody has."""
+
+    size: int
+    inode: int
+    written: int
+    changed: int
 
 
 class ValueFile:
@@ -36,8 +46,9 @@ class ValueFile:
             raise has_changed(self.path)
         return found
 
-    def size_now(self) -> int:
-        return os.fstat(self.handle).st_size
+    def stamp(self) -> Stamp:
+        found = os.fstat(self.handle)
+        return Stamp(found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns)
 
     def will_need(self, start: int, size: int) -> None:
         """Let the system fetch this from the disk while we go on."""
@@ -47,8 +58,8 @@ class ValueFile:
 
 def has_changed(where: str) -> DataError:
     return DataError(
-        f"{where}: the file has changed its size while it was read; files of a run must not be"
-        " written to"
+        f"{where}: the file has changed its size or content since the dataset was made; files"
+        " of a run must not be written to"
     )
 
 

@@ -2,24 +2,36 @@
 
 The script runs as it is until it begins to iterate its first DataLoader. There every loader it has
 made so far is looked at, what was found is left in the run directory, and the process ends. Nothing
-is loaded, trained or written by the script's loop.
+is trained or written by the script's loop, and nothing loaded but sample 0 of each dataset: by it
+ranks that have the same data are told from ranks that were given a part each.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import linecache
 import os
+import pickle
+import random
 import re
 import runpy
 import sys
 import weakref
+import zlib
 from pathlib import Path
 from typing import Any
 
-from miniray.doctor import dataset_check, dataset_findings, dataset_shares, recorder, sites
+from miniray.doctor import (
+    dataset_check,
+    dataset_findings,
+    dataset_shares,
+    loader_facts,
+    recorder,
+    sites,
+)
 from miniray.doctor.findings import by_weight
 from miniray.doctor.handles import find_handles
 from miniray.doctor.model import SamplePass, Site, site_from
@@ -85,14 +97,19 @@ def _leave(iterated: Any, site: str) -> None:
 def _describe(loader: Any, site: str) -> dict[str, Any]:
     sampler = dataset_shares.sampler_of(loader)
     taken = dataset_shares.Taken([], 0)
+    watched = loader_facts.Watched(loader, {})
     if sampler is not None:
         taken = dataset_shares.taken_from(sampler)
+        if watched.renames and (ids := loader_facts.ids_of(watched, taken.ids)) is not None:
+            taken = dataclasses.replace(taken, ids=ids)
     given = dataset_shares.pass_of(taken)
+    whole = loader_facts.unwrapped(loader.dataset)[1]
     made = getattr(loader, "_miniray_made_at", "")
     return {
         **dataclasses.asdict(dataset_shares.setup_of(loader, sampler, 0)),
         "iterated": bool(site),
         "site": list(site_from(site or made)),
+        "whole": [loader_facts.length_of(whole), _first_of(whole) if sampler is not None else ""],
         "epoch_set": bool(getattr(sampler, "_miniray_set_epoch", 0)),
         "count": given.count,
         "batches": taken.batches,
@@ -100,6 +117,30 @@ def _describe(loader: Any, site: str) -> dict[str, Any]:
         "sketch": list(given.sketch),
         "handles": [str(handle) for handle in find_handles(loader.dataset) if not handle.forks],
     }
+
+
+def _first_of(dataset: Any) -> str:
+    """A checksum of sample 0, augmented by the same chance on all ranks; "" where it has none."""
+    import numpy as np
+    import torch
+
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+    class Contents(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return NotImplemented
+            flat = value.detach().reshape(-1).contiguous()  # how torch does it has addresses in it
+            return bytes, (flat.view(torch.uint8).numpy().tobytes(),)
+
+    pickled = io.BytesIO()
+    try:
+        Contents(pickled).dump(dataset[0])
+    except Exception:  # the user's code: this look may fail where training would not
+        return ""
+    return f"{zlib.crc32(pickled.getbuffer()):08x}"
 
 
 def read(run_dir: Path, world_size: int) -> list[dataset_check.DataReport]:
@@ -115,7 +156,15 @@ def read(run_dir: Path, world_size: int) -> list[dataset_check.DataReport]:
         first = next(iter(ranks.values()))
         site = Site(*first["site"])
         where = f"{'iterated' if first['iterated'] else 'made'} at {site}"
-        said = {**first, "world_size": world_size, "where": where}
+        lengths = {said["whole"][0] for said in ranks.values()}
+        firsts = {said["whole"][1] for said in ranks.values()}
+        said = {
+            **first,
+            "world_size": world_size,
+            "where": where,
+            "compared": "" not in firsts,
+            "own": len(lengths) > 1 or len(firsts - {""}) > 1,
+        }
         names = [field.name for field in dataclasses.fields(dataset_shares.Setup)]
         setup = dataset_shares.Setup(**{name: said[name] for name in names})
         shares = []

@@ -11,9 +11,7 @@ from miniray.doctor.findings import Finding, Severity, named, plural
 
 
 def judge(setup: Setup, shares: Sequence[Share], handles: Sequence[str]) -> Iterator[Finding]:
-    if shares:
-        yield from _sampler(setup)
-    else:
+    if not shares:
         yield Finding(
             code="iterable-dataset",
             severity=Severity.NOTE,
@@ -22,7 +20,7 @@ def judge(setup: Setup, shares: Sequence[Share], handles: Sequence[str]) -> Iter
             cause="Without a split of its own every rank, and every worker, gets everything.",
             fix="split by rank and get_worker_info() in __iter__; tell doctor.step(sample_ids=...)",
         )
-    yield from _overlap(setup, shares)
+    yield from _own_datasets(setup, shares) if setup.own else _overlap(setup, shares)
     yield from _uneven(setup, shares)
     yield from _dropped(shares)
     yield from _epoch(setup)
@@ -39,35 +37,52 @@ def judge(setup: Setup, shares: Sequence[Share], handles: Sequence[str]) -> Iter
         )
 
 
-def _sampler(setup: Setup) -> Iterator[Finding]:
-    if setup.world_size > 1 and not setup.distributed:
-        yield Finding(
-            code="no-distributed-sampler",
-            severity=Severity.WRONG,
-            title=f"the loader uses {setup.sampler}, not a DistributedSampler: every rank gets "
-            "everything",
-            cause="Each of the ranks trains on all samples, and an epoch is as long as with one; "
-            "unless the script gave each rank a dataset of its own part.",
-            fix="DataLoader(..., sampler=DistributedSampler(dataset)), without shuffle=",
-            explains=frozenset({"same-data"}),
-        )
+def _own_datasets(setup: Setup, shares: Sequence[Share]) -> Iterator[Finding]:
+    cause = "The ranks' samples are numbered alike and are others: the script gave each rank its "
+    cause += "own part. Whether these overlap cannot be told from the numbers."
+    fix = "nothing, if the parts are disjoint; doctor.step(sample_ids=...) lets a run compare them"
+    if setup.distributed:
+        cause += f" {setup.sampler} deals each part out once more: a rank reads a share of its own."
+        fix = "one or the other: the whole dataset on every rank, or a loader without that sampler"
+    yield Finding(
+        code="own-datasets",
+        severity=Severity.NOTE,
+        title=f"{named(share.rank for share in shares)} have a dataset each, not one in common",
+        ranks=tuple(share.rank for share in shares),
+        cause=cause,
+        fix=fix,
+    )
 
 
 def _overlap(setup: Setup, shares: Sequence[Share]) -> Iterator[Finding]:
     repeated = _padding(shares)
     for one, two in itertools.combinations(shares[:32], 2):
         share = samples.overlap(one.given, two.given)
-        if share > 0.10 and share * min(one.given.count, two.given.count) > setup.world_size:
-            yield Finding(
-                code="same-data",
-                severity=Severity.WRONG,
-                title=f"ranks {one.rank} and {two.rank} share {share:.0%} of their samples",
-                ranks=(one.rank, two.rank),
-                evidence=(one.line(), two.line()),
-                cause="Ranks train on the same samples.",
-                fix="DistributedSampler(dataset) takes rank and world size from the process group",
-            )
-            return
+        padded = share * min(one.given.count, two.given.count) <= setup.world_size
+        if share <= 0.10 or (padded and setup.distributed):
+            continue
+        title = f"ranks {one.rank} and {two.rank} share {share:.0%} of their samples"
+        cause = "Ranks train on the same samples."
+        fix = "DistributedSampler(dataset) takes rank and world size from the process group"
+        if not setup.distributed:
+            fix = "DataLoader(..., sampler=DistributedSampler(dataset)), without shuffle="
+        if not setup.distributed and share > 0.99:
+            title = f"the loader uses {setup.sampler}, not a DistributedSampler: every rank gets "
+            title += "everything"
+            cause = "Each of the ranks trains on all samples, and an epoch is as long as with one."
+            if not setup.compared:
+                cause += " That equal numbers are equal samples is taken for granted: not so if "
+                cause += "each rank was given a dataset of its own part."
+        yield Finding(
+            code="same-data" if setup.distributed else "no-distributed-sampler",
+            severity=Severity.WRONG,
+            title=title,
+            ranks=(one.rank, two.rank),
+            evidence=(one.line(), two.line()),
+            cause=cause,
+            fix=fix,
+        )
+        return
     if repeated:
         shown = ", ".join(map(str, repeated[:8]))
         yield Finding(

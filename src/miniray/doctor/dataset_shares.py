@@ -59,6 +59,9 @@ class Setup:
     shuffle: bool | None = None
     epoch_set: bool | None = None  #: whether set_epoch was called; None where nobody can know yet
     where: str = ""
+    #: Whether sample 0 of every rank was looked at; whether it is another one on some.
+    compared: bool = False
+    own: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

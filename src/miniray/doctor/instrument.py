@@ -33,6 +33,7 @@ def install() -> None:
         instrument_collectives,
         instrument_data,
         instrument_ddp,
+        instrument_functional,
         instrument_training,
     )
 
@@ -40,6 +41,7 @@ def install() -> None:
     hooks.when_imported("torch", lambda _: None)  # its end is to be seen, see ``_change_whole``
     for module, change in (
         ("torch.distributed.distributed_c10d", instrument_collectives.change_collectives),
+        ("torch.distributed._functional_collectives", instrument_functional.change_functional),
         ("torch.distributed.algorithms.join", instrument_ddp.change_join),
         ("torch.nn.parallel.distributed", instrument_ddp.change_ddp),
         ("torch.utils.data.dataloader", instrument_data.change_loader),

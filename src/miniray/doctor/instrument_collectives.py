@@ -219,7 +219,7 @@ def _make_collective(
             else:
                 call = current.collective(
                     name, _in_words(how), group_name(module, group), tuple(map(int, shape)),
-                    _dtype_name(dtype), site, blocking=not is_async, kind=kind,
+                    dtype_name(dtype), site, blocking=not is_async, kind=kind,
                 )  # fmt: skip
                 known[site] = same, call
             if is_plain and count and not is_async and is_at(caller, site):
@@ -244,9 +244,14 @@ def _make_collective(
 def _remember(module: Any, work: Any, added: Added) -> None:
     if not hasattr(module.Work.wait, "__wrapped__"):
         _change_work(module)  # only now: it is in the way of every other collective, too
-    if len(_async_events) >= _MOST_OPEN:  # works that nobody waits for: forget the oldest
-        del _async_events[next(iter(_async_events))]
-    _async_events[id(work)] = added
+    remember(_async_events, id(work), added)
+
+
+def remember(events: dict[int, Added], key: int, added: Added) -> None:
+    """Keep an open event for the call that will wait for it."""
+    if len(events) >= _MOST_OPEN:  # those that nobody waits for: forget the oldest
+        del events[next(iter(events))]
+    events[key] = added
 
 
 def _change_work(module: Any) -> None:
@@ -255,27 +260,31 @@ def _change_work(module: Any) -> None:
 
     @functools.wraps(original)
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        added = _async_events.pop(id(self), None)
-        current = recorder._current
-        if added is None or current is None:
-            return original(self, *args, **kwargs)
-        current.box.wait_for(added)
-        started = monotonic_ns()
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            now = monotonic_ns()
-            current.collective_ns += now - started
-            current.box.end_event(added, now)
+        return waited(_async_events.pop(id(self), None), original, (self, *args), kwargs)
 
     module.Work.wait = wait
+
+
+def waited(added: Added | None, original: Any, args: Any, kwargs: Any) -> Any:
+    """Call what waits for the open event, if it is one that is known."""
+    current = recorder._current
+    if added is None or current is None:
+        return original(*args, **kwargs)
+    current.box.wait_for(added)
+    started = monotonic_ns()
+    try:
+        return original(*args, **kwargs)
+    finally:
+        now = monotonic_ns()
+        current.collective_ns += now - started
+        current.box.end_event(added, now)
 
 
 _names: dict[Any, str] = {}
 _ops: dict[int, str] = {}
 
 
-def _dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: Any) -> str:
     if dtype is None:
         return ""
     name = _names.get(dtype)

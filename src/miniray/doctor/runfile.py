@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from miniray import __version__
+
 FORMAT = 1
 
 
@@ -127,8 +129,8 @@ def now() -> str:
 
 def versions() -> dict[str, str | None]:
     """Without importing anything: torch alone would cost seconds."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("miniray", "torch", "numpy"):
+    found: dict[str, str | None] = {"python": platform.python_version(), "miniray": __version__}
+    for package in ("torch", "numpy"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

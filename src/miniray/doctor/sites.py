@@ -7,6 +7,7 @@ turned into a text once.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import sysconfig
 from types import CodeType, FrameType
@@ -25,6 +26,8 @@ _FRAMEWORKS = (
 _LOOPS = tuple(os.path.join(_HERE, name, "") for name in ("train", "rl"))
 #: What forks the workers of actors. It was started by ``python -c``: no line of the user's.
 _ZYGOTE = os.path.join("miniray", "core", "local", "zygote.py")
+#: What torch.compile has written: modules of inductor's cache, named by their hash, and graphs.
+_GENERATED = re.compile(r"[/\\](\w\w)[/\\]c\1\w{40,}\.py$|<eval_with_key>")
 _DEEPEST = 80
 
 #: Whose a line of code is.
@@ -49,7 +52,7 @@ def kind_of(filename: str) -> int:
         return FRAMEWORK
     if filename.startswith((_HERE, "<frozen")) or package == "torch":
         return OWN
-    if not package and filename.startswith(_STDLIB):
+    if not package and (filename.startswith(_STDLIB) or _GENERATED.search(filename)):
         return OWN
     return USERS
 

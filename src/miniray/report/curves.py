@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from miniray.report.html import figure, section, table, tag
 from miniray.report.run import Run
-from miniray.report.series import Curve, axis, by_rank, flat, spread
+from miniray.report.series import Curve, by_rank, flat, spread
 from miniray.report.svg import colour, lines
 from miniray.report.text import Markup, short
 
@@ -20,7 +20,7 @@ def curves(run: Run, found: Sequence[Curve]) -> Markup:
     groups: dict[str, list[Curve]] = {}
     for curve in found:
         groups.setdefault(curve.group, []).append(curve)
-    word = axis(run.metrics)
+    word = run.unit
     level = [c for members in groups.values() if all(c.level for c in members) for c in members]
     drawn = {k: members for k, members in groups.items() if not all(c.level for c in members)}
     charts = [chart(name, members, word) for name, members in list(drawn.items())[:_MOST_CHARTS]]
@@ -67,7 +67,7 @@ def _ranks(run: Run) -> list[Markup]:
         if points:
             losses.append(Curve(f"rank {rank.rank}", points))
     charts = [chart("loss by step and rank", losses, "step")] if losses else []
-    word = axis(run.metrics)
+    word = run.unit
     return charts + [
         chart(f"{name} by rank", members, word)
         for name, members in by_rank(run.metrics, run.world_size).items()
@@ -85,7 +85,7 @@ def epochs(run: Run) -> Markup:
     note = ""
     if len(rows) < len(run.metrics):
         note = f"{len(rows)} of {len(run.metrics):,} lines; metrics.jsonl has them all."
-    word = axis(run.metrics).capitalize() + "s"
+    word = run.unit.capitalize() + "s"
     return section(word, table(keys, cells), note=note)
 
 

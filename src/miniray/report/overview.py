@@ -51,11 +51,10 @@ def tiles(run: Run, curves: Sequence[Curve]) -> Markup:
     """A handful of figures: scores first, and of a metric with a held-out twin the twin alone."""
     found: list[tuple[str, str, str]] = []
     if run.metrics:
-        word = axis(run.metrics)
-        title, count, notes = f"{word}s recorded", len(run.metrics), []
-        if word == "epoch":
+        title, count, notes = f"{run.unit}s recorded", len(run.metrics), []
+        if axis(run.metrics) == "epoch":
             done = {n for record in run.metrics if (n := number(record.get("epoch"))) is not None}
-            title, count = "epochs", len(done)
+            title, count = f"{run.unit}s", len(done)
             # Some count from 0, as trainers do, and some from 1: "best, epoch 7" needs to know.
             notes = [f"{short(min(done))} to {short(max(done))}"] if count > 1 else []
         if run.seconds is not None:
@@ -71,12 +70,12 @@ def tiles(run: Run, curves: Sequence[Curve]) -> Markup:
     for curve in known[:3]:
         best = curve.best
         if best is not None:
-            where = f"best, {axis(run.metrics)} {short(best[0])}"
+            where = f"best, {run.unit} {short(best[0])}"
             found.append((curve.name, short(best[1]), where))
     if not known:  # nobody knows what would be good
         found += [(c.name, short(c.points[-1][1]), "last") for c in single[:3]]
     steps = [rank.step for rank in run.record]
-    if any(steps):
+    if any(steps) and run.unit != "step":
         low, high = min(steps), max(steps)
         shown = f"{low:,}" if low == high else f"{low:,}–{high:,}"
         found.append(("steps", shown, "a rank"))
@@ -143,7 +142,7 @@ def findings(run: Run, found: Diagnosis, curves: Sequence[Curve]) -> Markup:
         broken = [(x, curve.name, y) for curve in curves for x, y in curve.broken]
         if broken:  # a worker whose steps nobody sees returned it
             x, name, y = min(broken, key=lambda point: point[0])
-            kind, first = "warn", f"{name} was {y} in {axis(run.metrics)} {short(x)}."
+            kind, first = "warn", f"{name} was {y} in {run.unit} {short(x)}."
             text = f" {plural(len(broken), 'value')} in metrics.jsonl not finite;{text}"
         said = tag("p", tag("b", first), tag("span", text, cls="soft"))
         return tag("section", said, *_kept_text(run), cls=f"alert {kind} slim")

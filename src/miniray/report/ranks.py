@@ -13,7 +13,7 @@ from miniray.doctor.waiting import wait_of
 from miniray.report.curves import chart
 from miniray.report.html import bar, folded, join, section, table, tag
 from miniray.report.run import Run
-from miniray.report.series import Curve, axis, one
+from miniray.report.series import Curve, one
 from miniray.report.text import Markup, on_screen
 
 _MOST_BARS = 64
@@ -35,7 +35,7 @@ def time_spent(run: Run) -> Markup:
     shown, title = bars, "Time by phase and rank" if bars else "Time"
     epochs = one(run.metrics, "seconds")
     if len(epochs) > 1:
-        word = axis(run.metrics)
+        word = run.unit
         drawn = chart(f"seconds by {word}", [Curve("seconds", epochs)], word, from_zero=True)
         split = tag("div", tag("div", *bars), drawn, cls="split")
         shown = [split if bars else tag("div", drawn, cls="charts")]

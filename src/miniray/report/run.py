@@ -20,6 +20,7 @@ from miniray.doctor import runfile
 from miniray.doctor.layout import MAGIC
 from miniray.doctor.model import RankRecord, RunRecord
 from miniray.doctor.reader import read_run
+from miniray.report.series import axis
 
 #: How JSON says the numbers it lacks.
 WORDS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
@@ -115,6 +116,12 @@ class Run:
     def config(self) -> Mapping[str, Any]:
         found = self.info.get("config")
         return found if isinstance(found, Mapping) else {}
+
+    @property
+    def unit(self) -> str:
+        """What a line of metrics is, in words: a trainer may call its epochs steps."""
+        word, said = axis(self.metrics), self.config.get("unit")
+        return said if word == "epoch" and isinstance(said, str) else word
 
     @property
     def world_size(self) -> int:

@@ -27,11 +27,11 @@ def sync(run: Run) -> Markup:
         done = [record for record in run.metrics if record.get("synced") is True]
         if not done:
             return Markup()
-        text = f"Synced after {len(done)} of {len(run.metrics)} epochs."
+        text = f"Synced after {len(done)} of {len(run.metrics)} {run.unit}s."
         return section("Parameter sync", tag("p", text))
     pairs: list[tuple[str, Any]] = [
         ("strategy", run.config.get("sync_strategy")),
-        ("every", _interval(run.config.get("sync_interval"))),
+        ("every", _interval(run)),
         ("syncs", stats.get("num_syncs")),
         ("failed syncs", stats.get("failed_syncs")),
         ("bytes moved", _bytes(stats.get("bytes"))),
@@ -77,7 +77,7 @@ def failures(run: Run) -> Markup:
             for e in kept
         ]  # fmt: skip
         title = plural(len(run.events), "event")
-        inside += [tag("h3", title), table(["after", "what", "worker", "epoch", "why"], rows,
+        inside += [tag("h3", title), table(["after", "what", "worker", run.unit, "why"], rows,
                                            texts=(0, 1, 4))]  # fmt: skip
     return section("Failures and restarts", *inside)
 
@@ -117,11 +117,11 @@ def environment(run: Run) -> Markup:
     return section("Environment", *inside)
 
 
-def _interval(value: Any) -> str | None:
-    plain = number(value)
+def _interval(run: Run) -> str | None:
+    plain = number(run.config.get("sync_interval"))
     if plain is None:
         return None
-    return "epoch" if plain == 1 else f"{plain:.0f} epochs"
+    return run.unit if plain == 1 else f"{plain:.0f} {run.unit}s"
 
 
 def _after(run: Run, event: Mapping[str, Any]) -> str | None:

@@ -7,7 +7,6 @@ processes is an ``RLWorker``.
 
 from __future__ import annotations
 
-import copy
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from miniray.rl.collective import Collective
+
+
+#: In a group of an optimizer's parameters: the rate that is theirs whatever ``set_lr`` says.
+OWN_RATE = "own_rate"
 
 
 class Worker(ABC):
@@ -78,9 +81,9 @@ class Worker(ABC):
         self.policy.load_state_dict(weights)
 
     def set_lr(self, lr: float) -> None:
-        """For all parameters."""
+        """For all parameters but those with a rate of their own (``critic_lr``)."""
         for settings in self.optimizer.param_groups:
-            settings["lr"] = lr
+            settings["lr"] = settings.get(OWN_RATE, lr)
 
     def get_reference(self) -> dict[str, Tensor] | None:
         """The weights that the policy is held to; None if it is held to nothing, or not yet."""
@@ -92,7 +95,8 @@ class Worker(ABC):
         """Hold the policy to these; None leaves all as it is."""
         if weights is not None:
             self.reference = self._frozen_copy()
-            self.reference.load_state_dict(weights)
+            needed = self.reference.state_dict()  # of a policy's weights, all but a critic's
+            self.reference.load_state_dict({k: v for k, v in weights.items() if k in needed})
 
     def get_optimizer(self) -> dict[str, Any]:
         """Its ``state_dict``."""
@@ -100,10 +104,16 @@ class Worker(ABC):
         return state
 
     def set_optimizer(self, state: dict[str, Any]) -> None:
-        """Take up what ``get_optimizer`` gave, but for the rate that ``config.lr`` says."""
-        self.optimizer.load_state_dict(state)
+        """Take up what ``get_optimizer`` gave, but for the rates, which are the config's.
+
+        ``critic_lr`` may be new: parameters are numbered alike with and without it. An optimizer
+        that the trainer was given has the rates, and must have the groups, of the state.
+        """
         if self.setup.optimizer is None:
-            self.set_lr(self.setup.config.lr)
+            groups = self.optimizer.state_dict()["param_groups"]
+            if _members(groups) == _members(state["param_groups"]):
+                state = {**state, "param_groups": groups}
+        self.optimizer.load_state_dict(state)
 
     def get_state(self) -> dict[str, Any]:
         """What is this worker's own: its place in the data, random numbers, optimizer."""
@@ -144,5 +154,11 @@ class Worker(ABC):
         """Answers when it is not busy, and is alive."""
         return self.rank
 
+    @abstractmethod
     def _frozen_copy(self) -> Any:
-        return copy.deepcopy(self.policy).requires_grad_(False).eval()
+        """The policy as it is now, for log-probs alone."""
+
+
+def _members(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The numbers of all parameters in the groups of an optimizer's state."""
+    return [number for group in groups for number in group["params"]]

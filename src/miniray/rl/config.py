@@ -121,6 +121,7 @@ class PPOConfig(Algorithm):
         whiten: give advantages mean 0 and variance 1 over the tokens of all workers.
         value_clip: see ``losses.value_loss``; None does not clip.
         value_coef: how much the value loss counts.
+        critic_lr: of what only values need: a value head, a critic of its own. None: as ``lr``.
     """
 
     rollouts: int = 1
@@ -129,11 +130,13 @@ class PPOConfig(Algorithm):
     whiten: bool = True
     value_clip: float | None = 0.5
     value_coef: float = 0.5
+    critic_lr: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         in_range("gamma", self.gamma, 0, 1)
         in_range("lam", self.lam, 0, 1)
         in_range("value_coef", self.value_coef, 0)
-        if self.value_clip is not None:
-            in_range("value_clip", self.value_clip, 0)
+        for name in ("value_clip", "critic_lr"):
+            if getattr(self, name) is not None:
+                in_range(name, getattr(self, name), 0)

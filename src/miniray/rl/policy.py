@@ -26,7 +26,8 @@ class Policy(Protocol):
     ``values`` is for PPO only. ``encode(row)`` (the prompt's token ids) is optional: with it,
     prompts longer than ``max_prompt_tokens`` are left out before anything is generated. A policy
     that gets log-probs and values out of one pass may have
-    ``log_probs_and_values(batch) -> (log_probs(batch), values(batch))``.
+    ``log_probs_and_values(batch) -> (log_probs(batch), values(batch))``. ``critic_parameters()``
+    says which ones ``PPOConfig(critic_lr=...)`` is for.
     """
 
     def generate(self, rows: Sequence[Row], seeds: Sequence[int], sampling: Sampling) -> Generated:
@@ -169,6 +170,11 @@ class CausalLM(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
             return self.log_probs(batch), self.values(batch)
         out = self._run(self.model, batch, output_hidden_states=True)
         return self._log_probs(out.logits, batch), self._values(out.hidden_states[-1], batch)
+
+    def critic_parameters(self) -> list[torch.nn.Parameter]:
+        """Those that only values need; what a critic shares with the model is the model's."""
+        shared = {id(p) for p in self.model.parameters()}
+        return [p for p in self.parameters() if id(p) not in shared]
 
     def _run(self, model: Any, batch: MicroBatch, **more: Any) -> Any:
         takes = taken_by(model)

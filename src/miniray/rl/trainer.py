@@ -332,6 +332,7 @@ class RLTrainer(Resumable):
     def _describe(self) -> dict[str, Any]:
         return {
             **super()._describe(),
+            "unit": self._unit,
             "sync": self.sync,
             "seed": self._run_seed,
             "algorithm": dataclasses.asdict(self.config),

@@ -11,6 +11,7 @@ up counts, moments and gradients (``collective``).
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -19,13 +20,14 @@ from typing import Any
 import torch
 
 from miniray import doctor
+from miniray.doctor import recorder
 from miniray.rl.batch import Generated, Rollouts
-from miniray.rl.calls import Worker
+from miniray.rl.calls import OWN_RATE, Worker
 from miniray.rl.collective import Alone, Collective, Together
 from miniray.rl.config import PPOConfig
 from miniray.rl.experience import add_advantages, drop_bad, look_back
 from miniray.rl.metrics import Metrics, Quad
-from miniray.rl.policy import as_policy
+from miniray.rl.policy import CausalLM, as_policy
 from miniray.rl.reward import Scorer
 from miniray.rl.sampling import Sampling, row_seed
 from miniray.rl.setup import Setup
@@ -56,7 +58,7 @@ class RLWorker(Worker):
         self.reference: Any = None
         self.collective: Collective = Alone(worker_id)
         make = setup.optimizer or self._adamw
-        self.optimizer = make([p for p in self.policy.parameters() if p.requires_grad])
+        self.optimizer = make(self._trained())
         self.source = make_source(
             setup.data, setup.config.prompts_per_step, worker_id, setup.num_workers
         )
@@ -66,6 +68,26 @@ class RLWorker(Worker):
             on_error=setup.on_error,
             where=f"worker {worker_id}",
         )
+
+    def _trained(self) -> list[Any]:
+        """The parameters; with ``critic_lr`` in groups, those of the critic with that rate.
+
+        Groups leave the order as it is, which an optimizer's state goes by.
+        """
+        trained = [p for p in self.policy.parameters() if p.requires_grad]
+        rate = self.config.critic_lr if isinstance(self.config, PPOConfig) else None
+        if rate is None:
+            return trained
+        if not hasattr(self.policy, "critic_parameters"):
+            raise TypeError(
+                f"critic_lr is for the parameters that critic_parameters() returns, a method that "
+                f"policy {type(self.policy).__name__} does not have"
+            )
+        critic = {id(p) for p in self.policy.critic_parameters()}
+        return [
+            {"params": list(members), **({"lr": rate, OWN_RATE: rate} if of_critic else {})}
+            for of_critic, members in itertools.groupby(trained, lambda p: id(p) in critic)
+        ]
 
     def _adamw(self, parameters: Sequence[Any]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=self.config.lr, weight_decay=0.0)
@@ -92,6 +114,11 @@ class RLWorker(Worker):
         The driver sends it with the run's seed and the KL coefficient: so all workers agree.
         """
         step, metrics = epoch, Metrics()
+        recording = recorder.current()
+        if recording is not None and not recording.explicit_steps:
+            # Before the first update: those of an optimizer, several to a step, are not to count.
+            recording.explicit_steps = True
+            recording.begin_steps()
         if self.reference is None and self.config.kl.coef > 0:
             self.reference = self._frozen_copy()
         with _phase(metrics, "data"):
@@ -211,6 +238,17 @@ class RLWorker(Worker):
         with torch.no_grad(), self._precision():
             made: Generated = self.policy.generate(rows, seeds, sampling)
         return made
+
+    def _frozen_copy(self) -> Any:
+        policy = self.policy
+        critic = policy.critic if isinstance(policy, CausalLM) else None
+        if critic is not None:  # as large as the model, and nobody asks a reference for values
+            policy.critic = None
+        try:
+            return copy.deepcopy(policy).requires_grad_(False).eval()
+        finally:
+            if critic is not None:
+                policy.critic = critic
 
     def _temperature(self) -> float:
         return self.setup.sampling.temperature or 1.0  # of the most likely token there is none

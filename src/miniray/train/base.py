@@ -128,7 +128,10 @@ class BaseTrainer(Saving):
         """Called before each epoch."""
 
     def on_epoch_end(self, epoch: int, result: dict[str, Any], **kwargs: Any) -> None:
-        """Called after each epoch with its result."""
+        """Called after each epoch with its result, which is what the run remembers of it.
+
+        What is added to it is in the history, in ``metrics.jsonl`` and in checkpoints.
+        """
 
     # -- the run ----------------------------------------------------------------------------------
 
@@ -172,7 +175,6 @@ class BaseTrainer(Saving):
             result.checkpoint = self.checkpoints.newest()  # it may have come with the hooks
         except BaseException as error:
             self._abort(error)
-            self._tell_where()
             if isinstance(error, KeyboardInterrupt):  # all of it is in run.json
                 from miniray.train.ending import users_part
 
@@ -183,14 +185,6 @@ class BaseTrainer(Saving):
         self._write_report()
         return result
 
-    def _tell_where(self) -> None:
-        """After a failure: where the run is, and how to go on with it."""
-        with self._writing("no way to go on with"):
-            if self._progress and self.run is not None and self.checkpoints is not None:
-                newest = self.checkpoints.newest()
-                how = f"; resume=True goes on from {newest.name}" if newest is not None else ""
-                print(f"the run is in {self.run.path}{how}", file=sys.stderr, flush=True)
-
     def _loop(self, epochs: int) -> None:
         with Progress(self.epoch, epochs, unit=self._unit, enabled=self._progress) as progress:
             for epoch in range(self.epoch, self.epoch + epochs):
@@ -199,20 +193,34 @@ class BaseTrainer(Saving):
                 result = self._train_epoch(epoch)
                 self._after_epoch(epoch, result)
                 record = {"epoch": epoch, "seconds": time.monotonic() - started, **result}
-                record["epoch"] = epoch  # workers may call something else so, or count from 1
-                self.history.append(record)
-                self.epoch = epoch + 1
-                assert self.run is not None
-                self.run.append_metrics(record)
                 progress.update(epoch, result)
-                self._emit("on_epoch_end", epoch, result)
+                self._remember(epoch, record)
                 if self.should_stop:
+                    assert self.run is not None
                     self.run.append_event(
                         {"event": "stopped", "epoch": epoch, "reason": self.stop_reason}
                     )
                     why = f": {self.stop_reason}" if self.stop_reason else ""
                     progress.note(f"stopped after {self._unit} {epoch}{why}")
                     break
+
+    def _remember(self, epoch: int, record: dict[str, Any]) -> None:
+        """Let the hooks add to what is known of an epoch; then it is written down.
+
+        Whatever they raise, the epoch was trained. A checkpoint that is written meanwhile has it.
+        """
+        assert self.run is not None
+        record["epoch"] = epoch  # workers may call something else so, or count from 1
+        self.history.append(record)
+        self.epoch = epoch + 1
+        try:
+            self._emit("on_epoch_end", epoch, record)
+        except BaseException:
+            with self._writing("its last epoch is not in"):
+                self.run.append_metrics(record)
+            raise
+        record["epoch"] = epoch
+        self.run.append_metrics(record)
 
     def _train_epoch(self, epoch: int) -> dict[str, Any]:
         self._in_epoch = True
@@ -244,20 +252,20 @@ class BaseTrainer(Saving):
         """Those of ``train``'s keyword arguments that ``function`` takes."""
         return accepted(inspect.signature(function), self._kwargs)
 
-    def _make_result(self, wall_time: float) -> TrainResult:
+    def _make_result(
+        self, wall_time: float, kind: type[TrainResult] = TrainResult, **more: Any
+    ) -> TrainResult:
         assert self.run is not None
         assert self.checkpoints is not None
-        return TrainResult(
+        return kind(
             history=self.history,
             epochs=self.epoch,
+            unit=self._unit,
             wall_time=wall_time,
-            sync=self._sync_stats(),
             run_dir=self.run.path,
             checkpoint=self.checkpoints.newest(),
+            **more,
         )
-
-    def _sync_stats(self) -> dict[str, Any]:
-        return {}
 
     # -- workers ----------------------------------------------------------------------------------
 
@@ -290,14 +298,14 @@ class BaseTrainer(Saving):
                 required.append("train_epoch")
             if self._eval_interval and type(self).evaluate is BaseTrainer.evaluate:
                 required.append("evaluate")
-            self._group = WorkerGroup(
+            self._group = self._make_group(
                 self.num_workers,
                 self._create,
                 self._set_up_replacement,
                 required,
                 self._max_failures,
                 self._worker_timeout,
-                self._on_group_event,
+                self._on_worker_event,
                 self._unit,
             )
             self._group.start()
@@ -305,6 +313,9 @@ class BaseTrainer(Saving):
         if self._loaded is not None:
             self._take_up(self._loaded)
             self._loaded = None
+
+    def _make_group(self, *options: Any) -> WorkerGroup:
+        return WorkerGroup(*options)
 
     def _create(self, worker_id: int) -> Any:
         seed = None if self._seed is None else self._seed + worker_id
@@ -327,10 +338,6 @@ class BaseTrainer(Saving):
         for callback in self.callbacks:
             with setting_up("on_worker_replaced"):
                 callback.on_worker_replaced(self, worker_id)
-
-    def _on_group_event(self, event: dict[str, Any]) -> None:
-        """A worker failed or was replaced."""
-        self._on_worker_event(event)
 
     def _describe(self) -> dict[str, Any]:
         return {

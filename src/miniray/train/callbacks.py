@@ -35,7 +35,7 @@ class Callback:
         """Before each epoch."""
 
     def on_epoch_end(self, trainer: Any, epoch: int, result: dict[str, Any], **kwargs: Any) -> None:
-        """After each epoch, with its result."""
+        """After each epoch, with its result; what is added to it is in the history, too."""
 
     def on_worker_replaced(self, trainer: Any, worker_id: int) -> None:
         """A worker was lost; the one in its place has its shard and weights and does nothing yet.

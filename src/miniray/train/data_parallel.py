@@ -21,6 +21,7 @@ from miniray.train.asynchronous import AsyncEpochs, check_mode
 from miniray.train.averaging import aggregate
 from miniray.train.base import BaseTrainer
 from miniray.train.dealing import Dealer, Shardable, dealt_spec
+from miniray.train.results import TrainResult
 from miniray.train.saving import NO_WORKERS
 from miniray.train.syncing import begin_with, sync
 from miniray.train.workers import REQUIRED_METHODS, end
@@ -284,8 +285,8 @@ class DataParallelTrainer(BaseTrainer):
             assert self._group is not None
             self._dealer.load(self._group, state["data"])
 
-    def _sync_stats(self) -> dict[str, Any]:
-        return self.get_sync_stats()
+    def _make_result(self, *args: Any, **more: Any) -> TrainResult:
+        return super()._make_result(*args, sync=self.get_sync_stats(), **more)
 
     def _describe(self) -> dict[str, Any]:
         return {

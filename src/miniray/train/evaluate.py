@@ -76,7 +76,9 @@ def _knows_slices(data: Any) -> bool:
     return isinstance(data, torch_data.TensorDataset)
 
 
-def evaluate_on(group: WorkerGroup, data: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def evaluate_on(
+    group: WorkerGroup, data: Any, kwargs: Mapping[str, Any], epoch: int | None = None
+) -> dict[str, Any]:
     """Call ``evaluate`` on all workers that have samples, and combine what they return.
 
     A worker that is lost is replaced within ``max_failures`` and evaluates again. Raises what a
@@ -100,7 +102,7 @@ def evaluate_on(group: WorkerGroup, data: Any, kwargs: Mapping[str, Any]) -> dic
             return group.submit(worker_id, "evaluate", **given)
         return group.submit(worker_id, "evaluate", rows[worker_id][0], **given)
 
-    scores = group.call_some(busy, submit, "evaluate")
+    scores = group.call_some(busy, submit, "evaluate", epoch)
     results = [(worker_id, rows[worker_id][1], scores[worker_id]) for worker_id in busy]
     return combine(results)
 

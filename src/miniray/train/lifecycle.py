@@ -121,6 +121,11 @@ class Lifecycle:
 
                 record_ends(self.run.path / "ranks", error)
         self._write_report()
+        with self._writing("no way to go on with"):
+            if self._progress and self.run is not None and self.checkpoints is not None:
+                newest = self.checkpoints.newest()
+                how = f"; resume=True goes on from {newest.name}" if newest is not None else ""
+                print(f"the run is in {self.run.path}{how}", file=sys.stderr, flush=True)
 
     def _write_report(self) -> None:
         """The run as a page, at its end."""

@@ -75,7 +75,7 @@ class TensorBoard(Callback):
     def on_epoch_end(self, trainer: Any, epoch: int, result: dict[str, Any], **kwargs: Any) -> None:
         for key, value in result.items():
             plain = records.number(value)
-            if plain is not None:
+            if plain is not None and key != "epoch":  # which is the axis
                 self._writer.add_scalar(key, plain, epoch)
         self._writer.flush()  # so that a run that is killed later can be looked at
 

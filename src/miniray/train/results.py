@@ -64,6 +64,7 @@ class TrainResult(Mapping[str, Any]):
         history: Sequence[Mapping[str, Any]],
         run_dir: str | Path,
         epochs: int | None = None,
+        unit: str = "epoch",
         wall_time: float = 0.0,
         sync: Mapping[str, Any] | None = None,
         checkpoint: str | Path | None = None,
@@ -71,6 +72,7 @@ class TrainResult(Mapping[str, Any]):
         self.history = [dict(record) for record in history]
         self.metrics = dict(self.history[-1]) if self.history else {}
         self.epochs = len(self.history) if epochs is None else epochs
+        self._unit = unit
         self.wall_time = wall_time
         self.sync = dict(sync or {})
         self.run_dir = Path(run_dir)
@@ -135,7 +137,7 @@ class TrainResult(Mapping[str, Any]):
         )
         plural = "" if self.epochs == 1 else "s"
         shown = shown or "no metrics"
-        return f"<TrainResult of {self.epochs} epoch{plural}: {shown}; {self.run_dir}>"
+        return f"<TrainResult of {self.epochs} {self._unit}{plural}: {shown}; {self.run_dir}>"
 
     # -- looking at it -----------------------------------------------------------------------------
 
@@ -182,7 +184,7 @@ class TrainResult(Mapping[str, Any]):
             axes.plot(broken, [0.02] * len(broken), "rx", transform=at_foot, label="NaN or Inf")
             axes.legend(loc="best")
         axes.set_title(name)
-        axes.set_xlabel("epoch")
+        axes.set_xlabel(self._unit)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
 

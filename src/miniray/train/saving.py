@@ -69,6 +69,10 @@ class Saving(Lifecycle):
             self.run = self._run_from(store, wanted)
         self.checkpoints = self.checkpoints or self._store(self.run.checkpoints)
         self.run.truncate_metrics(epoch)
+        written = {record.get("epoch") for record in self.run.read_metrics()}
+        for record in self.history:  # of the last epoch, if a hook was killed; of all in a new run
+            if record["epoch"] not in written:
+                self.run.append_metrics(record)
         self._loaded = state
         if self._group is not None:
             self._take_up(state)
@@ -82,8 +86,6 @@ class Saving(Lifecycle):
         if same and (before / "run.json").exists():
             return RunDirectory.reopen(before)
         run = RunDirectory.open(self._run_dir, self._name, self._title)
-        for record in self.history:
-            run.append_metrics(record)
         run.append_event({"event": "started_from", "checkpoint": str(store.loaded)})
         return run
 

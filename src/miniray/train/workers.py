@@ -293,8 +293,11 @@ def in_context(
     return told
 
 
-def located(error: Exception, where: str) -> Exception:
-    """``error`` with ``where`` before its text, if it is one of miniray's; of the same types."""
+def located(error: Exception, where: str, meant: str = "") -> Exception:
+    """``error`` with ``where`` before its text, if it is one of miniray's; of the same types.
+
+    ``meant`` comes after its text, unless the worker's code raised it.
+    """
     if isinstance(error, TaskError):
         function = f"{where}: {error.function.replace(WRAPPED, '')}"
         trace = error.remote_traceback
@@ -303,6 +306,6 @@ def located(error: Exception, where: str) -> Exception:
         return TaskError(function, error.worker, error.pid, trace, error.cause).as_cause_type()
     if not isinstance(error, MinirayError):
         return error
-    told = type(error)(f"{where}: {error}")
+    told = type(error)(f"{where}: {error}{meant}")
     vars(told).update(vars(error))
     return told

@@ -7,23 +7,15 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from miniray.core.local.calls import Call, Channel
-from miniray.core.local.objects import (
-    FAILED,
-    Blob,
-    Entry,
-    Failure,
-    LocalRef,
-    entry_of,
-    is_plain,
-)
+from miniray.core.local.calls import Call, fill_arguments
+from miniray.core.local.channel import Channel
+from miniray.core.local.objects import FAILED, Blob, Entry, Failure, LocalRef
 from miniray.core.local.peers import CANCEL, DRIVER
 from miniray.core.local.sharing import Shared
 from miniray.core.local.sinks import make_sink, set_origin
 from miniray.core.local.wire import Closed
 from miniray.core.remote import ActorInfo
-from miniray.core.serialize import pack
-from miniray.errors import ActorDiedError, MinirayError, NotSerializableError
+from miniray.errors import ActorDiedError, MinirayError
 
 if TYPE_CHECKING:
     from miniray.core.local.node import Node
@@ -247,35 +239,3 @@ class ActorClient:
             channel, self._channel = self._channel, None
         if channel is not None:
             channel.retire()
-
-
-def fill_arguments(node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Pickle the arguments into ``call``; top-level refs become its dependencies."""
-    plain = True
-    refs = False
-    for value in args:
-        if not is_plain(value):
-            plain = False
-            refs = refs or isinstance(value, LocalRef)
-    for value in kwargs.values():
-        if not is_plain(value):
-            plain = False
-            refs = refs or isinstance(value, LocalRef)
-    if plain:
-        call.body = pickle.dumps((call.id, call.method, call.num_returns, args, kwargs), 5)
-        return
-    if refs:
-        for i, value in enumerate(args):
-            if isinstance(value, LocalRef):
-                call.deps.append((i, entry_of(node, value)))  # type: ignore[arg-type]
-        for key, value in kwargs.items():
-            if isinstance(value, LocalRef):
-                call.deps.append((key, entry_of(node, value)))  # type: ignore[arg-type]
-        args = tuple(None if isinstance(v, LocalRef) else v for v in args)
-        kwargs = {k: None if isinstance(v, LocalRef) else v for k, v in kwargs.items()}
-    try:
-        call.args = Blob.of(node, (args, kwargs))
-    except NotSerializableError:
-        for name, value in [*enumerate(args), *kwargs.items()]:
-            pack(value, f"argument {name!r} of {call.label}")  # it says which one it is
-        raise

@@ -1,37 +1,20 @@
-"""The caller's side of calls: what is sent, and who reads the results.
-
-A thread that waits for a result reads the connection itself (*leads* it), so a synchronous call
-costs no thread switch. When nobody leads and more than one result is due, the I/O thread reads
-(the channel is *armed*). With exactly one result due, a thread will most likely ask for it next:
-the I/O thread gives it a moment before it takes over.
-
-Calls to a worker that runs one at a time are held back while it is busy and sent together; every
-wait, every result and a full buffer send them.
-"""
+"""A call on its way to a worker: what is sent, and what it waits for before that."""
 
 from __future__ import annotations
 
 import pickle
-import select
-import threading
-import time
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from miniray.core.local import interrupts, system
-from miniray.core.local.objects import BLOB, FAILED, PENDING, PLAIN, Blob, Entry, Failure
-from miniray.core.local.sinks import sink_entries
-from miniray.core.local.wire import Closed, Stream, frame
-from miniray.errors import TaskCancelledError
+from miniray.core.local.objects import FAILED, PENDING, Blob, Entry, LocalRef, entry_of, is_plain
+from miniray.core.local.wire import frame
+from miniray.core.serialize import pack
+from miniray.errors import NotSerializableError, TaskCancelledError
 
 if TYPE_CHECKING:
     from miniray.core.local.node import Node
 
 # Kinds of frame on a call connection: calls one way, results the other.
 CALL_PLAIN, CALL, FUNCTION, R_PLAIN, R_ONE, R_MANY, R_ITEM, R_END, R_STOLEN = range(1, 10)
-
-_BATCH_BYTES = 8192
-_LONGEST_POLL = 1e9  # milliseconds: days, and what fits a C int
 
 
 class Call:
@@ -96,253 +79,20 @@ class Call:
         return frame(CALL, body, len(fds)), fds
 
 
-class Channel(Stream):
-    """The caller's end of a call connection to one worker.
-
-    ``on_lost(channel, calls)`` is called once, in the I/O thread, when the worker is gone, with the
-    calls that were not answered. ``on_result`` is called after each read.
-    """
-
-    def __init__(
-        self,
-        node: Node,
-        proc: int,
-        batching: bool,
-        on_lost: Callable[[Channel, list[Call]], None],
-        on_result: Callable[[Channel], None],
-    ) -> None:
-        super().__init__(node.dial(proc, 1), proc, node.watch_output)
-        self.node = node
-        self.handler = self._on_events
-        self.pending: dict[int, Call] = {}
-        #: For tasks: functions this worker knows, and what the last read brought.
-        self.functions: set[int] = set()
-        self.thieves = 0  # asked to give tasks back; an answer comes to each
-        self.on_stolen: Callable[[Channel, int | None, list[int]], None] = lambda *_: None
-        self.taken = 0
-        self.last_function: Any = None
-        self._batching = batching
-        self._on_lost = on_lost
-        self._on_result = on_result
-        self._batch: list[bytes] = []
-        self._batch_bytes = 0
-        self._call_lock = threading.Lock()
-        self._mode_lock = threading.Lock()
-        self._led = False
-        self._lost = False
-        self.interrupted = False
-        readiness = select.poll()
-        readiness.register(self.fd, select.POLLIN)
-        self._patience = system.Patience(readiness.poll)
-        node.channels.setdefault(proc, set()).add(self)
-
-    # -- sending --------------------------------------------------------------------------------
-
-    def submit(self, call: Call) -> None:
-        """Send ``call``, or hold it back to go with others. Raises ``Closed``: it was not sent."""
-        data, fds = call.encode(self.node, self.peer)
-        sink = call.sink
-        with self._call_lock:
-            pending = self.pending
-            pending[call.id] = call
-            busy = len(pending) > 1
-            if type(sink) is Entry:
-                sink.channel = self
-                read_now = busy or sink.waiters
-            else:
-                for entry in sink_entries(sink):
-                    entry.channel = self
-                read_now = True
-            try:
-                if busy and self._batching and not fds:
-                    self._batch.append(data)
-                    self._batch_bytes += len(data)
-                    if self._batch_bytes >= _BATCH_BYTES:
-                        self._send_batch()
-                    else:
-                        self.node.dirty.add(self)
-                else:
-                    if self._batch:
-                        self._send_batch()
-                    self.send(data, fds)
-            except Closed:
-                del pending[call.id]
-                raise
-        if not self.events & system.IN:
-            if read_now:
-                self.arm()
-            else:
-                self.node.look_later(self)
-
-    def send_ahead(self, kind: int, body: bytes, fds: Sequence[int] = ()) -> None:
-        """Send a frame before the calls that follow. Raises ``Closed``."""
-        with self._call_lock:
-            if self._batch:
-                self._send_batch()
-            self.send(frame(kind, body, len(fds)), fds)
-
-    def flush_batch(self) -> None:
-        with self._call_lock:
-            if self._batch:
-                try:
-                    self._send_batch()
-                except Closed:
-                    self.lost()
-
-    def _send_batch(self) -> None:
-        data = b"".join(self._batch)
-        self._batch.clear()
-        self._batch_bytes = 0
-        self.send(data)
-
-    # -- receiving ------------------------------------------------------------------------------
-
-    def arm(self) -> None:
-        """Have the I/O thread read results, unless a waiting thread is reading them."""
-        with self._mode_lock:
-            if self._led or self._lost or self.events & system.IN:
-                return
-            self.node.rewatch(self, add=system.IN)
-
-    def lead_until(self, entry: Entry, deadline: float | None) -> bool:
-        """Read results in this thread until ``entry`` has one; False if somebody else reads.
-
-        Returns True also when the time is up, the worker is gone or the call went to another one:
-        the caller looks at the entry.
-        """
-        if not self.read_lock.acquire(blocking=False):
-            return False
-        reading = False
-        try:
-            with self._mode_lock:
-                if self._lost:
-                    return False
-                self._led = True
-                if self.events & system.IN:
-                    self.node.rewatch(self, remove=system.IN)
-            while entry.state == PENDING and entry.channel is self:
-                left = None
-                if deadline is not None:
-                    left = min(max(0.0, deadline - time.monotonic()) * 1000, _LONGEST_POLL)
-                paused = interrupts.pause()
-                if paused:
-                    longest = interrupts.LONGEST_SLEEP * 1000
-                    left = longest if left is None else min(left, longest)
-                try:
-                    ready = self._patience.wait(left)
-                finally:
-                    if paused:
-                        interrupts.resume()
-                if not ready:
-                    if deadline is not None and time.monotonic() >= deadline:
-                        return True
-                    continue
-                reading = True
-                self._take(self.read())
-                reading = False
-        except Closed:
-            self.lost()
-        except BaseException:
-            # Ctrl-C while waiting is harmless. Between reading and taking it loses a result: then
-            # the connection is of no use any more, and those who wait on it must hear of it.
-            if reading:
-                self.lost(interrupted=True)
-            raise
-        finally:
-            self._led = False
-            self.read_lock.release()
-            if (self.pending or self.thieves) and not self._lost:
-                self.arm()
-        return True
-
-    def _on_events(self, events: int) -> None:
-        try:
-            if events & system.OUT:
-                self.node.flush_output(self)
-            if events & ~system.OUT and self.read_lock.acquire(blocking=False):
-                try:
-                    self._take(self.read())
-                finally:
-                    self.read_lock.release()
-        except Closed:
-            self.lost()
-
-    def _take(self, frames: Sequence[Any]) -> None:
-        node, peer, pending = self.node, self.peer, self.pending
-        call: Call | None = None
-        for kind, body, fds in frames:
-            if kind == R_PLAIN:
-                id, value = pickle.loads(body)
-                call = pending.pop(id, None)
-                if call is not None:
-                    call.sink.resolve(PLAIN, value)
-                continue
-            if kind == R_STOLEN:
-                thief, ids = pickle.loads(body)
-                self.thieves -= thief is not None
-                self.on_stolen(self, thief, ids)
-                continue
-            id, state, wires = pickle.loads(body)
-            # Decoded even if nobody wants it: its credits and descriptors must be given back.
-            blobs = node.decode(wires, peer, fds)
-            if kind == R_ITEM:
-                call = pending.get(id)
-                if call is not None:
-                    call.sink.add(blobs[0])
-                continue
-            call = pending.pop(id, None)
-            if call is None:
-                continue
-            if kind == R_MANY:
-                call.sink.resolve(BLOB, blobs)
-            elif state == FAILED:
-                call.sink.resolve(FAILED, Failure(node, blobs[0]))
-            else:  # R_ONE, or R_END without an error
-                call.sink.resolve(state, blobs[0] if blobs else None)
-        if self._batch:
-            self.flush_batch()
-        if frames:
-            self.taken = len(frames)
-            self.last_function = call.spec if call is not None else None
-            self._on_result(self)
-
-    def lost(self, interrupted: bool = False) -> None:
-        """The worker is gone, or (``interrupted``) only this connection to it is of no use.
-
-        Safe to call from anywhere, more than once.
-        """
-        with self._mode_lock:
-            if self._lost:
-                return
-            self._lost = True
-            self.interrupted = interrupted
-        self.close()
-        self.node.post(self._report_lost)
-
-    def _report_lost(self) -> None:
-        self._unregister()
-        with self.read_lock:
-            try:  # answers that arrived before the end still count
-                while frames := self.read():
-                    self._take(frames)
-            except Closed:
-                pass
-            with self._call_lock:  # a call being sent is among them or raises Closed, not neither
-                calls = list(self.pending.values())
-                self.pending.clear()
-        self._on_lost(self, calls)
-
-    def retire(self) -> None:
-        """Close without reporting: nothing is due any more."""
-        with self._mode_lock:
-            if self._lost:
-                return
-            self._lost = True
-        self._unregister()
-        self.close()
-
-    def _unregister(self) -> None:
-        self.node.rewatch(self, remove=self.events)
-        self.handler = None  # it refers to the channel: no cycle, so the socket closes now
-        self.node.channels.get(self.peer, set()).discard(self)
-        self.node.dirty.discard(self)
+def fill_arguments(node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Pickle the arguments into ``call``; top-level refs become its dependencies."""
+    if all(map(is_plain, args)) and all(map(is_plain, kwargs.values())):
+        call.body = pickle.dumps((call.id, call.method, call.num_returns, args, kwargs), 5)
+        return
+    for place, value in [*enumerate(args), *kwargs.items()]:
+        if isinstance(value, LocalRef):
+            call.deps.append((place, entry_of(node, value)))  # type: ignore[arg-type]
+    if call.deps:
+        args = tuple(None if isinstance(v, LocalRef) else v for v in args)
+        kwargs = {k: None if isinstance(v, LocalRef) else v for k, v in kwargs.items()}
+    try:
+        call.args = Blob.of(node, (args, kwargs))
+    except NotSerializableError:
+        for name, value in [*enumerate(args), *kwargs.items()]:
+            pack(value, f"argument {name!r} of {call.label}")  # it says which one it is
+        raise

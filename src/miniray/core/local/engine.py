@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 from miniray.core import machine, session
 from miniray.core.engine import Capabilities, Engine, RuntimeContext
 from miniray.core.local import waiting
-from miniray.core.local.actors import ActorEntry, fill_arguments
-from miniray.core.local.calls import Call
+from miniray.core.local.actors import ActorEntry
+from miniray.core.local.calls import Call, fill_arguments
 from miniray.core.local.executors import current_call
 from miniray.core.local.node import Node
 from miniray.core.local.objects import (

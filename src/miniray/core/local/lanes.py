@@ -1,16 +1,19 @@
-"""What tasks need, what is known of their functions, and the queue of those that need the same."""
+"""What tasks need, what is known of their functions, and who runs those that need the same."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from miniray.core.local.calls import Call, Channel
+from miniray.core.local.calls import Call
+from miniray.core.local.channel import Channel
 from miniray.core.local.objects import Blob
 
 if TYPE_CHECKING:
     from miniray.core.local.node import Node
+    from miniray.core.options import Options
     from miniray.core.remote import FunctionSpec
 
 #: Tasks shorter than this are sent several at a time.
@@ -35,6 +38,8 @@ class Function:
         self.name = spec.name
         self.blob = Blob.of(node, spec.function, f"function {spec.name}")
         self.seconds: float | None = None  # running mean of how long it takes
+        #: Where its last call went, and the options that said so: mostly the next one's, too.
+        self.chosen: tuple[Options, Lane] | None = None
 
     @property
     def short(self) -> bool:
@@ -44,15 +49,35 @@ class Function:
 class Lane:
     """The queue and the leased workers of one kind of demand."""
 
-    def __init__(self) -> None:
+    def __init__(self, demand: Demand) -> None:
+        self.demand = demand
         self.queue: deque[Call] = deque()
-        self.leased: dict[int, Channel] = {}
+        self.leased: dict[int, Leased] = {}
         self.asked = 0
         self.stillborn = 0  # workers that died before they got a task, since the last result
-        self.last_event: dict[int, float] = {}
-        self.stealing: set[int] = set()
-        self.recalled: set[int] = set()  # workers the driver wants back for somebody else
-        self.blocked: set[int] = set()  # workers whose task waits for others
+
+
+class Leased(Channel):
+    """A worker of the pool; the connection is kept from one lease to the next."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.lane: Lane | None = None  # None while it is not leased
+        self.functions: set[int] = set()  # those it knows
+        self.last_event = 0.0  # when it got its first task, or gave a result
+        self.stealing = False  # idle, it waits for tasks of a busy one
+        self.recalled = False  # the driver wants it back for somebody else
+        self.blocked = False  # its task waits for others
+
+    def measure(self) -> None:
+        """Results came: how long did each take?"""
+        now = time.monotonic()
+        elapsed, self.last_event = now - self.last_event, now
+        function = self.last_function
+        if function is not None:
+            seconds = elapsed / max(self.taken, 1)
+            known = function.seconds
+            function.seconds = seconds if known is None else 0.7 * known + 0.3 * seconds
 
 
 def has_room(channel: Channel, call: Call) -> bool:

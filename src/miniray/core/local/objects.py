@@ -30,7 +30,7 @@ from miniray.errors import SessionEndedError, TaskCancelledError
 if TYPE_CHECKING:
     import concurrent.futures
 
-    from miniray.core.local.calls import Channel
+    from miniray.core.local.channel import Channel
     from miniray.core.local.node import Node
 
 #: From this size on a value goes through shared memory.

@@ -142,11 +142,8 @@ class Stream:
         buffer, start, end = self._buffer, self._start, self._end
         if start == end:
             start = end = 0
-        elif start and len(buffer) - end < _READ_SIZE // 2:
-            buffer[: end - start] = buffer[start:end]
-            start, end = 0, end - start
-        if len(buffer) - end < _READ_SIZE // 2:
-            buffer.extend(bytes(len(buffer)))
+        elif len(buffer) - end < _READ_SIZE // 2:
+            start, end = self._make_room(start, end)
         self._start, self._end = start, end
         try:
             with memoryview(buffer) as view:
@@ -157,12 +154,8 @@ class Stream:
             return []
         except OSError as error:
             raise Closed from error
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                whole = len(data) - len(data) % 4
-                self._fds.extend(array.array("i", data[:whole]))
-        if flags & socket.MSG_CTRUNC:
-            self._fds.append(_LOST)
+        if ancillary or flags & socket.MSG_CTRUNC:
+            self._keep_fds(ancillary, flags)
         if count == 0:
             raise Closed
         end += count
@@ -179,6 +172,23 @@ class Stream:
             start = stop
         self._start, self._end = start, end
         return frames
+
+    def _make_room(self, start: int, end: int) -> tuple[int, int]:
+        """Move what is in the buffer to its front, and double it where that is not enough."""
+        buffer = self._buffer
+        buffer[: end - start] = buffer[start:end]
+        start, end = 0, end - start
+        if len(buffer) - end < _READ_SIZE // 2:
+            buffer.extend(bytes(len(buffer)))
+        return start, end
+
+    def _keep_fds(self, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                whole = len(data) - len(data) % 4
+                self._fds.extend(array.array("i", data[:whole]))
+        if flags & socket.MSG_CTRUNC:
+            self._fds.append(_LOST)
 
     def _pop_fds(self, count: int) -> list[int]:
         """The descriptors of one frame, -1 for each that got lost.

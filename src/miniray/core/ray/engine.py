@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
+import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
@@ -172,19 +174,30 @@ class RayEngine(Engine):
             raise
 
     def get(self, refs: Sequence[ObjectRef[Any]], timeout: float | None) -> list[Any]:
-        self._check_open(ObjectLostError)
         ray_refs = ray_refs_of(self, refs)
+        with self._waiting():
+            try:
+                return ray.get(ray_refs, timeout=timeout)  # type: ignore[no-any-return]
+            except ray.exceptions.GetTimeoutError:
+                ready, _ = ray.wait(ray_refs, num_returns=len(ray_refs), timeout=0)
+                raise GetTimeoutError(
+                    f"{len(ray_refs) - len(ready)} of {len(ray_refs)} not ready after {timeout:g} s"
+                ) from None
+            except RayError as error:
+                self._check_open(ObjectLostError)
+                raise translate(first_error(ray_refs) or error) from None
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Around a wait in Ray, which says all kinds of things when another thread shuts it down.
+
+        ``SystemExit`` if it was waiting, an ``AttributeError`` of its own if it was about to.
+        """
+        # The last thing before it: of a Ray that has ended, Ray starts another or ends the process.
+        self._check_open(ObjectLostError)
         try:
-            return ray.get(ray_refs, timeout=timeout)  # type: ignore[no-any-return]
-        except ray.exceptions.GetTimeoutError:
-            ready, _ = ray.wait(ray_refs, num_returns=len(ray_refs), timeout=0)
-            raise GetTimeoutError(
-                f"{len(ray_refs) - len(ready)} of {len(ray_refs)} not ready after {timeout:g} s"
-            ) from None
-        except RayError as error:
-            self._check_open(ObjectLostError)
-            raise translate(first_error(ray_refs) or error) from None
-        except SystemExit:  # how Ray ends a wait when another thread shuts it down
+            yield
+        except (Exception, SystemExit):
             self._check_open(ObjectLostError)
             raise
 
@@ -195,13 +208,12 @@ class RayEngine(Engine):
         timeout: float | None,
         fetch_local: bool = True,
     ) -> tuple[list[ObjectRef[Any]], list[ObjectRef[Any]]]:
-        self._check_open(ObjectLostError)
-        done, _ = ray.wait(
-            ray_refs_of(self, refs),
-            num_returns=num_returns,
-            timeout=timeout,
-            fetch_local=fetch_local,
-        )
+        ray_refs = ray_refs_of(self, refs)
+        with self._waiting():
+            done, _ = ray.wait(
+                ray_refs, num_returns=num_returns, timeout=timeout, fetch_local=fetch_local
+            )
+            self._check_open(ObjectLostError)  # the end of Ray ends it as if time were up
         finished = {ref.binary() for ref in done}
         ready = [ref for ref in refs if ref.binary() in finished]
         return ready, [ref for ref in refs if ref.binary() not in finished]
@@ -215,6 +227,11 @@ class RayEngine(Engine):
     def kill(self, actor: Any, no_restart: bool) -> None:
         self._check_open(ActorDiedError)
         ray.kill(actor, no_restart=no_restart)
+        if no_restart:
+            # Ray has only been asked to: until it is done calls still run. One that fails tells.
+            with contextlib.suppress(RayError):
+                while ray.get(actor.__ray_ready__.remote()):
+                    time.sleep(0.001)
 
     def cancel(
         self, ref: ObjectRef[Any] | ObjectRefGenerator, force: bool, recursive: bool

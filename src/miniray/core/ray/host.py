@@ -133,6 +133,8 @@ def host_class(spec: ClassSpec, enter: Callable[[], Any]) -> type:
     members.update(
         __init__=__init__,
         __repr__=__repr__,
+        # Every actor of Ray has one, but Ray's client knows only what the class has.
+        __ray_ready__=lambda self: True,
         __doc__=user_class.__doc__,
         __module__=user_class.__module__,
         __qualname__=user_class.__qualname__,

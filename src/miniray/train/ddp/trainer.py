@@ -6,7 +6,6 @@ What happens when a rank fails is ``RankTrainer``'s: one error, the cause's, and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import miniray
@@ -112,7 +111,6 @@ class DDPTrainer(RankTrainer):
         self._compile, self._models = compile, tuple(models)
         self._ddp_options = ddp_options
         self._steps_are_ours = False
-        self._own_methods: tuple[str, ...] = ()  # what of a worker's methods is the user's
 
     def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Evaluate on all workers, every sample exactly once; see ``miniray.train.evaluate``.
@@ -126,30 +124,13 @@ class DDPTrainer(RankTrainer):
         epoch = self._epoch_for_errors()
         if self.shard == "full":
             return self._retried(epoch, lambda: self._evaluate_in_step(data, epoch))
-        return self._retried(epoch, lambda: self._evaluate_apart(data, epoch, kwargs))
-
-    def _evaluate_apart(
-        self, data: Any, epoch: int | None, kwargs: Mapping[str, Any]
-    ) -> dict[str, Any]:
         group = self._group
-        assert group is not None
-
-        def call_some(ranks: Any, submit: Any, method: str) -> dict[int, Any]:
-            # Whether an evaluate() of the user's own moves is not known.
-            watched = method not in self._own_methods
-            return self._call_some(ranks, submit, method, epoch, watched=watched)
-
-        calls: Any = SimpleNamespace(
-            handles=group.handles, has=group.has, submit=group.submit, call_some=call_some
-        )
-        return evaluate_on(calls, data, kwargs)
+        return self._retried(epoch, lambda: evaluate_on(group, data, kwargs, epoch))
 
     def _evaluate_in_step(self, data: Any, epoch: int | None) -> dict[str, Any]:
         count = self.num_workers
         rows = [None if data is None else cut(data, rank, count)[0] for rank in range(count)]
-        results = self._call_ranks(
-            "_rank_evaluate", lambda rank: (rows[rank],), epoch, watched=True
-        )
+        results = self._call_ranks("_rank_evaluate", lambda rank: (rows[rank],), epoch)
         return combine([(rank, None, sums) for rank, sums in enumerate(results)])
 
     def _summary(self, results: list[Any]) -> dict[str, Any]:
@@ -181,12 +162,15 @@ class DDPTrainer(RankTrainer):
             )
         if group.has("load_data_shard"):
             count = self.num_workers
-            self._call_ranks("load_data_shard", lambda i: (i, count), kwargs=self._kwargs)
+            self._call_ranks("load_data_shard", lambda i: (i, count), **self._kwargs)
         settings = self._rank_settings()
         facts = self._call_ranks("_rank_prepare", lambda i: (i, self.num_workers, settings))
-        self._steps_are_ours, self._own_methods = facts[0]["steps"], facts[0]["own_methods"]
-        if evaluates and "evaluate" not in self._own_methods:
-            setup.check_val_loader(facts, self)
+        self._steps_are_ours = facts[0]["steps"]
+        self._watched = ["_rank_epoch", "_rank_evaluate"]
+        if "evaluate" not in facts[0]["own_methods"]:  # whether the user's own moves is not known
+            self._watched.append("evaluate")
+            if evaluates:
+                setup.check_val_loader(facts, self)
         if not self._steps_are_ours:
             setup.refuse_step_options(self)
         self._meet(facts, setup.agree(facts, self))

@@ -21,6 +21,7 @@ from miniray.train.parallel.schedules import SCHEDULES
 from miniray.train.parallel.worker import ModelWorker
 from miniray.train.ranks.options import choose_backend, refuse_unknown
 from miniray.train.ranks.trainer import RankTrainer
+from miniray.train.results import TrainResult
 from miniray.train.saving import NO_WORKERS
 
 
@@ -28,6 +29,7 @@ class SplitModelTrainer(RankTrainer):
     """See the module. The arguments are described at ``PipelineParallelTrainer``."""
 
     _kind = "parallel"
+    _watched = ("_rank_epoch", "evaluate")
     _preloaded = (
         *("miniray.train.ranks.output", "miniray.train.parallel.rank"),
         "torch.distributed.tensor.parallel",
@@ -137,7 +139,7 @@ class SplitModelTrainer(RankTrainer):
         given = miniray.put(data) if data is not None else None
 
         def attempt() -> list[Any]:
-            return self._call_ranks("evaluate", lambda _: (given,), epoch, watched=True)
+            return self._call_ranks("evaluate", lambda _: (given,), epoch)
 
         results = self._retried(epoch, attempt)
         mine = [
@@ -243,15 +245,10 @@ class SplitModelTrainer(RankTrainer):
             "clip_norm": self.clip_norm,
         }
 
-    def _make_result(self, wall_time: float) -> ParallelResult:
-        assert self.run is not None
-        newest = self.checkpoints.newest() if self.checkpoints is not None else None
-        return ParallelResult(
-            history=list(self.history),
-            epochs=self.epoch,
-            wall_time=wall_time,
-            run_dir=self.run.path,
-            checkpoint=newest,
+    def _make_result(self, wall_time: float, *_: Any, **__: Any) -> TrainResult:
+        return super()._make_result(
+            wall_time,
+            ParallelResult,
             plan="\n\n".join(self.plan.tables()),
             peak_activation_bytes=self._epoch_record.get("peak_activation_bytes", ()),
         )

@@ -1,4 +1,4 @@
-"""Calling all ranks at once, and finding the one cause when something goes wrong.
+"""Calling ranks at once, and finding the one cause when something goes wrong.
 
 When a rank is gone or does not answer, the others fail too, a moment later or earlier: what they
 say is a consequence. So after the first failure the cause is waited for, for a few seconds, and
@@ -7,6 +7,7 @@ raised alone. The caller ends the ranks: those that are left are stuck in a coll
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -18,13 +19,13 @@ from miniray.doctor.findings import named
 from miniray.errors import (
     ActorDiedError,
     BarrierTimeoutError,
-    MinirayError,
     PeerLostError,
     TaskError,
     WorkerTimeoutError,
 )
 from miniray.train.ranks.pulse import Place, tell
 from miniray.train.ranks.watch import Verdict, Watch
+from miniray.train.workers import WorkerGroup, located
 
 _LOOK_EVERY = 0.5  # seconds between two looks at the ranks' pulses
 _GRACE = 5.0  # seconds for the cause to be heard of after its first consequence
@@ -37,6 +38,22 @@ _MEANT = {
     "self.model itself and deals out the samples of self.train_loader: make the bare model, and a "
     "DataLoader of all samples without a DistributedSampler",
 }
+
+
+@dataclasses.dataclass(eq=False)
+class RankGroup(WorkerGroup):
+    """Workers that go in step: all of their calls go through ``in_step``, and none is replaced."""
+
+    in_step: Callable[..., dict[int, Any]] = dataclasses.field(kw_only=True)
+
+    def call_some(
+        self,
+        worker_ids: Iterable[int],
+        submit: Callable[[int], Any],
+        method: str,
+        epoch: int | None = None,
+    ) -> dict[int, Any]:
+        return self.in_step(worker_ids, submit, method, epoch)
 
 
 def call_ranks(
@@ -135,9 +152,7 @@ def _with_loss(error: Exception, held_by: Callable[[int], str | None]) -> Except
     held = None if rank is None else held_by(rank)
     if held is None or not isinstance(error, lost) or isinstance(error, TaskError):
         return error
-    told = type(error)(f"{held}: {error}")
-    vars(told).update(vars(error))
-    return told
+    return located(error, held)
 
 
 def root_cause(failures: Mapping[int, Exception]) -> tuple[int, Exception] | None:
@@ -177,22 +192,9 @@ def in_context(error: Exception, rank: int, epoch: int | None, place: Place | No
     step = place.step if place is not None and place.epoch == epoch and place.step >= 0 else None
     if step is not None:
         when += f", step {step}"
-    if isinstance(error, TaskError):
-        told: Exception = TaskError(
-            f"rank {rank}{when}: {error.function}",
-            error.worker,
-            error.pid,
-            error.remote_traceback,
-            error.cause,
-        ).as_cause_type()
-    elif isinstance(error, ActorDiedError):
-        meant = "".join(f"\n{text}" for words, text in _MEANT.items() if words in str(error))
-        told = ActorDiedError(f"rank {rank}{when}: {error}{meant}")
-    elif isinstance(error, MinirayError):
-        told = type(error)(f"rank {rank}{when}: {error}")
-    else:
-        return error
-    return _marked(told, rank, epoch, step)
+    meant = "".join(f"\n{text}" for words, text in _MEANT.items() if words in str(error))
+    told = located(error, f"rank {rank}{when}", meant if isinstance(error, ActorDiedError) else "")
+    return error if told is error else _marked(told, rank, epoch, step)
 
 
 def _marked(error: Exception, rank: int | None, epoch: int | None, step: int | None) -> Exception:

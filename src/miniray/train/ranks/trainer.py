@@ -3,7 +3,8 @@
 If a rank raises, dies, hangs or leaves the common way, all ranks are ended at once and the run ends
 with one error: that rank's, with epoch and step. What the others then say about lost connections is
 not shown. With ``max_failures`` a rank that died or hung costs the epoch it was in: all ranks are
-started again with the state of the end of the last epoch.
+started again with the state of the end of the last epoch. One that is lost between two epochs, in
+an evaluation, a checkpoint or a ``call_workers``, costs that call, which is then made again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import functools
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import miniray
@@ -27,7 +29,7 @@ from miniray.errors import (
 from miniray.train import resume as resuming
 from miniray.train.base import BaseTrainer
 from miniray.train.group import GroupHost
-from miniray.train.ranks.calls import StepBar, call_ranks, tell_of_waiting
+from miniray.train.ranks.calls import RankGroup, StepBar, call_ranks, tell_of_waiting
 from miniray.train.ranks.options import check_engine, check_options, choose_backend
 from miniray.train.ranks.watch import Watch
 
@@ -42,6 +44,8 @@ class RankTrainer(BaseTrainer, ABC):
 
     _kind = "ranks"
     _process_set_up = "miniray.train.ranks.output:set_up"
+    #: Calls in which ranks say that they move, so that one that does not is found.
+    _watched: Collection[str] = ("_rank_epoch",)
 
     def __init__(
         self,
@@ -76,7 +80,7 @@ class RankTrainer(BaseTrainer, ABC):
         self._watch: Watch | None = None
         self._steps: int | None = None
         self._kept: dict[str, Any] | None = None  # the state to start again from
-        self._broken = False
+        self._broken = self._retrying = False
 
     # -- what a subclass says ---------------------------------------------------------------------
 
@@ -98,7 +102,7 @@ class RankTrainer(BaseTrainer, ABC):
         """Train an epoch on all ranks together and aggregate what they report."""
 
         def attempt() -> list[Any]:
-            results = self._call_ranks("_rank_epoch", lambda _: (epoch,), epoch, watched=True)
+            results = self._call_ranks("_rank_epoch", lambda _: (epoch,), epoch)
             self._keep_state()  # a rank that is lost while it gives its state costs the epoch, too
             return results
 
@@ -108,15 +112,39 @@ class RankTrainer(BaseTrainer, ABC):
             result["restarts"] = self.failures - before
         return result
 
+    def call_workers(
+        self, method: str, /, *args: Any, epoch: int | None = None, **kwargs: Any
+    ) -> list[Any]:
+        def attempt() -> list[Any]:
+            results = super(RankTrainer, self).call_workers(method, *args, epoch=epoch, **kwargs)
+            self._keep_state()  # with what the call has changed: ranks started again have it too
+            return results
+
+        return self._retried(epoch, attempt)
+
+    def save_checkpoint(self, epoch: int | None = None) -> Path:
+        save = super().save_checkpoint
+        return self._retried(self._epoch_for_errors(), lambda: save(epoch))
+
+    def save_final_model(self, path: str | Path | None = None) -> Path:
+        save = super().save_final_model
+        return self._retried(self._epoch_for_errors(), lambda: save(path))
+
     def _epoch_for_errors(self) -> int | None:
         """The epoch that is on, or the last one; None before the first."""
         epoch = self.epoch if self.epoch < self._end else self.epoch - 1
         return epoch if epoch >= 0 else None
 
     def _retried(self, epoch: int | None, attempt: Callable[[], T]) -> T:
-        """``attempt()``, again after all ranks were started anew, within ``max_failures``."""
+        """``attempt()``, again after all ranks were started anew, within ``max_failures``.
+
+        Inside of another one it is made once: that one, then, is made again as a whole.
+        """
+        if self._retrying:
+            return attempt()
         reason: str | None = None
         while True:
+            self._retrying = True
             try:
                 if reason is not None:
                     self._start_again(epoch, reason)
@@ -129,9 +157,8 @@ class RankTrainer(BaseTrainer, ABC):
                 )
                 if isinstance(error, TaskError) or self.failures > self._most_failures:
                     raise
-
-    def _on_group_event(self, event: dict[str, Any]) -> None:
-        """Nothing: who fails and is started again is said here, of all ranks together."""
+            finally:
+                self._retrying = False
 
     def _start_again(self, epoch: int | None, reason: str) -> None:
         """End all ranks and start them with the state that was kept last."""
@@ -151,32 +178,18 @@ class RankTrainer(BaseTrainer, ABC):
         method: str,
         arguments: Callable[[int], tuple[Any, ...]] = lambda _: (),
         epoch: int | None = None,
-        *,
-        kwargs: Mapping[str, Any] | None = None,
-        watched: bool = False,
+        **kwargs: Any,
     ) -> list[Any]:
         """Call a method on all ranks; results by rank."""
-        group = self._group
-        assert group is not None
-
-        def submit(rank: int) -> Any:
-            return group.submit(rank, method, *arguments(rank), **(kwargs or {}))
-
-        ranks = range(self.num_workers)
-        results = self._call_some(ranks, submit, method, epoch, watched=watched)
-        return [results[rank] for rank in ranks]
+        assert self._group is not None
+        return self._group.call(method, arguments, kwargs, epoch)
 
     def _call_some(
-        self,
-        ranks: Iterable[int],
-        submit: Callable[[int], Any],
-        method: str,
-        epoch: int | None = None,
-        *,
-        watched: bool = False,
+        self, ranks: Iterable[int], submit: Callable[[int], Any], method: str, epoch: int | None
     ) -> dict[int, Any]:
-        """Like ``_call_ranks``, on some. After an error all ranks are of no use any more."""
+        """How the group calls ranks. After an error all of them are of no use any more."""
         assert self.run is not None
+        watched = method in self._watched
         try:
             return call_ranks(
                 ranks,
@@ -198,6 +211,9 @@ class RankTrainer(BaseTrainer, ABC):
     def _start_engine(self) -> None:
         super()._start_engine()
         check_engine(type(self).__name__, self.num_workers)
+
+    def _make_group(self, *options: Any) -> RankGroup:
+        return RankGroup(*options, in_step=self._call_some)
 
     def _run_facts(self) -> dict[str, Any]:
         """What every rank is told of the run; see ``RunFacts``."""
@@ -230,11 +246,6 @@ class RankTrainer(BaseTrainer, ABC):
 
     def _take_up(self, state: dict[str, Any]) -> None:
         self._retried(self._epoch_for_errors(), lambda: resuming.apply(self, state))
-
-    def _give(self, method: str, values: Mapping[int, Any]) -> None:
-        group = self._group
-        assert group is not None
-        self._call_some(values, lambda rank: group.submit(rank, method, values[rank]), method)
 
     def _workers_in_sync(self) -> bool:
         return True
