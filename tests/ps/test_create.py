@@ -28,6 +28,8 @@ WRONG = [
     ({"mode": "async", "staleness_power": -1}, ValueError, "staleness_power"),
     ({"mode": "async", "num_servers": 2}, ValueError, 'needs mode="sync"'),
     ({"mode": "async", "strategy": "median"}, ValueError, "'median' compares workers"),
+    ({"strategy": "krum", "num_workers": 4}, ValueError, "needs at least 5 workers, not 4"),
+    ({"strategy": "trimmed_mean", "num_workers": 2}, ValueError, "leaves none of 2 workers"),
 ]
 
 

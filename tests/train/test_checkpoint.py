@@ -135,7 +135,7 @@ def test_an_epoch_is_a_number_from_zero(tmp_path, epoch):
 
 @pytest.mark.parametrize(
     "options",
-    [{"keep_last": 0}, {"keep_last": True}, {"keep_best": ("loss", "low")}, {"keep_best": "loss"}],
+    [{"keep_last": 0}, {"keep_last": True}, {"keep_best": ("loss", "low")}, {"keep_best": 3}],
 )
 def test_bad_options_are_refused(tmp_path, options):
     with pytest.raises(ValueError, match="keep_"):

@@ -167,6 +167,7 @@ def test_arguments_of_the_strategy_are_given_by_keyword():
         ({"num_servers": 0}, "num_servers must be an int >= 1"),
         ({"staleness_power": 1}, 'need mode="async"'),
         ({"compression": "zip"}, "compression must be"),
+        ({"sync_strategy": "krum"}, "needs at least 5 workers, not 2"),
     ],
 )
 def test_unknown_strategies_and_arguments_are_refused_at_once(arguments, message):

@@ -56,6 +56,13 @@ def test_resuming_says_where_it_looked_when_there_is_nothing(tmp_path):
         )
 
 
+def test_a_run_without_checkpoints_is_not_taken_for_one(tmp_path):
+    with make(tmp_path / "run", callbacks=[]) as trainer:
+        trainer.train(epochs=1)
+    with pytest.raises(CheckpointError, match=r"no intact checkpoint in .*run.checkpoints"):
+        make(tmp_path / "other").train(epochs=1, resume=tmp_path / "run")
+
+
 def test_resume_finds_the_newest_run_of_the_trainer_by_itself():
     with DataParallelTrainer(
         2, worker=Noisy, backend="inline", progress=False, callbacks=[Checkpoint()]

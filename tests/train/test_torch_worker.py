@@ -96,13 +96,25 @@ def bits(trainer):
     return [{k: v.numpy().tobytes() for k, v in w.items()} for w in weights]
 
 
-@pytest.mark.parametrize("backend", ["inline", "local"])
-def test_stopped_and_resumed_is_bit_for_bit_never_stopped(tmp_path, backend):
+class Persistent(Full):
+    """Its loader has processes that draw a random number when they start, and then keep running."""
+
+    def setup(self):
+        super().setup()
+        self.train_loader = DataLoader(
+            self.train_loader.dataset, 4, shuffle=True, num_workers=1, persistent_workers=True
+        )
+
+
+@pytest.mark.parametrize(
+    ("backend", "worker"), [("inline", Full), ("local", Full), ("local", Persistent)]
+)
+def test_stopped_and_resumed_is_bit_for_bit_never_stopped(tmp_path, backend, worker):
     miniray.init(backend=backend)  # one engine for all: torch is loaded once
 
     def make(name):
         return DataParallelTrainer(
-            2, 2, worker=Full, seed=3, progress=False, run_dir=tmp_path / name,
+            2, 2, worker=worker, seed=3, progress=False, run_dir=tmp_path / name,
             callbacks=[Checkpoint()],
         )  # fmt: skip
 

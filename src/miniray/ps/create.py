@@ -6,6 +6,8 @@ import difflib
 import inspect
 from typing import Any
 
+import numpy as np
+
 from miniray.checks import one_of, whole
 from miniray.core.options import Options
 from miniray.core.remote import ActorClass, ActorHandle, ClassSpec
@@ -123,6 +125,9 @@ def _checked(*args: Any, **kwargs: Any) -> tuple[type[Server], dict[str, Any]]:
     for name, low in _LOWEST.items():
         if given[name] is not None or name == "num_servers":
             whole(name, given[name], low)
+    if given["num_workers"] is not None:  # too few of them are not found out after an epoch
+        count = given["num_workers"]
+        made.weigh([1 / count] * count, np.zeros((count, count)) if made.uses_distances else None)
     mode, servers = given.pop("mode"), given.pop("num_servers")
     staleness = {name: given.pop(name) for name in ("max_staleness", "staleness_power")}
     if mode == "sync":

@@ -165,7 +165,6 @@ class BaseTrainer(Saving):
         began = time.monotonic()
         try:
             self._start(wanted)
-            self._end = self.epoch + epochs
             self._emit("on_train_start")
             self._loop(epochs)
             result = self.result = self._make_result(time.monotonic() - began)
@@ -187,8 +186,9 @@ class BaseTrainer(Saving):
 
     def _loop(self, epochs: int) -> None:
         with Progress(self.epoch, epochs, unit=self._unit, enabled=self._progress) as progress:
-            for epoch in range(self.epoch, self.epoch + epochs):
-                started = time.monotonic()
+            for left in range(epochs, 0, -1):
+                epoch, started = self.epoch, time.monotonic()  # a hook may have gone back
+                self._end = epoch + left
                 self._emit("on_epoch_start", epoch)
                 result = self._train_epoch(epoch)
                 self._after_epoch(epoch, result)
@@ -209,18 +209,17 @@ class BaseTrainer(Saving):
 
         Whatever they raise, the epoch was trained. A checkpoint that is written meanwhile has it.
         """
-        assert self.run is not None
         record["epoch"] = epoch  # workers may call something else so, or count from 1
         self.history.append(record)
         self.epoch = epoch + 1
+        self._latest = record
         try:
             self._emit("on_epoch_end", epoch, record)
         except BaseException:
             with self._writing("its last epoch is not in"):
-                self.run.append_metrics(record)
+                self._write_latest()
             raise
-        record["epoch"] = epoch
-        self.run.append_metrics(record)
+        self._write_latest()
 
     def _train_epoch(self, epoch: int) -> dict[str, Any]:
         self._in_epoch = True

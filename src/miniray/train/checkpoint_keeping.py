@@ -14,7 +14,8 @@ def check_keeping(keep_last: int | None, keep_best: tuple[str, str] | None) -> N
     """Refuse what makes no sense, with ``ValueError``."""
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise ValueError(f"keep_last must be an int >= 1 or None, not {keep_last!r}")
-    if keep_best is not None and (len(keep_best) != 2 or keep_best[1] not in _MODES):
+    pair = isinstance(keep_best, (tuple, list)) and len(keep_best) == 2
+    if keep_best is not None and not (pair and keep_best[1] in _MODES):
         raise ValueError(f'keep_best must be (metric, "min" or "max"), not {keep_best!r}')
 
 

@@ -85,7 +85,8 @@ class DataParallelTrainer(BaseTrainer):
             raise TypeError(
                 f"{error}. What workers and hooks are to get is given to train(), not here"
             ) from None
-        made = check_parameter_server(**self._server_options, **rest)
+        workers = {"num_workers": self.num_workers}
+        made = check_parameter_server(**{**self._server_options, **workers}, **rest)
         self.sync_strategy = made.name or type(made).__name__
         self._takes_worker_weights = made.uses_worker_weights or mode == "async"
         self.mode = mode
@@ -245,6 +246,11 @@ class DataParallelTrainer(BaseTrainer):
         if self._async is None:
             return super()._with_final_weights()
         return self._async.at_rest_with(self.param_server.get_weights.remote())
+
+    def _take_up(self, state: dict[str, Any]) -> None:
+        if self._async is not None:
+            self._async.settle()  # what workers still hand in is of the time after the checkpoint
+        super()._take_up(state)
 
     def _workers_in_sync(self) -> bool:
         return self._in_sync and self._async is None

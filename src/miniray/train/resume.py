@@ -134,7 +134,7 @@ def locate(
     where = Path(path).expanduser()
     if where.name == "checkpoints":
         return CheckpointStore(where), "latest"
-    if (where / "checkpoints").is_dir():
+    if (where / "checkpoints").is_dir() or (where / "run.json").is_file():
         return CheckpointStore(where / "checkpoints"), "latest"
     return CheckpointStore(where.parent), where
 

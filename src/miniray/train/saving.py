@@ -34,6 +34,7 @@ class Saving(Lifecycle):
         self.history: list[dict[str, Any]] = []
         self.epoch = 0  # epochs done so far
         self._in_epoch = False  # whether another one is being trained
+        self._latest: dict[str, Any] | None = None  # a record of the history hooks may add to
         self.callbacks = check_callbacks(callbacks)
         self._loaded: dict[str, Any] | None = None  # a checkpoint to apply when workers are there
 
@@ -51,7 +52,21 @@ class Saving(Lifecycle):
                 "no epoch was trained yet, so there is nothing to go on from: train() first, or "
                 "save_final_model() for the weights as they are"
             )
+        self._number_latest()
         return self.checkpoints.save(done - 1, resuming.collect(self))
+
+    def _number_latest(self) -> None:
+        """Give the record that hooks add to its epoch, whatever they made of that."""
+        if self._latest is not None:
+            self._latest["epoch"] = self.epoch - 1
+
+    def _write_latest(self) -> None:
+        """Into ``metrics.jsonl``, unless it is there: no hook has it any more."""
+        self._number_latest()
+        latest, self._latest = self._latest, None
+        if latest is not None:
+            assert self.run is not None
+            self.run.append_metrics(latest)
 
     def load_checkpoint(self, path: str | Path = "latest") -> int:
         """Take up a checkpoint, now or when ``train`` starts the workers; returns its epoch.
@@ -63,6 +78,7 @@ class Saving(Lifecycle):
         wanted = self._run_dir or named
         store, where = resuming.locate(path, self.checkpoints, wanted, self._title)
         epoch, state = store.load(where)
+        self._write_latest()  # of the epoch that a hook takes back
         self.epoch = epoch + 1
         self.history = list(state["history"])
         if self.run is None:

@@ -83,10 +83,16 @@ def loader_state(loader: Any) -> dict[str, Any]:
     """Where the loader is, if it can say, and what its random numbers are."""
     own = loader.state_dict() if hasattr(loader, "state_dict") else None
     generator = getattr(loader, "generator", None)
-    return {"own": own, "generator": None if generator is None else generator.get_state()}
+    return {
+        "own": own,
+        "generator": None if generator is None else generator.get_state(),
+        "running": getattr(loader, "_iterator", None) is not None,
+    }
 
 
 def load_loader_state(loader: Any, state: Mapping[str, Any]) -> None:
+    if state.get("running") and getattr(loader, "persistent_workers", False):
+        iter(loader)  # its processes were running: starting them later would draw random numbers
     if state["own"] is not None and hasattr(loader, "load_state_dict"):
         loader.load_state_dict(state["own"])
     generator = getattr(loader, "generator", None)
