@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import miniray
 from miniray.core import session
 from miniray.errors import NonFiniteWeightsError
-from miniray.ps import offer, pages
+from miniray.ps import offer
 from miniray.ps.model import Given, Model
 from miniray.ps.reading import Far, Memory, UnreadableError
 from miniray.ps.strategies import make_strategy
@@ -135,18 +135,18 @@ def test_huge_pages_change_nothing_but_speed():
     """Whether or not the system has any: addresses and contents stay."""
     array = np.arange(3_000_000, dtype=np.float32)
     span = (array.__array_interface__["data"][0], array.nbytes)
-    answer = pages.gathered([span])
+    answer = offer.gathered([span])
     assert array.__array_interface__["data"][0] == span[0]
     assert np.array_equal(array, np.arange(3_000_000, dtype=np.float32))
     if answer:
         with open("/proc/self/smaps_rollup") as lines:
             huge = next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
         assert huge >= 8 * 1024  # kB, of 11.4 MB
-    assert not pages.gathered([(ctypes.addressof(ctypes.create_string_buffer(100)), 100)])
+    assert not offer.gathered([(ctypes.addressof(ctypes.create_string_buffer(100)), 100)])
 
 
 def test_neighbours_are_gathered_together():
-    joined = pages._joined([(300_000, 100), (0, 1000), (1500, 500), (900, 50)])
+    joined = offer._joined([(300_000, 100), (0, 1000), (1500, 500), (900, 50)])
     assert joined == [(0, 2000), (300_000, 300_100)]
 
 

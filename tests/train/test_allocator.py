@@ -10,7 +10,7 @@ SCRIPT = """
 import resource
 import sys
 import numpy as np
-from miniray.train import allocator
+from miniray.train import launching
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -22,7 +22,7 @@ def step():
         parts.pop()
 
 if sys.argv[1] == "keep":
-    allocator.keep_freed_memory()
+    launching.keep_freed_memory()
 step()
 before = faults()
 for _ in range(10):

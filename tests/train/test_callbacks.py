@@ -43,7 +43,7 @@ class Trainer:
         for epoch, result in enumerate(results, start=first):
             callback.on_epoch_start(self, epoch, **kwargs)
             self.history.append({"epoch": epoch, **result})
-            callback.on_epoch_end(self, epoch, result, **kwargs)
+            callback.on_epoch_end(self, epoch, self.history[-1], **kwargs)
             if self.should_stop:
                 break
         callback.on_train_end(self, self.history, **kwargs)

@@ -1,6 +1,6 @@
 """``run.json``: what it says of a run's state, and writing it for a run without a trainer of ours.
 
-Trainers write the same fields in the same words (``train.rundir``).
+Trainers begin with the same fields (``train.rundir``).
 
 The file is replaced whole. A run whose process was killed still says "running"; whether that is so
 is seen from ``pid`` and ``process_started``.
@@ -30,31 +30,34 @@ def write_run(
     run_dir: Path, world_size: int, launcher: str, seed: int | None = None, **config: Any
 ) -> None:
     """Say that the run has begun, in this process."""
+    config = {"launcher": launcher, **config}
+    begun = beginning(run_dir.name, seed, world_size, config)
+    replace_text(run_dir / "run.json", _as_json({**begun, "attempts": []}))
+
+
+def beginning(
+    name: str, seed: int | None, world_size: int | None, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What is known of a run when it begins, in this process."""
     import psutil
 
-    replace_text(
-        run_dir / "run.json",
-        _as_json(
-            {
-                "format": FORMAT,
-                "name": run_dir.name,
-                "state": "running",
-                "started": now(),
-                "ended": None,
-                "error": None,
-                "seed": seed,
-                "world_size": world_size,
-                "config": {"launcher": launcher, **config},
-                "versions": versions(),
-                "host": socket.gethostname(),
-                "platform": platform.platform(),
-                "pid": os.getpid(),
-                "process_started": psutil.Process().create_time(),
-                "command": shlex.join(sys.orig_argv),
-                "attempts": [],
-            }
-        ),
-    )
+    return {
+        "format": FORMAT,
+        "name": name,
+        "state": "running",
+        "started": now(),
+        "ended": None,
+        "error": None,
+        "seed": seed,
+        "world_size": world_size,
+        "config": dict(config),
+        "versions": versions(),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "pid": os.getpid(),
+        "process_started": psutil.Process().create_time(),
+        "command": shlex.join(sys.orig_argv),
+    }
 
 
 def read_json(path: Path) -> tuple[dict[str, Any], str]:

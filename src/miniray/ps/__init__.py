@@ -1,12 +1,12 @@
 """Parameter server: the weights of several workers combined by a strategy.
 
-``docs/parameter-server.md`` is the guide; ``README.md`` beside this file is the short version.
+``docs/parameter-server.md`` is the guide.
 """
 
 from miniray.ps.compression import Client
 from miniray.ps.create import ParameterServer, create_parameter_server
-from miniray.ps.host import to_host
 from miniray.ps.strategies import Strategy, check_strategy, register_strategy, strategy_names
+from miniray.ps.weights import to_host
 
 __all__ = [
     "Client",

@@ -20,12 +20,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
+import numpy as np
+
 from miniray.core import session
-from miniray.errors import CapabilityError
-from miniray.ps.moving import MovingModel
+from miniray.errors import CapabilityError, NonFiniteWeightsError
+from miniray.ps.combine import NotFiniteError, Tally
+from miniray.ps.leaves import Source, combine_counts
+from miniray.ps.model import Given, Model
 from miniray.ps.server import Server
 from miniray.ps.strategies.base import Strategy
 
@@ -94,10 +98,8 @@ class AsyncServer(Server):
             return
         self._version += 1
         self._stats.last_change_norm = tally.change**0.5
-        layout = self._model.layout
-        assert layout is not None
-        self._stats.last_bytes = layout.nbytes
-        self._stats.bytes += layout.nbytes
+        self._stats.last_bytes = self._model.nbytes
+        self._stats.bytes += self._model.nbytes
         self._stats.last_error = None
 
     def _share(self, worker_id: Hashable) -> float:
@@ -147,3 +149,65 @@ class AsyncServer(Server):
     def pull_weights(self) -> Any:
         """The weights as they are now. Raises ``ValueError`` when there are none yet."""
         return self.get_weights()
+
+
+class MovingModel(Model):
+    """A model that can also be moved towards one worker's weights."""
+
+    #: The current weights where they are memory of our own and not part of an object in the store.
+    _own_sources: Sequence[Source] | None = None
+
+    def moved(self, worker: Hashable, weights: Any, rate: float) -> Tally | None:
+        """Move the current weights towards one worker's, in place. The first become the current.
+
+        Returns None when they are not finite and are to be skipped. What raises changes nothing,
+        unless numbers become too large on the way: then the current weights are of no more use.
+        """
+        given = Given(worker, weights)
+        workers = self._checked([given])
+        # Looked at first: once the current weights are partly overwritten it would be too late.
+        where = self._broken(given, workers[0])
+        if where is not None:
+            if self._on_nonfinite == "skip":
+                return None
+            raise NonFiniteWeightsError(
+                f"{given.who}: entry {where} has NaN or Inf", (given.worker,)
+            )
+        if not self.has_weights:
+            self._own(weights)
+            return Tally(0.0, np.zeros(1))
+        if self._sources is not self._own_sources:
+            self._own(self.weights)
+        assert self._sources is not None
+        tally = Tally(0.0, np.zeros(1))
+        for combiner in (self._small, self._large):
+            targets = [self._sources[r.leaf] for r in combiner.ranges]
+            try:
+                tally += combiner.combine(self._sources, workers, [1.0], targets, rate)
+            except NotFiniteError as error:
+                raise NonFiniteWeightsError(
+                    f"the server's weights are not finite any more, in entry {error.place}: "
+                    "numbers became too large; go on from the last get_state() or set_weights()"
+                ) from None
+            combiner.commit()
+        for i in self._counts:
+            both = [self._sources[i], workers[0][i]]
+            self._sources[i][:] = combine_counts(both, [1 - rate, rate])
+        self._show()
+        return tally
+
+    def _own(self, weights: Any) -> None:
+        """Make ``weights`` the current ones, as memory of our own that may be written to."""
+        assert self.layout is not None
+        self._sources = self._own_sources = [
+            s.copy() if isinstance(s, np.ndarray) else s.clone()
+            for s in self.layout.extract(weights, "the server", "the server")
+        ]
+        self._show()
+
+    def _show(self) -> None:
+        assert self.layout is not None
+        assert self._sources is not None
+        pairs = zip(self.layout.leaves, self._sources, strict=True)
+        self._weights = self.layout.build([self.layout.shown(leaf, s) for leaf, s in pairs])
+        self.ref = self._stored = None

@@ -11,14 +11,17 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from miniray.ps.leaves import Array, Leaf
 from miniray.ps.reading import Room
+
+if TYPE_CHECKING:
+    from miniray.ps.places import Run
 
 #: Numbers in a piece: large enough that Python's share is small, small enough for the cache. Twice
 #: as many where there are many: a thread that finds the interpreter's lock taken between two
@@ -173,6 +176,86 @@ class Scratch:
         if room is None:
             room = self._rooms[worker, dtype] = Room(2 * PIECE, dtype)
         return room
+
+
+class Buffers:
+    """A strategy's buffers for some ranges, twice: as they were, and as they will be.
+
+    A sync writes the second set; ``commit`` makes it the first. So a sync that fails at its very
+    end, when a worker does not take the new weights, changes nothing. The memory of the old set is
+    used for the next new one.
+    """
+
+    def __init__(
+        self, start: Mapping[str, float], ranges: list[Range], leaves: Sequence[Leaf | Run]
+    ) -> None:
+        self._start = start
+        self._ranges = ranges
+        self._leaves = leaves
+        self._old: dict[str, list[Array]] = {n: self._make(value) for n, value in start.items()}
+        self._new: dict[str, list[Array]] = {n: self._make(None) for n in start}
+        self._joined: Buffers | None = None
+
+    def joined(self, ranges: list[Range], runs: Sequence[Run]) -> Buffers:
+        """The same memory by runs of entries: what is written to one is seen in the other."""
+        joined = Buffers(self._start, ranges, runs)
+        for name, arrays in self._old.items():
+            places = _entries(joined._old[name], runs)
+            for place, array in zip(places, arrays, strict=True):
+                np.copyto(place, array)
+            self._old[name] = places
+            self._new[name] = _entries(joined._new[name], runs)
+        self._joined = joined
+        return joined
+
+    def _make(self, value: float | None) -> list[Array]:
+        arrays = []
+        for leaf, low, high in self._ranges:
+            compute = self._leaves[leaf].compute
+            if value is None:
+                arrays.append(np.empty(high - low, compute))
+            else:
+                # zeros() costs nothing until it is written to
+                arrays.append(
+                    np.full(high - low, value, compute) if value else np.zeros(high - low, compute)
+                )
+        return arrays
+
+    def of(self, piece: Piece) -> tuple[dict[str, Array], dict[str, Array]]:
+        part = slice(piece.start - piece.base, piece.stop - piece.base)
+        old = {n: arrays[piece.range][part] for n, arrays in self._old.items()}
+        new = {n: arrays[piece.range][part] for n, arrays in self._new.items()}
+        return old, new
+
+    def keep(self, piece: Piece) -> None:
+        """Nothing changes for ``piece`` in this sync."""
+        old, new = self.of(piece)
+        for name, array in new.items():
+            array[:] = old[name]
+
+    def commit(self) -> None:
+        self._old, self._new = self._new, self._old
+        if self._joined is not None:
+            self._joined.commit()
+
+    def state(self) -> dict[str, list[Array]]:
+        """A copy, by name and range."""
+        return {n: [a.copy() for a in arrays] for n, arrays in self._old.items()}
+
+    def load(self, state: Mapping[str, Sequence[Array]]) -> None:
+        """Take over what ``state`` of the same weights gave."""
+        for name, arrays in state.items():
+            for target, array in zip(self._old[name], arrays, strict=True):
+                np.copyto(target, array)
+
+
+def _entries(arrays: list[Array], runs: Sequence[Run]) -> list[Array]:
+    """Arrays of entries over those of runs."""
+    return [
+        array[start : start + size]
+        for array, run in zip(arrays, runs, strict=True)
+        for start, size in zip(run.starts, run.sizes, strict=True)
+    ]
 
 
 def all_finite(block: Array) -> bool:

@@ -28,8 +28,7 @@ from miniray.ps.blocks import readers
 from miniray.ps.model import Given, Model
 from miniray.ps.offer import DIGEST, OFFER, READ, RETURN, Desk, offer
 from miniray.ps.places import Places
-from miniray.ps.reading import Far, Memory, UnreadableError
-from miniray.ps.reception import Reception, Report
+from miniray.ps.reading import Far, Memory, Reception, Report, UnreadableError
 
 TRANSPORTS = ("auto", "copy", "read")
 
@@ -44,14 +43,12 @@ class Collector:
     def __init__(self, model: Model, transport: str) -> None:
         self._model = model
         self._transport = transport
+        self.eager = transport == "read"
+        self.patience = _PATIENCE.get(transport, 0.0)
         #: By actor: the number of its plan, and where its weights are.
         self.plans: dict[str, tuple[int, Far]] = {}
         #: By actor: why the kernel does not let us read its memory.
         self.refused: dict[str, str] = {}
-
-    @property
-    def eager(self) -> bool:
-        return self._transport == "read"
 
     def round(self, workers: Sequence[ActorHandle[Any]]) -> Round:
         actors = {worker._actor_id for worker in workers}
@@ -59,19 +56,14 @@ class Collector:
         self.refused = {a: why for a, why in self.refused.items() if a in actors}
         return Round(self, self._model, workers, self._places(len(workers), actors))
 
-    @property
-    def patience(self) -> float:
-        return _PATIENCE[self._transport]
-
     def _places(self, workers: int, actors: set[str]) -> Places | None:
         """What reading goes by; None while weights can only be copied."""
-        places, layout = self._model.places, self._model.layout
+        places = self._model.places
         if self._transport == "copy" or places is None or sys.platform != "linux":
             return None
         if len(actors) < workers:
             return None  # one of them twice: held in its first call it does not come to the second
-        assert layout is not None
-        enough = readers(workers, layout.nbytes) >= min(2, self._model.threads)
+        enough = readers(workers, self._model.nbytes) >= min(2, self._model.threads)
         return places if self.eager or enough else None
 
 

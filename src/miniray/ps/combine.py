@@ -12,11 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from miniray.ps.blocks import Crew, Piece, Range, Scratch, all_finite, pieces_of, readers
-from miniray.ps.leaves import Array, Leaf, Source, as_floats, read, write
+from miniray.ps.blocks import (
+    Buffers,
+    Crew,
+    Piece,
+    Range,
+    Scratch,
+    all_finite,
+    pieces_of,
+    readers,
+)
+from miniray.ps.leaves import Array, Leaf, Source, as_floats, numpy_dtype, read, write
 from miniray.ps.places import Run
 from miniray.ps.reading import FarRun
-from miniray.ps.strategies.base import Buffers, Context, Strategy
+from miniray.ps.strategies.base import Context, Strategy
 
 #: Up to this many numbers norms are exact; beyond, an eighth of every eighth piece is looked at.
 EXACT = 4_000_000
@@ -261,12 +270,9 @@ def _towards(old: Array | None, new: Array, rate: float, out: Array) -> Array:
 
 def typed(memory: Array, like: Any) -> Source:
     """Bytes as a flat array of the leaf's own type; complex numbers as pairs of floats."""
-    if like.type != "torch":
-        return as_floats(memory.view(like.dtype))
+    dtype = numpy_dtype(like)
+    if dtype is not None:
+        return as_floats(memory.view(dtype))
     import torch
 
-    try:
-        as_numpy = torch.empty(0, dtype=like.dtype).numpy().dtype
-    except TypeError:
-        return torch.frombuffer(memory, dtype=like.dtype)
-    return as_floats(memory.view(as_numpy))
+    return torch.frombuffer(memory, dtype=like.dtype)

@@ -35,10 +35,6 @@ class Compressed:
         #: For each leaf: encoded numbers, or the value itself where it is not a float.
         self.entries = entries
 
-    @property
-    def nbytes(self) -> int:
-        return sum(a.nbytes for entry in self.entries for a in entry if isinstance(a, np.ndarray))
-
     def restored(self, base: Any) -> Any:
         """The weights: ``base``, the server's current weights, with the change."""
         if base is None:

@@ -17,7 +17,7 @@ from miniray.ps.compression import CODECS
 from miniray.ps.server import Server
 from miniray.ps.sharded import Coordinator
 from miniray.ps.strategies import Strategy, make_strategy
-from miniray.ps.strategies.checks import at_least
+from miniray.ps.strategies.base import at_least
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "mode": ("sync", "async"),

@@ -1,8 +1,9 @@
-"""The weights a server has: as users see them, as it computes with them, and where they lie."""
+"""The weights a server has: for users, to compute with, where they lie, and for checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,23 @@ import numpy as np
 from miniray.core import session
 from miniray.ps.blocks import Crew, Range, whole
 from miniray.ps.combine import Combiner
-from miniray.ps.leaves import REAL, Array, Source
+from miniray.ps.leaves import COUNT, REAL, Array, Source
 from miniray.ps.places import Places, Stowed
 from miniray.ps.strategies.base import Strategy
 from miniray.ps.weights import Layout
 
+_FORMAT = 1
+
 
 class Current:
     """The current weights, and what the strategy remembers of them."""
+
+    # From ``_prepare`` on, which comes before the first weights.
+    _small: Combiner
+    _large: Any
+    _places: Places
+    _holes: list[Any]
+    _counts: list[int]
 
     def __init__(self, strategy: Strategy, on_nonfinite: str, threads: int | None) -> None:
         self.strategy = strategy
@@ -26,13 +36,9 @@ class Current:
         self._weights: Any = None
         self._sources: Sequence[Source] | None = None
         self._stored: Any = None
-        self._places: Places | None = None
         self._on_nonfinite = on_nonfinite
         self._crew = Crew(threads)
-        self._small: Combiner | None = None
-        self._large: Any = None
         self._joined: Combiner | None = None
-        self._holes: list[Any] = []
 
     # -- the current weights -----------------------------------------------------------------------
 
@@ -42,6 +48,10 @@ class Current:
         if self._weights is None and self.ref is not None:
             self._weights = session.engine().peek(self.ref)
         return self._weights
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.layout is None else self.layout.nbytes
 
     @property
     def threads(self) -> int:
@@ -61,12 +71,10 @@ class Current:
 
         The strategy starts anew if they are of another structure.
         """
-        layout = Layout(weights)
-        self._prepare(layout)
-        self._take(layout, weights)
+        self._prepare(Layout(weights))
+        self._take(weights)
 
-    def _take(self, layout: Layout, weights: Any, stored: Any = None) -> None:
-        assert self.layout is not None
+    def _take(self, weights: Any, stored: Any = None) -> None:
         self.ref, self._stored, self._weights = None, None, weights
         self._sources = self._extracted(weights, stored, "the server", "the server")
 
@@ -83,6 +91,9 @@ class Current:
         )
         self._large = self._make_large(layout, whole(large, layout.leaves))
         self._holes = [layout.empty(layout.leaves[i]) for i in large]
+        self._counts = [
+            i for i, leaf in enumerate(layout.leaves) if leaf.role == COUNT and leaf.size
+        ]
         self._places, self._joined = Places(layout), None
 
     def _make_large(self, layout: Layout, ranges: list[Range]) -> Any:
@@ -90,21 +101,20 @@ class Current:
 
     def knows(self, stored: Any) -> bool:
         """Whether a value in shared memory is weights that fit, and where they are in it."""
-        return self.has_weights and self._places is not None and self._places.knows(stored)
+        return self.has_weights and self._places.knows(stored)
 
     def _extracted(self, weights: Any, stored: Any, who: str, reference: str) -> Sequence[Source]:
         """The checked leaves of ``weights``; those of ``stored`` are known from now on."""
         assert self.layout is not None
-        assert self._places is not None
         sources = _readonly(self.layout.extract(weights, who, reference))
         self._places.learn(stored, sources)
         return sources
 
-    # -- for checkpoints ---------------------------------------------------------------------------
+    # -- what the strategy remembers ---------------------------------------------------------------
 
     def buffers(self) -> dict[str, list[Array]]:
         """The strategy's buffers by name, an array for each float entry in order."""
-        if self._small is None:
+        if self.layout is None:
             return {}
         small, large = self._small.buffers.state(), self._large_buffers()
         places = [r.leaf for r in self._small.ranges] + [r.leaf for r in self._large.ranges]
@@ -112,12 +122,8 @@ class Current:
         return {n: [(small[n] + large[n])[i] for i in order] for n in small}
 
     def load_buffers(self, state: dict[str, list[Array]]) -> None:
-        assert self._small is not None
         small = [r.leaf for r in self._small.ranges]
         order = sorted(small + [r.leaf for r in self._large.ranges])
-        for name, arrays in state.items():
-            if len(arrays) != len(order):
-                raise ValueError(f"buffer {name!r} of the state does not fit the weights")
         first = {n: [a[order.index(i)] for i in small] for n, a in state.items()}
         rest = {n: [a[order.index(r.leaf)] for r in self._large.ranges] for n, a in state.items()}
         self._small.buffers.load(first)
@@ -140,3 +146,90 @@ def _readonly(sources: list[Source]) -> list[Source]:
         if isinstance(source, np.ndarray):
             source.flags.writeable = False
     return sources
+
+
+# -- for checkpoints -------------------------------------------------------------------------------
+
+
+def save(model: Current, version: int, worker_weights: Mapping[Hashable, float]) -> dict[str, Any]:
+    """A server's state: dicts, lists, strings, numbers and arrays, whatever its number of servers.
+
+    It can be written as JSON with the arrays in safetensors, and read without pickle.
+    """
+    weights = model.weights
+    return {
+        "format": _FORMAT,
+        "version": version,
+        "strategy": model.strategy.name,
+        "strategy_state": model.strategy.state_dict(),
+        "worker_weights": [[worker, weight] for worker, weight in worker_weights.items()],
+        "weights": None if weights is None else _leaves(weights),
+        "structure": None if weights is None else _outline(weights),
+        "buffers": model.buffers(),
+    }
+
+
+def load(model: Current, saved: Mapping[str, Any]) -> tuple[int, dict[Hashable, float]]:
+    """Put the saved state into ``model``; returns version and worker weights.
+
+    Raises ``ValueError`` before anything is changed when it is not such a state.
+    """
+    if saved.get("format") != _FORMAT:
+        raise ValueError(f"not the state of a parameter server: format {saved.get('format')!r}")
+    if saved["strategy"] != model.strategy.name:
+        raise ValueError(
+            f"the state is of strategy {saved['strategy']!r}, this server has "
+            f"{model.strategy.name!r}"
+        )
+    if saved["structure"] is not None:
+        weights = _rebuild(saved["structure"], iter(saved["weights"]))
+        _check_buffers(model, Layout(weights), saved["buffers"])
+        model.set(weights)
+        model.load_buffers({n: [np.asarray(a) for a in b] for n, b in saved["buffers"].items()})
+    model.strategy.load_state_dict(saved["strategy_state"])
+    return int(saved["version"]), dict(saved["worker_weights"])
+
+
+def _check_buffers(model: Current, layout: Layout, buffers: Mapping[str, Any]) -> None:
+    sizes = [leaf.size for leaf in layout.leaves if leaf.role == REAL and leaf.size]
+    if set(buffers) != set(model.strategy.buffers):
+        raise ValueError(
+            f"the state has buffers {sorted(buffers)}, strategy {model.strategy.name!r} has "
+            f"{sorted(model.strategy.buffers)}"
+        )
+    for name, arrays in buffers.items():
+        if [len(a) for a in arrays] != sizes:
+            raise ValueError(f"buffer {name!r} of the state does not fit its weights")
+
+
+def _leaves(node: Any) -> list[Any]:
+    if isinstance(node, dict):
+        return [leaf for value in node.values() for leaf in _leaves(value)]
+    if isinstance(node, (list, tuple)):
+        return [leaf for value in node for leaf in _leaves(value)]
+    if isinstance(node, np.generic):
+        return [np.asarray(node)]
+    return [node]
+
+
+def _outline(node: Any) -> Any:
+    """The structure without its leaves, each of which is a short string saying what it is."""
+    if isinstance(node, dict):
+        kind = "ordered" if isinstance(node, OrderedDict) else "dict"
+        return {"kind": kind, "keys": list(node), "items": [_outline(v) for v in node.values()]}
+    if isinstance(node, (list, tuple)):
+        kind = "list" if isinstance(node, list) else "tuple"
+        return {"kind": kind, "items": [_outline(v) for v in node]}
+    return "scalar" if isinstance(node, np.generic) else "leaf"
+
+
+def _rebuild(outline: Any, leaves: Any) -> Any:
+    if isinstance(outline, str):
+        leaf = next(leaves)
+        return leaf[()] if outline == "scalar" else leaf
+    items = [_rebuild(part, leaves) for part in outline["items"]]
+    kind = outline["kind"]
+    if kind in ("dict", "ordered"):
+        pairs = zip(outline["keys"], items, strict=True)
+        return OrderedDict(pairs) if kind == "ordered" else dict(pairs)
+    return items if kind == "list" else tuple(items)

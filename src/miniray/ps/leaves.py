@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,25 +17,6 @@ REAL, COUNT, NONE = "real", "count", "none"
 #: A flat leaf: a numpy array, or a torch tensor of a type that numpy does not have (bfloat16).
 Source = Any
 Array = np.ndarray[Any, np.dtype[Any]]
-
-
-class Entries(Sequence[Source]):
-    """The entries of weights, each made when it is asked for."""
-
-    @abstractmethod
-    def entry(self, index: int) -> Source:
-        """That at ``index``, which is in range and not negative."""
-
-    @overload
-    def __getitem__(self, which: int) -> Source: ...
-    @overload
-    def __getitem__(self, which: slice) -> list[Source]: ...
-    def __getitem__(self, which: Any) -> Any:
-        chosen = range(len(self))[which]
-        return [self.entry(i) for i in chosen] if isinstance(which, slice) else self.entry(chosen)
-
-    def __iter__(self) -> Iterator[Source]:
-        return map(self.entry, range(len(self)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +122,17 @@ def as_floats(flat: Array) -> Array:
     if flat.dtype.kind != "c":
         return flat
     return np.ascontiguousarray(flat).view(flat.real.dtype)
+
+
+def numpy_dtype(leaf: Leaf) -> np.dtype[Any] | None:
+    """The type of an entry's memory; None where only torch has it."""
+    dtype: np.dtype[Any] = leaf.dtype
+    if leaf.type == "torch":
+        try:
+            dtype = sys.modules["torch"].empty(0, dtype=leaf.dtype).numpy().dtype
+        except TypeError:
+            return None
+    return dtype
 
 
 def read(source: Source, start: int, stop: int, compute: np.dtype[Any]) -> Array:

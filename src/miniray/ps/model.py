@@ -47,7 +47,6 @@ class Combined:
     """New weights, in the object store, not adopted yet."""
 
     ref: Any
-    layout: Layout
     tally: Tally
     used: list[Hashable]
     skipped: list[Hashable]
@@ -58,16 +57,14 @@ class Model(Current):
 
     def adopt(self, new: Combined) -> None:
         """Make ``new`` the current weights, and what the strategy remembered during it final."""
-        assert self._small is not None
         self._small.commit()
         self._large.commit()
         engine = session.engine()
         stored = engine.stored(new.ref)
         if self.knows(stored):
-            assert self._places is not None
             self._weights, self._sources = None, self._places.view(stored)
         else:
-            self._take(new.layout, engine.peek(new.ref), stored)
+            self._take(engine.peek(new.ref), stored)
         self.ref, self._stored = new.ref, stored
 
     # -- combining ---------------------------------------------------------------------------------
@@ -77,12 +74,11 @@ class Model(Current):
 
         Raises ``WeightsMismatchError``, ``NonFiniteWeightsError`` and what the strategy raises.
         """
-        layout, workers = self._checked(given)
+        workers = self._checked(given)
         chosen, skipped = list(range(len(given))), list[int]()
         while True:
             try:
                 ref, tally = self._combine(
-                    layout,
                     [given[i] for i in chosen],
                     [workers[i] for i in chosen],
                     [weights[i] for i in chosen],
@@ -93,35 +89,25 @@ class Model(Current):
             broken = self._find_broken(given, workers, chosen, place)
             skipped += broken
             chosen = [i for i in chosen if i not in broken]
-        return Combined(
-            ref,
-            layout,
-            tally,
-            [given[i].worker for i in chosen],
-            [given[i].worker for i in skipped],
-        )
+        names = ([given[i].worker for i in some] for some in (chosen, skipped))
+        return Combined(ref, tally, *names)
 
-    def _checked(self, given: Sequence[Given]) -> tuple[Layout, list[Sequence[Source]]]:
+    def _checked(self, given: Sequence[Given]) -> list[Sequence[Source]]:
         first = given[0]
-        if self.layout is None or not self.has_weights:
+        if not self.has_weights:
             self._prepare(Layout(first.weights, first.who))
-        assert self.layout is not None
         reference = "the server" if self.has_weights else first.who
-        return self.layout, [
-            self._leaves_of(g, reference if g is first else first.who) for g in given
-        ]
+        return [self._leaves_of(g, reference if g is first else first.who) for g in given]
 
     def _leaves_of(self, given: Given, reference: str) -> Sequence[Source]:
         if given.far is not None:
             return given.far
         if self.knows(given.stored):
-            assert self._places is not None
             return self._places.view(given.stored)
         return self._extracted(given.weights, given.stored, given.who, reference)
 
     def _combine(
         self,
-        layout: Layout,
         given: Sequence[Given],
         workers: Sequence[Sequence[Source]],
         weights: Sequence[float],
@@ -130,47 +116,45 @@ class Model(Current):
         workers = [workers[i] for i in used]
         given = [given[i] for i in used]
         if self._stored is not None and _runs([self._sources, *workers]) is not None:
-            ref, tally = self._combine_stored(layout, workers, shares)
+            ref, tally = self._combine_stored(workers, shares)
         elif any(g.far is not None for g in given):
             raise UnreadableError("those of another worker lie otherwise")
         else:
-            ref, tally = self._combine_entries(layout, given, workers, shares)
+            ref, tally = self._combine_entries(given, workers, shares)
         return ref, tally if apart is None else Tally(tally.change, apart)
 
     def _combine_stored(
-        self, layout: Layout, workers: Sequence[Sequence[Source]], shares: Sequence[float]
+        self, workers: Sequence[Sequence[Source]], shares: Sequence[float]
     ) -> tuple[Any, Tally]:
         """All weights are in shared memory and known: the new ones are to lie as the current."""
-        assert self._places is not None
-        places, tally = self._places, Tally(0.0, np.zeros(len(workers)))
+        tally = Tally(0.0, np.zeros(len(workers)))
 
         def fill(memory: Array) -> None:
             nonlocal tally
-            new = places.view(self._stored, memory)
+            new = self._places.view(self._stored, memory)
             combiner, (current, *runs) = self._over([self._sources, *workers])
             tally = combiner.combine(current, runs, shares, new.runs)
             # Counters may lie between the entries of a run, so they come last.
-            for i, leaf in enumerate(layout.leaves):
-                if leaf.role == COUNT and leaf.size:
-                    new[i][:] = combine_counts([w[i] for w in workers], shares)
+            for i in self._counts:
+                new[i][:] = combine_counts([w[i] for w in workers], shares)
 
         return self._stored.another(fill), tally
 
     def _combine_entries(
         self,
-        layout: Layout,
         given: Sequence[Given],
         workers: Sequence[Sequence[Source]],
         shares: Sequence[float],
     ) -> tuple[Any, Tally]:
-        assert self._small is not None
+        layout = self.layout
+        assert layout is not None
         values: list[Any] = [None] * len(layout.leaves)
         for i, leaf in enumerate(layout.leaves):
             if leaf.is_array and not leaf.size:
                 values[i] = layout.empty(leaf)
             elif leaf.role == COUNT:
                 values[i] = layout.finished(leaf, combine_counts([w[i] for w in workers], shares))
-        small = {r.leaf: _room(layout, r.leaf) for r in self._small.ranges}
+        small = {r.leaf: np.empty(1, layout.leaves[r.leaf].dtype) for r in self._small.ranges}
         tally = self._small.combine(
             self._sources, workers, shares, [flatten_leaf(room) for room in small.values()]
         )
@@ -196,7 +180,6 @@ class Model(Current):
         if runs is None:
             return self._large, list(sets)
         if self._joined is None:
-            assert self._places is not None
             tracks = self._places.runs
             ranges = [Range(i, 0, run.size) for i, run in enumerate(tracks)]
             buffers = self._large.buffers.joined(ranges, tracks)
@@ -231,7 +214,6 @@ class Model(Current):
         return used, _shares([final[i] for i in used]), apart
 
     def _distances(self, given: Sequence[Given], workers: Sequence[Sequence[Source]]) -> Array:
-        assert self._small is not None
         combiner, large = self._over(workers)
         total: Array = self._small.distances(workers) + combiner.distances(large)
         return total
@@ -261,7 +243,6 @@ class Model(Current):
         return list(broken)
 
     def _broken(self, given: Given, sources: Sequence[Source]) -> str | None:
-        assert self._small is not None
         combiner, large = self._over([sources])
         found: str | None = self._small.broken(sources) or combiner.broken(large[0])
         return found
@@ -271,10 +252,6 @@ def _runs(sets: Sequence[Sequence[Source] | None]) -> list[Any] | None:
     """The runs of weights all of which are known by their place in memory."""
     found = [s.runs for s in sets if isinstance(s, (Stowed, Far))]
     return found if len(found) == len(sets) else None
-
-
-def _room(layout: Layout, which: int) -> Array:
-    return np.empty(1, layout.leaves[which].dtype)
 
 
 def _shares(weights: Sequence[float]) -> list[float]:

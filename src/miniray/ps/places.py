@@ -14,13 +14,12 @@ of its own. Others (Python numbers, bfloat16, tied or strided arrays) are combin
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from miniray.ps.leaves import NONE, REAL, Array, Entries, Leaf, Source
+from miniray.ps.leaves import NONE, REAL, Array, Leaf, Source, numpy_dtype
 from miniray.ps.offer import digest_of
 from miniray.ps.weights import Layout
 
@@ -156,7 +155,7 @@ class Places:
         return memory[at : at + leaf.nbytes].view(dtype)
 
 
-class Stowed(Entries):
+class Stowed(Sequence[Source]):
     """The entries of weights in shared memory."""
 
     def __init__(self, places: Places, memory: Array) -> None:
@@ -167,7 +166,7 @@ class Stowed(Entries):
     def __len__(self) -> int:
         return len(self._places._leaves)
 
-    def entry(self, index: int) -> Source:
+    def __getitem__(self, index: Any) -> Any:
         return self._places.entry(index, self._memory)
 
 
@@ -175,16 +174,8 @@ def _dtype(leaf: Leaf) -> np.dtype[Any] | None:
     """As which a leaf's memory is read; None if that is not possible."""
     if leaf.role == NONE:
         return np.dtype(np.uint8)
-    if leaf.type == "numpy":
-        dtype: np.dtype[Any] = leaf.dtype
-    elif leaf.type == "torch":
-        try:
-            dtype = sys.modules["torch"].empty(0, dtype=leaf.dtype).numpy().dtype
-        except TypeError:
-            return None
-    else:
-        return None
-    if dtype.kind == "c":
+    dtype = numpy_dtype(leaf) if leaf.is_array else None
+    if dtype is not None and dtype.kind == "c":
         return leaf.compute if dtype.isnative else None
     return dtype
 

@@ -5,24 +5,75 @@ What fails leaves everything as it was: the weights, their version, and what the
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 import time
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import miniray
 from miniray.core.remote import ActorHandle
-from miniray.ps import state
+from miniray.ps import current
 from miniray.ps.collect import Collector, Round, failure
+from miniray.ps.combine import Tally
 from miniray.ps.compression import Compressed
 from miniray.ps.model import Combined, Given, Model
 from miniray.ps.reading import UnreadableError
-from miniray.ps.stats import PHASES, Stats
-from miniray.ps.strategies.base import Strategy
-from miniray.ps.strategies.checks import at_least
+from miniray.ps.strategies.base import Strategy, at_least
 
 #: After one worker did not take the weights, how long to wait to learn about the others.
 _GRACE = 5.0
+PHASES = ("collect", "combine", "distribute")
+
+
+@dataclasses.dataclass
+class Stats:
+    """What a server counts: totals since it started, and the last sync."""
+
+    num_syncs: int = 0
+    failed_syncs: int = 0
+    num_pushes: int = 0
+    num_workers: int = 0
+    bytes: int = 0
+    last_bytes: int = 0
+    seconds: dict[str, float] = dataclasses.field(
+        default_factory=lambda: dict.fromkeys(PHASES, 0.0)
+    )
+    last_seconds: dict[str, float] = dataclasses.field(
+        default_factory=lambda: dict.fromkeys(PHASES, 0.0)
+    )
+    last_change_norm: float | None = None
+    divergence: dict[str, float] | None = None
+    transport: dict[int, str] = dataclasses.field(default_factory=dict)
+    skipped: Counter[Any] = dataclasses.field(default_factory=Counter)
+    last_error: str | None = None
+
+    def measured(self, tally: Tally, first: bool) -> None:
+        """The last change is unknown after the first sync: there was nothing to change."""
+        self.last_change_norm = None if first else math.sqrt(tally.change)
+        apart = [math.sqrt(max(square, 0.0)) for square in tally.distances]
+        self.divergence = {"max": max(apart), "mean": sum(apart) / len(apart)}
+
+    def synced(self, workers: int, bytes: int, seconds: dict[str, float]) -> None:
+        self.num_syncs += 1
+        self.num_workers = workers
+        self.bytes += bytes
+        self.last_bytes = bytes
+        self.last_seconds = seconds
+        for phase, value in seconds.items():
+            self.seconds[phase] += value
+        self.last_error = None
+
+    def failed(self, error: BaseException) -> None:
+        self.failed_syncs += 1
+        self.last_error = f"{type(error).__name__}: {error}"
+
+    def as_dict(self) -> dict[str, Any]:
+        found = dataclasses.asdict(self)
+        found["skipped"] = dict(self.skipped)
+        return found
 
 
 class Server:
@@ -208,7 +259,6 @@ class Server:
 
     def get_stats(self) -> dict[str, Any]:
         """Counters and times; see the user guide for each of them."""
-        layout = self._model.layout
         return {
             "version": self._version,
             "strategy": self._strategy.name,
@@ -216,18 +266,18 @@ class Server:
             "mode": self.mode,
             "compression": self._compression,
             "num_servers": 1,
-            "model_bytes": 0 if layout is None else layout.nbytes,
+            "model_bytes": self._model.nbytes,
             "worker_weights": dict(self._worker_weights),
             **self._stats.as_dict(),
         }
 
     def get_state(self) -> dict[str, Any]:
         """All that a checkpoint needs: dicts and lists of arrays, numbers and strings."""
-        return state.save(self._model, self._version, self._worker_weights)
+        return current.save(self._model, self._version, self._worker_weights)
 
     def set_state(self, saved: dict[str, Any]) -> None:
         """Go on from ``get_state``. Raises ``ValueError`` when it is another strategy's."""
-        self._version, self._worker_weights = state.load(self._model, saved)
+        self._version, self._worker_weights = current.load(self._model, saved)
 
     def _adopt(self, new: Combined, workers: int, seconds: dict[str, float], moved: int) -> None:
         first = not self._model.has_weights
@@ -235,7 +285,7 @@ class Server:
         self._version += 1
         self._stats.measured(new.tally, first)
         self._stats.skipped.update(new.skipped)
-        self._stats.synced(workers, moved * new.layout.nbytes, seconds)
+        self._stats.synced(workers, moved * self._model.nbytes, seconds)
 
 
 def _check_workers(workers: Any) -> None:

@@ -138,12 +138,10 @@ class ShardedModel(Model):
         return total
 
     def _distances(self, given: Sequence[Given], workers: Sequence[Sequence[Source]]) -> Array:
-        assert self._small is not None
         parts = self.every("distances", [_ref(g) for g in given])
         return self._small.distances(workers) + np.sum(parts, axis=0)  # type: ignore[no-any-return]
 
     def _broken(self, given: Given, sources: Sequence[Source]) -> str | None:
-        assert self._small is not None
         found = [self._small.broken(sources), *self.every("broken", [_ref(given)])]
         return next((place for place in found if place), None)
 

@@ -12,11 +12,18 @@ from miniray import lazy
 if TYPE_CHECKING:
     from miniray.train.averaging import aggregate
     from miniray.train.base import BaseTrainer
-    from miniray.train.callbacks import Callback, Checkpoint, EarlyStopping, LRSchedule
-    from miniray.train.checkpoint import CheckpointInfo, CheckpointStore, load_model, save_model
+    from miniray.train.callbacks import (
+        Callback,
+        Checkpoint,
+        CSVLogger,
+        EarlyStopping,
+        LRSchedule,
+        TensorBoard,
+    )
+    from miniray.train.checkpoint import CheckpointInfo, CheckpointStore
     from miniray.train.data_parallel import DataParallelTrainer
     from miniray.train.ddp import DDPTrainer
-    from miniray.train.loggers import CSVLogger, TensorBoard
+    from miniray.train.modelfile import load_model, save_model
     from miniray.train.parallel.model import ModelParallelTrainer
     from miniray.train.parallel.pipeline import PipelineParallelTrainer
     from miniray.train.results import TrainResult
@@ -25,7 +32,7 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "BaseTrainer": ".base",
-    "CSVLogger": ".loggers",
+    "CSVLogger": ".callbacks",
     "Callback": ".callbacks",
     "Checkpoint": ".callbacks",
     "CheckpointInfo": ".checkpoint",
@@ -37,12 +44,12 @@ _WHERE = {
     "ModelParallelTrainer": ".parallel.model",
     "PipelineParallelTrainer": ".parallel.pipeline",
     "RunDirectory": ".rundir",
-    "TensorBoard": ".loggers",
+    "TensorBoard": ".callbacks",
     "TorchWorker": ".torch_worker",
     "TrainResult": ".results",
     "aggregate": ".averaging",
-    "load_model": ".checkpoint",
-    "save_model": ".checkpoint",
+    "load_model": ".modelfile",
+    "save_model": ".modelfile",
 }
 
 __all__ = [

@@ -104,10 +104,10 @@ class AsyncEpochs:
 
     def restore(self, epoch: int, saved: Mapping[str, Any] | None) -> None:
         """Go on from ``settle``'s answer; without one of as many workers, all from ``epoch``."""
-        same = saved is not None and len(saved["next"]) == self._count
-        self._next = list(saved["next"]) if saved and same else [epoch] * self._count
-        self._results = {}
-        for done, worker, result in saved["results"] if saved and same else ():
+        if saved is None or len(saved["next"]) != self._count:
+            saved = {"next": [epoch] * self._count, "results": ()}
+        self._next, self._results = list(saved["next"]), {}
+        for done, worker, result in saved["results"]:
             self._results.setdefault(done, {})[worker] = result
 
     @contextlib.contextmanager

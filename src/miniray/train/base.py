@@ -212,14 +212,14 @@ class BaseTrainer(Saving):
         record["epoch"] = epoch  # workers may call something else so, or count from 1
         self.history.append(record)
         self.epoch = epoch + 1
-        self._latest = record
+        self._hooks_record = record
         try:
             self._emit("on_epoch_end", epoch, record)
         except BaseException:
             with self._writing("its last epoch is not in"):
-                self._write_latest()
+                self._write_record()
             raise
-        self._write_latest()
+        self._write_record()
 
     def _train_epoch(self, epoch: int) -> dict[str, Any]:
         self._in_epoch = True

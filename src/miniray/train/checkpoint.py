@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import atexit
 import errno
-import itertools
 import os
 import re
 import shutil
@@ -28,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from miniray.checks import whole
 from miniray.errors import CheckpointError
 from miniray.train.arguments import warn
 from miniray.train.checkpoint_dir import (
@@ -40,10 +40,8 @@ from miniray.train.checkpoint_dir import (
     remove_leftovers,
     write_checkpoint,
 )
-from miniray.train.checkpoint_keeping import best_of, check_keeping, superfluous
-from miniray.train.modelfile import load_model, save_model
 
-__all__ = ["CheckpointInfo", "CheckpointStore", "load_model", "save_model"]
+__all__ = ["CheckpointInfo", "CheckpointStore"]
 
 #: Other names in the directory are somebody else's and let alone.
 _NAME = re.compile(r"epoch-\d+(-\d+)?")
@@ -102,8 +100,7 @@ class CheckpointStore:
         path to it is named) and where writing fails; then nothing has changed. An earlier
         checkpoint of the same epoch is replaced once the new one is complete.
         """
-        if type(epoch) is not int or epoch < 0:
-            raise ValueError(f"epoch must be an int >= 0, not {epoch!r}")
+        epoch = whole("epoch", epoch, 0)
         self.wait()
         contents = encode_state(epoch, state, allow_pickle=self.allow_pickle, copy=self.background)
         path, contents.serial = self._next(epoch)
@@ -147,12 +144,11 @@ class CheckpointStore:
         By number and not by epoch: a run that went back to epoch 3 has a newer epoch 4 than 5.
         """
         serial = 1 + max((found.serial for found in self._scan()[0]), default=0)
-        base = f"epoch-{epoch:08d}"
-        for attempt in itertools.count(1):
-            path = self.directory / (base if attempt == 1 else f"{base}-{attempt}")
-            if not path.exists():
-                return path, serial
-        raise AssertionError("unreachable")
+        path, attempt = self.directory / f"epoch-{epoch:08d}", 1
+        while path.exists():
+            attempt += 1
+            path = self.directory / f"epoch-{epoch:08d}-{attempt}"
+        return path, serial
 
     def _write(self, path: Path, contents: Contents) -> None:
         try:
@@ -182,10 +178,25 @@ class CheckpointStore:
         Damaged ones count for nothing and are left for a person to look at.
         """
         found = self._scan()[0]
-        if all(checkpoint.path != newest for checkpoint in found):
+        if self.keep_last is None or all(checkpoint.path != newest for checkpoint in found):
             return
-        for path in superfluous(found, newest, self.keep_last, self.keep_best):
-            discard_checkpoint(path)
+        last_of_epoch = {c.epoch: c.path for c in found}  # of two of an epoch the later one counts
+        current = [c.path for c in found if last_of_epoch[c.epoch] == c.path]
+        keep = {newest, self._best_of(found), *current[-self.keep_last :]}
+        for checkpoint in found:
+            if checkpoint.path not in keep:
+                discard_checkpoint(checkpoint.path)
+
+    def _best_of(self, found: Sequence[CheckpointInfo]) -> Path | None:
+        """The best one by ``keep_best``; of equals the newest. None where none has the metric."""
+        if self.keep_best is None:
+            return None
+        metric, mode = self.keep_best
+        sign = 1 if mode == "max" else -1
+        scored = [
+            (sign * c.metrics[metric], c.serial, c.path) for c in found if metric in c.metrics
+        ]
+        return max(scored)[2] if scored else None
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -202,8 +213,7 @@ class CheckpointStore:
 
     def best(self) -> Path | None:
         """Where the best one by ``keep_best`` is, if there is one."""
-        best = best_of(self.list(), self.keep_best)
-        return best.path if best is not None else None
+        return self._best_of(self.list())
 
     def load(self, path: str | os.PathLike[str] = "latest") -> tuple[int, dict[str, Any]]:
         """Read a checkpoint: (epoch, state). ``loaded`` says which one it was.
@@ -294,3 +304,12 @@ class CheckpointStore:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def check_keeping(keep_last: int | None, keep_best: tuple[str, str] | None) -> None:
+    """Refuse what makes no sense, with ``ValueError``."""
+    if keep_last is not None:
+        whole("keep_last", keep_last, 1, " or None")
+    pair = isinstance(keep_best, (tuple, list)) and len(keep_best) == 2
+    if keep_best is not None and not (pair and keep_best[1] in ("min", "max")):
+        raise ValueError(f'keep_best must be (metric, "min" or "max"), not {keep_best!r}')

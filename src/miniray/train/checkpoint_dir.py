@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miniray.train import files, records, tensorfile
+from miniray.train import records, tensorfile
 from miniray.train.structure import Encoder, decode
 
 FORMAT = "miniray-checkpoint-1"
@@ -100,15 +100,15 @@ def write_checkpoint(path: Path, contents: Contents) -> None:
         sums = {name: _measured(partial / name) for name in names}
         (partial / "manifest.json").write_bytes(_manifest(contents, sums))
         for name in (*names, "manifest.json"):
-            files.flush(partial / name)
-        files.sync_directory(partial)
+            records.flush(partial / name)
+        records.sync_directory(partial)
         os.rename(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     finally:
         _writing.discard(partial)
-    files.sync_directory(path.parent)
+    records.sync_directory(path.parent)
 
 
 def _measured(path: Path) -> dict[str, Any]:

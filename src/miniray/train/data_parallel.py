@@ -14,8 +14,7 @@ from miniray.core.remote import adapting
 from miniray.errors import MinirayError
 from miniray.ps import Strategy, check_strategy, create_parameter_server
 from miniray.ps.create import check_parameter_server
-from miniray.ps.strategies.checks import at_least
-from miniray.train import resume as resuming
+from miniray.ps.strategies.base import at_least
 from miniray.train.arguments import check_spelling
 from miniray.train.asynchronous import AsyncEpochs, check_mode
 from miniray.train.averaging import aggregate
@@ -271,8 +270,7 @@ class DataParallelTrainer(BaseTrainer):
             miniray.get(self.param_server.set_state.remote(state["server"]))
         else:
             was = f"was made with sync_strategy={before!r}" if before else "has no sync strategy"
-            resuming.tell(
-                self,
+            self._tell_of_change(
                 "resumed_with_other_strategy",
                 f"the checkpoint {was}; this run goes on with {self.sync_strategy!r}, which begins "
                 "without what the one before remembered",

@@ -16,9 +16,9 @@ import datetime
 import os
 import socket
 import time
-from collections.abc import Iterable
 from typing import Any
 
+from miniray.checks import whole
 from miniray.errors import GroupError
 
 __all__ = ["GroupHost", "ProcessGroupSpec", "join", "leave"]
@@ -47,15 +47,7 @@ class ProcessGroupSpec:
 
     def connect(self) -> Any:
         """A client of the store, for the calling thread alone: calls on one client take turns."""
-        import torch.distributed as dist
-
-        return dist.TCPStore(
-            self.host,
-            self.port,
-            is_master=False,
-            timeout=datetime.timedelta(seconds=self.timeout),
-            wait_for_workers=False,
-        )
+        return _store(self.host, self.port, self.timeout, is_master=False)
 
 
 class GroupHost:
@@ -63,9 +55,8 @@ class GroupHost:
 
     Args:
         world_size, backend, name, timeout: see ``ProcessGroupSpec``.
-        host: the address ranks reach this process by. By default that of the loopback device where
-            ``other_machines`` is False, else of the device that leads to the network.
-        ports: ports that may be used, tried in turn; by default any that the kernel finds free.
+        other_machines: ranks reach this process by the device that leads to the network, not by
+            the loopback device.
     """
 
     def __init__(
@@ -75,16 +66,17 @@ class GroupHost:
         backend: str = "gloo",
         name: str = "group",
         timeout: float = 600.0,
-        host: str | None = None,
         other_machines: bool = False,
-        ports: Iterable[int] = (0,),
     ) -> None:
-        if world_size < 1:
-            raise ValueError(f"world_size must be at least 1, not {world_size}")
+        whole("world_size", world_size, 1)
         if not timeout > 0:
             raise ValueError(f"timeout must be a number of seconds > 0, not {timeout!r}")
-        address = host or (_outward_address() if other_machines else _LOOPBACK)
-        self.store: Any = _serve(address, list(ports), timeout)
+        address = _outward_address() if other_machines else _LOOPBACK
+        try:
+            self.store: Any = _store(address, 0, timeout, is_master=True)
+        except RuntimeError as error:  # DistNetworkError is one
+            reason = str(error).splitlines()[0]
+            raise GroupError(f"no store of a process group on {address}: {reason}") from error
         self.spec = ProcessGroupSpec(
             address, self.store.port, world_size, backend, name, float(timeout)
         )
@@ -94,24 +86,11 @@ class GroupHost:
         self.store = None
 
 
-def _serve(address: str, ports: list[int], timeout: float) -> Any:
+def _store(address: str, port: int, timeout: float, *, is_master: bool) -> Any:
     import torch.distributed as dist
 
-    taken: list[str] = []
-    for port in ports:
-        try:
-            return dist.TCPStore(
-                address,
-                port,
-                is_master=True,
-                timeout=datetime.timedelta(seconds=timeout),
-                wait_for_workers=False,
-            )
-        except RuntimeError as error:  # DistNetworkError is one
-            taken.append(f"{port}: {str(error).splitlines()[0]}")
-    raise GroupError(
-        f"no port for the store of a process group on {address}; tried " + "; ".join(taken)
-    )
+    limit = datetime.timedelta(seconds=timeout)
+    return dist.TCPStore(address, port, is_master=is_master, timeout=limit, wait_for_workers=False)
 
 
 def _outward_address() -> str:

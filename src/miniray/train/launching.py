@@ -1,7 +1,8 @@
-"""The environment that a trainer's worker starts in, where workers are processes."""
+"""The process of a trainer's worker: what it starts in and is set up with."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +15,10 @@ from miniray.doctor.hooks import when_imported
 
 #: If the driver has the one, the local engine loads the other once for all workers.
 LOADED_LATE = {"torch": "miniray.train.dynamo"}
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
+#: What glibc itself comes to in a process that has freed large blocks.
+_LARGEST, _KEPT = 32 << 20, 64 << 20
 
 
 def environment(
@@ -34,3 +39,16 @@ def set_up() -> Callable[[Any], None] | None:
     if seed is not None:
         when_imported("torch", lambda torch: torch.manual_seed(int(seed)))
     return actors.set_up()
+
+
+def keep_freed_memory() -> None:
+    """Keep up to 64 MB that were freed, and blocks of up to 32 MB in the heap, for the next step.
+
+    glibc gives freed memory back to the kernel above limits that begin at 128 KB and grow with what
+    is freed: a training step then takes the same pages from the kernel again and again, zeroed each
+    time. Does nothing where the C library is not glibc.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, _LARGEST)
+        mallopt(_TRIM_THRESHOLD, _KEPT)

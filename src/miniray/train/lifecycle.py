@@ -17,8 +17,7 @@ from typing import Any
 import miniray
 from miniray.core import session
 from miniray.core.engine import Engine
-from miniray.train.checkpoint import CheckpointStore
-from miniray.train.checkpoint_keeping import check_keeping
+from miniray.train.checkpoint import CheckpointStore, check_keeping
 from miniray.train.rundir import RunDirectory, check_name
 from miniray.train.workers import WorkerGroup
 

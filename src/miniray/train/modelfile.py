@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from miniray.errors import CheckpointError
-from miniray.train import files, tensorfile
+from miniray.train import records, tensorfile
 from miniray.train.structure import Encoder, decode
 
 _STRUCTURE = "miniray"
@@ -31,7 +31,7 @@ def save_model(path: str | os.PathLike[str], weights: Any) -> Path:
         metadata["format"] = kinds.pop()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace_path(path, lambda aside: tensorfile.write(aside, entries, metadata))
+        records.replace_path(path, lambda aside: tensorfile.write(aside, entries, metadata))
     except OSError as error:
         size = sum(entry.nbytes for entry in entries.values())
         raise CheckpointError(

@@ -1,6 +1,9 @@
 """Progress on the driver: a tqdm bar on a terminal, plain lines elsewhere.
 
-Workers never print it: they do not know of it.
+Workers never print it: they do not know of it. Lines that are printed while bars stand at the
+bottom of the terminal go above them; without that, what a worker or a hook prints is written on to
+the bar's own line. Only a terminal is touched: a pipe, a file or a notebook gets what it always
+got. Other processes that inherit the streams (a fork of the driver) write through.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from miniray.train.records import number
-from miniray.train.terminal import Terminal, beneath
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -28,7 +30,7 @@ class Steps:
     """Counts ``count`` steps of something as they get done.
 
     On a terminal it is one tqdm bar with a note and the time left, below whatever else is printed
-    (``terminal``). Elsewhere it is about ``lines`` lines in all, so that a log file stays readable.
+    (``Terminal``). Elsewhere it is about ``lines`` lines in all, so that a log file stays readable.
     ``enabled=False``: nothing at all. Writes to stderr; a stream that was closed ends the progress
     and not the run.
     """
@@ -200,3 +202,76 @@ def _bar_class() -> Any:
 
     Bar.set_lock(threading.RLock())
     return Bar
+
+
+class Terminal:
+    """stdout and stderr while bars of class ``bars`` are shown on ``stream``.
+
+    A line that is begun and not ended (``print(end="")``, a debugger's prompt) keeps the bars away
+    until it is complete.
+    """
+
+    def __init__(self, stream: TextIO, bars: Any) -> None:
+        self.stream = stream
+        self.line_is_open = False
+        self._bars, self._process = bars, os.getpid()
+        self._replaced: dict[str, _Above] = {}
+        for name in ("stdout", "stderr"):
+            target = getattr(sys, name)
+            if target is not None and not isinstance(target, _Above) and target.isatty():
+                self._replaced[name] = _Above(target, self)
+                setattr(sys, name, self._replaced[name])
+
+    def write(self, text: str, stream: TextIO | None = None) -> None:
+        """Write to ``stream``, above the bars."""
+        stream = stream or self.stream
+        if os.getpid() != self._process:
+            stream.write(text)
+            return
+        with self._bars.get_lock():
+            if not self.line_is_open:
+                for bar in self._shown():
+                    bar.clear(nolock=True)
+                self.stream.flush()
+            stream.write(text)
+            stream.flush()
+            self.line_is_open = not text.endswith("\n")
+            for bar in self._shown():
+                bar.refresh(nolock=True)
+
+    def _shown(self) -> list[Any]:
+        return [bar for bar in self._bars._instances if isinstance(bar, self._bars)]
+
+    def release(self) -> None:
+        """Give stdout and stderr back, unless somebody else has replaced them since."""
+        if self.line_is_open:
+            self.write("\n")
+        for name, above in self._replaced.items():
+            if getattr(sys, name) is above:
+                setattr(sys, name, above.stream)
+        self._replaced.clear()
+
+
+class _Above:
+    """A text stream that writes above the bars; everything else is the stream's own."""
+
+    def __init__(self, stream: TextIO, terminal: Terminal) -> None:
+        self.stream = stream
+        self._terminal = terminal
+
+    def write(self, text: str) -> int:
+        if not text:  # somebody tries what the stream takes: click does it with bytes
+            return self.stream.write(text)
+        self._terminal.write(text, self.stream)
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        self.write("".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def beneath(stream: TextIO) -> TextIO:
+    """The stream itself, where ``stream`` stands in for it."""
+    return stream.stream if isinstance(stream, _Above) else stream

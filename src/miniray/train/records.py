@@ -1,8 +1,8 @@
-"""Lines of JSON: one record a line, one ``write(2)`` a record, readable while being written.
+"""What a run writes, so that whoever is killed leaves it readable: lines of JSON, and whole files.
 
-A killed process leaves at most the last line torn. Readers pass over it, and the next writer
-begins on a line of its own. Written lines survive SIGKILL of the writer; those of the last seconds
-may be lost in a power cut.
+A line is a record, written at once: a killed process leaves at most the last one torn. Readers pass
+over it, and the next writer begins on a line of its own. Written lines survive SIGKILL of the
+writer; those of the last seconds may be lost in a power cut.
 
 What JSON lacks is written by these rules, which ``from_json`` turns round:
 
@@ -24,7 +24,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +181,51 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     if damaged:
         warnings.warn(f"{path}: passed over damaged lines {damaged}", stacklevel=2)
     return found
+
+
+# -- files that are whole or not there: written aside, flushed to disk, renamed into place ---------
+
+
+def replace_path(path: Path, write: Callable[[Path], object]) -> None:
+    """Give ``path`` the content of the file that ``write(where)`` makes.
+
+    If anything raises, or the machine stops, ``path`` is as it was: a reader sees the old content
+    or all of the new one. A killed process may leave ``.<name>.<pid>.partial`` behind, which
+    nobody reads.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)
+    try:
+        write(partial)
+        flush(partial)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def replace_text(path: Path, text: str) -> Path:
+    """``replace_path`` with a text, as UTF-8."""
+    replace_path(path, lambda aside: aside.write_text(text, "utf-8"))
+    return path
+
+
+def flush(path: Path) -> None:
+    """Have the file's content on the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames in ``path`` survive a power cut; a file system that cannot is let off."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # some network file systems refuse this on directories
+        pass
+    finally:
+        os.close(descriptor)

@@ -18,21 +18,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import re
-import shlex
-import socket
-import sys
-import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from miniray.doctor import runfile
-from miniray.train import files, records
+from miniray.train import records
 
-FORMAT = 1
 #: Ends of a run that may have left nothing behind.
 _FAILED = ("failed", "interrupted", "died")
 #: What is kept of an attempt when the run is taken up again.
@@ -77,16 +71,7 @@ class RunDirectory:
         if name is not None:
             return cls._claim(Path(root) / name)
         clean = re.sub(r"[^\w.-]+", "_", prefix).lstrip(".-") or "run"
-        base = f"{clean}-{time.strftime('%Y%m%d-%H%M%S')}"
-        attempt = 1
-        while True:
-            path = Path(root) / (base if attempt == 1 else f"{base}-{attempt}")
-            try:
-                path.mkdir(parents=True)
-            except FileExistsError:
-                attempt += 1  # mkdir is what decides between two processes in one second
-            else:
-                return cls(path)
+        return cls(runfile.new_directory(Path(root), clean))
 
     @classmethod
     def _claim(cls, path: Path) -> RunDirectory:
@@ -126,8 +111,6 @@ class RunDirectory:
         ``seed`` and ``world_size`` (or ``num_workers``) are taken from ``config``. Where the run
         was written before, that attempt is kept under ``attempts``, with how it ended.
         """
-        import psutil
-
         before = self.read_run()
         attempts = before.pop("attempts", [])
         if before:
@@ -135,26 +118,9 @@ class RunDirectory:
                 before["state"] = "died"  # it wrote no end, and somebody else goes on with the run
             attempts.append({key: before[key] for key in _ATTEMPT if before.get(key) is not None})
             self._put_ranks_aside()
-        self._write(
-            {
-                "format": FORMAT,
-                "name": name or self.path.name,
-                "state": "running",
-                "started": runfile.now(),
-                "ended": None,
-                "error": None,
-                "seed": config.get("seed"),
-                "world_size": config.get("world_size", config.get("num_workers")),
-                "config": dict(config),
-                "versions": runfile.versions(),
-                "host": socket.gethostname(),
-                "platform": platform.platform(),
-                "pid": os.getpid(),
-                "process_started": psutil.Process().create_time(),
-                "command": shlex.join(sys.orig_argv),
-                "attempts": attempts,
-            }
-        )
+        size = config.get("world_size", config.get("num_workers"))
+        begun = runfile.beginning(name or self.path.name, config.get("seed"), size, config)
+        self._write({**begun, "attempts": attempts})
 
     def _put_ranks_aside(self) -> None:
         """What ranks of the attempt before left: of more than there are now, some would stay."""
@@ -178,11 +144,10 @@ class RunDirectory:
         run.update(fields)
         run.update(state=state, ended=runfile.now())
         if isinstance(error, BaseException):
-            shown = traceback.format_exception(type(error), error, error.__traceback__)
             run["error"] = {
                 "type": type(error).__qualname__,
                 "message": str(error),
-                "traceback": "".join(shown),
+                "traceback": "".join(traceback.format_exception(error)),
             }
         elif error is not None:
             run["error"] = {"type": None, "message": error, "traceback": None}
@@ -190,14 +155,9 @@ class RunDirectory:
 
     def read_run(self) -> dict[str, Any]:
         """What ``run.json`` says; empty where it is not there yet. ``ValueError`` if damaged."""
-        try:
-            text = self.run_file.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return {}
-        try:
-            run = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"{self.run_file} is damaged: {error}") from None
+        run, problem = runfile.read_json(self.run_file)
+        if problem:
+            raise ValueError(f"{self.run_file} is damaged: {problem}")
         return dict(records.from_json(run))
 
     def status(self) -> str:
@@ -209,7 +169,7 @@ class RunDirectory:
 
     def _write(self, run: Mapping[str, Any]) -> None:
         text = json.dumps(records.to_json(run), indent=2, ensure_ascii=False, allow_nan=False)
-        files.replace_text(self.run_file, text + "\n")
+        records.replace_text(self.run_file, text + "\n")
 
     # -- metrics.jsonl, events.jsonl --------------------------------------------------------------
 
@@ -238,7 +198,7 @@ class RunDirectory:
         for record in dropped:
             records.append_record(self.path / "metrics.discarded.jsonl", record)
         lines = b"".join(records.dump_line(record) for record in kept)
-        files.replace_path(self.metrics_file, lambda aside: aside.write_bytes(lines))
+        records.replace_path(self.metrics_file, lambda aside: aside.write_bytes(lines))
         self.append_event({"event": "metrics_truncated", "epoch": epoch, "lines": len(dropped)})
         return len(dropped)
 

@@ -1,7 +1,11 @@
 """What a trainer does with its state: checkpoints to go on from, and the model itself, in a file or
 judged on held-out data.
 
-What goes into a checkpoint is in ``resume``, how it lies on disk in ``checkpoint``.
+A checkpoint has the weights (one copy if all workers are in sync, else every worker's own), what
+the workers' ``get_state`` gave, the state of the sync strategy, and the history. With the same
+number of workers, a fixed seed and workers that save what they need (optimizer, random numbers,
+position in the data), going on gives the same bits as never having stopped. How it lies on disk is
+in ``checkpoint``.
 """
 
 from __future__ import annotations
@@ -12,14 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import miniray
-from miniray.train import resume as resuming
+from miniray.errors import CheckpointError
+from miniray.train.arguments import warn
 from miniray.train.callbacks import Callback, check_callbacks
 from miniray.train.checkpoint import CheckpointStore
 from miniray.train.evaluate import evaluate_on
 from miniray.train.lifecycle import Lifecycle
 from miniray.train.modelfile import save_model
+from miniray.train.records import simplify
 from miniray.train.rundir import RunDirectory
 
+_FORMAT = 1
 NO_WORKERS = "there are no workers before train(), and none after shutdown()"
 
 
@@ -34,7 +41,7 @@ class Saving(Lifecycle):
         self.history: list[dict[str, Any]] = []
         self.epoch = 0  # epochs done so far
         self._in_epoch = False  # whether another one is being trained
-        self._latest: dict[str, Any] | None = None  # a record of the history hooks may add to
+        self._hooks_record: dict[str, Any] | None = None  # a record of the history hooks may add to
         self.callbacks = check_callbacks(callbacks)
         self._loaded: dict[str, Any] | None = None  # a checkpoint to apply when workers are there
 
@@ -52,18 +59,18 @@ class Saving(Lifecycle):
                 "no epoch was trained yet, so there is nothing to go on from: train() first, or "
                 "save_final_model() for the weights as they are"
             )
-        self._number_latest()
-        return self.checkpoints.save(done - 1, resuming.collect(self))
+        self._number_record()
+        return self.checkpoints.save(done - 1, self._state_of_run())
 
-    def _number_latest(self) -> None:
+    def _number_record(self) -> None:
         """Give the record that hooks add to its epoch, whatever they made of that."""
-        if self._latest is not None:
-            self._latest["epoch"] = self.epoch - 1
+        if self._hooks_record is not None:
+            self._hooks_record["epoch"] = self.epoch - 1
 
-    def _write_latest(self) -> None:
+    def _write_record(self) -> None:
         """Into ``metrics.jsonl``, unless it is there: no hook has it any more."""
-        self._number_latest()
-        latest, self._latest = self._latest, None
+        self._number_record()
+        latest, self._hooks_record = self._hooks_record, None
         if latest is not None:
             assert self.run is not None
             self.run.append_metrics(latest)
@@ -76,9 +83,9 @@ class Saving(Lifecycle):
         """
         named = Path("runs") / self._name if self._name is not None else None
         wanted = self._run_dir or named
-        store, where = resuming.locate(path, self.checkpoints, wanted, self._title)
+        store, where = _locate(path, self.checkpoints, wanted, self._title)
         epoch, state = store.load(where)
-        self._write_latest()  # of the epoch that a hook takes back
+        self._write_record()  # of the epoch that a hook takes back
         self.epoch = epoch + 1
         self.history = list(state["history"])
         if self.run is None:
@@ -105,9 +112,92 @@ class Saving(Lifecycle):
         run.append_event({"event": "started_from", "checkpoint": str(store.loaded)})
         return run
 
+    def _state_of_run(self) -> dict[str, Any]:
+        """What a checkpoint has, between two epochs."""
+        group = self._group
+        assert group is not None
+        state: dict[str, Any] = {
+            "format": _FORMAT,
+            "kind": self._kind,
+            "num_workers": len(group.handles),
+            "history": [simplify(record) for record in self.history],
+            "callbacks": [callback.get_state() for callback in self.callbacks],
+            "callback_types": self._callback_types(),
+            "weights": None,
+            "worker_states": None,
+            "extra": self._extra_state(),
+        }
+        if group.has("get_weights"):
+            if self._workers_in_sync():
+                state["weights"] = [self.model_weights()]
+            else:
+                state["weights"] = group.call("get_weights", lambda _: (), {})
+        if group.has("get_state"):
+            state["worker_states"] = group.call("get_state", lambda _: (), {})
+        return state
+
     def _take_up(self, state: dict[str, Any]) -> None:
-        """Bring workers and trainer to where they were when a checkpoint was written."""
-        resuming.apply(self, state)
+        """Bring workers and trainer to where they were; says so where their number is another.
+
+        A worker that is lost meanwhile is replaced within ``max_failures``, and gets it too.
+        """
+        workers = self.workers
+        if state.get("format") != _FORMAT:
+            raise CheckpointError(
+                f"the checkpoint has format {state.get('format')!r}, not {_FORMAT}"
+            )
+        kind = state.get("kind", self._kind)  # the first checkpoints did not say
+        if kind != self._kind:
+            raise CheckpointError(
+                f"this is no checkpoint of a {type(self).__name__}, but one of {kind!r}. "
+                "From one kind of trainer to another the weights go as a file: save_final_model(), "
+                "and load_model() where the model is made"
+            )
+        weights, states = state["weights"], state["worker_states"]
+        before = state["num_workers"]
+        if before != len(workers):
+            kept = min(before, len(workers))
+            text = f"resuming a run of {before} workers on {len(workers)}: data is sharded anew"
+            if weights is not None and len(weights) > 1:
+                text += ", the workers' weights are averaged"
+            if states is not None:
+                others = (
+                    "the others start fresh" if kept == before else "that of the others is dropped"
+                )
+                text += f", workers 0 to {kept - 1} take up their own state and {others}"
+            self._tell_of_change("resumed_on_other_size", text)
+        self._give_callbacks(state)
+        if weights is not None and len(weights) != len(workers):
+            from miniray.ps.weights import mean
+
+            one = mean(weights) if len(weights) > 1 else weights[0]
+            weights = [miniray.put(one)] * len(workers)
+        complete = False
+        while not complete:  # one that is lost meanwhile is replaced, and needs all of it again
+            before = list(workers)
+            if weights is not None:
+                self._give("set_weights", dict(enumerate(weights)))
+            if states is not None:
+                self._give("set_state", dict(enumerate(states[: len(workers)])))
+            complete = list(workers) == before
+        self._load_extra_state(state["extra"])
+
+    def _give_callbacks(self, state: dict[str, Any]) -> None:
+        """Each gets the state of the next one of its type: there may be other callbacks by now."""
+        types = self._callback_types()
+        saved = list(zip(state.get("callback_types", types), state["callbacks"], strict=False))
+        for callback, kind in zip(self.callbacks, types, strict=True):
+            mine = next((i for i, (type_, _) in enumerate(saved) if type_ == kind), None)
+            if mine is not None:
+                callback.set_state(saved.pop(mine)[1])
+
+    def _callback_types(self) -> list[str]:
+        return [type(callback).__qualname__ for callback in self.callbacks]
+
+    def _tell_of_change(self, event: str, text: str) -> None:
+        """Say that the run goes on otherwise than it was: a warning, and an event of the run."""
+        warn(text)
+        self._on_worker_event({"event": event, "message": text})
 
     def _give(self, method: str, values: Mapping[int, Any]) -> None:
         """Call ``method(value)`` on the workers that have a value here, by worker id."""
@@ -130,7 +220,7 @@ class Saving(Lifecycle):
         """The trained weights: worker 0's."""
         if not self.workers:
             raise RuntimeError(NO_WORKERS)
-        return miniray.get(self.workers[0].get_weights.remote())
+        return miniray.get(self.workers[0].get_weights.remote())  # one in its place has not trained
 
     def save_final_model(self, path: str | Path | None = None) -> Path:
         """Write the weights as one safetensors file (default: ``final_model.safetensors``)."""
@@ -149,3 +239,37 @@ class Saving(Lifecycle):
     def _with_final_weights(self) -> contextlib.AbstractContextManager[None]:
         """While workers are evaluated they have the weights that count."""
         return contextlib.nullcontext()
+
+
+def _locate(
+    path: str | Path,
+    store: CheckpointStore | None,
+    run: Path | None,
+    trainer: str,
+) -> tuple[CheckpointStore, str | Path]:
+    """(the store, what to load from it) for what a user may call a checkpoint.
+
+    ``"latest"`` is that of the store, else of ``run``, else of the newest run of the trainer.
+    """
+    if str(path) == "latest":
+        if store is not None:
+            return store, "latest"
+        path = run / "checkpoints" if run is not None else _newest(trainer)
+    where = Path(path).expanduser()
+    if where.name == "checkpoints":
+        return CheckpointStore(where), "latest"
+    if (where / "checkpoints").is_dir() or (where / "run.json").is_file():
+        return CheckpointStore(where / "checkpoints"), "latest"
+    return CheckpointStore(where.parent), where
+
+
+def _newest(trainer: str) -> Path:
+    """The checkpoints of the newest run of a trainer that has any."""
+    found = Path("runs").glob(f"{trainer}-[0-9]*/checkpoints")
+    runs = [p for p in found if any(p.iterdir())]
+    if not runs:
+        raise CheckpointError(
+            f"resume=True, but {Path('runs').resolve()} has no run of {trainer} with a checkpoint; "
+            "name the run with run_dir=, name= or resume=PATH"
+        )
+    return max(runs, key=lambda p: p.stat().st_mtime)

@@ -5,7 +5,7 @@ import pytest
 
 import miniray
 from miniray.ps import Strategy, check_strategy, register_strategy, strategy_names
-from miniray.ps.strategies.registry import _strategies
+from miniray.ps.strategies.base import _strategies
 from tests.ps.helpers import call, weights_of, workers
 
 BUILT_IN = [

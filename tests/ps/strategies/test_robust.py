@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from miniray.ps.strategies.order import sorted_rows
+from miniray.ps.strategies.median import sorted_rows
 from tests.ps.strategies.helpers import Run
 
 

@@ -13,8 +13,8 @@ from miniray.ps.strategies import (
     trimmed_mean,
     weighted,
 )
-from miniray.ps.strategies.base import Strategy
-from miniray.ps.strategies.registry import (
+from miniray.ps.strategies.base import (
+    Strategy,
     check_strategy,
     make_strategy,
     register_strategy,

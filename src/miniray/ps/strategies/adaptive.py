@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from miniray.ps.leaves import Array
-from miniray.ps.strategies.base import Strategy
-from miniray.ps.strategies.checks import at_least, share
+from miniray.ps.strategies.base import Strategy, at_least, share
 
 
 class Adaptive(Strategy):

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from miniray.ps.leaves import Array
-from miniray.ps.strategies.base import Strategy
-from miniray.ps.strategies.registry import register_strategy
+from miniray.ps.strategies.base import Strategy, register_strategy
 
 
 @register_strategy("average")

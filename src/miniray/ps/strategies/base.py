@@ -1,4 +1,4 @@
-"""What a strategy is: a rule that makes one set of weights of several.
+"""What a strategy is: a rule that makes one set of weights of several, known by its name.
 
 To write your own, subclass ``Strategy``, implement ``combine`` and register it::
 
@@ -18,17 +18,16 @@ from __future__ import annotations
 
 import abc
 import inspect
+import math
 import threading
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from miniray.ps.blocks import Piece, Range, Scratch
-from miniray.ps.leaves import Array, Leaf
-
-if TYPE_CHECKING:
-    from miniray.ps.places import Run
+from miniray.ps.blocks import Scratch
+from miniray.ps.leaves import Array
 
 
 class Strategy(abc.ABC):
@@ -161,86 +160,98 @@ class Context:
         self.new = new
 
 
-class Buffers:
-    """A strategy's buffers for some ranges, twice: as they were, and as they will be.
+# -- by name ---------------------------------------------------------------------------------------
 
-    A sync writes the second set; ``commit`` makes it the first. So a sync that fails at its very
-    end, when a worker does not take the new weights, changes nothing. The memory of the old set is
-    used for the next new one.
+S = TypeVar("S", bound=type[Strategy])
+
+_strategies: dict[str, type[Strategy]] = {}
+
+
+def register_strategy(name: str) -> Callable[[S], S]:
+    """Make a strategy known under ``name``; a decorator for subclasses of ``Strategy``.
+
+    Registering a name again replaces the class. The class travels to the server by itself: it
+    needs to be registered only where servers are created.
     """
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"a strategy's name must be a non-empty string, not {name!r}")
 
-    def __init__(
-        self, start: Mapping[str, float], ranges: list[Range], leaves: Sequence[Leaf | Run]
-    ) -> None:
-        self._start = start
-        self._ranges = ranges
-        self._leaves = leaves
-        self._old: dict[str, list[Array]] = {n: self._make(value) for n, value in start.items()}
-        self._new: dict[str, list[Array]] = {n: self._make(None) for n in start}
-        self._joined: Buffers | None = None
+    def register(cls: S) -> S:
+        if not (inspect.isclass(cls) and issubclass(cls, Strategy)):
+            raise TypeError(f"strategy {name!r} must be a subclass of miniray.ps.Strategy: {cls!r}")
+        cls.name = name
+        _strategies[name] = cls
+        return cls
 
-    def joined(self, ranges: list[Range], runs: Sequence[Run]) -> Buffers:
-        """The same memory by runs of entries: what is written to one is seen in the other."""
-        joined = Buffers(self._start, ranges, runs)
-        for name, arrays in self._old.items():
-            places = _entries(joined._old[name], runs)
-            for place, array in zip(places, arrays, strict=True):
-                np.copyto(place, array)
-            self._old[name] = places
-            self._new[name] = _entries(joined._new[name], runs)
-        self._joined = joined
-        return joined
-
-    def _make(self, value: float | None) -> list[Array]:
-        arrays = []
-        for leaf, low, high in self._ranges:
-            compute = self._leaves[leaf].compute
-            if value is None:
-                arrays.append(np.empty(high - low, compute))
-            else:
-                # zeros() costs nothing until it is written to
-                arrays.append(
-                    np.full(high - low, value, compute) if value else np.zeros(high - low, compute)
-                )
-        return arrays
-
-    def of(self, piece: Piece) -> tuple[dict[str, Array], dict[str, Array]]:
-        part = slice(piece.start - piece.base, piece.stop - piece.base)
-        old = {n: arrays[piece.range][part] for n, arrays in self._old.items()}
-        new = {n: arrays[piece.range][part] for n, arrays in self._new.items()}
-        return old, new
-
-    def keep(self, piece: Piece) -> None:
-        """Nothing changes for ``piece`` in this sync."""
-        old, new = self.of(piece)
-        for name, array in new.items():
-            array[:] = old[name]
-
-    def commit(self) -> None:
-        self._old, self._new = self._new, self._old
-        if self._joined is not None:
-            self._joined.commit()
-
-    def state(self) -> dict[str, list[Array]]:
-        """A copy, by name and range."""
-        return {n: [a.copy() for a in arrays] for n, arrays in self._old.items()}
-
-    def load(self, state: Mapping[str, Sequence[Array]]) -> None:
-        """Raises ``ValueError`` when ``state`` is not of these weights."""
-        if set(state) != set(self._start):
-            raise ValueError(f"state has buffers {sorted(state)}, wanted {sorted(self._start)}")
-        for name, arrays in state.items():
-            mine = self._old[name]
-            if [len(a) for a in arrays] != [len(a) for a in mine]:
-                raise ValueError(f"buffer {name!r} of the state does not fit the weights")
-            for target, array in zip(mine, arrays, strict=True):
-                np.copyto(target, array)
+    return register
 
 
-def _entries(arrays: list[Array], runs: Sequence[Run]) -> list[Array]:
-    """Arrays of entries over those of runs."""
-    return [
-        array[start : start + size]
-        for array, run in zip(arrays, runs, strict=True)
-        for start, size in zip(run.starts, run.sizes, strict=True)
-    ]
+def strategy_names() -> list[str]:
+    """The names that may be given as ``strategy``."""
+    return sorted(_strategies)
+
+
+def check_strategy(strategy: str | Strategy, options: dict[str, Any]) -> None:
+    """Raise what ``create_parameter_server`` would raise about a strategy and its options."""
+    make_strategy(strategy, options)
+
+
+def make_strategy(strategy: str | Strategy, options: dict[str, Any]) -> Strategy:
+    """The strategy of that name with ``options``; a ``Strategy`` object is taken as it is.
+
+    Raises ``ValueError`` for an unknown name and for a bad value, ``TypeError`` for an unknown
+    option, each with the valid ones.
+    """
+    if isinstance(strategy, Strategy):
+        if options:
+            raise TypeError(f"{strategy!r} has its options already; {sorted(options)} are too many")
+        return strategy
+    cls = _strategies.get(strategy) if isinstance(strategy, str) else None
+    if cls is None:
+        raise ValueError(f"unknown strategy {strategy!r}; there are {', '.join(strategy_names())}")
+    # A class without __init__ of its own has no options, whatever object's signature says.
+    has_options = cls.__init__ is not object.__init__
+    parameters = inspect.signature(cls).parameters.values() if has_options else ()
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        known = [p.name for p in parameters]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            valid = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise TypeError(
+                f"strategy {strategy!r} has no option {', '.join(map(repr, unknown))}; {valid}"
+            )
+    return cls(**options)
+
+
+# -- options: each gives the value, or raises ``ValueError`` naming it -----------------------------
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a number, not {value!r}")
+    return float(value)
+
+
+def at_least(name: str, value: Any, low: float, *, strictly: bool = False) -> float:
+    number = _number(name, value)
+    if number < low or (strictly and number == low):
+        raise ValueError(
+            f"{name} must be {'above' if strictly else 'at least'} {low:g}, not {value}"
+        )
+    return number
+
+
+def share(name: str, value: Any) -> float:
+    """In [0, 1)."""
+    number = _number(name, value)
+    if not 0 <= number < 1:
+        raise ValueError(f"{name} must be at least 0 and below 1, not {value}")
+    return number
+
+
+def within(name: str, value: Any, low: float, high: float) -> float:
+    """Strictly between the two."""
+    number = _number(name, value)
+    if not low < number < high:
+        raise ValueError(f"{name} must be above {low:g} and below {high:g}, not {value}")
+    return number

@@ -14,9 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from miniray.ps.leaves import Array
-from miniray.ps.strategies.base import Strategy
-from miniray.ps.strategies.checks import share
-from miniray.ps.strategies.registry import register_strategy
+from miniray.ps.strategies.base import Strategy, register_strategy, share
 
 
 @register_strategy("ema")

@@ -12,7 +12,7 @@ import numpy as np
 
 from miniray.ps.leaves import Array
 from miniray.ps.strategies.adaptive import Adaptive
-from miniray.ps.strategies.registry import register_strategy
+from miniray.ps.strategies.base import register_strategy
 
 
 @register_strategy("fedadagrad")

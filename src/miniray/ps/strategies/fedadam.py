@@ -12,8 +12,7 @@ import numpy as np
 
 from miniray.ps.leaves import Array
 from miniray.ps.strategies.adaptive import Adaptive
-from miniray.ps.strategies.checks import share
-from miniray.ps.strategies.registry import register_strategy
+from miniray.ps.strategies.base import register_strategy, share
 
 
 @register_strategy("fedadam")

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from miniray.ps.leaves import Array
+from miniray.ps.strategies.base import register_strategy
 from miniray.ps.strategies.fedadam import FedAdam
-from miniray.ps.strategies.registry import register_strategy
 
 
 @register_strategy("fedyogi")

@@ -16,7 +16,7 @@ import numpy as np
 from miniray.checks import whole
 from miniray.ps.leaves import Array
 from miniray.ps.strategies.average import Average
-from miniray.ps.strategies.registry import register_strategy
+from miniray.ps.strategies.base import register_strategy
 
 
 @register_strategy("krum")

@@ -19,9 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from miniray.ps.leaves import Array
-from miniray.ps.strategies.base import Strategy
-from miniray.ps.strategies.checks import at_least, share
-from miniray.ps.strategies.registry import register_strategy
+from miniray.ps.strategies.base import Strategy, at_least, register_strategy, share
 
 
 @register_strategy("momentum")

@@ -12,10 +12,8 @@ import math
 from collections.abc import Sequence
 
 from miniray.ps.leaves import Array
-from miniray.ps.strategies.base import Strategy
-from miniray.ps.strategies.checks import within
-from miniray.ps.strategies.order import sorted_rows
-from miniray.ps.strategies.registry import register_strategy
+from miniray.ps.strategies.base import Strategy, register_strategy, within
+from miniray.ps.strategies.median import sorted_rows
 
 
 @register_strategy("trimmed_mean")

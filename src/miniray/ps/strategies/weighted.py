@@ -9,7 +9,7 @@ McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentra
 from __future__ import annotations
 
 from miniray.ps.strategies.average import Average
-from miniray.ps.strategies.registry import register_strategy
+from miniray.ps.strategies.base import register_strategy
 
 
 @register_strategy("weighted")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from miniray.train import files
+from miniray.train import records
 
 #: In the run's directory.
 FILE = "pipeline.json"
@@ -37,7 +37,7 @@ def bubble(busy: Sequence[float], wall: Sequence[float]) -> float:
 
 def save(run_dir: Path, record: Mapping[str, Any]) -> None:
     """Keep a step's timeline in the run's directory, in place of the one before."""
-    files.replace_text(run_dir / FILE, json.dumps(record))
+    records.replace_text(run_dir / FILE, json.dumps(record))
 
 
 def load(run_dir: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from miniray.doctor import barriers, recorder
 from miniray.errors import PeerLostError
-from miniray.train import allocator, group
+from miniray.train import group, launching
 from miniray.train.ranks.pulse import PulseThread
 
 _LOST = re.compile(
@@ -66,7 +66,7 @@ class Member(ABC):
         if self.facts.own_process:
             self.recorder = recorder.current()  # none where there is no run directory
             self._has_boxes = one_machine and self.recorder is not None
-            allocator.keep_freed_memory()
+            launching.keep_freed_memory()
         store = group.join(spec, self.rank)
         self._open.callback(group.leave)
         self.pulse = PulseThread(spec, self.rank, store)

@@ -26,7 +26,6 @@ from miniray.errors import (
     TaskError,
     WorkerTimeoutError,
 )
-from miniray.train import resume as resuming
 from miniray.train.base import BaseTrainer
 from miniray.train.group import GroupHost
 from miniray.train.ranks.calls import RankGroup, StepBar, call_ranks, tell_of_waiting
@@ -245,7 +244,8 @@ class RankTrainer(BaseTrainer, ABC):
     # -- state ------------------------------------------------------------------------------------
 
     def _take_up(self, state: dict[str, Any]) -> None:
-        self._retried(self._epoch_for_errors(), lambda: resuming.apply(self, state))
+        take_up = super()._take_up
+        self._retried(self._epoch_for_errors(), lambda: take_up(state))
 
     def _workers_in_sync(self) -> bool:
         return True
