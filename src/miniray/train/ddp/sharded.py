@@ -31,7 +31,7 @@ class ShardedRank(Rank):
 
     def evaluate(self, rows: Any) -> dict[str, Any]:
         assert self.loop is not None
-        with self.peers_named(), self.loop.autocast():
+        with self.loop.autocast():
             self.pulse.at(EVALUATION, step=-1)
             found = sharding.evaluate_in_step(self.worker, self.rank, self.world_size, rows)
             self.pulse.at("idle")

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import miniray
 from miniray.core.remote import adapting
 from miniray.train.averaging import aggregate
 from miniray.train.ddp import setup
@@ -121,11 +120,10 @@ class DDPTrainer(RankTrainer):
         if self._group is None:
             raise RuntimeError(NO_WORKERS)
         setup.check_can_evaluate(self)
-        epoch = self._epoch_for_errors()
+        epoch, group = self._epoch_for_errors(), self._group
         if self.shard == "full":
-            return self._retried(epoch, lambda: self._evaluate_in_step(data, epoch))
-        group = self._group
-        return self._retried(epoch, lambda: evaluate_on(group, data, kwargs, epoch))
+            return self._evaluated(lambda: self._evaluate_in_step(data, epoch))
+        return self._evaluated(lambda: evaluate_on(group, data, kwargs, epoch))
 
     def _evaluate_in_step(self, data: Any, epoch: int | None) -> dict[str, Any]:
         count = self.num_workers
@@ -147,7 +145,7 @@ class DDPTrainer(RankTrainer):
         with adapting(rank_spec):
             return super()._create(worker_id)
 
-    def _set_up_all(self) -> None:
+    def _set_up_ranks(self) -> None:
         """Data, then what all must agree on, then the group: in this order nobody can hang."""
         assert self._group is not None
         group = self._group
@@ -193,18 +191,19 @@ class DDPTrainer(RankTrainer):
 
     # -- state ------------------------------------------------------------------------------------
 
-    def model_weights(self) -> Any:
-        """The trained weights in one piece: worker 0's, with what the others hold of them."""
-        if self.shard == "none":
-            return super().model_weights()
-        return self._call_ranks("get_weights")[0]
+    def _whole_weights(self) -> Any:
+        return self._of_all("get_weights")
 
     def _shared_state(self) -> dict[str, Any]:
-        if self.shard == "none":
-            state: dict[str, Any] = miniray.get(self.workers[0]._rank_shared_state.remote())
-        else:
-            state = self._call_ranks("_rank_shared_state")[0]
+        state: dict[str, Any] = self._of_all("_rank_shared_state")
         return state
+
+    def _of_all(self, method: str) -> Any:
+        """What rank 0 says for all of them; where the model is sharded, with the others' help."""
+        group = self._group
+        assert group is not None
+        ranks = range(1 if self.shard == "none" else self.num_workers)
+        return group.call_some(ranks, lambda rank: group.submit(rank, method), method)[0]
 
     def _describe(self) -> dict[str, Any]:
         return {

@@ -21,7 +21,8 @@ from miniray.train.parallel.layout import Layout, Place
 from miniray.train.parallel.stages import PipelineRunner, StepRecord, WholeRunner
 from miniray.train.parallel.tensor import apply_plan, check_same
 from miniray.train.parallel.traced import TracedRunner
-from miniray.train.ranks.member import check_scheduler, is_consequence
+from miniray.train.ranks.member import check_scheduler
+from miniray.train.ranks.pulse import is_consequence
 
 
 @dataclasses.dataclass(frozen=True)

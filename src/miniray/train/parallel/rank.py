@@ -144,20 +144,19 @@ class ModelRank(Member):
 
     def evaluate(self, data: Any) -> dict[str, Any]:
         """Sums and counts over this copy's part of ``data``; nothing where it has no last stage."""
-        with self.peers_named():
-            self.part.train(False)
-            means = parts.Means()
-            functions = {"loss": self.job.loss, **self.job.metrics}
-            items = self.samples.evaluation(data, self.plan.batch_size)
-            self.pulse.at(EVALUATION, step=-1)
-            with torch.no_grad():
-                for count, inputs, target in self._feed.batches(items):
-                    self.pulse.at(EVALUATION, step=-1)
-                    output = self.part.runner.forward(inputs, count)
-                    if output is not None:
-                        means.add({k: f(output, target) for k, f in functions.items()}, count)
-            self.pulse.at("idle")
-            return means.sums()
+        self.part.train(False)
+        means = parts.Means()
+        functions = {"loss": self.job.loss, **self.job.metrics}
+        items = self.samples.evaluation(data, self.plan.batch_size)
+        self.pulse.at(EVALUATION, step=-1)
+        with torch.no_grad():
+            for count, inputs, target in self._feed.batches(items):
+                self.pulse.at(EVALUATION, step=-1)
+                output = self.part.runner.forward(inputs, count)
+                if output is not None:
+                    means.add({k: f(output, target) for k, f in functions.items()}, count)
+        self.pulse.at("idle")
+        return means.sums()
 
     # -- state ------------------------------------------------------------------------------------
 

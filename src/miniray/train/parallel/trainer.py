@@ -137,11 +137,7 @@ class SplitModelTrainer(RankTrainer):
             raise TypeError("there is nothing to evaluate on: pass data=, or val_data= before")
         epoch = self._epoch_for_errors()
         given = miniray.put(data) if data is not None else None
-
-        def attempt() -> list[Any]:
-            return self._call_ranks("evaluate", lambda _: (given,), epoch)
-
-        results = self._retried(epoch, attempt)
+        results = self._evaluated(lambda: self._call_ranks("evaluate", lambda _: (given,), epoch))
         mine = [
             (rank, None, sums)
             for rank, sums in enumerate(results)
@@ -166,7 +162,7 @@ class SplitModelTrainer(RankTrainer):
 
     # -- workers ----------------------------------------------------------------------------------
 
-    def _set_up_all(self) -> None:
+    def _set_up_ranks(self) -> None:
         """Rank 0 plans and refuses; then the group: in this order nobody can hang."""
         self._broken = False
         job = self._job()
@@ -220,8 +216,8 @@ class SplitModelTrainer(RankTrainer):
 
     # -- state ------------------------------------------------------------------------------------
 
-    def model_weights(self) -> Any:
-        """The weights of the whole model in one piece, by the names of its ``state_dict``."""
+    def _whole_weights(self) -> Any:
+        """By the names of the model's ``state_dict``."""
         from miniray.train.parallel.state import merged_weights
 
         return merged_weights(self._call_ranks("get_weights"))

@@ -1,8 +1,9 @@
 """Calling ranks at once, and finding the one cause when something goes wrong.
 
 When a rank is gone or does not answer, the others fail too, a moment later or earlier: what they
-say is a consequence. So after the first failure the cause is waited for, for a few seconds, and
-raised alone. The caller ends the ranks: those that are left are stuck in a collective.
+say is a consequence, in whatever call it is. So after the first failure the cause is waited for,
+for a few seconds, and raised alone. The caller ends the ranks: those that are left are stuck in a
+collective.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ from miniray.doctor.findings import named
 from miniray.errors import (
     ActorDiedError,
     BarrierTimeoutError,
-    PeerLostError,
     TaskError,
     WorkerTimeoutError,
 )
-from miniray.train.ranks.pulse import Place, tell
+from miniray.train.ranks.pulse import Place, is_consequence, tell
 from miniray.train.ranks.watch import Verdict, Watch
 from miniray.train.workers import WorkerGroup, located
 
@@ -57,27 +57,28 @@ class RankGroup(WorkerGroup):
 
 
 def call_ranks(
-    ranks: Iterable[int],
-    submit: Callable[[int], Any],
-    *,
+    pending: dict[Any, int],
+    method: str,
     epoch: int | None,
+    *,
     limit: float | None,
     watch: Watch | None,
+    moves: bool,
     bar: StepBar,
     held_by: Callable[[int], str | None],
     patience: float,
-    on_waiting: Callable[[list[int], float], None],
+    run_dir: Path,
 ) -> dict[int, Any]:
     """Results by rank. Raises one error, the cause's, with ``rank``, ``epoch`` and ``step``.
 
     Of a rank that is lost it also says what is lost with it, ``held_by(rank)``.
 
-    ``submit(rank)`` begins a rank's call. ``limit``: seconds for all of it. With ``watch``, ranks
-    that hang are found by their pulses. Without, nobody knows how long a call may rightly take:
-    ``on_waiting(ranks, seconds)`` hears who has not answered after ``patience`` seconds, after
-    twice as many, and so on.
+    ``pending``: the rank of each call of ``method``; those that have not answered are left in it.
+    ``limit``: seconds for all of it. By ``watch`` a rank that is stopped is found; where ranks say
+    that they move (``moves``) one that hangs, too. Else nobody knows how long a call may rightly
+    take: it is said who has not answered after ``patience`` seconds, after twice as many, and so
+    on.
     """
-    pending = {submit(rank): rank for rank in ranks}
     results: dict[int, Any] = {}
     failures: dict[int, Exception] = {}
     verdict: Verdict | None = None
@@ -97,25 +98,37 @@ def call_ranks(
                 grace = grace or now + _GRACE
                 if root_cause(failures) is not None or now > grace:
                     break
+            elif not pending:
+                break
             elif limit is not None and now > began + limit:
                 late = sorted(pending.values())
                 verdict = Verdict(late, f"{named(late)} gave no result in {limit:g} s")
-            elif watch is not None:
+            elif watch is not None and moves:
                 bar.update(watch)
                 verdict = watch.hung(pending.values(), answered)
-            elif pending and now > began + patience:
-                on_waiting(sorted(pending.values()), now - began)
+            elif watch is not None and (verdict := watch.stopped(pending.values())):
+                break
+            elif now > began + patience:
+                _tell_of_waiting(method, run_dir, sorted(pending.values()), now - began)
                 patience *= 2
     finally:
         bar.close()
     if not failures and verdict is None:
         return results
     places = watch.last_places() if watch is not None else []
-    cause = _the_error(failures, sorted(pending.values()), verdict, epoch, places)
-    raise _with_loss(cause, held_by)
+    cause = root_cause(failures)
+    if cause is None and not pending and not moves:  # it may be no collective that it speaks of
+        cause = next(iter(failures.items()))
+    if cause is not None:
+        guilty, told = cause
+        place = places[guilty] if places and method == "_rank_epoch" else None
+        told = in_context(told, guilty, epoch, place)
+    else:
+        told = _without_cause(failures, sorted(pending.values()), verdict, epoch, places)
+    raise _with_loss(told, held_by)
 
 
-def tell_of_waiting(method: str, run_dir: Path, ranks: list[int], seconds: float) -> None:
+def _tell_of_waiting(method: str, run_dir: Path, ranks: list[int], seconds: float) -> None:
     """Say on stderr who is waited for, and how to find out what for."""
     text = (
         f"{named(ranks)}: {method.removeprefix('_rank_')}() takes {seconds:.0f} s so far and is "
@@ -125,26 +138,37 @@ def tell_of_waiting(method: str, run_dir: Path, ranks: list[int], seconds: float
     print(text, file=sys.stderr, flush=True)
 
 
-def _the_error(
+def _without_cause(
     failures: dict[int, Exception],
     pending: list[int],
     verdict: Verdict | None,
     epoch: int | None,
     places: list[Place],
 ) -> Exception:
-    cause = root_cause(failures)
-    if cause is not None:
-        rank, error = cause
-        return in_context(error, rank, epoch, places[rank] if places else None)
+    """The error where ranks only say that others are gone: who did not answer, or all they said."""
+    said = "\n".join(
+        f"  rank {rank}: {str(getattr(error, 'cause', None) or error).splitlines()[0]}"
+        for rank, error in sorted(failures.items())
+    )
     if verdict is None and pending and places:
         lines = [f"{named(pending)} did not answer, and the others waited in vain"]
         lines += [tell(place) for place in places if place.rank in pending]
-        verdict = Verdict(pending, "\n".join([*lines, *_said(failures)]))
-    told = explain(failures, verdict)
-    guilty = verdict.ranks if verdict is not None else []
-    if len(guilty) != 1:
+        verdict = Verdict(pending, "\n".join([*lines, said]))
+    barrier = next((e for e in failures.values() if isinstance(e, BarrierTimeoutError)), None)
+    if barrier is not None:
+        text = str(getattr(barrier, "cause", None) or barrier)
+    elif verdict is not None:
+        text = verdict.text
+    else:
+        text = (
+            "the ranks lost one another, and all of them are alive: they did not make the same "
+            f"collective calls in the same order\n{said}"
+        )
+    told = WorkerTimeoutError(text)
+    if verdict is None or len(verdict.ranks) != 1:
         return _marked(told, None, epoch, None)
-    return _marked(told, guilty[0], epoch, places[guilty[0]].step if places else None)
+    guilty = verdict.ranks[0]
+    return _marked(told, guilty, epoch, places[guilty].step if places else None)
 
 
 def _with_loss(error: Exception, held_by: Callable[[int], str | None]) -> Exception:
@@ -158,32 +182,9 @@ def _with_loss(error: Exception, held_by: Callable[[int], str | None]) -> Except
 def root_cause(failures: Mapping[int, Exception]) -> tuple[int, Exception] | None:
     """Whose failure is not a consequence of another's; the first that came, of several."""
     for rank, error in failures.items():
-        if not isinstance(error, (PeerLostError, BarrierTimeoutError)):
+        if not is_consequence(error):
             return rank, error
     return None
-
-
-def explain(failures: Mapping[int, Exception], verdict: Verdict | None) -> Exception:
-    """The error where ranks only say that others are gone: who did not answer, or all they said."""
-    barriers = [error for error in failures.values() if isinstance(error, BarrierTimeoutError)]
-    if barriers:
-        cause = getattr(barriers[0], "cause", None)
-        return WorkerTimeoutError(str(cause or barriers[0]))
-    if verdict is not None:
-        return WorkerTimeoutError(verdict.text)
-    said = "\n".join(_said(failures))
-    return WorkerTimeoutError(
-        "the ranks lost one another, and all of them are alive: they did not make the same "
-        f"collective calls in the same order\n{said}"
-    )
-
-
-def _said(failures: Mapping[int, Exception]) -> list[str]:
-    """A line for each rank that has only lost the others."""
-    return [
-        f"  rank {rank}: {str(getattr(error, 'cause', None) or error).splitlines()[0]}"
-        for rank, error in sorted(failures.items())
-    ]
 
 
 def in_context(error: Exception, rank: int, epoch: int | None, place: Place | None) -> Exception:

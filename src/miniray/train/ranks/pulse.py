@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import socket
 import sys
 import sysconfig
@@ -19,7 +20,7 @@ import time
 import traceback
 from typing import Any
 
-from miniray.errors import BarrierTimeoutError
+from miniray.errors import BarrierTimeoutError, TaskError
 from miniray.train.group import ProcessGroupSpec, absent
 
 EVALUATION = "evaluation"  #: the phase in which steps are not those of training
@@ -37,6 +38,12 @@ _WAITING_CODE = (
     os.path.join("torch", "autograd", ""),
     os.path.join("torch", "nn", "parallel", ""),
     os.path.join("miniray", "train", "group.py"),
+)
+#: What torch says where other ranks are gone: by its own kinds of errors, or by these words.
+_LOST = re.compile(
+    r"^Dist\w*Error:|gloo|NCCL|Connection (closed|reset|refused)|Timed out waiting|Broken pipe"
+    r"|wait timeout",
+    re.IGNORECASE,
 )
 
 
@@ -215,3 +222,12 @@ def tell(place: Place) -> str:
     """A place with its stack, for an error's text."""
     stack = "".join(f"    {line}\n" for line in place.stack.splitlines())
     return f"  {place.describe()}\n{stack}".rstrip()
+
+
+def is_consequence(error: BaseException | None) -> bool:
+    """Whether ``error`` only says that other ranks are gone or do not answer."""
+    while isinstance(error, TaskError):
+        error = error.cause
+    if isinstance(error, RuntimeError):
+        return _LOST.search(f"{type(error).__name__}: {error}") is not None
+    return isinstance(error, BarrierTimeoutError)

@@ -3,13 +3,14 @@
 If a rank raises, dies, hangs or leaves the common way, all ranks are ended at once and the run ends
 with one error: that rank's, with epoch and step. What the others then say about lost connections is
 not shown. With ``max_failures`` a rank that died or hung costs the epoch it was in: all ranks are
-started again with the state of the end of the last epoch. One that is lost between two epochs, in
-an evaluation, a checkpoint or a ``call_workers``, costs that call, which is then made again.
+started again with the state of the end of the last epoch. One that is lost before the first or
+between two epochs, when it is set up, in an evaluation, a checkpoint or a ``call_workers``, costs
+that call, which is then made again.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import math
 import random
 from abc import ABC, abstractmethod
@@ -29,11 +30,13 @@ from miniray.errors import (
 from miniray.train import resume as resuming
 from miniray.train.base import BaseTrainer
 from miniray.train.group import GroupHost
-from miniray.train.ranks.calls import RankGroup, StepBar, call_ranks, tell_of_waiting
+from miniray.train.ranks.calls import RankGroup, StepBar, call_ranks
 from miniray.train.ranks.options import check_engine, check_options, choose_backend
 from miniray.train.ranks.watch import Watch
+from miniray.train.saving import NO_WORKERS
 
 T = TypeVar("T")
+_LAST_WORDS = 5.0  # seconds for a rank that was ended to be known as such
 
 
 class RankTrainer(BaseTrainer, ABC):
@@ -81,12 +84,21 @@ class RankTrainer(BaseTrainer, ABC):
         self._steps: int | None = None
         self._kept: dict[str, Any] | None = None  # the state to start again from
         self._broken = self._retrying = False
+        self._unanswered: list[Any] = []  # calls of ranks that are to be ended
 
     # -- what a subclass says ---------------------------------------------------------------------
 
     @abstractmethod
     def _summary(self, results: list[Any]) -> dict[str, Any]:
         """The result of an epoch from those of the ranks."""
+
+    @abstractmethod
+    def _set_up_ranks(self) -> None:
+        """Bring new ranks together, by ``_meet``, as soon as nothing can keep one from coming."""
+
+    @abstractmethod
+    def _whole_weights(self) -> Any:
+        """See ``model_weights``."""
 
     @abstractmethod
     def _shared_state(self) -> dict[str, Any]:
@@ -107,7 +119,7 @@ class RankTrainer(BaseTrainer, ABC):
             return results
 
         before = self.failures
-        result = self._summary(self._retried(epoch, attempt))
+        result = self._summary(self._retried(attempt))
         if self.failures > before:
             result["restarts"] = self.failures - before
         return result
@@ -120,42 +132,62 @@ class RankTrainer(BaseTrainer, ABC):
             self._keep_state()  # with what the call has changed: ranks started again have it too
             return results
 
-        return self._retried(epoch, attempt)
+        return self._retried(attempt)
+
+    def model_weights(self) -> Any:
+        """The trained weights in one piece, whichever ranks hold them."""
+        if self._group is None:
+            raise RuntimeError(NO_WORKERS)
+        return self._retried(self._whole_weights)
 
     def save_checkpoint(self, epoch: int | None = None) -> Path:
         save = super().save_checkpoint
-        return self._retried(self._epoch_for_errors(), lambda: save(epoch))
+        return self._retried(lambda: save(epoch))
 
     def save_final_model(self, path: str | Path | None = None) -> Path:
         save = super().save_final_model
-        return self._retried(self._epoch_for_errors(), lambda: save(path))
+        return self._retried(lambda: save(path))
+
+    def _evaluated(self, attempt: Callable[[], T]) -> T:
+        """``attempt()`` evaluates. It draws random numbers: ranks started again have drawn them."""
+
+        def kept() -> T:
+            scores = attempt()
+            if self._kept is not None:
+                self._kept["own"] = self._call_ranks("get_state")
+            return scores
+
+        return self._retried(kept)
 
     def _epoch_for_errors(self) -> int | None:
         """The epoch that is on, or the last one; None before the first."""
         epoch = self.epoch if self.epoch < self._end else self.epoch - 1
         return epoch if epoch >= 0 else None
 
-    def _retried(self, epoch: int | None, attempt: Callable[[], T]) -> T:
+    def _retried(self, attempt: Callable[[], T]) -> T:
         """``attempt()``, again after all ranks were started anew, within ``max_failures``.
 
-        Inside of another one it is made once: that one, then, is made again as a whole.
+        Inside of another one it is made once: that one, then, is made again as a whole. What a
+        rank's code raises is not tried again, in ``__init__`` neither: it would come again.
         """
         if self._retrying:
             return attempt()
-        reason: str | None = None
+        epoch, reason = self._epoch_for_errors(), ""
         while True:
             self._retrying = True
             try:
-                if reason is not None:
+                if reason:
                     self._start_again(epoch, reason)
                 return attempt()
             except (ActorDiedError, WorkerTimeoutError) as error:
+                if isinstance(error, TaskError) or getattr(error, "in_init", False):
+                    raise
                 self.failures += 1
                 rank, reason = getattr(error, "rank", None), str(error)
                 self._on_worker_event(
                     {"event": "worker_failed", "worker": rank, "epoch": epoch, "reason": reason}
                 )
-                if isinstance(error, TaskError) or self.failures > self._most_failures:
+                if self.failures > self._most_failures:
                     raise
             finally:
                 self._retrying = False
@@ -166,12 +198,11 @@ class RankTrainer(BaseTrainer, ABC):
         self._group.stop()  # whatever the ranks are in
         self._close_group()
         self._group.start()
-        self._set_up_all()
+        self._set_up_ranks()
         for worker_id in range(self.num_workers):
             for callback in self.callbacks:
                 callback.on_worker_replaced(self, worker_id)
-        restarted = {"event": "ranks_restarted", "epoch": epoch, "reason": reason}
-        self._on_worker_event(restarted)
+        self._on_worker_event({"event": "ranks_restarted", "epoch": epoch, "reason": reason})
 
     def _call_ranks(
         self,
@@ -189,21 +220,24 @@ class RankTrainer(BaseTrainer, ABC):
     ) -> dict[int, Any]:
         """How the group calls ranks. After an error all of them are of no use any more."""
         assert self.run is not None
-        watched = method in self._watched
+        moves = method in self._watched
+        pending = {submit(rank): rank for rank in ranks}
         try:
             return call_ranks(
-                ranks,
-                submit,
-                epoch=epoch,
+                pending,
+                method,
+                epoch,
                 limit=self._worker_timeout,
-                watch=self._watch if watched else None,
-                bar=StepBar(epoch or 0, self._steps, watched and self._progress),
+                watch=self._watch,
+                moves=moves,
+                bar=StepBar(epoch or 0, self._steps, moves and self._progress),
                 held_by=self._held_by,
                 patience=self._hang_timeout,
-                on_waiting=functools.partial(tell_of_waiting, method, self.run.path),
+                run_dir=self.run.path,
             )
         except BaseException:
             self._broken = True
+            self._unanswered += pending
             raise
 
     # -- workers ----------------------------------------------------------------------------------
@@ -214,6 +248,10 @@ class RankTrainer(BaseTrainer, ABC):
 
     def _make_group(self, *options: Any) -> RankGroup:
         return RankGroup(*options, in_step=self._call_some)
+
+    def _set_up_all(self) -> None:
+        # Where that was done by starting the ranks again, nothing is left to do.
+        self._retried(lambda: None if self._host is not None else self._set_up_ranks())
 
     def _run_facts(self) -> dict[str, Any]:
         """What every rank is told of the run; see ``RunFacts``."""
@@ -245,7 +283,7 @@ class RankTrainer(BaseTrainer, ABC):
     # -- state ------------------------------------------------------------------------------------
 
     def _take_up(self, state: dict[str, Any]) -> None:
-        self._retried(self._epoch_for_errors(), lambda: resuming.apply(self, state))
+        self._retried(lambda: resuming.apply(self, state))
 
     def _workers_in_sync(self) -> bool:
         return True
@@ -264,7 +302,7 @@ class RankTrainer(BaseTrainer, ABC):
             self._kept = None
             return
         self._kept = {
-            "weights": self.model_weights(),
+            "weights": self._whole_weights(),
             "shared": self._shared_state(),
             "own": self._call_ranks("get_state"),
         }
@@ -278,10 +316,17 @@ class RankTrainer(BaseTrainer, ABC):
     # -- the end ----------------------------------------------------------------------------------
 
     def _close_group(self) -> None:
-        """End the store that the ranks met at."""
+        """End the store that the ended ranks met at, and hear out what they still had to say.
+
+        Nobody wants to know; but of an answer that nobody asked for the log would tell.
+        """
         host, self._host, self._watch = self._host, None, None
         if host is not None:
             host.close()
+        left, self._unanswered = self._unanswered, []
+        for ref in left if miniray.is_initialized() else ():
+            with contextlib.suppress(Exception):
+                miniray.get(ref, timeout=_LAST_WORDS)
 
     def _abort(self, error: BaseException) -> None:
         self._broken = True
