@@ -13,12 +13,16 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 from miniray.train import ModelParallelTrainer, PipelineParallelTrainer  # noqa: E402
 from miniray.train.parallel import planning, tensor, timeline  # noqa: E402
-from miniray.train.parallel.job import Job  # noqa: E402
 from miniray.train.parallel.layers import read_layers  # noqa: E402
 from miniray.train.parallel.layout import Layout, Place  # noqa: E402
 from miniray.train.parallel.measure import LayerCost, SavedBytes, measure  # noqa: E402
-from miniray.train.parallel.partition import cut_evenly, even_out, stage_bounds  # noqa: E402
-from miniray.train.parallel.plan import plan_stages  # noqa: E402
+from miniray.train.parallel.plan import (  # noqa: E402
+    cut_evenly,
+    even_out,
+    plan_stages,
+    stage_bounds,
+)
+from miniray.train.parallel.planning import Job  # noqa: E402
 from miniray.train.parallel.samples import Samples  # noqa: E402
 from miniray.train.parallel.schedules import SCHEDULES, divisor_up_to  # noqa: E402
 from miniray.train.parallel.timeline import Span  # noqa: E402

@@ -45,8 +45,6 @@ class RankSettings(RunFacts):
 class Rank(Member):
     """The rank that ``worker``, the user's object, is. See the module."""
 
-    is_sharded = False
-
     def __init__(self, worker: Any, rank: int, world_size: int, settings: RankSettings) -> None:
         super().__init__(rank, world_size, settings)
         self.worker, self.settings = worker, settings
@@ -269,6 +267,14 @@ class Rank(Member):
 
     def load_shared(self, shared: Any) -> None:
         state.load_shared(self, shared)
+
+    def part_state(self, part: Any) -> dict[str, Any]:
+        """The state of an optimizer or a scheduler of the worker's."""
+        saved: dict[str, Any] = part.state_dict()
+        return saved
+
+    def load_part(self, part: Any, saved: Mapping[str, Any]) -> None:
+        part.load_state_dict(saved)
 
     # -- evaluation -------------------------------------------------------------------------------
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from miniray.train import torch_parts as parts
 
 if TYPE_CHECKING:
@@ -24,8 +22,7 @@ def shared_state(rank: Rank) -> dict[str, Any]:
     loop = rank.loop
     return {
         "parts": {
-            name: _in_one_piece(part.state_dict()) if rank.is_sharded else part.state_dict()
-            for name, part in parts.stateful(rank.worker).items()
+            name: rank.part_state(part) for name, part in parts.stateful(rank.worker).items()
         },
         "buffers": {
             f"{name}.{key}": buffer.detach().cpu()
@@ -47,9 +44,7 @@ def load_shared(rank: Rank, state: Mapping[str, Any]) -> None:
             f"{sorted(mine)}"
         )
     for name, part in mine.items():
-        saved = state["parts"][name]
-        is_cut = rank.is_sharded and isinstance(part, torch.optim.Optimizer)
-        part.load_state_dict(_as_cut(saved, part) if is_cut else saved)
+        rank.load_part(part, state["parts"][name])
     for name, module in rank.modules.items():
         for key, buffer in module.named_buffers():
             saved = state["buffers"].get(f"{name}.{key}")
@@ -61,25 +56,6 @@ def load_shared(rank: Rank, state: Mapping[str, Any]) -> None:
         rank.loop.steps = state["steps"]
     if rank.plan is not None and state["order"] is not None:
         rank.worker.train_loader.batch_sampler.seed = state["order"]
-
-
-def _in_one_piece(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A part's ``state_dict`` with what is cut over ranks put together."""
-    from miniray.train.ranks.whole import whole_numbers
-
-    numbers = saved.get("state")
-    if not isinstance(numbers, Mapping):
-        return dict(saved)  # a scheduler's
-    return {**saved, "state": {index: whole_numbers(v) for index, v in numbers.items()}}
-
-
-def _as_cut(saved: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
-    """``saved``, each number cut as the parameter is that it belongs to."""
-    from miniray.train.ranks.whole import cut_numbers
-
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = {i: cut_numbers(parameters[int(i)], v) for i, v in saved["state"].items()}
-    return {**saved, "state": numbers}
 
 
 def own_state(worker: Any) -> dict[str, Any]:

@@ -149,7 +149,6 @@ class DDPTrainer(RankTrainer):
         """Data, then what all must agree on, then the group: in this order nobody can hang."""
         assert self._group is not None
         group = self._group
-        self._broken = False
         evaluates = self._eval_interval and type(self).evaluate is DDPTrainer.evaluate
         if evaluates:
             setup.check_can_evaluate(self)

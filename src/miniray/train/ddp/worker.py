@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from miniray.core import session
 from miniray.core.remote import ClassSpec
 from miniray.doctor import actors
+from miniray.train.ddp import state as states
 from miniray.train.ranks.worker import MemberMethods
 from miniray.train.torch_worker import TorchWorker
 
@@ -142,14 +143,10 @@ def _states(cls: Any) -> tuple[Any, Any]:
     set_users = cls.set_state if is_own(cls, "set_state") else None
 
     def get_state(self: Any) -> Any:
-        from miniray.train.ddp import state as states
-
         users = None if get_users is None else get_users(self)
         return users if self._member is None else {"rank": states.own_state(self), "worker": users}
 
     def set_state(self: Any, state: Any) -> None:
-        from miniray.train.ddp import state as states
-
         if self._member is not None:
             states.load_own(self, state["rank"])
             state = state["worker"]

@@ -10,17 +10,13 @@ import dataclasses
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from miniray.train import torch_parts as parts
-from miniray.train.parallel import planning
-from miniray.train.parallel.feed import Feed
-from miniray.train.parallel.job import Job, Plan
-from miniray.train.parallel.layers import build_model, read_layers
-from miniray.train.parallel.layout import Layout, Place
-from miniray.train.parallel.stages import PipelineRunner, StepRecord, WholeRunner
+from miniray.train.parallel.layers import read_layers, whole_model
+from miniray.train.parallel.layout import Place
+from miniray.train.parallel.planning import Job, Plan
+from miniray.train.parallel.stages import PipelineRunner, StepRecord, TracedRunner, WholeRunner
 from miniray.train.parallel.tensor import apply_plan, check_same
-from miniray.train.parallel.traced import TracedRunner
 from miniray.train.ranks.member import check_scheduler
 from miniray.train.ranks.pulse import is_consequence
 
@@ -67,7 +63,7 @@ def _make_runner(
 ) -> Any:
     layout = job.layout
     if layout.pipeline == 1:
-        model = planning.whole_model(build_model(job.model, job.seed), job.seed).to(device)
+        model = whole_model(job.model, job.seed).to(device)
         return WholeRunner(model, job.microbatches, job.loss, record)
     layers = read_layers(job.model, job.seed)
     modules = layers.stages(plan.stages.bounds, plan.stages.mine(place.pipeline), plan.sample)
@@ -125,18 +121,3 @@ def _make_optimizer(job: Job, plan: Plan, parameters: list[Any], device: Any) ->
             # Their versions for many tensors at once refuse cut and whole ones in one list.
             options["foreach"] = False
     return optimizer
-
-
-def make_feed(layout: Layout, plan: Plan, place: Place, device: Any) -> Feed:
-    """The way of batches within this rank's copy of the model. A collective."""
-    copies = [dist.new_group(layout.copy_ranks(copy)) for copy in range(layout.data)]
-    last = 0 if layout.pipeline == 1 else plan.stages.holder(len(plan.stages.sizes) - 1)
-    shards = range(layout.tensor)
-    return Feed(
-        source=layout.rank(place.data, 0, 0),
-        members=layout.copy_ranks(place.data),
-        group=copies[place.data],
-        input_ranks=[layout.rank(place.data, 0, t) for t in shards],
-        target_ranks=[layout.rank(place.data, last, t) for t in shards],
-        device=device,
-    )

@@ -21,43 +21,33 @@ def is_shard(tensor: Any) -> bool:
     return any(placement.is_shard() for placement in placements)
 
 
-def average_over_copies(parameters: Iterable[Any], samples: int, group: Any, device: Any) -> int:
-    """Make gradients those of the mean over all copies' samples; returns how many there were.
+def average_over_copies(parameters: Iterable[Any], samples: int, group: Any, device: Any) -> None:
+    """Make gradients those of the mean over all copies' samples. A collective of ``group``.
 
-    A copy may have fewer samples than others in this step, or none. A collective of ``group``.
+    A copy may have fewer samples than others in this step, or none.
     """
-    parameters = [p for p in parameters if p.requires_grad]
+    count = torch.tensor([float(samples)], device=device)
+    # One message for each type of number: small ones cost more than their bytes.
+    by_type: dict[Any, list[Any]] = {count.dtype: [count]}
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    gradients = [local(p.grad) for p in parameters]
-    count = torch.tensor([float(samples)], device=device)
-    # One message for each type of number: small ones cost more than their bytes.
-    by_type: dict[Any, list[Any]] = {count.dtype: []}
-    for gradient in gradients:
-        by_type.setdefault(gradient.dtype, []).append(gradient)
-    flat: dict[Any, Any] = {
-        dtype: torch.cat([g.reshape(-1) for g in found]) * samples if found else None
-        for dtype, found in by_type.items()
-    }
-    first = flat[count.dtype]
-    flat[count.dtype] = count if first is None else torch.cat([first, count])
-    for buffer in flat.values():
+        gradient = local(parameter.grad)
+        by_type.setdefault(gradient.dtype, []).append(gradient.mul_(samples))
+    sums = {dtype: torch.cat([g.reshape(-1) for g in found]) for dtype, found in by_type.items()}
+    for buffer in sums.values():
         dist.all_reduce(buffer, group=group)
-    total = float(flat[count.dtype][-1])
+    total = float(sums[count.dtype][0])
     for dtype, found in by_type.items():
-        at = 0
-        for gradient in found:
-            part = flat[dtype][at : at + gradient.numel()]
+        summed = sums[dtype].split([gradient.numel() for gradient in found])
+        for gradient, part in zip(found, summed, strict=True):
             gradient.copy_(part.view_as(gradient).div_(total))
-            at += gradient.numel()
-    return round(total)
 
 
-def clip(parameters: Iterable[Any], most: float, tensor_group: Any, pipeline_group: Any) -> float:
+def clip(parameters: Iterable[Any], most: float, tensor_group: Any, pipeline_group: Any) -> None:
     """Scale gradients so that the norm of all of them, on all ranks, is ``most`` at the most.
 
-    Returns the norm before. A collective of both groups (None: there is nobody else).
+    A collective of both groups (None: there is nobody else).
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     device = local(gradients[0]).device if gradients else torch.device("cpu")
@@ -78,4 +68,3 @@ def clip(parameters: Iterable[Any], most: float, tensor_group: Any, pipeline_gro
     if norm > most:
         for gradient in gradients:
             local(gradient).mul_(most / (norm + 1e-6))
-    return norm

@@ -1,8 +1,12 @@
-"""What rank 0 finds out before the ranks meet: batch size, costs, plans; and what it refuses."""
+"""The job that all ranks are given, and what rank 0 finds out of it before they meet.
+
+Batch size, costs, plans; and what it refuses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +18,48 @@ from miniray.data.parts import part_bounds
 from miniray.train import torch_parts as parts
 from miniray.train.parallel import tensor
 from miniray.train.parallel.feed import split_batch
-from miniray.train.parallel.job import Job, Plan
-from miniray.train.parallel.layers import ListedLayers, build_model, read_layers
+from miniray.train.parallel.layers import read_layers, whole_model
+from miniray.train.parallel.layout import Layout
 from miniray.train.parallel.measure import check_output, check_value, measure, untouched
 from miniray.train.parallel.plan import StagePlan, plan_stages
 from miniray.train.parallel.schedules import SCHEDULES
 from miniray.train.ranks import data as sharing
+from miniray.train.ranks.member import RunFacts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job(RunFacts):
+    """See ``PipelineParallelTrainer`` and ``ModelParallelTrainer`` for what each means."""
+
+    model: Any
+    loss: Callable[[Any, Any], Any]
+    optimizer: Callable[[Any], Any]
+    data: Any
+    layout: Layout
+    val_data: Any = None
+    lr_scheduler: Callable[[Any], Any] | None = None
+    metrics: Mapping[str, Callable[[Any, Any], Any]] = dataclasses.field(default_factory=dict)
+    schedule: str = "gpipe"
+    microbatches: int = 1
+    stages_per_worker: int | None = None
+    layers_per_stage: Sequence[int] | None = None
+    memory_limit: float | None = None
+    tensor_plan: Mapping[str, str] | None = None
+    clip_norm: float | None = None
+    on_nonfinite: str = "error"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What rank 0 has found out and all ranks go by."""
+
+    stages: Any
+    tensor: Any
+    batch_size: int
+    sample: Any  # one micro-batch of inputs; what the split model's output is compared on
+
+    def tables(self) -> list[str]:
+        return [plan.table() for plan in (self.stages, self.tensor) if plan is not None]
 
 
 def make_loader(data: Any, argument: str, batch_size: int | None = None) -> Any:
@@ -67,14 +107,6 @@ def evaluation_share(loader: Any, copy: int, copies: int) -> Any:
     )
 
 
-def whole_model(built: Any, seed: int) -> nn.Module:
-    """The model as one module, with the names its weights have in checkpoints."""
-    if isinstance(built, nn.Module):
-        return built
-    layers = ListedLayers([str(i) for i in range(len(built))], built, seed)
-    return layers.row(0, len(layers))
-
-
 def make_plan(job: Job, loader: Any, device: Any) -> Plan:
     """Look at a batch, measure the layers, decide. Raises what is wrong with the user's input."""
     with torch.no_grad():  # for the recorder: no epoch of training
@@ -102,7 +134,7 @@ def make_plan(job: Job, loader: Any, device: Any) -> Plan:
         )
         _check_shared(layers, stages)
     if job.layout.tensor > 1 or job.layout.pipeline == 1:
-        model = whole_model(build_model(job.model, job.seed), job.seed).to(device)
+        model = whole_model(job.model, job.seed).to(device)
         if job.layout.pipeline == 1:
             _check_model(model, sample, wanted, job.loss)
         if job.layout.tensor > 1:

@@ -7,7 +7,6 @@ waits for anybody), ``join``, one ``epoch`` after the other, ``leave``; see ``ra
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
 import torch
@@ -15,8 +14,9 @@ import torch
 from miniray.core import session
 from miniray.train import torch_parts as parts
 from miniray.train.parallel import gradients, planning, state
-from miniray.train.parallel.assembly import assemble, make_feed
-from miniray.train.parallel.job import Job, Plan
+from miniray.train.parallel.assembly import assemble
+from miniray.train.parallel.feed import Feed
+from miniray.train.parallel.planning import Job, Plan
 from miniray.train.parallel.samples import Samples
 from miniray.train.parallel.stages import StepRecord
 from miniray.train.parallel.timeline import busy_seconds
@@ -63,7 +63,8 @@ class ModelRank(Member):
         self.mesh = make_mesh(self.device, layout.sizes)
         self.record = StepRecord(self._tell_work, self.pulse.at)
         self.part = assemble(self.job, plan, self.place, self.mesh, self.device, self.record)
-        self._feed = make_feed(layout, plan, self.place, self.device)
+        last = 0 if plan.stages is None else plan.stages.holder(len(plan.stages.sizes) - 1)
+        self._feed = Feed(layout, self.place, last, self.device)
         self.pulse.at("idle")
         return self.samples.steps
 
@@ -81,7 +82,6 @@ class ModelRank(Member):
         items = self.samples.batches(epoch, pulse.at)
         self.barrier("before-iteration")
         means, times, spans, began = parts.Means(), [], self.record.spans, 0.0
-        loop_began = time.perf_counter()
         for step, (count, inputs, target) in enumerate(self._feed.batches(items)):
             pulse.at("step", step=step)
             loss = self._step(step, count, inputs, target)
@@ -90,7 +90,6 @@ class ModelRank(Member):
             if count == self.plan.batch_size:
                 spans, began = self.record.spans, self.record.began
                 times.append((busy_seconds(spans), self.record.wall))
-        loop_seconds = time.perf_counter() - loop_began
         pulse.at("end of the epoch")
         if self.layout.data > 1:  # all copies go on with the first one's
             source = self.layout.rank(0, self.place.pipeline, self.place.tensor)
@@ -105,7 +104,6 @@ class ModelRank(Member):
             "means": means.means(),
             "busy": [busy for busy, _ in steady],
             "wall": [wall for _, wall in steady],
-            "seconds": loop_seconds,  # of all steps, loading included
             "spans": [tuple(span) for span in spans],  # of the last step with a whole batch
             "began": began,
             "peak_activations": self.record.peak_activations,

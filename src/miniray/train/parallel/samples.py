@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from miniray.train import torch_parts as parts
 from miniray.train.parallel import planning
-from miniray.train.parallel.feed import RandomNumbers
-from miniray.train.parallel.job import Job
 from miniray.train.parallel.layout import Place
+from miniray.train.parallel.planning import Job
 from miniray.train.ranks import data as sharing
+
+
+class RandomNumbers:
+    """Random numbers of the loader's own, so that loading does not shift the model's."""
+
+    def __init__(self, seed: int) -> None:
+        self.state = torch.Generator().manual_seed(seed).get_state()
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.state)
+        try:
+            yield
+        finally:
+            self.state = torch.get_rng_state()
+            torch.set_rng_state(before)
 
 
 class Samples:

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from miniray.train.ranks.whole import cut_numbers, put_weights, whole, whole_numbers
+from miniray.train.ranks.mesh import cut_numbers, put_weights, whole, whole_numbers
 
 #: Settings of an optimizer that depend on how weights are cut, not on the run.
 _OF_THE_LAYOUT = ("foreach", "fused")

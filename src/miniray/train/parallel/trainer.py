@@ -16,8 +16,8 @@ from miniray.checks import whole
 from miniray.train.evaluate import combine
 from miniray.train.parallel import timeline
 from miniray.train.parallel.layout import Layout
-from miniray.train.parallel.result import ParallelResult
 from miniray.train.parallel.schedules import SCHEDULES
+from miniray.train.parallel.timeline import ParallelResult
 from miniray.train.parallel.worker import ModelWorker
 from miniray.train.ranks.options import choose_backend, refuse_unknown
 from miniray.train.ranks.trainer import RankTrainer
@@ -164,7 +164,6 @@ class SplitModelTrainer(RankTrainer):
 
     def _set_up_ranks(self) -> None:
         """Rank 0 plans and refuses; then the group: in this order nobody can hang."""
-        self._broken = False
         job = self._job()
         facts = self._call_ranks("_rank_prepare", lambda _: (job,))
         self.plan = facts[0]["plan"]
@@ -175,7 +174,7 @@ class SplitModelTrainer(RankTrainer):
         self._meet(facts, miniray.put(self.plan))
 
     def _job(self) -> Any:
-        from miniray.train.parallel.job import Job
+        from miniray.train.parallel.planning import Job
 
         parts = dict(self._parts)
         sizes = self._sizes_before()

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import miniray
-from miniray.checks import whole
 from miniray.core import session
 from miniray.errors import (
     ActorDiedError,
@@ -54,13 +53,11 @@ class RankTrainer(BaseTrainer, ABC):
         self,
         num_workers: int,
         *,
-        worker: Any = None,
         clip_norm: float | None = None,
         on_nonfinite: str = "error",
         group_backend: str = "auto",
         hang_timeout: float | None = 60.0,
         timeout: float = 600.0,
-        max_failures: int = 0,
         **options: Any,
     ) -> None:
         check_options(
@@ -70,15 +67,14 @@ class RankTrainer(BaseTrainer, ABC):
             on_nonfinite=on_nonfinite,
             group_backend=group_backend,
         )
-        # Failures are counted here: one worker cannot be replaced while the others wait for it.
-        super().__init__(num_workers, worker=worker, max_failures=0, **options)
+        super().__init__(num_workers, **options)
         self.clip_norm = clip_norm
-        self.failures = 0
-        self._most_failures = whole("max_failures", max_failures, 0)
+        self.failures = 0  # counted here: one rank cannot be replaced, the others wait for it
         self._on_nonfinite, self._group_backend = on_nonfinite, group_backend
         self._hang_timeout = math.inf if hang_timeout is None else hang_timeout
         self._timeout = timeout
-        self._order_seed = random.SystemRandom().getrandbits(48) if self._seed is None else None
+        unseeded = random.SystemRandom().getrandbits(48)
+        self._order_seed = unseeded if self._seed is None else self._seed
         self._host: GroupHost | None = None
         self._watch: Watch | None = None
         self._steps: int | None = None
@@ -187,7 +183,7 @@ class RankTrainer(BaseTrainer, ABC):
                 self._on_worker_event(
                     {"event": "worker_failed", "worker": rank, "epoch": epoch, "reason": reason}
                 )
-                if self.failures > self._most_failures:
+                if self.failures > self._max_failures:
                     raise
             finally:
                 self._retrying = False
@@ -256,7 +252,7 @@ class RankTrainer(BaseTrainer, ABC):
     def _run_facts(self) -> dict[str, Any]:
         """What every rank is told of the run; see ``RunFacts``."""
         return {
-            "seed": self._order_seed if self._seed is None else self._seed,
+            "seed": self._order_seed,
             "own_process": session.engine().capabilities.processes,
         }
 
@@ -274,7 +270,7 @@ class RankTrainer(BaseTrainer, ABC):
         spec = self._host.spec
         self._watch = Watch(self._host, self._hang_timeout, self.run.path)
         joined = self._call_ranks("_rank_join", lambda _: (spec, agreed, len(hosts) == 1))
-        self._steps = joined[0]
+        self._steps, self._broken = joined[0], False
         if self._kept is not None:
             self._apply(self._kept)
         elif self._loaded is None:
@@ -298,7 +294,7 @@ class RankTrainer(BaseTrainer, ABC):
 
     def _keep_state(self) -> None:
         """Fetch what a restart of the ranks would need, if there may be one."""
-        if self._most_failures <= self.failures:
+        if self._max_failures <= self.failures:
             self._kept = None
             return
         self._kept = {
