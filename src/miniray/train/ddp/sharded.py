@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from miniray.train import torch_parts as parts
-from miniray.train.ddp.rank import Rank, RankSettings
+from miniray.train.ddp.rank import Rank
+from miniray.train.ddp.setup import RankSettings
 from miniray.train.ranks.mesh import cut_numbers, make_mesh, put_weights, whole, whole_numbers
 from miniray.train.ranks.pulse import EVALUATION
 

@@ -1,24 +1,34 @@
-"""A rank's part of the model put together: stages, shards, optimizer.
+"""A rank's part of the model: put together, and its state as that of the whole one, and back.
 
-Everything here is done by all ranks together, after rank 0's plan: a difference would be a hang, so
-nothing in it depends on anything but the job, the plan and the place.
+All ranks put it together at once, after rank 0's plan: a difference would be a hang, so nothing in
+it depends on anything but the job, the plan and the place.
+
+Every weight and every number of the optimizer is saved under the name its weight has in the whole
+model and in its whole shape. So a checkpoint knows nothing of the layout it was written on: it
+loads on any other, on one worker, or into the plain model.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from miniray.train import torch_parts as parts
+from miniray.train.parallel.job import Job, Place
 from miniray.train.parallel.layers import read_layers, whole_model
-from miniray.train.parallel.layout import Place
-from miniray.train.parallel.planning import Job, Plan
+from miniray.train.parallel.planning import Plan
 from miniray.train.parallel.stages import PipelineRunner, StepRecord, TracedRunner, WholeRunner
 from miniray.train.parallel.tensor import apply_plan, check_same
 from miniray.train.ranks.member import check_scheduler
+from miniray.train.ranks.mesh import cut_numbers, put_weights, whole, whole_numbers
 from miniray.train.ranks.pulse import is_consequence
+
+#: Settings of an optimizer that depend on how weights are cut, not on the run.
+_OF_THE_LAYOUT = ("foreach", "fused")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +49,47 @@ class Part:
     def train(self, mode: bool = True) -> None:
         for module in self.modules.values():
             module.train(mode)
+
+    def weights(self) -> dict[int, dict[str, Any]]:
+        """{stage: {name: weight in one piece}}. A collective where layers are cut."""
+        return {
+            stage: {name: whole(value) for name, value in module.state_dict().items()}
+            for stage, module in self.modules.items()
+        }
+
+    def load_weights(self, weights: Mapping[str, Any]) -> None:
+        """Take this part of the whole model's; ``ValueError`` where one is missing or no fit."""
+        for module in self.modules.values():
+            put_weights(module.state_dict(), weights)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """``{"groups": settings, "state": {name: numbers}}``, in one piece; as ``weights``."""
+        names = self._names()
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        numbers = self.optimizer.state.items()
+        return {"groups": groups, "state": {names[p]: whole_numbers(v) for p, v in numbers}}
+
+    def load_optimizer(self, saved: Mapping[str, Any]) -> None:
+        """Take this part of what ``optimizer_state`` of all parts gave."""
+        mine = self.optimizer.param_groups
+        if len(saved["groups"]) != len(mine):
+            raise ValueError(
+                f"the state has {len(saved['groups'])} groups of parameters, this optimizer has "
+                f"{len(mine)}"
+            )
+        for group, settings in zip(mine, saved["groups"], strict=True):
+            group.update({k: v for k, v in settings.items() if k not in _OF_THE_LAYOUT})
+        for parameter, name in self._names().items():
+            values = saved["state"].get(name)
+            if values is not None:
+                # Not what was saved itself: optimizers change their numbers in place.
+                self.optimizer.state[parameter] = copy.deepcopy(cut_numbers(parameter, values))
+
+    def _names(self) -> dict[Any, str]:
+        return {p: name for m in self.modules.values() for name, p in m.named_parameters()}
 
 
 def assemble(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from miniray.train import torch_parts as parts
-from miniray.train.parallel.layout import Layout, Place
+from miniray.train.parallel.job import Layout, Place
 from miniray.train.ranks.mesh import stages_through_host
 
 _DTYPES = (

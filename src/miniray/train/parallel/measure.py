@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from miniray.train.parallel.gradients import local
 from miniray.train.parallel.layers import ListedLayers, TracedLayers
+from miniray.train.ranks.mesh import local
 
 _REPEATS = 3
 

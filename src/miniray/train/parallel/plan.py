@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from miniray.doctor.findings import plural
-from miniray.train.parallel.layout import Layout
+from miniray.train.parallel.job import Layout
 from miniray.train.parallel.measure import LayerCost
 from miniray.train.parallel.schedules import SCHEDULES, Schedule
 

@@ -7,21 +7,25 @@ waits for anybody), ``join``, one ``epoch`` after the other, ``leave``; see ``ra
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from miniray.core import session
 from miniray.train import torch_parts as parts
-from miniray.train.parallel import gradients, planning, state
+from miniray.train.parallel import planning
 from miniray.train.parallel.assembly import assemble
 from miniray.train.parallel.feed import Feed
-from miniray.train.parallel.planning import Job, Plan
+from miniray.train.parallel.job import Job
+from miniray.train.parallel.planning import Plan
 from miniray.train.parallel.samples import Samples
 from miniray.train.parallel.stages import StepRecord
 from miniray.train.parallel.timeline import busy_seconds
 from miniray.train.ranks.member import Member, check_loss, share_buffers
-from miniray.train.ranks.mesh import make_mesh
+from miniray.train.ranks.mesh import local, make_mesh
 from miniray.train.ranks.pulse import EVALUATION
 
 
@@ -122,9 +126,9 @@ class ModelRank(Member):
         self.pulse.at("gradients")
         if self.layout.data > 1:
             data = self.mesh.get_group("data")
-            gradients.average_over_copies(part.parameters, count, data, self.device)
+            average_over_copies(part.parameters, count, data, self.device)
         if self.job.clip_norm is not None:
-            gradients.clip(
+            clip(
                 part.parameters,
                 self.job.clip_norm,
                 self.mesh.get_group("tensor") if self.layout.tensor > 1 else None,
@@ -162,24 +166,21 @@ class ModelRank(Member):
         """This rank's stages in one piece; nothing where another rank says the same."""
         if self.place.data:
             return {}
-        found = state.weights_of(self.part.modules)
+        found = self.part.weights()
         return {} if self.place.tensor else found
-
-    def load_weights(self, weights: Any) -> None:
-        state.load_weights(self.part.modules, weights)
 
     def shared_state(self) -> dict[str, Any] | None:
         """The optimizer's state of this rank's weights, and what all ranks share."""
         if self.place.data:
             return None
-        found = state.optimizer_state(self.part.optimizer, self.part.modules)
+        found = self.part.optimizer_state()
         if self.place.tensor:
             return None
         scheduler = None if self.part.scheduler is None else self.part.scheduler.state_dict()
         return {"optimizer": found, "scheduler": scheduler, "seed": self.job.seed}
 
     def load_shared(self, shared: Any) -> None:
-        state.load_optimizer(self.part.optimizer, self.part.modules, shared["optimizer"])
+        self.part.load_optimizer(shared["optimizer"])
         if self.part.scheduler is not None and shared["scheduler"] is not None:
             self.part.scheduler.load_state_dict(shared["scheduler"])
         self.samples.set_order(shared["seed"])
@@ -192,6 +193,56 @@ class ModelRank(Member):
         self.samples.load(saved)
         parts.set_random_state(saved["random"])
 
-    def set_lr(self, lr: float) -> None:
-        for options in self.part.optimizer.param_groups:
-            options["lr"] = lr
+
+def average_over_copies(parameters: Iterable[Any], samples: int, group: Any, device: Any) -> None:
+    """Make gradients those of the mean over all copies' samples. A collective of ``group``.
+
+    A copy may have fewer samples than others in this step, or none.
+    """
+    count = torch.tensor([float(samples)], device=device)
+    # One message for each type of number: small ones cost more than their bytes.
+    by_type: dict[Any, list[Any]] = {count.dtype: [count]}
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = local(parameter.grad)
+        by_type.setdefault(gradient.dtype, []).append(gradient.mul_(samples))
+    sums = {dtype: torch.cat([g.reshape(-1) for g in found]) for dtype, found in by_type.items()}
+    for buffer in sums.values():
+        dist.all_reduce(buffer, group=group)
+    total = float(sums[count.dtype][0])
+    for dtype, found in by_type.items():
+        summed = sums[dtype].split([gradient.numel() for gradient in found])
+        for gradient, part in zip(found, summed, strict=True):
+            gradient.copy_(part.view_as(gradient).div_(total))
+
+
+def clip(parameters: Iterable[Any], most: float, tensor_group: Any, pipeline_group: Any) -> None:
+    """Scale gradients so that the norm of all of them, on all ranks, is ``most`` at the most.
+
+    A collective of both groups (None: there is nobody else).
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    device = local(gradients[0]).device if gradients else torch.device("cpu")
+    cut = torch.zeros(1, dtype=torch.float64, device=device)
+    whole = torch.zeros(1, dtype=torch.float64, device=device)
+    for gradient in gradients:
+        square = local(gradient).detach().double().pow(2).sum()
+        if _is_shard(gradient):
+            cut += square
+        else:
+            whole += square  # every shard's rank has the same: it counts once
+    if tensor_group is not None:
+        dist.all_reduce(cut, group=tensor_group)
+    total = cut + whole
+    if pipeline_group is not None:
+        dist.all_reduce(total, group=pipeline_group)
+    norm = math.sqrt(float(total))
+    if norm > most:
+        for gradient in gradients:
+            local(gradient).mul_(most / (norm + 1e-6))
+
+
+def _is_shard(tensor: Any) -> bool:
+    """Whether other ranks have other parts of it."""
+    return any(placement.is_shard() for placement in getattr(tensor, "placements", ()))

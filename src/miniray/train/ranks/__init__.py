@@ -2,5 +2,5 @@
 
 ``trainer`` (driver), ``calls`` and ``watch`` (one cause, hangs), ``member`` and ``worker`` (the
 rank's process), ``pulse`` (where each rank is), ``data`` and ``plan`` (who takes which samples),
-``options`` (what is refused), ``output`` (what ranks print).
+``mesh`` (and tensors cut over it), ``options`` (what is refused), ``output`` (what ranks print).
 """

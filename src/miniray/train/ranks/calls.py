@@ -8,10 +8,11 @@ collective.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from miniray.train.ranks.watch import Verdict, Watch
 from miniray.train.workers import WorkerGroup, located
 
 _LOOK_EVERY = 0.5  # seconds between two looks at the ranks' pulses
+_LAST_WORDS = 5.0  # seconds for a rank that was ended to be known as such
 _GRACE = 5.0  # seconds for the cause to be heard of after its first consequence
 #: What to say of a rank that died with these words.
 _MEANT = {
@@ -40,11 +42,25 @@ _MEANT = {
 }
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, kw_only=True)
 class RankGroup(WorkerGroup):
-    """Workers that go in step: all of their calls go through ``in_step``, and none is replaced."""
+    """Workers that go in step. None is replaced: after an error all of them are of no use any more.
 
-    in_step: Callable[..., dict[int, Any]] = dataclasses.field(kw_only=True)
+    ``held_by(rank)`` is what is lost with a rank. In calls that are ``watched`` ranks say that they
+    move, so that one that hangs is found by ``watch``, which there is once they have met; in all
+    others one that is stopped. How long those may rightly take nobody knows: it is said who has not
+    answered after ``patience`` seconds, after twice as many, and so on.
+    """
+
+    run_dir: Path
+    held_by: Callable[[int], str | None]
+    patience: float
+    progress: bool
+    watched: Set[str] = frozenset()
+    watch: Watch | None = None
+    steps: int | None = None  # of an epoch
+    broken: bool = False
+    unanswered: list[Any] = dataclasses.field(default_factory=list)
 
     def call_some(
         self,
@@ -53,93 +69,106 @@ class RankGroup(WorkerGroup):
         method: str,
         epoch: int | None = None,
     ) -> dict[int, Any]:
-        return self.in_step(worker_ids, submit, method, epoch)
+        """Results by rank. Raises one error, the cause's, with ``rank``, ``epoch`` and ``step``."""
+        pending = {submit(rank): rank for rank in worker_ids}
+        failures: dict[int, Exception] = {}
+        try:
+            results, verdict = self._answers(pending, failures, method, epoch)
+            if not failures and verdict is None:
+                return results
+            places = self.watch.last_places() if self.watch is not None else []
+            cause = root_cause(failures)
+            if cause is None and not pending and method not in self.watched:
+                cause = next(iter(failures.items()))  # it may be no collective that it speaks of
+            if cause is not None:
+                rank, error = cause
+                place = places[rank] if places and method == "_rank_epoch" else None
+                told = in_context(error, rank, epoch, place)
+            else:
+                told = _without_cause(failures, sorted(pending.values()), verdict, epoch, places)
+            raise self._with_loss(told)
+        except BaseException:
+            self.broken = True
+            self.unanswered += pending
+            raise
 
-
-def call_ranks(
-    pending: dict[Any, int],
-    method: str,
-    epoch: int | None,
-    *,
-    limit: float | None,
-    watch: Watch | None,
-    moves: bool,
-    bar: StepBar,
-    held_by: Callable[[int], str | None],
-    patience: float,
-    run_dir: Path,
-) -> dict[int, Any]:
-    """Results by rank. Raises one error, the cause's, with ``rank``, ``epoch`` and ``step``.
-
-    Of a rank that is lost it also says what is lost with it, ``held_by(rank)``.
-
-    ``pending``: the rank of each call of ``method``; those that have not answered are left in it.
-    ``limit``: seconds for all of it. By ``watch`` a rank that is stopped is found; where ranks say
-    that they move (``moves``) one that hangs, too. Else nobody knows how long a call may rightly
-    take: it is said who has not answered after ``patience`` seconds, after twice as many, and so
-    on.
-    """
-    results: dict[int, Any] = {}
-    failures: dict[int, Exception] = {}
-    verdict: Verdict | None = None
-    began = answered = time.monotonic()
-    grace: float | None = None
-    try:
-        while pending and verdict is None:
-            for ref in miniray.wait(list(pending), timeout=_LOOK_EVERY)[0]:
-                rank = pending.pop(ref)
-                try:
-                    results[rank] = miniray.get(ref)
-                except Exception as error:
-                    failures[rank] = error
-                answered = time.monotonic()
-            now = time.monotonic()
-            if failures:
-                grace = grace or now + _GRACE
-                if root_cause(failures) is not None or now > grace:
+    def _answers(
+        self,
+        pending: dict[Any, int],
+        failures: dict[int, Exception],
+        method: str,
+        epoch: int | None,
+    ) -> tuple[dict[int, Any], Verdict | None]:
+        """Wait for all, or until some are known not to answer: they are left in ``pending``."""
+        results: dict[int, Any] = {}
+        verdict: Verdict | None = None
+        watch, patience, moves = self.watch, self.patience, method in self.watched
+        bar = StepBar(epoch or 0, self.steps, moves and self.progress)
+        began = answered = time.monotonic()
+        grace: float | None = None
+        try:
+            while pending and verdict is None:
+                for ref in miniray.wait(list(pending), timeout=_LOOK_EVERY)[0]:
+                    rank = pending.pop(ref)
+                    try:
+                        results[rank] = miniray.get(ref)
+                    except Exception as error:
+                        failures[rank] = error
+                    answered = time.monotonic()
+                now = time.monotonic()
+                if failures:
+                    grace = grace or now + _GRACE
+                    if root_cause(failures) is not None or now > grace:
+                        break
+                elif not pending:
                     break
-            elif not pending:
-                break
-            elif limit is not None and now > began + limit:
-                late = sorted(pending.values())
-                verdict = Verdict(late, f"{named(late)} gave no result in {limit:g} s")
-            elif watch is not None and moves:
-                bar.update(watch)
-                verdict = watch.hung(pending.values(), answered)
-            elif watch is not None and (verdict := watch.stopped(pending.values())):
-                break
-            elif now > began + patience:
-                _tell_of_waiting(method, run_dir, sorted(pending.values()), now - began)
-                patience *= 2
-    finally:
-        bar.close()
-    if not failures and verdict is None:
-        return results
-    places = watch.last_places() if watch is not None else []
-    cause = root_cause(failures)
-    if cause is None and not pending and not moves:  # it may be no collective that it speaks of
-        cause = next(iter(failures.items()))
-    if cause is not None:
-        guilty, told = cause
-        place = places[guilty] if places and method == "_rank_epoch" else None
-        told = in_context(told, guilty, epoch, place)
-    else:
-        told = _without_cause(failures, sorted(pending.values()), verdict, epoch, places)
-    raise _with_loss(told, held_by)
+                elif self.timeout is not None and now > began + self.timeout:
+                    late = sorted(pending.values())
+                    verdict = Verdict(late, f"{named(late)} gave no result in {self.timeout:g} s")
+                elif watch is not None and moves:
+                    bar.update(watch)
+                    verdict = watch.hung(pending.values(), answered)
+                elif watch is not None and (verdict := watch.stopped(pending.values())):
+                    break
+                elif now > began + patience:
+                    self._tell_of_waiting(method, pending.values(), now - began)
+                    patience *= 2
+        finally:
+            bar.close()
+        return results, verdict
 
+    def _tell_of_waiting(self, method: str, ranks: Iterable[int], seconds: float) -> None:
+        """Say on stderr who is waited for, and how to find out what for."""
+        text = (
+            f"{named(ranks)}: {method.removeprefix('_rank_')}() takes {seconds:.0f} s so far and "
+            f"is waited for; `miniray doctor {self.run_dir}` shows where it is, worker_timeout= "
+            "would set a limit"
+        )
+        print(text, file=sys.stderr, flush=True)
 
-def _tell_of_waiting(method: str, run_dir: Path, ranks: list[int], seconds: float) -> None:
-    """Say on stderr who is waited for, and how to find out what for."""
-    text = (
-        f"{named(ranks)}: {method.removeprefix('_rank_')}() takes {seconds:.0f} s so far and is "
-        f"waited for; `miniray doctor {run_dir}` shows where it is, worker_timeout= would set a "
-        "limit"
-    )
-    print(text, file=sys.stderr, flush=True)
+    def _with_loss(self, error: Exception) -> Exception:
+        """Of a rank that is lost also what is lost with it."""
+        rank, lost = getattr(error, "rank", None), (ActorDiedError, WorkerTimeoutError)
+        held = None if rank is None else self.held_by(rank)
+        if held is None or not isinstance(error, lost) or isinstance(error, TaskError):
+            return error
+        return located(error, held)
+
+    def stop(self) -> None:
+        """End all ranks, and hear out what they still had to say.
+
+        Nobody wants to know; but of an answer that nobody asked for the log would tell.
+        """
+        super().stop()
+        self.watch = None
+        left, self.unanswered = self.unanswered, []
+        for ref in left if miniray.is_initialized() else ():
+            with contextlib.suppress(Exception):
+                miniray.get(ref, timeout=_LAST_WORDS)
 
 
 def _without_cause(
-    failures: dict[int, Exception],
+    failures: Mapping[int, Exception],
     pending: list[int],
     verdict: Verdict | None,
     epoch: int | None,
@@ -169,14 +198,6 @@ def _without_cause(
         return _marked(told, None, epoch, None)
     guilty = verdict.ranks[0]
     return _marked(told, guilty, epoch, places[guilty].step if places else None)
-
-
-def _with_loss(error: Exception, held_by: Callable[[int], str | None]) -> Exception:
-    rank, lost = getattr(error, "rank", None), (ActorDiedError, WorkerTimeoutError)
-    held = None if rank is None else held_by(rank)
-    if held is None or not isinstance(error, lost) or isinstance(error, TaskError):
-        return error
-    return located(error, held)
 
 
 def root_cause(failures: Mapping[int, Exception]) -> tuple[int, Exception] | None:

@@ -7,7 +7,6 @@ used again.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import socket
 from abc import ABC, abstractmethod
@@ -19,18 +18,8 @@ import torch.distributed as dist
 
 from miniray.doctor import barriers, recorder
 from miniray.train import allocator, group
+from miniray.train.ranks.options import RunFacts
 from miniray.train.ranks.pulse import PulseThread
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """What every rank is told of its run.
-
-    ``own_process``: the rank's process is nobody else's, and was set up by ``ranks.output``.
-    """
-
-    seed: int = 0
-    own_process: bool = True
 
 
 class Member(ABC):

@@ -37,6 +37,11 @@ def stages_through_host(device: Any) -> bool:
     return bool(device.type == "cuda" and dist.get_backend() == "gloo")
 
 
+def local(tensor: Any) -> Any:
+    """This rank's part of a tensor that may be cut over ranks."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def whole(tensor: Any) -> Any:
     """The tensor in one piece, on the CPU. A collective where it is cut over ranks."""
     if not isinstance(tensor, DTensor):
@@ -91,7 +96,7 @@ def cut_numbers(parameter: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def cut_like(target: Any, value: Any) -> Any:
     """``value`` cut as ``target`` is. Nothing is sent: every rank has all of ``value``."""
-    value = value.to(getattr(target, "_local_tensor", target).device)
+    value = value.to(local(target).device)
     if not isinstance(target, DTensor):
         return value
     return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)

@@ -10,11 +10,10 @@ that call, which is then made again.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,13 +28,12 @@ from miniray.errors import (
 from miniray.train import resume as resuming
 from miniray.train.base import BaseTrainer
 from miniray.train.group import GroupHost
-from miniray.train.ranks.calls import RankGroup, StepBar, call_ranks
+from miniray.train.ranks.calls import RankGroup
 from miniray.train.ranks.options import check_engine, check_options, choose_backend
 from miniray.train.ranks.watch import Watch
 from miniray.train.saving import NO_WORKERS
 
 T = TypeVar("T")
-_LAST_WORDS = 5.0  # seconds for a rank that was ended to be known as such
 
 
 class RankTrainer(BaseTrainer, ABC):
@@ -46,8 +44,6 @@ class RankTrainer(BaseTrainer, ABC):
 
     _kind = "ranks"
     _process_set_up = "miniray.train.ranks.output:set_up"
-    #: Calls in which ranks say that they move, so that one that does not is found.
-    _watched: Collection[str] = ("_rank_epoch",)
 
     def __init__(
         self,
@@ -76,11 +72,8 @@ class RankTrainer(BaseTrainer, ABC):
         unseeded = random.SystemRandom().getrandbits(48)
         self._order_seed = unseeded if self._seed is None else self._seed
         self._host: GroupHost | None = None
-        self._watch: Watch | None = None
-        self._steps: int | None = None
         self._kept: dict[str, Any] | None = None  # the state to start again from
-        self._broken = self._retrying = False
-        self._unanswered: list[Any] = []  # calls of ranks that are to be ended
+        self._retrying = False
 
     # -- what a subclass says ---------------------------------------------------------------------
 
@@ -132,8 +125,6 @@ class RankTrainer(BaseTrainer, ABC):
 
     def model_weights(self) -> Any:
         """The trained weights in one piece, whichever ranks hold them."""
-        if self._group is None:
-            raise RuntimeError(NO_WORKERS)
         return self._retried(self._whole_weights)
 
     def save_checkpoint(self, epoch: int | None = None) -> Path:
@@ -190,10 +181,9 @@ class RankTrainer(BaseTrainer, ABC):
 
     def _start_again(self, epoch: int | None, reason: str) -> None:
         """End all ranks and start them with the state that was kept last."""
-        assert self._group is not None
-        self._group.stop()  # whatever the ranks are in
-        self._close_group()
-        self._group.start()
+        self._ranks.stop()  # whatever they are in
+        self._close_host()
+        self._ranks.start()
         self._set_up_ranks()
         for worker_id in range(self.num_workers):
             for callback in self.callbacks:
@@ -208,33 +198,7 @@ class RankTrainer(BaseTrainer, ABC):
         **kwargs: Any,
     ) -> list[Any]:
         """Call a method on all ranks; results by rank."""
-        assert self._group is not None
-        return self._group.call(method, arguments, kwargs, epoch)
-
-    def _call_some(
-        self, ranks: Iterable[int], submit: Callable[[int], Any], method: str, epoch: int | None
-    ) -> dict[int, Any]:
-        """How the group calls ranks. After an error all of them are of no use any more."""
-        assert self.run is not None
-        moves = method in self._watched
-        pending = {submit(rank): rank for rank in ranks}
-        try:
-            return call_ranks(
-                pending,
-                method,
-                epoch,
-                limit=self._worker_timeout,
-                watch=self._watch,
-                moves=moves,
-                bar=StepBar(epoch or 0, self._steps, moves and self._progress),
-                held_by=self._held_by,
-                patience=self._hang_timeout,
-                run_dir=self.run.path,
-            )
-        except BaseException:
-            self._broken = True
-            self._unanswered += pending
-            raise
+        return self._ranks.call(method, arguments, kwargs, epoch)
 
     # -- workers ----------------------------------------------------------------------------------
 
@@ -243,7 +207,21 @@ class RankTrainer(BaseTrainer, ABC):
         check_engine(type(self).__name__, self.num_workers)
 
     def _make_group(self, *options: Any) -> RankGroup:
-        return RankGroup(*options, in_step=self._call_some)
+        assert self.run is not None
+        return RankGroup(
+            *options,
+            run_dir=self.run.path,
+            held_by=self._held_by,
+            patience=self._hang_timeout,
+            progress=self._progress,
+        )
+
+    @property
+    def _ranks(self) -> RankGroup:
+        """The workers; ``RuntimeError`` where there are none."""
+        if not isinstance(self._group, RankGroup):
+            raise RuntimeError(NO_WORKERS)
+        return self._group
 
     def _set_up_all(self) -> None:
         # Where that was done by starting the ranks again, nothing is left to do.
@@ -254,12 +232,13 @@ class RankTrainer(BaseTrainer, ABC):
         return {
             "seed": self._order_seed,
             "own_process": session.engine().capabilities.processes,
+            "clip_norm": self.clip_norm,
+            "on_nonfinite": self._on_nonfinite,
         }
 
     def _meet(self, facts: Sequence[Mapping[str, Any]], agreed: Any) -> None:
         """Bring the ranks together, with what they have agreed on, and to the state of the run."""
-        assert self.run is not None
-        hosts = {fact["host"] for fact in facts}
+        ranks, hosts = self._ranks, {fact["host"] for fact in facts}
         self._host = GroupHost(
             self.num_workers,
             backend=choose_backend(self._group_backend, facts),
@@ -268,9 +247,9 @@ class RankTrainer(BaseTrainer, ABC):
             other_machines=len(hosts) > 1 or session.engine().capabilities.multi_node,
         )
         spec = self._host.spec
-        self._watch = Watch(self._host, self._hang_timeout, self.run.path)
+        ranks.watch = Watch(self._host, self._hang_timeout, ranks.run_dir)
         joined = self._call_ranks("_rank_join", lambda _: (spec, agreed, len(hosts) == 1))
-        self._steps, self._broken = joined[0], False
+        ranks.steps, ranks.broken = joined[0], False
         if self._kept is not None:
             self._apply(self._kept)
         elif self._loaded is None:
@@ -311,26 +290,20 @@ class RankTrainer(BaseTrainer, ABC):
 
     # -- the end ----------------------------------------------------------------------------------
 
-    def _close_group(self) -> None:
-        """End the store that the ended ranks met at, and hear out what they still had to say.
-
-        Nobody wants to know; but of an answer that nobody asked for the log would tell.
-        """
-        host, self._host, self._watch = self._host, None, None
+    def _close_host(self) -> None:
+        """End the store that the ranks met at, once they are ended."""
+        host, self._host = self._host, None
         if host is not None:
             host.close()
-        left, self._unanswered = self._unanswered, []
-        for ref in left if miniray.is_initialized() else ():
-            with contextlib.suppress(Exception):
-                miniray.get(ref, timeout=_LAST_WORDS)
 
     def _abort(self, error: BaseException) -> None:
-        self._broken = True
+        if isinstance(self._group, RankGroup):
+            self._group.broken = True
         super()._abort(error)
 
     def _leave_group(self) -> None:
         """Part in peace, where the ranks can. One in this very process can always: it is alone."""
-        if self._broken and session.engine().capabilities.processes:
+        if self._ranks.broken and session.engine().capabilities.processes:
             return
         leaving = [worker._rank_leave.remote() for worker in self.workers]
         try:
@@ -342,4 +315,4 @@ class RankTrainer(BaseTrainer, ABC):
         if self._group is not None and miniray.is_initialized():
             self._leave_group()
         super().shutdown()
-        self._close_group()
+        self._close_host()
