@@ -229,6 +229,39 @@ def test_after_the_run_too(undisturbed):
             trainer.model_weights()
 
 
+class SelfEvaluated(Mortal):
+    """Its own evaluation changes the model: running statistics go on, as it is left in training."""
+
+    def __init__(self, worker_id, **kwargs):
+        super().__init__(worker_id, **kwargs)
+        self.model.append(nn.BatchNorm1d(3))
+
+    def training_step(self, batch, batch_idx):
+        self.at("training")
+        return super().training_step(batch, batch_idx)
+
+    def evaluate(self):
+        with torch.no_grad():
+            return {"loss": self.model(torch.randn(8, 4)).mean().item(), "num_samples": 8}
+
+
+def test_what_an_evaluation_of_ones_own_has_changed_is_not_lost():
+    """The sixth step is the second one of the second epoch."""
+
+    def train(**kwargs):
+        options = {"worker": SelfEvaluated, "seed": SEED, "progress": False, "eval_interval": 1}
+        with DDPTrainer(2, max_failures=1, **options) as trainer:
+            result = trainer.train(epochs=2, **kwargs)
+            return result.history, trainer.model_weights()
+
+    history, weights = train()
+    again, weights_again = train(where="training", when=6)
+    assert [record.get("restarts") for record in again] == [None, 1]
+    assert [record["val_loss"] for record in again] == [record["val_loss"] for record in history]
+    assert weights["4.num_batches_tracked"] == 10
+    assert all(torch.equal(weights_again[key], value) for key, value in weights.items())
+
+
 class Refusing(Mortal):
     """Cannot be made a second time."""
 

@@ -13,8 +13,8 @@ import miniray
 from miniray.errors import BarrierTimeoutError
 from miniray.train.group import GroupHost
 from miniray.train.ranks.calls import StepBar
-from miniray.train.ranks.output import RankStream
 from miniray.train.ranks.pulse import Place, PulseThread, read_places, readable
+from miniray.train.ranks.worker import RankStream
 
 torch = pytest.importorskip("torch")
 

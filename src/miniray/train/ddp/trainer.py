@@ -102,7 +102,7 @@ class DDPTrainer(RankTrainer):
         )
         kind = "rank" if shard == "none" else "sharded"
         self._preloaded = (
-            *("miniray.train.ranks.output", "miniray.train.ddp.worker"),
+            *("tqdm.std", "miniray.train.ddp.worker"),
             f"miniray.train.ddp.{kind}",
             *(("torch._dynamo.convert_frame",) if compile else ()),
         )

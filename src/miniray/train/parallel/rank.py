@@ -102,12 +102,10 @@ class ModelRank(Member):
         if self.part.scheduler is not None:
             self.part.scheduler.step()
         pulse.at("idle")
-        # The first step also connects the ranks and finds out shapes.
-        steady = times[1:] or times
         return {
             "means": means.means(),
-            "busy": [busy for busy, _ in steady],
-            "wall": [wall for _, wall in steady],
+            # The first step also connects the ranks and finds out shapes.
+            "times": times[1:] or times,
             "spans": [tuple(span) for span in spans],  # of the last step with a whole batch
             "began": began,
             "peak_activations": self.record.peak_activations,

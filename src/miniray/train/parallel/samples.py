@@ -104,15 +104,7 @@ class Samples:
             if copies > 1:
                 check_can_be_cut(loader, "data", copies)
             sharing.check_loader(loader, "data")
-            self.loader = sharing.own_share(
-                loader,
-                self.copy,
-                copies,
-                accumulate=1,
-                uneven="join",
-                seed=self.job.seed,
-                sharded=False,
-            )
+            self.loader = sharing.own_share(loader, self.copy, copies, seed=self.job.seed)
         own = sharing.planned(self.loader)
         self.windows = None if own is None else own.windows()
 

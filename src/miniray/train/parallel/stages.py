@@ -187,14 +187,11 @@ class PipelineRunner:
         self.record = record
         self._group, self._device = group, device
         self._loss = lambda output, target: _owned(loss(output, target))
-        self._schedules: dict[tuple[int, int], Any] = {}
+        self._schedules: dict[int, Any] = {}  # by the number of samples
 
     def train(self, count: int, usual: int, inputs: Any, target: Any) -> Any:
         """Forward and back of a batch of ``count`` samples; the loss where the last stage is."""
-        microbatches = self.plan.microbatches
-        if count != usual:
-            microbatches = divisor_up_to(count, microbatches)
-        schedule = self._schedule(count, microbatches, usual=count == usual)
+        schedule = self._schedule(count, usual=count == usual)
         losses: list[Any] = []
         given: dict[str, Any] = {"return_outputs": False}
         if self.is_last:
@@ -202,25 +199,22 @@ class PipelineRunner:
         schedule.step(*(inputs if self.is_first else ()), **given)
         return torch.stack([loss.detach() for loss in losses]).mean() if losses else None
 
-    def _schedule(self, count: int, microbatches: int, usual: bool) -> Any:
-        key = (count, microbatches)
-        if key not in self._schedules:
-            total = len(self.plan.sizes)
-            stages = []
+    def _schedule(self, count: int, usual: bool) -> Any:
+        if count not in self._schedules:
+            total, stages = len(self.plan.sizes), []
+            through_host = stages_through_host(self._device)
+            sent_from = torch.device("cpu") if through_host else self._device
             for index, module in sorted(self.modules.items()):
-                module, device = self._sent_from(module, index == total - 1)
-                stage = RecordedStage(module, index, total, device, group=self._group)
+                if through_host:
+                    module = ThroughHost(module, self._device, index == total - 1)
+                stage = RecordedStage(module, index, total, sent_from, group=self._group)
                 stage.record = self.record
                 stages.append(stage)
+            most = self.plan.microbatches
+            microbatches = most if usual else divisor_up_to(count, most)
             made = self.plan.schedule.make(stages, microbatches, self._loss, usual)
-            self._schedules[key] = made
-        return self._schedules[key]
-
-    def _sent_from(self, module: Any, is_last: bool) -> tuple[Any, Any]:
-        """(the stage's module, the device its inputs and outputs are sent from)."""
-        if not stages_through_host(self._device):
-            return module, self._device
-        return ThroughHost(module, self._device, is_last), torch.device("cpu")
+            self._schedules[count] = made
+        return self._schedules[count]
 
     def forward(self, inputs: Any, count: int) -> Any:
         """The model's output where the last stage is, else None; any number of samples."""

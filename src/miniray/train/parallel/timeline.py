@@ -93,11 +93,8 @@ def draw(record: Mapping[str, Any], target: Path) -> Path:
 
 def measured_bubble(results: Sequence[Mapping[str, Any]]) -> float | None:
     """The mean bubble over an epoch's steps of one copy's workers; None where there was none."""
-    steps = min(len(result["wall"]) for result in results)
-    found = [
-        bubble([r["busy"][i] for r in results], [r["wall"][i] for r in results])
-        for i in range(steps)
-    ]
+    steps = zip(*(result["times"] for result in results), strict=False)  # (busy, wall) of each
+    found = [bubble(*zip(*times, strict=True)) for times in steps]
     return sum(found) / len(found) if found else None
 
 

@@ -28,7 +28,7 @@ class SplitModelTrainer(RankTrainer):
 
     _kind = "parallel"
     _preloaded = (
-        *("miniray.train.ranks.output", "miniray.train.parallel.rank"),
+        *("tqdm.std", "miniray.train.parallel.worker", "miniray.train.parallel.rank"),
         "torch.distributed.tensor.parallel",
     )
 

@@ -56,10 +56,10 @@ def own_share(
     rank: int,
     world_size: int,
     *,
-    accumulate: int,
-    uneven: str,
     seed: int,
-    sharded: bool,
+    accumulate: int = 1,
+    uneven: str = "join",
+    sharded: bool = False,
 ) -> Any:
     """The rank's loader; ``planned`` unless the batches are the user's own.
 

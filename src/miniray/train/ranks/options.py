@@ -19,7 +19,7 @@ from miniray.train.arguments import check_seconds, check_spelling
 class RunFacts:
     """What every rank is told of its run, whatever the trainer.
 
-    ``own_process``: the rank's process is nobody else's, and was set up by ``ranks.output``.
+    ``own_process``: the rank's process is nobody else's, and was set up by ``ranks.worker``.
     """
 
     seed: int = 0

@@ -43,7 +43,7 @@ class RankTrainer(BaseTrainer, ABC):
     """
 
     _kind = "ranks"
-    _process_set_up = "miniray.train.ranks.output:set_up"
+    _process_set_up = "miniray.train.ranks.worker:set_up"
 
     def __init__(
         self,
@@ -136,11 +136,13 @@ class RankTrainer(BaseTrainer, ABC):
         return self._retried(lambda: save(path))
 
     def _evaluated(self, attempt: Callable[[], T]) -> T:
-        """``attempt()`` evaluates. It draws random numbers: ranks started again have drawn them."""
+        """``attempt()`` evaluates. What that changes, ranks started again have changed, too."""
 
         def kept() -> T:
             scores = attempt()
-            if self._kept is not None:
+            if "evaluate" not in self._ranks.watched:  # the user's own, which may do anything
+                self._keep_state()
+            elif self._kept is not None:  # ours draws random numbers
                 self._kept["own"] = self._call_ranks("get_state")
             return scores
 
