@@ -110,6 +110,8 @@ def test_every_line_is_marked_and_flushed():
     wanted = "[Rank 1/4] one\n[Rank 1/4] two\n[Rank 1/4] half a line\n[Rank 1/4] \n"
     assert terminal.getvalue() == log.getvalue() == wanted
     assert stream.encoding == terminal.encoding  # all else is the stream's own
+    stream.write(":actor_name:Worker\n")  # as Ray does, for its own eyes
+    assert (terminal.getvalue(), log.getvalue()) == (f"{wanted}:actor_name:Worker\n", wanted)
 
 
 class Ranks:

@@ -16,6 +16,9 @@ from typing import Any, TextIO
 
 from miniray.doctor import actors
 
+#: Lines that Ray prints for whoever shows a worker's output, and knows by how they begin.
+_FOR_RAY = (":actor_name:", ":task_name:", ":job_id:")
+
 
 class RankStream:
     """A text stream that marks each line and passes it on at once; everything else is the stream's.
@@ -31,6 +34,8 @@ class RankStream:
         self._lock = threading.Lock()
 
     def write(self, text: str) -> int:
+        if text.startswith(_FOR_RAY):
+            return self._stream.write(text)
         with self._lock:
             shown = ""
             for line in text.splitlines(keepends=True):
