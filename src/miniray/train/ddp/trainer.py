@@ -83,7 +83,7 @@ class DDPTrainer(RankTrainer):
         self._settings = setup.RankSettings(
             accumulate=whole("accumulate", accumulate, 1),
             precision=precision,
-            models=models,
+            models=models if isinstance(models, str) else tuple(models),
             shard=shard,
             uneven=uneven,
             compile=compile,
