@@ -13,13 +13,20 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 from miniray.train import ModelParallelTrainer, PipelineParallelTrainer  # noqa: E402
 from miniray.train.parallel import planning, tensor, timeline  # noqa: E402
-from miniray.train.parallel.job import Job  # noqa: E402
+from miniray.train.parallel.job import (  # noqa: E402
+    Job,
+    Layout,
+    Place,
+)
 from miniray.train.parallel.layers import read_layers  # noqa: E402
-from miniray.train.parallel.layout import Layout, Place  # noqa: E402
 from miniray.train.parallel.measure import LayerCost, SavedBytes, measure  # noqa: E402
-from miniray.train.parallel.partition import cut_evenly, even_out, stage_bounds  # noqa: E402
-from miniray.train.parallel.plan import plan_stages  # noqa: E402
-from miniray.train.parallel.samples import Samples  # noqa: E402
+from miniray.train.parallel.plan import (  # noqa: E402
+    cut_evenly,
+    even_out,
+    plan_stages,
+    stage_bounds,
+)
+from miniray.train.parallel.samples import Samples, make_loader  # noqa: E402
 from miniray.train.parallel.schedules import SCHEDULES, divisor_up_to  # noqa: E402
 from miniray.train.parallel.timeline import Span  # noqa: E402
 from tests.parallel.split_for_tests import (  # noqa: E402
@@ -234,7 +241,7 @@ def planned(model, **choices):
     settings = {"layout": Layout(pipeline=2), "schedule": "1f1b", "microbatches": 4, **choices}
     data = settings.pop("data", make_data())
     job = Job(**{"model": model, "loss": loss, "optimizer": adam, "data": data, **settings})
-    return planning.make_plan(job, planning.make_loader(data, "data"), CPU)
+    return planning.make_plan(job, make_loader(data, "data"), CPU)
 
 
 class TwoOutputs(nn.Module):

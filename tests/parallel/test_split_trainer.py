@@ -1,6 +1,8 @@
 """Checkpoints, evaluation, pictures and failures of trainers that split a model."""
 
 import json
+import os
+import signal
 from functools import partial
 from pathlib import Path
 
@@ -149,6 +151,61 @@ def test_a_stage_that_dies_is_named_and_after_a_restart_nothing_is_lost(engine):
         result = trainer.train(2)
         assert result["restarts"] == 1
         assert same(trainer.model_weights(), expected)
+
+
+class Mortal(nn.Module):
+    """A layer whose process is killed, once: in an evaluation, or when it gives its weights."""
+
+    def __init__(self, where, when):
+        super().__init__()
+        self.where, self.left = where, when
+        self.register_state_dict_pre_hook(lambda *_: self.at("weights"))
+
+    def at(self, here):
+        self.left -= here == self.where
+        if here == self.where and not self.left and not Path("killed").exists():
+            Path("killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def forward(self, x):
+        self.at("training" if self.training else "evaluation")
+        return x
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "tensor"])
+def test_a_part_of_the_model_that_is_lost_outside_of_an_epoch_costs_no_bit(engine, kind, capfd):
+    """Dropout on. Of shards all have the layer, and wait for each other for the weights."""
+    engine()
+
+    def train(where="", when=1, max_failures=0):
+        def layers():
+            made = make_layers()
+            return [*made[:5], Mortal(where, when), nn.Dropout(0.2), *made[5:]]
+
+        options = {"callbacks": [Checkpoint()], "eval_interval": 1, "max_failures": max_failures}
+        parts = {"data": make_data(), "val_data": make_data(13), **PARTS, **options}
+        if kind == "pipeline":
+            trainer = PipelineParallelTrainer(2, model=layers, layers_per_stage=[4, 6], **parts)
+        else:
+            trainer = ModelParallelTrainer(2, model=lambda: nn.Sequential(*layers()), **parts)
+        with trainer:
+            result = trainer.train(2)
+            told = [(record["loss"], record["val_loss"]) for record in result.history]
+            return told, trainer.model_weights(), trainer.run.read_events()
+
+    told, weights, _ = train()
+    # Weights are asked for when the ranks have met, after the epoch, and for the checkpoint.
+    for where, when in (("evaluation", 2), ("weights", 1), ("weights", 3)):
+        Path("killed").unlink(missing_ok=True)
+        told_then, weights_then, events = train(where, when, max_failures=1)
+        assert [e["event"] for e in events] == ["worker_failed", "ranks_restarted"]
+        assert "killed by SIGKILL" in events[0]["reason"]
+        assert told_then == told
+        assert same(weights_then, weights)
+    Path("killed").unlink()
+    with pytest.raises(ActorDiedError, match=r"(stage|shard) \d .*: rank \d: .* killed by SIGKILL"):
+        train("weights", 1)
+    assert "nobody asked" not in capfd.readouterr().err
 
 
 def test_an_error_in_a_layer_is_the_error_of_the_run_and_says_where(engine):

@@ -16,13 +16,15 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler 
 
 from miniray.train.ddp.loop import read_output  # noqa: E402
 from miniray.train.ranks.calls import in_context  # noqa: E402
-from miniray.train.ranks.data import own_share, set_epoch  # noqa: E402
+from miniray.train.ranks.data import own_share, planned, set_epoch  # noqa: E402
 from miniray.train.torch_parts import Means, length, moved  # noqa: E402
 from tests.train.ddp_for_tests import Stepper, make_data  # noqa: E402
 
 
 def share(loader, world_size=2, sharded=False):
-    return own_share(loader, 1, world_size, accumulate=1, uneven="join", seed=0, sharded=sharded)
+    """(the loader of rank 1, who takes which samples, if miniray deals them out)"""
+    own = own_share(loader, 1, world_size, accumulate=1, uneven="join", seed=0, sharded=sharded)
+    return own, getattr(planned(own), "plan", None)
 
 
 # -- loaders ---------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ import miniray
 from miniray.errors import BarrierTimeoutError
 from miniray.train.group import GroupHost
 from miniray.train.ranks.calls import StepBar
-from miniray.train.ranks.output import RankStream
 from miniray.train.ranks.pulse import Place, PulseThread, read_places, readable
+from miniray.train.ranks.worker import RankStream
 
 torch = pytest.importorskip("torch")
 
@@ -30,12 +30,12 @@ def test_a_barrier_names_who_is_missing_and_where(host):
     pulses = [PulseThread(host.spec, rank, host.spec.connect()) for rank in range(2)]
     try:
         first, second = pulses
-        first.epoch = second.epoch = 4
+        first.epoch, first.limit = second.epoch, second.limit = 4, 0.2
         second.at("forward", step=3)
         second._where = ("forward", second._where[1] - 5)  # five seconds ago
         second.post()
         with pytest.raises(BarrierTimeoutError) as failure:
-            first.barrier("before-iteration", timeout=0.2)
+            first.barrier("before-iteration")
         text = str(failure.value)
         assert "barrier 'before-iteration' of epoch 4 waited 0.2 s in vain for rank 1 of 2" in text
         assert re.search(r"rank 1 is in forward, epoch 4, step 3, for ([5-9]|[1-9]\d) s", text)
@@ -86,9 +86,10 @@ def test_the_cpu_time_of_a_place_is_counted_from_the_last_move_on(host):
 
 def test_a_rank_that_never_came_is_missing_too(host):
     pulse = PulseThread(host.spec, 1, host.spec.connect())
+    pulse.limit = 0.1
     try:
         with pytest.raises(BarrierTimeoutError, match="rank 0 is in not joined"):
-            pulse.barrier("start", timeout=0.1)
+            pulse.barrier("start")
     finally:
         pulse.close()
 
@@ -109,6 +110,8 @@ def test_every_line_is_marked_and_flushed():
     wanted = "[Rank 1/4] one\n[Rank 1/4] two\n[Rank 1/4] half a line\n[Rank 1/4] \n"
     assert terminal.getvalue() == log.getvalue() == wanted
     assert stream.encoding == terminal.encoding  # all else is the stream's own
+    stream.write(":actor_name:Worker\n")  # as Ray does, for its own eyes
+    assert (terminal.getvalue(), log.getvalue()) == (f"{wanted}:actor_name:Worker\n", wanted)
 
 
 class Ranks:

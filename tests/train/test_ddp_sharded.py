@@ -89,7 +89,7 @@ class Tied(torch.nn.Module):
 
 
 def test_layers_are_gathered_one_by_one_but_for_those_that_share_a_weight():
-    from miniray.train.ddp.sharding import layers_of
+    from miniray.train.ddp.sharded import layers_of
 
     model = Tied()
     assert layers_of(model) == list(model.blocks)

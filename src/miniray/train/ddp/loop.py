@@ -11,18 +11,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import Join
 
 from miniray.train import torch_parts as parts
+from miniray.train.ddp.setup import RankSettings
 from miniray.train.ranks.member import check_loss, check_scheduler
 from miniray.train.ranks.plan import Window
 from miniray.train.ranks.pulse import PulseThread
-
-if TYPE_CHECKING:
-    from miniray.train.ddp.rank import RankSettings
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CHECK_EVERY = 50  # steps between two looks at losses on a GPU: each look waits for it

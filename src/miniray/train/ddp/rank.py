@@ -7,7 +7,6 @@ one another), ``join``, one ``epoch`` after the other, ``leave``; see ``ranks.me
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,33 +18,16 @@ from miniray.ps import to_host
 from miniray.train import group
 from miniray.train import torch_parts as parts
 from miniray.train.ddp import model as models
-from miniray.train.ddp import state
 from miniray.train.ddp.loop import NOT_CALLED, StepLoop, scheduler_interval
+from miniray.train.ddp.setup import RankSettings
 from miniray.train.ranks import data
-from miniray.train.ranks.member import Member, RunFacts, share_buffers
+from miniray.train.ranks.member import Member, share_buffers
 from miniray.train.ranks.plan import Window, counted_windows
 from miniray.train.ranks.pulse import EVALUATION
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RankSettings(RunFacts):
-    """What the driver tells every rank; see ``DDPTrainer``."""
-
-    accumulate: int = 1
-    precision: str = "fp32"
-    clip_norm: float | None = None
-    on_nonfinite: str = "error"
-    models: tuple[str, ...] = ("model",)
-    shard: str = "none"
-    uneven: str = "join"
-    compile: Any = False
-    ddp_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
 class Rank(Member):
     """The rank that ``worker``, the user's object, is. See the module."""
-
-    is_sharded = False
 
     def __init__(self, worker: Any, rank: int, world_size: int, settings: RankSettings) -> None:
         super().__init__(rank, world_size, settings)
@@ -53,9 +35,8 @@ class Rank(Member):
         self.has_steps: bool = worker._ddp_steps
         self.modules = {name: self._module(name) for name in settings.models}
         self.device = self._place_models()
-        self.plan: Any = None
         self.loop: StepLoop | None = None
-        self._windows: list[Window] | None = None
+        self._windows: list[Window] | None = None  # of an epoch; None where nobody knows
         self._step_counts: dict[str, int] = {}
         if self.has_steps:
             self._take_loader()
@@ -96,7 +77,7 @@ class Rank(Member):
                 )
         scheduler_interval(worker)
         data.check_loader(worker.train_loader, "self.train_loader")
-        worker.train_loader, self.plan = data.own_share(
+        worker.train_loader = data.own_share(
             worker.train_loader,
             self.rank,
             self.world_size,
@@ -138,6 +119,10 @@ class Rank(Member):
                 f"self.{next(iter(self.modules))}{told}"
             )
 
+    @property
+    def planned(self) -> data.PlannedBatches | None:
+        return data.planned(getattr(self.worker, "train_loader", None))
+
     def describe(self) -> dict[str, Any]:
         """What the driver wants to know before ranks may wait for one another."""
         return {
@@ -148,7 +133,7 @@ class Rank(Member):
                 for parameter, shape, dtype in models.signature(module)
             ],
             "steps": self.has_steps,
-            "planned": self.plan is not None,
+            "planned": self.planned is not None,
             "batches": data.length(self.worker.train_loader) if self.has_steps else None,
             "own_methods": self.worker._ddp_own_methods,
             "val_loader": getattr(self.worker, "val_loader", None) is not None,
@@ -173,8 +158,8 @@ class Rank(Member):
             optimizer.register_step_post_hook(self._counter(name))
         if self.has_steps:
             self.loop = StepLoop(self.worker, synced, settings, self.pulse, self.device)
-        if self.plan is not None:
-            self._windows = list(self.plan.windows(self.rank))
+        if self.planned is not None:
+            self._windows = self.planned.windows()
         elif counts is not None:
             self._windows = counted_windows(counts, self.rank, settings.accumulate, settings.uneven)
         self.pulse.at("idle")
@@ -265,10 +250,52 @@ class Rank(Member):
         return alone or torch.nn.ModuleDict(self.modules)
 
     def shared_state(self) -> dict[str, Any] | None:
-        return state.shared_state(self)
+        """Optimizers, schedulers, buffers, scaler, the order of samples: equal on all ranks.
+
+        It is the same whether the model is sharded or not: numbers are saved in one piece.
+        """
+        loop, planned = self.loop, self.planned
+        owned = parts.stateful(self.worker)
+        return {
+            "parts": {name: self.part_state(part) for name, part in owned.items()},
+            "buffers": {key: buffer.detach().cpu() for key, buffer in self._buffers()},
+            "scaler": None if loop is None else loop.scaler.state_dict(),
+            "steps": 0 if loop is None else loop.steps,
+            "order": None if planned is None else planned.seed,
+        }
 
     def load_shared(self, shared: Any) -> None:
-        state.load_shared(self, shared)
+        """Take up what ``shared_state`` gave; ``ValueError`` where the worker has other parts."""
+        mine = parts.stateful(self.worker)
+        if set(mine) != set(shared["parts"]):
+            raise ValueError(
+                f"the state has {sorted(shared['parts'])}, this {type(self.worker).__name__} has "
+                f"{sorted(mine)}"
+            )
+        for name, part in mine.items():
+            self.load_part(part, shared["parts"][name])
+        for key, buffer in self._buffers():
+            if key in shared["buffers"]:
+                buffer.copy_(shared["buffers"][key])
+        if self.loop is not None:
+            if shared["scaler"]:
+                self.loop.scaler.load_state_dict(shared["scaler"])
+            self.loop.steps = shared["steps"]
+        if self.planned is not None and shared["order"] is not None:
+            self.planned.seed = shared["order"]
+
+    def _buffers(self) -> Iterator[tuple[str, Any]]:
+        for name, module in self.modules.items():
+            for key, buffer in module.named_buffers():
+                yield f"{name}.{key}", buffer
+
+    def part_state(self, part: Any) -> dict[str, Any]:
+        """The state of an optimizer or a scheduler of the worker's."""
+        saved: dict[str, Any] = part.state_dict()
+        return saved
+
+    def load_part(self, part: Any, saved: Mapping[str, Any]) -> None:
+        part.load_state_dict(saved)
 
     # -- evaluation -------------------------------------------------------------------------------
 

@@ -6,14 +6,14 @@ the driver first, and the error names the ranks and shows both sides.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from miniray.checks import one_of, whole
+from miniray.checks import one_of
 from miniray.errors import WeightsMismatchError
-
-if TYPE_CHECKING:
-    from miniray.train.ddp.trainer import DDPTrainer
+from miniray.train.ranks.options import RunFacts
+from miniray.train.workers import WorkerGroup
 
 #: What of DistributedDataParallel may be set; the rest is the trainer's business.
 DDP_OPTIONS = (
@@ -23,65 +23,68 @@ DDP_OPTIONS = (
     "gradient_as_bucket_view",
     "static_graph",
 )
-_CHOICES = {
-    "shard": ("none", "full"),
-    "uneven": ("join", "pad", "drop", "error"),
-    "precision": ("fp32", "bf16", "fp16"),
-}
 
 
-def check_arguments(
-    *,
-    shard: str,
-    uneven: str,
-    precision: str,
-    accumulate: Any,
-    models: Any,
-    compile: Any,
-    ddp_options: Mapping[str, Any],
-) -> None:
-    """Refuse arguments of ``DDPTrainer`` that make no sense, with ``ValueError``."""
-    for name, value in (("shard", shard), ("uneven", uneven), ("precision", precision)):
-        one_of(name, value, _CHOICES[name])
-    whole("accumulate", accumulate, 1)
-    if isinstance(models, str) or not models:
-        raise ValueError(f"models must be names of attributes, not {models!r}")
-    if not isinstance(compile, (bool, str, Mapping)):
-        raise ValueError(
-            f"compile must be True, a backend's name or a dict of options, not {compile!r}"
-        )
-    if ddp_options.get("static_graph") and accumulate > 1:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankSettings(RunFacts):
+    """What the driver tells every rank; see ``DDPTrainer``.
+
+    ``ValueError`` for what makes no sense.
+    """
+
+    accumulate: int = 1
+    precision: str = "fp32"
+    models: Sequence[str] = ("model",)
+    shard: str = "none"
+    uneven: str = "join"
+    compile: Any = False
+    ddp_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        one_of("shard", self.shard, ("none", "full"))
+        one_of("uneven", self.uneven, ("join", "pad", "drop", "error"))
+        one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
+        if isinstance(self.models, str) or not self.models:
+            raise ValueError(f"models must be names of attributes, not {self.models!r}")
+        if not isinstance(self.compile, (bool, str, Mapping)):
+            raise ValueError(
+                f"compile must be True, a backend's name or a dict of options, not {self.compile!r}"
+            )
+        _check_combinations(self)
+
+
+def _check_combinations(settings: RankSettings) -> None:
+    if settings.ddp_options.get("static_graph") and settings.accumulate > 1:
         raise ValueError(
             "static_graph=True and accumulate= do not go together: torch learns the graph from a "
             "first step in which gradients are averaged"
         )
-    if shard == "full":
-        _check_shard(models, compile, ddp_options)
-
-
-def _check_shard(models: Sequence[str], compile: Any, ddp_options: Mapping[str, Any]) -> None:
-    if ddp_options:
+    if settings.shard == "none":
+        return
+    if settings.ddp_options:
         raise ValueError(
-            f"{', '.join(ddp_options)} {'goes' if len(ddp_options) == 1 else 'go'} to "
+            f"{', '.join(settings.ddp_options)} "
+            f"{'goes' if len(settings.ddp_options) == 1 else 'go'} to "
             'DistributedDataParallel, which shard="full" does not use'
         )
-    if tuple(models) != ("model",):
-        raise ValueError(f'shard="full" shards self.model; models={tuple(models)!r} has others')
-    if compile:
+    models = tuple(settings.models)
+    if models != ("model",):
+        raise ValueError(f'shard="full" shards self.model; models={models!r} has others')
+    if settings.compile:
         raise ValueError(
             'shard="full" and compile= do not go together: the weights are gathered between '
             "layers. Compile parts of the model in the worker (self.model.head.compile())"
         )
 
 
-def refuse_step_options(trainer: DDPTrainer) -> None:
+def refuse_step_options(settings: RankSettings) -> None:
     """A loop of the user's own makes its own steps: what it would not do is not accepted."""
     mine = {
-        'shard="full"': trainer.shard != "none",
-        "accumulate": trainer.accumulate != 1,
-        "precision": trainer.precision != "fp32",
-        "clip_norm": trainer.clip_norm is not None,
-        f"uneven={trainer.uneven!r}": trainer.uneven in ("pad", "drop"),
+        'shard="full"': settings.shard != "none",
+        "accumulate": settings.accumulate != 1,
+        "precision": settings.precision != "fp32",
+        "clip_norm": settings.clip_norm is not None,
+        f"uneven={settings.uneven!r}": settings.uneven in ("pad", "drop"),
     }
     asked = [name for name, is_set in mine.items() if is_set]
     if asked:
@@ -91,10 +94,8 @@ def refuse_step_options(trainer: DDPTrainer) -> None:
         )
 
 
-def check_can_evaluate(trainer: DDPTrainer) -> None:
+def check_can_evaluate(group: WorkerGroup) -> None:
     """``TypeError`` where the workers can be evaluated neither by miniray nor by themselves."""
-    group = trainer._group
-    assert group is not None
     if not group.has("evaluate"):
         raise TypeError(
             f"worker class {group.handles[0]._info.class_name} cannot be evaluated: it has neither "
@@ -102,18 +103,18 @@ def check_can_evaluate(trainer: DDPTrainer) -> None:
         )
 
 
-def check_val_loader(facts: Sequence[dict[str, Any]], trainer: DDPTrainer) -> None:
+def check_val_loader(facts: Sequence[dict[str, Any]], eval_interval: int) -> None:
     """``TypeError`` before training where ``eval_interval`` would find nothing to evaluate on."""
     missing = [rank for rank, fact in enumerate(facts) if not fact["val_loader"]]
     if missing:
         raise TypeError(
-            f"eval_interval={trainer._eval_interval} evaluates on self.val_loader, which rank "
+            f"eval_interval={eval_interval} evaluates on self.val_loader, which rank "
             f"{', '.join(map(str, missing))} does not have; make it in __init__ (or in "
             "load_data_shard)"
         )
 
 
-def agree(facts: Sequence[dict[str, Any]], trainer: DDPTrainer) -> list[int] | None:
+def agree(facts: Sequence[dict[str, Any]], settings: RankSettings) -> list[int] | None:
     """Compare what the ranks say of themselves; how many batches each brings, where that counts.
 
     Raises ``WeightsMismatchError`` where their models differ and ``ValueError`` where devices or
@@ -133,10 +134,10 @@ def agree(facts: Sequence[dict[str, Any]], trainer: DDPTrainer) -> list[int] | N
         return None
     counts = [fact["batches"] for fact in facts]
     if all(count is not None for count in counts):
-        counted_windows(counts, 0, trainer.accumulate, trainer.uneven)
+        counted_windows(counts, 0, settings.accumulate, settings.uneven)
         return counts
-    alone = len(facts) == 1 or (trainer.uneven == "join" and len(trainer._models) == 1)
-    if trainer.accumulate > 1 or trainer.shard == "full" or not alone:
+    alone = len(facts) == 1 or (settings.uneven == "join" and len(settings.models) == 1)
+    if settings.accumulate > 1 or settings.shard == "full" or not alone:
         raise ValueError(
             "self.train_loader has no len(): only accumulate=1, uneven='join', shard='none' and a "
             "single model can do without it"

@@ -5,10 +5,11 @@ What happens when a rank fails is ``RankTrainer``'s: one error, the cause's, and
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import miniray
+from miniray.checks import whole
 from miniray.core.remote import adapting
 from miniray.train.averaging import aggregate
 from miniray.train.ddp import setup
@@ -16,7 +17,6 @@ from miniray.train.ddp.worker import rank_spec
 from miniray.train.evaluate import combine, cut, evaluate_on
 from miniray.train.ranks.options import refuse_unknown
 from miniray.train.ranks.trainer import RankTrainer
-from miniray.train.saving import NO_WORKERS
 
 
 class DDPTrainer(RankTrainer):
@@ -80,12 +80,12 @@ class DDPTrainer(RankTrainer):
     ) -> None:
         refuse_unknown(self, kwargs, setup.DDP_OPTIONS)
         ddp_options = {k: kwargs.pop(k) for k in setup.DDP_OPTIONS if k in kwargs}
-        setup.check_arguments(
+        self._settings = setup.RankSettings(
+            accumulate=whole("accumulate", accumulate, 1),
+            precision=precision,
+            models=models if isinstance(models, str) else tuple(models),
             shard=shard,
             uneven=uneven,
-            precision=precision,
-            accumulate=accumulate,
-            models=models,
             compile=compile,
             ddp_options=ddp_options,
         )
@@ -100,16 +100,12 @@ class DDPTrainer(RankTrainer):
             max_failures=max_failures,
             **kwargs,
         )
-        self.shard, self.uneven = shard, uneven
         kind = "rank" if shard == "none" else "sharded"
         self._preloaded = (
-            *("miniray.train.ranks.output", "miniray.train.ddp.worker"),
+            *("tqdm.std", "miniray.train.ddp.worker"),
             f"miniray.train.ddp.{kind}",
             *(("torch._dynamo.convert_frame",) if compile else ()),
         )
-        self.accumulate, self.precision = int(accumulate), precision
-        self._compile, self._models = compile, tuple(models)
-        self._ddp_options = ddp_options
         self._steps_are_ours = False
 
     def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
@@ -118,14 +114,11 @@ class DDPTrainer(RankTrainer):
         Workers may have different numbers of samples, or none. No collective is called, unless the
         model is sharded: then the workers go in step, those without samples for company.
         """
-        if self._group is None:
-            raise RuntimeError(NO_WORKERS)
-        setup.check_can_evaluate(self)
-        epoch = self._epoch_for_errors()
-        if self.shard == "full":
-            return self._retried(epoch, lambda: self._evaluate_in_step(data, epoch))
-        group = self._group
-        return self._retried(epoch, lambda: evaluate_on(group, data, kwargs, epoch))
+        epoch, group = self._epoch_for_errors(), self._ranks
+        setup.check_can_evaluate(group)
+        if self._settings.shard == "full":
+            return self._evaluated(lambda: self._evaluate_in_step(data, epoch))
+        return self._evaluated(lambda: evaluate_on(group, data, kwargs, epoch))
 
     def _evaluate_in_step(self, data: Any, epoch: int | None) -> dict[str, Any]:
         count = self.num_workers
@@ -147,14 +140,12 @@ class DDPTrainer(RankTrainer):
         with adapting(rank_spec):
             return super()._create(worker_id)
 
-    def _set_up_all(self) -> None:
+    def _set_up_ranks(self) -> None:
         """Data, then what all must agree on, then the group: in this order nobody can hang."""
-        assert self._group is not None
-        group = self._group
-        self._broken = False
+        group = self._ranks
         evaluates = self._eval_interval and type(self).evaluate is DDPTrainer.evaluate
         if evaluates:
-            setup.check_can_evaluate(self)
+            setup.check_can_evaluate(group)
         if not group.has("training_step") and not group.has("train_epoch"):
             raise TypeError(
                 f"worker class {self.workers[0]._info.class_name} has neither "
@@ -163,56 +154,34 @@ class DDPTrainer(RankTrainer):
         if group.has("load_data_shard"):
             count = self.num_workers
             self._call_ranks("load_data_shard", lambda i: (i, count), **self._kwargs)
-        settings = self._rank_settings()
+        settings = dataclasses.replace(self._settings, **self._run_facts())
         facts = self._call_ranks("_rank_prepare", lambda i: (i, self.num_workers, settings))
         self._steps_are_ours = facts[0]["steps"]
-        self._watched = ["_rank_epoch", "_rank_evaluate"]
+        group.watched = {"_rank_epoch", "_rank_evaluate"}
         if "evaluate" not in facts[0]["own_methods"]:  # whether the user's own moves is not known
-            self._watched.append("evaluate")
+            group.watched |= {"evaluate"}
             if evaluates:
-                setup.check_val_loader(facts, self)
+                setup.check_val_loader(facts, self._eval_interval)
         if not self._steps_are_ours:
-            setup.refuse_step_options(self)
-        self._meet(facts, setup.agree(facts, self))
-
-    def _rank_settings(self) -> Any:
-        from miniray.train.ddp.rank import RankSettings
-
-        return RankSettings(
-            **self._run_facts(),
-            accumulate=self.accumulate,
-            precision=self.precision,
-            clip_norm=self.clip_norm,
-            on_nonfinite=self._on_nonfinite,
-            models=self._models,
-            shard=self.shard,
-            uneven=self.uneven,
-            compile=self._compile,
-            ddp_options=self._ddp_options,
-        )
+            setup.refuse_step_options(settings)
+        self._meet(facts, setup.agree(facts, settings))
 
     # -- state ------------------------------------------------------------------------------------
 
-    def model_weights(self) -> Any:
-        """The trained weights in one piece: worker 0's, with what the others hold of them."""
-        if self.shard == "none":
-            return super().model_weights()
-        return self._call_ranks("get_weights")[0]
+    def _whole_weights(self) -> Any:
+        return self._of_all("get_weights")
 
     def _shared_state(self) -> dict[str, Any]:
-        if self.shard == "none":
-            state: dict[str, Any] = miniray.get(self.workers[0]._rank_shared_state.remote())
-        else:
-            state = self._call_ranks("_rank_shared_state")[0]
+        state: dict[str, Any] = self._of_all("_rank_shared_state")
         return state
 
+    def _of_all(self, method: str) -> Any:
+        """What rank 0 says for all of them; where the model is sharded, with the others' help."""
+        group = self._ranks
+        ranks = range(1 if self._settings.shard == "none" else self.num_workers)
+        return group.call_some(ranks, lambda rank: group.submit(rank, method), method)[0]
+
     def _describe(self) -> dict[str, Any]:
-        return {
-            **super()._describe(),
-            "shard": self.shard,
-            "uneven": self.uneven,
-            "accumulate": self.accumulate,
-            "precision": self.precision,
-            "clip_norm": self.clip_norm,
-            "ddp_options": dict(self._ddp_options),
-        }
+        names = ("shard", "uneven", "accumulate", "precision", "ddp_options")
+        own = {name: getattr(self._settings, name) for name in names}
+        return {**super()._describe(), **own, "clip_norm": self.clip_norm}

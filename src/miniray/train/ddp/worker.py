@@ -12,22 +12,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from miniray.core import session
 from miniray.core.remote import ClassSpec
 from miniray.doctor import actors
+from miniray.train import torch_parts as parts
 from miniray.train.ranks.worker import MemberMethods
 from miniray.train.torch_worker import TorchWorker
-
-if TYPE_CHECKING:  # they need torch
-    from miniray.train.ddp.rank import Rank
 
 
 class RankMethods(MemberMethods):
     """What the driver calls. After the user's class in the order of bases: its names come first."""
 
-    _member: Rank | None = None
     _ddp_steps = False  # the steps are ours, not the user's
     _ddp_sharded = False  # the user has cut the data
     _ddp_own_methods: tuple[str, ...] = ()  # what is the user's of what ``TorchWorker`` would do
@@ -43,7 +40,7 @@ class RankMethods(MemberMethods):
         mine = torch.cuda.is_available() and session.get_gpu_ids()
         return "cuda:0" if mine else "cpu"
 
-    def _rank_prepare(self, rank: int, world_size: int, settings: Any) -> dict[str, Any]:
+    def _rank_prepare(self, rank: int, world_size: int, settings: Any) -> Any:
         for name, value in (("rank", rank), ("world_size", world_size)):
             if getattr(type(self), name) is getattr(RankMethods, name):  # else the user's own
                 vars(self).setdefault(name, value)
@@ -136,23 +133,25 @@ def _told(step: Any) -> Any:
 def _states(cls: Any) -> tuple[Any, Any]:
     """``get_state`` and ``set_state`` with the rank's own state beside the user's.
 
-    What ``TorchWorker`` would save is in the rank's state, and in the one that all ranks share.
+    That is its random numbers and where its loader is. What else ``TorchWorker`` would save is in
+    the state that all ranks share.
     """
     get_users = cls.get_state if is_own(cls, "get_state") else None
     set_users = cls.set_state if is_own(cls, "set_state") else None
 
     def get_state(self: Any) -> Any:
-        from miniray.train.ddp import state as states
-
         users = None if get_users is None else get_users(self)
-        return users if self._member is None else {"rank": states.own_state(self), "worker": users}
+        if self._member is None:
+            return users
+        loader = parts.loader_state(getattr(self, "train_loader", None))
+        own = {"random": parts.random_state(), "loader": loader}
+        return {"rank": own, "worker": users}
 
     def set_state(self: Any, state: Any) -> None:
-        from miniray.train.ddp import state as states
-
         if self._member is not None:
-            states.load_own(self, state["rank"])
-            state = state["worker"]
+            own, state = state["rank"], state["worker"]
+            parts.load_loader_state(getattr(self, "train_loader", None), own["loader"])
+            parts.set_random_state(own["random"])
         if set_users is not None and state is not None:
             set_users(self, state)
 

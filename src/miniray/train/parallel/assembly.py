@@ -1,27 +1,34 @@
-"""A rank's part of the model put together: stages, shards, optimizer.
+"""A rank's part of the model: put together, and its state as that of the whole one, and back.
 
-Everything here is done by all ranks together, after rank 0's plan: a difference would be a hang, so
-nothing in it depends on anything but the job, the plan and the place.
+All ranks put it together at once, after rank 0's plan: a difference would be a hang, so nothing in
+it depends on anything but the job, the plan and the place.
+
+Every weight and every number of the optimizer is saved under the name its weight has in the whole
+model and in its whole shape. So a checkpoint knows nothing of the layout it was written on: it
+loads on any other, on one worker, or into the plain model.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from miniray.train import torch_parts as parts
-from miniray.train.parallel import planning
-from miniray.train.parallel.feed import Feed
-from miniray.train.parallel.job import Job, Plan
-from miniray.train.parallel.layers import build_model, read_layers
-from miniray.train.parallel.layout import Layout, Place
-from miniray.train.parallel.stages import PipelineRunner, StepRecord, WholeRunner
+from miniray.train.parallel.job import Job, Place
+from miniray.train.parallel.layers import read_layers, whole_model
+from miniray.train.parallel.planning import Plan
+from miniray.train.parallel.stages import PipelineRunner, StepRecord, TracedRunner, WholeRunner
 from miniray.train.parallel.tensor import apply_plan, check_same
-from miniray.train.parallel.traced import TracedRunner
-from miniray.train.ranks.member import check_scheduler, is_consequence
+from miniray.train.ranks.member import check_scheduler
+from miniray.train.ranks.mesh import cut_numbers, put_weights, whole, whole_numbers
+from miniray.train.ranks.pulse import is_consequence
+
+#: Settings of an optimizer that depend on how weights are cut, not on the run.
+_OF_THE_LAYOUT = ("foreach", "fused")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +49,47 @@ class Part:
     def train(self, mode: bool = True) -> None:
         for module in self.modules.values():
             module.train(mode)
+
+    def weights(self) -> dict[int, dict[str, Any]]:
+        """{stage: {name: weight in one piece}}. A collective where layers are cut."""
+        return {
+            stage: {name: whole(value) for name, value in module.state_dict().items()}
+            for stage, module in self.modules.items()
+        }
+
+    def load_weights(self, weights: Mapping[str, Any]) -> None:
+        """Take this part of the whole model's; ``ValueError`` where one is missing or no fit."""
+        for module in self.modules.values():
+            put_weights(module.state_dict(), weights)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """``{"groups": settings, "state": {name: numbers}}``, in one piece; as ``weights``."""
+        names = self._names()
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        numbers = self.optimizer.state.items()
+        return {"groups": groups, "state": {names[p]: whole_numbers(v) for p, v in numbers}}
+
+    def load_optimizer(self, saved: Mapping[str, Any]) -> None:
+        """Take this part of what ``optimizer_state`` of all parts gave."""
+        mine = self.optimizer.param_groups
+        if len(saved["groups"]) != len(mine):
+            raise ValueError(
+                f"the state has {len(saved['groups'])} groups of parameters, this optimizer has "
+                f"{len(mine)}"
+            )
+        for group, settings in zip(mine, saved["groups"], strict=True):
+            group.update({k: v for k, v in settings.items() if k not in _OF_THE_LAYOUT})
+        for parameter, name in self._names().items():
+            values = saved["state"].get(name)
+            if values is not None:
+                # Not what was saved itself: optimizers change their numbers in place.
+                self.optimizer.state[parameter] = copy.deepcopy(cut_numbers(parameter, values))
+
+    def _names(self) -> dict[Any, str]:
+        return {p: name for m in self.modules.values() for name, p in m.named_parameters()}
 
 
 def assemble(
@@ -66,7 +114,7 @@ def _make_runner(
 ) -> Any:
     layout = job.layout
     if layout.pipeline == 1:
-        model = planning.whole_model(build_model(job.model, job.seed), job.seed).to(device)
+        model = whole_model(job.model, job.seed).to(device)
         return WholeRunner(model, job.microbatches, job.loss, record)
     layers = read_layers(job.model, job.seed)
     modules = layers.stages(plan.stages.bounds, plan.stages.mine(place.pipeline), plan.sample)
@@ -124,18 +172,3 @@ def _make_optimizer(job: Job, plan: Plan, parameters: list[Any], device: Any) ->
             # Their versions for many tensors at once refuse cut and whole ones in one list.
             options["foreach"] = False
     return optimizer
-
-
-def make_feed(layout: Layout, plan: Plan, place: Place, device: Any) -> Feed:
-    """The way of batches within this rank's copy of the model. A collective."""
-    copies = [dist.new_group(layout.copy_ranks(copy)) for copy in range(layout.data)]
-    last = 0 if layout.pipeline == 1 else plan.stages.holder(len(plan.stages.sizes) - 1)
-    shards = range(layout.tensor)
-    return Feed(
-        source=layout.rank(place.data, 0, 0),
-        members=layout.copy_ranks(place.data),
-        group=copies[place.data],
-        input_ranks=[layout.rank(place.data, 0, t) for t in shards],
-        target_ranks=[layout.rank(place.data, last, t) for t in shards],
-        device=device,
-    )

@@ -8,14 +8,14 @@ ranks are told how many samples a batch has, also that there are no more.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from miniray.train import torch_parts as parts
+from miniray.train.parallel.job import Layout, Place
 from miniray.train.ranks.mesh import stages_through_host
 
 _DTYPES = (
@@ -48,43 +48,20 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], Any]:
     )
 
 
-class RandomNumbers:
-    """Random numbers of the loader's own, so that loading does not shift the model's."""
-
-    def __init__(self, seed: int) -> None:
-        self.state = torch.Generator().manual_seed(seed).get_state()
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        before = torch.get_rng_state()
-        torch.set_rng_state(self.state)
-        try:
-            yield
-        finally:
-            self.state = torch.get_rng_state()
-            torch.set_rng_state(before)
-
-
 class Feed:
     """The way from one rank's loader to the others of its copy of the model.
 
-    Args:
-        source: the rank that loads; ``members``: all ranks of the copy, in ``group``.
-        input_ranks, target_ranks: who needs what.
+    ``last`` is where in the pipeline the last stage is. A collective: it makes groups.
     """
 
-    def __init__(
-        self,
-        source: int,
-        members: Sequence[int],
-        group: Any,
-        input_ranks: Sequence[int],
-        target_ranks: Sequence[int],
-        device: Any,
-    ) -> None:
-        self.source, self.group, self.device = source, group, device
-        self._alone = len(members) == 1
-        self._input_ranks, self._target_ranks = list(input_ranks), list(target_ranks)
+    def __init__(self, layout: Layout, place: Place, last: int, device: Any) -> None:
+        copies = [dist.new_group(layout.copy_ranks(copy)) for copy in range(layout.data)]
+        shards = range(layout.tensor)
+        self.group, self.device = copies[place.data], device
+        self.source = layout.rank(place.data, 0, 0)
+        self._input_ranks = [layout.rank(place.data, 0, shard) for shard in shards]
+        self._target_ranks = [layout.rank(place.data, last, shard) for shard in shards]
+        self._alone = layout.pipeline == layout.tensor == 1
         self._rank: int = dist.get_rank()
         self._under_way: list[tuple[Any, Any]] = []  # what was sent, and the tensor it is sent from
 

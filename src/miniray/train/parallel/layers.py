@@ -52,6 +52,15 @@ def read_layers(model: Any, seed: int) -> ListedLayers | TracedLayers:
     return TracedLayers(built)
 
 
+def whole_model(model: Any, seed: int) -> nn.Module:
+    """``model`` as one module, with the names its weights have in checkpoints."""
+    built = build_model(model, seed)
+    if isinstance(built, nn.Module):
+        return built
+    layers = ListedLayers([str(i) for i in range(len(built))], built, seed)
+    return layers.row(0, len(layers))
+
+
 class Row(nn.Sequential):  # type: ignore[misc]
     """Layers that follow one another; the first may take several inputs."""
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from miniray.train.parallel.gradients import local
 from miniray.train.parallel.layers import ListedLayers, TracedLayers
+from miniray.train.ranks.mesh import local
 
 _REPEATS = 3
 
@@ -33,16 +33,20 @@ class LayerCost:
     activations: int
 
 
-class SavedBytes:
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):  # type: ignore[misc]
     """Counts the bytes that autograd keeps for the backward pass of what runs inside.
 
     Every storage counts once. ``known`` are tensors that exist anyway, the weights.
     """
 
     def __init__(self, known: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__(self._pack, lambda tensor: tensor)
         self.bytes = 0
         self._seen = {_storage(tensor) for tensor in known}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def __enter__(self) -> SavedBytes:
+        super().__enter__()
+        return self
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         plain = _plain(tensor)
@@ -52,13 +56,6 @@ class SavedBytes:
             self.bytes += plain.untyped_storage().nbytes()
         # An output kept as itself would hold its own graph alive.
         return tensor if tensor.is_leaf else tensor.detach()
-
-    def __enter__(self) -> SavedBytes:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *details: Any) -> None:
-        self._hooks.__exit__(*details)
 
 
 def _plain(tensor: Any) -> Any:
@@ -204,21 +201,11 @@ def check_value(value: Any) -> None:
 @contextlib.contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
     """Afterwards the module's buffers and mode are what they were."""
-    training = module.training
-    with buffers_kept(module):
-        try:
-            yield
-        finally:
-            module.train(training)
-
-
-@contextlib.contextmanager
-def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Afterwards the module's buffers are what they were."""
-    kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    training, kept = module.training, {k: b.clone() for k, b in module.named_buffers()}
     try:
         yield
     finally:
+        module.train(training)
         with torch.no_grad():
             for name, buffer in module.named_buffers():
                 if name in kept and not torch.equal(buffer, kept[name]):

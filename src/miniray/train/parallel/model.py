@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from miniray.checks import whole
-from miniray.train.parallel.layout import Layout, read_layout
+from miniray.train.parallel.job import Layout, read_layout
 from miniray.train.parallel.trainer import SplitModelTrainer
 
 

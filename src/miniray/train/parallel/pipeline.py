@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from miniray.checks import one_of, whole
-from miniray.train.parallel.layout import read_layout
+from miniray.train.parallel.job import read_layout
 from miniray.train.parallel.schedules import SCHEDULES
 from miniray.train.parallel.trainer import SplitModelTrainer
 

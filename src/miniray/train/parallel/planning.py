@@ -2,77 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from types import SimpleNamespace
+import dataclasses
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Subset
 
-from miniray.data.parts import part_bounds
 from miniray.train import torch_parts as parts
 from miniray.train.parallel import tensor
 from miniray.train.parallel.feed import split_batch
-from miniray.train.parallel.job import Job, Plan
-from miniray.train.parallel.layers import ListedLayers, build_model, read_layers
+from miniray.train.parallel.job import Job
+from miniray.train.parallel.layers import read_layers, whole_model
 from miniray.train.parallel.measure import check_output, check_value, measure, untouched
 from miniray.train.parallel.plan import StagePlan, plan_stages
 from miniray.train.parallel.schedules import SCHEDULES
-from miniray.train.ranks import data as sharing
+from miniray.train.ranks.data import planned
 
 
-def make_loader(data: Any, argument: str, batch_size: int | None = None) -> Any:
-    """The loader that the user means: one, a function that makes it, or rows with a batch size.
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What rank 0 has found out and all ranks go by."""
 
-    Without a batch size it is for training: what can be gone through once only is refused.
-    """
-    made = data() if callable(data) and not isinstance(data, (DataLoader, Dataset)) else data
-    rows = isinstance(made, (Dataset, list, tuple, Mapping))
-    if rows and batch_size is not None:
-        return parts.loader_over(made, SimpleNamespace(batch_size=batch_size))
-    if batch_size is None and isinstance(made, Iterator):
-        raise TypeError(
-            f"{argument}= gives a {type(made).__name__}, which has batches for one epoch only; let "
-            "it be something that begins anew with every iter(), as a DataLoader does"
-        )
-    if isinstance(made, Iterable) and not rows:
-        return made
-    raise TypeError(
-        f"{argument}= must be a torch DataLoader or another iterable of batches (rows need a "
-        f"DataLoader around them), or a function that returns one, not {made!r:.80}"
-    )
+    stages: Any
+    tensor: Any
+    batch_size: int
+    sample: Any  # one micro-batch of inputs; what the split model's output is compared on
 
-
-def check_can_be_cut(loader: Any, argument: str, copies: int) -> None:
-    """``TypeError`` for batches that cannot be dealt out to copies of the model."""
-    what = f"a {type(loader).__name__}"
-    if isinstance(loader, DataLoader):
-        what = sharing.own_way(loader)
-    if what:
-        raise TypeError(
-            f"{argument}= has {what}, which cannot be dealt out to {copies} copies of the model; "
-            "pass a torch DataLoader over a dataset with a length, in order or shuffled"
-        )
-
-
-def evaluation_share(loader: Any, copy: int, copies: int) -> Any:
-    """The part of an evaluation that one copy of the model does: every row is in one part."""
-    if copies == 1:
-        return loader
-    check_can_be_cut(loader, "val_data", copies)
-    rows = range(*part_bounds(len(loader.dataset), copy, copies))
-    return DataLoader(
-        Subset(loader.dataset, rows), batch_size=loader.batch_size, collate_fn=loader.collate_fn
-    )
-
-
-def whole_model(built: Any, seed: int) -> nn.Module:
-    """The model as one module, with the names its weights have in checkpoints."""
-    if isinstance(built, nn.Module):
-        return built
-    layers = ListedLayers([str(i) for i in range(len(built))], built, seed)
-    return layers.row(0, len(layers))
+    def tables(self) -> list[str]:
+        return [plan.table() for plan in (self.stages, self.tensor) if plan is not None]
 
 
 def make_plan(job: Job, loader: Any, device: Any) -> Plan:
@@ -102,7 +59,7 @@ def make_plan(job: Job, loader: Any, device: Any) -> Plan:
         )
         _check_shared(layers, stages)
     if job.layout.tensor > 1 or job.layout.pipeline == 1:
-        model = whole_model(build_model(job.model, job.seed), job.seed).to(device)
+        model = whole_model(job.model, job.seed).to(device)
         if job.layout.pipeline == 1:
             _check_model(model, sample, wanted, job.loss)
         if job.layout.tensor > 1:
@@ -141,12 +98,13 @@ def _check_traced(job: Job, loader: Any, batch_size: int) -> None:
             "the layers of a model that torch has traced into stages cannot be cut themselves; "
             'pass the model as a list of layers, or leave out "tensor" in parallel='
         )
-    plan = getattr(getattr(loader, "batch_sampler", None), "plan", None)
-    if plan is not None and any(n != batch_size * plan.world_size for n in plan.sizes):
+    own = planned(loader)
+    usual = batch_size * job.layout.data
+    if own is not None and own.plan.sizes[-1] != usual:
         raise ValueError(
-            f"the last batch of an epoch has {plan.sizes[-1]} samples instead of "
-            f"{batch_size * plan.world_size}, and a model that torch has traced takes batches of "
-            "one size only; pass drop_last=True to the DataLoader, or the model as a list of layers"
+            f"the last batch of an epoch has {own.plan.sizes[-1]} samples instead of {usual}, and "
+            "a model that torch has traced takes batches of one size only; pass drop_last=True to "
+            "the DataLoader, or the model as a list of layers"
         )
 
 

@@ -7,21 +7,25 @@ waits for anybody), ``join``, one ``epoch`` after the other, ``leave``; see ``ra
 from __future__ import annotations
 
 import logging
-import time
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from miniray.core import session
 from miniray.train import torch_parts as parts
-from miniray.train.parallel import gradients, planning, state
-from miniray.train.parallel.assembly import assemble, make_feed
-from miniray.train.parallel.job import Job, Plan
+from miniray.train.parallel import planning
+from miniray.train.parallel.assembly import assemble
+from miniray.train.parallel.feed import Feed
+from miniray.train.parallel.job import Job
+from miniray.train.parallel.planning import Plan
 from miniray.train.parallel.samples import Samples
 from miniray.train.parallel.stages import StepRecord
 from miniray.train.parallel.timeline import busy_seconds
 from miniray.train.ranks.member import Member, check_loss, share_buffers
-from miniray.train.ranks.mesh import make_mesh
+from miniray.train.ranks.mesh import local, make_mesh
 from miniray.train.ranks.pulse import EVALUATION
 
 
@@ -63,7 +67,8 @@ class ModelRank(Member):
         self.mesh = make_mesh(self.device, layout.sizes)
         self.record = StepRecord(self._tell_work, self.pulse.at)
         self.part = assemble(self.job, plan, self.place, self.mesh, self.device, self.record)
-        self._feed = make_feed(layout, plan, self.place, self.device)
+        last = 0 if plan.stages is None else plan.stages.holder(len(plan.stages.sizes) - 1)
+        self._feed = Feed(layout, self.place, last, self.device)
         self.pulse.at("idle")
         return self.samples.steps
 
@@ -81,7 +86,6 @@ class ModelRank(Member):
         items = self.samples.batches(epoch, pulse.at)
         self.barrier("before-iteration")
         means, times, spans, began = parts.Means(), [], self.record.spans, 0.0
-        loop_began = time.perf_counter()
         for step, (count, inputs, target) in enumerate(self._feed.batches(items)):
             pulse.at("step", step=step)
             loss = self._step(step, count, inputs, target)
@@ -90,7 +94,6 @@ class ModelRank(Member):
             if count == self.plan.batch_size:
                 spans, began = self.record.spans, self.record.began
                 times.append((busy_seconds(spans), self.record.wall))
-        loop_seconds = time.perf_counter() - loop_began
         pulse.at("end of the epoch")
         if self.layout.data > 1:  # all copies go on with the first one's
             source = self.layout.rank(0, self.place.pipeline, self.place.tensor)
@@ -99,13 +102,10 @@ class ModelRank(Member):
         if self.part.scheduler is not None:
             self.part.scheduler.step()
         pulse.at("idle")
-        # The first step also connects the ranks and finds out shapes.
-        steady = times[1:] or times
         return {
             "means": means.means(),
-            "busy": [busy for busy, _ in steady],
-            "wall": [wall for _, wall in steady],
-            "seconds": loop_seconds,  # of all steps, loading included
+            # The first step also connects the ranks and finds out shapes.
+            "times": times[1:] or times,
             "spans": [tuple(span) for span in spans],  # of the last step with a whole batch
             "began": began,
             "peak_activations": self.record.peak_activations,
@@ -124,9 +124,9 @@ class ModelRank(Member):
         self.pulse.at("gradients")
         if self.layout.data > 1:
             data = self.mesh.get_group("data")
-            gradients.average_over_copies(part.parameters, count, data, self.device)
+            average_over_copies(part.parameters, count, data, self.device)
         if self.job.clip_norm is not None:
-            gradients.clip(
+            clip(
                 part.parameters,
                 self.job.clip_norm,
                 self.mesh.get_group("tensor") if self.layout.tensor > 1 else None,
@@ -144,20 +144,19 @@ class ModelRank(Member):
 
     def evaluate(self, data: Any) -> dict[str, Any]:
         """Sums and counts over this copy's part of ``data``; nothing where it has no last stage."""
-        with self.peers_named():
-            self.part.train(False)
-            means = parts.Means()
-            functions = {"loss": self.job.loss, **self.job.metrics}
-            items = self.samples.evaluation(data, self.plan.batch_size)
-            self.pulse.at(EVALUATION, step=-1)
-            with torch.no_grad():
-                for count, inputs, target in self._feed.batches(items):
-                    self.pulse.at(EVALUATION, step=-1)
-                    output = self.part.runner.forward(inputs, count)
-                    if output is not None:
-                        means.add({k: f(output, target) for k, f in functions.items()}, count)
-            self.pulse.at("idle")
-            return means.sums()
+        self.part.train(False)
+        means = parts.Means()
+        functions = {"loss": self.job.loss, **self.job.metrics}
+        items = self.samples.evaluation(data, self.plan.batch_size)
+        self.pulse.at(EVALUATION, step=-1)
+        with torch.no_grad():
+            for count, inputs, target in self._feed.batches(items):
+                self.pulse.at(EVALUATION, step=-1)
+                output = self.part.runner.forward(inputs, count)
+                if output is not None:
+                    means.add({k: f(output, target) for k, f in functions.items()}, count)
+        self.pulse.at("idle")
+        return means.sums()
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -165,24 +164,21 @@ class ModelRank(Member):
         """This rank's stages in one piece; nothing where another rank says the same."""
         if self.place.data:
             return {}
-        found = state.weights_of(self.part.modules)
+        found = self.part.weights()
         return {} if self.place.tensor else found
-
-    def load_weights(self, weights: Any) -> None:
-        state.load_weights(self.part.modules, weights)
 
     def shared_state(self) -> dict[str, Any] | None:
         """The optimizer's state of this rank's weights, and what all ranks share."""
         if self.place.data:
             return None
-        found = state.optimizer_state(self.part.optimizer, self.part.modules)
+        found = self.part.optimizer_state()
         if self.place.tensor:
             return None
         scheduler = None if self.part.scheduler is None else self.part.scheduler.state_dict()
         return {"optimizer": found, "scheduler": scheduler, "seed": self.job.seed}
 
     def load_shared(self, shared: Any) -> None:
-        state.load_optimizer(self.part.optimizer, self.part.modules, shared["optimizer"])
+        self.part.load_optimizer(shared["optimizer"])
         if self.part.scheduler is not None and shared["scheduler"] is not None:
             self.part.scheduler.load_state_dict(shared["scheduler"])
         self.samples.set_order(shared["seed"])
@@ -195,6 +191,56 @@ class ModelRank(Member):
         self.samples.load(saved)
         parts.set_random_state(saved["random"])
 
-    def set_lr(self, lr: float) -> None:
-        for options in self.part.optimizer.param_groups:
-            options["lr"] = lr
+
+def average_over_copies(parameters: Iterable[Any], samples: int, group: Any, device: Any) -> None:
+    """Make gradients those of the mean over all copies' samples. A collective of ``group``.
+
+    A copy may have fewer samples than others in this step, or none.
+    """
+    count = torch.tensor([float(samples)], device=device)
+    # One message for each type of number: small ones cost more than their bytes.
+    by_type: dict[Any, list[Any]] = {count.dtype: [count]}
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = local(parameter.grad)
+        by_type.setdefault(gradient.dtype, []).append(gradient.mul_(samples))
+    sums = {dtype: torch.cat([g.reshape(-1) for g in found]) for dtype, found in by_type.items()}
+    for buffer in sums.values():
+        dist.all_reduce(buffer, group=group)
+    total = float(sums[count.dtype][0])
+    for dtype, found in by_type.items():
+        summed = sums[dtype].split([gradient.numel() for gradient in found])
+        for gradient, part in zip(found, summed, strict=True):
+            gradient.copy_(part.view_as(gradient).div_(total))
+
+
+def clip(parameters: Iterable[Any], most: float, tensor_group: Any, pipeline_group: Any) -> None:
+    """Scale gradients so that the norm of all of them, on all ranks, is ``most`` at the most.
+
+    A collective of both groups (None: there is nobody else).
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    device = local(gradients[0]).device if gradients else torch.device("cpu")
+    cut = torch.zeros(1, dtype=torch.float64, device=device)
+    whole = torch.zeros(1, dtype=torch.float64, device=device)
+    for gradient in gradients:
+        square = local(gradient).detach().double().pow(2).sum()
+        if _is_shard(gradient):
+            cut += square
+        else:
+            whole += square  # every shard's rank has the same: it counts once
+    if tensor_group is not None:
+        dist.all_reduce(cut, group=tensor_group)
+    total = cut + whole
+    if pipeline_group is not None:
+        dist.all_reduce(total, group=pipeline_group)
+    norm = math.sqrt(float(total))
+    if norm > most:
+        for gradient in gradients:
+            local(gradient).mul_(most / (norm + 1e-6))
+
+
+def _is_shard(tensor: Any) -> bool:
+    """Whether other ranks have other parts of it."""
+    return any(placement.is_shard() for placement in getattr(tensor, "placements", ()))

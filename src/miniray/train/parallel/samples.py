@@ -2,16 +2,81 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from miniray.data.parts import part_bounds
 from miniray.train import torch_parts as parts
-from miniray.train.parallel import planning
-from miniray.train.parallel.feed import RandomNumbers
-from miniray.train.parallel.job import Job
-from miniray.train.parallel.layout import Place
+from miniray.train.parallel.job import Job, Place
 from miniray.train.ranks import data as sharing
+
+
+def make_loader(data: Any, argument: str, batch_size: int | None = None) -> Any:
+    """The loader that the user means: one, a function that makes it, or rows with a batch size.
+
+    Without a batch size it is for training: what can be gone through once only is refused.
+    """
+    made = data() if callable(data) and not isinstance(data, (DataLoader, Dataset)) else data
+    rows = isinstance(made, (Dataset, list, tuple, Mapping))
+    if rows and batch_size is not None:
+        return parts.loader_over(made, SimpleNamespace(batch_size=batch_size))
+    if batch_size is None and isinstance(made, Iterator):
+        raise TypeError(
+            f"{argument}= gives a {type(made).__name__}, which has batches for one epoch only; let "
+            "it be something that begins anew with every iter(), as a DataLoader does"
+        )
+    if isinstance(made, Iterable) and not rows:
+        return made
+    raise TypeError(
+        f"{argument}= must be a torch DataLoader or another iterable of batches (rows need a "
+        f"DataLoader around them), or a function that returns one, not {made!r:.80}"
+    )
+
+
+def check_can_be_cut(loader: Any, argument: str, copies: int) -> None:
+    """``TypeError`` for batches that cannot be dealt out to copies of the model."""
+    what = f"a {type(loader).__name__}"
+    if isinstance(loader, DataLoader):
+        what = sharing.own_way(loader)
+    if what:
+        raise TypeError(
+            f"{argument}= has {what}, which cannot be dealt out to {copies} copies of the model; "
+            "pass a torch DataLoader over a dataset with a length, in order or shuffled"
+        )
+
+
+def evaluation_share(loader: Any, copy: int, copies: int) -> Any:
+    """The part of an evaluation that one copy of the model does: every row is in one part."""
+    if copies == 1:
+        return loader
+    check_can_be_cut(loader, "val_data", copies)
+    rows = range(*part_bounds(len(loader.dataset), copy, copies))
+    return DataLoader(
+        Subset(loader.dataset, rows), batch_size=loader.batch_size, collate_fn=loader.collate_fn
+    )
+
+
+class RandomNumbers:
+    """Random numbers of the loader's own, so that loading does not shift the model's."""
+
+    def __init__(self, seed: int) -> None:
+        self.state = torch.Generator().manual_seed(seed).get_state()
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.state)
+        try:
+            yield
+        finally:
+            self.state = torch.get_rng_state()
+            torch.set_rng_state(before)
 
 
 class Samples:
@@ -33,23 +98,15 @@ class Samples:
             return
         copies, later = self.job.layout.data, self.job.val_data
         if later is not None and not callable(later):  # what a function makes is seen when it does
-            planning.evaluation_share(planning.make_loader(later, "val_data", 1), 0, copies)
+            evaluation_share(make_loader(later, "val_data", 1), 0, copies)
         with self.random():
-            loader = planning.make_loader(self.job.data, "data")
+            loader = make_loader(self.job.data, "data")
             if copies > 1:
-                planning.check_can_be_cut(loader, "data", copies)
+                check_can_be_cut(loader, "data", copies)
             sharing.check_loader(loader, "data")
-            self.loader, plan = sharing.own_share(
-                loader,
-                self.copy,
-                copies,
-                accumulate=1,
-                uneven="join",
-                seed=self.job.seed,
-                sharded=False,
-            )
-        if plan is not None:
-            self.windows = list(plan.windows(self.copy))
+            self.loader = sharing.own_share(loader, self.copy, copies, seed=self.job.seed)
+        own = sharing.planned(self.loader)
+        self.windows = None if own is None else own.windows()
 
     @property
     def steps(self) -> int | None:
@@ -84,8 +141,8 @@ class Samples:
         if not self.loads:
             return None
         given = self.job.val_data if data is None else data
-        loader = planning.make_loader(given, "val_data", batch_size)
-        return self._drawn(planning.evaluation_share(loader, self.copy, self.job.layout.data))
+        loader = make_loader(given, "val_data", batch_size)
+        return self._drawn(evaluation_share(loader, self.copy, self.job.layout.data))
 
     def _drawn(self, loader: Any) -> Iterator[Any]:
         """The loader's batches, made with random numbers of their own."""
@@ -104,9 +161,9 @@ class Samples:
 
     def set_order(self, seed: int) -> None:
         """Go on with the order of samples that a run with ``seed`` has."""
-        sampler = getattr(self.loader, "batch_sampler", None)
-        if isinstance(sampler, sharing.PlannedBatches):
-            sampler.seed = seed
+        own = sharing.planned(self.loader)
+        if own is not None:
+            own.seed = seed
 
     def state(self) -> dict[str, Any]:
         loader = None if self.loader is None else parts.loader_state(self.loader)

@@ -75,23 +75,18 @@ class Schedule:
                 )
         return None
 
-    def make(self, stages: list[Any], microbatches: int, loss: Any) -> Any:
-        """torch's schedule object over this worker's stages."""
+    def make(self, stages: list[Any], microbatches: int, loss: Any, usual: bool) -> Any:
+        """torch's schedule object over this worker's stages.
+
+        A plain one where the batch has not its ``usual`` size: fewer microbatches can be made of
+        it, and most schedules need a certain number.
+        """
         from torch.distributed.pipelining import schedules
 
-        kind = getattr(schedules, self.torch_class)
-        first: Any = stages if self.default > 1 else stages[0]
-        return kind(first, microbatches, loss_fn=loss)
-
-    def make_for_remainder(self, stages: list[Any], microbatches: int, loss: Any) -> Any:
-        """One for a batch of another size, of which fewer microbatches can be made."""
-        from torch.distributed.pipelining import schedules
-
-        if self.shape == "v":
-            return self.make(stages, microbatches, loss)
-        if self.default > 1:
-            return schedules.ScheduleLoopedBFS(stages, microbatches, loss_fn=loss)
-        return schedules.ScheduleGPipe(stages[0], microbatches, loss_fn=loss)
+        several = self.default > 1
+        plain = "ScheduleLoopedBFS" if several else "ScheduleGPipe"
+        kind = getattr(schedules, self.torch_class if usual or self.shape == "v" else plain)
+        return kind(stages if several else stages[0], microbatches, loss_fn=loss)
 
 
 SCHEDULES = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from miniray.train import torch_parts as parts
 from miniray.train.parallel.feed import recv_tensor, send_tensor
-from miniray.train.parallel.measure import SavedBytes, buffers_kept
+from miniray.train.parallel.measure import SavedBytes, untouched
 from miniray.train.parallel.plan import StagePlan
 from miniray.train.parallel.schedules import divisor_up_to
 from miniray.train.parallel.timeline import Span
@@ -102,15 +103,14 @@ class RecordedStage(PipelineStage):  # type: ignore[misc]
         """Until torch 2.13 shapes are found by a pass over zeros, which must leave nothing behind:
         no random numbers drawn by dropout, no running statistics.
         """
-        with torch.random.fork_rng(), buffers_kept(self.submod):
+        with torch.random.fork_rng(), untouched(self.submod):
             return super()._prepare_forward_infra(*args, **kwargs)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         return _owned(super().forward_maybe_with_nosync(*args, **kwargs))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        forward = super().forward_one_chunk
-        work = lambda: forward(fwd_chunk_id, *args, **kwargs)  # noqa: E731
+        work = partial(super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
         return self.record.forward(self.stage_index, fwd_chunk_id, self.submod, work)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -124,8 +124,7 @@ class RecordedStage(PipelineStage):  # type: ignore[misc]
             if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
                 kwargs["full_backward"] = True
                 self._done_at_once |= {bwd_chunk_id}
-        backward = super().backward_one_chunk
-        work = lambda: backward(bwd_chunk_id, *args, **kwargs)  # noqa: E731
+        work = partial(super().backward_one_chunk, bwd_chunk_id, *args, **kwargs)
         result = self.record.run("backward", self.stage_index, bwd_chunk_id, work)
         if kwargs.get("full_backward", True):
             self.record.freed(self.stage_index, bwd_chunk_id)
@@ -135,8 +134,7 @@ class RecordedStage(PipelineStage):  # type: ignore[misc]
         if bwd_chunk_id in self._done_at_once:
             self._done_at_once -= {bwd_chunk_id}
             return None
-        backward = super().backward_weight_one_chunk
-        work = lambda: backward(bwd_chunk_id, *args, **kwargs)  # noqa: E731
+        work = partial(super().backward_weight_one_chunk, bwd_chunk_id, *args, **kwargs)
         result = self.record.run("weights", self.stage_index, bwd_chunk_id, work)
         self.record.freed(self.stage_index, bwd_chunk_id)
         return result
@@ -189,14 +187,11 @@ class PipelineRunner:
         self.record = record
         self._group, self._device = group, device
         self._loss = lambda output, target: _owned(loss(output, target))
-        self._schedules: dict[tuple[int, int], Any] = {}
+        self._schedules: dict[int, Any] = {}  # by the number of samples
 
     def train(self, count: int, usual: int, inputs: Any, target: Any) -> Any:
         """Forward and back of a batch of ``count`` samples; the loss where the last stage is."""
-        microbatches = self.plan.microbatches
-        if count != usual:
-            microbatches = divisor_up_to(count, microbatches)
-        schedule = self._schedule(count, microbatches, usual=count == usual)
+        schedule = self._schedule(count, usual=count == usual)
         losses: list[Any] = []
         given: dict[str, Any] = {"return_outputs": False}
         if self.is_last:
@@ -204,26 +199,22 @@ class PipelineRunner:
         schedule.step(*(inputs if self.is_first else ()), **given)
         return torch.stack([loss.detach() for loss in losses]).mean() if losses else None
 
-    def _schedule(self, count: int, microbatches: int, usual: bool) -> Any:
-        key = (count, microbatches)
-        if key not in self._schedules:
-            total = len(self.plan.sizes)
-            stages = []
+    def _schedule(self, count: int, usual: bool) -> Any:
+        if count not in self._schedules:
+            total, stages = len(self.plan.sizes), []
+            through_host = stages_through_host(self._device)
+            sent_from = torch.device("cpu") if through_host else self._device
             for index, module in sorted(self.modules.items()):
-                module, device = self._sent_from(module, index == total - 1)
-                stage = RecordedStage(module, index, total, device, group=self._group)
+                if through_host:
+                    module = ThroughHost(module, self._device, index == total - 1)
+                stage = RecordedStage(module, index, total, sent_from, group=self._group)
                 stage.record = self.record
                 stages.append(stage)
-            kind = self.plan.schedule
-            make = kind.make if usual else kind.make_for_remainder
-            self._schedules[key] = make(stages, microbatches, self._loss)
-        return self._schedules[key]
-
-    def _sent_from(self, module: Any, is_last: bool) -> tuple[Any, Any]:
-        """(the stage's module, the device its inputs and outputs are sent from)."""
-        if not stages_through_host(self._device):
-            return module, self._device
-        return ThroughHost(module, self._device, is_last), torch.device("cpu")
+            most = self.plan.microbatches
+            microbatches = most if usual else divisor_up_to(count, most)
+            made = self.plan.schedule.make(stages, microbatches, self._loss, usual)
+            self._schedules[count] = made
+        return self._schedules[count]
 
     def forward(self, inputs: Any, count: int) -> Any:
         """The model's output where the last stage is, else None; any number of samples."""
@@ -245,10 +236,40 @@ class PipelineRunner:
         return None
 
 
+class TracedRunner(PipelineRunner):
+    """Stages that torch has traced, which do for ever what they did when they were traced.
+
+    With dropout, with the batch's own statistics, with as many samples. So evaluations go through
+    stages traced for them, when the first one needs them, with the same weights, micro-batch by
+    micro-batch; the last one is filled up with copies of a sample.
+    """
+
+    _evaluating: Any = None
+
+    def trace_with(self, layers: Callable[[], Any], sample: Any) -> None:
+        """``layers`` makes the model as a row of layers, for micro-batches like ``sample``."""
+        self._layers, self._sample = layers, sample
+
+    def forward(self, inputs: Any, count: int) -> Any:
+        if self._evaluating is None:
+            self._evaluating = self._layers().evaluating(
+                self.plan.bounds, self.modules, self._sample, self._device
+            )
+        size = len(self._sample[0])
+        outputs = [
+            self._through(self._evaluating, inputs and [_rows(v, low, size) for v in inputs])
+            for low in range(0, count, size)
+        ]
+        return torch.cat(outputs)[:count] if self.is_last else None
+
+
+def _rows(values: Any, low: int, size: int) -> Any:
+    """``size`` of them from ``low`` on; the last one again where there are fewer."""
+    return values[torch.arange(low, low + size).clamp(max=len(values) - 1)]
+
+
 class WholeRunner:
     """A model that is not cut into stages. ``microbatches`` are gone through one by one."""
-
-    is_first = is_last = True
 
     def __init__(
         self, model: torch.nn.Module, microbatches: int, loss: Any, record: StepRecord

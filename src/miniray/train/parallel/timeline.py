@@ -1,4 +1,4 @@
-"""What each worker did when: the pipeline's timeline, its bubble, and its picture."""
+"""What each worker did when: the pipeline's timeline, its bubble, its picture, the run's result."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from miniray.train import records
+from miniray.train.results import TrainResult
 
 #: In the run's directory.
 FILE = "pipeline.json"
@@ -92,9 +93,41 @@ def draw(record: Mapping[str, Any], target: Path) -> Path:
 
 def measured_bubble(results: Sequence[Mapping[str, Any]]) -> float | None:
     """The mean bubble over an epoch's steps of one copy's workers; None where there was none."""
-    steps = min(len(result["wall"]) for result in results)
-    found = [
-        bubble([r["busy"][i] for r in results], [r["wall"][i] for r in results])
-        for i in range(steps)
-    ]
+    steps = zip(*(result["times"] for result in results), strict=False)  # (busy, wall) of each
+    found = [bubble(*zip(*times, strict=True)) for times in steps]
     return sum(found) / len(found) if found else None
+
+
+class ParallelResult(TrainResult):
+    """See ``TrainResult``.
+
+    Attributes:
+        plan: the tables of what went where.
+        peak_activation_bytes: kept for the backward pass, at most, by each worker of a pipeline.
+    """
+
+    def __init__(
+        self, *, plan: str = "", peak_activation_bytes: Sequence[int] = (), **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.plan = plan
+        self.peak_activation_bytes = list(peak_activation_bytes)
+
+    @property
+    def bubble(self) -> float | None:
+        """The share of time workers waited in the last epoch; None without a pipeline."""
+        return self.metrics.get("bubble")
+
+    @property
+    def bubble_formula(self) -> float | None:
+        """What the bubble would be, were all stages equally long and sending for nothing."""
+        return self.metrics.get("bubble_formula")
+
+    def plot_pipeline(self, path: str | Path | None = None) -> Path:
+        """Draw which worker did which microbatch when in the last step; returns where it is.
+
+        ``path`` is ``pipeline.png`` in the run directory by default. ``ImportError`` without
+        matplotlib, ``ValueError`` where the run had no pipeline.
+        """
+        target = Path(path) if path is not None else self.run_dir / "pipeline.png"
+        return draw(load(self.run_dir), target)

@@ -6,32 +6,29 @@ what part of the model the rank held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Real
-from pathlib import Path
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import miniray
 from miniray.checks import whole
 from miniray.train.evaluate import combine
 from miniray.train.parallel import timeline
-from miniray.train.parallel.layout import Layout
-from miniray.train.parallel.result import ParallelResult
+from miniray.train.parallel.job import Job, Layout
 from miniray.train.parallel.schedules import SCHEDULES
+from miniray.train.parallel.timeline import ParallelResult
 from miniray.train.parallel.worker import ModelWorker
 from miniray.train.ranks.options import choose_backend, refuse_unknown
 from miniray.train.ranks.trainer import RankTrainer
 from miniray.train.results import TrainResult
-from miniray.train.saving import NO_WORKERS
 
 
 class SplitModelTrainer(RankTrainer):
     """See the module. The arguments are described at ``PipelineParallelTrainer``."""
 
     _kind = "parallel"
-    _watched = ("_rank_epoch", "evaluate")
     _preloaded = (
-        *("miniray.train.ranks.output", "miniray.train.parallel.rank"),
+        *("tqdm.std", "miniray.train.parallel.worker", "miniray.train.parallel.rank"),
         "torch.distributed.tensor.parallel",
     )
 
@@ -60,26 +57,25 @@ class SplitModelTrainer(RankTrainer):
         missing = ", ".join(f"{name}=" for name, value in required.items() if value is None)
         if missing:
             raise TypeError(f"{type(self).__name__}() needs {missing}")
-        parts = {
+        job = Job(
             **required,
-            "val_data": val_data,
-            "metrics": metrics or {},
-            "lr_scheduler": lr_scheduler,
-            "schedule": schedule,
-            "microbatches": microbatches,
-            "stages_per_worker": stages_per_worker,
-            "layers_per_stage": layers_per_stage,
-            "memory_limit": memory_limit,
-            "tensor_plan": plan,
-        }
-        _check_parts(parts)
-        parts["microbatches"] = whole("microbatches", microbatches, 1)
+            layout=layout,
+            val_data=val_data,
+            metrics={} if metrics is None else metrics,
+            lr_scheduler=lr_scheduler,
+            schedule=schedule,
+            microbatches=whole("microbatches", microbatches, 1),
+            stages_per_worker=stages_per_worker,
+            layers_per_stage=layers_per_stage,
+            memory_limit=memory_limit,
+            tensor_plan=plan,
+        )
         if options.get("eval_interval") and val_data is None:
             raise ValueError("eval_interval= evaluates on val_data=, which is not given")
         super().__init__(layout.world_size, worker=ModelWorker, **options)
         self.layout = layout
         self.plan: Any = None
-        self._parts = parts
+        self._job = job
         self._one_machine = True
         self._epoch_record: dict[str, Any] = {}
 
@@ -131,17 +127,12 @@ class SplitModelTrainer(RankTrainer):
 
         All ranks take part: the model is in all of them.
         """
-        if self._group is None:
-            raise RuntimeError(NO_WORKERS)
-        if data is None and self._parts["val_data"] is None:
+        ranks = self._ranks
+        if data is None and self._job.val_data is None:
             raise TypeError("there is nothing to evaluate on: pass data=, or val_data= before")
         epoch = self._epoch_for_errors()
         given = miniray.put(data) if data is not None else None
-
-        def attempt() -> list[Any]:
-            return self._call_ranks("evaluate", lambda _: (given,), epoch)
-
-        results = self._retried(epoch, attempt)
+        results = self._evaluated(lambda: ranks.call("evaluate", lambda _: (given,), {}, epoch))
         mine = [
             (rank, None, sums)
             for rank, sums in enumerate(results)
@@ -166,10 +157,11 @@ class SplitModelTrainer(RankTrainer):
 
     # -- workers ----------------------------------------------------------------------------------
 
-    def _set_up_all(self) -> None:
+    def _set_up_ranks(self) -> None:
         """Rank 0 plans and refuses; then the group: in this order nobody can hang."""
-        self._broken = False
-        job = self._job()
+        self._ranks.watched = {"_rank_epoch", "evaluate"}
+        sizes = self._sizes_before() or self._job.layers_per_stage
+        job = dataclasses.replace(self._job, layers_per_stage=sizes, **self._run_facts())
         facts = self._call_ranks("_rank_prepare", lambda _: (job,))
         self.plan = facts[0]["plan"]
         self._show_plan()
@@ -178,33 +170,18 @@ class SplitModelTrainer(RankTrainer):
             _check_gpus(choose_backend(self._group_backend, facts))
         self._meet(facts, miniray.put(self.plan))
 
-    def _job(self) -> Any:
-        from miniray.train.parallel.job import Job
-
-        parts = dict(self._parts)
-        sizes = self._sizes_before()
-        if sizes is not None:
-            parts["layers_per_stage"] = sizes
-        return Job(
-            **parts,
-            **self._run_facts(),
-            layout=self.layout,
-            clip_norm=self.clip_norm,
-            on_nonfinite=self._on_nonfinite,
-        )
-
     def _sizes_before(self) -> list[int] | None:
         """The stages as they were cut before a restart or in the run that is resumed, if they fit.
 
         Times differ a little whenever they are measured, and random numbers belong to a rank: cut
         otherwise, a model with dropout would not go on with the same bits.
         """
-        if self._parts["layers_per_stage"] is not None or self.layout.pipeline == 1:
+        if self._job.layers_per_stage is not None or self.layout.pipeline == 1:
             return None
         if self.plan is not None:
             return list(self.plan.stages.sizes)
         before = (self._loaded or {}).get("extra", {}).get("parallel", {}).get("stages")
-        per_worker = self._parts["stages_per_worker"] or SCHEDULES[self._parts["schedule"]].default
+        per_worker = self._job.stages_per_worker or SCHEDULES[self._job.schedule].default
         here = {"places": self.layout.pipeline, "per_worker": per_worker}
         if before is None or any(before[key] != value for key, value in here.items()):
             return None
@@ -220,28 +197,29 @@ class SplitModelTrainer(RankTrainer):
 
     # -- state ------------------------------------------------------------------------------------
 
-    def model_weights(self) -> Any:
-        """The weights of the whole model in one piece, by the names of its ``state_dict``."""
-        from miniray.train.parallel.state import merged_weights
-
-        return merged_weights(self._call_ranks("get_weights"))
+    def _whole_weights(self) -> Any:
+        """By the names of the model's ``state_dict``, in the order of its stages."""
+        by_stage: dict[int, Mapping[str, Any]] = {}
+        for part in self._call_ranks("get_weights"):
+            by_stage.update(part)
+        return {name: value for _, part in sorted(by_stage.items()) for name, value in part.items()}
 
     def _shared_state(self) -> dict[str, Any]:
-        from miniray.train.parallel.state import merged_optimizer
-
         parts = [p for p in self._call_ranks("_rank_shared_state") if p is not None]
-        optimizer = merged_optimizer([part["optimizer"] for part in parts])
-        stages = self.plan.stages
-        kept = None if stages is None else stages.state()
-        return {**parts[0], "optimizer": optimizer, "stages": kept}
+        numbers: dict[str, Any] = {}
+        for part in parts:
+            numbers.update(part["optimizer"]["state"])
+        optimizer = {"groups": parts[0]["optimizer"]["groups"], "state": numbers}
+        stages = None if self.plan.stages is None else self.plan.stages.state()
+        return {**parts[0], "optimizer": optimizer, "stages": stages}
 
     def _describe(self) -> dict[str, Any]:
         layout = self.layout
         return {
             **super()._describe(),
             "parallel": layout.sizes,
-            "schedule": self._parts["schedule"] if layout.pipeline > 1 else None,
-            "microbatches": self._parts["microbatches"],
+            "schedule": self._job.schedule if layout.pipeline > 1 else None,
+            "microbatches": self._job.microbatches,
             "clip_norm": self.clip_norm,
         }
 
@@ -262,37 +240,3 @@ def _check_gpus(backend: str) -> None:
             '(resources_per_worker={"num_gpus": 1}) or none at all, or deal out whole layers '
             '(split="layers", or a pipeline)'
         )
-
-
-def _check_parts(job: Mapping[str, Any]) -> None:
-    if isinstance(job["loss"], type):
-        made = job["loss"].__name__
-        raise TypeError(f"loss= must be a function of output and target, not a class: {made}()")
-    if any(p.requires_grad for p in getattr(job["loss"], "parameters", list)()):
-        raise ValueError(
-            "loss= has parameters, which nobody would train: let the last layer have them"
-        )
-    for name in ("loss", "optimizer", "lr_scheduler"):
-        if job[name] is not None and not callable(job[name]):
-            like = " of parameters, like partial(Adam, lr=0.001)" * (name == "optimizer")
-            shown = " ".join(repr(job[name]).split())
-            raise TypeError(f"{name}= must be a function{like}, not {shown:.80}")
-    for name, example in (("metrics", '"accuracy": f'), ("tensor_plan", '"fc1": "colwise"')):
-        if not isinstance(job[name] or {}, Mapping):
-            shown = name.removeprefix("tensor_")
-            raise TypeError(f"{shown}= must be a dict like {{{example}}}, not {job[name]!r:.80}")
-    for name, function in job["metrics"].items():
-        if not callable(function):
-            raise TypeError(f"metrics[{name!r}] must be a function, not {function!r:.80}")
-    model = job["model"]
-    if isinstance(model, (str, bytes, Path)) or not (
-        callable(model) or isinstance(model, Sequence)
-    ):
-        raise TypeError(
-            f"model= must be a module, a list of layers, or a function, not {model!r:.80}"
-        )
-    sizes, limit = job["layers_per_stage"], job["memory_limit"]
-    if sizes is not None and (isinstance(sizes, str) or not isinstance(sizes, Iterable)):
-        raise TypeError(f"layers_per_stage= must be a list of numbers, not {sizes!r}")
-    if limit is not None and not isinstance(limit, Real):
-        raise TypeError(f"memory_limit= must be a number of bytes, not {limit!r}")

@@ -1,6 +1,6 @@
 """Training in which all workers go in step: what every such trainer and every rank of it need.
 
-``trainer`` (driver), ``calls`` and ``watch`` (one cause, hangs), ``member`` and ``worker`` (the
-rank's process), ``pulse`` (where each rank is), ``data`` and ``plan`` (who takes which samples),
-``options`` (what is refused), ``output`` (what ranks print).
+``trainer`` (driver), ``calls`` and ``watch`` (one cause, hangs), ``worker`` (the actor, what it
+prints) and ``member`` (the rank that it is), ``pulse`` (where each rank is), ``data`` and ``plan``
+(who takes which samples), ``mesh`` (and tensors cut over it), ``options`` (what is refused).
 """

@@ -1,16 +1,18 @@
 """Calling ranks at once, and finding the one cause when something goes wrong.
 
 When a rank is gone or does not answer, the others fail too, a moment later or earlier: what they
-say is a consequence. So after the first failure the cause is waited for, for a few seconds, and
-raised alone. The caller ends the ranks: those that are left are stuck in a collective.
+say is a consequence, in whatever call it is. So after the first failure the cause is waited for,
+for a few seconds, and raised alone. The caller ends the ranks: those that are left are stuck in a
+collective.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,15 @@ from miniray.doctor.findings import named
 from miniray.errors import (
     ActorDiedError,
     BarrierTimeoutError,
-    PeerLostError,
     TaskError,
     WorkerTimeoutError,
 )
-from miniray.train.ranks.pulse import Place, tell
+from miniray.train.ranks.pulse import Place, is_consequence, tell
 from miniray.train.ranks.watch import Verdict, Watch
 from miniray.train.workers import WorkerGroup, located
 
 _LOOK_EVERY = 0.5  # seconds between two looks at the ranks' pulses
+_LAST_WORDS = 5.0  # seconds for a rank that was ended to be known as such
 _GRACE = 5.0  # seconds for the cause to be heard of after its first consequence
 #: What to say of a rank that died with these words.
 _MEANT = {
@@ -40,11 +42,25 @@ _MEANT = {
 }
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, kw_only=True)
 class RankGroup(WorkerGroup):
-    """Workers that go in step: all of their calls go through ``in_step``, and none is replaced."""
+    """Workers that go in step. None is replaced: after an error all of them are of no use any more.
 
-    in_step: Callable[..., dict[int, Any]] = dataclasses.field(kw_only=True)
+    ``held_by(rank)`` is what is lost with a rank. In calls that are ``watched`` ranks say that they
+    move, so that one that hangs is found by ``watch``, which there is once they have met; in all
+    others one that is stopped. How long those may rightly take nobody knows: it is said who has not
+    answered after ``patience`` seconds, after twice as many, and so on.
+    """
+
+    run_dir: Path
+    held_by: Callable[[int], str | None]
+    patience: float
+    progress: bool
+    watched: Set[str] = frozenset()
+    watch: Watch | None = None
+    steps: int | None = None  # of an epoch
+    broken: bool = False
+    unanswered: list[Any] = dataclasses.field(default_factory=list)
 
     def call_some(
         self,
@@ -53,137 +69,143 @@ class RankGroup(WorkerGroup):
         method: str,
         epoch: int | None = None,
     ) -> dict[int, Any]:
-        return self.in_step(worker_ids, submit, method, epoch)
+        """Results by rank. Raises one error, the cause's, with ``rank``, ``epoch`` and ``step``."""
+        pending = {submit(rank): rank for rank in worker_ids}
+        failures: dict[int, Exception] = {}
+        try:
+            results, verdict = self._answers(pending, failures, method, epoch)
+            if not failures and verdict is None:
+                return results
+            places = self.watch.last_places() if self.watch is not None else []
+            cause = root_cause(failures)
+            if cause is None and not pending and method not in self.watched:
+                cause = next(iter(failures.items()))  # it may be no collective that it speaks of
+            if cause is not None:
+                rank, error = cause
+                place = places[rank] if places and method == "_rank_epoch" else None
+                told = in_context(error, rank, epoch, place)
+            else:
+                told = _without_cause(failures, sorted(pending.values()), verdict, epoch, places)
+            raise self._with_loss(told)
+        except BaseException:
+            self.broken = True
+            self.unanswered += pending
+            raise
 
-
-def call_ranks(
-    ranks: Iterable[int],
-    submit: Callable[[int], Any],
-    *,
-    epoch: int | None,
-    limit: float | None,
-    watch: Watch | None,
-    bar: StepBar,
-    held_by: Callable[[int], str | None],
-    patience: float,
-    on_waiting: Callable[[list[int], float], None],
-) -> dict[int, Any]:
-    """Results by rank. Raises one error, the cause's, with ``rank``, ``epoch`` and ``step``.
-
-    Of a rank that is lost it also says what is lost with it, ``held_by(rank)``.
-
-    ``submit(rank)`` begins a rank's call. ``limit``: seconds for all of it. With ``watch``, ranks
-    that hang are found by their pulses. Without, nobody knows how long a call may rightly take:
-    ``on_waiting(ranks, seconds)`` hears who has not answered after ``patience`` seconds, after
-    twice as many, and so on.
-    """
-    pending = {submit(rank): rank for rank in ranks}
-    results: dict[int, Any] = {}
-    failures: dict[int, Exception] = {}
-    verdict: Verdict | None = None
-    began = answered = time.monotonic()
-    grace: float | None = None
-    try:
-        while pending and verdict is None:
-            for ref in miniray.wait(list(pending), timeout=_LOOK_EVERY)[0]:
-                rank = pending.pop(ref)
-                try:
-                    results[rank] = miniray.get(ref)
-                except Exception as error:
-                    failures[rank] = error
-                answered = time.monotonic()
-            now = time.monotonic()
-            if failures:
-                grace = grace or now + _GRACE
-                if root_cause(failures) is not None or now > grace:
+    def _answers(
+        self,
+        pending: dict[Any, int],
+        failures: dict[int, Exception],
+        method: str,
+        epoch: int | None,
+    ) -> tuple[dict[int, Any], Verdict | None]:
+        """Wait for all, or until some are known not to answer: they are left in ``pending``."""
+        results: dict[int, Any] = {}
+        verdict: Verdict | None = None
+        watch, patience, moves = self.watch, self.patience, method in self.watched
+        bar = StepBar(epoch or 0, self.steps, moves and self.progress)
+        began = answered = time.monotonic()
+        grace: float | None = None
+        try:
+            while pending and verdict is None:
+                for ref in miniray.wait(list(pending), timeout=_LOOK_EVERY)[0]:
+                    rank = pending.pop(ref)
+                    try:
+                        results[rank] = miniray.get(ref)
+                    except Exception as error:
+                        failures[rank] = error
+                    answered = time.monotonic()
+                now = time.monotonic()
+                if failures:
+                    grace = grace or now + _GRACE
+                    if root_cause(failures) is not None or now > grace:
+                        break
+                elif not pending:
                     break
-            elif limit is not None and now > began + limit:
-                late = sorted(pending.values())
-                verdict = Verdict(late, f"{named(late)} gave no result in {limit:g} s")
-            elif watch is not None:
-                bar.update(watch)
-                verdict = watch.hung(pending.values(), answered)
-            elif pending and now > began + patience:
-                on_waiting(sorted(pending.values()), now - began)
-                patience *= 2
-    finally:
-        bar.close()
-    if not failures and verdict is None:
-        return results
-    places = watch.last_places() if watch is not None else []
-    cause = _the_error(failures, sorted(pending.values()), verdict, epoch, places)
-    raise _with_loss(cause, held_by)
+                elif self.timeout is not None and now > began + self.timeout:
+                    late = sorted(pending.values())
+                    verdict = Verdict(late, f"{named(late)} gave no result in {self.timeout:g} s")
+                elif watch is not None and moves:
+                    bar.update(watch)
+                    verdict = watch.hung(pending.values(), answered)
+                elif watch is not None and (verdict := watch.stopped(pending.values())):
+                    break
+                elif now > began + patience:
+                    self._tell_of_waiting(method, pending.values(), now - began)
+                    patience *= 2
+        finally:
+            bar.close()
+        return results, verdict
+
+    def _tell_of_waiting(self, method: str, ranks: Iterable[int], seconds: float) -> None:
+        """Say on stderr who is waited for, and how to find out what for."""
+        text = (
+            f"{named(ranks)}: {method.removeprefix('_rank_')}() takes {seconds:.0f} s so far and "
+            f"is waited for; `miniray doctor {self.run_dir}` shows where it is, worker_timeout= "
+            "would set a limit"
+        )
+        print(text, file=sys.stderr, flush=True)
+
+    def _with_loss(self, error: Exception) -> Exception:
+        """Of a rank that is lost also what is lost with it."""
+        rank, lost = getattr(error, "rank", None), (ActorDiedError, WorkerTimeoutError)
+        held = None if rank is None else self.held_by(rank)
+        if held is None or not isinstance(error, lost) or isinstance(error, TaskError):
+            return error
+        return located(error, held)
+
+    def stop(self) -> None:
+        """End all ranks, and hear out what they still had to say.
+
+        Nobody wants to know; but of an answer that nobody asked for the log would tell.
+        """
+        super().stop()
+        self.watch = None
+        left, self.unanswered = self.unanswered, []
+        for ref in left if miniray.is_initialized() else ():
+            with contextlib.suppress(Exception):
+                miniray.get(ref, timeout=_LAST_WORDS)
 
 
-def tell_of_waiting(method: str, run_dir: Path, ranks: list[int], seconds: float) -> None:
-    """Say on stderr who is waited for, and how to find out what for."""
-    text = (
-        f"{named(ranks)}: {method.removeprefix('_rank_')}() takes {seconds:.0f} s so far and is "
-        f"waited for; `miniray doctor {run_dir}` shows where it is, worker_timeout= would set a "
-        "limit"
-    )
-    print(text, file=sys.stderr, flush=True)
-
-
-def _the_error(
-    failures: dict[int, Exception],
+def _without_cause(
+    failures: Mapping[int, Exception],
     pending: list[int],
     verdict: Verdict | None,
     epoch: int | None,
     places: list[Place],
 ) -> Exception:
-    cause = root_cause(failures)
-    if cause is not None:
-        rank, error = cause
-        return in_context(error, rank, epoch, places[rank] if places else None)
+    """The error where ranks only say that others are gone: who did not answer, or all they said."""
+    said = "\n".join(
+        f"  rank {rank}: {str(getattr(error, 'cause', None) or error).splitlines()[0]}"
+        for rank, error in sorted(failures.items())
+    )
     if verdict is None and pending and places:
         lines = [f"{named(pending)} did not answer, and the others waited in vain"]
         lines += [tell(place) for place in places if place.rank in pending]
-        verdict = Verdict(pending, "\n".join([*lines, *_said(failures)]))
-    told = explain(failures, verdict)
-    guilty = verdict.ranks if verdict is not None else []
-    if len(guilty) != 1:
+        verdict = Verdict(pending, "\n".join([*lines, said]))
+    barrier = next((e for e in failures.values() if isinstance(e, BarrierTimeoutError)), None)
+    if barrier is not None:
+        text = str(getattr(barrier, "cause", None) or barrier)
+    elif verdict is not None:
+        text = verdict.text
+    else:
+        text = (
+            "the ranks lost one another, and all of them are alive: they did not make the same "
+            f"collective calls in the same order\n{said}"
+        )
+    told = WorkerTimeoutError(text)
+    if verdict is None or len(verdict.ranks) != 1:
         return _marked(told, None, epoch, None)
-    return _marked(told, guilty[0], epoch, places[guilty[0]].step if places else None)
-
-
-def _with_loss(error: Exception, held_by: Callable[[int], str | None]) -> Exception:
-    rank, lost = getattr(error, "rank", None), (ActorDiedError, WorkerTimeoutError)
-    held = None if rank is None else held_by(rank)
-    if held is None or not isinstance(error, lost) or isinstance(error, TaskError):
-        return error
-    return located(error, held)
+    guilty = verdict.ranks[0]
+    return _marked(told, guilty, epoch, places[guilty].step if places else None)
 
 
 def root_cause(failures: Mapping[int, Exception]) -> tuple[int, Exception] | None:
     """Whose failure is not a consequence of another's; the first that came, of several."""
     for rank, error in failures.items():
-        if not isinstance(error, (PeerLostError, BarrierTimeoutError)):
+        if not is_consequence(error):
             return rank, error
     return None
-
-
-def explain(failures: Mapping[int, Exception], verdict: Verdict | None) -> Exception:
-    """The error where ranks only say that others are gone: who did not answer, or all they said."""
-    barriers = [error for error in failures.values() if isinstance(error, BarrierTimeoutError)]
-    if barriers:
-        cause = getattr(barriers[0], "cause", None)
-        return WorkerTimeoutError(str(cause or barriers[0]))
-    if verdict is not None:
-        return WorkerTimeoutError(verdict.text)
-    said = "\n".join(_said(failures))
-    return WorkerTimeoutError(
-        "the ranks lost one another, and all of them are alive: they did not make the same "
-        f"collective calls in the same order\n{said}"
-    )
-
-
-def _said(failures: Mapping[int, Exception]) -> list[str]:
-    """A line for each rank that has only lost the others."""
-    return [
-        f"  rank {rank}: {str(getattr(error, 'cause', None) or error).splitlines()[0]}"
-        for rank, error in sorted(failures.items())
-    ]
 
 
 def in_context(error: Exception, rank: int, epoch: int | None, place: Place | None) -> Exception:

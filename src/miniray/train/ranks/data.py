@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from miniray.doctor.handles import check_handles
-from miniray.train.ranks.plan import EpochPlan
+from miniray.train.ranks.plan import EpochPlan, Window
 
 
 class PlannedBatches:
@@ -30,6 +30,9 @@ class PlannedBatches:
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
+
+    def windows(self) -> list[Window]:
+        return list(self.plan.windows(self.rank))
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.plan.batches(self.rank, self.epoch, shuffle=self.shuffle, seed=self.seed)
@@ -53,24 +56,24 @@ def own_share(
     rank: int,
     world_size: int,
     *,
-    accumulate: int,
-    uneven: str,
     seed: int,
-    sharded: bool,
-) -> tuple[Any, EpochPlan | None]:
-    """(the rank's loader, its plan); no plan where the batches are the user's own.
+    accumulate: int = 1,
+    uneven: str = "join",
+    sharded: bool = False,
+) -> Any:
+    """The rank's loader; ``planned`` unless the batches are the user's own.
 
     ``sharded``: the worker has cut its data itself. Raises ``ValueError`` for a loader over all
     samples that cannot be cut.
     """
     if sharded or not isinstance(loader, DataLoader):
-        return loader, None
+        return loader
     if any(hasattr(part, "set_epoch") for part in (loader.sampler, loader.batch_sampler)):
-        return loader, None  # it was cut by somebody who knows of ranks: a DistributedSampler
+        return loader  # it was cut by somebody who knows of ranks: a DistributedSampler
     problem = own_way(loader)
     if problem:
         if world_size == 1:
-            return loader, None
+            return loader
         raise ValueError(
             f"self.train_loader has {problem}, which miniray cannot cut into {world_size} shards: "
             "every rank would train on the same samples. Give the worker load_data_shard(shard_id, "
@@ -85,7 +88,13 @@ def own_share(
         drop_last=loader.drop_last,
     )
     shuffle = isinstance(loader.sampler, RandomSampler)
-    return _with_batches(loader, PlannedBatches(plan, rank, shuffle, seed)), plan
+    return _with_batches(loader, PlannedBatches(plan, rank, shuffle, seed))
+
+
+def planned(loader: Any) -> PlannedBatches | None:
+    """The batches that miniray has dealt out to a loader; None where they are the user's own."""
+    batches = getattr(loader, "batch_sampler", None)
+    return batches if isinstance(batches, PlannedBatches) else None
 
 
 def own_way(loader: Any) -> str:

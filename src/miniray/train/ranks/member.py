@@ -1,43 +1,25 @@
 """A rank's process: process group, pulse, barriers, and the way out.
 
 An error leaves the group in an unknown state: the driver ends all ranks, and the process is not
-used again. An error that only says that others are gone becomes ``PeerLostError``, so that the
-driver can tell the cause from its consequences.
+used again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
-import re
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from miniray.doctor import barriers, recorder
-from miniray.errors import PeerLostError
 from miniray.train import group, launching
+from miniray.train.ranks.options import RunFacts
 from miniray.train.ranks.pulse import PulseThread
-
-_LOST = re.compile(
-    r"gloo|NCCL|Connection (closed|reset|refused)|Timed out waiting|Broken pipe|wait timeout", re.I
-)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """What every rank is told of its run.
-
-    ``own_process``: the rank's process is nobody else's, and was set up by ``ranks.output``.
-    """
-
-    seed: int = 0
-    own_process: bool = True
 
 
 class Member(ABC):
@@ -74,33 +56,23 @@ class Member(ABC):
 
     def epoch(self, epoch: int) -> dict[str, Any]:
         """Train one epoch; what this rank has to say about it."""
-        with self.peers_named():
-            self.pulse.epoch, self.pulse.step = epoch, -1
-            if self.recorder is not None:
-                self.recorder.tell_epoch(epoch)
-                self.recorder.note(steps_before_epoch=self.recorder.step_number)
+        self.pulse.epoch, self.pulse.step = epoch, -1
+        if self.recorder is not None:
+            self.recorder.tell_epoch(epoch)
+            self.recorder.note(steps_before_epoch=self.recorder.step_number)
+        try:
             said = self._epoch(epoch)
-            if self.recorder is not None:
-                self.recorder.flush()
-            return said
+        except Exception:  # the driver says in which step, and the last pulse may be of another
+            with contextlib.suppress(RuntimeError):  # the store may be gone: then nobody reads it
+                self.pulse.post()
+            raise
+        if self.recorder is not None:
+            self.recorder.flush()
+        return said
 
     @abstractmethod
     def _epoch(self, epoch: int) -> dict[str, Any]:
         """The steps of an epoch."""
-
-    @contextlib.contextmanager
-    def peers_named(self) -> Iterator[None]:
-        """Inside, errors that are consequences of another rank's say so."""
-        try:
-            yield
-        except Exception as error:
-            with contextlib.suppress(RuntimeError):  # the store may be gone: then nobody reads it
-                self.pulse.post()
-            if is_consequence(error):
-                raise PeerLostError(
-                    f"rank {self.rank} lost the other ranks at step {self.pulse.step}: {error}"
-                ) from error
-            raise
 
     def barrier(self, name: str) -> None:
         """Wait for all ranks; over the black boxes, which the doctor reads, or over the store."""
@@ -114,13 +86,6 @@ class Member(ABC):
     def leave(self) -> None:
         """Leave the group and give the process back as it was."""
         self._open.close()
-
-
-def is_consequence(error: BaseException) -> bool:
-    """Whether ``error`` only says that other ranks are gone or do not answer."""
-    if isinstance(error, dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
 
 
 def share_buffers(modules: Iterable[Any], source: int = 0, group: Any = None) -> None:

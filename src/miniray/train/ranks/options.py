@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +13,20 @@ from miniray.checks import one_of
 from miniray.core import session
 from miniray.errors import CapabilityError
 from miniray.train.arguments import check_seconds, check_spelling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What every rank is told of its run, whatever the trainer.
+
+    ``own_process``: the rank's process is nobody else's, and was set up by ``ranks.worker``.
+    """
+
+    seed: int = 0
+    own_process: bool = True
+    clip_norm: float | None = None
+    on_nonfinite: str = "error"
+
 
 #: Arguments of a trainer's bases that are not its own options.
 _TAKEN = {"self", "num_workers", "worker", "layout"}

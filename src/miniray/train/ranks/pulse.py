@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import socket
 import sys
 import sysconfig
@@ -19,7 +20,7 @@ import time
 import traceback
 from typing import Any
 
-from miniray.errors import BarrierTimeoutError
+from miniray.errors import BarrierTimeoutError, TaskError
 from miniray.train.group import ProcessGroupSpec, absent
 
 EVALUATION = "evaluation"  #: the phase in which steps are not those of training
@@ -29,14 +30,21 @@ _STACK_AFTER = 1.0  # seconds in one place; before that a stack tells nothing
 _DEEPEST = 12
 
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
-#: Code that is neither ours nor the user's own.
-_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+#: In the paths of what is installed, here or below a virtual environment that sees the system's.
+_INSTALLED = ("site-packages" + os.sep, "dist-packages" + os.sep)
 #: Code in which a rank waits for others.
 _WAITING_CODE = (
     os.path.join("torch", "distributed", ""),
     os.path.join("torch", "autograd", ""),
     os.path.join("torch", "nn", "parallel", ""),
     os.path.join("miniray", "train", "group.py"),
+)
+#: What torch says where other ranks are gone: by its own kinds of errors, or by these words.
+_LOST = re.compile(
+    r"^Dist\w*Error:|gloo|NCCL|Connection (closed|reset|refused)|Timed out waiting|Broken pipe"
+    r"|wait timeout",
+    re.IGNORECASE,
 )
 
 
@@ -101,23 +109,22 @@ class PulseThread:
         """The main thread is in the same phase, and moves."""
         self._where = (self._where[0], time.monotonic())
 
-    def barrier(self, name: str, timeout: float | None = None) -> None:
-        """Wait until all ranks are here; ``BarrierTimeoutError`` after ``timeout`` seconds.
+    def barrier(self, name: str) -> None:
+        """Wait until all ranks are here; ``BarrierTimeoutError`` after ``limit`` seconds.
 
         It names those that did not come, and shows where they are.
         """
-        limit = self.limit if timeout is None else timeout
         self.at(f"barrier {name!r}")
         self._barriers += 1
         prefix = f"{self._spec.name}/barrier/{self._barriers}/{name}"
         self._store.set(f"{prefix}/{self.rank}", b"")
-        missing = absent(self._store, prefix, self._spec.world_size, limit)
+        missing = absent(self._store, prefix, self._spec.world_size, self.limit)
         if missing:
             places = read_places(self._store, self._spec)
             ranks = ", ".join(map(str, missing))
             shown = "\n".join(tell(places[rank]) for rank in missing)
             raise BarrierTimeoutError(
-                f"barrier {name!r} of epoch {self.epoch} waited {limit:g} s in vain for rank"
+                f"barrier {name!r} of epoch {self.epoch} waited {self.limit:g} s in vain for rank"
                 f"{'s' if len(missing) > 1 else ''} {ranks} of {self._spec.world_size}\n{shown}",
                 name,
                 tuple(missing),
@@ -177,10 +184,14 @@ def readable(found: list[traceback.FrameSummary]) -> list[traceback.FrameSummary
     """
     theirs = [f for f in found if not f.filename.startswith((_OURS, "<"))]
     shown = theirs[-_DEEPEST:]
-    users = [f for f in theirs if not f.filename.startswith(_LIBRARIES)]
+    users = [f for f in theirs if not _is_library(f.filename)]
     if users and users[-1] not in shown:
         shown = [users[-1], *shown[1:]]
     return shown or found[-3:]
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith(_STDLIB) or any(part in filename for part in _INSTALLED)
 
 
 def _is_waiting(frame: Any) -> bool:
@@ -215,3 +226,12 @@ def tell(place: Place) -> str:
     """A place with its stack, for an error's text."""
     stack = "".join(f"    {line}\n" for line in place.stack.splitlines())
     return f"  {place.describe()}\n{stack}".rstrip()
+
+
+def is_consequence(error: BaseException | None) -> bool:
+    """Whether ``error`` only says that other ranks are gone or do not answer."""
+    while isinstance(error, TaskError):
+        error = error.cause
+    if isinstance(error, RuntimeError):
+        return _LOST.search(f"{type(error).__name__}: {error}") is not None
+    return isinstance(error, BarrierTimeoutError)

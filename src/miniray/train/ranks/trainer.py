@@ -3,22 +3,21 @@
 If a rank raises, dies, hangs or leaves the common way, all ranks are ended at once and the run ends
 with one error: that rank's, with epoch and step. What the others then say about lost connections is
 not shown. With ``max_failures`` a rank that died or hung costs the epoch it was in: all ranks are
-started again with the state of the end of the last epoch. One that is lost between two epochs, in
-an evaluation, a checkpoint or a ``call_workers``, costs that call, which is then made again.
+started again with the state of the end of the last epoch. One that is lost before the first or
+between two epochs, when it is set up, in an evaluation, a checkpoint or a ``call_workers``, costs
+that call, which is then made again.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import miniray
-from miniray.checks import whole
 from miniray.core import session
 from miniray.errors import (
     ActorDiedError,
@@ -28,9 +27,10 @@ from miniray.errors import (
 )
 from miniray.train.base import BaseTrainer
 from miniray.train.group import GroupHost
-from miniray.train.ranks.calls import RankGroup, StepBar, call_ranks, tell_of_waiting
+from miniray.train.ranks.calls import RankGroup
 from miniray.train.ranks.options import check_engine, check_options, choose_backend
 from miniray.train.ranks.watch import Watch
+from miniray.train.saving import NO_WORKERS
 
 T = TypeVar("T")
 
@@ -42,21 +42,17 @@ class RankTrainer(BaseTrainer, ABC):
     """
 
     _kind = "ranks"
-    _process_set_up = "miniray.train.ranks.output:set_up"
-    #: Calls in which ranks say that they move, so that one that does not is found.
-    _watched: Collection[str] = ("_rank_epoch",)
+    _process_set_up = "miniray.train.ranks.worker:set_up"
 
     def __init__(
         self,
         num_workers: int,
         *,
-        worker: Any = None,
         clip_norm: float | None = None,
         on_nonfinite: str = "error",
         group_backend: str = "auto",
         hang_timeout: float | None = 60.0,
         timeout: float = 600.0,
-        max_failures: int = 0,
         **options: Any,
     ) -> None:
         check_options(
@@ -66,26 +62,31 @@ class RankTrainer(BaseTrainer, ABC):
             on_nonfinite=on_nonfinite,
             group_backend=group_backend,
         )
-        # Failures are counted here: one worker cannot be replaced while the others wait for it.
-        super().__init__(num_workers, worker=worker, max_failures=0, **options)
+        super().__init__(num_workers, **options)
         self.clip_norm = clip_norm
-        self.failures = 0
-        self._most_failures = whole("max_failures", max_failures, 0)
+        self.failures = 0  # counted here: one rank cannot be replaced, the others wait for it
         self._on_nonfinite, self._group_backend = on_nonfinite, group_backend
         self._hang_timeout = math.inf if hang_timeout is None else hang_timeout
         self._timeout = timeout
-        self._order_seed = random.SystemRandom().getrandbits(48) if self._seed is None else None
+        unseeded = random.SystemRandom().getrandbits(48)
+        self._order_seed = unseeded if self._seed is None else self._seed
         self._host: GroupHost | None = None
-        self._watch: Watch | None = None
-        self._steps: int | None = None
         self._kept: dict[str, Any] | None = None  # the state to start again from
-        self._broken = self._retrying = False
+        self._retrying = False
 
     # -- what a subclass says ---------------------------------------------------------------------
 
     @abstractmethod
     def _summary(self, results: list[Any]) -> dict[str, Any]:
         """The result of an epoch from those of the ranks."""
+
+    @abstractmethod
+    def _set_up_ranks(self) -> None:
+        """Bring new ranks together, by ``_meet``, as soon as nothing can keep one from coming."""
+
+    @abstractmethod
+    def _whole_weights(self) -> Any:
+        """See ``model_weights``."""
 
     @abstractmethod
     def _shared_state(self) -> dict[str, Any]:
@@ -106,7 +107,7 @@ class RankTrainer(BaseTrainer, ABC):
             return results
 
         before = self.failures
-        result = self._summary(self._retried(epoch, attempt))
+        result = self._summary(self._retried(attempt))
         if self.failures > before:
             result["restarts"] = self.failures - before
         return result
@@ -119,58 +120,76 @@ class RankTrainer(BaseTrainer, ABC):
             self._keep_state()  # with what the call has changed: ranks started again have it too
             return results
 
-        return self._retried(epoch, attempt)
+        return self._retried(attempt)
+
+    def model_weights(self) -> Any:
+        """The trained weights in one piece, whichever ranks hold them."""
+        return self._retried(self._whole_weights)
 
     def save_checkpoint(self, epoch: int | None = None) -> Path:
         save = super().save_checkpoint
-        return self._retried(self._epoch_for_errors(), lambda: save(epoch))
+        return self._retried(lambda: save(epoch))
 
     def save_final_model(self, path: str | Path | None = None) -> Path:
         save = super().save_final_model
-        return self._retried(self._epoch_for_errors(), lambda: save(path))
+        return self._retried(lambda: save(path))
+
+    def _evaluated(self, attempt: Callable[[], T]) -> T:
+        """``attempt()`` evaluates. What that changes, ranks started again have changed, too."""
+
+        def kept() -> T:
+            scores = attempt()
+            if "evaluate" not in self._ranks.watched:  # the user's own, which may do anything
+                self._keep_state()
+            elif self._kept is not None:  # ours draws random numbers
+                self._kept["own"] = self._call_ranks("get_state")
+            return scores
+
+        return self._retried(kept)
 
     def _epoch_for_errors(self) -> int | None:
         """The epoch that is on, or the last one; None before the first."""
         epoch = self.epoch if self.epoch < self._end else self.epoch - 1
         return epoch if epoch >= 0 else None
 
-    def _retried(self, epoch: int | None, attempt: Callable[[], T]) -> T:
+    def _retried(self, attempt: Callable[[], T]) -> T:
         """``attempt()``, again after all ranks were started anew, within ``max_failures``.
 
-        Inside of another one it is made once: that one, then, is made again as a whole.
+        Inside of another one it is made once: that one, then, is made again as a whole. What a
+        rank's code raises is not tried again, in ``__init__`` neither: it would come again.
         """
         if self._retrying:
             return attempt()
-        reason: str | None = None
+        epoch, reason = self._epoch_for_errors(), ""
         while True:
             self._retrying = True
             try:
-                if reason is not None:
+                if reason:
                     self._start_again(epoch, reason)
                 return attempt()
             except (ActorDiedError, WorkerTimeoutError) as error:
+                if isinstance(error, TaskError) or getattr(error, "in_init", False):
+                    raise
                 self.failures += 1
                 rank, reason = getattr(error, "rank", None), str(error)
                 self._on_worker_event(
                     {"event": "worker_failed", "worker": rank, "epoch": epoch, "reason": reason}
                 )
-                if isinstance(error, TaskError) or self.failures > self._most_failures:
+                if self.failures > self._max_failures:
                     raise
             finally:
                 self._retrying = False
 
     def _start_again(self, epoch: int | None, reason: str) -> None:
         """End all ranks and start them with the state that was kept last."""
-        assert self._group is not None
-        self._group.stop()  # whatever the ranks are in
-        self._close_group()
-        self._group.start()
-        self._set_up_all()
+        self._ranks.stop()  # whatever they are in
+        self._close_host()
+        self._ranks.start()
+        self._set_up_ranks()
         for worker_id in range(self.num_workers):
             for callback in self.callbacks:
                 callback.on_worker_replaced(self, worker_id)
-        restarted = {"event": "ranks_restarted", "epoch": epoch, "reason": reason}
-        self._on_worker_event(restarted)
+        self._on_worker_event({"event": "ranks_restarted", "epoch": epoch, "reason": reason})
 
     def _call_ranks(
         self,
@@ -180,30 +199,7 @@ class RankTrainer(BaseTrainer, ABC):
         **kwargs: Any,
     ) -> list[Any]:
         """Call a method on all ranks; results by rank."""
-        assert self._group is not None
-        return self._group.call(method, arguments, kwargs, epoch)
-
-    def _call_some(
-        self, ranks: Iterable[int], submit: Callable[[int], Any], method: str, epoch: int | None
-    ) -> dict[int, Any]:
-        """How the group calls ranks. After an error all of them are of no use any more."""
-        assert self.run is not None
-        watched = method in self._watched
-        try:
-            return call_ranks(
-                ranks,
-                submit,
-                epoch=epoch,
-                limit=self._worker_timeout,
-                watch=self._watch if watched else None,
-                bar=StepBar(epoch or 0, self._steps, watched and self._progress),
-                held_by=self._held_by,
-                patience=self._hang_timeout,
-                on_waiting=functools.partial(tell_of_waiting, method, self.run.path),
-            )
-        except BaseException:
-            self._broken = True
-            raise
+        return self._ranks.call(method, arguments, kwargs, epoch)
 
     # -- workers ----------------------------------------------------------------------------------
 
@@ -212,19 +208,38 @@ class RankTrainer(BaseTrainer, ABC):
         check_engine(type(self).__name__, self.num_workers)
 
     def _make_group(self, *options: Any) -> RankGroup:
-        return RankGroup(*options, in_step=self._call_some)
+        assert self.run is not None
+        return RankGroup(
+            *options,
+            run_dir=self.run.path,
+            held_by=self._held_by,
+            patience=self._hang_timeout,
+            progress=self._progress,
+        )
+
+    @property
+    def _ranks(self) -> RankGroup:
+        """The workers; ``RuntimeError`` where there are none."""
+        if not isinstance(self._group, RankGroup):
+            raise RuntimeError(NO_WORKERS)
+        return self._group
+
+    def _set_up_all(self) -> None:
+        # Where that was done by starting the ranks again, nothing is left to do.
+        self._retried(lambda: None if self._host is not None else self._set_up_ranks())
 
     def _run_facts(self) -> dict[str, Any]:
         """What every rank is told of the run; see ``RunFacts``."""
         return {
-            "seed": self._order_seed if self._seed is None else self._seed,
+            "seed": self._order_seed,
             "own_process": session.engine().capabilities.processes,
+            "clip_norm": self.clip_norm,
+            "on_nonfinite": self._on_nonfinite,
         }
 
     def _meet(self, facts: Sequence[Mapping[str, Any]], agreed: Any) -> None:
         """Bring the ranks together, with what they have agreed on, and to the state of the run."""
-        assert self.run is not None
-        hosts = {fact["host"] for fact in facts}
+        ranks, hosts = self._ranks, {fact["host"] for fact in facts}
         self._host = GroupHost(
             self.num_workers,
             backend=choose_backend(self._group_backend, facts),
@@ -233,9 +248,9 @@ class RankTrainer(BaseTrainer, ABC):
             other_machines=len(hosts) > 1 or session.engine().capabilities.multi_node,
         )
         spec = self._host.spec
-        self._watch = Watch(self._host, self._hang_timeout, self.run.path)
+        ranks.watch = Watch(self._host, self._hang_timeout, ranks.run_dir)
         joined = self._call_ranks("_rank_join", lambda _: (spec, agreed, len(hosts) == 1))
-        self._steps = joined[0]
+        ranks.steps, ranks.broken = joined[0], False
         if self._kept is not None:
             self._apply(self._kept)
         elif self._loaded is None:
@@ -245,7 +260,7 @@ class RankTrainer(BaseTrainer, ABC):
 
     def _take_up(self, state: dict[str, Any]) -> None:
         take_up = super()._take_up
-        self._retried(self._epoch_for_errors(), lambda: take_up(state))
+        self._retried(lambda: take_up(state))
 
     def _workers_in_sync(self) -> bool:
         return True
@@ -260,11 +275,11 @@ class RankTrainer(BaseTrainer, ABC):
 
     def _keep_state(self) -> None:
         """Fetch what a restart of the ranks would need, if there may be one."""
-        if self._most_failures <= self.failures:
+        if self._max_failures <= self.failures:
             self._kept = None
             return
         self._kept = {
-            "weights": self.model_weights(),
+            "weights": self._whole_weights(),
             "shared": self._shared_state(),
             "own": self._call_ranks("get_state"),
         }
@@ -277,19 +292,20 @@ class RankTrainer(BaseTrainer, ABC):
 
     # -- the end ----------------------------------------------------------------------------------
 
-    def _close_group(self) -> None:
-        """End the store that the ranks met at."""
-        host, self._host, self._watch = self._host, None, None
+    def _close_host(self) -> None:
+        """End the store that the ranks met at, once they are ended."""
+        host, self._host = self._host, None
         if host is not None:
             host.close()
 
     def _abort(self, error: BaseException) -> None:
-        self._broken = True
+        if isinstance(self._group, RankGroup):
+            self._group.broken = True
         super()._abort(error)
 
     def _leave_group(self) -> None:
         """Part in peace, where the ranks can. One in this very process can always: it is alone."""
-        if self._broken and session.engine().capabilities.processes:
+        if self._ranks.broken and session.engine().capabilities.processes:
             return
         leaving = [worker._rank_leave.remote() for worker in self.workers]
         try:
@@ -301,4 +317,4 @@ class RankTrainer(BaseTrainer, ABC):
         if self._group is not None and miniray.is_initialized():
             self._leave_group()
         super().shutdown()
-        self._close_group()
+        self._close_host()

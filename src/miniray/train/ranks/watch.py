@@ -77,11 +77,10 @@ class Watch:
         ``answered`` is when the last of the others did (of the monotonic clock): its word is newer
         than a pulse.
         """
-        places = [place for place in self.places() if place.rank in pending]
-        stopped = [place.rank for place in places if self._outside(place) == "stopped"]
+        stopped = self.stopped(pending)
         if stopped:
-            what = "is stopped (SIGSTOP), and the others wait for it"
-            return self._verdict(stopped, what, ask_doctor=False)  # there is no more to say
+            return stopped
+        places = [place for place in self.places() if place.rank in pending]
         quiet = time.monotonic() - answered
         if not places or min(quiet, *(place.seconds for place in places)) < self._limit:
             return None
@@ -93,6 +92,15 @@ class Watch:
         guilty = [place.rank for place in suspects]
         others = ", and the others wait for it" if len(guilty) < self._host.spec.world_size else ""
         return self._verdict(guilty, f"has not moved{others}")
+
+    def stopped(self, pending: Collection[int]) -> Verdict | None:
+        """Who has not answered because it is stopped; None where nobody is."""
+        places = [place for place in self.places() if place.rank in pending]
+        ranks = [place.rank for place in places if self._outside(place) == "stopped"]
+        if not ranks:
+            return None
+        what = "is stopped (SIGSTOP), and the others wait for it"
+        return self._verdict(ranks, what, ask_doctor=False)  # there is no more to say
 
     def _verdict(self, guilty: list[int], what: str, ask_doctor: bool = True) -> Verdict:
         """The story as the pulses tell it; and as the doctor does, where the ranks have boxes."""
