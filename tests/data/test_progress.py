@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miniray.data import DataLoader, IndexedDataset, merge_states
+from miniray.data import DataLoader, IndexedDataset, JsonlDataset, merge_states
 from miniray.data.progress import after, extended, portion, positions_at, remaining, size, whole
 from miniray.errors import DataError
 
@@ -263,6 +263,18 @@ def test_a_state_of_something_else_is_refused(options, complaint):
     state = dataset(20).state_dict()
     with pytest.raises(DataError, match=complaint):
         dataset(**{"n": 20, **options}).load_state_dict(state)
+
+
+def test_a_state_that_knew_files_by_their_sizes_is_refused_with_the_reason(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"a": 1}\n' * 20)
+    lines = JsonlDataset(path)
+    # As it was made before: of names, rows and sizes.
+    earlier = {"version": 1, "fingerprint": lines.sources[0].blocks.fingerprint([180])}
+    with pytest.raises(DataError, match=r"an earlier version of miniray.*begin the epoch with"):
+        lines.load_state_dict({**lines.state_dict(), **earlier})
+    objects = dataset(3)  # known as they always were
+    objects.load_state_dict({**objects.state_dict(), "version": 1})
 
 
 def test_a_state_of_another_version_is_refused():

@@ -30,7 +30,8 @@ Snap = Callable[[int], int]
 #: Of the positions of a chunk of rows, sorted, those not in its first so many batches.
 ChunkLeft = Callable[[Sequence[int], int], Sequence[int]]
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+_SIZES_ONLY = 1  # of versions: files were known by their sizes, not by their content
 
 
 def whole(n: int) -> Intervals:
@@ -236,7 +237,7 @@ def check_state(
 ) -> None:
     """Refuse, with ``DataError``, a state that does not fit the data or the plan, or is partial."""
     version = state.get("version") if isinstance(state, Mapping) else state
-    if version != STATE_VERSION:
+    if version not in (STATE_VERSION, _SIZES_ONLY):
         raise DataError(f"a state of version {version!r} cannot be loaded")
     if state["alone"] and state["rank"] is not None:
         raise DataError(
@@ -245,6 +246,12 @@ def check_state(
             " states of all ranks and load merge_states([...])"
         )
     if (state["kind"], state["fingerprint"]) != (kind, fingerprint):
+        if version == _SIZES_ONLY:
+            raise DataError(
+                "the state was taken by an earlier version of miniray, which knew files by their"
+                " names and sizes alone. Whether these are the files of then cannot be told: begin"
+                " the epoch without it"
+            )
         raise DataError(
             f"the state is of other data: {state['kind']} {state['fingerprint']}, and this is"
             f" {kind} {fingerprint}. Names of files, their sizes or their content have changed"

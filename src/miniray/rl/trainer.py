@@ -66,7 +66,8 @@ class RLTrainer(Resumable):
             ``eval_interval``.
         sync: ``"grad"``: workers sum up gradients and are always equal. ``"weights"``: each learns
             on its own, and a parameter server combines their weights every ``sync_interval`` steps.
-        optimizer: called with the parameters; AdamW with ``config.lr`` by default.
+        optimizer: called with the parameters, in groups where ``critic_lr`` is set; AdamW with
+            ``config.lr`` by default.
         on_error: what to do with a response whose reward function fails or hangs, or whose
             log-probs are NaN, and with a step that has nothing to learn from: ``"raise"``, or
             ``"skip"`` it and count it.

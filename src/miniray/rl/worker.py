@@ -84,6 +84,11 @@ class RLWorker(Worker):
                 f"policy {type(self.policy).__name__} does not have"
             )
         critic = {id(p) for p in self.policy.critic_parameters()}
+        if not any(id(p) in critic for p in trained):
+            raise ValueError(
+                f"critic_lr={rate:g} is for nothing: of what critic_parameters() of policy "
+                f"{type(self.policy).__name__} returns there is none that is trained"
+            )
         return [
             {"params": list(members), **({"lr": rate, OWN_RATE: rate} if of_critic else {})}
             for of_critic, members in itertools.groupby(trained, lambda p: id(p) in critic)
