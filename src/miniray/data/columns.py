@@ -43,7 +43,10 @@ def from_rows(rows: Sequence[Any]) -> Any:
             packed = np.asarray(rows)
         except (ValueError, OverflowError):
             return list(rows)
-        return packed if packed.dtype.kind in "biuf" and packed.ndim == 1 else list(rows)
+        kind = packed.dtype.kind
+        if kind == "f" and not any(isinstance(row, (float, np.floating)) for row in rows):
+            return list(rows)  # integers of which no type holds all: as floats, ids would be others
+        return packed if kind in "biuf" and packed.ndim == 1 else list(rows)
     if isinstance(first, np.ndarray):
         same = all(
             isinstance(row, np.ndarray) and row.shape == first.shape and row.dtype == first.dtype
