@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from miniray.data.distinct import distinct
 from miniray.data.slabs import Slabs, copied, has_dictionary, size_for
 from miniray.data.source import Getter, Layout, Rows
 from miniray.data.values import getter, is_number, number_type, numbers
@@ -73,7 +72,7 @@ class ArrowRows(Rows):
         asked = np.asarray(index)
         found = np.empty(len(asked), dtype=number_type(kind))
         which = np.searchsorted(self._starts, asked, side="right") - 1
-        for number in distinct(which).tolist():
+        for number in set(which.tolist()):
             inside = which == number
             values = numbers(self._batches[number].column(name))
             found[inside] = values[asked[inside] - self._starts[number]]

@@ -18,7 +18,7 @@ from miniray.data.columns import columns_of
 from miniray.data.dataset import Dataset
 from miniray.data.gather import BlockCache, Piece, Places
 from miniray.data.parts import part_bounds
-from miniray.data.row_ids import RowId
+from miniray.data.share import RowId
 from miniray.data.source import Rows
 from miniray.errors import RowError
 

@@ -20,12 +20,11 @@ from typing import Any, Literal
 import numpy as np
 
 from miniray.data.dataset import Dataset
-from miniray.data.distinct import distinct
 from miniray.data.gather import Places
 from miniray.data.order import Order, starts_of
 from miniray.data.parts import Even, check_even, checked_rank, resolve_seed
 from miniray.data.permutation import Permutation, Positions, derive_key
-from miniray.data.row_ids import RowId
+from miniray.data.share import RowId
 from miniray.data.source import Source, parse_bytes
 from miniray.errors import DataError
 
@@ -203,7 +202,7 @@ class Mixture(Dataset):
         source, turn = np.empty_like(positions), np.empty_like(positions)
         last = max(1, self._n() // self._round) - 1
         rounds = np.minimum(positions // self._round, last)
-        for number in distinct(rounds).tolist():
+        for number in set(rounds.tolist()):
             chosen = rounds == number
             inside = positions[chosen] - number * self._round
             sources, turns = self._arrangement(number)
@@ -218,7 +217,7 @@ class Mixture(Dataset):
         for which, member in enumerate(self._sources):
             count = member.total_rows
             of_it = source == which
-            for epoch in distinct(turn[of_it] // count).tolist():
+            for epoch in sorted(set((turn[of_it] // count).tolist())):
                 chosen = np.flatnonzero(of_it & (turn // count == epoch))
                 yield (
                     which,

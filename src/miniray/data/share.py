@@ -6,15 +6,17 @@ Arithmetic only; nothing is read but what the order itself needs.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import overload
 
 from miniray.data import progress
 from miniray.data.epochs import Epochs
 from miniray.data.gather import Places
 from miniray.data.order import Order, SequentialOrder, starts_of
-from miniray.data.row_ids import RowId, RowIds
 from miniray.data.selection import Selection
 from miniray.data.source import Blocks
+
+RowId = tuple[str, int]  # the file, and the row within it
 
 
 class Share(Epochs):
@@ -123,3 +125,31 @@ class Share(Epochs):
         total = progress.size(left)
         shared = total - total % self._world_size if self._even == "drop" else total
         return self.name_rows(self.places_of(progress.positions_at(left, range(shared, total))))
+
+
+class RowIds(Sequence[RowId]):
+    """Ids of a dataset's rows: a lazy sequence of ``(file, row)``."""
+
+    def __init__(self, dataset: Share) -> None:
+        self._dataset = dataset
+        self._length = len(dataset)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> RowId: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[RowId]: ...
+    def __getitem__(self, index: int | slice) -> RowId | list[RowId]:
+        if isinstance(index, slice):
+            wanted = range(*index.indices(self._length))
+            return self._dataset.name_rows(self._dataset.places(wanted))
+        number = int(index) + (self._length if index < 0 else 0)
+        if not 0 <= number < self._length:
+            raise IndexError(f"row {index} of {self._length}")
+        return self._dataset.name_rows(self._dataset.places([number]))[0]
+
+    def __iter__(self) -> Iterator[RowId]:
+        for start in range(0, self._length, 4096):
+            yield from self[start : start + 4096]
