@@ -5,7 +5,7 @@ import torch
 
 from miniray.rl import CausalLM, Sampling, generate
 from miniray.rl.batch import Generated, Rollouts
-from miniray.rl.picking import pick, uniforms
+from miniray.rl.generation import pick, uniforms
 from miniray.rl.sampling import row_seed
 from tests.rl.models_for_tests import TOKENIZER, TinyLM, make_model
 

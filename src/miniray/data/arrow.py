@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miniray.data.arrow_rows import ArrowRows, rows_of
-from miniray.data.file_source import FileBlocks, FileSource
-from miniray.data.files import FileList, is_remote
+from miniray.data.files import FileBlocks, FileList, FileSource, is_remote
 from miniray.data.schemas import cast, common_types
 from miniray.data.slabs import Slabs
 from miniray.data.source import wanted

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from miniray.checks import whole
 from miniray.data.batches import BatchPlan, FixedBatches, TokenBatches
 from miniray.data.dataset import Dataset
-from miniray.data.decode import Format, Skipped
-from miniray.data.iteration import LoaderIterator
+from miniray.data.decode import Decoder, Format, Skipped, is_skipped
+from miniray.data.pipeline import Pipeline
 from miniray.data.source import wanted
 
 
@@ -150,7 +151,29 @@ class DataLoader:
 
     def __iter__(self) -> LoaderIterator:
         self._end_iteration(displaced=True)
-        iterator = LoaderIterator(self)
+        dataset = self.dataset
+        dataset.restart()
+        plan, cache = self._plan(), dataset.new_cache()
+        decoder = Decoder(
+            dataset,
+            cache,
+            transform=self.transform,
+            collate_fn=self.collate_fn,
+            format=self._format,
+            on_error=self._on_error,
+            skipped=self.skipped,
+            pool=self._process_pool(),
+        )
+        pipeline = Pipeline(
+            dataset,
+            iter(plan),
+            cache,
+            decoder,
+            prefetch=self.prefetch,
+            workers=self.decode_workers,
+            budget=self.memory_budget // 2,
+        )
+        iterator = LoaderIterator(self, pipeline, plan.alone)
         self._running = weakref.ref(iterator)
         return iterator
 
@@ -219,3 +242,69 @@ class DataLoader:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+
+class LoaderIterator(Iterator[Any]):
+    """One pass over a loader's batches: takes them, and records what was delivered.
+
+    ``alone``: other ranks may make batches of other sizes.
+    """
+
+    def __init__(self, loader: DataLoader, pipeline: Pipeline, alone: bool) -> None:
+        self._loader, self._alone = loader, alone
+        self._pipeline: Pipeline | None = pipeline
+        self._epoch = loader.epoch
+        self._displaced = False
+        # The threads know the pipeline and not this object: once nobody has it, they end.
+        self._finalizer = weakref.finalize(self, Pipeline.close, pipeline)
+
+    def __iter__(self) -> LoaderIterator:
+        return self
+
+    def __next__(self) -> Any:
+        while self._pipeline is not None:
+            try:
+                task = self._pipeline.take()
+            except BaseException:
+                self.close()
+                raise
+            if task is None:
+                self.close()
+                self._finish()
+                break
+            # A batch less than other ranks: from here on they are apart.
+            self._alone = self._alone or is_skipped(task.result)
+            self._loader.dataset.record(task.batch.taken, self._alone, task.batch.last)
+            if not is_skipped(task.result):
+                return task.result
+        if self._displaced:
+            raise RuntimeError(
+                "this loop cannot go on: the loader was iterated again, or had set_epoch or"
+                " load_state_dict called, meanwhile. Use loader.shard(rank, world_size) for a"
+                " second loader over the same rows"
+            )
+        raise StopIteration
+
+    def _finish(self) -> None:
+        loader = self._loader
+        loader.dataset.finish_epoch()
+        if loader.skipped.count:
+            warnings.warn(
+                f"rows skipped by epoch {self._epoch}'s end: {loader.skipped.count},"
+                f" {loader.skipped.by_file()}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def close(self, displaced: bool = False) -> None:
+        """End the threads. What was delivered stays delivered.
+
+        ``displaced``: not at the end of the epoch, and unknown to the loop, which must not take it
+        for the end.
+        """
+        self._displaced = displaced and self._pipeline is not None
+        self._pipeline = None
+        self._finalizer()

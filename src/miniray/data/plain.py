@@ -11,8 +11,7 @@ from typing import Any
 
 from miniray.data.footer import Footer, unchanged
 from miniray.data.layout import Node
-from miniray.data.leaves import Leaf, read_leaf
-from miniray.data.pages import NOT_PLAIN, NotPlainError
+from miniray.data.pages import NOT_PLAIN, Leaf, NotPlainError, read_leaf
 from miniray.data.source import Getter, Layout, Rows, struct_getter
 from miniray.data.value_file import ValueFile
 from miniray.errors import DataError

@@ -1,4 +1,4 @@
-"""What an algorithm can be told: small dataclasses, checked when they are made.
+"""What an algorithm can be told: small dataclasses, checked when they are made; and adaptive KL.
 
 Defaults are verl's where it has one, except the number of prompts and tokens, which suit a small
 model.
@@ -7,6 +7,8 @@ model.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
 
 from miniray.checks import one_of, whole
 from miniray.rl.checks import above, in_range
@@ -44,6 +46,43 @@ class KLPenalty:
             above("KLPenalty.target", self.target, 0)
             if self.coef == 0:
                 raise ValueError("KLPenalty.target needs a coef > 0 to start from: 0 stays 0")
+
+
+class AdaptiveKL:
+    """Raises the coefficient while the KL is above its target and lowers it while below.
+
+    Each update multiplies it by ``1 + clip(kl / target - 1, ±0.2) * steps / horizon`` (Ziegler et
+    al., https://arxiv.org/abs/1909.08593, section 2.2). A KL that is no finite number is refused:
+    it would stay in the coefficient for ever.
+
+    It lives on the driver, which sees the KL of all workers as (sum, count) and sends the
+    coefficient with every step. So that is one number for all ranks by construction.
+    """
+
+    def __init__(self, coefficient: float, target: float, horizon: float = 10_000) -> None:
+        in_range("coefficient", coefficient, 0)
+        above("target", target, 0)
+        above("horizon", horizon, 0)
+        self.coefficient = float(coefficient)
+        self.target = float(target)
+        self.horizon = float(horizon)
+
+    def update(self, kl: float, steps: float) -> float:
+        """Take note of the mean KL over ``steps`` samples; returns the new coefficient."""
+        if not math.isfinite(kl):
+            raise ValueError(f"the mean KL to the reference is {kl}, so it cannot be adapted to")
+        error = min(0.2, max(-0.2, kl / self.target - 1))
+        # A step of many samples against a short horizon must not make it negative.
+        self.coefficient *= max(0.0, 1 + error * steps / self.horizon)
+        return self.coefficient
+
+    def state_dict(self) -> dict[str, float]:
+        """The coefficient, for a checkpoint; the rest is settings."""
+        return {"coefficient": self.coefficient}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on with the coefficient of a ``state_dict``."""
+        self.coefficient = float(state["coefficient"])
 
 
 @dataclasses.dataclass(frozen=True)

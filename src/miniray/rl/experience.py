@@ -19,7 +19,7 @@ from miniray.rl import losses
 from miniray.rl.batch import MicroBatch, Rollouts
 from miniray.rl.collective import Collective
 from miniray.rl.config import Algorithm, GRPOConfig, PPOConfig
-from miniray.rl.masking import selected
+from miniray.rl.losses import selected
 from miniray.rl.metrics import Metrics
 from miniray.rl.reward import brief
 from miniray.rl.setup import Setup

@@ -21,7 +21,7 @@ from miniray.rl import losses
 from miniray.rl.batch import MicroBatch, Rollouts
 from miniray.rl.collective import Collective, sum_gradients
 from miniray.rl.config import Algorithm, PPOConfig
-from miniray.rl.masking import selected
+from miniray.rl.losses import selected
 from miniray.rl.metrics import Metrics
 from miniray.rl.reward import brief
 
