@@ -7,6 +7,7 @@ function of the row number that reads offsets and bytes directly.
 
 from __future__ import annotations
 
+import mmap
 import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -17,8 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from miniray.data.columns import NUMBERS
-from miniray.data.slabs import Slabs, copied, has_dictionary, size_for
-from miniray.data.source import Getter, Layout, Rows, struct_getter
+from miniray.data.source import Getter, Layout, Rows, Slabs, struct_getter
 
 
 class ArrowRows(Rows):
@@ -97,13 +97,34 @@ def rows_of(batches: Iterable[Any], start: int, slabs: Slabs | None) -> ArrowRow
     """Record batches as rows, copied into slabs one by one as they come."""
     kept, own = [], []
     for batch in batches:
-        if slabs is not None and not any(has_dictionary(field.type) for field in batch.schema):
-            own.append(slabs.take(size_for(batch)))
-            batch = copied(batch, own[-1])
+        if slabs is not None and not any(_has_dictionary(field.type) for field in batch.schema):
+            own.append(slabs.take(_size_for(batch)))
+            batch = _copied(batch, own[-1])
         kept.append(batch)
     if len(own) != len(kept):
         slabs, own = None, []
     return ArrowRows(kept, start, slabs, own)
+
+
+def _copied(batch: Any, slab: mmap.mmap) -> Any:
+    """An Arrow record batch with its data in ``slab``."""
+    buffer = pa.py_buffer(slab)
+    with pa.ipc.new_stream(pa.FixedSizeBufferWriter(buffer), batch.schema) as stream:
+        stream.write_batch(batch)
+    with pa.ipc.open_stream(buffer) as stream:
+        return stream.read_next_batch()
+
+
+def _size_for(batch: Any) -> int:
+    """Bytes that ``_copied`` needs."""
+    return int(pa.ipc.get_record_batch_size(batch) + batch.schema.serialize().size + 64)
+
+
+def _has_dictionary(kind: Any) -> bool:
+    """Whether a type has dictionaries in it, which do not travel with a record batch."""
+    if pa.types.is_dictionary(kind):
+        return True
+    return any(_has_dictionary(kind.field(i).type) for i in range(kind.num_fields))
 
 
 # -- values of arrays ------------------------------------------------------------------------------

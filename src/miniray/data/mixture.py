@@ -24,7 +24,6 @@ from miniray.data.gather import Places
 from miniray.data.order import Order, starts_of
 from miniray.data.parts import Even, check_even, checked_rank, resolve_seed
 from miniray.data.permutation import Permutation, Positions, derive_key
-from miniray.data.share import RowId
 from miniray.data.source import Source, parse_bytes
 from miniray.errors import DataError
 
@@ -250,7 +249,8 @@ class Mixture(Dataset):
         starts = self._member_starts()
         source = [bisect_right(starts, ordinal) - 1 for ordinal in ordinals]
         block, row = [0] * len(ordinals), [0] * len(ordinals)
-        for which, member, chosen in self._by_member(source):
+        for which, member in enumerate(self._sources):
+            chosen = [i for i, number in enumerate(source) if number == which]
             places = member.places_of_ordinals([ordinals[i] - starts[which] for i in chosen])
             _put(block, chosen, places.block)
             _put(row, chosen, places.row)
@@ -262,18 +262,6 @@ class Mixture(Dataset):
     @property
     def distinct_rows(self) -> int:
         return sum(member.total_rows for member in self._sources)
-
-    def name_rows(self, places: Places) -> list[RowId]:
-        found: list[RowId] = [("", -1)] * len(places)
-        for _, member, chosen in self._by_member(places.source):
-            blocks, rows = [places.block[i] for i in chosen], [places.row[i] for i in chosen]
-            _put(found, chosen, member.name_rows(Places([0] * len(chosen), blocks, rows)))
-        return found
-
-    def _by_member(self, source: Sequence[int]) -> Iterator[tuple[int, Dataset, list[int]]]:
-        """(number of a member, the member, which entries of ``source`` are that number)."""
-        for which, member in enumerate(self._sources):
-            yield which, member, [i for i, number in enumerate(source) if number == which]
 
     def _plan(self) -> dict[str, Any]:
         return {**super()._plan(), "until": self._until, "sources": len(self._given)}

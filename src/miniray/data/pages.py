@@ -8,15 +8,17 @@ format: https://parquet.apache.org/docs/file-format/data-pages/
 
 from __future__ import annotations
 
+import os
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from miniray.data.footer import Chunk
+from miniray.data.footer import Chunk, ValueFile, has_changed
 from miniray.data.layout import Node
 from miniray.data.source import Getter
 from miniray.data.thrift import DAMAGED, read_struct, varint
-from miniray.data.value_file import StoredValues, ValueFile
+from miniray.errors import DataError
 
 _HEADER = 1 << 15  # bytes that a page's header has at most; it may show its least and largest value
 _DATA_PAGE, _DATA_PAGE_V2 = 0, 3
@@ -215,3 +217,47 @@ def _bytes(part: bytes, count: int, text: bool) -> list[Any]:
     if at != len(part):
         raise NotPlainError(f"values end at byte {at} of a page, which has {len(part)}")
     return [value.decode() for value in values] if text else values
+
+
+class StoredValues:
+    """The large values of one column chunk: where each of them lies in the file.
+
+    They are stored one after the other, each behind its length. Once it is known where they begin,
+    a row costs one copy out of the page cache, and no row group has to be held to take rows from it
+    in random order.
+    """
+
+    def __init__(self, file: ValueFile, bounds: Sequence[tuple[int, int]]) -> None:
+        self._file, self._handle = file, file.handle
+        self._begins, self._sizes = array("q"), array("q")
+        for start, stop in bounds:
+            self._walk(start, stop)
+
+    def _walk(self, start: int, stop: int) -> None:
+        """Find the values between two places of the file."""
+        begins, sizes, handle, read = self._begins, self._sizes, self._handle, os.pread
+        while start < stop:
+            size = int.from_bytes(read(handle, 4, start), "little")
+            start += 4
+            begins.append(start)
+            sizes.append(size)
+            start += size
+        if start != stop:
+            raise DataError(
+                f"{self._file.path}: a value ends at byte {start}, after its page ({stop}); the"
+                " file is damaged"
+            )
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    @property
+    def nbytes(self) -> int:
+        return 16 * len(self)
+
+    def __call__(self, i: int) -> bytes:
+        size = self._sizes[i]
+        found = os.pread(self._handle, size, self._begins[i])
+        if len(found) != size:
+            raise has_changed(self._file.path)
+        return found

@@ -14,7 +14,7 @@ from miniray.data.epochs import Epochs
 from miniray.data.gather import Places
 from miniray.data.order import Order, SequentialOrder, starts_of
 from miniray.data.selection import Selection
-from miniray.data.source import Blocks
+from miniray.data.source import Source
 
 RowId = tuple[str, int]  # the file, and the row within it
 
@@ -33,8 +33,8 @@ class Share(Epochs):
 
     @property
     @abstractmethod
-    def _table(self) -> Blocks:
-        """Where the rows of the source are."""
+    def sources(self) -> list[Source]:
+        """Where the rows come from: one, or those of a mixture."""
 
     def _parts(self) -> tuple[progress.Intervals, progress.Intervals]:
         """What is left of the epoch for all ranks, and this rank's part of it."""
@@ -101,11 +101,12 @@ class Share(Epochs):
 
     def name_rows(self, places: Places) -> list[RowId]:
         """Stable ids of rows: file, and row within the file."""
-        blocks = self._table
-        return [
-            (blocks.files[blocks.file[block]], blocks.first[block] + row)
-            for block, row in zip(places.block, places.row, strict=True)
-        ]
+        tables = [source.blocks for source in self.sources]
+        found = []
+        for source, block, row in zip(places.source, places.block, places.row, strict=True):
+            blocks = tables[source]
+            found.append((blocks.files[blocks.file[block]], blocks.first[block] + row))
+        return found
 
     @property
     def row_ids(self) -> RowIds:

@@ -14,11 +14,10 @@ if TYPE_CHECKING:
     from miniray.rl import advantages, losses
     from miniray.rl.batch import Generated, MicroBatch, pad_left, positions
     from miniray.rl.collective import sum_gradients
-    from miniray.rl.config import AdaptiveKL, GRPOConfig, KLPenalty, PPOConfig
+    from miniray.rl.config import AdaptiveKL, GRPOConfig, KLPenalty, PPOConfig, Sampling
     from miniray.rl.generation import generate
     from miniray.rl.metrics import Quad, pool
     from miniray.rl.policy import CausalLM, Policy
-    from miniray.rl.sampling import Sampling
     from miniray.rl.sources import held_out, make_source
     from miniray.rl.tokenizer import CharTokenizer
     from miniray.rl.trainer import GRPOTrainer, PPOTrainer
@@ -42,7 +41,7 @@ _WHERE = {
     "RLWorker": ".worker",
     "RewardError": "..errors",
     "RewardTimeoutError": "..errors",
-    "Sampling": ".sampling",
+    "Sampling": ".config",
     "advantages": ".advantages",
     "generate": ".generation",
     "held_out": ".sources",

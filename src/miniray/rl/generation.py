@@ -10,6 +10,7 @@ does not depend on which worker, batch or place in a batch it is in.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from miniray.rl.batch import pad_left, positions
-from miniray.rl.sampling import Sampling
+from miniray.rl.config import Sampling
 
 #: Further arguments of the model for rows with these numbers.
 Extra = Callable[[Sequence[int]], Mapping[str, Any]]
@@ -214,6 +215,12 @@ def _check(model: Any, prompts: Sequence[Tensor], sampling: Sampling) -> None:
 
 
 # -- choosing the next token -----------------------------------------------------------------------
+
+
+def row_seed(*parts: int) -> int:
+    """A seed of 64 bits from what identifies a row: run, step, prompt, number of the rollout."""
+    text = ",".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def uniforms(seeds: Sequence[int], count: int) -> Tensor:

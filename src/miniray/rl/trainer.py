@@ -23,12 +23,17 @@ from miniray.errors import (
     PeerLostError,
     TaskError,
 )
-from miniray.rl.calls import Worker
-from miniray.rl.config import AdaptiveKL, Algorithm, GRPOConfig, KLPenalty, PPOConfig
+from miniray.rl.calls import Setup, Worker
+from miniray.rl.config import (
+    AdaptiveKL,
+    Algorithm,
+    GRPOConfig,
+    KLPenalty,
+    PPOConfig,
+    Sampling,
+)
 from miniray.rl.metrics import pool, record
 from miniray.rl.resuming import Resumable
-from miniray.rl.sampling import Sampling
-from miniray.rl.setup import Setup
 from miniray.rl.sources import check_rows
 from miniray.train.arguments import check_spelling
 from miniray.train.base import BaseTrainer
