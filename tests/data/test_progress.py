@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miniray.data import DataLoader, IndexedDataset, JsonlDataset, merge_states
-from miniray.data.progress import after, extended, portion, positions_at, remaining, size, whole
+from miniray.data.progress import after, extended, portion, positions_at, remaining, size
 from miniray.errors import DataError
 
 
@@ -29,8 +29,8 @@ def ids(batch):
 
 def test_what_three_ranks_leave():
     # 10 rows: [0:4] [4:7] [7:10], two taken from each.
-    assert after(whole(10), [3, 2], "exact") == [(2, 4), (6, 7), (9, 10)]
-    assert after(whole(10), [3, [0, 3, 9]], "exact") == [(0, 4)]
+    assert after(remaining(10, []), [3, 2], "exact") == [(2, 4), (6, 7), (9, 10)]
+    assert after(remaining(10, []), [3, [0, 3, 9]], "exact") == [(0, 4)]
 
 
 def test_portions_and_positions():

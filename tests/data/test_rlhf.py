@@ -433,7 +433,7 @@ class TestConfig:
         ("config", "message"),
         [
             ({"max_promt_length": 5}, "'max_prompt_length' is meant"),
-            ({"truncation": "top"}, "'left', 'right' or 'middle'"),
+            ({"truncation": "top"}, "'left', 'right', 'middle', not 'top'"),
             ({"max_prompt_length": 0}, "an int >= 1"),
             ({"tool_config_path": "tools.yaml"}, "apply_chat_template_kwargs"),
         ],

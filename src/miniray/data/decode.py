@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -74,10 +75,7 @@ class Skipped:
 
     def by_file(self) -> dict[str, int]:
         """How many of the rows listed are of each file."""
-        found: dict[str, int] = {}
-        for file, _ in self.rows:
-            found[file] = found.get(file, 0) + 1
-        return found
+        return dict(Counter(file for file, _ in self.rows))
 
 
 class Decoder:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-from miniray.checks import whole
+from miniray.checks import one_of, whole
 from miniray.data.batches import BatchPlan, FixedBatches, TokenBatches
 from miniray.data.dataset import Dataset
 from miniray.data.decode import Decoder, Format, Skipped, is_skipped
@@ -96,10 +96,9 @@ class DataLoader:
         for name, function in [("transform", transform), ("collate_fn", self.collate_fn)]:
             if function is not None and not callable(function):
                 raise ValueError(f"{name} must be a function, not {function!r}")
-        if self._format not in ("numpy", "torch", "arrow"):
-            raise ValueError(f"format must be 'numpy', 'torch' or 'arrow', not {self._format!r}")
-        if self._on_error not in ("raise", "skip"):
-            raise ValueError(f"on_error must be 'raise' or 'skip', not {self._on_error!r}")
+        one_of("format", self._format, ("numpy", "torch", "arrow"))
+        one_of("on_error", self._on_error, ("raise", "skip"))
+        one_of("batch_by", batch_by, (None, "tokens"))
         if self._format == "arrow" and (transform is not None or self.collate_fn is not None):
             raise ValueError("format='arrow' gives tables as they are read; it takes no transform")
         if self._on_error == "skip" and transform is None:
@@ -108,8 +107,6 @@ class DataLoader:
             raise ValueError("decode_processes=True needs a transform to run in them")
         if self.decode_workers and not self.prefetch:
             raise ValueError("decode_workers need prefetch of at least 1: they work ahead")
-        if batch_by not in (None, "tokens"):
-            raise ValueError(f"batch_by must be None or 'tokens', not {batch_by!r}")
         if batch_by == "tokens" and length is None:
             raise ValueError(
                 "batch_by='tokens' needs length=: the column with the number of tokens of a row (or"

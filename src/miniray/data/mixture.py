@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from miniray.checks import one_of
 from miniray.data.dataset import Dataset
 from miniray.data.gather import Places
 from miniray.data.order import Order, starts_of
@@ -57,8 +58,7 @@ class Mixture(Dataset):
         check_even(even)
         if not datasets:
             raise ValueError("a mixture needs at least one (dataset, weight)")
-        if until not in ("first", "all"):
-            raise ValueError(f"until must be 'first' or 'all', not {until!r}")
+        one_of("until", until, ("first", "all"))
         for number, pair in enumerate(datasets):
             if not isinstance(pair, Sequence) or len(pair) != 2:
                 raise TypeError(f"source {number} of the mixture is no (dataset, weight): {pair!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Literal
 
-from miniray.checks import whole
+from miniray.checks import one_of, whole
 
 #: The environment variable by which an engine or launcher gives all ranks of a run one seed.
 RUN_SEED = "MINIRAY_RUN_SEED"
@@ -55,8 +55,7 @@ def checked_samples(max_samples: int) -> int:
 
 
 def check_even(even: Even) -> None:
-    if even not in ("exact", "pad", "drop"):
-        raise ValueError(f"even must be 'exact', 'pad' or 'drop', not {even!r}")
+    one_of("even", even, ("exact", "pad", "drop"))
 
 
 def part_bounds(n: int, rank: int, world_size: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
-from miniray.checks import whole
+from miniray.checks import one_of, whole
 from miniray.data.parts import (
     Even,
     check_even,
@@ -60,8 +60,7 @@ def shard_indices(
     n, epoch = whole("n", n), whole("epoch", epoch)
     if not 0 <= n <= MOST_ROWS:
         raise ValueError(f"n must be in 0..2**62, not {n}")
-    if mode not in ("contiguous", "strided"):
-        raise ValueError(f"mode must be 'contiguous' or 'strided', not {mode!r}")
+    one_of("mode", mode, ("contiguous", "strided"))
     check_even(even)
     max_samples = checked_samples(max_samples)
     drawn = -1 < max_samples < n

@@ -34,11 +34,6 @@ STATE_VERSION = 2
 _SIZES_ONLY = 1  # of versions: files were known by their sizes, not by their content
 
 
-def whole(n: int) -> Intervals:
-    """All positions of an epoch."""
-    return [(0, n)] if n else []
-
-
 def size(intervals: Intervals) -> int:
     return sum(end - start for start, end in intervals)
 
@@ -139,7 +134,7 @@ def remaining(
     chunk_left: ChunkLeft | None = None,
 ) -> Intervals:
     """The positions of an epoch of ``n`` rows that nobody has consumed, after ``history``."""
-    intervals = whole(n)
+    intervals: Intervals = [(0, n)] if n else []
     for stage in history:
         intervals = after(intervals, stage, even, snap, chunk_left)
     return intervals

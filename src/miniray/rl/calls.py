@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from miniray.checks import one_of
-from miniray.rl.checks import above, called_with
-from miniray.rl.config import Algorithm, Sampling
+from miniray.rl.config import Algorithm, Sampling, above
 from miniray.rl.metrics import Quad
-from miniray.rl.sources import Row, Source, check_data
+from miniray.rl.sources import Row, Source, called_with, check_data
 from miniray.train.group import ProcessGroupSpec
 
 if TYPE_CHECKING:

@@ -8,15 +8,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from miniray.checks import one_of, whole
-from miniray.rl.checks import above, in_range
 
 #: How losses of tokens become one; how the distance to the reference is estimated. See ``losses``.
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
 KL_KINDS = ("k1", "k2", "k3")
 _COUNTS = ("prompts_per_step", "rollouts", "epochs", "mini_batches", "micro_batch_tokens")
+
+
+def in_range(
+    name: str, value: Any, low: float, high: float = math.inf, *, sign: str = ">="
+) -> None:
+    """Refuses NaN too, which compares false with everything."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not low <= value <= high or (sign == ">" and value == low):
+        upper = "" if high == math.inf else f" and <= {high:g}"
+        raise ValueError(f"{name} must be a number {sign} {low:g}{upper}, not {value!r}")
+
+
+def above(name: str, value: Any, low: float, high: float = math.inf) -> None:
+    """The same without ``low`` itself."""
+    in_range(name, value, low, high, sign=">")
 
 
 @dataclasses.dataclass(frozen=True)

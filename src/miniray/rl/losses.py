@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from miniray.checks import one_of
-from miniray.rl.checks import above, in_range
-from miniray.rl.config import AGGREGATIONS, KL_KINDS
+from miniray.rl.config import AGGREGATIONS, KL_KINDS, above, in_range
 
 #: exp(20) is 5e8: beyond it a ratio says no more, and exp(89) is no float32.
 _LARGEST_EXPONENT = 20.0
