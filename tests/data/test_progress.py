@@ -277,6 +277,25 @@ def test_a_state_that_knew_files_by_their_sizes_is_refused_with_the_reason(tmp_p
     objects.load_state_dict({**objects.state_dict(), "version": 1})
 
 
+@pytest.mark.parametrize(
+    ("state", "complaint"),
+    [
+        (None, "not None"),
+        ([], r"not \[\]"),
+        ({}, "a state has 'version'; this has only"),
+        ({"model": 1, "loader": {}}, "a state has 'version'; this has only model, loader"),
+        ({"version": 2, "kind": "indexed"}, "a state has 'n'; this has only version, kind"),
+    ],
+)
+def test_what_is_no_state_is_refused(state, complaint):
+    with pytest.raises(DataError, match=complaint):
+        DataLoader(dataset(3), 2).load_state_dict(state)
+    with pytest.raises(DataError, match=complaint):
+        dataset(3).load_state_dict(state)
+    with pytest.raises(DataError, match=complaint):
+        merge_states([state])
+
+
 def test_a_state_of_another_version_is_refused():
     with pytest.raises(DataError, match="version 9"):
         dataset(3).load_state_dict({**dataset(3).state_dict(), "version": 9})

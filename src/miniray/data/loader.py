@@ -14,6 +14,7 @@ from miniray.data.batches import BatchPlan, FixedBatches, TokenBatches
 from miniray.data.dataset import Dataset
 from miniray.data.decode import Decoder, Format, Skipped, is_skipped
 from miniray.data.pipeline import Pipeline
+from miniray.data.progress import check_whole
 from miniray.data.source import wanted
 
 
@@ -224,6 +225,7 @@ class DataLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken, on any number of ranks; all load the same state."""
+        check_whole(state)
         self._end_iteration(displaced=True)
         batching = [self.batch_size, self._bucket_rows] if self._batch_by else None
         if state.get("batching") != batching:
