@@ -9,7 +9,6 @@ a source is used up its next epoch begins.
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -210,7 +209,7 @@ class Mixture(Dataset):
 
     def _by_order(
         self, source: Positions, turn: Positions
-    ) -> Iterator[tuple[int, Dataset, Order, list[int], list[int]]]:
+    ) -> Iterator[tuple[int, Dataset, Order, list[int], Positions]]:
         """(source, its dataset, the order of its epoch, positions there, which rows these are)."""
         assert self._orders is not None
         for which, member in enumerate(self._sources):
@@ -218,43 +217,36 @@ class Mixture(Dataset):
             of_it = source == which
             for epoch in sorted(set((turn[of_it] // count).tolist())):
                 chosen = np.flatnonzero(of_it & (turn // count == epoch))
-                yield (
-                    which,
-                    member,
-                    self._orders(which, epoch),
-                    (turn[chosen] - epoch * count).tolist(),
-                    chosen.tolist(),
-                )
+                inside = (turn[chosen] - epoch * count).tolist()
+                yield which, member, self._orders(which, epoch), inside, chosen
 
     def places_of(self, positions: Sequence[int]) -> Places:
         self.prepare()
         source, turn = self._turns(positions)
-        block, row = [0] * len(positions), [0] * len(positions)
+        block, row = np.empty_like(source), np.empty_like(source)
         for _, member, order, inside, chosen in self._by_order(source, turn):
             places = member.places_in(order, inside)
-            _put(block, chosen, places.block)
-            _put(row, chosen, places.row)
-        return Places(source.tolist(), block, row)
+            block[chosen], row[chosen] = places.block, places.row
+        return Places(source.tolist(), block.tolist(), row.tolist())
 
     def ordinals(self, positions: Sequence[int]) -> list[int]:
         self.prepare()
-        found = [0] * len(positions)
+        found = np.empty(len(positions), dtype=np.int64)
         starts = self._member_starts()
         for which, member, order, inside, chosen in self._by_order(*self._turns(positions)):
-            ordinals = member.ordinals_in(order, inside)
-            _put(found, chosen, [starts[which] + ordinal for ordinal in ordinals])
-        return found
+            found[chosen] = member.ordinals_in(order, inside)
+            found[chosen] += starts[which]
+        return found.tolist()  # type: ignore[no-any-return]
 
     def places_of_ordinals(self, ordinals: Sequence[int]) -> Places:
-        starts = self._member_starts()
-        source = [bisect_right(starts, ordinal) - 1 for ordinal in ordinals]
-        block, row = [0] * len(ordinals), [0] * len(ordinals)
+        asked, starts = np.array(ordinals, dtype=np.int64), self._member_starts()
+        source = np.searchsorted(starts, asked, side="right") - 1
+        block, row = np.empty_like(asked), np.empty_like(asked)
         for which, member in enumerate(self._sources):
-            chosen = [i for i, number in enumerate(source) if number == which]
-            places = member.places_of_ordinals([ordinals[i] - starts[which] for i in chosen])
-            _put(block, chosen, places.block)
-            _put(row, chosen, places.row)
-        return Places(source, block, row)
+            chosen = source == which
+            places = member.places_of_ordinals((asked[chosen] - starts[which]).tolist())
+            block[chosen], row[chosen] = places.block, places.row
+        return Places(source.tolist(), block.tolist(), row.tolist())
 
     def _member_starts(self) -> list[int]:
         return starts_of([member.total_rows for member in self._sources])
@@ -268,8 +260,3 @@ class Mixture(Dataset):
 
     def __repr__(self) -> str:
         return f"<Mixture of {len(self._given)}: rank {self._rank} of {self._world_size}>"
-
-
-def _put(into: list[Any], places: Sequence[int], values: Sequence[Any]) -> None:
-    for place, value in zip(places, values, strict=True):
-        into[place] = value
