@@ -144,10 +144,6 @@ def getter(array: Any) -> Getter:
     return get_or_none
 
 
-def _is_number(kind: Any) -> bool:
-    return str(kind) in NUMBERS
-
-
 def numbers(array: Any) -> npt.NDArray[Any]:
     """All values without a copy; what stands at missing ones is undefined."""
     data = array.buffers()[1] or b""
@@ -176,7 +172,7 @@ def _plain(array: Any, kind: Any) -> Getter:
     if pa.types.is_boolean(kind):
         bits, offset = memoryview(array.buffers()[1]).cast("B"), array.offset
         return lambda i: bool(bits[(offset + i) >> 3] >> ((offset + i) & 7) & 1)
-    if _is_number(kind) and not pa.types.is_float16(kind):
+    if str(kind) in NUMBERS and not pa.types.is_float16(kind):
         return numbers(array).data.__getitem__
     if pa.types.is_dictionary(kind):
         index, value = getter(array.indices), getter(array.dictionary)
@@ -202,7 +198,7 @@ def _bytes(array: Any, code: Literal["i", "q"], text: bool) -> Getter:
 
 def _lists(array: Any, code: Literal["i", "q"], kind: Any) -> Getter:
     offsets, child = _offsets(array, code), array.values
-    if _is_number(kind) and not child.null_count and not pa.types.is_boolean(kind):
+    if str(kind) in NUMBERS and not child.null_count and not pa.types.is_boolean(kind):
         flat = numbers(child)
         return lambda i: flat[offsets[i] : offsets[i + 1]].tolist()
     get = getter(child)

@@ -114,6 +114,3 @@ class TokenBatches:
                 row,
             )
         return lengths
-
-
-BatchPlan = FixedBatches | TokenBatches

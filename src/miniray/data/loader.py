@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from miniray.checks import one_of, whole
-from miniray.data.batches import BatchPlan, FixedBatches, TokenBatches
+from miniray.data.batches import FixedBatches, TokenBatches
 from miniray.data.dataset import Dataset
 from miniray.data.decode import Decoder, Format, Skipped, is_skipped
 from miniray.data.pipeline import Pipeline
@@ -130,7 +130,7 @@ class DataLoader:
         """The epoch under way, from 0; it is counted up when its last batch was taken."""
         return self.dataset.epoch
 
-    def _plan(self) -> BatchPlan:
+    def _plan(self) -> FixedBatches | TokenBatches:
         if self._batch_by is None:
             return FixedBatches(self.dataset, self.batch_size, self.drop_last)
         assert self._length is not None
