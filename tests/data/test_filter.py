@@ -562,8 +562,9 @@ def test_sigkill_at_any_moment_leaves_a_usable_index(parquet_folder):
 
 def test_a_slow_rank_shows_that_it_is_at_work(parquet_folder, monkeypatch):
     clock, touched = [0.0], []
-    monkeypatch.setattr(filtering, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(filtering, "_touch", touched.append)
+    for module in (filtering, filter_parts):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(filter_parts, "_touch", touched.append)
 
     def slow(row):
         clock[0] += 0.3

@@ -98,6 +98,13 @@ def test_rows_that_are_no_dicts():
     assert list(IndexedDataset("abc")) == ["a", "b", "c"]
 
 
+def test_integers_that_no_array_holds_stay_what_they_are():
+    for ids in ([2**63 + 5, 3], [2**63 + 5, -3]):  # numpy would make floats of them
+        assert list(DataLoader(IndexedDataset(ids), 2)) == [{"item": ids}]
+    (batch,) = DataLoader(IndexedDataset([1, 2.5]), 2)
+    assert batch["item"].tolist() == [1.0, 2.5]
+
+
 def test_torch_tensors(parquet_folder):
     torch = pytest.importorskip("torch")
     batch = next(iter(DataLoader(ParquetDataset(parquet_folder), 4, format="torch")))
@@ -287,6 +294,30 @@ def test_transforms_in_processes():
     loader = DataLoader(data, 20, transform=fail_on_13, decode_workers=1, decode_processes=True)
     with pytest.raises(RowError, match="row 13: the transform raised ValueError: unlucky"):
         list(loader)
+    loader.close()
+
+
+def kill_oneself_once(row):
+    if row["id"] == 25:
+        try:
+            os.unlink(row["mark"])
+        except FileNotFoundError:
+            return row
+        os.kill(os.getpid(), signal.SIGKILL)
+    return row
+
+
+def test_a_loader_goes_on_after_a_process_was_killed(tmp_path):
+    mark = tmp_path / "mark"
+    mark.touch()
+    data = IndexedDataset([{"id": i, "mark": str(mark)} for i in range(40)])
+    loader = DataLoader(data, 10, transform=kill_oneself_once, decode_processes=True)
+    seen = []
+    with pytest.raises(DataError, match="a decode process ended"):
+        for batch in loader:
+            seen += batch["id"].tolist()
+    loader.load_state_dict(loader.state_dict())
+    assert seen + [i for batch in loader for i in batch["id"].tolist()] == list(range(40))
     loader.close()
 
 

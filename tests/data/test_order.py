@@ -2,11 +2,9 @@
 
 import itertools
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miniray.data.distinct import distinct
 from miniray.data.groups import GroupedOrder
 from miniray.data.order import GlobalOrder, SequentialOrder, WindowOrder
 from miniray.data.parts import part_bounds
@@ -92,8 +90,3 @@ def test_groups_stay_whole(blocks, largest, window, shuffle, data):
         assert snapped == n or rows[snapped] in begins
         assert snapped >= position
         assert not begins & set(rows[position:snapped])
-
-
-@given(st.lists(st.integers(-5, 5), max_size=30))
-def test_different_values(values):
-    assert distinct(np.array(values, dtype=np.int64)).tolist() == sorted(set(values))

@@ -634,7 +634,7 @@ def test_no_rows_at_all(tmp_path):
     ("options", "complaint"),
     [
         ({"rank": 3, "world_size": 3}, "rank must be in 0..2"),
-        ({"shuffle": "some"}, "'window' or 'global'"),
+        ({"shuffle": "some"}, "'window', 'global', not 'some'"),
         ({"memory_budget": "lots"}, "no number of bytes"),
         ({"memory_budget": 0}, "no usable number"),
         ({"even": "odd"}, "even must be"),

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miniray.data import DataLoader, IndexedDataset, merge_states
-from miniray.data.progress import after, extended, portion, positions_at, remaining, size, whole
+from miniray.data import DataLoader, IndexedDataset, JsonlDataset, merge_states
+from miniray.data.progress import after, extended, portion, positions_at, remaining, size
 from miniray.errors import DataError
 
 
@@ -29,8 +29,8 @@ def ids(batch):
 
 def test_what_three_ranks_leave():
     # 10 rows: [0:4] [4:7] [7:10], two taken from each.
-    assert after(whole(10), [3, 2], "exact") == [(2, 4), (6, 7), (9, 10)]
-    assert after(whole(10), [3, [0, 3, 9]], "exact") == [(0, 4)]
+    assert after(remaining(10, []), [3, 2], "exact") == [(2, 4), (6, 7), (9, 10)]
+    assert after(remaining(10, []), [3, [0, 3, 9]], "exact") == [(0, 4)]
 
 
 def test_portions_and_positions():
@@ -263,6 +263,37 @@ def test_a_state_of_something_else_is_refused(options, complaint):
     state = dataset(20).state_dict()
     with pytest.raises(DataError, match=complaint):
         dataset(**{"n": 20, **options}).load_state_dict(state)
+
+
+def test_a_state_that_knew_files_by_their_sizes_is_refused_with_the_reason(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"a": 1}\n' * 20)
+    lines = JsonlDataset(path)
+    # As it was made before: of names, rows and sizes.
+    earlier = {"version": 1, "fingerprint": lines.sources[0].blocks.fingerprint([180])}
+    with pytest.raises(DataError, match=r"an earlier version of miniray.*begin the epoch with"):
+        lines.load_state_dict({**lines.state_dict(), **earlier})
+    objects = dataset(3)  # known as they always were
+    objects.load_state_dict({**objects.state_dict(), "version": 1})
+
+
+@pytest.mark.parametrize(
+    ("state", "complaint"),
+    [
+        (None, "not None"),
+        ([], r"not \[\]"),
+        ({}, "a state has 'version'; this has only"),
+        ({"model": 1, "loader": {}}, "a state has 'version'; this has only model, loader"),
+        ({"version": 2, "kind": "indexed"}, "a state has 'n'; this has only version, kind"),
+    ],
+)
+def test_what_is_no_state_is_refused(state, complaint):
+    with pytest.raises(DataError, match=complaint):
+        DataLoader(dataset(3), 2).load_state_dict(state)
+    with pytest.raises(DataError, match=complaint):
+        dataset(3).load_state_dict(state)
+    with pytest.raises(DataError, match=complaint):
+        merge_states([state])
 
 
 def test_a_state_of_another_version_is_refused():

@@ -327,12 +327,34 @@ class TestWhichRows:
         config = {"max_prompt_length": AROUND + 15}
         assert len(RLHFDataset(twenty, tokenizer, config)) == 15
         ids = [
-            kind(twenty, tokenizer, config)._filter_identity()
+            kind(twenty, tokenizer, config)._filter_id
             for kind in (RLHFDataset, subclass(2), subclass(2), subclass(3))
         ]
         assert ids[1] == ids[2]
         assert len(set(ids)) == 3
         assert len(subclass(2)(twenty, tokenizer, config)) == 13
+
+    def test_images_of_a_subclass_are_part_of_the_filter(
+        self, tmp_path: Path, tokenizer: Any
+    ) -> None:
+        """It may look at any column, without a processor too; other images are another filter."""
+
+        def subclass(column: str) -> Any:
+            class Elsewhere(RLHFDataset):
+                def images_of(self, row: Any) -> list[Any]:
+                    return [row[column]]
+
+            return Elsewhere
+
+        rows = [{**row(i, words=i), "photo": jpeg(), "map": jpeg()} for i in range(4)]
+        for each in rows:
+            each["prompt"][0]["content"] += " <image>"
+        path = write(tmp_path / "a.parquet", rows)
+        config = {"max_prompt_length": AROUND + 3}
+        photos, maps = (subclass(name)(path, tokenizer, config) for name in ("photo", "map"))
+        assert len(photos) == 3  # of 0 to 3 words and an image's place
+        assert photos._filter_id != maps._filter_id
+        assert photos._filter_id == subclass("photo")(path, tokenizer, config)._filter_id
 
     def test_a_row_that_fails_is_not_called_too_long(self, tmp_path: Path, tokenizer: Any) -> None:
         rows = [row(0), row(1)]
@@ -433,7 +455,7 @@ class TestConfig:
         ("config", "message"),
         [
             ({"max_promt_length": 5}, "'max_prompt_length' is meant"),
-            ({"truncation": "top"}, "'left', 'right' or 'middle'"),
+            ({"truncation": "top"}, "'left', 'right', 'middle', not 'top'"),
             ({"max_prompt_length": 0}, "an int >= 1"),
             ({"tool_config_path": "tools.yaml"}, "apply_chat_template_kwargs"),
         ],

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from miniray.data.arrow_rows import ArrowRows, rows_of
 from miniray.data.columns import from_parts
-from miniray.data.slabs import Slabs
+from miniray.data.source import Slabs
 
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

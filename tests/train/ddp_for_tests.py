@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import miniray
 from miniray.core.remote import ClassSpec
-from miniray.data.plan import shard_indices
+from miniray.data import shard_indices
 from miniray.train.ddp.setup import RankSettings
 from miniray.train.ddp.worker import rank_spec
 from miniray.train.group import GroupHost

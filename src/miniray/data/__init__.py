@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from miniray.data.datasets import ArrowDataset, IndexedDataset, JsonlDataset, ParquetDataset
     from miniray.data.loader import DataLoader
     from miniray.data.mixture import Mixture
-    from miniray.data.plan import shard_indices
+    from miniray.data.parts import shard_indices
     from miniray.data.progress import merge_states
     from miniray.data.rlhf import RLHFDataset
 
@@ -42,7 +42,7 @@ _WHERE = {
     "ParquetDataset": ".datasets",
     "RLHFDataset": ".rlhf",
     "merge_states": ".progress",
-    "shard_indices": ".plan",
+    "shard_indices": ".parts",
 }
 
 __getattr__, __dir__ = lazy.names(__name__, _WHERE)

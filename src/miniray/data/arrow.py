@@ -13,11 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miniray.data.arrow_rows import ArrowRows, rows_of
-from miniray.data.file_source import FileBlocks, FileSource
-from miniray.data.files import FileList, is_remote
+from miniray.data.files import FileBlocks, FileList, FileSource, is_remote
 from miniray.data.schemas import cast, common_types
-from miniray.data.slabs import Slabs
-from miniray.data.source import wanted
+from miniray.data.source import Slabs, wanted
 from miniray.errors import DataError
 
 _ENDS = 1 << 16  # bytes at each end of a file by which its content is known

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from miniray.data.dataset import Dataset
 from miniray.data.gather import BlockCache
@@ -25,19 +25,10 @@ class Batch:
     last: bool
 
 
-class BatchPlan(Protocol):
-    """``alone``: other ranks may make batches of other sizes at the same step."""
-
-    alone: bool
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Batch]: ...
-
-
 class FixedBatches:
     """``size`` rows each; the last may have fewer, or is left out."""
 
-    alone = False
+    alone = False  # whether other ranks may make batches of other sizes at the same step
 
     def __init__(self, dataset: Dataset, size: int, drop_last: bool) -> None:
         self._rows, self._size, self._drop_last = len(dataset), size, drop_last
@@ -96,9 +87,8 @@ class TokenBatches:
         cache = cache or self._length_cache()
         lengths = self._lengths(positions, cache)
         found: list[list[int]] = []
-        for i in sorted(
-            range(len(lengths)), key=lengths.__getitem__
-        ):  # ascending, so that the newest row is the longest
+        # Ascending, so that the newest row is the longest.
+        for i in sorted(range(len(lengths)), key=lengths.__getitem__):
             if found and (len(found[-1]) + 1) * lengths[i] <= self._tokens:
                 found[-1].append(i)
             else:

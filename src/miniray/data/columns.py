@@ -16,8 +16,8 @@ Part = tuple[Rows, Sequence[int], Sequence[int]]
 
 _FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
 _INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
-#: numpy's types of numbers by Arrow's.
-_NUMBERS = {**_FLOATS, "bool": "bool", **{name: name for name in _INTEGERS}}
+#: numpy's types of numbers by Arrow's. ``to_pandas_dtype`` would import pandas, before version 26.
+NUMBERS = {**_FLOATS, "bool": "bool", **{name: name for name in _INTEGERS}}
 
 
 def columns_of(rows: Sequence[Any]) -> dict[str, Any]:
@@ -43,7 +43,10 @@ def from_rows(rows: Sequence[Any]) -> Any:
             packed = np.asarray(rows)
         except (ValueError, OverflowError):
             return list(rows)
-        return packed if packed.dtype.kind in "biuf" and packed.ndim == 1 else list(rows)
+        kind = packed.dtype.kind
+        if kind == "f" and not any(isinstance(row, (float, np.floating)) for row in rows):
+            return list(rows)  # integers of which no type holds all: as floats, ids would be others
+        return packed if kind in "biuf" and packed.ndim == 1 else list(rows)
     if isinstance(first, np.ndarray):
         same = all(
             isinstance(row, np.ndarray) and row.shape == first.shape and row.dtype == first.dtype
@@ -62,7 +65,7 @@ def from_parts(parts: Sequence[Part], layout: Layout) -> dict[str, Any]:
     total = sum(len(index) for _, index, _ in parts)
     found: dict[str, Any] = {}
     for name, kind in layout:
-        if kind in _NUMBERS and total >= 8 * len(parts):
+        if kind in NUMBERS and total >= 8 * len(parts):
             array = _numbers(parts, name, kind, total)
             if array is not None:
                 found[name] = array
@@ -79,7 +82,7 @@ def from_parts(parts: Sequence[Part], layout: Layout) -> dict[str, Any]:
 def _numbers(parts: Sequence[Part], name: str, kind: str, total: int) -> Any:
     import numpy as np
 
-    array = np.empty(total, dtype=_NUMBERS[kind])
+    array = np.empty(total, dtype=NUMBERS[kind])
     for rows, index, places in parts:
         some = rows.numbers(name, index)
         if some is None:
@@ -92,16 +95,16 @@ def _as_column(values: list[Any], kind: str) -> Any:
     vector = ""  # of what kind of numbers lists of a fixed length are
     if kind.startswith("fixed_size_list<"):
         vector = kind.split(": ", 1)[1].split(">", 1)[0].removesuffix(" not null")
-    if kind not in _NUMBERS and vector not in _NUMBERS:
+    if kind not in NUMBERS and vector not in NUMBERS:
         return values
     import numpy as np
 
     if vector:
         complete = all(value is not None and None not in value for value in values)
-        return np.array(values, dtype=_NUMBERS[vector]) if complete else values
+        return np.array(values, dtype=NUMBERS[vector]) if complete else values
     if None not in values:
-        return np.array(values, dtype=_NUMBERS[kind])
+        return np.array(values, dtype=NUMBERS[kind])
     if "64" in kind and any(value is not None and abs(value) > 1 << 53 for value in values):
         return values  # numbers that a float does not hold, ids for one
     missing = [np.nan if value is None else value for value in values]
-    return np.array(missing, dtype=_NUMBERS[kind] if kind in _FLOATS else np.float64)
+    return np.array(missing, dtype=NUMBERS[kind] if kind in _FLOATS else np.float64)

@@ -34,7 +34,7 @@ from miniray.data.parts import (
 )
 from miniray.data.selection import Kept, Selection
 from miniray.data.share import Share
-from miniray.data.source import Blocks, Source, column_list, parse_bytes, wanted
+from miniray.data.source import Source, column_list, parse_bytes, wanted
 
 ROWS_AT_A_TIME = 256  # in iteration over rows
 
@@ -118,7 +118,6 @@ class Dataset(Share):
 
     @property
     def sources(self) -> list[Source]:
-        """Where the rows come from: one, or those of a mixture."""
         return [self._source]
 
     @property
@@ -144,10 +143,6 @@ class Dataset(Share):
         Arrow's files one of both ends. Of objects only the number of rows is known.
         """
         return self._source.fingerprint
-
-    @property
-    def _table(self) -> Blocks:
-        return self._source.blocks
 
     @property
     def column_names(self) -> list[str] | None:

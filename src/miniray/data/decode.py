@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +19,7 @@ from miniray.data.columns import columns_of
 from miniray.data.dataset import Dataset
 from miniray.data.gather import BlockCache, Piece, Places
 from miniray.data.parts import part_bounds
-from miniray.data.row_ids import RowId
+from miniray.data.share import RowId
 from miniray.data.source import Rows
 from miniray.errors import RowError
 
@@ -74,10 +75,7 @@ class Skipped:
 
     def by_file(self) -> dict[str, int]:
         """How many of the rows listed are of each file."""
-        found: dict[str, int] = {}
-        for file, _ in self.rows:
-            found[file] = found.get(file, 0) + 1
-        return found
+        return dict(Counter(file for file, _ in self.rows))
 
 
 class Decoder:
@@ -161,17 +159,7 @@ class Decoder:
     def _formatted(self, batch: Any) -> Any:
         if self._format != "torch":
             return batch
-        import numpy as np
-        import torch
-
-        return {
-            name: torch.from_numpy(column)
-            if isinstance(column, np.ndarray) and column.dtype.kind in "biufc"
-            else torch.stack(column)
-            if _equal_tensors(column)
-            else column
-            for name, column in batch.items()
-        }
+        return {name: _as_tensor(column) for name, column in batch.items()}
 
     def whole(self, task: Task) -> None:
         """A batch from beginning to end, in this thread."""
@@ -192,13 +180,16 @@ def is_skipped(batch: Any) -> bool:
     return batch is _SKIPPED
 
 
-def _equal_tensors(column: Any) -> bool:
-    torch = sys.modules["torch"]
-    return bool(
-        isinstance(column, list)
-        and column
-        and all(isinstance(v, torch.Tensor) and v.shape == column[0].shape for v in column)
-    )
+def _as_tensor(column: Any) -> Any:
+    """Numbers, and tensors of one shape, as a tensor; all else as it is."""
+    import numpy as np
+    import torch
+
+    if isinstance(column, np.ndarray):
+        return torch.from_numpy(column) if column.dtype.kind in "biufc" else column
+    if all(isinstance(v, torch.Tensor) and v.shape == column[0].shape for v in column):
+        return torch.stack(column)
+    return column
 
 
 def size_of(value: Any) -> int:

@@ -9,27 +9,24 @@ later start reads in milliseconds.
 from __future__ import annotations
 
 import contextlib
-import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from miniray.data import index
-from miniray.data.filter_bar import FilterBar
-from miniray.data.filter_parts import Part, cut
+from miniray.data.filter_parts import Part, RowFilter, cut
 from miniray.data.index import Bits
 from miniray.data.selection import Kept
-from miniray.data.source import Rows, Source
-from miniray.errors import DataError, RowError
+from miniray.data.source import Source
+from miniray.errors import DataError
 
-_LARGE = 64 << 20  # bytes of a block from which on it is read in slices
 _POLL = 0.02
-_BEAT = 1.0  # seconds after which a rank shows that it is still at its part
 _PATIENCE = 10.0  # seconds without that after which another rank does the part as well
 
 
@@ -51,13 +48,12 @@ class FilterRun:
         world_size: int = 1,
         threads: int = 1,
     ) -> None:
-        self._source, self._function, self._columns = source, function, columns
+        self._source = source
+        self._filter = RowFilter(source, function, columns)
         self._rank, self._world_size, self._threads = rank, world_size, threads
         self._blocks = source.blocks
         self._name = name
         self._bar: FilterBar | None = None
-        self._stopped = False
-        self._local = threading.local()
         self._beats: dict[Path, tuple[int, float]] = {}  # of others: the last, and when it was new
         self._path = self._parts_folder = Path()  # once it is known that something must be written
         self._looked: tuple[tuple[int, int] | None, bool] = None, False  # at the index
@@ -154,12 +150,12 @@ class FilterRun:
             try:
                 return sum(pool.map(lambda part: self._try(part, done), open_parts))
             except BaseException:  # a row that fails, or Ctrl-C: the other threads need not go on
-                self._stopped = True
+                self._filter.stopped = True
                 raise
 
     def _try(self, part: Part, done: dict[Part, Bits]) -> int:
         if self._name is None:
-            self._note(part, self._filter(part, lambda: None), done)
+            self._note(part, self._filter(part, None), done)
             return part.rows
         block, start, _ = part.pieces[0]
         path = self._parts_folder / f"{self._identities[part.file]}-{block}-{start}.part"
@@ -172,7 +168,7 @@ class FilterRun:
             # Done between the look and the lock, or even joined and removed.
             if self._find(part, path, done) or self._is_joined():
                 return 0
-            bits = self._filter(part, lambda: _touch(lock))
+            bits = self._filter(part, lock)
             try:
                 entry = self._identities[part.file], part.rows, bits
                 index.write(path, {"part": entry}, durable=False)
@@ -205,59 +201,6 @@ class FilterRun:
         done[part] = bits
         if self._bar is not None:
             self._bar.update(part.rows)
-
-    def _filter(self, part: Part, beat: Callable[[], None]) -> Bits:
-        file, kept = self._blocks.files[part.file], []
-        beaten = time.monotonic()
-        for number, row in self._rows_of(part):
-            try:
-                kept.append(bool(self._function(row)))
-            except Exception as error:  # the user's code may raise anything
-                raise RowError(
-                    f"{file}, row {number}: the filter raised {type(error).__name__}: {error}",
-                    file,
-                    number,
-                ) from error
-            if self._stopped:
-                raise CancelledError
-            if time.monotonic() - beaten > _BEAT:
-                beat()
-                beaten = time.monotonic()
-        return np.packbits(np.array(kept, dtype=bool), bitorder="little")
-
-    def _rows_of(self, part: Part) -> Iterator[tuple[int, Any]]:
-        """Rows with their numbers in the file."""
-        for block, first, end in part.pieces:
-            # A slice at a time: a row group may be larger than memory.
-            slices = -(-self._blocks.nbytes[block] // _LARGE) * 4
-            step = max(1, self._blocks.rows[block] // slices) if slices > 4 else max(1, end - first)
-            for start in range(first, end, step):
-                stop = min(end, start + step)
-                rows = self._read(block, start, stop)
-                inside = range(start - rows.start, stop - rows.start)
-                yield from enumerate(rows.rows(inside), self._blocks.first[block] + start)
-
-    def _read(self, block: int, start: int, stop: int) -> Rows:
-        """Rows ``start`` to ``stop`` of a block, or all of one that is kept for its other parts."""
-        kept: tuple[int, Rows] | None = getattr(self._local, "kept", None)
-        if kept is not None and kept[0] == block:
-            return kept[1]
-        small = self._blocks.nbytes[block] <= _LARGE
-        if small:
-            start, stop = 0, self._blocks.rows[block]
-        rows = self._source.read(block, start, stop, self._columns)
-        self._check_columns(rows, self._blocks.file[block])
-        self._local.kept = (block, rows) if small else None
-        return rows
-
-    def _check_columns(self, rows: Rows, file: int) -> None:
-        there = [name for name, _ in rows.layout or ()]
-        missing = [name for name in self._columns or () if name not in there]
-        if missing and rows.layout is not None:
-            raise DataError(
-                f"{self._blocks.files[file]} has no column {missing[0]!r}, which filter_columns"
-                " names"
-            )
 
     def _joined(self, parts: Sequence[Part], done: dict[Part, Bits]) -> dict[int, Bits]:
         by_file: dict[int, list[np.ndarray[Any, Any]]] = {}
@@ -295,6 +238,36 @@ class FilterRun:
             self._parts_folder.rmdir()
 
 
-def _touch(path: Path) -> None:
-    with contextlib.suppress(OSError):  # gone, or not ours to change
-        os.utime(path)
+class FilterBar:
+    """Rows filtered so far, by all ranks. A filter that is done within a second says nothing."""
+
+    def __init__(self, total: int) -> None:
+        self._bar: Any = None
+        self._began = time.monotonic()
+        if sys.stderr is not None and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            # A lock of this process alone: a forked child that is killed must not keep it.
+            kind: Any = type("Bar", (tqdm,), {"monitor_interval": 0})
+            kind.set_lock(threading.RLock())
+            self._bar = kind(total=total, desc="filter", unit=" rows", file=sys.stderr)
+
+    def update(self, rows: int) -> None:
+        if self._bar is not None:
+            self._bar.update(rows)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def summary(self, rows: int, kept: int, here: int, path: Path | None) -> None:
+        """``here``: rows that this rank has filtered; ``path``: where that is remembered."""
+        seconds = time.monotonic() - self._began
+        if sys.stderr is not None and (self._bar is not None or seconds > 1):
+            where = "" if path is None else f"; remembered in {path}"
+            print(
+                f"filter: {kept:,} of {rows:,} rows kept, {here / max(seconds, 1e-9):,.0f} rows/s"
+                f" on rank 0{where}",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -1,20 +1,22 @@
-"""A parquet file's footer read without Arrow, whose import takes longer than all else at a start.
+"""A file of which pieces are read, and a parquet file's footer read without Arrow.
 
-Only for files whose rows are large, mostly of columns that are stored plainly; and only where
-everything is as it should be. Any other file is None here, and then Arrow's to read or to refuse.
+Arrow's import takes longer than all else at a start. The footer is read here only of files whose
+rows are large, mostly of columns that are stored plainly; and only where everything is as it should
+be. Any other file is None here, and then Arrow's to read or to refuse.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from miniray.data.layout import BYTE_ARRAY, Node, UnknownError, columns_of_schema, leaves_of
 from miniray.data.thrift import DAMAGED, Some, read_struct
-from miniray.data.value_file import Stamp, ValueFile, has_changed
+from miniray.errors import DataError
 
 #: Values of fewer bytes on average are held in memory; those of more are left in the file.
 SMALLEST = 4096
@@ -24,6 +26,54 @@ LONGEST = 1 << 19
 _MAGIC = b"PAR1"
 _TAIL = 1 << 16  # bytes read at once: most footers are shorter
 _PLAIN, _RLE = 0, 3
+
+
+class Stamp(NamedTuple):
+    """While this is the same, nobody has written to a file; where it is not, maybe nobody has."""
+
+    size: int
+    inode: int
+    written: int
+    changed: int
+
+
+class ValueFile:
+    """A local file of which pieces are read.
+
+    Not through a map: pages that were touched there count as this process's memory, and one that is
+    not there any more ends the process. Here that is a ``DataError``.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.handle = -1
+        self.handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self.handle >= 0:
+            os.close(self.handle)
+
+    def read(self, start: int, size: int) -> bytes:
+        found = os.pread(self.handle, size, start)
+        if len(found) != size:
+            raise has_changed(self.path)
+        return found
+
+    def stamp(self) -> Stamp:
+        found = os.fstat(self.handle)
+        return Stamp(found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns)
+
+    def will_need(self, start: int, size: int) -> None:
+        """Let the system fetch this from the disk while we go on."""
+        if hasattr(os, "posix_fadvise"):  # macOS has none
+            os.posix_fadvise(self.handle, start, size, os.POSIX_FADV_WILLNEED)
+
+
+def has_changed(where: str) -> DataError:
+    return DataError(
+        f"{where}: the file has changed its size or content since the dataset was made; files"
+        " of a run must not be written to"
+    )
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miniray.data.columns import Part, columns_of, from_parts
-from miniray.data.slabs import Slabs
-from miniray.data.source import Blocks, Rows, Source
+from miniray.data.source import Blocks, Rows, Slabs, Source
 
 Piece = tuple[int, int, int]  # source, block, slice of the block
 

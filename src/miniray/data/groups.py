@@ -12,7 +12,6 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from miniray.data.distinct import distinct
 from miniray.data.order import Order, SequentialOrder, starts_of
 from miniray.data.permutation import Permutation, Positions, derive_key
 from miniray.data.selection import Selection
@@ -130,7 +129,7 @@ class GroupedOrder(Order):
         asked = np.array(positions, dtype=np.int64)
         natural = np.empty_like(asked)
         windows = np.searchsorted(self._edges, asked, side="right") - 1
-        for window in distinct(windows).tolist():
+        for window in set(windows.tolist()):
             inside = windows == window
             data, own = self._arranged(window)
             at = asked[inside] - self._edges[window]

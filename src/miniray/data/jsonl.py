@@ -17,10 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from miniray.data.file_source import FileBlocks, FileSource
-from miniray.data.files import FileList, Spec, is_remote
-from miniray.data.slabs import Slabs
-from miniray.data.source import Rows
+from miniray.data.files import FileBlocks, FileList, FileSource, Spec, is_remote
+from miniray.data.source import Rows, Slabs
 from miniray.errors import DataError, RowError
 
 _BLOCK = 1 << 20

@@ -153,7 +153,9 @@ class _Walk:
                 kind = arrow.type
             return Node(name, kind, level, required, leaf)
         if count and element.get(6) is None and 10 not in element:
-            return self._struct(name, level, required, count, arrow, in_list)
+            fields = self._fields(level, count, arrow, in_list)
+            text = f"struct<{', '.join(map(_shown, fields))}>"
+            return Node(name, text, level, required, fields=fields)
         if element.get(6) != _LIST or count != 1 or in_list:
             raise UnknownError("a group of another kind")
         middle = self._next()
@@ -162,27 +164,18 @@ class _Walk:
         if arrow is not None and (arrow.type != "list" or len(arrow.children) != 1):
             raise UnknownError("a list that Arrow keeps as something else")
         below = self._node(level + 1, arrow and arrow.children[0], True)
-        text = f"list<{_shown(below)}>"
-        return Node(name, text, level, required, element=below)
+        return Node(name, f"list<{_shown(below)}>", level, required, element=below)
 
-    def _struct(
-        self,
-        name: str,
-        level: int,
-        required: bool,
-        count: int,
-        arrow: _ArrowField | None,
-        in_list: bool,
-    ) -> Node:
+    def _fields(
+        self, level: int, count: int, arrow: _ArrowField | None, in_list: bool
+    ) -> tuple[Node, ...]:
         if arrow is not None and (arrow.type != "struct" or len(arrow.children) != count):
             raise UnknownError("a struct that Arrow keeps as something else")
         given = self.nothing_known(count) if arrow is None else arrow.children
         fields = tuple(self._node(level, field, in_list) for field in given)
         if len({field.name for field in fields}) < count:
             raise UnknownError("two fields have one name")
-        return Node(
-            name, f"struct<{', '.join(map(_shown, fields))}>", level, required, fields=fields
-        )
+        return fields
 
     def _next(self) -> dict[int, Any]:
         self.at += 1

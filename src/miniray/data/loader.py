@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-from miniray.checks import whole
-from miniray.data.batches import BatchPlan, FixedBatches, TokenBatches
+from miniray.checks import one_of, whole
+from miniray.data.batches import FixedBatches, TokenBatches
 from miniray.data.dataset import Dataset
-from miniray.data.decode import Format, Skipped
-from miniray.data.iteration import LoaderIterator
+from miniray.data.decode import Decoder, Format, Skipped, is_skipped
+from miniray.data.pipeline import Pipeline
+from miniray.data.progress import check_whole
 from miniray.data.source import wanted
 
 
@@ -95,10 +97,9 @@ class DataLoader:
         for name, function in [("transform", transform), ("collate_fn", self.collate_fn)]:
             if function is not None and not callable(function):
                 raise ValueError(f"{name} must be a function, not {function!r}")
-        if self._format not in ("numpy", "torch", "arrow"):
-            raise ValueError(f"format must be 'numpy', 'torch' or 'arrow', not {self._format!r}")
-        if self._on_error not in ("raise", "skip"):
-            raise ValueError(f"on_error must be 'raise' or 'skip', not {self._on_error!r}")
+        one_of("format", self._format, ("numpy", "torch", "arrow"))
+        one_of("on_error", self._on_error, ("raise", "skip"))
+        one_of("batch_by", batch_by, (None, "tokens"))
         if self._format == "arrow" and (transform is not None or self.collate_fn is not None):
             raise ValueError("format='arrow' gives tables as they are read; it takes no transform")
         if self._on_error == "skip" and transform is None:
@@ -107,8 +108,6 @@ class DataLoader:
             raise ValueError("decode_processes=True needs a transform to run in them")
         if self.decode_workers and not self.prefetch:
             raise ValueError("decode_workers need prefetch of at least 1: they work ahead")
-        if batch_by not in (None, "tokens"):
-            raise ValueError(f"batch_by must be None or 'tokens', not {batch_by!r}")
         if batch_by == "tokens" and length is None:
             raise ValueError(
                 "batch_by='tokens' needs length=: the column with the number of tokens of a row (or"
@@ -131,7 +130,7 @@ class DataLoader:
         """The epoch under way, from 0; it is counted up when its last batch was taken."""
         return self.dataset.epoch
 
-    def _plan(self) -> BatchPlan:
+    def _plan(self) -> FixedBatches | TokenBatches:
         if self._batch_by is None:
             return FixedBatches(self.dataset, self.batch_size, self.drop_last)
         assert self._length is not None
@@ -150,7 +149,29 @@ class DataLoader:
 
     def __iter__(self) -> LoaderIterator:
         self._end_iteration(displaced=True)
-        iterator = LoaderIterator(self)
+        dataset = self.dataset
+        dataset.restart()
+        plan, cache = self._plan(), dataset.new_cache()
+        decoder = Decoder(
+            dataset,
+            cache,
+            transform=self.transform,
+            collate_fn=self.collate_fn,
+            format=self._format,
+            on_error=self._on_error,
+            skipped=self.skipped,
+            pool=self._process_pool(),
+        )
+        pipeline = Pipeline(
+            dataset,
+            iter(plan),
+            cache,
+            decoder,
+            prefetch=self.prefetch,
+            workers=self.decode_workers,
+            budget=self.memory_budget // 2,
+        )
+        iterator = LoaderIterator(self, pipeline, plan.alone)
         self._running = weakref.ref(iterator)
         return iterator
 
@@ -204,6 +225,7 @@ class DataLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken, on any number of ranks; all load the same state."""
+        check_whole(state)
         self._end_iteration(displaced=True)
         batching = [self.batch_size, self._bucket_rows] if self._batch_by else None
         if state.get("batching") != batching:
@@ -219,3 +241,69 @@ class DataLoader:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+
+class LoaderIterator(Iterator[Any]):
+    """One pass over a loader's batches: takes them, and records what was delivered.
+
+    ``alone``: other ranks may make batches of other sizes.
+    """
+
+    def __init__(self, loader: DataLoader, pipeline: Pipeline, alone: bool) -> None:
+        self._loader, self._alone = loader, alone
+        self._pipeline: Pipeline | None = pipeline
+        self._epoch = loader.epoch
+        self._displaced = False
+        # The threads know the pipeline and not this object: once nobody has it, they end.
+        self._finalizer = weakref.finalize(self, Pipeline.close, pipeline)
+
+    def __iter__(self) -> LoaderIterator:
+        return self
+
+    def __next__(self) -> Any:
+        while self._pipeline is not None:
+            try:
+                task = self._pipeline.take()
+            except BaseException:
+                self.close()
+                raise
+            if task is None:
+                self.close()
+                self._finish()
+                break
+            # A batch less than other ranks: from here on they are apart.
+            self._alone = self._alone or is_skipped(task.result)
+            self._loader.dataset.record(task.batch.taken, self._alone, task.batch.last)
+            if not is_skipped(task.result):
+                return task.result
+        if self._displaced:
+            raise RuntimeError(
+                "this loop cannot go on: the loader was iterated again, or had set_epoch or"
+                " load_state_dict called, meanwhile. Use loader.shard(rank, world_size) for a"
+                " second loader over the same rows"
+            )
+        raise StopIteration
+
+    def _finish(self) -> None:
+        loader = self._loader
+        loader.dataset.finish_epoch()
+        if loader.skipped.count:
+            warnings.warn(
+                f"rows skipped by epoch {self._epoch}'s end: {loader.skipped.count},"
+                f" {loader.skipped.by_file()}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def close(self, displaced: bool = False) -> None:
+        """End the threads. What was delivered stays delivered.
+
+        ``displaced``: not at the end of the epoch, and unknown to the loop, which must not take it
+        for the end.
+        """
+        self._displaced = displaced and self._pipeline is not None
+        self._pipeline = None
+        self._finalizer()

@@ -9,7 +9,6 @@ a source is used up its next epoch begins.
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -19,13 +18,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from miniray.checks import one_of
 from miniray.data.dataset import Dataset
-from miniray.data.distinct import distinct
 from miniray.data.gather import Places
 from miniray.data.order import Order, starts_of
 from miniray.data.parts import Even, check_even, checked_rank, resolve_seed
 from miniray.data.permutation import Permutation, Positions, derive_key
-from miniray.data.row_ids import RowId
 from miniray.data.source import Source, parse_bytes
 from miniray.errors import DataError
 
@@ -59,8 +57,7 @@ class Mixture(Dataset):
         check_even(even)
         if not datasets:
             raise ValueError("a mixture needs at least one (dataset, weight)")
-        if until not in ("first", "all"):
-            raise ValueError(f"until must be 'first' or 'all', not {until!r}")
+        one_of("until", until, ("first", "all"))
         for number, pair in enumerate(datasets):
             if not isinstance(pair, Sequence) or len(pair) != 2:
                 raise TypeError(f"source {number} of the mixture is no (dataset, weight): {pair!r}")
@@ -203,7 +200,7 @@ class Mixture(Dataset):
         source, turn = np.empty_like(positions), np.empty_like(positions)
         last = max(1, self._n() // self._round) - 1
         rounds = np.minimum(positions // self._round, last)
-        for number in distinct(rounds).tolist():
+        for number in set(rounds.tolist()):
             chosen = rounds == number
             inside = positions[chosen] - number * self._round
             sources, turns = self._arrangement(number)
@@ -212,50 +209,44 @@ class Mixture(Dataset):
 
     def _by_order(
         self, source: Positions, turn: Positions
-    ) -> Iterator[tuple[int, Dataset, Order, list[int], list[int]]]:
+    ) -> Iterator[tuple[int, Dataset, Order, list[int], Positions]]:
         """(source, its dataset, the order of its epoch, positions there, which rows these are)."""
         assert self._orders is not None
         for which, member in enumerate(self._sources):
             count = member.total_rows
             of_it = source == which
-            for epoch in distinct(turn[of_it] // count).tolist():
+            for epoch in sorted(set((turn[of_it] // count).tolist())):
                 chosen = np.flatnonzero(of_it & (turn // count == epoch))
-                yield (
-                    which,
-                    member,
-                    self._orders(which, epoch),
-                    (turn[chosen] - epoch * count).tolist(),
-                    chosen.tolist(),
-                )
+                inside = (turn[chosen] - epoch * count).tolist()
+                yield which, member, self._orders(which, epoch), inside, chosen
 
     def places_of(self, positions: Sequence[int]) -> Places:
         self.prepare()
         source, turn = self._turns(positions)
-        block, row = [0] * len(positions), [0] * len(positions)
+        block, row = np.empty_like(source), np.empty_like(source)
         for _, member, order, inside, chosen in self._by_order(source, turn):
             places = member.places_in(order, inside)
-            _put(block, chosen, places.block)
-            _put(row, chosen, places.row)
-        return Places(source.tolist(), block, row)
+            block[chosen], row[chosen] = places.block, places.row
+        return Places(source.tolist(), block.tolist(), row.tolist())
 
     def ordinals(self, positions: Sequence[int]) -> list[int]:
         self.prepare()
-        found = [0] * len(positions)
+        found = np.empty(len(positions), dtype=np.int64)
         starts = self._member_starts()
         for which, member, order, inside, chosen in self._by_order(*self._turns(positions)):
-            ordinals = member.ordinals_in(order, inside)
-            _put(found, chosen, [starts[which] + ordinal for ordinal in ordinals])
-        return found
+            found[chosen] = member.ordinals_in(order, inside)
+            found[chosen] += starts[which]
+        return found.tolist()  # type: ignore[no-any-return]
 
     def places_of_ordinals(self, ordinals: Sequence[int]) -> Places:
-        starts = self._member_starts()
-        source = [bisect_right(starts, ordinal) - 1 for ordinal in ordinals]
-        block, row = [0] * len(ordinals), [0] * len(ordinals)
-        for which, member, chosen in self._by_member(source):
-            places = member.places_of_ordinals([ordinals[i] - starts[which] for i in chosen])
-            _put(block, chosen, places.block)
-            _put(row, chosen, places.row)
-        return Places(source, block, row)
+        asked, starts = np.array(ordinals, dtype=np.int64), self._member_starts()
+        source = np.searchsorted(starts, asked, side="right") - 1
+        block, row = np.empty_like(asked), np.empty_like(asked)
+        for which, member in enumerate(self._sources):
+            chosen = source == which
+            places = member.places_of_ordinals((asked[chosen] - starts[which]).tolist())
+            block[chosen], row[chosen] = places.block, places.row
+        return Places(source.tolist(), block.tolist(), row.tolist())
 
     def _member_starts(self) -> list[int]:
         return starts_of([member.total_rows for member in self._sources])
@@ -264,25 +255,8 @@ class Mixture(Dataset):
     def distinct_rows(self) -> int:
         return sum(member.total_rows for member in self._sources)
 
-    def name_rows(self, places: Places) -> list[RowId]:
-        found: list[RowId] = [("", -1)] * len(places)
-        for _, member, chosen in self._by_member(places.source):
-            blocks, rows = [places.block[i] for i in chosen], [places.row[i] for i in chosen]
-            _put(found, chosen, member.name_rows(Places([0] * len(chosen), blocks, rows)))
-        return found
-
-    def _by_member(self, source: Sequence[int]) -> Iterator[tuple[int, Dataset, list[int]]]:
-        """(number of a member, the member, which entries of ``source`` are that number)."""
-        for which, member in enumerate(self._sources):
-            yield which, member, [i for i, number in enumerate(source) if number == which]
-
     def _plan(self) -> dict[str, Any]:
         return {**super()._plan(), "until": self._until, "sources": len(self._given)}
 
     def __repr__(self) -> str:
         return f"<Mixture of {len(self._given)}: rank {self._rank} of {self._world_size}>"
-
-
-def _put(into: list[Any], places: Sequence[int], values: Sequence[Any]) -> None:
-    for place, value in zip(places, values, strict=True):
-        into[place] = value

@@ -19,6 +19,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Literal
 
+from miniray.checks import one_of
 from miniray.data.parts import part_bounds
 from miniray.data.permutation import Permutation, derive_key
 from miniray.data.source import Blocks, Source
@@ -152,10 +153,7 @@ def window_bytes(budget: int, blocks: Blocks) -> int:
 
 
 def shuffle_kind(shuffle: Shuffle, source: Source) -> Literal["window", "global"] | None:
-    if shuffle is False or shuffle is None:
-        return None
-    if shuffle is True:
-        return "global" if source.random_access else "window"
-    if shuffle not in ("window", "global"):
-        raise ValueError(f"shuffle must be True, False, 'window' or 'global', not {shuffle!r}")
-    return shuffle
+    one_of("shuffle", shuffle, (None, True, False, "window", "global"))
+    if isinstance(shuffle, str) or not shuffle:
+        return shuffle or None
+    return "global" if source.random_access else "window"

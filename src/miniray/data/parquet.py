@@ -8,13 +8,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from miniray.data.file_source import FileBlocks, FileSource
-from miniray.data.files import FileList, Spec, is_remote
-from miniray.data.footer import LONGEST, Footer, read_footer
+from miniray.data.files import FileBlocks, FileList, FileSource, Spec, is_remote
+from miniray.data.footer import LONGEST, Footer, has_changed, read_footer
 from miniray.data.plain import PlainFile
-from miniray.data.slabs import Slabs
-from miniray.data.source import Rows, wanted
-from miniray.data.value_file import has_changed
+from miniray.data.source import Rows, Slabs, wanted
 from miniray.errors import DataError
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from typing import Any
 
 from miniray.data.arrow_rows import ArrowRows, rows_of
 from miniray.data.files import is_remote
-from miniray.data.footer import encrypted_leaves, footer_bytes, mark_of, unchanged
-from miniray.data.slabs import Slabs
-from miniray.data.value_file import ValueFile
+from miniray.data.footer import ValueFile, encrypted_leaves, footer_bytes, mark_of, unchanged
+from miniray.data.source import Slabs
 from miniray.errors import DataError
 
 _CHUNK = 4 << 20  # bytes decoded at a time

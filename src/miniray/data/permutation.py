@@ -8,7 +8,7 @@ inside.
 
 The result depends on the key and the size alone: not on numpy's version, the platform or what was
 asked for before. It is good for shuffling and worthless for cryptography. Only the network needs
-numpy, so that a loader of large rows starts without it.
+numpy, and imports it when it is made, so that a loader of large rows starts without it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Sequence
+from math import isqrt
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 Positions: TypeAlias = "npt.NDArray[np.int64]"
 
 _TABLE = 4096
+_ROUNDS = 8
 _ALL = 2**64 - 1
 
 #: More rows than this cannot be addressed.
@@ -45,15 +47,26 @@ def _mix(x: int) -> int:
     return x ^ x >> 31
 
 
+def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The same of all numbers of an array, which is changed."""
+    x ^= x >> 30
+    x *= 0xBF58476D1CE4E5B9
+    x ^= x >> 27
+    x *= 0x94D049BB133111EB
+    x ^= x >> 31
+    return x
+
+
 def _table(n: int, key: int) -> list[int]:
     first, second = _mix(key + 1), _mix(key + 2)
     if "numpy" in sys.modules:  # many times faster, for the same numbers
-        from miniray.data.feistel import hashes
+        import numpy as np
 
-        found = hashes(n, first, second)
+        found = mix(mix(np.arange(n, dtype=np.uint64) + np.uint64(first)) ^ np.uint64(second))
+        hashes: list[int] = found.tolist()
     else:
-        found = [_mix(_mix(i) ^ second) for i in range(first, first + n)]
-    return sorted(range(n), key=found.__getitem__)
+        hashes = [_mix(_mix(i) ^ second) for i in range(first, first + n)]
+    return sorted(range(n), key=hashes.__getitem__)
 
 
 class Permutation:
@@ -67,9 +80,7 @@ class Permutation:
         if n <= _TABLE:
             self._table = _table(n, key)
         else:
-            from miniray.data.feistel import Network
-
-            self._network = Network(n, key)
+            self._network = _Network(n, key)
 
     def rows(self, positions: Sequence[int]) -> list[int]:
         """Rows at ``positions``."""
@@ -87,3 +98,30 @@ class Permutation:
             return self._network(asked)
         found: Positions = np.array(self._table, dtype=np.int64)[asked]
         return found
+
+
+class _Network:
+    """A bijection of ``range(n)`` for arrays of positions."""
+
+    def __init__(self, n: int, key: int) -> None:
+        import numpy as np
+
+        self._n = n
+        self._height = isqrt(n - 1) + 1
+        self._width = -(-n // self._height)
+        self._keys = mix(np.arange(1, _ROUNDS + 1, dtype=np.uint64) + np.uint64(key))
+
+    def __call__(self, positions: Positions) -> Positions:
+        result = self._once(positions.astype("uint64"))
+        while (outside := result >= self._n).any():
+            result[outside] = self._once(result[outside])
+        return result.astype("int64")
+
+    def _once(self, x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        left, right = x // self._width, x % self._width
+        for number, key in enumerate(self._keys):
+            if number % 2 == 0:
+                left = (left + mix(right + key) % self._height) % self._height
+            else:
+                right = (right + mix(left + key) % self._width) % self._width
+        return left * self._width + right

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from miniray.data.footer import Footer, unchanged
+from miniray.data.footer import Footer, ValueFile, unchanged
 from miniray.data.layout import Node
-from miniray.data.leaves import Leaf, read_leaf
-from miniray.data.pages import NOT_PLAIN, NotPlainError
+from miniray.data.pages import NOT_PLAIN, Leaf, NotPlainError, read_leaf
 from miniray.data.source import Getter, Layout, Rows, struct_getter
-from miniray.data.value_file import ValueFile
 from miniray.errors import DataError
 
 #: Reads columns, by their names, of the row group that is being read.

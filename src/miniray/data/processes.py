@@ -42,6 +42,7 @@ class ProcessPool:
         try:
             return self._pool.submit(_apply, rows).result()
         except BrokenProcessPool as error:
+            self.closed = True  # for good: the next pass over the loader needs another
             raise DataError(
                 "a decode process ended while it transformed rows: it was killed (out of memory?),"
                 " or the transform cannot be loaded there. Scripts that use decode_processes need"

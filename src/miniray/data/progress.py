@@ -30,12 +30,8 @@ Snap = Callable[[int], int]
 #: Of the positions of a chunk of rows, sorted, those not in its first so many batches.
 ChunkLeft = Callable[[Sequence[int], int], Sequence[int]]
 
-STATE_VERSION = 1
-
-
-def whole(n: int) -> Intervals:
-    """All positions of an epoch."""
-    return [(0, n)] if n else []
+STATE_VERSION = 2
+_SIZES_ONLY = 1  # of versions: files were known by their sizes, not by their content
 
 
 def size(intervals: Intervals) -> int:
@@ -138,7 +134,7 @@ def remaining(
     chunk_left: ChunkLeft | None = None,
 ) -> Intervals:
     """The positions of an epoch of ``n`` rows that nobody has consumed, after ``history``."""
-    intervals = whole(n)
+    intervals: Intervals = [(0, n)] if n else []
     for stage in history:
         intervals = after(intervals, stage, even, snap, chunk_left)
     return intervals
@@ -190,8 +186,10 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     states = list(states)
     if not states:
         raise DataError("merge_states needs the states of all ranks, and got none")
-    if not all(isinstance(state, Mapping) for state in states):
+    if all(isinstance(state, str) for state in states):
         raise DataError("merge_states takes a list with the states of all ranks, and not one state")
+    for state in states:
+        check_whole(state)
     behind = min(states, key=lambda state: int(state["epoch"]))
     states = [_in_epoch_of(behind, state) for state in states]
     first = states[0]
@@ -231,13 +229,22 @@ def _in_epoch_of(behind: Mapping[str, Any], state: Mapping[str, Any]) -> Mapping
 _COMMON = ("version", "kind", "n", "fingerprint", "seed", "epoch", "plan", "history", "world_size")
 
 
+def check_whole(state: Any) -> None:
+    """Refuse, with ``DataError``, what ``state_dict`` did not make."""
+    if not isinstance(state, Mapping):
+        raise DataError(f"a state is the dict that state_dict() gave, not {state!r:.100}")
+    missing = [key for key in (*_COMMON, "rank", "taken", "alone") if key not in state]
+    if missing:
+        raise DataError(f"a state has {missing[0]!r}; this has only {', '.join(map(str, state))}")
+    if state["version"] not in (STATE_VERSION, _SIZES_ONLY):
+        raise DataError(f"a state of version {state['version']!r} cannot be loaded")
+
+
 def check_state(
     state: Mapping[str, Any], kind: str, fingerprint: str, plan: Mapping[str, Any]
 ) -> None:
     """Refuse, with ``DataError``, a state that does not fit the data or the plan, or is partial."""
-    version = state.get("version") if isinstance(state, Mapping) else state
-    if version != STATE_VERSION:
-        raise DataError(f"a state of version {version!r} cannot be loaded")
+    check_whole(state)
     if state["alone"] and state["rank"] is not None:
         raise DataError(
             f"the state of rank {state['rank']} says nothing about the other"
@@ -245,6 +252,12 @@ def check_state(
             " states of all ranks and load merge_states([...])"
         )
     if (state["kind"], state["fingerprint"]) != (kind, fingerprint):
+        if state["version"] == _SIZES_ONLY:
+            raise DataError(
+                "the state was taken by an earlier version of miniray, which knew files by their"
+                " names and sizes alone. Whether these are the files of then cannot be told: begin"
+                " the epoch without it"
+            )
         raise DataError(
             f"the state is of other data: {state['kind']} {state['fingerprint']}, and this is"
             f" {kind} {fingerprint}. Names of files, their sizes or their content have changed"

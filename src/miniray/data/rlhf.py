@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from miniray.data.order import starts_of
 from miniray.data.rlhf_config import RLHFConfig, read_config
 from miniray.data.rlhf_prompt import PromptEncoder, build_messages, cut, lazy_image, rgb
 from miniray.data.selection import Selection
+from miniray.data.source import wanted
 from miniray.errors import DataError, RowError
 
 __all__ = ["RLHFConfig", "RLHFDataset", "collate_fn"]
@@ -110,11 +111,11 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
             shuffle=False if order == "file" else order,
             filter=self._fits if filters else None,
             filter_columns=self._filter_columns_wanted() if filters else None,
-            filter_id=self._filter_identity() if filters else None,
+            filter_id=self.encoder.identity(*self._made_by()) if filters else None,
             filter_workers=self.config.filter_overlong_prompts_workers or 1,
             memory_budget=self.config.memory_budget,
         )
-        self._check_columns()
+        wanted(self.column_names or [], [self.config.prompt_key], "prompt_key: the data")
 
     # -- for subclasses --------------------------------------------------------------------------
 
@@ -236,14 +237,16 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
         length = self.encoder.length(messages, [lazy_image(image) for image in images])
         return length <= self.config.max_prompt_length
 
+    @classmethod
+    def _made_by(cls) -> tuple[Callable[..., Any], ...]:
+        """What makes a row's prompt, and may be a subclass's."""
+        return cls.build_messages, cls.images_of
+
     def _filter_columns_wanted(self) -> list[str] | None:
-        if type(self).build_messages is not RLHFDataset.build_messages:
+        if self._made_by() != RLHFDataset._made_by():
             return None  # all: it may look at any
         # Without a processor an image takes no tokens, and its bytes need not be read.
         return [self.config.prompt_key] if self.processor is None else None
-
-    def _filter_identity(self) -> str:
-        return self.encoder.identity(type(self).build_messages)
 
     def prepare(self) -> RLHFDataset:
         if self._selection is None and self._first_ones:
@@ -254,14 +257,6 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
             chosen.n = sum(chosen.sizes)
             self._selection = chosen
         return super().prepare()
-
-    def _check_columns(self) -> None:
-        names = self.column_names or []
-        if self.config.prompt_key not in names:
-            raise DataError(
-                f"the files have no column {self.config.prompt_key!r} (prompt_key) but"
-                f" {', '.join(names)}"
-            )
 
     # -- what verl's rollout asks of the class ---------------------------------------------------
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from miniray.checks import whole
+from miniray.checks import one_of, whole
 
 Truncation = Literal["error", "left", "right", "middle"]
 
@@ -59,14 +59,8 @@ class RLHFConfig:
     memory_budget: int | str = "256MB"
 
     def __post_init__(self) -> None:
-        if self.truncation not in ("error", "left", "right", "middle"):
-            raise ValueError(
-                f"truncation must be 'error', 'left', 'right' or 'middle', not {self.truncation!r}"
-            )
-        if self.row_order not in (None, "window", "global", "file"):
-            raise ValueError(
-                f"row_order must be 'window', 'global' or 'file', not {self.row_order!r}"
-            )
+        one_of("truncation", self.truncation, ("error", "left", "right", "middle"))
+        one_of("row_order", self.row_order, (None, "window", "global", "file"))
         for name in ("max_prompt_length", "filter_overlong_prompts_workers"):
             if (value := getattr(self, name)) is not None:
                 whole(name, value, 1)

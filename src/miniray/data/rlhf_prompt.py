@@ -143,10 +143,10 @@ class PromptEncoder:
             return len(self.ids(text))
         return len(self.inputs(text, images)["input_ids"][0])
 
-    def identity(self, build: Callable[..., Any]) -> str:
+    def identity(self, *made_by: Callable[..., Any]) -> str:
         """A name for the answers of ``length``: it changes with whatever changes them."""
         parts = [
-            filter_identity(build, None),
+            *(filter_identity(function, None) for function in made_by),
             identity_of(self.tokenizer),
             identity_of(self.processor),
             self.config.prompt_key,

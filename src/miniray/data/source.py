@@ -7,6 +7,8 @@ where its blocks are without reading them, and reads one, or part of one, on req
 from __future__ import annotations
 
 import hashlib
+import mmap
+import threading
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,8 +16,12 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from miniray.data.slabs import Slabs
 from miniray.errors import DataError
+
+_ROUND = 1 << 16
+_POPULATE_WRITE = 23  # all pages in one call, at half the cost; mmap has no name for it yet
+_HUGE = 1 << 21
+_WASTE = 1.25  # a free slab is used for a request if it is at most this much too large
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,51 @@ class Rows(ABC):
         if not all(isinstance(row, Mapping) for row in rows):
             raise DataError("format='arrow' makes tables of rows that are dicts; these are none")
         return pa.Table.from_pylist(rows)
+
+
+class Slabs:
+    """Memory for blocks that is given back at once, or used again while it is warm.
+
+    Arrow's memory pools keep what is freed, in pieces that fit nothing, and end at twice the memory
+    in use. So what Arrow decodes is copied, a chunk at a time, into slabs of our own that are
+    counted. ``budget`` limits what free slabs may add to those in use.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._free: list[mmap.mmap] = []
+        self._total = 0
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> mmap.mmap:
+        with self._lock:
+            fitting = [
+                slab for slab in self._free if size <= len(slab) <= max(size * _WASTE, _ROUND)
+            ]
+            if fitting:
+                best = min(fitting, key=len)
+                self._free = [slab for slab in self._free if slab is not best]
+                return best
+            size = -(-size // _ROUND) * _ROUND
+            while self._free and self._total + size > self._budget:
+                self._total -= len(self._free.pop(0))
+            self._total += size
+        # Private: a forked child gets a copy, not a share.
+        slab = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            if size >= _HUGE:  # first touch of large pages costs a fifth
+                slab.madvise(mmap.MADV_HUGEPAGE)
+            slab.madvise(_POPULATE_WRITE)
+        except (AttributeError, OSError, ValueError):
+            pass  # not Linux, or before 5.14: then pages come one by one as they are written
+        return slab
+
+    def give(self, slab: mmap.mmap) -> None:
+        with self._lock:
+            if self._total > self._budget:
+                self._total -= len(slab)  # and the system has it back when the caller lets go
+            else:
+                self._free.append(slab)
 
 
 class Source(ABC):

@@ -57,7 +57,6 @@ class ShardSampler(torch_data.Sampler[int]):  # type: ignore[misc]
         world_size: int | None = None,
         batch_size: int = 1,
     ) -> None:
-        self._data = data
         rank, world_size = _process_group(rank, world_size)
         self._shard = data.dataset.shard(rank, world_size)
         self._batch_size = batch_size

@@ -14,37 +14,34 @@ if TYPE_CHECKING:
     from miniray.rl import advantages, losses
     from miniray.rl.batch import Generated, MicroBatch, pad_left, positions
     from miniray.rl.collective import sum_gradients
-    from miniray.rl.config import GRPOConfig, KLPenalty, PPOConfig
+    from miniray.rl.config import AdaptiveKL, GRPOConfig, KLPenalty, PPOConfig, Sampling
     from miniray.rl.generation import generate
-    from miniray.rl.grpo import GRPOTrainer
-    from miniray.rl.kl import AdaptiveKL
     from miniray.rl.metrics import Quad, pool
     from miniray.rl.policy import CausalLM, Policy
-    from miniray.rl.ppo import PPOTrainer
-    from miniray.rl.sampling import Sampling
     from miniray.rl.sources import held_out, make_source
     from miniray.rl.tokenizer import CharTokenizer
+    from miniray.rl.trainer import GRPOTrainer, PPOTrainer
     from miniray.rl.worker import RLWorker
 
 _WHERE = {
-    "AdaptiveKL": ".kl",
+    "AdaptiveKL": ".config",
     "CausalLM": ".policy",
     "CharTokenizer": ".tokenizer",
     "GRPOConfig": ".config",
-    "GRPOTrainer": ".grpo",
+    "GRPOTrainer": ".trainer",
     "Generated": ".batch",
     "KLPenalty": ".config",
     "MicroBatch": ".batch",
     "NoTokensError": "..errors",
     "NonFiniteError": "..errors",
     "PPOConfig": ".config",
-    "PPOTrainer": ".ppo",
+    "PPOTrainer": ".trainer",
     "Policy": ".policy",
     "Quad": ".metrics",
     "RLWorker": ".worker",
     "RewardError": "..errors",
     "RewardTimeoutError": "..errors",
-    "Sampling": ".sampling",
+    "Sampling": ".config",
     "advantages": ".advantages",
     "generate": ".generation",
     "held_out": ".sources",

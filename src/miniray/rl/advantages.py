@@ -17,7 +17,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from miniray.rl.masking import same_shape, selected
+from miniray.rl.losses import same_shape, selected
 
 
 def gae(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from miniray.rl.masking import selected
+from miniray.rl.losses import selected
 from miniray.rl.sources import Row
 
 

@@ -1,4 +1,4 @@
-"""What the driver asks of a worker, in a class that does without torch.
+"""What the driver tells a worker and asks of it, in classes that do without torch.
 
 A driver only calls workers, so it need not load torch for it: that saves it a second and the memory
 of one more process. The class it makes its workers of is ``Worker``, and what it gets in their
@@ -7,16 +7,18 @@ processes is an ``RLWorker``.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from miniray.checks import one_of
+from miniray.rl.config import Algorithm, Sampling, above
 from miniray.rl.metrics import Quad
-from miniray.rl.setup import Setup
-from miniray.rl.sources import Row, Source
+from miniray.rl.sources import Row, Source, called_with, check_data
 from miniray.train.group import ProcessGroupSpec
 
 if TYPE_CHECKING:
@@ -27,6 +29,59 @@ if TYPE_CHECKING:
 
 #: In a group of an optimizer's parameters: the rate that is theirs whatever ``set_lr`` says.
 OWN_RATE = "own_rate"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What every worker is told; the same for all of them, and checked before anything starts.
+
+    See ``RLTrainer`` for what the fields mean.
+    """
+
+    policy: Callable[[], Any]
+    reward: Callable[[Any, Any], Any]
+    data: Any
+    config: Algorithm
+    sampling: Sampling
+    eval_sampling: Sampling | None
+    num_workers: int
+    tokenizer: Any = None
+    eval_data: Any = None
+    optimizer: Callable[[Any], Any] | None = None
+    sync: str = "grad"
+    on_error: str = "raise"
+    reward_timeout: float | None = 60.0
+    device: str = "auto"
+    precision: str = "fp32"
+
+    def __post_init__(self) -> None:
+        for name in ("policy", "reward"):
+            if not callable(getattr(self, name)):
+                raise TypeError(f"{name} must be a function, not {getattr(self, name)!r}")
+        if hasattr(self.policy, "state_dict") and not isinstance(self.policy, type):
+            raise TypeError(  # TRL would take it
+                f"policy must be a function that makes the model, not a "
+                f"{type(self.policy).__name__} itself: every worker has one of its own"
+            )
+        called_with("policy", self.policy)
+        called_with("reward", self.reward, "row", "response")
+        for name in ("sampling", "eval_sampling"):
+            given = getattr(self, name)
+            if not isinstance(given, Sampling) and (name, given) != ("eval_sampling", None):
+                raise TypeError(f"{name} must be a Sampling, not {given!r:.200}")
+        one_of("sync", self.sync, ("grad", "weights"))
+        one_of("on_error", self.on_error, ("raise", "skip"))
+        one_of("precision", self.precision, ("fp32", "bf16"))
+        if self.reward_timeout is not None:
+            above("reward_timeout", self.reward_timeout, 0)
+        check_data("data", self.data)
+        if self.eval_data is not None:
+            check_data("eval_data", self.eval_data)
+
+    @property
+    def held_out_sampling(self) -> Sampling:
+        """How held-out prompts are answered; where nothing was said, by the likeliest tokens."""
+        return self.eval_sampling or dataclasses.replace(self.sampling, temperature=0.0)
 
 
 class Worker(ABC):

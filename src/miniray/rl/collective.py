@@ -8,26 +8,12 @@ others' sums with it: they raise ``PeerLostError`` at once and not after a time-
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from miniray.errors import PeerLostError
-
-
-class Collective(Protocol):
-    rank: int
-    size: int
-
-    def sum(self, tensor: Tensor, what: str) -> Tensor:
-        """``tensor`` summed over all workers, in place. ``what`` is for the error."""
-        ...
-
-    def offset(self, count: int) -> int:
-        """How many the workers before this one have, if each has ``count`` of its own."""
-        ...
 
 
 class Alone:
@@ -55,6 +41,7 @@ class Together:
         self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else "cpu"
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
+        """``tensor`` summed over all workers, in place. ``what`` is for the error."""
         staged = tensor.to(self._device)
         try:
             dist.all_reduce(staged)
@@ -68,9 +55,13 @@ class Together:
         return tensor
 
     def offset(self, count: int) -> int:
+        """How many the workers before this one have, if each has ``count`` of its own."""
         counts = torch.zeros(self.size, dtype=torch.int64)
         counts[self.rank] = count
         return int(self.sum(counts, "prompt counts")[: self.rank].sum())
+
+
+Collective = Alone | Together
 
 
 def sum_gradients(

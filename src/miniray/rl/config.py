@@ -1,4 +1,4 @@
-"""What an algorithm can be told: small dataclasses, checked when they are made.
+"""What a trainer can be told: small dataclasses, checked when they are made; and adaptive KL.
 
 Defaults are verl's where it has one, except the number of prompts and tokens, which suit a small
 model.
@@ -7,14 +7,32 @@ model.
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from miniray.checks import one_of, whole
-from miniray.rl.checks import above, in_range
 
 #: How losses of tokens become one; how the distance to the reference is estimated. See ``losses``.
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
 KL_KINDS = ("k1", "k2", "k3")
 _COUNTS = ("prompts_per_step", "rollouts", "epochs", "mini_batches", "micro_batch_tokens")
+
+
+def in_range(
+    name: str, value: Any, low: float, high: float = math.inf, *, sign: str = ">="
+) -> None:
+    """Refuses NaN too, which compares false with everything."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not low <= value <= high or (sign == ">" and value == low):
+        upper = "" if high == math.inf else f" and <= {high:g}"
+        raise ValueError(f"{name} must be a number {sign} {low:g}{upper}, not {value!r}")
+
+
+def above(name: str, value: Any, low: float, high: float = math.inf) -> None:
+    """The same without ``low`` itself."""
+    in_range(name, value, low, high, sign=">")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +62,43 @@ class KLPenalty:
             above("KLPenalty.target", self.target, 0)
             if self.coef == 0:
                 raise ValueError("KLPenalty.target needs a coef > 0 to start from: 0 stays 0")
+
+
+class AdaptiveKL:
+    """Raises the coefficient while the KL is above its target and lowers it while below.
+
+    Each update multiplies it by ``1 + clip(kl / target - 1, ±0.2) * steps / horizon`` (Ziegler et
+    al., https://arxiv.org/abs/1909.08593, section 2.2). A KL that is no finite number is refused:
+    it would stay in the coefficient for ever.
+
+    It lives on the driver, which sees the KL of all workers as (sum, count) and sends the
+    coefficient with every step. So that is one number for all ranks by construction.
+    """
+
+    def __init__(self, coefficient: float, target: float, horizon: float = 10_000) -> None:
+        in_range("coefficient", coefficient, 0)
+        above("target", target, 0)
+        above("horizon", horizon, 0)
+        self.coefficient = float(coefficient)
+        self.target = float(target)
+        self.horizon = float(horizon)
+
+    def update(self, kl: float, steps: float) -> float:
+        """Take note of the mean KL over ``steps`` samples; returns the new coefficient."""
+        if not math.isfinite(kl):
+            raise ValueError(f"the mean KL to the reference is {kl}, so it cannot be adapted to")
+        error = min(0.2, max(-0.2, kl / self.target - 1))
+        # A step of many samples against a short horizon must not make it negative.
+        self.coefficient *= max(0.0, 1 + error * steps / self.horizon)
+        return self.coefficient
+
+    def state_dict(self) -> dict[str, float]:
+        """The coefficient, for a checkpoint; the rest is settings."""
+        return {"coefficient": self.coefficient}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on with the coefficient of a ``state_dict``."""
+        self.coefficient = float(state["coefficient"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,3 +195,39 @@ class PPOConfig(Algorithm):
         for name in ("value_clip", "critic_lr"):
             if getattr(self, name) is not None:
                 in_range(name, getattr(self, name), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How responses are generated.
+
+    Args:
+        max_new_tokens: where a response ends if the model does not end it.
+        temperature: 0 takes the most likely token.
+        top_k: only the k most likely tokens; 0 means all.
+        top_p: only the most likely tokens that together have this probability.
+        max_prompt_tokens: longer prompts are left out, and counted.
+        stop_ids: tokens that end a response, besides the model's own end of sequence.
+        batch_tokens: how many tokens, prompts included, are generated at a time at most.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_prompt_tokens: int | None = None
+    stop_ids: tuple[int, ...] = ()
+    batch_tokens: int = 65_536
+
+    def __post_init__(self) -> None:
+        whole("max_new_tokens", self.max_new_tokens, 1)
+        in_range("temperature", self.temperature, 0)
+        whole("top_k", self.top_k, 0)
+        above("top_p", self.top_p, 0, 1)  # of 0 no token would be left
+        if self.max_prompt_tokens is not None:
+            whole("max_prompt_tokens", self.max_prompt_tokens, 1)
+        if not isinstance(self.stop_ids, Collection):
+            raise TypeError(f"stop_ids must be a tuple of token ids, not {self.stop_ids!r}")
+        for token in self.stop_ids:
+            whole("a token of stop_ids", token, 0)
+        whole("batch_tokens", self.batch_tokens, 1)

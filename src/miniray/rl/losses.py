@@ -16,12 +16,22 @@ import torch
 from torch import Tensor
 
 from miniray.checks import one_of
-from miniray.rl.checks import above, in_range
-from miniray.rl.config import AGGREGATIONS, KL_KINDS
-from miniray.rl.masking import same_shape, selected
+from miniray.rl.config import AGGREGATIONS, KL_KINDS, above, in_range
 
 #: exp(20) is 5e8: beyond it a ratio says no more, and exp(89) is no float32.
 _LARGEST_EXPONENT = 20.0
+
+
+def same_shape(**tensors: Tensor) -> None:
+    """Refuse tensors that would broadcast: (B, T) with (B, 1) gives numbers, and wrong ones."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if len(set(shapes.values())) > 1 or len(next(iter(shapes.values()))) != 2:
+        raise ValueError(f"tensors must all be (sequences, tokens) of one shape, not {shapes}")
+
+
+def selected(x: Tensor, chosen: Tensor) -> Tensor:
+    """``x`` where chosen, else 0. Unlike a product with the mask this keeps NaN of padding out."""
+    return torch.where(chosen, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 def aggregate(x: Tensor, mask: Tensor, mode: str, *, global_count: float | None = None) -> Tensor:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from miniray.rl.batch import Generated, MicroBatch
+from miniray.rl.config import Sampling
 from miniray.rl.generation import generate, taken_by
 from miniray.rl.logprobs import chosen_log_probs
-from miniray.rl.sampling import Sampling
 from miniray.rl.sources import Row
 
 

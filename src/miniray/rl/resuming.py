@@ -1,7 +1,8 @@
-"""What a checkpoint of reinforcement learning has on top of weights and the workers' own state.
+"""How workers come to one state: at the start, in the place of one that died, from a checkpoint.
 
-The run's seed, the KL controller, the reference model, a place in the data that any number of
-workers can take up and, where workers are always equal, one optimizer for all.
+On top of weights and the workers' own state a checkpoint of reinforcement learning has the run's
+seed, the KL controller, the reference model, a place in the data that any number of workers can
+take up and, where workers are always equal, one optimizer for all.
 """
 
 from __future__ import annotations
@@ -12,18 +13,59 @@ from pathlib import Path
 from typing import Any
 
 import miniray
-from miniray.rl.kl import AdaptiveKL
+from miniray.core import session
+from miniray.errors import CapabilityError
+from miniray.rl.config import AdaptiveKL, Algorithm
 from miniray.rl.sources import place_of_all
 from miniray.train.data_parallel import DataParallelTrainer
 
 
 class Resumable(DataParallelTrainer):
-    """The part of ``RLTrainer`` that saves and takes up checkpoints."""
+    """The part of ``RLTrainer`` that sets up workers, and saves and takes up checkpoints."""
 
     sync: str
+    config: Algorithm
     _run_seed: int
     _adaptive: AdaptiveKL | None
+    _setup_ref: Any
     _reference_ref: Any
+    _group_options: dict[str, Any]
+
+    def _set_up_all(self) -> None:
+        if self.sync == "weights":
+            super()._set_up_all()
+            if self._max_failures and self.config.kl.coef > 0:
+                self._reference_ref = miniray.put(self.model_weights())
+            return
+        assert self._group is not None
+        first = self.workers[0].get_weights.remote()
+        miniray.get([worker.set_weights.remote(first) for worker in self.workers[1:]])
+        if self.num_workers == 1:
+            return
+        engine = session.engine().name
+        if engine == "inline":
+            raise CapabilityError(
+                'sync="grad" with more than one worker needs workers that run at the same time: '
+                'use backend="local" or "ray", or sync="weights", or one worker'
+            )
+        opened = self.workers[0].host_group.remote(
+            self.num_workers, other_machines=engine == "ray", **self._group_options
+        )
+        spec = miniray.get(opened)
+        self._group.call("join_group", lambda _: (spec,), {})
+
+    def _set_up_worker(self, worker_id: int) -> None:
+        super()._set_up_worker(worker_id)
+        if self._reference_ref is not None:
+            miniray.get(self.workers[worker_id].set_reference.remote(self._reference_ref))
+
+    def _workers_in_sync(self) -> bool:
+        return self.sync == "grad" or super()._workers_in_sync()
+
+    def shutdown(self) -> None:
+        """End the workers; safe to call twice."""
+        super().shutdown()
+        self._setup_ref = self._reference_ref = None
 
     def load_checkpoint(self, path: str | Path = "latest") -> int:
         """As every trainer does; the run's seed is the checkpoint's from here on."""

@@ -5,37 +5,21 @@ Either goes on for ever, epoch after epoch, and says where it is so that a run c
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from miniray.data.parts import part_bounds
 from miniray.data.progress import merge_states
 from miniray.errors import DataError
-from miniray.rl.checks import called_with
 
 Row = Mapping[str, Any]
 
 #: A worker's number summed over those with which it goes through the data.
 Total = Callable[[int], int]
-
-
-class Source(Protocol):
-    """Gives this worker's prompts of each step."""
-
-    def rows(self, step: int, seed: int, total: Total = int) -> list[Row]:
-        """The prompts of a step; steps are asked for in order."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where it is."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go there."""
-        ...
 
 
 class ListSource:
@@ -53,6 +37,7 @@ class ListSource:
         self._rank, self._world = rank, world_size
 
     def rows(self, step: int, seed: int, total: Total = int) -> list[Row]:
+        """This worker's prompts of a step; steps are asked for in order."""
         count = len(self._rows)
         epoch, part = divmod(step, math.ceil(count / self._per_step))
         order = np.random.default_rng([seed, epoch]).permutation(count)
@@ -148,6 +133,9 @@ class LoaderSource:
         self._used, self._ended = used, state["ended"]
 
 
+Source = ListSource | LoaderSource
+
+
 def _is_of_one(loader: Mapping[str, Any]) -> bool:
     """Whether a loader's state says nothing of the other workers: ``place_of_all`` does."""
     return bool(loader.get("alone"))
@@ -241,3 +229,18 @@ def check_rows(name: str, data: Any, otherwise: str = "") -> None:
         raise ValueError(f"{name} is empty")
     if not isinstance(data[0], Mapping):
         raise TypeError(f"the rows of {name} must be dicts, not {data[0]!r:.200}")
+
+
+def called_with(name: str, function: Callable[..., Any], *arguments: str) -> None:
+    """Refuse a function that cannot take these: its workers would find out, one after the other."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C: it does not say
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} is called as {name}({', '.join(arguments)}), which "
+            f"{getattr(function, '__name__', function)}{signature} cannot be: {error}"
+        ) from None

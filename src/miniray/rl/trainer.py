@@ -16,22 +16,24 @@ from typing import Any
 
 import miniray
 from miniray.checks import one_of
-from miniray.core import session
 from miniray.data.parts import part_bounds
 from miniray.errors import (
     ActorDiedError,
-    CapabilityError,
     NoTokensError,
     PeerLostError,
     TaskError,
 )
-from miniray.rl.calls import Worker
-from miniray.rl.config import Algorithm, KLPenalty
-from miniray.rl.kl import AdaptiveKL
+from miniray.rl.calls import Setup, Worker
+from miniray.rl.config import (
+    AdaptiveKL,
+    Algorithm,
+    GRPOConfig,
+    KLPenalty,
+    PPOConfig,
+    Sampling,
+)
 from miniray.rl.metrics import pool, record
 from miniray.rl.resuming import Resumable
-from miniray.rl.sampling import Sampling
-from miniray.rl.setup import Setup
 from miniray.rl.sources import check_rows
 from miniray.train.arguments import check_spelling
 from miniray.train.base import BaseTrainer
@@ -66,7 +68,8 @@ class RLTrainer(Resumable):
             ``eval_interval``.
         sync: ``"grad"``: workers sum up gradients and are always equal. ``"weights"``: each learns
             on its own, and a parameter server combines their weights every ``sync_interval`` steps.
-        optimizer: called with the parameters; AdamW with ``config.lr`` by default.
+        optimizer: called with the parameters, in groups where ``critic_lr`` is set; AdamW with
+            ``config.lr`` by default.
         on_error: what to do with a response whose reward function fails or hangs, or whose
             log-probs are NaN, and with a step that has nothing to learn from: ``"raise"``, or
             ``"skip"`` it and count it.
@@ -291,44 +294,6 @@ class RLTrainer(Resumable):
             raise ValueError("the evaluation has no reward: no prompt was left, or all failed")
         return scores
 
-    # -- workers -----------------------------------------------------------------------------------
-
-    def _set_up_all(self) -> None:
-        if self.sync == "weights":
-            super()._set_up_all()
-            if self._max_failures and self.config.kl.coef > 0:
-                self._reference_ref = miniray.put(self.model_weights())
-            return
-        assert self._group is not None
-        first = self.workers[0].get_weights.remote()
-        miniray.get([worker.set_weights.remote(first) for worker in self.workers[1:]])
-        if self.num_workers == 1:
-            return
-        engine = session.engine().name
-        if engine == "inline":
-            raise CapabilityError(
-                'sync="grad" with more than one worker needs workers that run at the same time: '
-                'use backend="local" or "ray", or sync="weights", or one worker'
-            )
-        opened = self.workers[0].host_group.remote(
-            self.num_workers, other_machines=engine == "ray", **self._group_options
-        )
-        spec = miniray.get(opened)
-        self._group.call("join_group", lambda _: (spec,), {})
-
-    def _set_up_worker(self, worker_id: int) -> None:
-        super()._set_up_worker(worker_id)
-        if self._reference_ref is not None:
-            miniray.get(self.workers[worker_id].set_reference.remote(self._reference_ref))
-
-    def _workers_in_sync(self) -> bool:
-        return self.sync == "grad" or super()._workers_in_sync()
-
-    def shutdown(self) -> None:
-        """End the workers; safe to call twice."""
-        super().shutdown()
-        self._setup_ref = self._reference_ref = None
-
     def _describe(self) -> dict[str, Any]:
         return {
             **super()._describe(),
@@ -338,3 +303,23 @@ class RLTrainer(Resumable):
             "algorithm": dataclasses.asdict(self.config),
             "sampling": dataclasses.asdict(self.sampling),
         }
+
+
+class PPOTrainer(RLTrainer):
+    """Trains by comparing each response with what the value head expected; see ``RLTrainer``.
+
+    A model as ``policy`` gets a value head on its last hidden state; for a critic of its own,
+    return ``CausalLM(model, tokenizer, critic=another)``. The paper:
+    https://arxiv.org/abs/1707.06347
+    """
+
+    config_class = PPOConfig
+
+
+class GRPOTrainer(RLTrainer):
+    """Trains by comparing the responses to each prompt with each other; see ``RLTrainer``.
+
+    The paper: https://arxiv.org/abs/2402.03300
+    """
+
+    config_class = GRPOConfig

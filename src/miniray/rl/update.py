@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from miniray.data.permutation import mix
 from miniray.errors import NonFiniteError
 from miniray.rl import losses
 from miniray.rl.batch import MicroBatch, Rollouts
 from miniray.rl.collective import Collective, sum_gradients
 from miniray.rl.config import Algorithm, PPOConfig
-from miniray.rl.masking import selected
+from miniray.rl.losses import selected
 from miniray.rl.metrics import Metrics
 from miniray.rl.reward import brief
 
@@ -33,16 +34,8 @@ def mini_batch_of(ids: Tensor, count: int, seed: Sequence[int]) -> Tensor:
     """
     block, place = np.divmod(ids.numpy().astype(np.uint64), np.uint64(count))
     key = np.random.SeedSequence([int(s) for s in seed]).generate_state(1, np.uint64)[0]
-    turn = _mix(block ^ key)
+    turn = mix(block ^ key)
     return torch.from_numpy(((place + turn) % np.uint64(count)).astype(np.int64))
-
-
-def _mix(x: Any) -> Any:
-    """Numbers that look unrelated, from consecutive ones (the finaliser of splitmix64)."""
-    with np.errstate(over="ignore"):
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
 
 
 class Updater:

@@ -22,15 +22,14 @@ import torch
 from miniray import doctor
 from miniray.doctor import recorder
 from miniray.rl.batch import Generated, Rollouts
-from miniray.rl.calls import OWN_RATE, Worker
+from miniray.rl.calls import OWN_RATE, Setup, Worker
 from miniray.rl.collective import Alone, Collective, Together
-from miniray.rl.config import PPOConfig
+from miniray.rl.config import PPOConfig, Sampling
 from miniray.rl.experience import add_advantages, drop_bad, look_back
+from miniray.rl.generation import row_seed
 from miniray.rl.metrics import Metrics, Quad
 from miniray.rl.policy import CausalLM, as_policy
 from miniray.rl.reward import Scorer
-from miniray.rl.sampling import Sampling, row_seed
-from miniray.rl.setup import Setup
 from miniray.rl.sources import Row, held_out, make_source
 from miniray.rl.update import Updater
 from miniray.train import group
@@ -84,6 +83,11 @@ class RLWorker(Worker):
                 f"policy {type(self.policy).__name__} does not have"
             )
         critic = {id(p) for p in self.policy.critic_parameters()}
+        if not any(id(p) in critic for p in trained):
+            raise ValueError(
+                f"critic_lr={rate:g} is for nothing: of what critic_parameters() of policy "
+                f"{type(self.policy).__name__} returns there is none that is trained"
+            )
         return [
             {"params": list(members), **({"lr": rate, OWN_RATE: rate} if of_critic else {})}
             for of_critic, members in itertools.groupby(trained, lambda p: id(p) in critic)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from miniray.data.plan import shard_indices
+from miniray.data import shard_indices
 
 #: An optimizer step of one rank: the weight of each of its micro-batches; see the module.
 Window = tuple[float, ...]
