@@ -1,9 +1,7 @@
-"""A server over a temporary directory of runs, ranks that end with the test, and a browser."""
+"""A server over a temporary directory of runs, and ranks that end with the test."""
 
 import http.client
 import json
-import os
-import shutil
 
 import pytest
 
@@ -91,22 +89,3 @@ def start():
     yield start_server
     for server in servers:
         server.close()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    names = ("chromium", "chromium-browser", "google-chrome")
-    found = next((path for name in names if (path := shutil.which(name))), None)
-    if found is None:
-        pytest.skip("no Chromium for the tests of the page: `apt-get install chromium` as root")
-    api = pytest.importorskip(
-        "playwright.sync_api", reason="no playwright for the tests of the page: pip install it"
-    )
-    options = ["--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-    options += ["--disable-sync", "--no-first-run", "--disable-dev-shm-usage"]
-    if os.getuid() == 0:
-        options.append("--no-sandbox")
-    with api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=found, args=options)
-        yield started
-        started.close()

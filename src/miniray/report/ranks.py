@@ -27,6 +27,9 @@ _PHASES = {
     "collective": "collectives and barriers",
     "other": "outside steps: evaluation, syncs, checkpoints, waiting for the driver",
 }
+#: Where the time of a step that never ended belongs, by what the rank was doing.
+_OPEN = {"data": "data", "compute": "compute", "forward": "compute", "backward": "backward",
+         "optimizer": "compute"}  # fmt: skip
 
 
 def time_spent(run: Run) -> Markup:
@@ -76,17 +79,31 @@ def _spent(rank: RankRecord, over: float | None) -> dict[str, float]:
     begun = _first_step(rank)
     start = life if begun is None else min(life, max(0.0, begun - rank.attached))
     inside = total.data + total.compute + total.backward + total.collective
-    other = max(0.0, life - start - inside)
-    wait = wait_of(rank)  # one that never ended is in no step's times
-    waited = 0.0 if wait is None else min(other, max(0.0, end - wait.since))
-    return {
+    parts = {
         "start": start,
         "data": total.data,
         "compute": total.compute,
         "backward": total.backward,
-        "collective": total.collective + waited,
-        "other": other - waited,
+        "collective": total.collective,
+        "other": max(0.0, life - start - inside),
     }
+    kind, since = _left_in(rank, over is not None)
+    last = min(parts["other"], max(0.0, end - since))
+    parts["other"] -= last
+    parts[kind] += last
+    return parts
+
+
+def _left_in(rank: RankRecord, over: bool) -> tuple[str, float]:
+    """What the rank is in, or was when it was ended, and since when: it is in no step's times.
+
+    A rank that is through, or whose driver is done, only waits for its end.
+    """
+    wait = wait_of(rank)
+    if wait is not None:
+        return "collective", wait.since
+    done = over if rank.exit is None else not rank.exit.failed
+    return "other" if done else _OPEN.get(rank.phase.name, "other"), rank.phase.since
 
 
 def _first_step(rank: RankRecord) -> float | None:
