@@ -84,6 +84,7 @@ def alive(root, browser):
 def client(root, alive):
     ended_run(root, "quick")
     ended_run(root, "slow", slower=5.0, epochs=20)
+    ended_run(root, "short", epochs=3)
     not_finite_run(root)
     talking_run(root)
     long_run(root)
@@ -229,6 +230,30 @@ def test_logs_are_searched_and_shown_as_text(open_page):
     until(page, f"{lines} === 500")
     page.locator("#log-rank").select_option("2")
     until(page, "document.getElementById('log').innerText.startsWith('[Rank 2/3] step 0')")
+
+
+def test_an_answer_that_comes_too_late_is_not_shown_in_another_run(open_page):
+    page = open_page("quick")
+    page.get_by_role("link", name="talking").click()
+    until(page, "document.querySelectorAll('#log div').length === 500")
+    held = []
+    page.route("**/api/search*", lambda route: held.append(route))
+    page.locator("#log-search").fill("warning")
+    wait_until(lambda: page.evaluate("true") and held)  # the browser's events come with an answer
+    page.get_by_role("link", name="quick").click()
+    until(page, "document.getElementById('run-name').innerText === 'quick'")
+    assert page.locator("#log-search").input_value() == ""
+    with page.expect_response("**/api/search*"):
+        held[0].continue_()
+    until(page, "document.getElementById('log-note').innerText.includes('has no log')")
+    assert page.locator("#log mark").count() == 0
+
+
+def test_the_axis_of_a_few_epochs_has_whole_numbers(open_page):
+    page = open_page("short")
+    page.wait_for_selector(chart("accuracy", points=3))
+    marks = "[...document.querySelectorAll('[data-chart=\"accuracy\"] .xtick')]"
+    until(page, f"{marks}.map((tick) => tick.textContent).join() === '0,1,2'")
 
 
 def test_two_runs_on_one_chart(open_page):

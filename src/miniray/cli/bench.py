@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from miniray.cli import scripts
-from miniray.cli.colour import fitted
+from miniray.cli.groups import listed
 
 EPILOG = """\b
 Examples:
@@ -46,17 +46,14 @@ def bench(ctx: click.Context, args: tuple[str, ...]) -> None:
             "`pip install -e '.[bench]'`"
         )
     found = benchmarks(folder.parent)
-    if not args or args[0] == "--json":
-        if args:
-            click.echo(json.dumps({name: str(path) for name, (path, _) in found.items()}))
-            return
-        width = max(map(len, found))
-        for name, (_, text) in found.items():
-            click.echo(f"  {name:<{width}}  {fitted(text, width + 4)}")
-        return
-    if args[0] not in found:
+    if not args:
+        listed(ctx, {name: text for name, (_, text) in found.items()})
+    elif args[0] == "--json":
+        click.echo(json.dumps({name: str(path) for name, (path, _) in found.items()}))
+    elif args[0] in found:
+        scripts.become(found[args[0]][0], args[1:])
+    else:
         raise click.UsageError(f"There is no benchmark {args[0]!r}; there are: {', '.join(found)}")
-    scripts.become(found[args[0]][0], args[1:])
 
 
 def _names(incomplete: str) -> list[str]:

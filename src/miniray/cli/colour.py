@@ -7,9 +7,12 @@ import os
 import shutil
 import sys
 import unicodedata
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def coloured(stream: TextIO) -> bool:
@@ -27,6 +30,13 @@ def paint(text: str, colour: str | None, stream: TextIO | None = None) -> str:
 def columns() -> float:
     """How wide a line may be: the terminal's width, and any in a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+
+
+def console() -> Console:
+    """rich's, which breaks lines between words on a terminal, and none in a pipe."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 100_000)
 
 
 def width(text: str) -> int:

@@ -9,7 +9,8 @@ from pathlib import Path
 import click
 
 from miniray.cli import scripts
-from miniray.cli.groups import Group
+from miniray.cli.colour import console
+from miniray.cli.groups import Group, listed
 from miniray.cli.targets import runs_dir_option
 
 EPILOG = """\b
@@ -82,29 +83,24 @@ class _Demo(Group):
 
 
 @click.group(cls=_Demo, epilog=EPILOG, invoke_without_command=True)
-@click.option("--list", "listed", is_flag=True, help="Show which demos can run here.")
+@click.option("--list", "wanted", is_flag=True, help="Show which demos can run here.")
 @click.option("--json", "as_json", is_flag=True, help="With --list: for a program.")
-def demo(listed: bool, as_json: bool) -> None:
+@click.pass_context
+def demo(ctx: click.Context, wanted: bool, as_json: bool) -> None:
     """See it work.
 
     Each demo is a small complete program whose source is meant to be read; it leaves a run, with a
     report, under runs/.
     """
-    if listed:
-        _list(as_json)
-
-
-def _list(as_json: bool) -> None:
+    if not wanted:
+        return
     rows = {_DEFAULT: ("π by parallel actors (ten seconds).", "")}
     rows |= {name: (script.text, _obstacle(script)) for name, script in SCRIPTS.items()}
     if as_json:
         found = {name: {"text": text, "obstacle": why} for name, (text, why) in rows.items()}
         click.echo(json.dumps(found, ensure_ascii=False))
         return
-    for name, (text, why) in rows.items():
-        click.echo(f"  {name:<10} {text}")
-        if why:
-            click.echo(f"  {'':<10} not here: {why}")
+    listed(ctx, {k: f"{text} Not here: {why}" if why else text for k, (text, why) in rows.items()})
 
 
 def _obstacle(script: Script) -> str:
@@ -168,8 +164,6 @@ def pi(backend: str | None, name: str | None, runs_dir: Path, **config: int) -> 
     Each actor throws darts at a square and reports its hits to one more actor that keeps the score.
     Ends with a table and a report in RUNS_DIR/NAME/report.html.
     """
-    from rich.console import Console
-
     from miniray.demos import monte_carlo
     from miniray.train.rundir import RunDirectory
 
@@ -180,9 +174,9 @@ def pi(backend: str | None, name: str | None, runs_dir: Path, **config: int) -> 
         folder.path.rmdir()  # still empty: nothing came of this run
         raise
     report = monte_carlo.record(folder, result)
-    console = Console(highlight=False)
-    console.print(f"\n{monte_carlo.headline(result)}\n", style="bold")
-    console.print(monte_carlo.table(result))
+    shown = console()
+    shown.print(f"\n{monte_carlo.headline(result)}\n", style="bold")
+    shown.print(monte_carlo.table(result))
     click.echo(f"\nreport: {report}")
     others = ", ".join(SCRIPTS)
     click.echo(f"next:   miniray demo classify  (others: {others.removeprefix('classify, ')})")

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 
 import click
+
+
+def listed(ctx: click.Context, texts: Mapping[str, str]) -> None:
+    """Print names with what they mean, as help does."""
+    formatter = ctx.make_formatter()
+    with formatter.indentation():
+        formatter.write_dl(list(texts.items()))
+    click.echo(formatter.getvalue(), nl=False)
 
 
 class Group(click.Group):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from miniray.cli.colour import columns, fitted, paint, printable, width
+from miniray.cli.colour import columns, console, fitted, paint, printable, width
 
 if TYPE_CHECKING:
     from miniray.report import Run
@@ -107,7 +106,6 @@ def _plain(value: Any) -> str:
 
 def compare(runs: list[Run], bests: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
     """A column a run: last and best value of every metric, and the settings that differ."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -133,8 +131,7 @@ def compare(runs: list[Run], bests: list[dict[str, Any]], settings: list[dict[st
         values = [str(each.get(key, "–")) for each in settings]
         if len(set(values)) > 1:
             row(key, values, "dim")
-    wide = None if sys.stdout.isatty() else 100_000  # a pipe has names and values whole
-    Console(highlight=False, width=wide).print(table)
+    console().print(table)
 
 
 def _keys(records: list[dict[str, Any]]) -> list[str]:

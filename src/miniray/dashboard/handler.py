@@ -98,8 +98,8 @@ class Handler(BaseHTTPRequestHandler):
                 self._entering = token is not None
                 self._send(200, (_STATIC / name).read_bytes(), kind, "no-cache")
             elif reads and url.path == "/plotly.min.js":
-                body = self.dashboard.plotly()
-                self._send(200, body, "text/javascript", "private, max-age=86400", packed=True)
+                body = self.dashboard.plotly.read_bytes()
+                self._send(200, body, "text/javascript", "private, max-age=86400")
             else:
                 self._text(404, "404: there is no such page\n")
         except (NotFoundError, FileNotFoundError):
@@ -227,12 +227,11 @@ class Handler(BaseHTTPRequestHandler):
     def _text(self, status: int, text: str) -> None:
         self._send(status, text.encode(), "text/plain; charset=utf-8", "no-store")
 
-    def _send(self, status: int, body: bytes, kind: str, cache: str, packed: bool = False) -> None:
+    def _send(self, status: int, body: bytes, kind: str, cache: str) -> None:
         takes = "gzip" in (self.headers.get("Accept-Encoding") or "")
-        if packed and not takes:
-            body, packed = gzip.decompress(body), False
-        elif not packed and takes and len(body) > _WORTH_PACKING:
-            body, packed = gzip.compress(body, 1), True
+        packed = takes and len(body) > _WORTH_PACKING
+        if packed:  # through ssh it may have a long way
+            body = gzip.compress(body, 1)
         self.send_response(status)
         self._common(kind, cache)
         if self._entering:

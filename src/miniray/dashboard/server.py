@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import gzip
 import importlib.util
 import socket
 import socketserver
@@ -68,7 +66,7 @@ class Server:
                 f"the dashboard is served to this machine only, not on {host!r}; from another one, "
                 "use `ssh -L 8080:localhost:PORT`"
             )
-        self._plotly = _find_plotly()
+        self.plotly = _find_plotly()
         self.root = access.Root(Path(root))
         if run is not None:
             try:
@@ -113,15 +111,6 @@ class Server:
             self._thread.join()
         self._http.hang_up()
         self._http.server_close()
-
-    def plotly(self) -> bytes:
-        """plotly.js from the package of that name, gzipped: 4.8 MB become 1.4."""
-        return _packed(self._plotly)
-
-
-@functools.lru_cache(maxsize=1)
-def _packed(path: Path) -> bytes:
-    return gzip.compress(path.read_bytes(), 5)
 
 
 class _Http(ThreadingHTTPServer):

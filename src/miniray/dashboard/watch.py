@@ -89,7 +89,7 @@ class Watch:
                 why = f"{self._metrics.damaged} lines are no JSON objects and were passed over"
                 found["damaged"]["metrics.jsonl"] = why
         self._before = record
-        if not self.version or {**found, "read_at": 0} != {**self.state, "read_at": 0}:
+        if found != self.state:
             self.state = found
             self.version += 1
 

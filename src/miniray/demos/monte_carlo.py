@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import miniray
 from miniray.report import write_report
+from miniray.report.series import spread
 from miniray.train.progress import Steps
 
 if TYPE_CHECKING:
@@ -41,13 +42,11 @@ class Tally:
     points: int = 0
     hits: int = 0
     batches: int = 0
-    seconds: float = 0.0
 
-    def add(self, points: int, hits: int, seconds: float) -> None:
+    def add(self, points: int, hits: int) -> None:
         self.points += points
         self.hits += hits
         self.batches += 1
-        self.seconds += seconds
 
     @property
     def estimate(self) -> float:
@@ -81,11 +80,11 @@ class Scoreboard:
         self._total = Tally()
         self._history: list[tuple[int, float, float]] = []
 
-    def add(self, player: int, points: int, hits: int, seconds: float) -> tuple[float, float]:
+    def add(self, player: int, points: int, hits: int) -> tuple[float, float]:
         """Count a batch; returns the estimate of all players together, and its error."""
-        self._tallies[player].add(points, hits, seconds)
+        self._tallies[player].add(points, hits)
         total = self._total
-        total.add(points, hits, seconds)
+        total.add(points, hits)
         self._history.append((total.points, total.estimate, total.error))
         return total.estimate, total.error
 
@@ -105,12 +104,10 @@ class Player:
 
     def play(self, points: int) -> tuple[float, float]:
         """Draw a batch, report it, and return the joint estimate so far with its error."""
-        start = time.perf_counter()
         xy = self._random.random((2, points))
         xy *= xy
         hits = int(((xy[0] + xy[1]) < 1).sum())
-        seconds = time.perf_counter() - start
-        report = self._scoreboard.add.remote(self._player, points, hits, seconds)
+        report = self._scoreboard.add.remote(self._player, points, hits)
         answer: tuple[float, float] = miniray.get(report)
         return answer
 
@@ -125,7 +122,7 @@ def run(config: Config, backend: str | None = None) -> Result:
         _play(players, config)
         wall_seconds = time.perf_counter() - start
         tallies, total, history = miniray.get(scoreboard.scores.remote())
-        return Result(config, session.backend, wall_seconds, tallies, total, _thinned(history))
+        return Result(config, session.backend, wall_seconds, tallies, total, spread(history, 200))
 
 
 def _play(players: list[Any], config: Config) -> None:
@@ -141,15 +138,6 @@ def _play(players: list[Any], config: Config) -> None:
                 remaining[player] -= 1
                 running[players[player].play.remote(config.batch_size)] = player
             progress.advance(1, f"π ≈ {estimate:.5f} ± {error:.5f}")
-
-
-def _thinned(history: list[Any], most: int = 200) -> list[Any]:
-    """At most ``most`` entries, evenly spread in the logarithm of their position; ends are kept."""
-    if len(history) <= most:
-        return history
-    ratio = len(history) ** (1 / (most - 1))
-    picks = sorted({round(ratio**i) - 1 for i in range(most)})
-    return [history[min(i, len(history) - 1)] for i in picks]
 
 
 # -- showing it --------------------------------------------------------------------------------

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from miniray.report.html import figure, section, table, tag
+from miniray.report.html import Markup, figure, section, short, table, tag
 from miniray.report.run import Run
 from miniray.report.series import Curve, by_rank, flat, spread
 from miniray.report.svg import colour, lines
-from miniray.report.text import Markup, short
 
 _MOST_CHARTS = 24
 _MOST_ROWS = 200

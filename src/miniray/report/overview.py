@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 
 from miniray.doctor.diagnose import Diagnosis, examine
 from miniray.doctor.findings import Finding, Severity, plural, seconds, size
-from miniray.report.html import folded, join, section, tag
+from miniray.report.html import Markup, folded, join, section, short, tag
 from miniray.report.run import Run
 from miniray.report.series import Curve, axis, more_is_better, number
-from miniray.report.text import Markup, short
 
 _KINDS = {
     Severity.FAILED: "bad",

@@ -8,9 +8,8 @@ from pathlib import Path
 import miniray
 from miniray.doctor.runfile import replace_text
 from miniray.report import curves, overview, ranks, series, story
-from miniray.report.html import tag
+from miniray.report.html import escape, tag
 from miniray.report.run import Run, read
-from miniray.report.text import escape
 
 #: By this we know a page of ours, and never write over another one.
 _MARK = '<meta name="generator" content="miniray report">'

@@ -11,10 +11,9 @@ from miniray.doctor.findings import plural, seconds, size
 from miniray.doctor.model import Loader, RankRecord, SamplePass
 from miniray.doctor.waiting import wait_of
 from miniray.report.curves import chart
-from miniray.report.html import bar, folded, join, section, table, tag
+from miniray.report.html import Markup, bar, folded, join, on_screen, section, table, tag
 from miniray.report.run import Run
 from miniray.report.series import Curve, one
-from miniray.report.text import Markup, on_screen
 
 _MOST_BARS = 64
 _SLIM = 16  #: more bars than this are thin ones

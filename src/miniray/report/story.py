@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from miniray.doctor.findings import plural, seconds, size
-from miniray.report.html import facts, folded, section, table, tag
+from miniray.report.html import Markup, facts, folded, section, table, tag
 from miniray.report.run import Run, unix_time
 from miniray.report.series import flat, number, spread
-from miniray.report.text import Markup
 
 _MOST_EVENTS = 100
 _PHASES = {

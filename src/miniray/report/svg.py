@@ -10,8 +10,8 @@ import math
 import sys
 from collections.abc import Sequence
 
+from miniray.report.html import escape, short
 from miniray.report.series import Curve, Points, spread, thinned
-from miniray.report.text import escape, short
 
 WIDTH, HEIGHT = 400, 216
 LEFT, RIGHT, TOP, BOTTOM = 50, 10, 10, 34

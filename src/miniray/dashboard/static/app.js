@@ -142,7 +142,8 @@ function forgetPage() {
   $("rank-map").replaceChildren();
   for (const panel of panels.values()) panel.remove();
   panels.clear();
-  Object.assign(log, { rank: null, end: null, start: null, found: false, picked: false });
+  log = {};
+  $("log-search").value = "";
   $("log").replaceChildren();
   drawState();
   drawCharts();
@@ -499,10 +500,12 @@ class Panel {
       });
     }
     this.key.replaceChildren(...keys);
+    const ends = traces.flatMap(({ x }) => [x[0], x.at(-1)]);
+    const few = Math.max(...ends) - Math.min(...ends) < 8;  // there is no epoch 1.5
     const axis = { gridcolor: colour("line"), zeroline: false, color: colour("quiet"), tickfont: { size: 11 } };
     const layout = { margin: { l: 48, r: 8, t: 6, b: 30 }, paper_bgcolor: "transparent", plot_bgcolor: "transparent",
-      font: { color: colour("text"), family: "system-ui, sans-serif", size: 11 }, hovermode: traces.length > 8 ? "closest" : "x", uirevision: chosen,
-      xaxis: { ...axis, ...(this.range ? { range: this.range } : {}) }, yaxis: { ...axis, type: this.isLog() ? "log" : "linear", automargin: true } };
+      font: { color: colour("text"), family: "system-ui, sans-serif", size: 11 }, separators: ".", hovermode: traces.length > 8 ? "closest" : "x", uirevision: chosen,
+      xaxis: { ...axis, ...(few && { dtick: 1 }), ...(this.range && { range: this.range }) }, yaxis: { ...axis, type: this.isLog() ? "log" : "linear", automargin: true } };
     window.Plotly.react(this.plot, traces, layout, { displayModeBar: false, responsive: true, doubleClick: "reset+autosize" });
     if (!this.listens) {
       this.listens = true;
@@ -560,7 +563,9 @@ function drawCharts() {
 
 // -- logs ----------------------------------------------------------------------------------------
 
-const log = { rank: null, start: null, end: null, found: false, picked: false };
+// The one that is shown: its rank, the bytes that were read, whether it is what a search `found`,
+// and whether the user `picked` it. An answer that was asked for another one comes too late.
+let log = {};
 
 function drawLogChoice(now) {
   const ranks = (now.ranks ?? []).map((row) => row.rank);
@@ -574,25 +579,24 @@ function drawLogChoice(now) {
 }
 
 function pickLog(rank) {
-  log.picked = true;
   $("log-search").value = "";
-  showLog(rank);
+  showLog(rank, true);
 }
 
-function showLog(rank) {
+function showLog(rank, picked = log.picked) {
   if (rank == null) return;
-  Object.assign(log, { rank, start: null, end: null, found: false });
+  log = { rank, picked };
   $("log-rank").value = rank;
   $("log").replaceChildren();
   readLog();
 }
 
 const readLog = oneAtATime(async () => {
-  const { rank } = log;
+  const mine = log, { rank } = log;
   if (rank == null || log.found) return;
   try {
     const piece = await ask("api/log", { run: chosen, rank, since: log.end });
-    if (rank !== log.rank || log.found) return;
+    if (mine !== log || log.found) return;
     if (piece.anew) { $("log").replaceChildren(); log.start = piece.start; }
     log.end = piece.end;
     addLines(piece);
@@ -601,7 +605,7 @@ const readLog = oneAtATime(async () => {
     if (piece.lines.length && piece.end < piece.size && !piece.anew) readLog();  // there is more by now
   } catch (error) {
     if (error.status !== 404) throw error;
-    $("log-note").textContent = "this run is gone";
+    if (mine === log) $("log-note").textContent = "this run is gone";
   }
 }, 300);
 
@@ -622,7 +626,9 @@ function addLines(piece) {
 }
 
 async function readOlder() {
+  const mine = log;
   const piece = await ask("api/log", { run: chosen, rank: log.rank, before: log.start });
+  if (mine !== log || log.found) return;
   const box = $("log"), below = box.scrollHeight - box.scrollTop;
   $("log-follow").checked = false;
   box.querySelector(".older").after(...piece.lines.map((line) => h("div", { textContent: line || "\u00a0" })));
@@ -636,9 +642,9 @@ const searchLog = oneAtATime(async () => {
   if (!text) { showLog(log.rank); return; }
   log.found = true;
   $("log").hidden = false;
-  const rank = $("log-everywhere").checked ? "all" : log.rank;
+  const mine = log, rank = $("log-everywhere").checked ? "all" : log.rank;
   const found = await ask("api/search", { run: chosen, rank, q: text });
-  if (text !== $("log-search").value) return;
+  if (mine !== log || text !== $("log-search").value) return;
   const total = Object.values(found).reduce((sum, one) => sum + one.total, 0);
   const cut = Object.values(found).some((one) => !one.whole);
   $("log-note").textContent = `${total} line${total === 1 ? "" : "s"}${cut ? ", in the last 64 MB" : ""}`;
