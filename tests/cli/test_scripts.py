@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from miniray.cli import _take_debug, bench, cli, demo, scripts
+from miniray.cli import _take_debug, bench, cli, demo
 from miniray.cli.run import run
 from miniray.core import machine
 
@@ -49,12 +49,12 @@ def test_a_demo_is_its_example(handed_over, name, given, passed):
 
 @pytest.mark.parametrize("name", list(demo.SCRIPTS))
 def test_every_demo_has_its_example_in_the_checkout(name):
-    assert scripts.find(demo.SCRIPTS[name].path) == ROOT / demo.SCRIPTS[name].path
+    assert demo.find(demo.SCRIPTS[name].path) == ROOT / demo.SCRIPTS[name].path
 
 
 def test_a_demo_whose_packages_are_missing_says_what_to_install(handed_over, monkeypatch):
     monkeypatch.setattr(
-        scripts.importlib.util, "find_spec", lambda name: None if name == "sklearn" else object()
+        demo.importlib.util, "find_spec", lambda name: None if name == "sklearn" else object()
     )
     done = invoke("demo", "classify")
     assert done.exit_code == 1
@@ -66,7 +66,7 @@ def test_a_demo_whose_packages_are_missing_says_what_to_install(handed_over, mon
 
 
 def test_an_installation_without_sources(handed_over, monkeypatch, tmp_path):
-    monkeypatch.setattr(scripts, "PACKAGE", tmp_path / "lib" / "miniray")
+    monkeypatch.setattr(demo, "PACKAGE", tmp_path / "lib" / "miniray")
     done = invoke("demo", "ddp")
     assert done.exit_code == 1
     assert "came without examples/ddp_digits.py" in done.output

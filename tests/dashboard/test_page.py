@@ -85,6 +85,8 @@ def client(root, alive):
     ended_run(root, "quick")
     ended_run(root, "slow", slower=5.0, epochs=20)
     ended_run(root, "short", epochs=3)
+    synthetic.write_run(root / "epochs", 1, state="finished")
+    synthetic.still_rank(root / "epochs", 0, 1, steps=0)
     not_finite_run(root)
     talking_run(root)
     long_run(root)
@@ -291,6 +293,14 @@ def test_on_a_phone(open_page, scheme):
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     back = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
     assert (back == "rgb(15, 18, 22)") is (scheme == "dark")
+
+
+def test_a_rank_that_counts_epochs_is_not_said_to_count_steps(open_page):
+    page = open_page("epochs", size=(390, 844))
+    cell = page.locator('tr[data-rank="0"] td.step')
+    cell.wait_for()
+    before = cell.evaluate("cell => getComputedStyle(cell, '::before').content")
+    assert (cell.inner_text(), before) == ("epoch 3", "none")
 
 
 def test_64_ranks_and_a_million_points(root, client, open_page):

@@ -16,7 +16,7 @@ import pytest
 import miniray
 from miniray import doctor, report
 from miniray.doctor.model import Phase
-from miniray.report.page import render
+from miniray.report import render
 from miniray.report.ranks import _spent as time_spent_by_rank
 from miniray.train import DataParallelTrainer
 from tests.doctor import records

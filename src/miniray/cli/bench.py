@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from miniray.cli import scripts
-from miniray.cli.groups import listed
+from miniray.cli import listed
+from miniray.cli.demo import become, find
 
 EPILOG = """\b
 Examples:
@@ -38,7 +38,7 @@ def bench(ctx: click.Context, args: tuple[str, ...]) -> None:
     if args and args[0] in ("-h", "--help"):
         click.echo(ctx.get_help())
         return
-    folder = scripts.find("benchmarks/common.py")
+    folder = find("benchmarks/common.py")
     if folder is None:
         raise click.ClickException(
             "benchmarks are not part of the installed package: get the sources (pip download "
@@ -51,14 +51,14 @@ def bench(ctx: click.Context, args: tuple[str, ...]) -> None:
     elif args[0] == "--json":
         click.echo(json.dumps({name: str(path) for name, (path, _) in found.items()}))
     elif args[0] in found:
-        scripts.become(found[args[0]][0], args[1:])
+        become(found[args[0]][0], args[1:])
     else:
         raise click.UsageError(f"There is no benchmark {args[0]!r}; there are: {', '.join(found)}")
 
 
 def _names(incomplete: str) -> list[str]:
     """For a shell."""
-    folder = scripts.find("benchmarks/common.py")
+    folder = find("benchmarks/common.py")
     found = benchmarks(folder.parent) if folder is not None else {}
     return [name for name in found if name.startswith(incomplete)]
 

@@ -1,16 +1,26 @@
-"""``miniray demo``: something to look at within seconds of installing."""
+"""``miniray demo``: something to look at within seconds of installing.
+
+All but the first are scripts that come with miniray. In a checkout these are in ``examples``,
+``recipes`` and ``benchmarks`` beside ``src``; a wheel has the examples of the demos in
+``miniray/demos/scripts``, and neither recipes nor benchmarks.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from miniray.cli import scripts
+import miniray
+from miniray.cli import Group, listed
 from miniray.cli.colour import console
-from miniray.cli.groups import Group, listed
 from miniray.cli.targets import runs_dir_option
 
 EPILOG = """\b
@@ -25,6 +35,9 @@ Examples:
 
 #: The demo that is meant when none is named.
 _DEFAULT = "pi"
+PACKAGE = Path(miniray.__file__).resolve().parent
+#: Import name → what to install, where the two differ.
+_PACKAGES = {"sklearn": "scikit-learn", "PIL": "pillow"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,10 +118,10 @@ def demo(ctx: click.Context, wanted: bool, as_json: bool) -> None:
 
 def _obstacle(script: Script) -> str:
     """Why it cannot run here, and what to do; "" where it can."""
-    absent = scripts.missing(script.needs)
+    absent = missing(script.needs)
     if absent:
         return f"{', '.join(absent)} not installed: pip install 'miniray[{script.extra}]'"
-    if scripts.find(script.path) is None:
+    if find(script.path) is None:
         return f"this installation came without {script.path}: get the sources and run it there"
     return ""
 
@@ -127,9 +140,9 @@ def _command(name: str, script: Script) -> click.Command:
         why = _obstacle(script)
         if why:
             raise click.ClickException(f"`miniray demo {name}` cannot run: {why}")
-        path = scripts.find(script.path)
+        path = find(script.path)
         assert path is not None
-        scripts.become(path, [*script.args, *args])
+        become(path, [*script.args, *args])
 
     return run_script
 
@@ -180,3 +193,27 @@ def pi(backend: str | None, name: str | None, runs_dir: Path, **config: int) -> 
     click.echo(f"\nreport: {report}")
     others = ", ".join(SCRIPTS)
     click.echo(f"next:   miniray demo classify  (others: {others.removeprefix('classify, ')})")
+
+
+# -- scripts --------------------------------------------------------------------------------------
+
+
+def find(name: str) -> Path | None:
+    """``examples/x.py`` in the checkout we run from, else in the installed package."""
+    checkout, installed = PACKAGE.parent.parent, PACKAGE / "demos" / "scripts"
+    roots = [checkout] if (checkout / "pyproject.toml").exists() else []
+    return next((r / name for r in [*roots, installed] if (r / name).exists()), None)
+
+
+def missing(modules: Sequence[str]) -> list[str]:
+    """Those of the packages that are not installed, by the names pip knows."""
+    return [_PACKAGES.get(m, m) for m in modules if importlib.util.find_spec(m) is None]
+
+
+def become(script: Path, args: Sequence[str]) -> None:
+    """Run the script in place of this process: signals, exit status and terminal are its own."""
+    shown = os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
+    click.echo(f"$ python {shlex.join([shown, *args])}", err=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, str(script), *args])

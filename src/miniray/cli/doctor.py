@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from miniray.cli import Group
 from miniray.cli.colour import coloured, columns
-from miniray.cli.groups import Group
 from miniray.cli.targets import (
     NoRunError,
     complete_files,

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from miniray.cli import tables
-from miniray.cli.groups import Group
+from miniray.cli import Group, tables
 from miniray.cli.targets import (
     NoRunError,
     how_to_get_one,

@@ -143,25 +143,17 @@ class Handler(BaseHTTPRequestHandler):
         self._json(watch.chart(self._one("name"), self._one("by_rank") == "1", low, high))
 
     def _lanes(self) -> None:
-        seconds, buckets = self._number("seconds"), self._number("buckets")
+        seconds, buckets = self._number("seconds"), self._whole("buckets")
         if buckets is None or not 1 <= buckets <= _MOST_BUCKETS:
             raise BadRequestError(f"buckets must be from 1 to {_MOST_BUCKETS}")
         watch = self.dashboard.poller.watch(self._one("run"))
-        self._json(watch.lanes(seconds, int(buckets)))
+        self._json(watch.lanes(seconds, buckets))
 
     def _log(self) -> None:
-        since, before = self._number("since"), self._number("before")
+        since, before = self._whole("since"), self._whole("before")
         path = self._log_file(self._one("run"), self._one("rank"))
-        if path is None:
-            self._json({"lines": [], "rest": "", "start": 0, "end": 0, "size": 0, "missing": True})
-            return
-        self._json(
-            logs.tail(
-                path,
-                None if since is None else max(0, int(since)),
-                None if before is None else max(0, int(before)),
-            )
-        )
+        nothing = {"lines": [], "rest": "", "start": 0, "end": 0, "size": 0, "missing": True}
+        self._json(nothing if path is None else logs.tail(path, since, before))
 
     def _search(self) -> None:
         """In one rank's log, or in those of all."""
@@ -220,6 +212,10 @@ class Handler(BaseHTTPRequestHandler):
         if not math.isfinite(value):
             raise BadRequestError(f"{name} must be a finite number")
         return value
+
+    def _whole(self, name: str) -> int | None:
+        value = self._number(name)
+        return None if value is None else max(0, int(value))
 
     def _json(self, value: Any, status: int = 200) -> None:
         self._send(status, _dump(value), "application/json", "no-store")

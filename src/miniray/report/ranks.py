@@ -10,7 +10,7 @@ from miniray.doctor.facts import gather
 from miniray.doctor.findings import plural, seconds, size
 from miniray.doctor.model import Loader, RankRecord, SamplePass
 from miniray.doctor.waiting import wait_of
-from miniray.report.curves import chart
+from miniray.report.charts import chart
 from miniray.report.html import Markup, bar, folded, join, on_screen, section, table, tag
 from miniray.report.run import Run
 from miniray.report.series import Curve, one

@@ -319,6 +319,7 @@ function fillRow(line, row) {
   const how = row.blame === "stuck" && row.state !== "waiting" ? "stuck" : row.state;  // "running" would mislead
   word.className = `state ${how}`;
   put(word, how);
+  line.cells[2].classList.toggle("epochs", inEpochs(row));
   put(line.cells[2], inEpochs(row) ? `epoch ${row.epoch}` : row.step == null ? "" : String(row.step));
   const broken = typeof row.loss === "string";
   put(line.cells[3], row.loss == null ? "" : broken ? row.loss : row.loss.toPrecision(4));

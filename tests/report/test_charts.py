@@ -6,9 +6,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from miniray.report.charts import HEIGHT, LEFT, RIGHT, WIDTH, lines, round_steps
 from miniray.report.html import short
 from miniray.report.series import Curve
-from miniray.report.svg import HEIGHT, LEFT, RIGHT, WIDTH, lines, round_steps
 
 
 def drawn(*curves, **options):
