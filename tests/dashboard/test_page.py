@@ -85,6 +85,8 @@ def client(root, alive):
     ended_run(root, "quick")
     ended_run(root, "slow", slower=5.0, epochs=20)
     ended_run(root, "short", epochs=3)
+    synthetic.write_run(root / "level", 1, state="finished")
+    synthetic.append_metrics(root / "level", *({"epoch": n, "lr": 1e-3} for n in range(3)))
     synthetic.write_run(root / "epochs", 1, state="finished")
     synthetic.still_rank(root / "epochs", 0, 1, steps=0)
     not_finite_run(root)
@@ -274,6 +276,13 @@ def test_two_runs_on_one_chart(open_page):
     page.get_by_role("link", name="slow").click()
     page.wait_for_selector(chart("loss", points=20))
     assert text(page, "#run-name") == "slow"
+
+
+def test_the_axis_of_a_value_that_stays_says_which_it_is(open_page):
+    page = open_page("level")
+    page.wait_for_selector(chart("lr", points=3))
+    marks = "[...document.querySelectorAll('[data-chart=\"lr\"] .ytick')]"
+    until(page, f"{marks}.map((tick) => tick.textContent).includes('0.001')")
 
 
 def test_zooming_asks_for_more_points(open_page):

@@ -72,6 +72,13 @@ def test_the_smallest_and_the_largest_numbers_have_a_place(size):
     assert HEIGHT > first[1] > last[1] > 0
 
 
+def test_a_rate_that_was_near_zero_once_is_not():
+    heights = [1e-4, 0.5, 0.75, 1.0]
+    (line,) = places(drawn(Curve("accuracy", list(enumerate(heights)))))
+    down = [y for _, y in line]
+    assert (down[0] - down[1]) / (down[0] - down[3]) == pytest.approx(0.5, abs=0.01)
+
+
 def test_a_curve_over_many_powers_of_ten_is_logarithmic():
     ((first, middle, last),) = places(drawn(Curve("a", [(0.0, 1e-4), (1.0, 1e-1), (2.0, 1e2)])))
     assert middle[1] == pytest.approx((first[1] + last[1]) / 2, abs=0.2)

@@ -22,7 +22,9 @@ WIDTH, HEIGHT = 400, 216
 LEFT, RIGHT, TOP, BOTTOM = 50, 10, 10, 34
 _COLUMNS = 100  #: places a pointer can ask about
 _MARKS = 60  #: crosses for values that are not finite
-_LOGARITHMIC = 1000.0  #: a curve that spans more than this is drawn on a logarithmic scale
+#: A curve that spans more than the first is drawn on a logarithmic scale, if half of it lies below
+#: this share of its height: a rate that was near 0 once has a scale of its own.
+_LOGARITHMIC, _LOW = 1000.0, 0.1
 _COLOURS = 8
 _MOST_POINTS = 3200  #: of all lines of a chart
 
@@ -164,7 +166,8 @@ class _Log(_Linear):
 def _scale(values: Sequence[float], from_zero: bool) -> _Linear:
     low, high = min(values, default=0.0), max(values, default=1.0)
     bottom, top = float(HEIGHT - BOTTOM), float(TOP)
-    if low > 0 and high / low > _LOGARITHMIC and not from_zero:
+    wide = low > 0 and high / low > _LOGARITHMIC and not from_zero
+    if wide and sorted(values)[len(values) // 2] < _LOW * high:
         return _Log(low, high, bottom, top)
     if from_zero:
         low = min(0.0, low)

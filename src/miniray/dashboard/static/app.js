@@ -503,10 +503,15 @@ class Panel {
     this.key.replaceChildren(...keys);
     const ends = traces.flatMap(({ x }) => [x[0], x.at(-1)]);
     const few = Math.max(...ends) - Math.min(...ends) < 8;  // there is no epoch 1.5
-    const axis = { gridcolor: colour("line"), zeroline: false, color: colour("quiet"), tickfont: { size: 11 } };
+    const heights = traces.flatMap(({ y }) => y);
+    const low = heights.reduce((a, b) => Math.min(a, b), Infinity), high = heights.reduce((a, b) => Math.max(a, b), -Infinity);
+    // Left alone, plotly shows one value within 1 above and below it: a learning rate of 0.001 as 0.
+    const margin = Math.abs(low) / 10 || 0.5, level = low === high && !this.isLog();
+    const axis = { gridcolor: colour("line"), zeroline: false, color: colour("quiet"), tickfont: { size: 11 },
+      exponentformat: high < 1 ? "e" : "SI" };  // 5e-4, not 500μ
     const layout = { margin: { l: 48, r: 8, t: 6, b: 30 }, paper_bgcolor: "transparent", plot_bgcolor: "transparent",
       font: { color: colour("text"), family: "system-ui, sans-serif", size: 11 }, separators: ".", hovermode: traces.length > 8 ? "closest" : "x", uirevision: chosen,
-      xaxis: { ...axis, ...(few && { dtick: 1 }), ...(this.range && { range: this.range }) }, yaxis: { ...axis, type: this.isLog() ? "log" : "linear", automargin: true } };
+      xaxis: { ...axis, ...(few && { dtick: 1 }), ...(this.range && { range: this.range }) }, yaxis: { ...axis, type: this.isLog() ? "log" : "linear", automargin: true, ...(level && { range: [low - margin, low + margin] }) } };
     window.Plotly.react(this.plot, traces, layout, { displayModeBar: false, responsive: true, doubleClick: "reset+autosize" });
     if (!this.listens) {
       this.listens = true;
