@@ -23,6 +23,8 @@ def of(diagnosis: Diagnosis, run: Mapping[str, Any], state: str) -> dict[str, An
     blame = blamed(diagnosis)
     severity, verdict = judged(diagnosis, run, state)
     case = diagnosis.case
+    # Where none has a record, and none will, nobody records ranks there: that is no failure.
+    absent = case.never_started if diagnosis.readable or state == "running" else ()
     return {
         "state": state,
         "severity": severity,
@@ -31,7 +33,7 @@ def of(diagnosis: Diagnosis, run: Mapping[str, Any], state: str) -> dict[str, An
         "world_size": diagnosis.run.world_size,
         "live": bool(case.live),
         "ranks": [_row(facts, blame.get(facts.rank, "")) for facts in case]
-        + [_absent(rank) for rank in case.never_started],
+        + [_absent(rank) for rank in absent],
         "waits": waits(case),
         "findings": [finding.to_json() for finding in diagnosis.findings],
         "notes": [finding.to_json() for finding in diagnosis.notes],
