@@ -253,6 +253,17 @@ def test_an_answer_that_comes_too_late_is_not_shown_in_another_run(open_page):
     assert page.locator("#log mark").count() == 0
 
 
+def test_back_is_the_run_before(open_page):
+    page = open_page("quick")
+    page.get_by_label("compare slow").check()
+    page.get_by_role("link", name="nan").click()
+    until(page, "document.getElementById('run-name').innerText === 'nan'")
+    assert page.url.endswith("#run=nan&with=slow")
+    page.go_back()
+    until(page, "document.getElementById('run-name').innerText === 'quick'")
+    page.wait_for_selector(chart("loss", runs=2, points=50))
+
+
 def test_the_axis_of_a_few_epochs_has_whole_numbers(open_page):
     page = open_page("short")
     page.wait_for_selector(chart("accuracy", points=3))

@@ -1,4 +1,4 @@
-"""``miniray ...``: one command a file, imported when it is called.
+"""``miniray ...``: one command a file, imported when it is called; that of shells is here.
 
 ``main`` is the console script. It turns errors into one line and an exit code: 0 fine, 1 it failed,
 2 wrong usage, 130 interrupted. ``--debug`` shows tracebacks instead.
@@ -52,6 +52,12 @@ Examples:
   miniray run --nproc 4 train.py  instead of torchrun
   miniray doctor latest           what is wrong with the newest run
   miniray report latest           the newest run as a page
+"""
+_IN_SHELLS = """\b
+Examples:
+  miniray completion bash >> ~/.bashrc
+  miniray completion zsh >> ~/.zshrc
+  miniray completion fish > ~/.config/fish/completions/miniray.fish
 """
 
 
@@ -111,8 +117,8 @@ class LazyGroup(Group):
         return COMMANDS
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
+        if cmd_name in self.commands or cmd_name not in COMMANDS:
+            return super().get_command(ctx, cmd_name)
         module = importlib.import_module(f"miniray.cli.{cmd_name}")
         command: click.Command = getattr(module, cmd_name)
         return command
@@ -139,6 +145,23 @@ def cli(ctx: click.Context) -> None:
     """Distributed training in Python, on this machine with nothing to start or on a Ray cluster."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
+
+
+@cli.command(epilog=_IN_SHELLS)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print SHELL's completion script.
+
+    Commands, options and the names of runs under runs/ complete after that, in a new shell.
+    """
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None
+    script = found(cli, {}, "miniray", "_MINIRAY_COMPLETE")
+    # Not ``source()``: bash's asks a bash of this machine for its version, and the script may be
+    # meant for another one.
+    click.echo(script.source_template % script.source_vars())
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -21,7 +21,7 @@ from miniray.dashboard.access import NotFoundError
 from miniray.dashboard.watch import NoStackError
 
 if TYPE_CHECKING:
-    from miniray.dashboard.server import Server
+    from miniray.dashboard import Server
 
 _STATIC = Path(__file__).parent / "static"
 _FILES = {

@@ -56,7 +56,7 @@ def short(value: float) -> str:
 def tag(name: str, *inside: Any, **attributes: Any) -> Markup:
     """``tag("p", "a < b", cls="soft")``"""
     named = "".join(
-        f' {key.removesuffix("_").replace("cls", "class")}="{escape(value)}"'
+        f' {"class" if key == "cls" else key}="{escape(value)}"'
         for key, value in attributes.items()
         if value is not None
     )
@@ -68,22 +68,22 @@ def join(parts: Iterable[Any]) -> Markup:
 
 
 def table(
-    head: Sequence[Any], rows: Iterable[Sequence[Any]], *, texts: Sequence[int] = (0,)
+    head: Sequence[Any], rows: Sequence[Sequence[Any]], *, texts: Sequence[int] = (0,)
 ) -> Markup:
-    """A table that scrolls sideways where it must. ``texts`` are the columns set to the left."""
+    """A table that scrolls sideways where it must. ``texts`` are the columns set to the left.
 
-    def row(cells: Sequence[Any], kind: str) -> Markup:
+    A column of nothing but None is left out, but for the first.
+    """
+    used = [i for i in range(len(head)) if not i or any(row[i] is not None for row in rows)]
+
+    def line(cells: Sequence[Any], kind: str) -> Markup:
+        left = ["s" if i in texts else None for i in used]
         return tag(
-            "tr",
-            *(
-                tag(kind, cell(value), cls="s" if i in texts else None)
-                for i, value in enumerate(cells)
-            ),
+            "tr", *(tag(kind, cell(cells[i]), cls=s) for i, s in zip(used, left, strict=True))
         )
 
-    body = join(row(cells, "td") for cells in rows)
-    top = tag("thead", row(head, "th")) if any(head) else ""
-    return tag("div", tag("table", top, tag("tbody", body)), cls="wide", tabindex="0")
+    body = tag("tbody", *(line(cells, "td") for cells in rows))
+    return tag("div", tag("table", tag("thead", line(head, "th")), body), cls="wide", tabindex="0")
 
 
 def cell(value: Any) -> Any:

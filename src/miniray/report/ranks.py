@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from miniray.doctor import samples
 from miniray.doctor.facts import gather
@@ -11,8 +12,8 @@ from miniray.doctor.findings import plural, seconds, size
 from miniray.doctor.model import Loader, RankRecord, SamplePass
 from miniray.doctor.waiting import wait_of
 from miniray.report.charts import chart
-from miniray.report.html import Markup, bar, folded, join, on_screen, section, table, tag
-from miniray.report.run import Run
+from miniray.report.html import Markup, bar, folded, on_screen, section, table, tag
+from miniray.report.run import Run, last_lines
 from miniray.report.series import Curve, one
 
 _MOST_BARS = 64
@@ -256,10 +257,8 @@ def memory(run: Run) -> Markup:
     ]
     if not rows:
         return Markup()
-    has_gpu = any(row[-1] for row in rows)
-    head = ["", "peak", "last", *(["GPU (torch)"] if has_gpu else [])]
-    shown = table(head, [row if has_gpu else row[:-1] for row in rows])
     drawn = chart("resident memory, MB", found, "seconds") if found else ""
+    shown = table(["", "peak", "last", "GPU (torch)"], rows)
     return section("Memory", tag("div", drawn, shown, cls="charts"))
 
 
@@ -270,10 +269,13 @@ def _gpu(rank: RankRecord) -> str | None:
 
 
 def overview(run: Run) -> Markup:
-    """One line a rank."""
-    rows = []
+    """One line a rank, and the last words of ranks that failed, else of rank 0."""
+    head = ["", "state", "epoch", "step", "samples", "loss", "last phase", "restarts", "memory",
+            "process"]  # fmt: skip
+    rows: list[list[Any]] = []
+    every = list(gather(run.record))
     over = run.state not in ("running", "unknown")
-    for facts in gather(run.record):
+    for facts in every:
         rank = facts.record
         state = tag("b", facts.state, cls="bad") if facts.failed else facts.state
         if over and rank.alive:
@@ -284,37 +286,14 @@ def overview(run: Run) -> Markup:
         rows.append([f"rank {rank.rank}", state, epoch, rank.step or None, rank.samples or None,
                      loss, phase or None, rank.attempt or None, size(rank.peak_rss),
                      f"{rank.host}:{rank.pid}"])  # fmt: skip
-    head = ["", "state", "epoch", "step", "samples", "loss", "last phase", "restarts", "memory",
-            "process"]  # fmt: skip
-    used = [i for i in range(len(head)) if not i or any(row[i] is not None for row in rows)]
-    rows = [[row[i] for i in used] for row in rows]
-    texts = [k for k, i in enumerate(used) if i in (0, 1, 6, 9)]
-    head = [head[i] for i in used]
-    missing = run.record.missing if run.record.ranks else ()
-    rows += [[f"rank {rank}", tag("b", "no record", cls="bad")] for rank in missing[:16]]
+    nothing = [tag("b", "no record", cls="bad"), *[None] * (len(head) - 2)]
+    rows += [[f"rank {number}", *nothing] for number in run.record.missing[:16] if every]
     if not rows:
         return Markup()
-    return section("Ranks", table(head, rows, texts=texts), join(_logs(run)))
-
-
-def _logs(run: Run) -> Iterator[Markup]:
-    """The last words of ranks that failed, else of rank 0."""
-    every = list(gather(run.record))
-    chosen = [facts for facts in every if facts.failed][:4] or every[:1]
-    for facts in chosen:
-        text = _tail(run.path / "ranks" / f"{facts.rank}.log")
+    logs = []
+    for facts in [facts for facts in every if facts.failed][:4] or every[:1]:
+        lines = last_lines(run.path / "ranks" / f"{facts.rank}.log", 4000)
+        text = "\n".join(on_screen(line.decode(errors="replace")) for line in lines).rstrip()
         if text:
-            yield folded(f"last lines of rank {facts.rank}", tag("pre", text))
-
-
-def _tail(path: object, most: int = 4000) -> str:
-    try:
-        with open(str(path), "rb") as file:
-            file.seek(0, 2)
-            length = file.tell()
-            file.seek(max(0, length - most))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ""
-    text = text.partition("\n")[2] if length > most else text
-    return "\n".join(map(on_screen, text.rstrip().split("\n")))
+            logs.append(folded(f"last lines of rank {facts.rank}", tag("pre", text)))
+    return section("Ranks", table(head, rows, texts=(0, 1, 6, 9)), *logs)

@@ -71,16 +71,19 @@ function chip(rank) {
 
 // -- which run -----------------------------------------------------------------------------------
 
-function readAddress() {
-  const said = new URLSearchParams(location.hash.slice(1));
-  chosen = said.get("run") ?? chosen ?? runs[0]?.name ?? null;
-  compared = said.getAll("with").filter((name) => name !== chosen).slice(0, 7);
+// The address says which; whoever wants to see others changes it.
+function address(run, others) {
+  return `#${new URLSearchParams([["run", run], ...others.map((name) => ["with", name])])}`;
 }
 
-function writeAddress() {
-  const said = new URLSearchParams({ run: chosen });
-  compared.forEach((name) => said.append("with", name));
-  history.replaceState(null, "", `#${said}`);
+function followAddress() {
+  const said = new URLSearchParams(location.hash.slice(1)), before = chosen;
+  chosen = said.get("run") ?? chosen;
+  compared = said.getAll("with").filter((name) => name !== chosen).slice(0, 7);
+  if (chosen !== before) forgetPage();
+  connect();
+  drawRuns();
+  drawCharts();
 }
 
 function connect() {
@@ -89,8 +92,8 @@ function connect() {
   source = new EventSource(`api/events?${new URLSearchParams(names.map((name) => ["run", name]))}`);
   source.addEventListener("runs", (event) => {
     runs = JSON.parse(event.data);
-    if (!chosen && runs.length) { chosen = runs[0].name; writeAddress(); connect(); }
-    if (!chosen) $("sentence").textContent = "There is no run in this directory yet. The first one is shown as soon as it starts.";
+    if (!chosen && runs.length) location.replace(address(runs[0].name, []));
+    else if (!chosen) $("sentence").textContent = "There is no run in this directory yet. The first one is shown as soon as it starts.";
     drawRuns();
   });
   source.addEventListener("state", (event) => {
@@ -125,16 +128,6 @@ function connection(kind, text) {
   $("connection").className = `connection ${kind}`;
 }
 
-function choose(name) {
-  if (name === chosen) return;
-  chosen = name;
-  compared = compared.filter((other) => other !== name);
-  forgetPage();
-  writeAddress();
-  connect();
-  drawRuns();
-}
-
 function forgetPage() {
   lanes = null;
   allRanks = false;
@@ -146,7 +139,6 @@ function forgetPage() {
   $("log-search").value = "";
   $("log").replaceChildren();
   drawState();
-  drawCharts();
 }
 
 function drawRuns() {
@@ -157,21 +149,16 @@ function drawRuns() {
   $("runs").replaceChildren(...runs.filter((run) => run.name.toLowerCase().includes(wanted)).map((run) => {
     const trouble = run.state === "running" && ["stuck", "failed", "wrong"].includes(run.severity);
     const word = trouble ? run.severity : run.state;
-    const link = h("a", { href: `#run=${encodeURIComponent(run.name)}` }, run.name,
+    const others = compared.filter((name) => name !== run.name);
+    const link = h("a", { href: address(run.name, others) }, run.name,
       h("small", {}, h("span", { className: `state ${word}`, textContent: word }),
         ` ${[run.world_size && `${run.world_size} rank${run.world_size > 1 ? "s" : ""}`, run.kind].filter(Boolean).join(" · ")}`));
     link.dataset.key = `a ${run.name}`;
-    link.onclick = (event) => { event.preventDefault(); choose(run.name); };
     if (run.name === chosen) link.setAttribute("aria-current", "page");
     const box = h("input", { type: "checkbox", checked: run.name === chosen || compared.includes(run.name),
       disabled: run.name === chosen, ariaLabel: `compare ${run.name}` });
     box.dataset.key = `c ${run.name}`;
-    box.onchange = () => {
-      compared = box.checked ? [...compared, run.name].slice(-7) : compared.filter((name) => name !== run.name);
-      writeAddress();
-      connect();
-      drawCharts();
-    };
+    box.onchange = () => location.replace(address(chosen, box.checked ? [...others, run.name].slice(-7) : others));
     return h("li", { className: run.name === chosen ? "chosen" : "" }, box, link);
   }));
   if (focused) document.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
@@ -693,14 +680,13 @@ function begin() {
   $("log-search").oninput = searchLog;
   $("log-everywhere").onchange = searchLog;
   $("log-follow").onchange = followLog;
-  addEventListener("hashchange", () => { const before = chosen; readAddress(); if (chosen !== before) forgetPage(); connect(); drawRuns(); drawCharts(); });
+  addEventListener("hashchange", followAddress);
   addEventListener("resize", () => { drawLanes(); fetchLanes(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawLanes(); panels.forEach((panel) => panel.draw()); });
   addEventListener("keydown", (event) => {
     if (event.key === "/" && !/^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement.tagName)) { event.preventDefault(); $("log-search").focus(); }
   });
-  readAddress();
-  connect();
+  followAddress();
 }
 
 begin();
