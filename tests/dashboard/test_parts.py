@@ -250,7 +250,7 @@ def test_hosts_and_origins(host, origin, ours):
 
 
 def test_the_token_in_the_cookie():
-    gate = Gate()
+    gate = Gate(8080)
     assert gate.allows({"Cookie": f"a=b; {gate.cookie_name}={gate.token}"}, None)
     assert gate.allows({}, gate.token)
     for headers in ({}, {"Cookie": ""}, {"Cookie": f"{gate.cookie_name}=x"}, {"Cookie": "=;;é"}):

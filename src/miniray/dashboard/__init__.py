@@ -84,11 +84,10 @@ class Server:
             except access.NotFoundError:
                 raise FileNotFoundError(f"there is no run {run!r} in {self.root.path}") from None
         self._run = run
-        self.gate = access.Gate()
         self.poller = Poller(self.root, interval)
         handler = type("DashboardHandler", (Handler,), {"dashboard": self})
         self._http = _Http((host, port), handler)
-        self.gate.cookie_name = f"miniray_{self.port}"  # cookies are the same on all ports
+        self.gate = access.Gate(self.port)
         self._thread = threading.Thread(
             target=self._http.serve_forever, args=(0.1,), name="dashboard-server", daemon=True
         )

@@ -27,24 +27,21 @@ class NotFoundError(LookupError):
 class Gate:
     """The token of one server. ``allows`` decides on each request."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int) -> None:
         self.token = secrets.token_urlsafe(24)
-        self.cookie_name = "miniray"
-
-    def is_token(self, shown: str) -> bool:
-        return hmac.compare_digest(shown.encode(), self.token.encode())
+        self.cookie_name = f"miniray_{port}"  # cookies are the same on all ports
 
     def allows(self, headers: Mapping[str, str], query_token: str | None) -> bool:
         """Whether whoever sent this has the token, in the address or in the cookie."""
-        if query_token is not None:
-            return self.is_token(query_token)
-        cookie: SimpleCookie = SimpleCookie()
-        try:
-            cookie.load(headers.get("Cookie") or "")
-        except CookieError:
-            return False
-        shown = cookie.get(self.cookie_name)
-        return shown is not None and self.is_token(shown.value)
+        shown = query_token
+        if shown is None:
+            cookie: SimpleCookie = SimpleCookie()
+            try:
+                cookie.load(headers.get("Cookie") or "")
+            except CookieError:
+                return False
+            shown = cookie[self.cookie_name].value if self.cookie_name in cookie else ""
+        return hmac.compare_digest(shown.encode(), self.token.encode())
 
     def cookie(self) -> str:
         return f"{self.cookie_name}={self.token}; Path=/; HttpOnly; SameSite=Strict"
