@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import time
 
 import pytest
 
@@ -33,31 +34,20 @@ class Client:
         assert status == 200, (status, body)
         return json.loads(body)
 
-    def events(self, *runs):
-        """Server-sent events as (name, value), for as long as one reads."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=60)
-        query = "&".join(f"run={name}" for name in runs)
-        cookie = self.server.gate.cookie().partition(";")[0]
-        connection.request("GET", f"/api/events?{query}", headers={"Cookie": cookie})
-        answer = connection.getresponse()
-        assert answer.status == 200
-        name = ""
-        try:
-            while line := answer.readline():
-                if line.startswith(b"event: "):
-                    name = line[7:].decode().strip()
-                elif line.startswith(b"data: "):
-                    yield name, json.loads(line[6:])
-        finally:
-            answer.close()
-            connection.close()
+    def news(self, *runs):
+        """What is new, as ("runs" or "state", value), for as long as one asks."""
+        query, seen = "".join(f"run={name}&" for name in runs), ""
+        while True:
+            found = self.json(f"/api/news?{query}seen={seen}")
+            seen = found["seen"]
+            if found["runs"] is not None:
+                yield "runs", found["runs"]
+            yield from (("state", state) for state in found["states"])
+            time.sleep(0.02)
 
     def state(self, run, wanted=lambda state: True):
         """The first state of the run that is ``wanted``."""
-        for name, value in self.events(run):
-            if name == "state" and wanted(value):
-                return value
-        raise AssertionError(f"the stream of {run} ended")
+        return next(v for name, v in self.news(run) if name == "state" and wanted(v))
 
 
 @pytest.fixture

@@ -253,6 +253,11 @@ def test_an_answer_that_comes_too_late_is_not_shown_in_another_run(open_page):
     assert page.locator("#log mark").count() == 0
 
 
+def test_more_tabs_than_a_browser_has_connections(open_page):
+    for _ in range(8):
+        open_page("quick").wait_for_selector("#ranks tr[data-rank]")
+
+
 def test_back_is_the_run_before(open_page):
     page = open_page("quick")
     page.get_by_label("compare slow").check()

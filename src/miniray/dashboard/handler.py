@@ -42,8 +42,6 @@ _DENIED = (
     "403: this page needs the address that `miniray dashboard` printed, with the token in it, and "
     "is served to localhost only.\n"
 )
-#: Seconds without news after which a comment is sent, which finds out whether anybody listens.
-_SILENCE = 10.0
 _WORTH_PACKING = 2048
 _MOST_COMPARED = 8
 _MOST_BUCKETS = 1000
@@ -65,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         routes: dict[str, Callable[[], None]] = {
-            "/api/events": self._events,
+            "/api/news": self._news,
             "/api/chart": self._chart,
             "/api/lanes": self._lanes,
             "/api/log": self._log,
@@ -113,29 +111,9 @@ class Handler(BaseHTTPRequestHandler):
 
     # -- answers ----------------------------------------------------------------------------------
 
-    def _events(self) -> None:
-        """News as server-sent events: ``runs`` and ``state``, each whole, when it has changed."""
-        poller = self.dashboard.poller
-        watches = [poller.watch(name) for name in self._query.get("run", [])[:_MOST_COMPARED]]
-        self.send_response(200)
-        self._common("text/event-stream", "no-store")
-        self.end_headers()
-        sent = (-1,) * (1 + len(watches))
-        poller.viewer(1)
-        try:
-            while not poller.stopped:
-                now = poller.wait(sent, watches, _SILENCE)
-                news = b"" if now != sent else b": nobody home\n\n"
-                if now[0] != sent[0]:
-                    news += _event("runs", poller.runs())
-                for watch, version, before in zip(watches, now[1:], sent[1:], strict=True):
-                    if version != before:
-                        news += _event("state", watch.state)
-                sent = now
-                self.wfile.write(news)
-                self.wfile.flush()
-        finally:
-            poller.viewer(-1)
+    def _news(self) -> None:
+        names = self._query.get("run", [])[:_MOST_COMPARED]
+        self._json(self.dashboard.poller.news(names, self._query.get("seen", [""])[0]))
 
     def _chart(self) -> None:
         low, high = self._number("from"), self._number("to")
@@ -218,7 +196,9 @@ class Handler(BaseHTTPRequestHandler):
         return None if value is None else max(0, int(value))
 
     def _json(self, value: Any, status: int = 200) -> None:
-        self._send(status, _dump(value), "application/json", "no-store")
+        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        body = text.encode(errors="replace")  # names of files need not be UTF-8
+        self._send(status, body, "application/json", "no-store")
 
     def _text(self, status: int, text: str) -> None:
         self._send(status, text.encode(), "text/plain; charset=utf-8", "no-store")
@@ -229,7 +209,10 @@ class Handler(BaseHTTPRequestHandler):
         if packed:  # through ssh it may have a long way
             body = gzip.compress(body, 1)
         self.send_response(status)
-        self._common(kind, cache)
+        self.send_header("Content-Type", kind)
+        self.send_header("Cache-Control", cache)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
         if self._entering:
             self.send_header("Set-Cookie", self.dashboard.gate.cookie())
         if packed:
@@ -238,23 +221,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def _common(self, kind: str, cache: str) -> None:
-        self.send_header("Content-Type", kind)
-        self.send_header("Cache-Control", cache)
-        for name, value in _HEADERS.items():
-            self.send_header(name, value)
-
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: the terminal is the user's, and addresses would show the token."""
-
-
-def _event(name: str, value: Any) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), _dump(value))
-
-
-def _dump(value: Any) -> bytes:
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return text.encode(errors="replace")  # names of files need not be UTF-8
 
 
 def _is_rank(text: str) -> bool:

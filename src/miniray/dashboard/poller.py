@@ -27,7 +27,7 @@ _MOST_LISTED = 500
 
 
 class Poller:
-    """``start``, ``watch`` a run, ``wait`` for news of it, ``close``."""
+    """``start``, ``watch`` a run, ask for ``news`` of it, ``close``."""
 
     def __init__(self, root: Root, interval: float = _PAUSE) -> None:
         self._root = root
@@ -37,9 +37,9 @@ class Poller:
         self._news = threading.Condition()
         self._wake = threading.Event()
         self._stopped = False
-        self._viewers = 0
+        self._asked = -_LONG_PAUSE  # when anybody last was
         self._thread = threading.Thread(target=self._loop, name="dashboard-poller", daemon=True)
-        self.runs_version = 0
+        self._version = 0  # of the list
 
     def start(self) -> None:
         self._thread.start()
@@ -51,10 +51,6 @@ class Poller:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
-
-    @property
-    def stopped(self) -> bool:
-        return self._stopped
 
     def runs(self) -> list[dict[str, Any]]:
         """All runs; of those that are watched, what the doctor thinks as well."""
@@ -77,23 +73,29 @@ class Poller:
                 self._news.wait(1.0)
         return watch
 
-    def wait(self, seen: tuple[int, ...], watches: list[Watch], timeout: float) -> tuple[int, ...]:
-        """Wait until the list or a watch has changed from ``seen``; what the versions are now."""
+    def news(self, names: list[str], seen: str) -> dict[str, Any]:
+        """The list and these runs' states, each whole where it is not as ``seen``.
 
-        def now() -> tuple[int, ...]:
-            return (self.runs_version, *(watch.version for watch in watches))
-
+        ``seen`` is the last answer's own, and empty at first. Nothing is waited for: a browser has
+        few connections to one server, for all of its tabs together.
+        """
+        watches = [self.watch(name) for name in names]
         with self._news:
-            for watch in watches:
-                watch.viewed = time.monotonic()
-            self._news.wait_for(lambda: self._stopped or now() != seen, timeout)
-            return now()
+            if not self._looked_at:
+                self._wake.set()
+            self._asked = time.monotonic()
+            now = [str(number) for number in (self._version, *(w.version for w in watches))]
+        before = seen.split(",") if seen.count(",") == len(watches) else [""] * len(now)
+        pairs = zip(watches, now[1:], before[1:], strict=True)
+        return {
+            "seen": ",".join(now),
+            "runs": self.runs() if now[0] != before[0] else None,
+            "states": [watch.state for watch, version, known in pairs if version != known],
+        }
 
-    def viewer(self, change: int) -> None:
-        """Somebody opened a page (1) or closed one (-1)."""
-        with self._news:
-            self._viewers += change
-        self._wake.set()
+    @property
+    def _looked_at(self) -> bool:
+        return time.monotonic() - self._asked < _LONG_PAUSE
 
     def _loop(self) -> None:
         while not self._stopped:
@@ -102,14 +104,14 @@ class Poller:
             behind = self._look()
             spent = time.monotonic() - began
             if not behind:
-                least = self._interval if self._viewers else _LONG_PAUSE
+                least = self._interval if self._looked_at else _LONG_PAUSE
                 self._wake.wait(max(least, 3 * spent))
 
     def _look(self) -> bool:
         """Everything once; whether a file was too long to be read at once."""
         before = [entry["severity"] for entry in self.runs()]
         changed = self._listing.refresh()
-        if self._viewers:
+        if self._looked_at:
             self._watch_running()
         with self._news:
             watches = list(self._watches.values())
@@ -132,7 +134,7 @@ class Poller:
                 return False
         with self._news:
             if changed or before != [entry["severity"] for entry in self.runs()]:
-                self.runs_version += 1
+                self._version += 1
             self._forget()
             self._news.notify_all()
         return behind

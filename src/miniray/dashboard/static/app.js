@@ -1,5 +1,5 @@
-// The page of one run. The server sends `runs` and `state` as they change (server-sent events);
-// curves, lanes, logs and stacks are fetched when they are needed. All text goes in as text, never
+// The page of one run. The server is asked every second what is new of the list and of the runs that
+// are shown; curves, lanes, logs and stacks are fetched when they are needed. All text goes in as text, never
 // as HTML: what a run prints cannot become part of the page.
 
 const $ = (id) => document.getElementById(id);
@@ -13,7 +13,7 @@ let runs = [];
 let chosen = null;          // the run that is shown
 let compared = [];          // further runs, for their curves
 let states = new Map();     // run -> what the server last said of it
-let source = null;          // the EventSource
+let asking = 0;             // counts what `connect` was called for: the last one is answered
 let seconds = 600;          // of the lanes
 let lanes = null;
 let allRanks = false;
@@ -27,7 +27,8 @@ function h(tag, props = {}, ...children) {
 }
 
 async function ask(path, query, method = "GET") {
-  const url = `${path}?${new URLSearchParams(Object.entries(query).filter(([, v]) => v != null))}`;
+  const pairs = Array.isArray(query) ? query : Object.entries(query);
+  const url = `${path}?${new URLSearchParams(pairs.filter(([, value]) => value != null))}`;
   const answer = await fetch(url, { method });
   if (answer.ok) return answer.json();
   const kind = answer.headers.get("Content-Type") ?? "";
@@ -86,36 +87,36 @@ function followAddress() {
   drawCharts();
 }
 
-function connect() {
-  source?.close();
-  const names = [chosen, ...compared].filter(Boolean);
-  source = new EventSource(`api/events?${new URLSearchParams(names.map((name) => ["run", name]))}`);
-  source.addEventListener("runs", (event) => {
-    runs = JSON.parse(event.data);
+async function connect() {
+  const mine = ++asking, names = [chosen, ...compared].filter(Boolean);
+  for (let seen = null; mine === asking; await new Promise((done) => setTimeout(done, 1000))) {
+    try {
+      const news = await ask("api/news", [...names.map((name) => ["run", name]), ["seen", seen]]);
+      if (mine !== asking) return;
+      seen = news.seen;
+      takeNews(news);
+    } catch (error) {
+      if (mine !== asking) return;
+      if (error.status) {  // it answers, and will say the same again
+        connection("lost", error.status === 403 ? "server started anew: open the address it printed" : "no such run");
+        return;
+      }
+      if (!$("connection").classList.contains("lost")) connection("lost", `server lost at ${new Date().toLocaleTimeString()}`);
+    }
+  }
+}
+
+function takeNews(news) {
+  if (news.runs) {
+    runs = news.runs;
     if (!chosen && runs.length) location.replace(address(runs[0].name, []));
     else if (!chosen) $("sentence").textContent = "There is no run in this directory yet. The first one is shown as soon as it starts.";
     drawRuns();
-  });
-  source.addEventListener("state", (event) => {
-    const news = JSON.parse(event.data);
-    states.set(news.name, news);
-    connected();
-    if (news.name === chosen) drawState();
-    drawCharts();
-  });
-  source.onopen = connected;
-  source.onerror = () => {
-    if (source.readyState === EventSource.CLOSED) refused(source);
-    else connection("lost", `server lost at ${new Date().toLocaleTimeString()}`);
-  };
-}
-
-// The stream does not say why it was refused: ask as for a page.
-async function refused(stream) {
-  const answer = await fetch(stream.url).catch(() => null);
-  answer?.body.cancel();
-  if (stream !== source) return;
-  connection("lost", answer?.status === 403 ? "server started anew: open the address it printed" : "no such run");
+  }
+  for (const found of news.states) states.set(found.name, found);
+  connected();
+  if (news.states.some((found) => found.name === chosen)) drawState();
+  if (news.states.length) drawCharts();
 }
 
 function connected() {
