@@ -6,9 +6,11 @@ A run that lives is watched on when its page is closed, so that its lanes have n
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import traceback
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,6 @@ class Poller:
         self._stopped = False
         self._asked = -_LONG_PAUSE  # when anybody last was
         self._thread = threading.Thread(target=self._loop, name="dashboard-poller", daemon=True)
-        self._version = 0  # of the list
 
     def start(self) -> None:
         self._thread.start()
@@ -69,7 +70,7 @@ class Poller:
                 watch = self._watches[name] = Watch(self._root, name)
                 self._wake.set()
             watch.viewed = time.monotonic()
-            while not watch.version and not self._stopped:
+            while not watch.state and not self._stopped:
                 self._news.wait(1.0)
         return watch
 
@@ -79,19 +80,14 @@ class Poller:
         ``seen`` is the last answer's own, and empty at first. Nothing is waited for: a browser has
         few connections to one server, for all of its tabs together.
         """
-        watches = [self.watch(name) for name in names]
-        with self._news:
-            if not self._looked_at:
-                self._wake.set()
-            self._asked = time.monotonic()
-            now = [str(number) for number in (self._version, *(w.version for w in watches))]
-        before = seen.split(",") if seen.count(",") == len(watches) else [""] * len(now)
-        pairs = zip(watches, now[1:], before[1:], strict=True)
-        return {
-            "seen": ",".join(now),
-            "runs": self.runs() if now[0] != before[0] else None,
-            "states": [watch.state for watch, version, known in pairs if version != known],
-        }
+        if not self._looked_at:
+            self._wake.set()
+        self._asked = time.monotonic()
+        parts = [self.runs(), *(self.watch(name).state for name in names)]
+        now = [f"{zlib.crc32(json.dumps(part).encode()):x}" for part in parts]
+        known = zip(parts, now, [*seen.split(","), *[""] * len(now)], strict=False)
+        fresh = [None if mark == before else part for part, mark, before in known]
+        return {"seen": ",".join(now), "runs": fresh[0], "states": list(filter(None, fresh[1:]))}
 
     @property
     def _looked_at(self) -> bool:
@@ -109,8 +105,7 @@ class Poller:
 
     def _look(self) -> bool:
         """Everything once; whether a file was too long to be read at once."""
-        before = [entry["severity"] for entry in self.runs()]
-        changed = self._listing.refresh()
+        self._listing.refresh()
         if self._looked_at:
             self._watch_running()
         with self._news:
@@ -118,7 +113,7 @@ class Poller:
         behind = False
         for watch in watches:
             idle = time.monotonic() - watch.viewed
-            if watch.version and not watch.live and not watch.behind and idle > _KEEP:
+            if watch.state and not watch.live and not watch.behind and idle > _KEEP:
                 continue
             try:
                 watch.poll()
@@ -126,17 +121,13 @@ class Poller:
                 # A record nobody foresaw must not end the page for all runs: it is told instead.
                 traceback.print_exc()
                 watch.state = {**watch.state, "name": watch.name, "error": repr(error)}
-                watch.version += 1
             behind = behind or watch.behind
             with self._news:
                 self._news.notify_all()
             if self._stopped:
                 return False
         with self._news:
-            if changed or before != [entry["severity"] for entry in self.runs()]:
-                self._version += 1
             self._forget()
-            self._news.notify_all()
         return behind
 
     def _watch_running(self) -> None:
@@ -166,8 +157,7 @@ class Listing:
         self._read: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {}
         self.runs: list[dict[str, Any]] = []
 
-    def refresh(self) -> bool:
-        """Whether anything in the list is new."""
+    def refresh(self) -> None:
         found = []
         for name in self._root.names():
             try:
@@ -176,8 +166,7 @@ class Listing:
                 self._read.pop(name, None)
         found.sort(key=lambda entry: (entry["changed"], entry["name"]), reverse=True)
         del found[_MOST_LISTED:]
-        before, self.runs = self.runs, found
-        return before != found
+        self.runs = found
 
     def _entry(self, name: str) -> dict[str, Any]:
         path = self._root.run(name)
