@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from miniray import __version__
-from miniray.cli.colour import paint
+from miniray.cli.terminal import paint
 from miniray.errors import TaskError
 
 #: Heading → command → what the list of commands says about it. A command is the function of its

@@ -20,8 +20,8 @@ import click
 
 import miniray
 from miniray.cli import Group, listed
-from miniray.cli.colour import console
 from miniray.cli.targets import runs_dir_option
+from miniray.cli.terminal import console
 
 EPILOG = """\b
 Examples:

@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
-from miniray.cli.colour import console
 from miniray.cli.targets import json_option
+from miniray.cli.terminal import console
 from miniray.core import machine
 
 #: What miniray needs, then what it can use.
