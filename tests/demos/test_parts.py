@@ -11,4 +11,3 @@ def test_estimate_and_error():
     tally.add(points=40, hits=30)
     assert tally.estimate == pytest.approx(3.2)  # 4 × 80 / 100
     assert tally.error == pytest.approx(0.16)  # 4 × √(0.8 × 0.2 / 100)
-    assert tally.batches == 2

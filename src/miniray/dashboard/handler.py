@@ -105,7 +105,7 @@ class Handler(BaseHTTPRequestHandler):
         except BadRequestError as error:
             self._text(400, f"400: {error}\n")
         except NoStackError as error:
-            self._json({"error": str(error)}, 409)
+            self._text(409, str(error))
         except (BrokenPipeError, ConnectionError, TimeoutError):
             self.close_connection = True  # whoever asked has gone
 
@@ -195,10 +195,10 @@ class Handler(BaseHTTPRequestHandler):
         value = self._number(name)
         return None if value is None else max(0, int(value))
 
-    def _json(self, value: Any, status: int = 200) -> None:
+    def _json(self, value: Any) -> None:
         text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         body = text.encode(errors="replace")  # names of files need not be UTF-8
-        self._send(status, body, "application/json", "no-store")
+        self._send(200, body, "application/json", "no-store")
 
     def _text(self, status: int, text: str) -> None:
         self._send(status, text.encode(), "text/plain; charset=utf-8", "no-store")

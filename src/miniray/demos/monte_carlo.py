@@ -41,12 +41,10 @@ class Tally:
 
     points: int = 0
     hits: int = 0
-    batches: int = 0
 
     def add(self, points: int, hits: int) -> None:
         self.points += points
         self.hits += hits
-        self.batches += 1
 
     @property
     def estimate(self) -> float:
@@ -148,12 +146,11 @@ def table(result: Result) -> Table:
     from rich.table import Table
 
     shown = Table()
-    for name in ("actor", "points", "batches/s", "estimate", "± error"):
+    for name in ("actor", "points", "estimate", "± error"):
         shown.add_column(name, justify="left" if name == "actor" else "right")
 
     def row(name: str, tally: Tally, style: str = "") -> None:
-        rate = tally.batches / result.wall_seconds
-        cells = f"{tally.points:,}", f"{rate:.1f}", f"{tally.estimate:.6f}", f"{tally.error:.6f}"
+        cells = f"{tally.points:,}", f"{tally.estimate:.6f}", f"{tally.error:.6f}"
         shown.add_row(name, *cells, style=style)
 
     for i, tally in enumerate(result.tallies):

@@ -94,17 +94,13 @@ def epochs(run: Run) -> Markup:
         return Markup()
     rows = [flat(record) for record in spread(run.metrics, _MOST_ROWS)]
     keys = list(dict.fromkeys(key for row in rows for key in row))
-    keys = [key for key in keys if any(_simple(row.get(key)) for row in rows)]
-    cells = [[v if _simple(v := row.get(key)) else None for key in keys] for row in rows]
+    simple = (bool, int, float)
+    cells = [[v if isinstance(v := row.get(key), simple) else None for key in keys] for row in rows]
     note = ""
     if len(rows) < len(run.metrics):
         note = f"{len(rows)} of {len(run.metrics):,} lines; metrics.jsonl has them all."
     word = run.unit.capitalize() + "s"
     return section(word, table(keys, cells), note=note)
-
-
-def _simple(value: object) -> bool:
-    return isinstance(value, (bool, int, float))
 
 
 # -- drawing --------------------------------------------------------------------------------------

@@ -72,9 +72,9 @@ def table(
 ) -> Markup:
     """A table that scrolls sideways where it must. ``texts`` are the columns set to the left.
 
-    A column of nothing but None is left out, but for the first.
+    A column of nothing but None is left out.
     """
-    used = [i for i in range(len(head)) if not i or any(row[i] is not None for row in rows)]
+    used = [i for i in range(len(head)) if any(row[i] is not None for row in rows)]
 
     def line(cells: Sequence[Any], kind: str) -> Markup:
         left = ["s" if i in texts else None for i in used]
@@ -100,9 +100,11 @@ def cell(value: Any) -> Any:
 
 
 def facts(pairs: Iterable[tuple[Any, Any]]) -> Markup:
-    """Names and values, side by side."""
+    """Names and values, side by side; nothing where the value is None."""
     rows = [
-        tag("div", tag("dt", _breakable(name)), tag("dd", cell(value))) for name, value in pairs
+        tag("div", tag("dt", _breakable(name)), tag("dd", cell(value)))
+        for name, value in pairs
+        if value is not None
     ]
     return tag("dl", *rows)
 

@@ -6,7 +6,7 @@ import datetime
 import json
 from collections.abc import Iterator, Sequence
 
-from miniray.doctor.diagnose import Diagnosis, examine
+from miniray.doctor.diagnose import Diagnosis
 from miniray.doctor.findings import Finding, Severity, plural, seconds, size
 from miniray.report.html import Markup, folded, join, section, short, tag
 from miniray.report.run import Run
@@ -19,11 +19,6 @@ _KINDS = {
     Severity.SLOW: "warn",
     Severity.NOTE: "",
 }
-
-
-def diagnosis(run: Run) -> Diagnosis:
-    """The doctor's word, from the files alone: nothing is asked of processes that live."""
-    return examine(run.record)
 
 
 def head(run: Run) -> Markup:

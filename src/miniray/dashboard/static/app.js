@@ -31,9 +31,7 @@ async function ask(path, query, method = "GET") {
   const url = `${path}?${new URLSearchParams(pairs.filter(([, value]) => value != null))}`;
   const answer = await fetch(url, { method });
   if (answer.ok) return answer.json();
-  const kind = answer.headers.get("Content-Type") ?? "";
-  const why = kind.includes("json") ? (await answer.json()).error : (await answer.text()).trim();
-  throw Object.assign(new Error(why), { status: answer.status });
+  throw Object.assign(new Error(await answer.text()), { status: answer.status });
 }
 
 // Calls made while one is under way become one more call after it.
