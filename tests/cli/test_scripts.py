@@ -88,7 +88,7 @@ def test_an_unknown_demo_is_refused():
 
 def test_benchmarks_are_listed_and_handed_over(handed_over):
     listed = invoke("bench").output
-    found = bench.benchmarks(ROOT / "benchmarks")
+    found = bench.benchmarks()
     assert {"engine", "ps", "data", "train"} <= set(found)
     assert "common" not in found
     for name, (_, text) in found.items():

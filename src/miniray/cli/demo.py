@@ -132,7 +132,6 @@ def _command(name: str, script: Script) -> click.Command:
     @click.command(
         name=name,
         short_help=script.text,
-        help=f"{script.text}\n\nRuns {script.path} with ARGS, which are its own.",
         context_settings={"ignore_unknown_options": True, "help_option_names": []},
     )
     @click.argument("args", nargs=-1, type=click.UNPROCESSED)
