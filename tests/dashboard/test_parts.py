@@ -273,6 +273,7 @@ def test_runs_are_listed_by_when_they_began_wherever_that_was(tmp_path):
 def test_a_root_may_be_one_run(tmp_path):
     one = tmp_path / "one"
     (one / "ranks").mkdir(parents=True)
+    (one / "ranks" / "0.box").touch()
     (tmp_path / "notes").mkdir()
     (tmp_path / "loop").symlink_to("loop")
     assert Root(tmp_path).names() == ["one"]

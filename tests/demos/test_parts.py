@@ -2,7 +2,7 @@
 
 import pytest
 
-from miniray.demos.monte_carlo import Tally
+from miniray.demos import Tally
 
 
 def test_estimate_and_error():

@@ -176,19 +176,19 @@ def pi(backend: str | None, name: str | None, runs_dir: Path, **config: int) -> 
     Each actor throws darts at a square and reports its hits to one more actor that keeps the score.
     Ends with a table and a report in RUNS_DIR/NAME/report.html.
     """
-    from miniray.demos import monte_carlo
+    from miniray import demos
     from miniray.train.rundir import RunDirectory
 
     folder = RunDirectory.open(None, name, "monte-carlo", root=runs_dir)
     try:
-        result = monte_carlo.run(monte_carlo.Config(**config), backend=backend)
+        result = demos.run(demos.Config(**config), backend=backend)
     except BaseException:
         folder.path.rmdir()  # still empty: nothing came of this run
         raise
-    report = monte_carlo.record(folder, result)
+    report = demos.record(folder, result)
     shown = console()
-    shown.print(f"\n{monte_carlo.headline(result)}\n", style="bold")
-    shown.print(monte_carlo.table(result))
+    shown.print(f"\n{demos.headline(result)}\n", style="bold")
+    shown.print(demos.table(result))
     click.echo(f"\nreport: {report}")
     others = ", ".join(SCRIPTS)
     click.echo(f"next:   miniray demo classify  (others: {others.removeprefix('classify, ')})")

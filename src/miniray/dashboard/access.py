@@ -16,8 +16,7 @@ from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from urllib.parse import urlsplit
 
-#: What makes a folder a run.
-_MARKS = ("run.json", "metrics.jsonl", "ranks")
+from miniray.report.run import is_run
 
 
 class NotFoundError(LookupError):
@@ -128,5 +127,7 @@ class Root:
 
 
 def _is_run(path: Path) -> bool:
-    # os.path: a folder that we may not look into is none, where Path.exists would raise.
-    return path.is_dir() and any(os.path.exists(path / mark) for mark in _MARKS)
+    try:
+        return is_run(path)
+    except OSError:  # a folder that we may not look into is none
+        return False

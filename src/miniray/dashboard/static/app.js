@@ -190,13 +190,12 @@ function drawState() {
 }
 
 function parts(finding) {
-  const lists = [
+  return [
     finding.evidence.length ? h("ul", {}, ...finding.evidence.map((text) => h("li", { textContent: text }))) : null,
     finding.cause || finding.fix ? h("dl", {},
       ...[["cause", finding.cause], ["fix", finding.fix]].filter(([, text]) => text)
         .flatMap(([name, text]) => [h("dt", { textContent: name }), h("dd", { textContent: text })])) : null,
   ];
-  return lists;
 }
 
 function folded(title, ...children) {
@@ -398,7 +397,7 @@ async function openRank(rank) {
   let shown;
   try {
     const found = await ask("api/stack", { run: chosen, rank }, "POST");
-    shown = [found.note ? h("p", { className: "quiet", textContent: found.note }) : h("p", { className: "quiet", textContent: "innermost call first" }),
+    shown = [h("p", { className: "quiet", textContent: found.note || "innermost call first" }),
       ...found.threads.map((thread) => {
         const list = h("ol", {}, ...thread.frames.map((frame) => h("li", { className: frame.mine ? "mine" : "", title: frame.file,
           textContent: `${frame.short}:${frame.line}  ${frame.function}` })));
