@@ -63,10 +63,6 @@ def tag(name: str, *inside: Any, **attributes: Any) -> Markup:
     return Markup(f"<{name}{named}>{''.join(map(escape, inside))}</{name}>")
 
 
-def join(parts: Iterable[Any]) -> Markup:
-    return Markup("".join(map(escape, parts)))
-
-
 def table(
     head: Sequence[Any], rows: Sequence[Sequence[Any]], *, texts: Sequence[int] = (0,)
 ) -> Markup:

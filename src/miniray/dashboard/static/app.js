@@ -57,6 +57,7 @@ function duration(value) {  // with spaces that do not break
 const bytes = (n) => (n < 1e9 ? `${Math.round(n / 1e6)} MB` : `${(n / 1e9).toFixed(1)} GB`);
 const clock = (t) => new Date(t * 1000).toLocaleTimeString();
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const put = (node, text) => { if (node.textContent !== text) node.textContent = text; };  // or it is read out again
 const state = () => states.get(chosen) ?? {};
 const rankRow = (rank) => (state().ranks ?? []).find((row) => row.rank === rank);
 
@@ -92,7 +93,7 @@ async function connect() {
       const news = await ask("api/news", [...names.map((name) => ["run", name]), ["seen", seen]]);
       if (mine !== asking) return;
       seen = news.seen;
-      takeNews(news);
+      queueMicrotask(() => takeNews(news));  // what fails there is no failure of the server
     } catch (error) {
       if (mine !== asking) return;
       if (error.status) {  // it answers, and will say the same again
@@ -112,18 +113,14 @@ function takeNews(news) {
     drawRuns();
   }
   for (const found of news.states) states.set(found.name, found);
-  connected();
+  const ended = states.has(chosen) && !state().live && state().state !== "running";
+  connection(ended ? "" : "live", ended ? "ended" : "live");
   if (news.states.some((found) => found.name === chosen)) drawState();
   if (news.states.length) drawCharts();
 }
 
-function connected() {
-  const ended = states.has(chosen) && !state().live && state().state !== "running";
-  connection(ended ? "" : "live", ended ? "ended" : "live");
-}
-
 function connection(kind, text) {
-  if ($("connection").textContent !== text) $("connection").textContent = text;
+  put($("connection"), text);
   $("connection").className = `connection ${kind}`;
 }
 
@@ -179,7 +176,7 @@ function drawState() {
   $("severity").textContent = word === "none" ? "" : word;
   const sentence = now.error ? `this run could not be read: ${now.error}`
     : now.state === "deleted" ? "this run was deleted; the page shows what was last known of it" : now.verdict ?? "";
-  if ($("sentence").textContent !== sentence) $("sentence").textContent = sentence;
+  put($("sentence"), sentence);
   document.title = `${["stuck", "failed", "wrong"].includes(word) ? `${word.toUpperCase()} · ` : ""}${chosen} · miniray`;
   drawFindings(now);
   drawWaits(now);
@@ -298,7 +295,6 @@ function newRow(rank) {
 }
 
 function fillRow(line, row) {
-  const put = (cell, text) => { if (cell.textContent !== text) cell.textContent = text; };
   line.className = row.blame ?? "";
   const word = line.cells[1].firstChild;
   const how = row.blame === "stuck" && row.state !== "waiting" ? "stuck" : row.state;  // "running" would mislead
