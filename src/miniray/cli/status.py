@@ -91,17 +91,13 @@ def backends() -> list[dict[str, Any]]:
 
     ``reason`` says what is missing, or what it is.
     """
+    unix = sys.platform != "win32"
+    local = "processes and shared memory; the default" if unix else "needs Linux or macOS"
     return [
         {"name": "inline", "available": True, "reason": "this process; for debugging"},
-        _local(),
+        {"name": "local", "available": unix, "reason": local},
         {"name": "ray", **_ray()},
     ]
-
-
-def _local() -> dict[str, Any]:
-    unix = sys.platform != "win32"
-    what = "processes and shared memory; the default" if unix else "needs Linux or macOS"
-    return {"name": "local", "available": unix, "reason": what}
 
 
 def _ray() -> dict[str, Any]:

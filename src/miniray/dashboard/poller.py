@@ -55,12 +55,8 @@ class Poller:
 
     def runs(self) -> list[dict[str, Any]]:
         """All runs; of those that are watched, what the doctor thinks as well."""
-        found = []
-        for entry in self._listing.runs:
-            watch = self._watches.get(entry["name"])
-            severity = watch.state.get("severity") if watch is not None else None
-            found.append({**entry, "severity": severity})
-        return found
+        known = {name: watch.state.get("severity") for name, watch in [*self._watches.items()]}
+        return [{**run, "severity": known.get(run["name"])} for run in self._listing.runs]
 
     def watch(self, name: str) -> Watch:
         """The watch of a run, polled once at least. ``NotFoundError`` where there is none."""
