@@ -1,5 +1,8 @@
 """Options of the test run, and which tests run in one process when several take part."""
 
+import os
+import shutil
+
 import pytest
 
 import miniray
@@ -42,6 +45,26 @@ def _ends_its_engine(request):
         left = miniray.is_initialized()
         miniray.shutdown()  # or one leak would fail everything after it
         assert not left, f"{request.path.name} left an engine running"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """For pages that are looked at as people do."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip("no Chromium for tests of pages: `apt-get install chromium` as root")
+    api = pytest.importorskip(
+        "playwright.sync_api", reason="no playwright for tests of pages: pip install it"
+    )
+    options = ["--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+    options += ["--disable-sync", "--no-first-run", "--disable-dev-shm-usage"]
+    if os.getuid() == 0:
+        options.append("--no-sandbox")
+    with api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=found, args=options)
+        yield started
+        started.close()
 
 
 @pytest.fixture(scope="session")

@@ -236,11 +236,11 @@ def test_the_reference_lists_everything_public(page, package):
     assert missing <= {"__version__", "errors"}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_site_builds_without_a_warning(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site: strict, and without a warning."""
     pytest.importorskip("mkdocs", reason="needs miniray[docs]")
-    site = tmp_path / "site"
+    site = tmp_path_factory.mktemp("docs") / "site"
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
         cwd=ROOT,
@@ -251,14 +251,34 @@ def test_the_site_builds_without_a_warning(tmp_path):
     )
     assert built.returncode == 0, built.stderr
     assert "WARNING" not in built.stderr
+    return site
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_site_is_whole_and_fetches_nothing_from_another_host(site):
     pages = {path.relative_to(site).as_posix() for path in site.rglob("*.html")}
     assert {"index.html", "quickstart.html", "api/train.html", "changelog.html"} <= pages
-    # Nothing is fetched from another host when a page is opened.
     for path in site.rglob("*.html"):
         text = path.read_text("utf-8")
         assert not re.findall(
             r"<(?:script|img|link rel=\"stylesheet\")[^>]*(?:src|href)=\"https?:", text
         )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_site_can_be_searched_from_disk(site, browser):
+    page = browser.new_page()
+    page.goto((site / "api" / "train.html").as_uri())
+    page.keyboard.press("/")
+    page.keyboard.type("hang_timeout")
+    found = page.locator(".md-search-result__link").first
+    found.wait_for()
+    found.click()
+    page.wait_for_url("file://**")
+    assert "hang_timeout" in page.content()
+    page.close()
 
 
 # -- the checker itself --------------------------------------------------------------------------

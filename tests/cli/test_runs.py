@@ -10,7 +10,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from miniray.cli import _run, cli, colour, tables
+from miniray.cli import _run, cli, terminal
 from miniray.dashboard.access import Root
 from miniray.report import find_runs
 from tests.dashboard import synthetic
@@ -85,8 +85,7 @@ def test_the_newest_so_many(run_cli, three):
     ],
 )
 def test_on_a_narrow_terminal_columns_give_way(run_cli, three, monkeypatch, width, head):
-    for module in (tables, colour):
-        monkeypatch.setattr(module, "columns", lambda: width)
+    monkeypatch.setattr(terminal, "columns", lambda: width)
     lines = run_cli("runs").output.splitlines()
     assert lines[0].split() == head
     assert all(len(line) <= width for line in lines)
@@ -97,8 +96,7 @@ def test_long_metrics_have_a_line_of_their_own(run_cli, make_run, monkeypatch):
     """Rather than to be cut after a few letters, with what the first line has no room for."""
     make_run("a-run-with-a-rather-long-name", [{"epoch": 4, "loss": 0.12345, "accuracy": 0.5}],
              started="2026-01-02T00:00:00+00:00", ended="2026-01-02T00:00:30+00:00")  # fmt: skip
-    for module in (tables, colour):
-        monkeypatch.setattr(module, "columns", lambda: 60)
+    monkeypatch.setattr(terminal, "columns", lambda: 60)
     head, line, below = run_cli("runs").output.splitlines()
     assert head.split() == ["run", "state", "started", "epochs"]
     assert line.split()[0] == "a-run-with-a-rather-long-name"

@@ -1,5 +1,6 @@
 """`demo NAME`, `bench`, `dashboard`, `run`: what is handed over, and what is said instead."""
 
+import importlib.util
 import json
 import os
 import socket
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from miniray.cli import _take_debug, bench, cli, demo, scripts
+from miniray.cli import _take_debug, bench, cli, demo
 from miniray.cli.run import run
 from miniray.core import machine
 
@@ -48,12 +49,12 @@ def test_a_demo_is_its_example(handed_over, name, given, passed):
 
 @pytest.mark.parametrize("name", list(demo.SCRIPTS))
 def test_every_demo_has_its_example_in_the_checkout(name):
-    assert scripts.find(demo.SCRIPTS[name].path) == ROOT / demo.SCRIPTS[name].path
+    assert demo.find(demo.SCRIPTS[name].path) == ROOT / demo.SCRIPTS[name].path
 
 
 def test_a_demo_whose_packages_are_missing_says_what_to_install(handed_over, monkeypatch):
     monkeypatch.setattr(
-        scripts.importlib.util, "find_spec", lambda name: None if name == "sklearn" else object()
+        demo.importlib.util, "find_spec", lambda name: None if name == "sklearn" else object()
     )
     done = invoke("demo", "classify")
     assert done.exit_code == 1
@@ -65,7 +66,7 @@ def test_a_demo_whose_packages_are_missing_says_what_to_install(handed_over, mon
 
 
 def test_an_installation_without_sources(handed_over, monkeypatch, tmp_path):
-    monkeypatch.setattr(scripts, "PACKAGE", tmp_path / "lib" / "miniray")
+    monkeypatch.setattr(demo, "PACKAGE", tmp_path / "lib" / "miniray")
     done = invoke("demo", "ddp")
     assert done.exit_code == 1
     assert "came without examples/ddp_digits.py" in done.output
@@ -87,7 +88,7 @@ def test_an_unknown_demo_is_refused():
 
 def test_benchmarks_are_listed_and_handed_over(handed_over):
     listed = invoke("bench").output
-    found = bench.benchmarks(ROOT / "benchmarks")
+    found = bench.benchmarks()
     assert {"engine", "ps", "data", "train"} <= set(found)
     assert "common" not in found
     for name, (_, text) in found.items():
@@ -147,19 +148,12 @@ def test_a_port_that_is_taken_is_named(tmp_path):
 
 
 def test_a_missing_extra_is_named(monkeypatch, tmp_path):
-    why = "plotly is not installed"
-
-    def serve(root, **options):
-        raise ImportError(why)
-
-    module = type(sys)("miniray.dashboard")
-    module.serve = serve
-    monkeypatch.setitem(sys.modules, "miniray.dashboard", module)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     done = invoke("dashboard")
     assert done.exit_code == 1
-    assert "plotly is not installed" in done.output
+    assert "needs plotly" in done.output
     assert "pip install 'miniray[dashboard]'" in done.output
     why = "the dashboard needs plotly: pip install 'miniray[dashboard]'"
     done = invoke("dashboard")

@@ -32,8 +32,8 @@ def test_json_is_for_programs(miniray_cli):
 def test_ray_is_usable_from_2_40_on(monkeypatch, version, available, reason):
     monkeypatch.setattr(status, "_version", {"ray": version}.get)
     ray = status.backends()[-1]
-    assert (ray.name, ray.available) == ("ray", available)
-    assert reason in ray.reason
+    assert (ray["name"], ray["available"]) == ("ray", available)
+    assert reason in ray["reason"]
 
 
 def test_what_is_not_installed_is_listed(monkeypatch, capsys):

@@ -1,9 +1,8 @@
-"""A server over a temporary directory of runs, ranks that end with the test, and a browser."""
+"""A server over a temporary directory of runs, and ranks that end with the test."""
 
 import http.client
 import json
-import os
-import shutil
+import time
 
 import pytest
 
@@ -35,31 +34,20 @@ class Client:
         assert status == 200, (status, body)
         return json.loads(body)
 
-    def events(self, *runs):
-        """Server-sent events as (name, value), for as long as one reads."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=60)
-        query = "&".join(f"run={name}" for name in runs)
-        cookie = self.server.gate.cookie().partition(";")[0]
-        connection.request("GET", f"/api/events?{query}", headers={"Cookie": cookie})
-        answer = connection.getresponse()
-        assert answer.status == 200
-        name = ""
-        try:
-            while line := answer.readline():
-                if line.startswith(b"event: "):
-                    name = line[7:].decode().strip()
-                elif line.startswith(b"data: "):
-                    yield name, json.loads(line[6:])
-        finally:
-            answer.close()
-            connection.close()
+    def news(self, *runs):
+        """What is new, as ("runs" or "state", value), for as long as one asks."""
+        query, seen = "".join(f"run={name}&" for name in runs), ""
+        while True:
+            found = self.json(f"/api/news?{query}seen={seen}")
+            seen = found["seen"]
+            if found["runs"] is not None:
+                yield "runs", found["runs"]
+            yield from (("state", state) for state in found["states"])
+            time.sleep(0.02)
 
     def state(self, run, wanted=lambda state: True):
         """The first state of the run that is ``wanted``."""
-        for name, value in self.events(run):
-            if name == "state" and wanted(value):
-                return value
-        raise AssertionError(f"the stream of {run} ended")
+        return next(v for name, v in self.news(run) if name == "state" and wanted(v))
 
 
 @pytest.fixture
@@ -91,22 +79,3 @@ def start():
     yield start_server
     for server in servers:
         server.close()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    names = ("chromium", "chromium-browser", "google-chrome")
-    found = next((path for name in names if (path := shutil.which(name))), None)
-    if found is None:
-        pytest.skip("no Chromium for the tests of the page: `apt-get install chromium` as root")
-    api = pytest.importorskip(
-        "playwright.sync_api", reason="no playwright for the tests of the page: pip install it"
-    )
-    options = ["--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-    options += ["--disable-sync", "--no-first-run", "--disable-dev-shm-usage"]
-    if os.getuid() == 0:
-        options.append("--no-sandbox")
-    with api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=found, args=options)
-        yield started
-        started.close()

@@ -84,6 +84,11 @@ def alive(root, browser):
 def client(root, alive):
     ended_run(root, "quick")
     ended_run(root, "slow", slower=5.0, epochs=20)
+    ended_run(root, "short", epochs=3)
+    synthetic.write_run(root / "level", 1, state="finished")
+    synthetic.append_metrics(root / "level", *({"epoch": n, "lr": 1e-3} for n in range(3)))
+    synthetic.write_run(root / "epochs", 1, state="finished")
+    synthetic.still_rank(root / "epochs", 0, 1, steps=0)
     not_finite_run(root)
     talking_run(root)
     long_run(root)
@@ -231,6 +236,46 @@ def test_logs_are_searched_and_shown_as_text(open_page):
     until(page, "document.getElementById('log').innerText.startsWith('[Rank 2/3] step 0')")
 
 
+def test_an_answer_that_comes_too_late_is_not_shown_in_another_run(open_page):
+    page = open_page("quick")
+    page.get_by_role("link", name="talking").click()
+    until(page, "document.querySelectorAll('#log div').length === 500")
+    held = []
+    page.route("**/api/search*", lambda route: held.append(route))
+    page.locator("#log-search").fill("warning")
+    wait_until(lambda: page.evaluate("true") and held)  # the browser's events come with an answer
+    page.get_by_role("link", name="quick").click()
+    until(page, "document.getElementById('run-name').innerText === 'quick'")
+    assert page.locator("#log-search").input_value() == ""
+    with page.expect_response("**/api/search*"):
+        held[0].continue_()
+    until(page, "document.getElementById('log-note').innerText.includes('has no log')")
+    assert page.locator("#log mark").count() == 0
+
+
+def test_more_tabs_than_a_browser_has_connections(open_page):
+    for _ in range(8):
+        open_page("quick").wait_for_selector("#ranks tr[data-rank]")
+
+
+def test_back_is_the_run_before(open_page):
+    page = open_page("quick")
+    page.get_by_label("compare slow").check()
+    page.get_by_role("link", name="nan").click()
+    until(page, "document.getElementById('run-name').innerText === 'nan'")
+    assert page.url.endswith("#run=nan&with=slow")
+    page.go_back()
+    until(page, "document.getElementById('run-name').innerText === 'quick'")
+    page.wait_for_selector(chart("loss", runs=2, points=50))
+
+
+def test_the_axis_of_a_few_epochs_has_whole_numbers(open_page):
+    page = open_page("short")
+    page.wait_for_selector(chart("accuracy", points=3))
+    marks = "[...document.querySelectorAll('[data-chart=\"accuracy\"] .xtick')]"
+    until(page, f"{marks}.map((tick) => tick.textContent).join() === '0,1,2'")
+
+
 def test_two_runs_on_one_chart(open_page):
     page = open_page("quick")
     page.wait_for_selector(chart("loss", points=30))
@@ -247,6 +292,13 @@ def test_two_runs_on_one_chart(open_page):
     page.get_by_role("link", name="slow").click()
     page.wait_for_selector(chart("loss", points=20))
     assert text(page, "#run-name") == "slow"
+
+
+def test_the_axis_of_a_value_that_stays_says_which_it_is(open_page):
+    page = open_page("level")
+    page.wait_for_selector(chart("lr", points=3))
+    marks = "[...document.querySelectorAll('[data-chart=\"lr\"] .ytick')]"
+    until(page, f"{marks}.map((tick) => tick.textContent).includes('0.001')")
 
 
 def test_zooming_asks_for_more_points(open_page):
@@ -266,6 +318,14 @@ def test_on_a_phone(open_page, scheme):
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     back = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
     assert (back == "rgb(15, 18, 22)") is (scheme == "dark")
+
+
+def test_a_rank_that_counts_epochs_is_not_said_to_count_steps(open_page):
+    page = open_page("epochs", size=(390, 844))
+    cell = page.locator('tr[data-rank="0"] td.step')
+    cell.wait_for()
+    before = cell.evaluate("cell => getComputedStyle(cell, '::before').content")
+    assert (cell.inner_text(), before) == ("epoch 3", "none")
 
 
 def test_64_ranks_and_a_million_points(root, client, open_page):

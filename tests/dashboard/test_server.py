@@ -16,7 +16,7 @@ from miniray.doctor import runfile
 from tests.dashboard import synthetic
 from tests.doctor.helpers import wait_until
 
-PATHS = ("/", "/app.js", "/style.css", "/plotly.min.js", "/api/events", "/api/lanes?run=a")
+PATHS = ("/", "/app.js", "/style.css", "/plotly.min.js", "/api/news", "/api/lanes?run=a")
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_nothing_outside_of_the_root(root, run_dir, start, tmp_path):
         "/api/log?run=linked&rank=0", "/api/log?run=..&rank=0", "/api/log?run=../secret&rank=0",
         "/api/log?run=%2e%2e%2fsecret&rank=0", "/api/log?run=a%00&rank=0", "/api/log?run=&rank=0",
         "/api/log?run=a&rank=1", "/api/log?run=a&rank=2", "/api/search?run=a&rank=1&q=e",
-        "/api/events?run=linked", "/api/events?run=told", "/api/lanes?run=linked&buckets=5",
+        "/api/news?run=linked", "/api/news?run=told", "/api/lanes?run=linked&buckets=5",
         "/api/chart?run=x&name=l&by_rank=0",
     ):  # fmt: skip
         status, body = client.ask(path)
@@ -110,7 +110,7 @@ def test_nothing_outside_of_the_root(root, run_dir, start, tmp_path):
     assert [row["rank"] for row in state["ranks"]] == [0]
     assert "leads out" in state["damaged"]["ranks/1.box"]
     assert [chart["by_rank"] for chart in state["charts"]] == [True]  # the box's; not the file's
-    name, runs = next(client.events())
+    name, runs = next(client.news())
     assert (name, [entry["name"] for entry in runs]) == ("runs", ["a"])
 
 
@@ -186,6 +186,7 @@ def test_a_run_without_ranks_says_what_run_json_says(root, start):
     client = start(root)
     assert client.state("c")["verdict"].endswith("ValueError: no data")
     assert client.state("d")["verdict"] == "finished; no rank recorded itself here"
+    assert client.state("d")["ranks"] == []  # as of `miniray demo`: nothing is wrong with it
     assert client.state("e")["state"] == "died"
 
 
@@ -207,7 +208,7 @@ def test_odd_runs_do_not_hide_the_others(root, run_dir, start):
     os.mkdir(os.fsencode(root) + b"/\xff")  # no UTF-8
     shutil.copy(run_dir / "run.json", os.fsencode(root) + b"/\xff/run.json")
     client = start(root)
-    listed = next(value for name, value in client.events("a") if name == "runs" and value)
+    listed = next(value for name, value in client.news("a") if name == "runs" and value)
     assert {run["name"] for run in listed} == {"a", "deep", "null", "list", "?"}
     for name in ("deep", "null", "list"):
         assert "run.json" in client.state(name)["damaged"]
@@ -215,7 +216,7 @@ def test_odd_runs_do_not_hide_the_others(root, run_dir, start):
 
 def test_half_written_lines_wait_for_the_rest(root, run_dir, start):
     client = start(root)
-    stream = client.events("a")
+    stream = client.news("a")
     points = lambda state: next(c["points"] for c in state["charts"] if not c["by_rank"])  # noqa: E731
     assert points(next(value for name, value in stream if name == "state")) == 10
     with open(run_dir / "metrics.jsonl", "a") as file:
@@ -235,7 +236,7 @@ def test_half_written_lines_wait_for_the_rest(root, run_dir, start):
 
 def test_a_run_deleted_while_it_is_looked_at(root, run_dir, start):
     client = start(root)
-    stream = client.events("a")
+    stream = client.news("a")
     assert next(value for name, value in stream if name == "state")["state"] == "finished"
     # In one step: of a run that is half deleted the page shows the ranks that are left.
     shutil.rmtree(run_dir.rename(root.parent / "away"))
@@ -291,7 +292,7 @@ def test_close_leaves_no_thread_whatever_is_open(root, run_dir):
     talking = socket.create_connection(("127.0.0.1", server.port))
     cookie = server.gate.cookie().partition(";")[0]
     talking.sendall(
-        f"GET /api/events?run=a HTTP/1.0\r\nHost: localhost\r\nCookie: {cookie}\r\n\r\n".encode()
+        f"GET /api/news?run=a HTTP/1.0\r\nHost: localhost\r\nCookie: {cookie}\r\n\r\n".encode()
     )
     assert talking.recv(12) == b"HTTP/1.0 200"
     server.close()

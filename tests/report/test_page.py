@@ -15,11 +15,13 @@ import pytest
 
 import miniray
 from miniray import doctor, report
-from miniray.report.page import render
+from miniray.doctor.model import Phase
+from miniray.report import render
 from miniray.report.ranks import _spent as time_spent_by_rank
 from miniray.train import DataParallelTrainer
+from tests.doctor import records
 from tests.doctor.helpers import wait_until
-from tests.doctor.records import NOW, call, calling
+from tests.doctor.records import NOW, at, call, calling, ended
 from tests.report.conftest import FETCHES
 from tests.train.workers_for_tests import Counter
 
@@ -375,6 +377,24 @@ def test_a_wait_that_never_ends_is_time_of_a_collective():
     before, after = (time_spent_by_rank(rank, NOW) for rank in (working, waiting))
     assert after["collective"] == pytest.approx(before["collective"] + 300, abs=1)
     assert after["other"] == pytest.approx(before["other"] - 300, abs=1)
+    assert sum(after.values()) == pytest.approx(sum(before.values()))
+
+
+@pytest.mark.parametrize(
+    ("phase", "kind"),
+    [("compute", "compute"), ("optimizer", "compute"), ("data", "data"), ("between", "other")],
+)
+def test_a_step_that_never_ended_is_time_of_what_the_rank_was_doing(phase, kind):
+    last = dataclasses.replace(calling(0).total, ended=NOW - 300)
+    since = Phase(phase, at(1), NOW - 300.5)
+    idle = records.rank(0, 2, steps=(last,), total=last, phase=since)
+    killed = ended("signal", at=idle.heartbeat)
+    # One that lives is idle once its run is over; one that was ended, was ended in its step.
+    before = time_spent_by_rank(idle, NOW)
+    after = time_spent_by_rank(dataclasses.replace(idle, exit=killed), NOW)
+    grown = {name: round(after[name] - before[name]) for name in after if name != "other"}
+    expected = {"start": 0, "data": 0, "compute": 0, "backward": 0, "collective": 0}
+    assert grown == (expected if kind == "other" else {**expected, kind: 300})
     assert sum(after.values()) == pytest.approx(sum(before.values()))
 
 

@@ -85,7 +85,7 @@ def test_ten_thousand_points_become_some_hundred_with_every_peak():
     points = [(float(i), 1.0) for i in range(10_000)]
     points[1234], points[7777] = (1234.0, 50.0), (7777.0, -50.0)
     thin = thinned(points, 400)
-    assert len(thin) <= 402
+    assert len(thin) <= 400
     assert {(1234.0, 50.0), (7777.0, -50.0), points[0], points[-1]} <= set(thin)
 
 
@@ -94,7 +94,7 @@ def test_ten_thousand_points_become_some_hundred_with_every_peak():
 def test_thinning_keeps_ends_order_and_extremes(values, most):
     points = [(float(i), float(value)) for i, value in enumerate(values)]
     thin = thinned(points, most)
-    assert len(thin) <= max(most, 4) + 2
+    assert len(thin) <= max(most, 4)
     assert [x for x, _ in thin] == sorted(x for x, _ in thin)
     assert (thin[0], thin[-1]) == (points[0], points[-1])
     assert set(thin) <= set(points)

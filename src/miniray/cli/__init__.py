@@ -1,4 +1,4 @@
-"""``miniray ...``: one command a file, imported when it is called.
+"""``miniray ...``: one command a file, imported when it is called; that of shells is here.
 
 ``main`` is the console script. It turns errors into one line and an exit code: 0 fine, 1 it failed,
 2 wrong usage, 130 interrupted. ``--debug`` shows tracebacks instead.
@@ -6,17 +6,17 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 
 from miniray import __version__
-from miniray.cli.colour import paint
-from miniray.cli.groups import Group
+from miniray.cli.terminal import paint
 from miniray.errors import TaskError
 
 #: Heading → command → what the list of commands says about it. A command is the function of its
@@ -53,6 +53,61 @@ Examples:
   miniray doctor latest           what is wrong with the newest run
   miniray report latest           the newest run as a page
 """
+_IN_SHELLS = """\b
+Examples:
+  miniray completion bash >> ~/.bashrc
+  miniray completion zsh >> ~/.zshrc
+  miniray completion fish > ~/.config/fish/completions/miniray.fish
+"""
+
+
+def listed(ctx: click.Context, texts: Mapping[str, str]) -> None:
+    """Print names with what they mean, as help does."""
+    formatter = ctx.make_formatter()
+    with formatter.indentation():
+        formatter.write_dl(list(texts.items()))
+    click.echo(formatter.getvalue(), nl=False)
+
+
+class Group(click.Group):
+    """Commands with commands of their own: one may be meant by none, and near names are offered.
+
+    ``miniray runs`` alone, or with options, is ``miniray runs list`` where that is ``usual``.
+    """
+
+    usual: str | None = None
+    shows_usual = True  #: whether the group's help has the usual command's options
+    #: Options of the group itself; any other belongs to the usual command.
+    own_options: tuple[str, ...] = ("-h", "--help")
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        asked = ctx.resilient_parsing and not args  # a shell wants to know what may come next
+        if self.usual is not None and not asked and self.means_usual(ctx, args):
+            args = [self.usual, *args]
+        return super().parse_args(ctx, args)
+
+    def means_usual(self, ctx: click.Context, args: list[str]) -> bool:
+        return not args or (args[0][:1] == "-" and args[0] not in self.own_options)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Those of the usual command too: they can be given without its name."""
+        params = self.get_params(ctx)
+        usual = self.get_command(ctx, self.usual or "") if self.shows_usual else None
+        if usual is not None:
+            params = [p for p in usual.params if isinstance(p, click.Option)] + params
+        with formatter.section("Options"):
+            formatter.write_dl([said for p in params if (said := p.get_help_record(ctx))])
+        self.format_commands(ctx, formatter)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        known = self.list_commands(ctx)
+        if args and args[0] not in known and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], known, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(known)}."
+            raise click.UsageError(f"No such command {args[0]!r}. {hint}", ctx)
+        return super().resolve_command(ctx, args)
 
 
 class LazyGroup(Group):
@@ -62,8 +117,8 @@ class LazyGroup(Group):
         return COMMANDS
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
+        if cmd_name in self.commands or cmd_name not in COMMANDS:
+            return super().get_command(ctx, cmd_name)
         module = importlib.import_module(f"miniray.cli.{cmd_name}")
         command: click.Command = getattr(module, cmd_name)
         return command
@@ -90,6 +145,23 @@ def cli(ctx: click.Context) -> None:
     """Distributed training in Python, on this machine with nothing to start or on a Ray cluster."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
+
+
+@cli.command(epilog=_IN_SHELLS)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print SHELL's completion script.
+
+    Commands, options and the names of runs under runs/ complete after that, in a new shell.
+    """
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None
+    script = found(cli, {}, "miniray", "_MINIRAY_COMPLETE")
+    # Not ``source()``: bash's asks a bash of this machine for its version, and the script may be
+    # meant for another one.
+    click.echo(script.source_template % script.source_vars())
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import json
 from pathlib import Path
 
 import click
 
-from miniray.cli import scripts
-from miniray.cli.colour import fitted
+from miniray.cli import listed
+from miniray.cli.demo import become, find
 
 EPILOG = """\b
 Examples:
@@ -27,7 +26,9 @@ Examples:
     nargs=-1,
     type=click.UNPROCESSED,
     metavar="[NAME [ARGS]...]",
-    shell_complete=lambda ctx, param, incomplete: _names(incomplete),
+    shell_complete=lambda ctx, param, incomplete: [
+        name for name in benchmarks() if name.startswith(incomplete)
+    ],
 )
 @click.pass_context
 def bench(ctx: click.Context, args: tuple[str, ...]) -> None:
@@ -38,38 +39,26 @@ def bench(ctx: click.Context, args: tuple[str, ...]) -> None:
     if args and args[0] in ("-h", "--help"):
         click.echo(ctx.get_help())
         return
-    folder = scripts.find("benchmarks/common.py")
-    if folder is None:
+    found = benchmarks()
+    if not found:
         raise click.ClickException(
             "benchmarks are not part of the installed package: get the sources (pip download "
             "--no-binary miniray miniray, or a clone) and run `miniray bench` from there after "
             "`pip install -e '.[bench]'`"
         )
-    found = benchmarks(folder.parent)
-    if not args or args[0] == "--json":
-        if args:
-            click.echo(json.dumps({name: str(path) for name, (path, _) in found.items()}))
-            return
-        width = max(map(len, found))
-        for name, (_, text) in found.items():
-            click.echo(f"  {name:<{width}}  {fitted(text, width + 4)}")
-        return
-    if args[0] not in found:
+    if not args:
+        listed(ctx, {name: text for name, (_, text) in found.items()})
+    elif args[0] in found:
+        become(found[args[0]][0], args[1:])
+    else:
         raise click.UsageError(f"There is no benchmark {args[0]!r}; there are: {', '.join(found)}")
-    scripts.become(found[args[0]][0], args[1:])
 
 
-def _names(incomplete: str) -> list[str]:
-    """For a shell."""
-    folder = scripts.find("benchmarks/common.py")
-    found = benchmarks(folder.parent) if folder is not None else {}
-    return [name for name in found if name.startswith(incomplete)]
-
-
-def benchmarks(folder: Path) -> dict[str, tuple[Path, str]]:
-    """Name → (script, its first line), of files that can be run."""
-    found = {}
-    for path in sorted(folder.glob("*.py")):
+def benchmarks() -> dict[str, tuple[Path, str]]:
+    """Name → (script, its first line), of the checkout's files that can be run; {} without one."""
+    found: dict[str, tuple[Path, str]] = {}
+    folder = find("benchmarks")
+    for path in sorted(folder.glob("*.py")) if folder is not None else ():
         text = path.read_text("utf-8")
         if '__name__ == "__main__"' not in text or path.stem.endswith("_rows"):
             continue

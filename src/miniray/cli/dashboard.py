@@ -59,10 +59,8 @@ def dashboard(target: str, port: int, no_browser: bool, runs_dir: Path) -> None:
             port=port,
             open_browser=not no_browser,
         )
-    except ImportError as error:
-        hint = "pip install 'miniray[dashboard]'"
-        said = str(error) if hint in str(error) else f"the dashboard cannot run ({error}): {hint}"
-        raise click.ClickException(said) from error
+    except ImportError as error:  # which says what to install
+        raise click.ClickException(str(error)) from error
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise

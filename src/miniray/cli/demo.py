@@ -1,16 +1,27 @@
-"""``miniray demo``: something to look at within seconds of installing."""
+"""``miniray demo``: something to look at within seconds of installing.
+
+All but the first are scripts that come with miniray. In a checkout these are in ``examples``,
+``recipes`` and ``benchmarks`` beside ``src``; a wheel has the examples of the demos in
+``miniray/demos/scripts``, and neither recipes nor benchmarks.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from miniray.cli import scripts
-from miniray.cli.groups import Group
+import miniray
+from miniray.cli import Group, listed
 from miniray.cli.targets import runs_dir_option
+from miniray.cli.terminal import console
 
 EPILOG = """\b
 Examples:
@@ -24,6 +35,9 @@ Examples:
 
 #: The demo that is meant when none is named.
 _DEFAULT = "pi"
+PACKAGE = Path(miniray.__file__).resolve().parent
+#: Import name → what to install, where the two differ.
+_PACKAGES = {"sklearn": "scikit-learn", "PIL": "pillow"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,37 +96,32 @@ class _Demo(Group):
 
 
 @click.group(cls=_Demo, epilog=EPILOG, invoke_without_command=True)
-@click.option("--list", "listed", is_flag=True, help="Show which demos can run here.")
+@click.option("--list", "wanted", is_flag=True, help="Show which demos can run here.")
 @click.option("--json", "as_json", is_flag=True, help="With --list: for a program.")
-def demo(listed: bool, as_json: bool) -> None:
+@click.pass_context
+def demo(ctx: click.Context, wanted: bool, as_json: bool) -> None:
     """See it work.
 
     Each demo is a small complete program whose source is meant to be read; it leaves a run, with a
     report, under runs/.
     """
-    if listed:
-        _list(as_json)
-
-
-def _list(as_json: bool) -> None:
+    if not wanted:
+        return
     rows = {_DEFAULT: ("π by parallel actors (ten seconds).", "")}
     rows |= {name: (script.text, _obstacle(script)) for name, script in SCRIPTS.items()}
     if as_json:
         found = {name: {"text": text, "obstacle": why} for name, (text, why) in rows.items()}
         click.echo(json.dumps(found, ensure_ascii=False))
         return
-    for name, (text, why) in rows.items():
-        click.echo(f"  {name:<10} {text}")
-        if why:
-            click.echo(f"  {'':<10} not here: {why}")
+    listed(ctx, {k: f"{text} Not here: {why}" if why else text for k, (text, why) in rows.items()})
 
 
 def _obstacle(script: Script) -> str:
     """Why it cannot run here, and what to do; "" where it can."""
-    absent = scripts.missing(script.needs)
+    absent = missing(script.needs)
     if absent:
         return f"{', '.join(absent)} not installed: pip install 'miniray[{script.extra}]'"
-    if scripts.find(script.path) is None:
+    if find(script.path) is None:
         return f"this installation came without {script.path}: get the sources and run it there"
     return ""
 
@@ -123,7 +132,6 @@ def _command(name: str, script: Script) -> click.Command:
     @click.command(
         name=name,
         short_help=script.text,
-        help=f"{script.text}\n\nRuns {script.path} with ARGS, which are its own.",
         context_settings={"ignore_unknown_options": True, "help_option_names": []},
     )
     @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -131,9 +139,9 @@ def _command(name: str, script: Script) -> click.Command:
         why = _obstacle(script)
         if why:
             raise click.ClickException(f"`miniray demo {name}` cannot run: {why}")
-        path = scripts.find(script.path)
+        path = find(script.path)
         assert path is not None
-        scripts.become(path, [*script.args, *args])
+        become(path, [*script.args, *args])
 
     return run_script
 
@@ -168,21 +176,43 @@ def pi(backend: str | None, name: str | None, runs_dir: Path, **config: int) -> 
     Each actor throws darts at a square and reports its hits to one more actor that keeps the score.
     Ends with a table and a report in RUNS_DIR/NAME/report.html.
     """
-    from rich.console import Console
-
-    from miniray.demos import monte_carlo
+    from miniray import demos
     from miniray.train.rundir import RunDirectory
 
     folder = RunDirectory.open(None, name, "monte-carlo", root=runs_dir)
     try:
-        result = monte_carlo.run(monte_carlo.Config(**config), backend=backend)
+        result = demos.run(demos.Config(**config), backend=backend)
     except BaseException:
         folder.path.rmdir()  # still empty: nothing came of this run
         raise
-    report = monte_carlo.record(folder, result)
-    console = Console(highlight=False)
-    console.print(f"\n{monte_carlo.headline(result)}\n", style="bold")
-    console.print(monte_carlo.table(result))
+    report = demos.record(folder, result)
+    shown = console()
+    shown.print(f"\n{demos.headline(result)}\n", style="bold")
+    shown.print(demos.table(result))
     click.echo(f"\nreport: {report}")
     others = ", ".join(SCRIPTS)
     click.echo(f"next:   miniray demo classify  (others: {others.removeprefix('classify, ')})")
+
+
+# -- scripts --------------------------------------------------------------------------------------
+
+
+def find(name: str) -> Path | None:
+    """``examples/x.py`` in the checkout we run from, else in the installed package."""
+    checkout, installed = PACKAGE.parent.parent, PACKAGE / "demos" / "scripts"
+    roots = [checkout] if (checkout / "pyproject.toml").exists() else []
+    return next((r / name for r in [*roots, installed] if (r / name).exists()), None)
+
+
+def missing(modules: Sequence[str]) -> list[str]:
+    """Those of the packages that are not installed, by the names pip knows."""
+    return [_PACKAGES.get(m, m) for m in modules if importlib.util.find_spec(m) is None]
+
+
+def become(script: Path, args: Sequence[str]) -> None:
+    """Run the script in place of this process: signals, exit status and terminal are its own."""
+    shown = os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
+    click.echo(f"$ python {shlex.join([shown, *args])}", err=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, str(script), *args])

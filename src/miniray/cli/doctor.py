@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from miniray.cli.colour import coloured, columns
-from miniray.cli.groups import Group
+from miniray.cli import Group
 from miniray.cli.targets import (
     NoRunError,
     complete_files,
@@ -22,6 +21,7 @@ from miniray.cli.targets import (
     run_argument,
     runs_dir_option,
 )
+from miniray.cli.terminal import coloured, columns
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem

@@ -60,11 +60,7 @@ def report(
 
 def _summary(run: Any, path: Path) -> dict[str, Any]:
     from miniray.cli.runs import summary
-    from miniray.report.overview import diagnosis
+    from miniray.doctor.diagnose import examine
 
-    found = diagnosis(run)
-    return {
-        **summary(run),
-        "report": str(path),
-        "findings": [finding.to_json() for finding in found.findings],
-    }
+    findings = [finding.to_json() for finding in examine(run.record).findings]
+    return {**summary(run), "report": str(path), "findings": findings}

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from miniray.cli import tables
-from miniray.cli.groups import Group
+from miniray.cli import Group, terminal
 from miniray.cli.targets import (
     NoRunError,
     how_to_get_one,
@@ -61,7 +60,7 @@ def list_(as_json: bool, number: int | None, runs_dir: Path) -> None:
     elif not found:
         click.echo(f"no runs in {runs_dir.absolute()}: {how_to_get_one(runs_dir)}")
     else:
-        tables.show(shown)
+        terminal.show(shown)
         if len(shown) < len(found):
             click.echo(f"… and {len(found) - len(shown)} older")
 
@@ -100,7 +99,7 @@ def compare(targets: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
         ]
         click.echo(json.dumps(_finite(entries), allow_nan=False))
     else:
-        tables.compare(found, bests, settings)
+        terminal.compare(found, bests, settings)
 
 
 def _best(run: Run) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import json
 import platform
@@ -14,6 +13,7 @@ from typing import Any
 import click
 
 from miniray.cli.targets import json_option
+from miniray.cli.terminal import console
 from miniray.core import machine
 
 #: What miniray needs, then what it can use.
@@ -25,15 +25,6 @@ Examples:
   miniray status
   miniray status --json | python -m json.tool
 """
-
-
-@dataclasses.dataclass(frozen=True)
-class Backend:
-    """Whether an engine can run here; ``reason`` says what is missing, or what it is."""
-
-    name: str
-    available: bool
-    reason: str
 
 
 @click.command(epilog=EPILOG)
@@ -65,7 +56,7 @@ def collect() -> dict[str, Any]:
         "memory_bytes": machine.memory_total(),
         "memory_available_bytes": psutil.virtual_memory().available,
         "gpus": gpus(),
-        "backends": [dataclasses.asdict(b) for b in backends()],
+        "backends": backends(),
     }
 
 
@@ -95,30 +86,30 @@ def _ask_nvidia_smi() -> dict[str, dict[str, Any]]:
     return known
 
 
-def backends() -> list[Backend]:
-    """The engines, in the order of a user's life with them."""
+def backends() -> list[dict[str, Any]]:
+    """The engines, in the order of a user's life with them.
+
+    ``reason`` says what is missing, or what it is.
+    """
+    unix = sys.platform != "win32"
+    local = "processes and shared memory; the default" if unix else "needs Linux or macOS"
     return [
-        Backend("inline", True, "this process; for debugging"),
-        _local(),
-        _ray(),
+        {"name": "inline", "available": True, "reason": "this process; for debugging"},
+        {"name": "local", "available": unix, "reason": local},
+        {"name": "ray", **_ray()},
     ]
 
 
-def _local() -> Backend:
-    if sys.platform == "win32":
-        return Backend("local", False, "needs Linux or macOS")
-    return Backend("local", True, "processes and shared memory; the default")
-
-
-def _ray() -> Backend:
+def _ray() -> dict[str, Any]:
     version = _version("ray")
     if version is None:
-        return Backend("ray", False, "Ray is not installed: pip install 'miniray[ray]'")
+        return {"available": False, "reason": "Ray is not installed: pip install 'miniray[ray]'"}
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if numbers < RAY_MINIMUM:
         minimum = ".".join(map(str, RAY_MINIMUM))
-        return Backend("ray", False, f"Ray {version} is too old: {minimum} or newer is needed")
-    return Backend("ray", True, f"Ray {version}")
+        why = f"Ray {version} is too old: {minimum} or newer is needed"
+        return {"available": False, "reason": why}
+    return {"available": True, "reason": f"Ray {version}"}
 
 
 def _version(package: str) -> str | None:
@@ -129,8 +120,8 @@ def _version(package: str) -> str | None:
 
 
 def _show(found: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     packages = ", ".join(f"{k} {v}" for k, v in found["packages"].items() if v)
     missing = ", ".join(k for k, v in found["packages"].items() if not v)
@@ -144,18 +135,15 @@ def _show(found: dict[str, Any]) -> None:
         "memory": f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB available",
         "GPUs": "\n".join(map(_card, found["gpus"])) or "none",
     }
-    facts = {name: str(value) for name, value in facts.items() if value}
-    width = max(map(len, facts)) + 2
+    shown = Table.grid(padding=(0, 2, 0, 0))
     for name, value in facts.items():
-        click.echo(f"{name:<{width}}" + value.replace("\n", "\n" + " " * width))
-    click.echo()
-    engines = Table()
-    for name in ("engine", "usable", "notes"):
-        engines.add_column(name)
+        if value:
+            shown.add_row(name, Text(str(value)))
+    engines = Table("engine", "usable", "notes")
     for backend in found["backends"]:
         mark = "[green]yes[/]" if backend["available"] else "[red]no[/]"
-        engines.add_row(backend["name"], mark, backend["reason"].replace("[", "\\["))
-    Console(highlight=False).print(engines)
+        engines.add_row(backend["name"], mark, Text(backend["reason"]))
+    console().print(shown, "", engines, sep="\n")
 
 
 def _card(gpu: dict[str, Any]) -> str:

@@ -16,8 +16,7 @@ from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from urllib.parse import urlsplit
 
-#: What makes a folder a run.
-_MARKS = ("run.json", "metrics.jsonl", "ranks")
+from miniray.report.run import is_run
 
 
 class NotFoundError(LookupError):
@@ -27,24 +26,21 @@ class NotFoundError(LookupError):
 class Gate:
     """The token of one server. ``allows`` decides on each request."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int) -> None:
         self.token = secrets.token_urlsafe(24)
-        self.cookie_name = "miniray"
-
-    def is_token(self, shown: str) -> bool:
-        return hmac.compare_digest(shown.encode(), self.token.encode())
+        self.cookie_name = f"miniray_{port}"  # cookies are the same on all ports
 
     def allows(self, headers: Mapping[str, str], query_token: str | None) -> bool:
         """Whether whoever sent this has the token, in the address or in the cookie."""
-        if query_token is not None:
-            return self.is_token(query_token)
-        cookie: SimpleCookie = SimpleCookie()
-        try:
-            cookie.load(headers.get("Cookie") or "")
-        except CookieError:
-            return False
-        shown = cookie.get(self.cookie_name)
-        return shown is not None and self.is_token(shown.value)
+        shown = query_token
+        if shown is None:
+            cookie: SimpleCookie = SimpleCookie()
+            try:
+                cookie.load(headers.get("Cookie") or "")
+            except CookieError:
+                return False
+            shown = cookie[self.cookie_name].value if self.cookie_name in cookie else ""
+        return hmac.compare_digest(shown.encode(), self.token.encode())
 
     def cookie(self) -> str:
         return f"{self.cookie_name}={self.token}; Path=/; HttpOnly; SameSite=Strict"
@@ -131,5 +127,7 @@ class Root:
 
 
 def _is_run(path: Path) -> bool:
-    # os.path: a folder that we may not look into is none, where Path.exists would raise.
-    return path.is_dir() and any(os.path.exists(path / mark) for mark in _MARKS)
+    try:
+        return is_run(path)
+    except OSError:  # a folder that we may not look into is none
+        return False

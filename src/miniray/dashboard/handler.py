@@ -21,7 +21,7 @@ from miniray.dashboard.access import NotFoundError
 from miniray.dashboard.watch import NoStackError
 
 if TYPE_CHECKING:
-    from miniray.dashboard.server import Server
+    from miniray.dashboard import Server
 
 _STATIC = Path(__file__).parent / "static"
 _FILES = {
@@ -42,8 +42,6 @@ _DENIED = (
     "403: this page needs the address that `miniray dashboard` printed, with the token in it, and "
     "is served to localhost only.\n"
 )
-#: Seconds without news after which a comment is sent, which finds out whether anybody listens.
-_SILENCE = 10.0
 _WORTH_PACKING = 2048
 _MOST_COMPARED = 8
 _MOST_BUCKETS = 1000
@@ -65,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         routes: dict[str, Callable[[], None]] = {
-            "/api/events": self._events,
+            "/api/news": self._news,
             "/api/chart": self._chart,
             "/api/lanes": self._lanes,
             "/api/log": self._log,
@@ -98,8 +96,8 @@ class Handler(BaseHTTPRequestHandler):
                 self._entering = token is not None
                 self._send(200, (_STATIC / name).read_bytes(), kind, "no-cache")
             elif reads and url.path == "/plotly.min.js":
-                body = self.dashboard.plotly()
-                self._send(200, body, "text/javascript", "private, max-age=86400", packed=True)
+                body = self.dashboard.plotly.read_bytes()
+                self._send(200, body, "text/javascript", "private, max-age=86400")
             else:
                 self._text(404, "404: there is no such page\n")
         except (NotFoundError, FileNotFoundError):
@@ -107,35 +105,15 @@ class Handler(BaseHTTPRequestHandler):
         except BadRequestError as error:
             self._text(400, f"400: {error}\n")
         except NoStackError as error:
-            self._json({"error": str(error)}, 409)
+            self._text(409, str(error))
         except (BrokenPipeError, ConnectionError, TimeoutError):
             self.close_connection = True  # whoever asked has gone
 
     # -- answers ----------------------------------------------------------------------------------
 
-    def _events(self) -> None:
-        """News as server-sent events: ``runs`` and ``state``, each whole, when it has changed."""
-        poller = self.dashboard.poller
-        watches = [poller.watch(name) for name in self._query.get("run", [])[:_MOST_COMPARED]]
-        self.send_response(200)
-        self._common("text/event-stream", "no-store")
-        self.end_headers()
-        sent = (-1,) * (1 + len(watches))
-        poller.viewer(1)
-        try:
-            while not poller.stopped:
-                now = poller.wait(sent, watches, _SILENCE)
-                news = b"" if now != sent else b": nobody home\n\n"
-                if now[0] != sent[0]:
-                    news += _event("runs", poller.runs())
-                for watch, version, before in zip(watches, now[1:], sent[1:], strict=True):
-                    if version != before:
-                        news += _event("state", watch.state)
-                sent = now
-                self.wfile.write(news)
-                self.wfile.flush()
-        finally:
-            poller.viewer(-1)
+    def _news(self) -> None:
+        names = self._query.get("run", [])[:_MOST_COMPARED]
+        self._json(self.dashboard.poller.news(names, self._query.get("seen", [""])[0]))
 
     def _chart(self) -> None:
         low, high = self._number("from"), self._number("to")
@@ -143,25 +121,17 @@ class Handler(BaseHTTPRequestHandler):
         self._json(watch.chart(self._one("name"), self._one("by_rank") == "1", low, high))
 
     def _lanes(self) -> None:
-        seconds, buckets = self._number("seconds"), self._number("buckets")
+        seconds, buckets = self._number("seconds"), self._whole("buckets")
         if buckets is None or not 1 <= buckets <= _MOST_BUCKETS:
             raise BadRequestError(f"buckets must be from 1 to {_MOST_BUCKETS}")
         watch = self.dashboard.poller.watch(self._one("run"))
-        self._json(watch.lanes(seconds, int(buckets)))
+        self._json(watch.lanes(seconds, buckets))
 
     def _log(self) -> None:
-        since, before = self._number("since"), self._number("before")
+        since, before = self._whole("since"), self._whole("before")
         path = self._log_file(self._one("run"), self._one("rank"))
-        if path is None:
-            self._json({"lines": [], "rest": "", "start": 0, "end": 0, "size": 0, "missing": True})
-            return
-        self._json(
-            logs.tail(
-                path,
-                None if since is None else max(0, int(since)),
-                None if before is None else max(0, int(before)),
-            )
-        )
+        nothing = {"lines": [], "rest": "", "start": 0, "end": 0, "size": 0, "missing": True}
+        self._json(nothing if path is None else logs.tail(path, since, before))
 
     def _search(self) -> None:
         """In one rank's log, or in those of all."""
@@ -221,20 +191,28 @@ class Handler(BaseHTTPRequestHandler):
             raise BadRequestError(f"{name} must be a finite number")
         return value
 
-    def _json(self, value: Any, status: int = 200) -> None:
-        self._send(status, _dump(value), "application/json", "no-store")
+    def _whole(self, name: str) -> int | None:
+        value = self._number(name)
+        return None if value is None else max(0, int(value))
+
+    def _json(self, value: Any) -> None:
+        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        body = text.encode(errors="replace")  # names of files need not be UTF-8
+        self._send(200, body, "application/json", "no-store")
 
     def _text(self, status: int, text: str) -> None:
         self._send(status, text.encode(), "text/plain; charset=utf-8", "no-store")
 
-    def _send(self, status: int, body: bytes, kind: str, cache: str, packed: bool = False) -> None:
+    def _send(self, status: int, body: bytes, kind: str, cache: str) -> None:
         takes = "gzip" in (self.headers.get("Accept-Encoding") or "")
-        if packed and not takes:
-            body, packed = gzip.decompress(body), False
-        elif not packed and takes and len(body) > _WORTH_PACKING:
-            body, packed = gzip.compress(body, 1), True
+        packed = takes and len(body) > _WORTH_PACKING
+        if packed:  # through ssh it may have a long way
+            body = gzip.compress(body, 1)
         self.send_response(status)
-        self._common(kind, cache)
+        self.send_header("Content-Type", kind)
+        self.send_header("Cache-Control", cache)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
         if self._entering:
             self.send_header("Set-Cookie", self.dashboard.gate.cookie())
         if packed:
@@ -243,23 +221,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def _common(self, kind: str, cache: str) -> None:
-        self.send_header("Content-Type", kind)
-        self.send_header("Cache-Control", cache)
-        for name, value in _HEADERS.items():
-            self.send_header(name, value)
-
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: the terminal is the user's, and addresses would show the token."""
-
-
-def _event(name: str, value: Any) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), _dump(value))
-
-
-def _dump(value: Any) -> bytes:
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return text.encode(errors="replace")  # names of files need not be UTF-8
 
 
 def _is_rank(text: str) -> bool:

@@ -7,7 +7,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from miniray.report.text import on_screen, uncoloured
+from miniray.report.html import on_screen, uncoloured
 
 _PIECE = 128 << 10
 _BLOCK = 1 << 20

@@ -6,24 +6,30 @@ A run that lives is watched on when its page is closed, so that its lanes have n
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import traceback
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from miniray.dashboard.access import NotFoundError, Root
-from miniray.dashboard.runs import Listing
 from miniray.dashboard.watch import Watch
+from miniray.doctor import runfile
+from miniray.report.run import unix_time
 
 #: Seconds between two looks: while somebody looks on, and while nobody does.
 _PAUSE, _LONG_PAUSE = 1.0, 5.0
 #: Seconds after which a run that ended, or nobody's run, is no longer looked at, and forgotten.
 _KEEP = 60.0
 _MOST_WATCHED, _MOST_RUNNING = 16, 4
+_MOST_LISTED = 500
 
 
 class Poller:
-    """``start``, ``watch`` a run, ``wait`` for news of it, ``close``."""
+    """``start``, ``watch`` a run, ask for ``news`` of it, ``close``."""
 
     def __init__(self, root: Root, interval: float = _PAUSE) -> None:
         self._root = root
@@ -33,9 +39,8 @@ class Poller:
         self._news = threading.Condition()
         self._wake = threading.Event()
         self._stopped = False
-        self._viewers = 0
+        self._asked = -_LONG_PAUSE  # when anybody last was
         self._thread = threading.Thread(target=self._loop, name="dashboard-poller", daemon=True)
-        self.runs_version = 0
 
     def start(self) -> None:
         self._thread.start()
@@ -48,18 +53,10 @@ class Poller:
         if self._thread.is_alive():
             self._thread.join()
 
-    @property
-    def stopped(self) -> bool:
-        return self._stopped
-
     def runs(self) -> list[dict[str, Any]]:
         """All runs; of those that are watched, what the doctor thinks as well."""
-        found = []
-        for entry in self._listing.runs:
-            watch = self._watches.get(entry["name"])
-            severity = watch.state.get("severity") if watch is not None else None
-            found.append({**entry, "severity": severity})
-        return found
+        known = {name: watch.state.get("severity") for name, watch in [*self._watches.items()]}
+        return [{**run, "severity": known.get(run["name"])} for run in self._listing.runs]
 
     def watch(self, name: str) -> Watch:
         """The watch of a run, polled once at least. ``NotFoundError`` where there is none."""
@@ -69,27 +66,28 @@ class Poller:
                 watch = self._watches[name] = Watch(self._root, name)
                 self._wake.set()
             watch.viewed = time.monotonic()
-            while not watch.version and not self._stopped:
+            while not watch.state and not self._stopped:
                 self._news.wait(1.0)
         return watch
 
-    def wait(self, seen: tuple[int, ...], watches: list[Watch], timeout: float) -> tuple[int, ...]:
-        """Wait until the list or a watch has changed from ``seen``; what the versions are now."""
+    def news(self, names: list[str], seen: str) -> dict[str, Any]:
+        """The list and these runs' states, each whole where it is not as ``seen``.
 
-        def now() -> tuple[int, ...]:
-            return (self.runs_version, *(watch.version for watch in watches))
+        ``seen`` is the last answer's own, and empty at first. Nothing is waited for: a browser has
+        few connections to one server, for all of its tabs together.
+        """
+        if not self._looked_at:
+            self._wake.set()
+        self._asked = time.monotonic()
+        parts = [self.runs(), *(self.watch(name).state for name in names)]
+        now = [f"{zlib.crc32(json.dumps(part).encode()):x}" for part in parts]
+        known = zip(parts, now, [*seen.split(","), *[""] * len(now)], strict=False)
+        fresh = [None if mark == before else part for part, mark, before in known]
+        return {"seen": ",".join(now), "runs": fresh[0], "states": list(filter(None, fresh[1:]))}
 
-        with self._news:
-            for watch in watches:
-                watch.viewed = time.monotonic()
-            self._news.wait_for(lambda: self._stopped or now() != seen, timeout)
-            return now()
-
-    def viewer(self, change: int) -> None:
-        """Somebody opened a page (1) or closed one (-1)."""
-        with self._news:
-            self._viewers += change
-        self._wake.set()
+    @property
+    def _looked_at(self) -> bool:
+        return time.monotonic() - self._asked < _LONG_PAUSE
 
     def _loop(self) -> None:
         while not self._stopped:
@@ -98,21 +96,20 @@ class Poller:
             behind = self._look()
             spent = time.monotonic() - began
             if not behind:
-                least = self._interval if self._viewers else _LONG_PAUSE
+                least = self._interval if self._looked_at else _LONG_PAUSE
                 self._wake.wait(max(least, 3 * spent))
 
     def _look(self) -> bool:
         """Everything once; whether a file was too long to be read at once."""
-        before = [entry["severity"] for entry in self.runs()]
-        changed = self._listing.refresh()
-        if self._viewers:
+        self._listing.refresh()
+        if self._looked_at:
             self._watch_running()
         with self._news:
             watches = list(self._watches.values())
         behind = False
         for watch in watches:
             idle = time.monotonic() - watch.viewed
-            if watch.version and not watch.live and not watch.behind and idle > _KEEP:
+            if watch.state and not watch.live and not watch.behind and idle > _KEEP:
                 continue
             try:
                 watch.poll()
@@ -120,17 +117,13 @@ class Poller:
                 # A record nobody foresaw must not end the page for all runs: it is told instead.
                 traceback.print_exc()
                 watch.state = {**watch.state, "name": watch.name, "error": repr(error)}
-                watch.version += 1
             behind = behind or watch.behind
             with self._news:
                 self._news.notify_all()
             if self._stopped:
                 return False
         with self._news:
-            if changed or before != [entry["severity"] for entry in self.runs()]:
-                self.runs_version += 1
             self._forget()
-            self._news.notify_all()
         return behind
 
     def _watch_running(self) -> None:
@@ -150,3 +143,51 @@ class Poller:
         for watch in spare:
             if time.monotonic() - watch.viewed > _KEEP:
                 del self._watches[watch.name]
+
+
+class Listing:
+    """All runs under the root, newest first. ``refresh`` reads only files that changed."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+        self._read: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {}
+        self.runs: list[dict[str, Any]] = []
+
+    def refresh(self) -> None:
+        found = []
+        for name in self._root.names():
+            try:
+                found.append(self._entry(name))
+            except (NotFoundError, OSError):  # deleted just now
+                self._read.pop(name, None)
+        found.sort(key=lambda entry: (entry["changed"], entry["name"]), reverse=True)
+        del found[_MOST_LISTED:]
+        self.runs = found
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        path = self._root.run(name)
+        run = self._run_json(name, path)
+        config = run.get("config")
+        config = config if isinstance(config, Mapping) else {}
+        started = run.get("started")
+        return {
+            "name": name,
+            "state": runfile.state_of(run),
+            "started": started if isinstance(started, str) else None,
+            "ended": run.get("ended") if isinstance(run.get("ended"), str) else None,
+            "world_size": run.get("world_size"),
+            "kind": str(config.get("trainer") or config.get("launcher") or ""),
+            # Of the folder itself: that of the boxes would change with every heartbeat.
+            "changed": unix_time(started) or path.stat().st_mtime,
+        }
+
+    def _run_json(self, name: str, path: Path) -> dict[str, Any]:
+        try:
+            file = self._root.inside(path / "run.json")
+        except NotFoundError:
+            return {}
+        status = file.stat()
+        stamp = (status.st_mtime_ns, status.st_size)
+        if name not in self._read or self._read[name][0] != stamp:
+            self._read[name] = (stamp, runfile.read_json(file)[0])  # the doctor says what is wrong
+        return self._read[name][1]

@@ -2,8 +2,8 @@
 
 A file is read from where the last reading ended, a bounded piece at a time, and a half-written last
 line waits for its other half. One that was replaced or cut is read from its beginning. Points are
-kept as 16 bytes each; ``thin`` keeps, of any number of them, the lowest and highest of each bucket,
-so that no spike is lost.
+kept as 16 bytes each; of any number of them the lowest and highest of each stretch are sent, so
+that no spike is lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from miniray.report.run import WORDS
-from miniray.report.series import flat, number
+from miniray.report.series import extremes, flat, number
 
 #: Bytes of a file read at a time: the page stays live while a large one is taken in.
 PIECE = 1 << 20
@@ -109,7 +109,8 @@ class Series:
             if len(found):
                 within = slice(max(0, found[0] - 1), found[-1] + 2)
                 x, y = x[within], y[within]
-        x, y = thin(x, y.clip(-_LARGEST, _LARGEST), most)
+        drawn = extremes(y, most)
+        x, y = x[drawn], y[drawn].clip(-_LARGEST, _LARGEST)
         return {
             "axis": self.axis,
             "points": self.points,
@@ -181,22 +182,6 @@ class Metrics:
             (r, s) for (n, r), s in self.series.items() if n == name and by_rank != (r is None)
         ]
         return iter(sorted(found, key=lambda pair: -1 if pair[0] is None else pair[0]))
-
-
-def thin(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """At most ``most`` of the points: both ends, and each bucket's lowest and highest."""
-    if len(y) <= most:
-        return x, y
-    buckets = max(1, (most - 2) // 2)
-    width = -(-len(y) // buckets)
-    padding = -len(y) % width
-    table = np.pad(y, (0, padding), mode="edge").reshape(-1, width)
-    begin = np.arange(len(table)) * width
-    chosen = np.concatenate(
-        [begin + table.argmin(axis=1), begin + table.argmax(axis=1), [0, len(y) - 1]]
-    )
-    chosen = np.unique(np.minimum(chosen, len(y) - 1))
-    return x[chosen], y[chosen]
 
 
 def _parsed(lines: list[bytes]) -> list[Any]:

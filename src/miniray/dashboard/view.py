@@ -23,6 +23,8 @@ def of(diagnosis: Diagnosis, run: Mapping[str, Any], state: str) -> dict[str, An
     blame = blamed(diagnosis)
     severity, verdict = judged(diagnosis, run, state)
     case = diagnosis.case
+    # Where none has a record, and none will, nobody records ranks there: that is no failure.
+    absent = case.never_started if diagnosis.readable or state == "running" else ()
     return {
         "state": state,
         "severity": severity,
@@ -30,10 +32,8 @@ def of(diagnosis: Diagnosis, run: Mapping[str, Any], state: str) -> dict[str, An
         "facts": " ".join(render.facts_line(case).split()) if diagnosis.readable else "",
         "world_size": diagnosis.run.world_size,
         "live": bool(case.live),
-        "read_at": diagnosis.run.read_at,
-        "limit": case.limit,
         "ranks": [_row(facts, blame.get(facts.rank, "")) for facts in case]
-        + [_absent(rank) for rank in case.never_started],
+        + [_absent(rank) for rank in absent],
         "waits": waits(case),
         "findings": [finding.to_json() for finding in diagnosis.findings],
         "notes": [finding.to_json() for finding in diagnosis.notes],
@@ -111,7 +111,6 @@ def _row(facts: Facts, blame: str) -> dict[str, Any]:
     end = facts.now if record.alive else facts.last_move
     if record.exit is not None and record.exit.at:
         end = record.exit.at
-    gpu = record.gpu
     return {
         "rank": record.rank,
         "state": facts.state,
@@ -123,14 +122,11 @@ def _row(facts: Facts, blame: str) -> dict[str, Any]:
         "since": round(max(0.0, end - since), 1),
         "doing": facts.doing(),
         "loss": plain(record.loss),
-        "nonfinite": record.nonfinite,
         "samples": record.samples,
         "rss": record.rss,
         "cpu": None if facts.cpu is None else round(facts.cpu, 2),
-        "gpu": None if gpu is None else [gpu.index, gpu.utilisation, gpu.process_memory],
         "pid": record.pid,
         "host": record.host,
-        "attempt": record.attempt,
         "alive": record.alive,
     }
 

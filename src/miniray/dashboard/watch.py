@@ -39,7 +39,6 @@ class Watch:
 
     def __init__(self, root: Root, name: str) -> None:
         self.name = name
-        self.version = 0
         self.state: dict[str, Any] = {}
         self.viewed = time.monotonic()
         self._root = root
@@ -65,7 +64,7 @@ class Watch:
         return self._metrics.lines.behind
 
     def poll(self) -> None:
-        """Read what is new. Counts ``version`` up where anything a viewer sees may have changed."""
+        """Read what is new."""
         try:
             self._root.run(self.name)
             record = read_run(self._path, self._read_box)
@@ -74,9 +73,7 @@ class Watch:
                 time.sleep(_GAP)
                 record = read_run(self._path, self._read_box)
         except (NotFoundError, OSError):
-            if self.state.get("state") != "deleted":
-                self.state = {**self.state, "name": self.name, "state": "deleted", "live": False}
-                self.version += 1
+            self.state = {**self.state, "name": self.name, "state": "deleted", "live": False}
             return
         state = runfile.state_of(record.run)
         diagnosis = examine(record, self._before, self._fresh_stacks(record))
@@ -88,10 +85,7 @@ class Watch:
             if self._metrics.damaged:
                 why = f"{self._metrics.damaged} lines are no JSON objects and were passed over"
                 found["damaged"]["metrics.jsonl"] = why
-        self._before = record
-        if not self.version or {**found, "read_at": 0} != {**self.state, "read_at": 0}:
-            self.state = found
-            self.version += 1
+        self._before, self.state = record, found
 
     def _read_box(self, file: Path) -> RankRecord:
         """A box inside of the root; that of a rank which has ended is read once."""

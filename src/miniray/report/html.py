@@ -2,45 +2,84 @@
 
 from __future__ import annotations
 
+import html
 import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from miniray.report.text import Markup, escape, short
+#: Of terminals: colours and the cursor (CSI), titles and links (OSC).
+_SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
+
+
+class Markup(str):
+    """Text that is HTML already."""
+
+
+def uncoloured(text: str) -> str:
+    """Without what colours a terminal or moves its cursor."""
+    return _SEQUENCES.sub("", text)
+
+
+def on_screen(line: str) -> str:
+    """A line as a terminal leaves it: of a progress bar what was written last, in no colour."""
+    return uncoloured(line.rstrip("\r").rpartition("\r")[2])
+
+
+def escape(value: Any) -> str:
+    """``value`` as HTML. Control characters, which no page may have, become visible."""
+    if isinstance(value, Markup):
+        return value
+    text = "".join(
+        c if c >= " " or c in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for c in uncoloured(str(value))
+    )
+    return html.escape(text.encode("utf-8", "replace").decode())
+
+
+def short(value: float) -> str:
+    """A number in at most seven characters: ``0.0173``, ``1.44k``, ``2.5e-07``."""
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    for unit, factor in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
+        if factor <= size < 1e13:
+            return f"{value / (factor if unit != 'k' else 1e3):.4g}{unit}"
+    if size and size < 1e-4:
+        return f"{value:.2g}"
+    return f"{round(value, 12):.4g}"
+
+
+# -- elements -------------------------------------------------------------------------------------
 
 
 def tag(name: str, *inside: Any, **attributes: Any) -> Markup:
     """``tag("p", "a < b", cls="soft")``"""
     named = "".join(
-        f' {key.removesuffix("_").replace("cls", "class")}="{escape(value)}"'
+        f' {"class" if key == "cls" else key}="{escape(value)}"'
         for key, value in attributes.items()
         if value is not None
     )
     return Markup(f"<{name}{named}>{''.join(map(escape, inside))}</{name}>")
 
 
-def join(parts: Iterable[Any]) -> Markup:
-    return Markup("".join(map(escape, parts)))
-
-
 def table(
-    head: Sequence[Any], rows: Iterable[Sequence[Any]], *, texts: Sequence[int] = (0,)
+    head: Sequence[Any], rows: Sequence[Sequence[Any]], *, texts: Sequence[int] = (0,)
 ) -> Markup:
-    """A table that scrolls sideways where it must. ``texts`` are the columns set to the left."""
+    """A table that scrolls sideways where it must. ``texts`` are the columns set to the left.
 
-    def row(cells: Sequence[Any], kind: str) -> Markup:
+    A column of nothing but None is left out.
+    """
+    used = [i for i in range(len(head)) if any(row[i] is not None for row in rows)]
+
+    def line(cells: Sequence[Any], kind: str) -> Markup:
+        left = ["s" if i in texts else None for i in used]
         return tag(
-            "tr",
-            *(
-                tag(kind, cell(value), cls="s" if i in texts else None)
-                for i, value in enumerate(cells)
-            ),
+            "tr", *(tag(kind, cell(cells[i]), cls=s) for i, s in zip(used, left, strict=True))
         )
 
-    body = join(row(cells, "td") for cells in rows)
-    top = tag("thead", row(head, "th")) if any(head) else ""
-    return tag("div", tag("table", top, tag("tbody", body)), cls="wide", tabindex="0")
+    body = tag("tbody", *(line(cells, "td") for cells in rows))
+    return tag("div", tag("table", tag("thead", line(head, "th")), body), cls="wide", tabindex="0")
 
 
 def cell(value: Any) -> Any:
@@ -57,9 +96,11 @@ def cell(value: Any) -> Any:
 
 
 def facts(pairs: Iterable[tuple[Any, Any]]) -> Markup:
-    """Names and values, side by side."""
+    """Names and values, side by side; nothing where the value is None."""
     rows = [
-        tag("div", tag("dt", _breakable(name)), tag("dd", cell(value))) for name, value in pairs
+        tag("div", tag("dt", _breakable(name)), tag("dd", cell(value)))
+        for name, value in pairs
+        if value is not None
     ]
     return tag("dl", *rows)
 

@@ -6,12 +6,11 @@ import datetime
 import json
 from collections.abc import Iterator, Sequence
 
-from miniray.doctor.diagnose import Diagnosis, examine
+from miniray.doctor.diagnose import Diagnosis
 from miniray.doctor.findings import Finding, Severity, plural, seconds, size
-from miniray.report.html import folded, join, section, tag
+from miniray.report.html import Markup, folded, section, short, tag
 from miniray.report.run import Run
 from miniray.report.series import Curve, axis, more_is_better, number
-from miniray.report.text import Markup, short
 
 _KINDS = {
     Severity.FAILED: "bad",
@@ -20,11 +19,6 @@ _KINDS = {
     Severity.SLOW: "warn",
     Severity.NOTE: "",
 }
-
-
-def diagnosis(run: Run) -> Diagnosis:
-    """The doctor's word, from the files alone: nothing is asked of processes that live."""
-    return examine(run.record)
 
 
 def head(run: Run) -> Markup:
@@ -40,11 +34,11 @@ def head(run: Run) -> Markup:
         moment = datetime.datetime.fromtimestamp(started, datetime.timezone.utc)
         parts.append(f"{moment:%Y-%m-%d %H:%M} UTC")
     badge = tag("span", run.state, cls=f"badge {run.state}")
-    said = tag("p", " · ".join(part for part in parts if part))
+    said = [tag("p", " · ".join(part for part in parts if part))]
     reason = run.info.get("stop_reason")
     if isinstance(reason, str) and reason:
-        said = join([said, tag("p", f"Stopped early: {reason}")])
-    return tag("header", tag("h1", run.name, badge), said)
+        said.append(tag("p", f"Stopped early: {reason}"))
+    return tag("header", tag("h1", run.name, badge), *said)
 
 
 def tiles(run: Run, curves: Sequence[Curve]) -> Markup:

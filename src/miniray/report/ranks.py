@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from miniray.doctor import samples
 from miniray.doctor.facts import gather
 from miniray.doctor.findings import plural, seconds, size
 from miniray.doctor.model import Loader, RankRecord, SamplePass
 from miniray.doctor.waiting import wait_of
-from miniray.report.curves import chart
-from miniray.report.html import bar, folded, join, section, table, tag
-from miniray.report.run import Run
+from miniray.report.charts import chart
+from miniray.report.html import Markup, bar, folded, on_screen, section, table, tag
+from miniray.report.run import Run, last_lines
 from miniray.report.series import Curve, one
-from miniray.report.text import Markup, on_screen
 
 _MOST_BARS = 64
 _SLIM = 16  #: more bars than this are thin ones
@@ -27,6 +27,9 @@ _PHASES = {
     "collective": "collectives and barriers",
     "other": "outside steps: evaluation, syncs, checkpoints, waiting for the driver",
 }
+#: Where the time of a step that never ended belongs, by what the rank was doing.
+_OPEN = {"data": "data", "compute": "compute", "forward": "compute", "backward": "backward",
+         "optimizer": "compute"}  # fmt: skip
 
 
 def time_spent(run: Run) -> Markup:
@@ -76,17 +79,31 @@ def _spent(rank: RankRecord, over: float | None) -> dict[str, float]:
     begun = _first_step(rank)
     start = life if begun is None else min(life, max(0.0, begun - rank.attached))
     inside = total.data + total.compute + total.backward + total.collective
-    other = max(0.0, life - start - inside)
-    wait = wait_of(rank)  # one that never ended is in no step's times
-    waited = 0.0 if wait is None else min(other, max(0.0, end - wait.since))
-    return {
+    parts = {
         "start": start,
         "data": total.data,
         "compute": total.compute,
         "backward": total.backward,
-        "collective": total.collective + waited,
-        "other": other - waited,
+        "collective": total.collective,
+        "other": max(0.0, life - start - inside),
     }
+    kind, since = _left_in(rank, over is not None)
+    last = min(parts["other"], max(0.0, end - since))
+    parts["other"] -= last
+    parts[kind] += last
+    return parts
+
+
+def _left_in(rank: RankRecord, over: bool) -> tuple[str, float]:
+    """What the rank is in, or was when it was ended, and since when: it is in no step's times.
+
+    A rank that is through, or whose driver is done, only waits for its end.
+    """
+    wait = wait_of(rank)
+    if wait is not None:
+        return "collective", wait.since
+    done = over if rank.exit is None else not rank.exit.failed
+    return "other" if done else _OPEN.get(rank.phase.name, "other"), rank.phase.since
 
 
 def _first_step(rank: RankRecord) -> float | None:
@@ -240,10 +257,8 @@ def memory(run: Run) -> Markup:
     ]
     if not rows:
         return Markup()
-    has_gpu = any(row[-1] for row in rows)
-    head = ["", "peak", "last", *(["GPU (torch)"] if has_gpu else [])]
-    shown = table(head, [row if has_gpu else row[:-1] for row in rows])
     drawn = chart("resident memory, MB", found, "seconds") if found else ""
+    shown = table(["", "peak", "last", "GPU (torch)"], rows)
     return section("Memory", tag("div", drawn, shown, cls="charts"))
 
 
@@ -254,10 +269,13 @@ def _gpu(rank: RankRecord) -> str | None:
 
 
 def overview(run: Run) -> Markup:
-    """One line a rank."""
-    rows = []
+    """One line a rank, and the last words of ranks that failed, else of rank 0."""
+    head = ["", "state", "epoch", "step", "samples", "loss", "last phase", "restarts", "memory",
+            "process"]  # fmt: skip
+    rows: list[list[Any]] = []
+    every = list(gather(run.record))
     over = run.state not in ("running", "unknown")
-    for facts in gather(run.record):
+    for facts in every:
         rank = facts.record
         state = tag("b", facts.state, cls="bad") if facts.failed else facts.state
         if over and rank.alive:
@@ -268,37 +286,14 @@ def overview(run: Run) -> Markup:
         rows.append([f"rank {rank.rank}", state, epoch, rank.step or None, rank.samples or None,
                      loss, phase or None, rank.attempt or None, size(rank.peak_rss),
                      f"{rank.host}:{rank.pid}"])  # fmt: skip
-    head = ["", "state", "epoch", "step", "samples", "loss", "last phase", "restarts", "memory",
-            "process"]  # fmt: skip
-    used = [i for i in range(len(head)) if not i or any(row[i] is not None for row in rows)]
-    rows = [[row[i] for i in used] for row in rows]
-    texts = [k for k, i in enumerate(used) if i in (0, 1, 6, 9)]
-    head = [head[i] for i in used]
-    missing = run.record.missing if run.record.ranks else ()
-    rows += [[f"rank {rank}", tag("b", "no record", cls="bad")] for rank in missing[:16]]
+    nothing = [tag("b", "no record", cls="bad"), *[None] * (len(head) - 2)]
+    rows += [[f"rank {number}", *nothing] for number in run.record.missing[:16] if every]
     if not rows:
         return Markup()
-    return section("Ranks", table(head, rows, texts=texts), join(_logs(run)))
-
-
-def _logs(run: Run) -> Iterator[Markup]:
-    """The last words of ranks that failed, else of rank 0."""
-    every = list(gather(run.record))
-    chosen = [facts for facts in every if facts.failed][:4] or every[:1]
-    for facts in chosen:
-        text = _tail(run.path / "ranks" / f"{facts.rank}.log")
+    logs = []
+    for facts in [facts for facts in every if facts.failed][:4] or every[:1]:
+        lines = last_lines(run.path / "ranks" / f"{facts.rank}.log", 4000)
+        text = "\n".join(on_screen(line.decode(errors="replace")) for line in lines).rstrip()
         if text:
-            yield folded(f"last lines of rank {facts.rank}", tag("pre", text))
-
-
-def _tail(path: object, most: int = 4000) -> str:
-    try:
-        with open(str(path), "rb") as file:
-            file.seek(0, 2)
-            length = file.tell()
-            file.seek(max(0, length - most))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ""
-    text = text.partition("\n")[2] if length > most else text
-    return "\n".join(map(on_screen, text.rstrip().split("\n")))
+            logs.append(folded(f"last lines of rank {facts.rank}", tag("pre", text)))
+    return section("Ranks", table(head, rows, texts=(0, 1, 6, 9)), *logs)

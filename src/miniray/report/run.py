@@ -139,13 +139,7 @@ class Run:
 
     def last_metrics(self) -> dict[str, Any]:
         """The newest line of ``metrics.jsonl``, without reading all of a long file."""
-        path = self.path / "metrics.jsonl"
-        try:
-            with open(path, "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
-                lines = file.read().split(b"\n")
-        except OSError:
-            return {}
+        lines = last_lines(self.path / "metrics.jsonl", _TAIL)
         return next((found for line in reversed(lines) if (found := _parsed(line))), {})
 
     @property
@@ -265,6 +259,18 @@ def unix_time(value: Any) -> float | None:
         return datetime.datetime.fromisoformat(value).timestamp()
     except (TypeError, ValueError):
         return None
+
+
+def last_lines(path: Path, most: int) -> list[bytes]:
+    """The last whole lines of a file, of ``most`` bytes; none where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            cut = os.fstat(file.fileno()).st_size - most
+            file.seek(max(0, cut))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return []
+    return lines[1:] if cut > 0 else lines
 
 
 def _mtime(path: Path) -> float:

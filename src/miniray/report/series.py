@@ -9,7 +9,10 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Points = list[tuple[float, float]]
 
@@ -164,15 +167,26 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def thinned(points: Points, most: int) -> Points:
-    """At most about ``most`` points that draw the same line: the extremes of each stretch stay."""
+    """At most ``most`` points that draw the same line, as ``extremes`` chooses them."""
     if len(points) <= most:
         return points
-    kept: Points = [points[0]]
-    size = len(points) / (most // 2)
-    for i in range(most // 2):
-        stretch = points[math.floor(i * size) : math.floor((i + 1) * size)]
-        kept += sorted({min(stretch, key=_height), max(stretch, key=_height)})
-    return [*kept, points[-1]]
+    import numpy as np
+
+    return [points[i] for i in extremes(np.array([y for _, y in points]), most)]
+
+
+def extremes(heights: np.ndarray, most: int) -> np.ndarray:
+    """Which ``most`` of the points to draw: both ends, and each stretch's lowest and highest."""
+    import numpy as np
+
+    count = len(heights)
+    if count <= most:
+        return np.arange(count)
+    width = -(-count // max(1, (most - 2) // 2))
+    table = np.pad(heights, (0, -count % width), mode="edge").reshape(-1, width)
+    begin = np.arange(len(table)) * width
+    found = [begin + table.argmin(axis=1), begin + table.argmax(axis=1), [0, count - 1]]
+    return np.unique(np.minimum(np.concatenate(found), count - 1))
 
 
 def spread(values: Sequence[Any], most: int) -> list[Any]:
@@ -180,10 +194,6 @@ def spread(values: Sequence[Any], most: int) -> list[Any]:
     if len(values) <= most:
         return list(values)
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
-
-
-def _height(point: tuple[float, float]) -> float:
-    return point[1]
 
 
 def _group(name: str, known: Iterable[str]) -> str:

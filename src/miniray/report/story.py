@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from miniray.doctor.findings import plural, seconds, size
-from miniray.report.html import facts, folded, section, table, tag
+from miniray.report.html import Markup, facts, folded, section, table, tag
 from miniray.report.run import Run, unix_time
 from miniray.report.series import flat, number, spread
-from miniray.report.text import Markup
 
 _MOST_EVENTS = 100
 _PHASES = {
@@ -38,23 +37,16 @@ def sync(run: Run) -> Markup:
         ("bytes a sync", _bytes(stats.get("last_bytes"))),
         ("last change (norm)", stats.get("last_change_norm")),
     ]
-    apart = stats.get("divergence")
+    apart, spent = stats.get("divergence"), stats.get("seconds")
     if isinstance(apart, Mapping):
         pairs.append(("workers apart, at most", apart.get("max")))
-    spent = stats.get("seconds")
     if isinstance(spent, Mapping):
-        pairs += [
-            (text, seconds(value))
-            for name, text in _PHASES.items()
-            if (value := number(spent.get(name))) is not None
-        ]
+        taken = ((text, number(spent.get(name))) for name, text in _PHASES.items())
+        pairs += [(text, seconds(value)) for text, value in taken if value is not None]
     if stats.get("skipped"):
         pairs.append(("syncs a worker missed", _short(stats["skipped"])))
-    if stats.get("last_error"):
-        pairs.append(("last error", stats["last_error"]))
-    return section(
-        "Parameter sync", facts((name, value) for name, value in pairs if value is not None)
-    )
+    pairs.append(("last error", stats.get("last_error") or None))
+    return section("Parameter sync", facts(pairs))
 
 
 def failures(run: Run) -> Markup:

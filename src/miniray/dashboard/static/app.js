@@ -1,5 +1,5 @@
-// The page of one run. The server sends `runs` and `state` as they change (server-sent events);
-// curves, lanes, logs and stacks are fetched when they are needed. All text goes in as text, never
+// The page of one run. The server is asked every second what is new of the list and of the runs that
+// are shown; curves, lanes, logs and stacks are fetched when they are needed. All text goes in as text, never
 // as HTML: what a run prints cannot become part of the page.
 
 const $ = (id) => document.getElementById(id);
@@ -13,7 +13,7 @@ let runs = [];
 let chosen = null;          // the run that is shown
 let compared = [];          // further runs, for their curves
 let states = new Map();     // run -> what the server last said of it
-let source = null;          // the EventSource
+let asking = 0;             // counts what `connect` was called for: the last one is answered
 let seconds = 600;          // of the lanes
 let lanes = null;
 let allRanks = false;
@@ -27,12 +27,11 @@ function h(tag, props = {}, ...children) {
 }
 
 async function ask(path, query, method = "GET") {
-  const url = `${path}?${new URLSearchParams(Object.entries(query).filter(([, v]) => v != null))}`;
+  const pairs = Array.isArray(query) ? query : Object.entries(query);
+  const url = `${path}?${new URLSearchParams(pairs.filter(([, value]) => value != null))}`;
   const answer = await fetch(url, { method });
   if (answer.ok) return answer.json();
-  const kind = answer.headers.get("Content-Type") ?? "";
-  const why = kind.includes("json") ? (await answer.json()).error : (await answer.text()).trim();
-  throw Object.assign(new Error(why), { status: answer.status });
+  throw Object.assign(new Error(await answer.text()), { status: answer.status });
 }
 
 // Calls made while one is under way become one more call after it.
@@ -58,6 +57,7 @@ function duration(value) {  // with spaces that do not break
 const bytes = (n) => (n < 1e9 ? `${Math.round(n / 1e6)} MB` : `${(n / 1e9).toFixed(1)} GB`);
 const clock = (t) => new Date(t * 1000).toLocaleTimeString();
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const put = (node, text) => { if (node.textContent !== text) node.textContent = text; };  // or it is read out again
 const state = () => states.get(chosen) ?? {};
 const rankRow = (rank) => (state().ranks ?? []).find((row) => row.rank === rank);
 
@@ -71,68 +71,57 @@ function chip(rank) {
 
 // -- which run -----------------------------------------------------------------------------------
 
-function readAddress() {
-  const said = new URLSearchParams(location.hash.slice(1));
-  chosen = said.get("run") ?? chosen ?? runs[0]?.name ?? null;
+// The address says which; whoever wants to see others changes it.
+function address(run, others) {
+  return `#${new URLSearchParams([["run", run], ...others.map((name) => ["with", name])])}`;
+}
+
+function followAddress() {
+  const said = new URLSearchParams(location.hash.slice(1)), before = chosen;
+  chosen = said.get("run") ?? chosen;
   compared = said.getAll("with").filter((name) => name !== chosen).slice(0, 7);
+  if (chosen !== before) forgetPage();
+  connect();
+  drawRuns();
+  drawCharts();
 }
 
-function writeAddress() {
-  const said = new URLSearchParams({ run: chosen });
-  compared.forEach((name) => said.append("with", name));
-  history.replaceState(null, "", `#${said}`);
+async function connect() {
+  const mine = ++asking, names = [chosen, ...compared].filter(Boolean);
+  for (let seen = null; mine === asking; await new Promise((done) => setTimeout(done, 1000))) {
+    try {
+      const news = await ask("api/news", [...names.map((name) => ["run", name]), ["seen", seen]]);
+      if (mine !== asking) return;
+      seen = news.seen;
+      queueMicrotask(() => takeNews(news));  // what fails there is no failure of the server
+    } catch (error) {
+      if (mine !== asking) return;
+      if (error.status) {  // it answers, and will say the same again
+        connection("lost", error.status === 403 ? "server started anew: open the address it printed" : "no such run");
+        return;
+      }
+      if (!$("connection").classList.contains("lost")) connection("lost", `server lost at ${new Date().toLocaleTimeString()}`);
+    }
+  }
 }
 
-function connect() {
-  source?.close();
-  const names = [chosen, ...compared].filter(Boolean);
-  source = new EventSource(`api/events?${new URLSearchParams(names.map((name) => ["run", name]))}`);
-  source.addEventListener("runs", (event) => {
-    runs = JSON.parse(event.data);
-    if (!chosen && runs.length) { chosen = runs[0].name; writeAddress(); connect(); }
-    if (!chosen) $("sentence").textContent = "There is no run in this directory yet. The first one is shown as soon as it starts.";
+function takeNews(news) {
+  if (news.runs) {
+    runs = news.runs;
+    if (!chosen && runs.length) location.replace(address(runs[0].name, []));
+    else if (!chosen) $("sentence").textContent = "There is no run in this directory yet. The first one is shown as soon as it starts.";
     drawRuns();
-  });
-  source.addEventListener("state", (event) => {
-    const news = JSON.parse(event.data);
-    states.set(news.name, news);
-    connected();
-    if (news.name === chosen) drawState();
-    drawCharts();
-  });
-  source.onopen = connected;
-  source.onerror = () => {
-    if (source.readyState === EventSource.CLOSED) refused(source);
-    else connection("lost", `server lost at ${new Date().toLocaleTimeString()}`);
-  };
-}
-
-// The stream does not say why it was refused: ask as for a page.
-async function refused(stream) {
-  const answer = await fetch(stream.url).catch(() => null);
-  answer?.body.cancel();
-  if (stream !== source) return;
-  connection("lost", answer?.status === 403 ? "server started anew: open the address it printed" : "no such run");
-}
-
-function connected() {
+  }
+  for (const found of news.states) states.set(found.name, found);
   const ended = states.has(chosen) && !state().live && state().state !== "running";
   connection(ended ? "" : "live", ended ? "ended" : "live");
+  if (news.states.some((found) => found.name === chosen)) drawState();
+  if (news.states.length) drawCharts();
 }
 
 function connection(kind, text) {
-  if ($("connection").textContent !== text) $("connection").textContent = text;
+  put($("connection"), text);
   $("connection").className = `connection ${kind}`;
-}
-
-function choose(name) {
-  if (name === chosen) return;
-  chosen = name;
-  compared = compared.filter((other) => other !== name);
-  forgetPage();
-  writeAddress();
-  connect();
-  drawRuns();
 }
 
 function forgetPage() {
@@ -142,10 +131,10 @@ function forgetPage() {
   $("rank-map").replaceChildren();
   for (const panel of panels.values()) panel.remove();
   panels.clear();
-  Object.assign(log, { rank: null, end: null, start: null, found: false, picked: false });
+  log = {};
+  $("log-search").value = "";
   $("log").replaceChildren();
   drawState();
-  drawCharts();
 }
 
 function drawRuns() {
@@ -156,21 +145,16 @@ function drawRuns() {
   $("runs").replaceChildren(...runs.filter((run) => run.name.toLowerCase().includes(wanted)).map((run) => {
     const trouble = run.state === "running" && ["stuck", "failed", "wrong"].includes(run.severity);
     const word = trouble ? run.severity : run.state;
-    const link = h("a", { href: `#run=${encodeURIComponent(run.name)}` }, run.name,
+    const others = compared.filter((name) => name !== run.name);
+    const link = h("a", { href: address(run.name, others) }, run.name,
       h("small", {}, h("span", { className: `state ${word}`, textContent: word }),
         ` ${[run.world_size && `${run.world_size} rank${run.world_size > 1 ? "s" : ""}`, run.kind].filter(Boolean).join(" · ")}`));
     link.dataset.key = `a ${run.name}`;
-    link.onclick = (event) => { event.preventDefault(); choose(run.name); };
     if (run.name === chosen) link.setAttribute("aria-current", "page");
     const box = h("input", { type: "checkbox", checked: run.name === chosen || compared.includes(run.name),
       disabled: run.name === chosen, ariaLabel: `compare ${run.name}` });
     box.dataset.key = `c ${run.name}`;
-    box.onchange = () => {
-      compared = box.checked ? [...compared, run.name].slice(-7) : compared.filter((name) => name !== run.name);
-      writeAddress();
-      connect();
-      drawCharts();
-    };
+    box.onchange = () => location.replace(address(chosen, box.checked ? [...others, run.name].slice(-7) : others));
     return h("li", { className: run.name === chosen ? "chosen" : "" }, box, link);
   }));
   if (focused) document.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
@@ -192,7 +176,7 @@ function drawState() {
   $("severity").textContent = word === "none" ? "" : word;
   const sentence = now.error ? `this run could not be read: ${now.error}`
     : now.state === "deleted" ? "this run was deleted; the page shows what was last known of it" : now.verdict ?? "";
-  if ($("sentence").textContent !== sentence) $("sentence").textContent = sentence;
+  put($("sentence"), sentence);
   document.title = `${["stuck", "failed", "wrong"].includes(word) ? `${word.toUpperCase()} · ` : ""}${chosen} · miniray`;
   drawFindings(now);
   drawWaits(now);
@@ -203,13 +187,12 @@ function drawState() {
 }
 
 function parts(finding) {
-  const lists = [
+  return [
     finding.evidence.length ? h("ul", {}, ...finding.evidence.map((text) => h("li", { textContent: text }))) : null,
     finding.cause || finding.fix ? h("dl", {},
       ...[["cause", finding.cause], ["fix", finding.fix]].filter(([, text]) => text)
         .flatMap(([name, text]) => [h("dt", { textContent: name }), h("dd", { textContent: text })])) : null,
   ];
-  return lists;
 }
 
 function folded(title, ...children) {
@@ -312,12 +295,12 @@ function newRow(rank) {
 }
 
 function fillRow(line, row) {
-  const put = (cell, text) => { if (cell.textContent !== text) cell.textContent = text; };
   line.className = row.blame ?? "";
   const word = line.cells[1].firstChild;
   const how = row.blame === "stuck" && row.state !== "waiting" ? "stuck" : row.state;  // "running" would mislead
   word.className = `state ${how}`;
   put(word, how);
+  line.cells[2].classList.toggle("epochs", inEpochs(row));
   put(line.cells[2], inEpochs(row) ? `epoch ${row.epoch}` : row.step == null ? "" : String(row.step));
   const broken = typeof row.loss === "string";
   put(line.cells[3], row.loss == null ? "" : broken ? row.loss : row.loss.toPrecision(4));
@@ -410,7 +393,7 @@ async function openRank(rank) {
   let shown;
   try {
     const found = await ask("api/stack", { run: chosen, rank }, "POST");
-    shown = [found.note ? h("p", { className: "quiet", textContent: found.note }) : h("p", { className: "quiet", textContent: "innermost call first" }),
+    shown = [h("p", { className: "quiet", textContent: found.note || "innermost call first" }),
       ...found.threads.map((thread) => {
         const list = h("ol", {}, ...thread.frames.map((frame) => h("li", { className: frame.mine ? "mine" : "", title: frame.file,
           textContent: `${frame.short}:${frame.line}  ${frame.function}` })));
@@ -499,10 +482,17 @@ class Panel {
       });
     }
     this.key.replaceChildren(...keys);
-    const axis = { gridcolor: colour("line"), zeroline: false, color: colour("quiet"), tickfont: { size: 11 } };
+    const ends = traces.flatMap(({ x }) => [x[0], x.at(-1)]);
+    const few = Math.max(...ends) - Math.min(...ends) < 8;  // there is no epoch 1.5
+    const heights = traces.flatMap(({ y }) => y);
+    const low = heights.reduce((a, b) => Math.min(a, b), Infinity), high = heights.reduce((a, b) => Math.max(a, b), -Infinity);
+    // Left alone, plotly shows one value within 1 above and below it: a learning rate of 0.001 as 0.
+    const margin = Math.abs(low) / 10 || 0.5, level = low === high && !this.isLog();
+    const axis = { gridcolor: colour("line"), zeroline: false, color: colour("quiet"), tickfont: { size: 11 },
+      exponentformat: high < 1 ? "e" : "SI" };  // 5e-4, not 500μ
     const layout = { margin: { l: 48, r: 8, t: 6, b: 30 }, paper_bgcolor: "transparent", plot_bgcolor: "transparent",
-      font: { color: colour("text"), family: "system-ui, sans-serif", size: 11 }, hovermode: traces.length > 8 ? "closest" : "x", uirevision: chosen,
-      xaxis: { ...axis, ...(this.range ? { range: this.range } : {}) }, yaxis: { ...axis, type: this.isLog() ? "log" : "linear", automargin: true } };
+      font: { color: colour("text"), family: "system-ui, sans-serif", size: 11 }, separators: ".", hovermode: traces.length > 8 ? "closest" : "x", uirevision: chosen,
+      xaxis: { ...axis, ...(few && { dtick: 1 }), ...(this.range && { range: this.range }) }, yaxis: { ...axis, type: this.isLog() ? "log" : "linear", automargin: true, ...(level && { range: [low - margin, low + margin] }) } };
     window.Plotly.react(this.plot, traces, layout, { displayModeBar: false, responsive: true, doubleClick: "reset+autosize" });
     if (!this.listens) {
       this.listens = true;
@@ -560,7 +550,9 @@ function drawCharts() {
 
 // -- logs ----------------------------------------------------------------------------------------
 
-const log = { rank: null, start: null, end: null, found: false, picked: false };
+// The one that is shown: its rank, the bytes that were read, whether it is what a search `found`,
+// and whether the user `picked` it. An answer that was asked for another one comes too late.
+let log = {};
 
 function drawLogChoice(now) {
   const ranks = (now.ranks ?? []).map((row) => row.rank);
@@ -574,25 +566,24 @@ function drawLogChoice(now) {
 }
 
 function pickLog(rank) {
-  log.picked = true;
   $("log-search").value = "";
-  showLog(rank);
+  showLog(rank, true);
 }
 
-function showLog(rank) {
+function showLog(rank, picked = log.picked) {
   if (rank == null) return;
-  Object.assign(log, { rank, start: null, end: null, found: false });
+  log = { rank, picked };
   $("log-rank").value = rank;
   $("log").replaceChildren();
   readLog();
 }
 
 const readLog = oneAtATime(async () => {
-  const { rank } = log;
+  const mine = log, { rank } = log;
   if (rank == null || log.found) return;
   try {
     const piece = await ask("api/log", { run: chosen, rank, since: log.end });
-    if (rank !== log.rank || log.found) return;
+    if (mine !== log || log.found) return;
     if (piece.anew) { $("log").replaceChildren(); log.start = piece.start; }
     log.end = piece.end;
     addLines(piece);
@@ -601,7 +592,7 @@ const readLog = oneAtATime(async () => {
     if (piece.lines.length && piece.end < piece.size && !piece.anew) readLog();  // there is more by now
   } catch (error) {
     if (error.status !== 404) throw error;
-    $("log-note").textContent = "this run is gone";
+    if (mine === log) $("log-note").textContent = "this run is gone";
   }
 }, 300);
 
@@ -622,7 +613,9 @@ function addLines(piece) {
 }
 
 async function readOlder() {
+  const mine = log;
   const piece = await ask("api/log", { run: chosen, rank: log.rank, before: log.start });
+  if (mine !== log || log.found) return;
   const box = $("log"), below = box.scrollHeight - box.scrollTop;
   $("log-follow").checked = false;
   box.querySelector(".older").after(...piece.lines.map((line) => h("div", { textContent: line || "\u00a0" })));
@@ -636,9 +629,9 @@ const searchLog = oneAtATime(async () => {
   if (!text) { showLog(log.rank); return; }
   log.found = true;
   $("log").hidden = false;
-  const rank = $("log-everywhere").checked ? "all" : log.rank;
+  const mine = log, rank = $("log-everywhere").checked ? "all" : log.rank;
   const found = await ask("api/search", { run: chosen, rank, q: text });
-  if (text !== $("log-search").value) return;
+  if (mine !== log || text !== $("log-search").value) return;
   const total = Object.values(found).reduce((sum, one) => sum + one.total, 0);
   const cut = Object.values(found).some((one) => !one.whole);
   $("log-note").textContent = `${total} line${total === 1 ? "" : "s"}${cut ? ", in the last 64 MB" : ""}`;
@@ -681,14 +674,13 @@ function begin() {
   $("log-search").oninput = searchLog;
   $("log-everywhere").onchange = searchLog;
   $("log-follow").onchange = followLog;
-  addEventListener("hashchange", () => { const before = chosen; readAddress(); if (chosen !== before) forgetPage(); connect(); drawRuns(); drawCharts(); });
+  addEventListener("hashchange", followAddress);
   addEventListener("resize", () => { drawLanes(); fetchLanes(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawLanes(); panels.forEach((panel) => panel.draw()); });
   addEventListener("keydown", (event) => {
     if (event.key === "/" && !/^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement.tagName)) { event.preventDefault(); $("log-search").focus(); }
   });
-  readAddress();
-  connect();
+  followAddress();
 }
 
 begin();

@@ -1,7 +1,8 @@
-"""Line charts as SVG inside the page: colours by CSS, so light, dark and paper are one drawing.
+"""The run's numbers as line charts, in SVG inside the page, and its epochs as a table.
 
-Large inputs become small pictures: lines are thinned to their extremes, and what a pointer can ask
-for is a hundred columns with a title each. Values that are not finite are crosses at the foot.
+Colours are CSS's, so light, dark and paper are one drawing. Large inputs become small pictures:
+lines are thinned to their extremes, and what a pointer can ask for is a hundred columns with a
+title each. Values that are not finite are crosses at the foot.
 """
 
 from __future__ import annotations
@@ -10,16 +11,99 @@ import math
 import sys
 from collections.abc import Sequence
 
-from miniray.report.series import Curve, Points, spread, thinned
-from miniray.report.text import escape, short
+from miniray.report.html import Markup, escape, figure, section, short, table, tag
+from miniray.report.run import Run
+from miniray.report.series import Curve, Points, by_rank, flat, spread, thinned
 
+_MOST_CHARTS = 24
+_MOST_ROWS = 200
+_MOST_KEYS = 8
 WIDTH, HEIGHT = 400, 216
 LEFT, RIGHT, TOP, BOTTOM = 50, 10, 10, 34
 _COLUMNS = 100  #: places a pointer can ask about
 _MARKS = 60  #: crosses for values that are not finite
-_LOGARITHMIC = 1000.0  #: a curve that spans more than this is drawn on a logarithmic scale
+#: A curve that spans more than the first is drawn on a logarithmic scale, if half of it lies below
+#: this share of its height: a rate that was near 0 once has a scale of its own.
+_LOGARITHMIC, _LOW = 1000.0, 0.1
 _COLOURS = 8
 _MOST_POINTS = 3200  #: of all lines of a chart
+
+
+def curves(run: Run, found: Sequence[Curve]) -> Markup:
+    """A chart for each metric, with its held-out twin; then those by rank."""
+    groups: dict[str, list[Curve]] = {}
+    for curve in found:
+        groups.setdefault(curve.group, []).append(curve)
+    word = run.unit
+    level = [c for members in groups.values() if all(c.level for c in members) for c in members]
+    drawn = {k: members for k, members in groups.items() if not all(c.level for c in members)}
+    charts = [chart(name, members, word) for name, members in list(drawn.items())[:_MOST_CHARTS]]
+    left = len(drawn) - len(charts)
+    note = f"{left} more metrics are in the table below." if left > 0 else ""
+    charts += _ranks(run)
+    same = ", ".join(f"{curve.name} {_last(curve)}" for curve in level)
+    return section(
+        "Curves",
+        tag("div", *charts, cls="charts") if charts else "",
+        tag("p", f"The same all the time: {same}", cls="soft") if same else "",
+        note=note,
+    )
+
+
+def chart(title: str, members: Sequence[Curve], x_label: str, *, from_zero: bool = False) -> Markup:
+    """One chart with its legend: the last value of each line, unless there are too many."""
+    legend = []
+    if len(members) <= _MOST_KEYS:
+        legend = [
+            (colour(i, len(members)), curve.name if len(members) > 1 else "last", _last(curve))
+            for i, curve in enumerate(members)
+        ]
+    broken = sum(len(curve.broken) for curve in members)
+    shown = [title]
+    if broken:
+        word = "value is" if broken == 1 else "values are"
+        shown.append(tag("span", f" · {broken} {word} not finite", cls="bad"))
+    caption = tag("span", *shown)
+    drawn = lines(members, x_label, f"{title} by {x_label}", from_zero=from_zero)
+    return figure(caption, drawn, legend)
+
+
+def _last(curve: Curve) -> str:
+    return short(curve.points[-1][1]) if curve.points else ""
+
+
+def _ranks(run: Run) -> list[Markup]:
+    """Loss by step from the ranks' boxes, and metrics that were written for each rank."""
+    losses = []
+    for rank in run.record:
+        steps = (*rank.spans, *rank.steps)
+        points = [(float(step.step), step.loss) for step in steps if step.loss is not None]
+        if points:
+            losses.append(Curve(f"rank {rank.rank}", points))
+    charts = [chart("loss by step and rank", losses, "step")] if losses else []
+    word = run.unit
+    return charts + [
+        chart(f"{name} by rank", members, word)
+        for name, members in by_rank(run.metrics, run.world_size).items()
+    ]
+
+
+def epochs(run: Run) -> Markup:
+    """The lines of metrics.jsonl as a table; of very many, some evenly chosen."""
+    if not run.metrics:
+        return Markup()
+    rows = [flat(record) for record in spread(run.metrics, _MOST_ROWS)]
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    simple = (bool, int, float)
+    cells = [[v if isinstance(v := row.get(key), simple) else None for key in keys] for row in rows]
+    note = ""
+    if len(rows) < len(run.metrics):
+        note = f"{len(rows)} of {len(run.metrics):,} lines; metrics.jsonl has them all."
+    word = run.unit.capitalize() + "s"
+    return section(word, table(keys, cells), note=note)
+
+
+# -- drawing --------------------------------------------------------------------------------------
 
 
 def colour(index: int, count: int) -> str:
@@ -78,7 +162,8 @@ class _Log(_Linear):
 def _scale(values: Sequence[float], from_zero: bool) -> _Linear:
     low, high = min(values, default=0.0), max(values, default=1.0)
     bottom, top = float(HEIGHT - BOTTOM), float(TOP)
-    if low > 0 and high / low > _LOGARITHMIC and not from_zero:
+    wide = low > 0 and high / low > _LOGARITHMIC and not from_zero
+    if wide and sorted(values)[len(values) // 2] < _LOW * high:
         return _Log(low, high, bottom, top)
     if from_zero:
         low = min(0.0, low)

@@ -1,16 +1,23 @@
-"""Runs on a terminal: a line or two each, or side by side; whole in a pipe."""
+"""Text on a terminal: how wide, in which colours, and runs as tables.
+
+Colours are for terminals only, and none where ``NO_COLOR`` is set. In a pipe everything is whole.
+"""
 
 from __future__ import annotations
 
+import math
+import os
+import shutil
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+import unicodedata
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from miniray.cli.colour import columns, fitted, paint, printable, width
-
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from miniray.report import Run
 
 _HEAD = ["run", "state", "started", "took", "ranks", "epochs", "metrics"]
@@ -19,6 +26,53 @@ _HEAD = ["run", "state", "started", "took", "ranks", "epochs", "metrics"]
 _GIVE_WAY = ["ranks", "took", "started", "epochs"]
 _ROOM = 40  # columns that metrics want, if they fill them
 _STATES = {"finished": "green", "running": "cyan", "failed": "red", "died": "red"}
+
+
+def coloured(stream: TextIO) -> bool:
+    """Whether it is a terminal that may show colours."""
+    dumb = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return stream.isatty() and not dumb
+
+
+def paint(text: str, colour: str | None, stream: TextIO | None = None) -> str:
+    """``text`` in a colour where ``stream`` (standard output) is a terminal that may show one."""
+    wanted = colour is not None and coloured(stream or sys.stdout)
+    return click.style(text, fg=colour) if wanted else text
+
+
+def columns() -> float:
+    """How wide a line may be: the terminal's width, and any in a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+
+
+def console() -> Console:
+    """rich's, which breaks lines between words on a terminal, and none in a pipe."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 100_000)
+
+
+def width(text: str) -> int:
+    """Columns it takes: a Chinese character has two."""
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def printable(text: str) -> str:
+    """Without what would move the cursor, colour the rest, or cannot be written at all."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def fitted(line: str, used: int = 0) -> str:
+    """The line cut to what the terminal has left after ``used`` columns; whole in a pipe."""
+    room = columns() - used
+    if width(line) <= room:
+        return line
+    while line and width(line) >= room:
+        line = line[:-1]
+    return f"{line}…"
+
+
+# -- runs -----------------------------------------------------------------------------------------
 
 
 def show(runs: list[Run]) -> None:
@@ -107,7 +161,6 @@ def _plain(value: Any) -> str:
 
 def compare(runs: list[Run], bests: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
     """A column a run: last and best value of every metric, and the settings that differ."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -133,8 +186,7 @@ def compare(runs: list[Run], bests: list[dict[str, Any]], settings: list[dict[st
         values = [str(each.get(key, "–")) for each in settings]
         if len(set(values)) > 1:
             row(key, values, "dim")
-    wide = None if sys.stdout.isatty() else 100_000  # a pipe has names and values whole
-    Console(highlight=False, width=wide).print(table)
+    console().print(table)
 
 
 def _keys(records: list[dict[str, Any]]) -> list[str]:

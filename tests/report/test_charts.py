@@ -6,9 +6,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from miniray.report.charts import HEIGHT, LEFT, RIGHT, WIDTH, lines, round_steps
+from miniray.report.html import short
 from miniray.report.series import Curve
-from miniray.report.svg import HEIGHT, LEFT, RIGHT, WIDTH, lines, round_steps
-from miniray.report.text import short
 
 
 def drawn(*curves, **options):
@@ -70,6 +70,13 @@ def test_odd_curves_can_be_drawn(points):
 def test_the_smallest_and_the_largest_numbers_have_a_place(size):
     ((first, last),) = places(drawn(Curve("a", [(0.0, -size), (1.0, size)])))
     assert HEIGHT > first[1] > last[1] > 0
+
+
+def test_a_rate_that_was_near_zero_once_is_not():
+    heights = [1e-4, 0.5, 0.75, 1.0]
+    (line,) = places(drawn(Curve("accuracy", list(enumerate(heights)))))
+    down = [y for _, y in line]
+    assert (down[0] - down[1]) / (down[0] - down[3]) == pytest.approx(0.5, abs=0.01)
 
 
 def test_a_curve_over_many_powers_of_ten_is_logarithmic():
