@@ -145,6 +145,10 @@ def test_functional_collectives_are_recorded_until_they_are_waited_for(ranks):
         weight = torch.ones(2, requires_grad=True)
         functional.all_gather_single_autograd(weight, 0, group).sum().backward()
         assert weight.grad.tolist() == [2.0, 2.0]
+        operators = torch.ops._c10d_functional
+        name = group.group_name
+        operators.wait_tensor(operators.all_reduce(ones, reduce_op="sum", group_name=name))
+        operators.wait_tensor(operators.broadcast(input=ones, src=1, group_name=name))
         part = dist.new_group([0, 1])
         functional.all_reduce(ones, "sum", part).wait()
 
@@ -158,6 +162,8 @@ def test_functional_collectives_are_recorded_until_they_are_waited_for(ranks):
             ("all_reduce", "SUM", (4,), "float32"),
             ("all_gather_into_tensor", "", (2,), "float32"),
             ("reduce_scatter_tensor", "SUM", (2,), "float32"),
+            ("all_reduce", "SUM", (2, 3), "float32"),
+            ("broadcast", "src=1", (2, 3), "float32"),
             ("new_group", "ranks=[0, 1]", (), ""),
         ]
         assert [e.sequence for e in record.open_events] == [0]

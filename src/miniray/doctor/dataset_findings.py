@@ -20,7 +20,10 @@ def judge(setup: Setup, shares: Sequence[Share], handles: Sequence[str]) -> Iter
             cause="Without a split of its own every rank, and every worker, gets everything.",
             fix="split by rank and get_worker_info() in __iter__; tell doctor.step(sample_ids=...)",
         )
-    yield from _own_datasets(setup, shares) if setup.own else _overlap(setup, shares)
+    elif setup.own:
+        yield _own_datasets(setup, shares)
+    else:
+        yield from _overlap(setup, shares)
     yield from _uneven(setup, shares)
     yield from _dropped(shares)
     yield from _epoch(setup)
@@ -37,14 +40,14 @@ def judge(setup: Setup, shares: Sequence[Share], handles: Sequence[str]) -> Iter
         )
 
 
-def _own_datasets(setup: Setup, shares: Sequence[Share]) -> Iterator[Finding]:
+def _own_datasets(setup: Setup, shares: Sequence[Share]) -> Finding:
     cause = "The ranks' samples are numbered alike and are others: the script gave each rank its "
     cause += "own part. Whether these overlap cannot be told from the numbers."
     fix = "nothing, if the parts are disjoint; doctor.step(sample_ids=...) lets a run compare them"
     if setup.distributed:
         cause += f" {setup.sampler} deals each part out once more: a rank reads a share of its own."
         fix = "one or the other: the whole dataset on every rank, or a loader without that sampler"
-    yield Finding(
+    return Finding(
         code="own-datasets",
         severity=Severity.NOTE,
         title=f"{named(share.rank for share in shares)} have a dataset each, not one in common",
