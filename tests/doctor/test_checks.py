@@ -5,11 +5,10 @@ import itertools
 
 import pytest
 
-from miniray.doctor import stragglers
-from miniray.doctor.checks import memory
+from miniray.doctor.checks import memory, speed
 from miniray.doctor.diagnose import examine
 from miniray.doctor.facts import gather
-from miniray.doctor.memory_history import History
+from miniray.doctor.heartbeat import History
 from miniray.doctor.model import BAR, BARRIER, Gpu, NonFinite
 from tests.doctor.records import (
     FINISHED,
@@ -352,13 +351,13 @@ def test_a_straggler_with_factor_and_beginning():
 
 
 def test_slow_in_its_own_code_is_compute():
-    straggler = stragglers.find(gather(run(*paced([0.1] * 20, [0.1] * 20, [0.2] * 20))))
+    straggler = speed.find_straggler(gather(run(*paced([0.1] * 20, [0.1] * 20, [0.2] * 20))))
     assert (straggler.rank, straggler.where) == (2, "compute")
 
 
 def test_noise_does_not_move_the_beginning():
     slow = [0.1] * 20 + [0.3, 0.3, 0.1, 0.3, 0.3, 0.3, 0.1, 0.3, 0.3, 0.3, 0.3, 0.3] * 2
-    straggler = stragglers.find(gather(run(*paced([0.1] * 44, [0.1] * 44, slow))))
+    straggler = speed.find_straggler(gather(run(*paced([0.1] * 44, [0.1] * 44, slow))))
     assert straggler.since == 21
 
 

@@ -24,11 +24,11 @@ from miniray.doctor import (
     driver,
     ended,
     hang,
-    meeting,
     render,
     render_json,
     stacks,
 )
+from miniray.doctor.checks.world import explain_meeting
 from miniray.doctor.facts import Case, gather
 from miniray.doctor.findings import Finding, Severity, by_weight, plural
 from miniray.doctor.model import RunRecord, ThreadStack
@@ -133,12 +133,12 @@ def _ends(case: Case) -> Iterable[Finding]:
     """Why the run ended or does not go on: one finding at most, for the rest follows from it."""
     failed = driver.explain_gone(case) or ended.explain(case)
     if failed is not None:
-        return [meeting.explain(case, Severity.FAILED) or _mismatched(case, failed) or failed]
+        return [explain_meeting(case, Severity.FAILED) or _mismatched(case, failed) or failed]
     stuck = hang.explain(case)
     if stuck is not None:
         # All in one place, and nobody to blame: then what one of them raised is the best there is.
         raised = ended.explain_any(case) if stuck.code == "does-not-complete" else None
-        return [meeting.explain(case, Severity.STUCK) or raised or stuck]
+        return [explain_meeting(case, Severity.STUCK) or raised or stuck]
     told = driver.explain_error(case)
     return [told] if told is not None else _diverged(case)
 

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from miniray.doctor.facts import Facts
 from miniray.doctor.findings import Finding, Severity, named, plural
 from miniray.doctor.waiting import GRADIENTS
-from miniray.doctor.words import name_of, position
+from miniray.doctor.words import position
 
 
 def explain(suspects: Sequence[Facts], waiting: Sequence[Facts]) -> Finding | None:
     """Why suspects do not come to the backward in which others wait, if that is why."""
-    ahead = [f for f in waiting if name_of(f.wait) == GRADIENTS]
+    ahead = [f for f in waiting if f.wait_name == GRADIENTS]
     guilty = [f for f in suspects if ahead and f not in ahead and _has_done(f, ahead[0])]
     if not guilty:
         return None

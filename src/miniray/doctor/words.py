@@ -44,8 +44,7 @@ def positions(several: Iterable[Facts], most: int = 4) -> list[str]:
 def waiting_clause(waiting: Sequence[Facts]) -> str:
     by_place: dict[str, list[Facts]] = {}
     for facts in waiting:
-        assert facts.wait is not None
-        by_place.setdefault(facts.wait.short(), []).append(facts)
+        by_place.setdefault(facts.waits_in.short(), []).append(facts)
     parts = [they(f"waits in {place}", party) for place, party in by_place.items()]
     return listed(parts[:3]) + (f" and {plural(len(parts) - 3, 'other place')}" * (len(parts) > 3))
 
@@ -56,7 +55,7 @@ def spot(wait: Wait) -> str:
 
 
 def now_at(party: Sequence[Facts]) -> str:
-    return they(f"is in {spot(wait_of(party))}", party)
+    return they(f"is in {spot(party[0].waits_in)}", party)
 
 
 #: Cause and fix of a forward that not all ranks call.
@@ -65,13 +64,3 @@ BUFFERS_STORY = (
     "it. Validation on one rank must not go through the wrapper.",
     "call model.module(x) there, or validate on all ranks",
 )
-
-
-def wait_of(party: Sequence[Facts]) -> Wait:
-    wait = party[0].wait
-    assert wait is not None
-    return wait
-
-
-def name_of(wait: Wait | None) -> str:
-    return wait.name if wait is not None else ""
