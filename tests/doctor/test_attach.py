@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from miniray.doctor import env, thread_errors
+from miniray.doctor import env, leaving
 from miniray.doctor.env import Place, find_place
 from miniray.doctor.reader import read_run
 
@@ -170,7 +170,7 @@ for work in (lambda: int("x"), sys.exit):
     (tmp_path / "train.py").write_text(script)
     run([sys.executable, "train.py"], tmp_path)
     (record,) = read_run(tmp_path / "run")
-    noted = thread_errors.last(record)
+    noted = leaving.thread_error(record)
     assert noted.op.startswith("ValueError: invalid literal for int()")
     assert str(noted.site) == "train.py:5"
 

@@ -93,6 +93,16 @@ def test_parts_of_one_model_read_the_same():
     assert "parts of one model" in finding.cause
 
 
+@pytest.mark.parametrize(("functional", "severity"), [(True, "NOTE"), (False, "WRONG")])
+def test_what_is_scattered_by_an_operator_are_no_gradients(functional, severity):
+    """FSDP averages by reduce_scatter; layers in parallel, by DTensor, scatter activations."""
+    scattered = call(3, "reduce_scatter_tensor", functional=functional)
+    ranks = [
+        dataclasses.replace(one, events=(scattered,)) for one in grouped([range(32)] * 2, "", "")
+    ]
+    assert found(*ranks, code="same-data").severity.word == severity
+
+
 def test_samples_count_twice_only_for_ranks_that_average_together():
     """Models in two parts each, (0, 1) and (2, 3): which ranks average is told by DDP's groups."""
     pairs = ("ranks 0,2 (#1)", "ranks 1,3 (#2)")

@@ -122,6 +122,17 @@ def test_every_collective_is_recorded_in_order_with_its_line(ranks):
     assert in_alone == [[], ["all_reduce"]]
 
 
+def test_a_group_for_each_kind_of_device_is_named_by_its_backends(ranks, tmp_path):
+    """``init_process_group()`` asks for no backend: torch itself calls that one "undefined"."""
+
+    def body(rank):
+        store = dist.FileStore(str(tmp_path / "store"), 1)
+        dist.init_process_group(store=store, rank=0, world_size=1)
+
+    (record,) = ranks(body, world_size=1, group=False)
+    assert "cpu:gloo" in record.backend
+
+
 def test_functional_collectives_are_recorded_until_they_are_waited_for(ranks):
     """By these DTensor and compiled code communicate; what only traces them calls nothing."""
 
@@ -167,6 +178,7 @@ def test_functional_collectives_are_recorded_until_they_are_waited_for(ranks):
             ("new_group", "ranks=[0, 1]", (), ""),
         ]
         assert [e.sequence for e in record.open_events] == [0]
+        assert {e.functional for e in record.collectives("default")[:-1]} == {True}
         assert record.waiting is None
         second = record.collectives("default")[1]
         assert (second.site.file, second.site.line) == (__file__, line_of("functional gather"))

@@ -6,7 +6,7 @@ import linecache
 import re
 from collections.abc import Iterator, Sequence
 
-from miniray.doctor import loop, thread_errors, unsynced
+from miniray.doctor import leaving, loop, unsynced
 from miniray.doctor.checks import bars
 from miniray.doctor.crossed import LATE_FIX, gave_up
 from miniray.doctor.facts import Case, Facts
@@ -201,7 +201,7 @@ def _manner_story(facts: Facts, waiting: Sequence[Facts]) -> tuple[str, str, str
             "look at that line: is its end condition met on this rank?",
         )
     line = _source(facts.user_frame)
-    lost = thread_errors.last(record)
+    lost = leaving.thread_error(record)
     if lost is not None:
         said = shortened(lost.op.partition("\n")[0], 60)
         return (

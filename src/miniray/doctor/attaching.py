@@ -17,7 +17,6 @@ from miniray.doctor import (
     processes,
     recorder,
     runfile,
-    thread_errors,
 )
 from miniray.doctor.box_reader import BoxReader
 from miniray.doctor.recorder import Recorder
@@ -73,7 +72,7 @@ def attach(
     if place.rank == 0 and not (folder / "run.json").exists():
         runfile.write_run(folder, place.world_size, place.launcher)
         atexit.register(_finish, folder, os.getpid())
-    thread_errors.watch()
+    leaving.watch_threads()
     if place.launcher != "miniray run":  # which sees by itself how a rank ends
         leaving.watch()
     if instrumented:

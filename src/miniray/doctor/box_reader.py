@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from miniray.doctor import exits, layout, processes
+from miniray.doctor import layout, processes
 from miniray.doctor.box_file import BoxFile
 from miniray.doctor.layout import Cell, Pass, Real
 from miniray.doctor.model import (
@@ -56,6 +56,7 @@ class BoxReader(BoxFile):
             at=self.wall(at / 1e9),
             ended=self.wall(ended / 1e9) if ended else None,
             blocking=bool(flags & layout.BLOCKING),
+            functional=bool(flags & layout.FUNCTIONAL),
         )
 
     def _steps(self, level: int) -> list[Steps]:
@@ -131,7 +132,7 @@ class BoxReader(BoxFile):
         """What the process itself wrote when it ended."""
         if not self.ints[Cell.EXITED]:
             return None
-        return exits.said(self.blob(layout.EXIT_AT, layout.EXIT_SIZE))
+        return processes.exit_said(self.blob(layout.EXIT_AT, layout.EXIT_SIZE))
 
     # -- the whole --------------------------------------------------------------------------------
 
@@ -147,7 +148,7 @@ class BoxReader(BoxFile):
         section_moment, section = layout.unpack_moment(ints[Cell.SECTION])
         steps = self._steps(0)
         process = processes.look(info.get("pid", 0), info.get("host", ""), info.get("started"))
-        ended = exits.merged(self.exit(), seen, process)
+        ended = processes.exit_of(self.exit(), seen, process)
         loss = floats[Real.LOSS] if ints[Cell.LOSS_STEP] >= 0 else None
         return RankRecord(
             path=self.path,

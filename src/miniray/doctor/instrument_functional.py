@@ -141,7 +141,9 @@ def _begin(current: Recorder, name: str, sent: Any, given: Mapping[str, Any]) ->
     if name == "reduce_scatter_tensor":  # what a rank gets is what counts, as in ``reduce_scatter``
         shape = (shape[0] // given["group_size"], *shape[1:])
     site = call_site(getframe(1))
-    call = current.collective(name, op, known, shape, dtype_name(sent.dtype), site, blocking=False)
+    call = current.collective(
+        name, op, known, shape, dtype_name(sent.dtype), site, blocking=False, functional=True
+    )
     return current.begin(call, monotonic_ns())
 
 

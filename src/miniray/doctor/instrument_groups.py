@@ -80,9 +80,12 @@ def _make_init(module: Any, original: Any) -> Any:
 
 def _note_group(module: Any, current: Recorder) -> None:
     rank, size = module.get_rank(), module.get_world_size()
+    backend = str(module.get_backend())
+    if backend == "undefined":  # none was asked for: one for each kind of device
+        backend = str(module.get_backend_config())
     fields: dict[str, Any] = {
         "initialised": True,
-        "backend": str(module.get_backend()),
+        "backend": backend,
         "group_rank": rank,
         "group_size": size,
     }

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from miniray.doctor import exits, runfile
+from miniray.doctor import processes, runfile
 from miniray.doctor.box_reader import BoxReader
 from miniray.doctor.model import RankRecord, RunRecord
 from miniray.errors import BoxError
@@ -22,7 +22,7 @@ _NAME = re.compile(r"(\d+)(\.\d+)?\.box")  # of a second process that claims the
 def read_box(path: str | os.PathLike[str]) -> RankRecord:
     """One box, once."""
     with BoxReader(path) as box:
-        return box.record(exits.seen_of(Path(path)))
+        return box.record(processes.exit_seen(Path(path)))
 
 
 def read_run(
@@ -53,6 +53,6 @@ def read_run(
             duplicates.append(record)
         else:
             ranks[int(named[1])] = (
-                exits.ended_well(record) if run.get("state") == "finished" else record
+                processes.ended_well(record) if run.get("state") == "finished" else record
             )
     return RunRecord(path, time.time(), run, ranks, tuple(duplicates), damaged)

@@ -122,7 +122,9 @@ def _average_together(case: Case, one: Facts, two: Facts) -> bool:
     """Whether DDP or FSDP averages gradients of the two, as far as one can see."""
     if min(one.record.group_size, two.record.group_size) <= 0:
         return True  # no process group: what is wrong with that is said, too
-    calls = [event for event in one.record.collectives() if event.name.startswith(_AVERAGING)]
+    averaging = [e for e in one.record.collectives() if e.name.startswith(_AVERAGING)]
+    # What tensor-parallel layers scatter, by operators, are activations.
+    calls = [event for event in averaging if not event.functional]
     if not calls:
         return bool(one.record.models)  # compiled ones average unseen
     return any(two.rank in case.members.get(event.group, ()) for event in calls)
