@@ -6,7 +6,7 @@ import random
 import pytest
 
 from miniray import doctor
-from miniray.doctor import data_probe, dataset_findings, dataset_shares
+from miniray.doctor import data_probe, dataset_check, dataset_shares
 
 
 class Numbers:
@@ -96,7 +96,7 @@ def share(rank, ids, batch_size):
 def test_uneven_shares_will_hang():
     shares = [share(rank, range(count), 2) for rank, count in enumerate((8, 6))]
     setup = dataset_shares.Setup(14, 2, 2)
-    found = list(dataset_findings.judge(setup, shares, []))
+    found = list(dataset_check.judge(setup, shares, []))
     assert "uneven-batches" in [finding.code for finding in found]
 
 
@@ -104,8 +104,8 @@ def test_a_long_epoch_is_compared_by_its_sketch():
     setup = dataset_shares.Setup(40_000, 2, 8, sampler="Mine")
     same = [share(rank, range(20_000), 8) for rank in range(2)]
     apart = [share(rank, range(rank * 20_000, (rank + 1) * 20_000), 8) for rank in range(2)]
-    assert [f.code for f in dataset_findings.judge(setup, same, [])] == ["same-data"]
-    assert list(dataset_findings.judge(setup, apart, [])) == []
+    assert [f.code for f in dataset_check.judge(setup, same, [])] == ["same-data"]
+    assert list(dataset_check.judge(setup, apart, [])) == []
 
 
 def test_an_epoch_of_any_length_is_dealt_at_once():

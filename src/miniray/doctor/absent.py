@@ -169,7 +169,7 @@ def _manner_story(facts: Facts, waiting: Sequence[Facts]) -> tuple[str, str, str
             f"is stuck at its progress bar ({bar}), made between two barriers",
             "tqdm takes a lock and writes to the terminal; between two barriers that blocks all "
             "ranks.",
-            "make the bar on rank 0 only, after the last barrier before the loop",
+            bars.FIX,
         )
     if record.section is not None:
         where = _at(facts)

@@ -27,14 +27,12 @@ from typing import Any
 
 from miniray.doctor import (
     dataset_check,
-    dataset_findings,
     dataset_shares,
     loader_facts,
     recorder,
     runfile,
     sites,
 )
-from miniray.doctor.findings import by_weight
 from miniray.doctor.handles import find_handles
 from miniray.doctor.model import SamplePass, Site, site_from
 
@@ -196,8 +194,7 @@ def read(run_dir: Path, world_size: int) -> list[dataset_check.DataReport]:
             size, drop_last, batches = said["batch_size"], said["drop_last"], said["batches"]
             shares.append(dataset_shares.share(rank, given, size, drop_last, batches))
         handles = sorted({handle for said in ranks.values() for handle in said["handles"]})
-        found = by_weight(dataset_findings.judge(setup, shares, handles))
-        reports.append(dataset_check.report(setup, shares, found))
+        reports.append(dataset_check.report(setup, shares, handles))
     return reports
 
 

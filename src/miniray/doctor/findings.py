@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -132,3 +133,10 @@ def size(count: float) -> str:
     if count < 1e9:
         return f"{count / 1e6:.0f} MB"
     return f"{count / 1e9:.1f} GB"
+
+
+def plain(value: float | None) -> float | str | None:
+    """JSON has no NaN: the words are those of ``metrics.jsonl``."""
+    if value is None or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
