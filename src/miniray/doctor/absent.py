@@ -10,11 +10,20 @@ from miniray.doctor import leaving, loop, unsynced
 from miniray.doctor.checks import bars
 from miniray.doctor.crossed import LATE_FIX, gave_up
 from miniray.doctor.facts import Case, Facts
-from miniray.doctor.findings import Finding, Severity, named, seconds, shortened
+from miniray.doctor.findings import (
+    BUFFERS_STORY,
+    Finding,
+    Severity,
+    named,
+    positions,
+    seconds,
+    shortened,
+    they,
+    waiting_clause,
+)
 from miniray.doctor.model import BAR, Site
 from miniray.doctor.sites import is_users
 from miniray.doctor.waiting import BUFFERS, GRADIENTS
-from miniray.doctor.words import BUFFERS_STORY, positions, they, waiting_clause
 
 _END = "is the other end there? give the call a timeout"
 _MOUNT = "can others read that path? look at the mount, at who serves it, at dmesg"

@@ -7,17 +7,21 @@ from collections.abc import Mapping, Sequence
 
 from miniray.doctor import collectives, loop, unsynced
 from miniray.doctor.facts import Case, Facts
-from miniray.doctor.findings import Finding, Severity, listed, named, seconds
-from miniray.doctor.model import POINT_TO_POINT, Event
-from miniray.doctor.waiting import BUFFERS, GRADIENTS, NAMED_BARRIERS, in_words
-from miniray.doctor.words import (
+from miniray.doctor.findings import (
     BUFFERS_STORY,
+    Finding,
+    Severity,
+    listed,
+    named,
     now_at,
     position,
     positions,
+    seconds,
     spot,
     they,
 )
+from miniray.doctor.model import POINT_TO_POINT, Event
+from miniray.doctor.waiting import BUFFERS, GRADIENTS, NAMED_BARRIERS, in_words
 
 _Classes = Mapping[tuple[str, int, str], Sequence[Facts]]
 

@@ -12,10 +12,9 @@ from collections.abc import Iterator, Sequence
 
 from miniray.doctor import runfile, sites
 from miniray.doctor.facts import Case, Facts
-from miniray.doctor.findings import Finding, Severity, named, plural, shortened, size
+from miniray.doctor.findings import Finding, Severity, named, plural, positions, shortened, size
 from miniray.doctor.model import NOWHERE, Exit, Site
 from miniray.doctor.waiting import in_words
-from miniray.doctor.words import positions
 
 _CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"}
 #: What torch says first of an error in a loader's process; the error itself comes last.

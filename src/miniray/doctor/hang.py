@@ -20,10 +20,9 @@ from miniray.doctor import collectives, in_flight
 from miniray.doctor.absent import explain_absent, explain_idle
 from miniray.doctor.crossed import explain_crossed
 from miniray.doctor.facts import Case, Facts
-from miniray.doctor.findings import Finding, Severity, shortened
+from miniray.doctor.findings import Finding, Severity, positions, shortened, waiting_clause
 from miniray.doctor.model import POINT_TO_POINT
 from miniray.doctor.waiting import GRADIENTS, NAMED_BARRIERS, START, Wait, wait_for
-from miniray.doctor.words import positions, waiting_clause
 
 #: Seconds a wait must have lasted where the records alone prove that it can never end.
 _PROVEN = 1.0

@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from miniray.doctor.facts import Facts
-from miniray.doctor.findings import Finding, Severity, named, plural
+from miniray.doctor.findings import Finding, Severity, named, plural, position
 from miniray.doctor.waiting import GRADIENTS
-from miniray.doctor.words import position
 
 
 def explain(suspects: Sequence[Facts], waiting: Sequence[Facts]) -> Finding | None:

@@ -12,9 +12,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 from miniray.doctor.facts import Case, Facts
-from miniray.doctor.findings import Finding, Severity, named, seconds
+from miniray.doctor.findings import Finding, Severity, named, positions, seconds
 from miniray.doctor.model import Steps
-from miniray.doctor.words import positions
 
 #: Steps behind the median, and behind half of it, from which on it is said.
 _BEHIND = 20
