@@ -6,7 +6,7 @@ import linecache
 import re
 from collections.abc import Iterator, Sequence
 
-from miniray.doctor import leaving, loop, unsynced
+from miniray.doctor import collectives, leaving, loop
 from miniray.doctor.checks import bars
 from miniray.doctor.crossed import LATE_FIX, gave_up
 from miniray.doctor.facts import Case, Facts
@@ -59,7 +59,7 @@ def explain_absent(case: Case, guilty: Sequence[int], waiting: Sequence[Facts]) 
         return _never_started(case, never or guilty, waiting)
     able = [f for f in suspects if not f.record.process.stopped and not f.silent]
     if len(able) == len(suspects):
-        story = loop.explain(able, waiting) or unsynced.explain(able, waiting)
+        story = loop.explain(able, waiting) or collectives.explain_unsynced(able, waiting)
         if story is not None:
             return story
     suspects.sort(key=lambda f: (not f.record.process.stopped, not f.silent, not f.ended, f.rank))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from miniray.doctor import collectives, loop, unsynced
+from miniray.doctor import collectives, loop
 from miniray.doctor.facts import Case, Facts
 from miniray.doctor.findings import (
     BUFFERS_STORY,
@@ -39,7 +39,7 @@ def explain_crossed(case: Case, waiting: Sequence[Facts]) -> Finding:
     if len(classes) == 1 and divergence is None:
         return _came_late(waiting) or _does_not_complete(waiting)
     story = loop.explain(waiting, [f for f in waiting if _in_step(f)])
-    story = story or unsynced.explain(waiting, waiting)
+    story = story or collectives.explain_unsynced(waiting, waiting)
     if story is not None:
         return story
     if divergence is not None and (len(classes) == 1 or _came_before(divergence, waiting)):
