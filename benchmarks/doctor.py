@@ -98,7 +98,7 @@ def measure_updates(folder: Path, repeats: int) -> dict[str, list[float]]:
     """Nanoseconds of each kind of update, a figure a repetition."""
     from miniray import doctor
     from miniray.doctor import recorder, sites
-    from miniray.doctor.box_reader import BoxReader
+    from miniray.doctor.reader import BoxReader
 
     current = recorder.start(folder, 0, 1)
     box = current.box

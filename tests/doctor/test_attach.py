@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from miniray.doctor import env, thread_errors
-from miniray.doctor.env import Place, find_place
+from miniray.doctor import leaving
+from miniray.doctor.attaching import Place, find_place
 from miniray.doctor.reader import read_run
 
 ENVIRONMENTS = {
@@ -75,7 +75,7 @@ def test_the_place_in_the_environment_of(name, monkeypatch):
 )
 def test_an_environment_that_contradicts_itself_is_refused(variables, said):
     with pytest.raises(ValueError, match=re.escape(said)):
-        env.find_place(variables)
+        find_place(variables)
 
 
 SCRIPT = """
@@ -170,7 +170,7 @@ for work in (lambda: int("x"), sys.exit):
     (tmp_path / "train.py").write_text(script)
     run([sys.executable, "train.py"], tmp_path)
     (record,) = read_run(tmp_path / "run")
-    noted = thread_errors.last(record)
+    noted = leaving.thread_error(record)
     assert noted.op.startswith("ValueError: invalid literal for int()")
     assert str(noted.site) == "train.py:5"
 
@@ -375,7 +375,7 @@ if __name__ == "__main__":
 def test_ray_train(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(RAY)
-    source = str(Path(env.__file__).parents[2])
+    source = str(Path(leaving.__file__).parents[2])
     path = f"{source}:{os.environ.get('PYTHONPATH', '')}"
     command = [sys.executable, str(script), str(tmp_path / "run")]
     run(command, tmp_path, limit=220, PYTHONPATH=path)

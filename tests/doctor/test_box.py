@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from miniray.doctor import layout, model
 from miniray.doctor.box import Box
-from miniray.doctor.box_reader import BoxReader
 from miniray.doctor.layout import Cell, Real
-from miniray.doctor.reader import read_box, read_run
+from miniray.doctor.reader import BoxReader, read_box, read_run
 from miniray.errors import BoxError
 
 MS, S = 10**6, 10**9  # nanoseconds

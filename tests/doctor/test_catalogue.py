@@ -169,7 +169,7 @@ FAULTS = {
     "lock": Scenario("blocked", (1,), r"rank 1 is blocked at lock.py:\d+ in log .*lock.acquire"),
     "wrong_group": Scenario(
         "collectives-parted",
-        (0,),
+        (0, 1),
         r"rank 0 is in all_reduce \(.*\) of group ranks 0,1 .*of group default",
         ranks=3,
     ),

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from miniray.doctor import driver, processes
+from miniray.doctor import processes
 from miniray.doctor.diagnose import examine
+from miniray.doctor.ended import site_in
 from miniray.doctor.model import LOADER, Phase, Site, ThreadStack
 from tests.doctor.helpers import wait_until
 from tests.doctor.records import (
@@ -302,4 +303,4 @@ def test_a_line_without_its_text_does_not_swallow_the_next():
         "    raise ValueError\n"
         "ValueError\n"
     )
-    assert driver.site_in(trace) == Site("/code/train.py", 5, "main")
+    assert site_in(trace) == Site("/code/train.py", 5, "main")

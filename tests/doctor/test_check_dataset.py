@@ -1,11 +1,12 @@
 """Who gets which samples, told before anything is trained."""
 
 import json
+import random
 
 import pytest
 
 from miniray import doctor
-from miniray.doctor import data_probe, dataset_findings, dataset_shares
+from miniray.doctor import data_probe, dataset_check, dataset_shares
 
 
 class Numbers:
@@ -95,7 +96,7 @@ def share(rank, ids, batch_size):
 def test_uneven_shares_will_hang():
     shares = [share(rank, range(count), 2) for rank, count in enumerate((8, 6))]
     setup = dataset_shares.Setup(14, 2, 2)
-    found = list(dataset_findings.judge(setup, shares, []))
+    found = list(dataset_check.judge(setup, shares, []))
     assert "uneven-batches" in [finding.code for finding in found]
 
 
@@ -103,8 +104,8 @@ def test_a_long_epoch_is_compared_by_its_sketch():
     setup = dataset_shares.Setup(40_000, 2, 8, sampler="Mine")
     same = [share(rank, range(20_000), 8) for rank in range(2)]
     apart = [share(rank, range(rank * 20_000, (rank + 1) * 20_000), 8) for rank in range(2)]
-    assert [f.code for f in dataset_findings.judge(setup, same, [])] == ["same-data"]
-    assert list(dataset_findings.judge(setup, apart, [])) == []
+    assert [f.code for f in dataset_check.judge(setup, same, [])] == ["same-data"]
+    assert list(dataset_check.judge(setup, apart, [])) == []
 
 
 def test_an_epoch_of_any_length_is_dealt_at_once():
@@ -204,8 +205,8 @@ def probed(tmp_path, loader_of):
     """The report on two ranks' loaders, each looked at as in its own process."""
     (tmp_path / "ranks").mkdir()
     for rank in range(2):
-        left = json.dumps([data_probe._describe(loader_of(rank), "/home/user/train.py\0009\0main")])
-        data_probe.probe_file(tmp_path, rank).write_text(left)
+        left = data_probe.describe_all([loader_of(rank)], "/home/user/train.py\0009\0main")
+        data_probe.probe_file(tmp_path, rank).write_text(json.dumps(left))
     (report,) = data_probe.read(tmp_path, 2)
     return report
 
@@ -219,6 +220,41 @@ class Noisy(Numbers):
         return index + torch.rand(1)
 
 
+class OwnChance(Numbers):
+    """The same samples on every rank, augmented by a generator of the rank's own."""
+
+    def __init__(self, length, seed):
+        super().__init__(length)
+        self.chance = random.Random(seed)
+
+    def __getitem__(self, index):
+        return index + self.chance.random()
+
+
+class Named(Numbers):
+    """A part of the data, with the numbers that its samples have in the whole."""
+
+    def __init__(self, length, first):
+        super().__init__(length)
+        self.first = first
+
+    def miniray_sample_ids(self, indices):
+        return [self.first + index for index in indices]
+
+
+def lengthy_stream(length):
+    from torch.utils.data import IterableDataset
+
+    class Stream(IterableDataset):
+        def __len__(self):
+            return length
+
+        def __iter__(self):
+            return iter(range(length))
+
+    return Stream()
+
+
 def loaders(kind):
     torch = pytest.importorskip("torch")
     from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
@@ -226,6 +262,10 @@ def loaders(kind):
     whole = TensorDataset(torch.arange(8))
     of_rank = {
         "everything": lambda rank: DataLoader(Noisy(8), 2, shuffle=True),
+        "own chance": lambda rank: DataLoader(OwnChance(8, rank), 2),
+        "named parts": lambda rank: DataLoader(Named(8 + rank, 8 * rank), 2, drop_last=True),
+        "named alike": lambda rank: DataLoader(Named(8, 0), 2),
+        "streams": lambda rank: DataLoader(lengthy_stream(8 + rank), 2),
         "own tensors": lambda rank: DataLoader(TensorDataset(torch.arange(4) + 4 * rank), 2),
         "own lengths": lambda rank: DataLoader(Numbers(8 + rank), 2),
         "subsets": lambda rank: DataLoader(Subset(whole, range(rank, 8, 2)), 2),
@@ -242,6 +282,10 @@ def loaders(kind):
     ("kind", "found", "notes"),
     [
         ("everything", ["no-distributed-sampler"], []),
+        ("own chance", ["no-distributed-sampler"], []),
+        ("named parts", [], ["dropped-samples"]),
+        ("named alike", ["no-distributed-sampler"], []),
+        ("streams", [], ["iterable-dataset"]),
         ("own tensors", [], ["own-datasets"]),
         ("own lengths", ["uneven-batches"], ["own-datasets"]),
         ("subsets", [], []),
@@ -257,8 +301,44 @@ def test_parts_made_by_hand_are_told_from_everything_on_every_rank(tmp_path, kin
     ]
     if kind == "subsets":
         assert ids(report) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    if kind == "own chance":
+        assert "taken for granted" in report.findings[0].cause
     if kind == "dealt twice":
         assert "DistributedSampler deals each part out once more" in report.notes[0].cause
+
+
+class OpensLate(Numbers):
+    """As is advised: the file is opened on first use, in each process."""
+
+    file = None
+
+    def __getitem__(self, index):
+        if self.file is None:
+            self.file = open(__file__, "rb")
+        return index
+
+
+def test_to_compare_sample_0_changes_nothing_that_is_reported():
+    """Files it opens are no handles of the dataset; samplers draw by the script's own seeds."""
+    torch = pytest.importorskip("torch")
+    from torch.utils.data import DataLoader, RandomSampler
+
+    def described():
+        torch.manual_seed(7)
+        data = OpensLate(1000)
+        sampler = RandomSampler(data, replacement=True, num_samples=8)
+        found = data_probe.describe_all([DataLoader(data), DataLoader(data, sampler=sampler)], "")
+        if data.file is not None:
+            data.file.close()
+        return found
+
+    torch.manual_seed(7)
+    drawn = list(RandomSampler(range(1000), replacement=True, num_samples=8))
+    first, second = described()
+    assert (first["handles"], second["handles"]) == ([], [])
+    assert second["ids"] == drawn
+    assert first["whole"] == second["whole"]
+    assert first["whole"][1]
 
 
 def test_what_is_taken_for_granted_is_said(tmp_path):

@@ -5,11 +5,10 @@ import itertools
 
 import pytest
 
-from miniray.doctor import stragglers
-from miniray.doctor.checks import memory
+from miniray.doctor.checks import memory, speed
 from miniray.doctor.diagnose import examine
 from miniray.doctor.facts import gather
-from miniray.doctor.memory_history import History
+from miniray.doctor.heartbeat import History
 from miniray.doctor.model import BAR, BARRIER, Gpu, NonFinite
 from tests.doctor.records import (
     FINISHED,
@@ -92,6 +91,16 @@ def test_parts_of_one_model_read_the_same():
     finding = found(*grouped([range(32)] * 2, "", ""), code="same-data")
     assert finding.severity.word == "NOTE"
     assert "parts of one model" in finding.cause
+
+
+@pytest.mark.parametrize(("functional", "severity"), [(True, "NOTE"), (False, "WRONG")])
+def test_what_is_scattered_by_an_operator_are_no_gradients(functional, severity):
+    """FSDP averages by reduce_scatter; layers in parallel, by DTensor, scatter activations."""
+    scattered = call(3, "reduce_scatter_tensor", functional=functional)
+    ranks = [
+        dataclasses.replace(one, events=(scattered,)) for one in grouped([range(32)] * 2, "", "")
+    ]
+    assert found(*ranks, code="same-data").severity.word == severity
 
 
 def test_samples_count_twice_only_for_ranks_that_average_together():
@@ -352,13 +361,13 @@ def test_a_straggler_with_factor_and_beginning():
 
 
 def test_slow_in_its_own_code_is_compute():
-    straggler = stragglers.find(gather(run(*paced([0.1] * 20, [0.1] * 20, [0.2] * 20))))
+    straggler = speed.find_straggler(gather(run(*paced([0.1] * 20, [0.1] * 20, [0.2] * 20))))
     assert (straggler.rank, straggler.where) == (2, "compute")
 
 
 def test_noise_does_not_move_the_beginning():
     slow = [0.1] * 20 + [0.3, 0.3, 0.1, 0.3, 0.3, 0.3, 0.1, 0.3, 0.3, 0.3, 0.3, 0.3] * 2
-    straggler = stragglers.find(gather(run(*paced([0.1] * 44, [0.1] * 44, slow))))
+    straggler = speed.find_straggler(gather(run(*paced([0.1] * 44, [0.1] * 44, slow))))
     assert straggler.since == 21
 
 

@@ -428,6 +428,25 @@ def test_a_group_waits_for_its_own_members_only():
     assert finding.ranks == (1,)
 
 
+def test_a_call_that_one_member_of_a_group_skipped():
+    """Ranks 0 and 1 are no members: they wait for these two, and had no part in it."""
+    pair = "ranks 2,3 (#2)"
+    shared = [call(0, "DDP.backward", 20), call(0, line=12, group=pair)]
+    later = call(1, "DDP.backward", 20, is_open=True)
+    ranks = [
+        calling(0, call(0, "DDP.backward", 20), later, world=4),
+        calling(1, call(0, "DDP.backward", 20), later, world=4),
+        calling(2, *shared, call(1, line=12, group=pair, is_open=True), world=4),
+        calling(3, *shared, later, world=4),
+    ]
+    finding = top(*ranks)
+    assert finding.title == (
+        "all_reduce (train.py:12) called by 1 of 2 ranks of group ranks 2,3 (#2) (rank 2); "
+        "ranks 0, 1 and 3 are in backward (train.py:20)"
+    )
+    assert finding.ranks == (2, 3)
+
+
 # -- sequences -----------------------------------------------------------------------------------
 
 

@@ -122,6 +122,17 @@ def test_every_collective_is_recorded_in_order_with_its_line(ranks):
     assert in_alone == [[], ["all_reduce"]]
 
 
+def test_a_group_for_each_kind_of_device_is_named_by_its_backends(ranks, tmp_path):
+    """``init_process_group()`` asks for no backend: torch itself calls that one "undefined"."""
+
+    def body(rank):
+        store = dist.FileStore(str(tmp_path / "store"), 1)
+        dist.init_process_group(store=store, rank=0, world_size=1)
+
+    (record,) = ranks(body, world_size=1, group=False)
+    assert "cpu:gloo" in record.backend
+
+
 def test_functional_collectives_are_recorded_until_they_are_waited_for(ranks):
     """By these DTensor and compiled code communicate; what only traces them calls nothing."""
 
@@ -145,6 +156,10 @@ def test_functional_collectives_are_recorded_until_they_are_waited_for(ranks):
         weight = torch.ones(2, requires_grad=True)
         functional.all_gather_single_autograd(weight, 0, group).sum().backward()
         assert weight.grad.tolist() == [2.0, 2.0]
+        operators = torch.ops._c10d_functional
+        name = group.group_name
+        operators.wait_tensor(operators.all_reduce(ones, reduce_op="sum", group_name=name))
+        operators.wait_tensor(operators.broadcast(input=ones, src=1, group_name=name))
         part = dist.new_group([0, 1])
         functional.all_reduce(ones, "sum", part).wait()
 
@@ -158,9 +173,12 @@ def test_functional_collectives_are_recorded_until_they_are_waited_for(ranks):
             ("all_reduce", "SUM", (4,), "float32"),
             ("all_gather_into_tensor", "", (2,), "float32"),
             ("reduce_scatter_tensor", "SUM", (2,), "float32"),
+            ("all_reduce", "SUM", (2, 3), "float32"),
+            ("broadcast", "src=1", (2, 3), "float32"),
             ("new_group", "ranks=[0, 1]", (), ""),
         ]
         assert [e.sequence for e in record.open_events] == [0]
+        assert {e.functional for e in record.collectives("default")[:-1]} == {True}
         assert record.waiting is None
         second = record.collectives("default")[1]
         assert (second.site.file, second.site.line) == (__file__, line_of("functional gather"))

@@ -11,8 +11,7 @@ import pytest
 from miniray.doctor import layout, mirror_wire
 from miniray.doctor.box import Box
 from miniray.doctor.launch_mirror import Mirror
-from miniray.doctor.mirror_copies import Copies, packed
-from miniray.doctor.mirror_wire import BOX, CELLS, EXIT, SAID, STACK
+from miniray.doctor.mirror_wire import BOX, CELLS, EXIT, SAID, STACK, Copies, packed
 from miniray.errors import MinirayError
 from tests.doctor.helpers import wait_until
 

@@ -181,7 +181,7 @@ def _size(path: Path) -> int:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
-        from miniray.doctor.render_json import plain
+        from miniray.doctor.findings import plain
 
         return plain(value)
     if isinstance(value, dict):

@@ -9,11 +9,10 @@ from typing import Any
 from miniray.doctor import render
 from miniray.doctor.diagnose import Diagnosis
 from miniray.doctor.facts import Case, Facts
-from miniray.doctor.findings import Severity
+from miniray.doctor.findings import Severity, plain
+from miniray.doctor.hang import awaited_by, on_gpu
 from miniray.doctor.model import Site, ThreadStack
-from miniray.doctor.render_json import plain
 from miniray.doctor.sites import is_users
-from miniray.doctor.waits import awaited_by, on_gpu
 
 _STATES_OF_TROUBLE = ("failed", "died", "gone", "stopped", "silent")
 

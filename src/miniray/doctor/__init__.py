@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 from miniray import lazy
 
 if TYPE_CHECKING:
-    from miniray.doctor.api import phase, step
+    from miniray.doctor.api import checksum, phase, step
     from miniray.doctor.attaching import attach
     from miniray.doctor.barriers import barrier
-    from miniray.doctor.checksums import checksum
     from miniray.doctor.dataset_check import check_dataset
     from miniray.doctor.reader import read_box, read_run
     from miniray.doctor.stacks import request_stacks
@@ -27,7 +26,7 @@ _WHERE = {
     "attach": ".attaching",
     "barrier": ".barriers",
     "check_dataset": ".dataset_check",
-    "checksum": ".checksums",
+    "checksum": ".api",
     "phase": ".api",
     "read_box": ".reader",
     "read_run": ".reader",

@@ -3,16 +3,53 @@
 from __future__ import annotations
 
 import linecache
+import re
 from collections.abc import Iterator, Sequence
 
-from miniray.doctor import blocked, late, loop, thread_errors, unsynced
+from miniray.doctor import collectives, leaving, loop
 from miniray.doctor.checks import bars
+from miniray.doctor.crossed import LATE_FIX, gave_up
 from miniray.doctor.facts import Case, Facts
-from miniray.doctor.findings import Finding, Severity, named, seconds, shortened
+from miniray.doctor.findings import (
+    BUFFERS_STORY,
+    Finding,
+    Severity,
+    named,
+    positions,
+    seconds,
+    shortened,
+    they,
+    waiting_clause,
+)
 from miniray.doctor.model import BAR, Site
 from miniray.doctor.sites import is_users
 from miniray.doctor.waiting import BUFFERS, GRADIENTS
-from miniray.doctor.words import BUFFERS_STORY, name_of, positions, they, waiting_clause
+
+_END = "is the other end there? give the call a timeout"
+_MOUNT = "can others read that path? look at the mount, at who serves it, at dmesg"
+
+#: (what the path of the called line has, its function or "", what it waits for, what to do)
+_CALLS = (
+    (r"/queue\.py", "put", "room in a queue", "is whoever takes from it still there?"),
+    (r"/queues?\.py", "", "something in a queue", "is whoever puts into it still there?"),
+    (r"/multiprocessing/", "", "another process", "what is that one at? py-spy dump --pid PID"),
+    (r"/subprocess\.py", "", "a child process", "what is the child at? give the call a timeout"),
+    (r"/threading\.py", "join", "the end of a thread", "look where its threads are"),
+    (r"/threading\.py", "", "a lock or an event", "who has the lock, or was to set the event?"),
+    (r"/concurrent/futures/", "", "a future", "look where its threads are; result(timeout=...)"),
+    (r"/(ssl|socket)\.py|/(http|urllib\d?|requests|httpx)/", "", "the network", _END),
+)
+#: (what the kernel's function has in its name, what it waits for, what to do)
+_KERNEL = (
+    ("lock_inode", "a lock on a file", "another process has it, see /proc/locks; try with LOCK_NB"),
+    ("futex", "a lock", "who has it? one that this thread has itself must be an RLock"),
+    ("nanosleep", "time to pass", "what does it wait for, in a loop? do so with a limit"),
+    ("do_wait", "a child process", "what is the child at? wait with a limit"),
+    ("wait_for_partner|pipe", "the other end of a pipe", _END),
+    ("unix_|sk_wait|wait_woken|accept|poll", "a socket, a pipe or a terminal", _END),
+    ("nfs|rpc_wait|fuse", "network storage", _MOUNT),
+    ("folio|bit_wait_io|io_schedule", "storage", _MOUNT),
+)
 
 
 def explain_absent(case: Case, guilty: Sequence[int], waiting: Sequence[Facts]) -> Finding:
@@ -22,7 +59,7 @@ def explain_absent(case: Case, guilty: Sequence[int], waiting: Sequence[Facts]) 
         return _never_started(case, never or guilty, waiting)
     able = [f for f in suspects if not f.record.process.stopped and not f.silent]
     if len(able) == len(suspects):
-        story = loop.explain(able, waiting) or unsynced.explain(able, waiting)
+        story = loop.explain(able, waiting) or collectives.explain_unsynced(able, waiting)
         if story is not None:
             return story
     suspects.sort(key=lambda f: (not f.record.process.stopped, not f.silent, not f.ended, f.rank))
@@ -31,9 +68,9 @@ def explain_absent(case: Case, guilty: Sequence[int], waiting: Sequence[Facts]) 
     clause = waiting_clause(waiting)
     ranks = tuple(sorted(f.rank for f in alike))
     code, what, cause, fix = _manner_story(worst, waiting)
-    enough = late.told(waiting) if not worst.finished else ()
+    enough = gave_up(waiting) if not worst.finished else ()
     if enough:
-        fix += f"; {late.FIX}"
+        fix += f"; {LATE_FIX}"
     return Finding(
         code=code,
         severity=Severity.STUCK,
@@ -124,7 +161,7 @@ def _manner_story(facts: Facts, waiting: Sequence[Facts]) -> tuple[str, str, str
     if facts.finished:
         fix = f"let all ranks make the call at {waiting[0].place}, or none of them"
         story = "It will never come to what the others wait for.", fix
-        story = BUFFERS_STORY if name_of(waiting[0].wait) == BUFFERS else story
+        story = BUFFERS_STORY if waiting[0].wait_name == BUFFERS else story
         return "finished-early", f"finished after step {record.step} and left", *story
     if facts.silent:
         age = seconds(record.heartbeat_age(facts.now))
@@ -141,12 +178,12 @@ def _manner_story(facts: Facts, waiting: Sequence[Facts]) -> tuple[str, str, str
             f"is stuck at its progress bar ({bar}), made between two barriers",
             "tqdm takes a lock and writes to the terminal; between two barriers that blocks all "
             "ranks.",
-            "make the bar on rank 0 only, after the last barrier before the loop",
+            bars.FIX,
         )
     if record.section is not None:
         where = _at(facts)
         fix = "look at that line: what is it that this rank waits for, and the others do not?"
-        if waiting and not any(name_of(f.wait) == GRADIENTS for f in waiting):
+        if waiting and not any(f.wait_name == GRADIENTS for f in waiting):
             fix = "do such work before the process group exists or on all ranks, or give the "
             fix += "barrier a longer timeout"
         return (
@@ -173,7 +210,7 @@ def _manner_story(facts: Facts, waiting: Sequence[Facts]) -> tuple[str, str, str
             "look at that line: is its end condition met on this rank?",
         )
     line = _source(facts.user_frame)
-    lost = thread_errors.last(record)
+    lost = leaving.thread_error(record)
     if lost is not None:
         said = shortened(lost.op.partition("\n")[0], 60)
         return (
@@ -185,8 +222,37 @@ def _manner_story(facts: Facts, waiting: Sequence[Facts]) -> tuple[str, str, str
     return (
         "blocked",
         f"is blocked{_at(facts)} ({idle}){f': {line}' if line else ''}",
-        *blocked.story(facts),
+        *_asleep(facts),
     )
+
+
+def _asleep(facts: Facts) -> tuple[str, str]:
+    """(cause, fix) of one that sleeps in its own code: in what?
+
+    Only the innermost line of the user's own is the user's to change; what that called is the first
+    line below it, or C code that shows in no stack. For that one the kernel names the function in
+    which the main thread sleeps.
+    """
+    frames = facts.stack
+    own = facts.user_frame
+    called = frames[frames.index(own) - 1] if own in frames[1:] else None
+    if called is not None:
+        for path, function, what, fix in _CALLS:
+            if re.search(path, called.file) and function in ("", called.function):
+                return _told(what), fix
+    sleeps = facts.record.process.sleeps_in
+    for name, what, fix in _KERNEL:
+        if re.search(name, sleeps):
+            return _told(what), fix
+    return (
+        "It sleeps in something that is no collective: a lock, a queue, a file, the network, a "
+        "child process.",
+        "look at the innermost lines of its stack",
+    )
+
+
+def _told(what: str) -> str:
+    return f"It waits for {what}, and that is no collective: the other ranks have no part in it."
 
 
 def _threads(facts: Facts) -> Iterator[str]:

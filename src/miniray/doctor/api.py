@@ -1,4 +1,4 @@
-"""What a script may tell the recorder by itself: ``step``, ``phase``.
+"""What a script may tell the recorder by itself: ``step``, ``phase``, ``checksum``.
 
 All of it does nothing in a process without a recorder, so that a script with these calls in it also
 runs without the doctor.
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import sys
 import time
+import zlib
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 from miniray.doctor import recorder, sites
 from miniray.doctor.layout import Cell
+
+_MOST_CHECKSUMS = 8
 
 
 def step(
@@ -80,3 +83,34 @@ class phase:  # noqa: N801  # called like a function, with or without ``with``
             self._recorder.close_section(self.name, self._site)
             # The process may be ended any time now: its last samples must not be missing.
             self._recorder.flush()
+
+
+def checksum(model: Any) -> str:
+    """Note the checksum of ``model``'s parameters at this step and return it.
+
+    With DDP all ranks have equal parameters after every step, to the last bit. Where a step went
+    past DDP (``model.module`` in the training step, an optimizer step on one rank) they drift
+    apart, and nothing says so. A checksum reads every parameter once: call it every few hundred
+    steps.
+
+    All ranks must call it at the same steps; the doctor compares what is there. Notes nothing in a
+    process without a recorder. Parameters on a GPU are copied to the CPU, which waits for the GPU.
+    """
+    digest = 0
+    for parameter in model.parameters():
+        data = parameter.detach().cpu().contiguous()
+        digest = zlib.crc32(_bytes(data), digest)
+    value = f"{digest:08x}"
+    current = recorder.current()
+    if current is not None:
+        sums = dict(current.info.get("notes", {}).get("checksums", {}))
+        sums[str(current.step_number)] = value
+        current.note(checksums=dict(list(sums.items())[-_MOST_CHECKSUMS:]))
+    return value
+
+
+def _bytes(data: Any) -> Any:
+    import torch
+
+    # bfloat16 and its like are unknown to numpy: their bytes are not.
+    return memoryview(data.reshape(-1).view(torch.uint8).numpy())

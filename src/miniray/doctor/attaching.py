@@ -1,25 +1,30 @@
-"""``attach``: one line that makes a script of any launcher a run the doctor can read."""
+"""``attach``: one line that makes a script of any launcher a run the doctor can read.
+
+Which rank this process is says the environment its launcher gave it: that of ``miniray run``,
+torchrun (and what is built on it), Accelerate, Lightning, Ray Train, SLURM, Open MPI. Nothing is
+guessed: without any of them it is rank 0 of 1.
+"""
 
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import hashlib
 import os
 import re
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from miniray.doctor import (
-    env,
     instrument,
     leaving,
     processes,
     recorder,
     runfile,
-    thread_errors,
 )
-from miniray.doctor.box_reader import BoxReader
+from miniray.doctor.reader import BoxReader
 from miniray.doctor.recorder import Recorder
 from miniray.errors import BoxError
 
@@ -51,11 +56,11 @@ def attach(
     current = recorder.current()
     if current is not None:
         return current
-    place = env.find_place()
+    place = find_place()
     if (rank is None) != (world_size is None):
         raise ValueError("give both rank and world_size, or neither")
     if rank is not None and world_size is not None:
-        place = env.Place(rank, world_size, rank, world_size, "given")
+        place = Place(rank, world_size, rank, world_size, "given")
     folder = _directory(run_dir, place)
     if _belongs_to_a_rank(folder / "ranks" / f"{place.rank}.box"):
         return None
@@ -73,7 +78,7 @@ def attach(
     if place.rank == 0 and not (folder / "run.json").exists():
         runfile.write_run(folder, place.world_size, place.launcher)
         atexit.register(_finish, folder, os.getpid())
-    thread_errors.watch()
+    leaving.watch_threads()
     if place.launcher != "miniray run":  # which sees by itself how a rank ends
         leaving.watch()
     if instrumented:
@@ -107,7 +112,7 @@ def _finish(folder: Path, pid: int) -> None:
     runfile.finish_run(folder, "failed" if failed else "finished")
 
 
-def _directory(run_dir: str | os.PathLike[str] | None, place: env.Place) -> Path:
+def _directory(run_dir: str | os.PathLike[str] | None, place: Place) -> Path:
     if run_dir is not None:
         return Path(run_dir).absolute()
     if os.environ.get("MINIRAY_RUN_DIR"):
@@ -120,7 +125,7 @@ def _directory(run_dir: str | os.PathLike[str] | None, place: env.Place) -> Path
     return (root / f"{script}-{_launch_name(place)}").absolute()
 
 
-def _launch_name(place: env.Place) -> str:
+def _launch_name(place: Place) -> str:
     """What all ranks of a launch have in common and no other launch has: its time, and a digest."""
     get = os.environ.get
     keys = [get("MASTER_ADDR", ""), get("MASTER_PORT", ""), get("TORCHELASTIC_RUN_ID", "")]
@@ -152,3 +157,85 @@ def _started(ticks: int | None) -> str:
 
     began = psutil.boot_time() + ticks // os.sysconf("SC_CLK_TCK")
     return time.strftime("%Y%m%d-%H%M%S", time.localtime(int(began)))
+
+
+# -- the place in the launch -----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A process's place in its launch."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    launcher: str
+    attempt: int = 0
+
+
+def find_place(env: Mapping[str, str] | None = None) -> Place:
+    """This process's place. ``ValueError`` names a variable that is no number or does not fit."""
+    env = os.environ if env is None else env
+    if "RANK" in env and "WORLD_SIZE" in env:
+        world_size = _number(env, "WORLD_SIZE")
+        local_size = _number(env, "LOCAL_WORLD_SIZE", world_size)
+        rank = _number(env, "RANK")
+        local_rank = _number(env, "LOCAL_RANK", rank % max(1, local_size))
+        attempt = _number(env, "TORCHELASTIC_RESTART_COUNT", 0)
+        return _checked(Place(rank, world_size, local_rank, local_size, _launcher(env), attempt))
+    if "LOCAL_RANK" in env and "WORLD_SIZE" in env:  # Lightning's subprocesses have no RANK
+        world_size = _number(env, "WORLD_SIZE")
+        local_rank = _number(env, "LOCAL_RANK")
+        nodes = max(1, _number(env, "NUM_NODES", 1))
+        local_size = _number(env, "LOCAL_WORLD_SIZE", max(1, world_size // nodes))
+        rank = _number(env, "NODE_RANK", _number(env, "GROUP_RANK", 0)) * local_size + local_rank
+        return _checked(Place(rank, world_size, local_rank, local_size, "lightning"))
+    for launcher, rank_name, size_name, local_name, local_size_name in (
+        ("slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+        (
+            "mpirun",
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
+    ):
+        # A shell inside of an allocation has SLURM's variables, too, and is no task of a job step.
+        if rank_name in env and size_name in env and env.get("SLURM_JOB_NAME") != "bash":
+            size = _number(env, size_name)
+            rank, local_rank = _number(env, rank_name), _number(env, local_name, 0)
+            local_size = _number(env, local_size_name, size)
+            return _checked(Place(rank, size, local_rank, local_size, launcher))
+    return Place(0, 1, 0, 1, "lightning" if "lightning" in sys.modules else "none")
+
+
+def _launcher(env: Mapping[str, str]) -> str:
+    if env.get("MINIRAY_LAUNCHER"):
+        return env["MINIRAY_LAUNCHER"]
+    if "ray._private.workers.default_worker" in sys.modules or env.get("RAY_JOB_ID"):
+        return "ray"
+    if env.get("ACCELERATE_MIXED_PRECISION"):
+        return "accelerate"
+    if env.get("TORCHELASTIC_RUN_ID"):
+        return "torchrun"
+    return "environment"
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(str(text))
+    except ValueError:
+        raise ValueError(f"the environment's {name} is {text!r}: no whole number") from None
+
+
+def _checked(place: Place) -> Place:
+    if not 0 <= place.rank < place.world_size:
+        raise ValueError(
+            f"the environment says rank {place.rank} of {place.world_size}: a rank must be at "
+            "least 0 and less than the number of ranks"
+        )
+    return place

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 from miniray.doctor import model, processes, recorder, sites, stacks
-from miniray.doctor.box_reader import BoxReader
 from miniray.doctor.layout import Cell, Real
 from miniray.doctor.model import RankRecord
+from miniray.doctor.reader import BoxReader
 from miniray.doctor.recorder import Recorder
 from miniray.doctor.verdict import save_diagnosis
 from miniray.errors import BarrierTimeoutError, BoxError, MinirayError

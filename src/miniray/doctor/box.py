@@ -128,6 +128,7 @@ class Box:
         site: str = "",
         sizes: tuple[int, ...] = (),
         blocking: bool = False,
+        functional: bool = False,
     ) -> bytes:
         """The part of an event that is the same each time; to be kept and given to ``event``."""
         intern = self.intern
@@ -135,7 +136,8 @@ class Box:
             sizes = _squeezed(sizes)
         padding = (0,) * (layout.EVENT_DIMENSIONS - len(sizes))
         texts = intern(kind), intern(name), intern(op), intern(group), intern(dtype), intern(site)
-        return layout.WHAT.pack(*texts, blocking, len(sizes), *sizes, *padding)
+        flags = layout.BLOCKING * blocking | layout.FUNCTIONAL * functional
+        return layout.WHAT.pack(*texts, flags, len(sizes), *sizes, *padding)
 
     def event(
         self, what: bytes, sequence: int = -1, is_open: bool = False, blocking: bool = False

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
-from miniray.doctor import collectives, late, loop, unsynced
+from miniray.doctor import collectives, loop
 from miniray.doctor.facts import Case, Facts
-from miniray.doctor.findings import Finding, Severity, listed, named
-from miniray.doctor.model import POINT_TO_POINT, Event
-from miniray.doctor.waiting import BUFFERS, GRADIENTS, NAMED_BARRIERS, in_words
-from miniray.doctor.words import (
+from miniray.doctor.findings import (
     BUFFERS_STORY,
-    name_of,
+    Finding,
+    Severity,
+    listed,
+    named,
     now_at,
     position,
     positions,
+    seconds,
     spot,
     they,
-    wait_of,
 )
+from miniray.doctor.model import POINT_TO_POINT, Event
+from miniray.doctor.waiting import BUFFERS, GRADIENTS, NAMED_BARRIERS, in_words
 
 _Classes = Mapping[tuple[str, int, str], Sequence[Facts]]
+
+
+LATE_FIX = "where it may take that long, init_process_group(timeout=timedelta(...))"
+_TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 def explain_crossed(case: Case, waiting: Sequence[Facts]) -> Finding:
@@ -30,9 +37,9 @@ def explain_crossed(case: Case, waiting: Sequence[Facts]) -> Finding:
         classes.setdefault((*facts.wait.key[:2], facts.wait.name), []).append(facts)
     divergence = collectives.first_divergence(case)
     if len(classes) == 1 and divergence is None:
-        return late.explain(waiting) or _does_not_complete(waiting)
+        return _came_late(waiting) or _does_not_complete(waiting)
     story = loop.explain(waiting, [f for f in waiting if _in_step(f)])
-    story = story or unsynced.explain(waiting, waiting)
+    story = story or collectives.explain_unsynced(waiting, waiting)
     if story is not None:
         return story
     if divergence is not None and (len(classes) == 1 or _came_before(divergence, waiting)):
@@ -44,12 +51,12 @@ def _in_step(facts: Facts) -> bool:
     """Whether it waits in a step of its training. FSDP's calls are like any others."""
     progress = loop.progress(facts)
     inside = progress is not None and progress.inside
-    return inside or name_of(facts.wait) in (GRADIENTS, BUFFERS)
+    return inside or facts.wait_name in (GRADIENTS, BUFFERS)
 
 
 def _came_before(divergence: collectives.Divergence, waiting: Sequence[Facts]) -> bool:
     """Whether calls that do not match were made before those in which the ranks wait now."""
-    open_now = {(f.rank, wait_of([f]).event) for f in waiting}
+    open_now = {(f.rank, f.waits_in.event) for f in waiting}
     mismatch = divergence.kind == collectives.CALL
     return mismatch and not open_now.issuperset(divergence.calls.items())
 
@@ -59,52 +66,55 @@ def _parted(case: Case, classes: _Classes) -> Finding:
     odd = _odd_class(case, classes)
     parties = sorted(classes.values(), key=lambda fs: (fs is not odd, len(fs), fs[0].rank))
     first, rest = parties[0], [f for party in parties[1:] for f in party]
-    wait = wait_of(first)
-    ranks = tuple(f.rank for f in first)
-    if odd is None:
-        ranks = tuple(sorted(f.rank for f in [*first, *rest]))
+    # Of a group of some ranks it takes its members to see who strayed; others only wait for them.
+    inside = case.members.get(first[0].waits_in.group, case.world)
+    members = [f for f in rest if f.rank in inside] or rest
+    strayed = first if odd is not None and len(members) == len(rest) else [*first, *members]
     cause, fix = _why_parted(parties)
     return Finding(
         code="collectives-parted",
         severity=Severity.STUCK,
-        title=_parted_title(parties),
-        ranks=ranks,
+        title=_parted_title(parties, members),
+        ranks=tuple(sorted(f.rank for f in strayed)),
         evidence=tuple(position(party[0], party) for party in parties),
         cause=cause,
         fix=fix,
         step=first[0].record.step,
-        site=wait.site,
+        site=first[0].waits_in.site,
     )
 
 
-def _parted_title(parties: Sequence[Sequence[Facts]]) -> str:
-    first, rest = parties[0], [f for party in parties[1:] for f in party]
-    wait = wait_of(first)
-    ranks = [f.rank for f in first]
+def _parted_title(parties: Sequence[Sequence[Facts]], missing: Sequence[Facts]) -> str:
+    """``missing`` are the members of the group in which the first party waits."""
+    first = parties[0]
+    wait = first[0].waits_in
     others = listed([now_at(party) for party in parties[1:]])
     if _in_other_groups(parties):
-        theirs = wait_of(parties[1])
+        theirs = parties[1][0].waits_in
         return f"{now_at(first)} of group {wait.group}, {others} of group {theirs.group}"
     if wait.group == NAMED_BARRIERS or wait.name in ("barrier", "monitored_barrier"):
-        missing = f"{spot(wait)}: missing {named(f.rank for f in rest)}"
+        absent = f"{spot(wait)}: missing {named(f.rank for f in missing)}"
         if len(parties) > 2:
-            return f"{missing}; {others}"
-        return f"{missing}, {'then' if rest[0].ended else 'now'} in {spot(wait_of(rest))}"
-    if any(wait_of(party).name == BUFFERS for party in parties) or _is_message(parties):
+            return f"{absent}; {others}"
+        now = "then" if missing[0].ended else "now"
+        return f"{absent}, {now} in {spot(missing[0].waits_in)}"
+    if any(party[0].waits_in.name == BUFFERS for party in parties) or _is_message(parties):
         return f"{now_at(first)}, {others}"
-    count, total = len(first), len(first) + len(rest)
-    return f"{spot(wait)} called by {count} of {total} ranks ({named(ranks)}); {others}"
+    of = f"{len(first)} of {len(first) + len(missing)} ranks"
+    if len(missing) < sum(map(len, parties[1:])):
+        of += f" of group {wait.group}"
+    return f"{spot(wait)} called by {of} ({named(f.rank for f in first)}); {others}"
 
 
 def _is_message(parties: Sequence[Sequence[Facts]]) -> bool:
     """Whether any of them sends to, or waits for a message of, one rank."""
-    events = [wait_of(party).event for party in parties]
+    events = [party[0].waits_in.event for party in parties]
     return any(event is not None and event.kind == POINT_TO_POINT for event in events)
 
 
 def _in_other_groups(parties: Sequence[Sequence[Facts]]) -> bool:
     """Whether all make the same call, and differ only in the process group."""
-    waits = [wait_of(party) for party in parties]
+    waits = [party[0].waits_in for party in parties]
     return len({wait.name for wait in waits}) == 1 and len({wait.group for wait in waits}) > 1
 
 
@@ -124,12 +134,12 @@ def _odd_class(case: Case, classes: _Classes) -> Sequence[Facts] | None:
             strangers.append(party)
     if len(strangers) == 1:
         return strangers[0]
-    buffers = [p for p in equals if name_of(p[0].wait) == BUFFERS]
+    buffers = [p for p in equals if p[0].wait_name == BUFFERS]
     return buffers[0] if len(buffers) == 1 else None
 
 
 def _why_parted(parties: Sequence[Sequence[Facts]]) -> tuple[str, str]:
-    if any(wait_of(party).name == BUFFERS for party in parties):
+    if any(party[0].waits_in.name == BUFFERS for party in parties):
         return BUFFERS_STORY
     if _is_message(parties):
         return (
@@ -143,7 +153,7 @@ def _why_parted(parties: Sequence[Sequence[Facts]]) -> tuple[str, str]:
             "are busy in the other.",
             "pass the same group= on all of its ranks, and use groups in one order everywhere",
         )
-    words = {wait_of(party).word for party in parties}
+    words = {party[0].waits_in.word for party in parties}
     calls = words - {"backward"}
     passes = {f.record.loaders and f.record.loaders[0].passes for p in parties for f in p}
     if len(calls) == 1 < len(words) and (passes == {()} or len(passes) > 1):
@@ -211,7 +221,7 @@ def _divergence_line(divergence: collectives.Divergence) -> str:
 
 
 def _does_not_complete(waiting: Sequence[Facts]) -> Finding:
-    wait = wait_of(waiting)
+    wait = waiting[0].waits_in
     ranks = tuple(f.rank for f in waiting)
     if _is_message([waiting]):
         code, title = "collectives-parted", they(f"waits for each other in {spot(wait)}", waiting)
@@ -236,3 +246,58 @@ def _does_not_complete(waiting: Sequence[Facts]) -> Finding:
         step=min(f.record.step for f in waiting),
         site=wait.site,
     )
+
+
+# -- too late -------------------------------------------------------------------------------------
+
+
+def _came_late(waiting: Sequence[Facts]) -> Finding | None:
+    """All made the same call; was one of them through with it before another had begun?"""
+    left = [(at, f) for f in waiting if (at := _gave_up(f)) is not None]
+    if not left:
+        return None
+    at, first = min(left, key=lambda pair: pair[0])
+    late = [f for f in waiting if f.waits_in.since > at]
+    if not late:
+        return None
+    wait, waited = late[0].waits_in, at - first.waits_in.since
+    others = [f.rank for f in waiting if f not in late]
+    return Finding(
+        code="came-late",
+        severity=Severity.FAILED,
+        title=f"{named(f.rank for f in late)} came to {wait.short()} {seconds(wait.since - at)} "
+        f"after {named(others)} had given up waiting there ({seconds(waited)})",
+        ranks=tuple(f.rank for f in late),
+        evidence=tuple(_before(f) for f in late[:3]),
+        cause="A call that waits for longer than the process group's time limit fails. The late "
+        "rank was busy with something else until then: saving, validating, preparing data.",
+        fix=f"do such work on all ranks, or where the others do not wait; {LATE_FIX}",
+        step=late[0].record.step,
+        site=wait.site,
+    )
+
+
+def gave_up(waiting: Sequence[Facts]) -> tuple[str, ...]:
+    """Of those that wait for another one: who has had enough of it."""
+    gone = [f for f in waiting if _gave_up(f) is not None and f.waits_in.group != NAMED_BARRIERS]
+    if not gone:
+        return ()
+    waited = seconds(gone[0].until - gone[0].waits_in.since)
+    return (they(f"gave up after {waited}: the process group's time limit", gone),)
+
+
+def _gave_up(facts: Facts) -> float | None:
+    """When a rank's call ended with a time-out."""
+    ended, wait = facts.record.exit, facts.wait
+    if ended is None or ended.by_launcher or not _TIMED_OUT.search(ended.message):
+        return None
+    return wait.event.ended if wait is not None and wait.event is not None else ended.at
+
+
+def _before(facts: Facts) -> str:
+    """How long the rank was at something that is not recorded, and after what."""
+    since = facts.waits_in.since
+    past = [e for e in facts.record.events if (e.ended or e.at) < since]
+    begun = max([facts.record.attached, *(e.ended or e.at for e in past)])
+    after = f"after {in_words(past[-1])}" if past else "since its start"
+    return f"rank {facts.rank}: {seconds(since - begun)} of its own {after}"

@@ -21,18 +21,18 @@ import runpy
 import sys
 import weakref
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from miniray.doctor import (
     dataset_check,
-    dataset_findings,
     dataset_shares,
     loader_facts,
     recorder,
+    runfile,
     sites,
 )
-from miniray.doctor.findings import by_weight
 from miniray.doctor.handles import find_handles
 from miniray.doctor.model import SamplePass, Site, site_from
 
@@ -83,15 +83,22 @@ def _leave(iterated: Any, site: str) -> None:
     """Write down what every loader would give, the iterated one first."""
     current = recorder.current()
     assert current is not None
-    others = [found for reference in _loaders if (found := reference()) is not None]
-    found = [_describe(iterated, site)]
-    for loader in others:
-        with contextlib.suppress(TypeError):  # of one that is not trained with: it tells nothing
-            found += [_describe(loader, "")] if loader is not iterated else []
+    every = [loader for reference in _loaders if (loader := reference()) is not None]
     path = probe_file(current.run_dir, current.rank)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(found), encoding="utf-8")
-    os.replace(partial, path)
+    found = describe_all([iterated, *(loader for loader in every if loader is not iterated)], site)
+    runfile.replace_text(path, json.dumps(found))
+
+
+def describe_all(loaders: Sequence[Any], site: str) -> list[dict[str, Any]]:
+    """What each would give; ``site`` is where the first of them is iterated."""
+    described = [(loaders[0], _describe(loaders[0], site))]
+    for loader in loaders[1:]:
+        with contextlib.suppress(TypeError):  # of one that is not trained with: it tells nothing
+            described.append((loader, _describe(loader, "")))
+    # Last of all: to load a sample may open files, and sets the seeds that samplers draw from.
+    for loader, found in described:
+        found["whole"] = _whole_of(loader)
+    return [found for _, found in described]
 
 
 def _describe(loader: Any, site: str) -> dict[str, Any]:
@@ -103,13 +110,11 @@ def _describe(loader: Any, site: str) -> dict[str, Any]:
         if watched.renames and (ids := loader_facts.ids_of(watched, taken.ids)) is not None:
             taken = dataclasses.replace(taken, ids=ids)
     given = dataset_shares.pass_of(taken)
-    whole = loader_facts.unwrapped(loader.dataset)[1]
     made = getattr(loader, "_miniray_made_at", "")
     return {
         **dataclasses.asdict(dataset_shares.setup_of(loader, sampler, 0)),
         "iterated": bool(site),
         "site": list(site_from(site or made)),
-        "whole": [loader_facts.length_of(whole), _first_of(whole) if sampler is not None else ""],
         "epoch_set": bool(getattr(sampler, "_miniray_set_epoch", 0)),
         "count": given.count,
         "batches": taken.batches,
@@ -119,8 +124,27 @@ def _describe(loader: Any, site: str) -> dict[str, Any]:
     }
 
 
-def _first_of(dataset: Any) -> str:
-    """A checksum of sample 0, augmented by the same chance on all ranks; "" where it has none."""
+def _whole_of(loader: Any) -> tuple[int | None, str]:
+    """By what ranks that have one dataset in common are told: its length, and that of sample 0.
+
+    "" for a sample that cannot be compared: there is none, or it is another one each time. Where
+    the dataset itself says which samples it has, nothing is left to be compared.
+    """
+    whole = loader_facts.unwrapped(loader.dataset)[1]
+    if hasattr(whole, "miniray_sample_ids"):
+        return None, "named"
+    length = loader_facts.length_of(whole)
+    if not loader_facts.has_ids(loader):
+        return length, ""
+    try:
+        first, again = _checksum_of_first(whole), _checksum_of_first(whole)
+    except Exception:  # the user's code: this look may fail where training would not
+        return length, ""
+    return length, first if first == again else ""
+
+
+def _checksum_of_first(dataset: Any) -> str:
+    """Of sample 0, augmented by the same chance on all ranks."""
     import numpy as np
     import torch
 
@@ -136,10 +160,7 @@ def _first_of(dataset: Any) -> str:
             return bytes, (flat.view(torch.uint8).numpy().tobytes(),)
 
     pickled = io.BytesIO()
-    try:
-        Contents(pickled).dump(dataset[0])
-    except Exception:  # the user's code: this look may fail where training would not
-        return ""
+    Contents(pickled).dump(dataset[0])
     return f"{zlib.crc32(pickled.getbuffer()):08x}"
 
 
@@ -173,8 +194,7 @@ def read(run_dir: Path, world_size: int) -> list[dataset_check.DataReport]:
             size, drop_last, batches = said["batch_size"], said["drop_last"], said["batches"]
             shares.append(dataset_shares.share(rank, given, size, drop_last, batches))
         handles = sorted({handle for said in ranks.values() for handle in said["handles"]})
-        found = by_weight(dataset_findings.judge(setup, shares, handles))
-        reports.append(dataset_check.report(setup, shares, found))
+        reports.append(dataset_check.report(setup, shares, handles))
     return reports
 
 

@@ -12,16 +12,23 @@ then.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from miniray.doctor.dataset_findings import judge
+from miniray.doctor import samples
 from miniray.doctor.dataset_shares import Setup, Share, Taken, dealt, of_loader, share_of
-from miniray.doctor.findings import Finding, Severity, by_weight, plural
+from miniray.doctor.findings import Finding, Severity, by_weight, named, plural
 from miniray.doctor.handles import find_handles
 from miniray.doctor.loader_facts import length_of
+
+#: What to do where ranks get the same samples, or the same order in every epoch.
+EACH_ITS_SHARE = "DataLoader(..., sampler=DistributedSampler(dataset)), without shuffle="
+OF_THE_GROUP = "DistributedSampler(dataset) takes rank and world size from the process group"
+SET_EPOCH = "call loader.sampler.set_epoch(epoch) at the beginning of each epoch"
+ONE_ORDER = "DistributedSampler shuffles by seed + epoch; the epoch is 0 until it is told."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,15 +124,17 @@ def check_dataset(
         dataset = data
     shares = [share_of(r, given, setup.batch_size, setup.drop_last) for r, given in taken.items()]
     handles = [str(handle) for handle in find_handles(dataset) if not handle.forks]
+    return report(setup, shares, handles, rank)
+
+
+def report(
+    setup: Setup, shares: Sequence[Share], handles: Sequence[str], rank: int | None = None
+) -> DataReport:
+    """What is wrong with all shares; shown is ``rank``'s, or all."""
     found = by_weight(judge(setup, shares, handles))
+    notes = tuple(f for f in found if f.severity is Severity.NOTE)
     shown = tuple(share for share in shares if rank is None or share.rank == rank)
-    return report(setup, shown, found)
-
-
-def report(setup: Setup, shares: Sequence[Share], found: Iterable[Finding]) -> DataReport:
-    every = tuple(found)
-    notes = tuple(f for f in every if f.severity is Severity.NOTE)
-    return DataReport(setup, tuple(shares), tuple(f for f in every if f not in notes), notes)
+    return DataReport(setup, shown, tuple(f for f in found if f not in notes), notes)
 
 
 def _world_size() -> int:
@@ -137,3 +146,160 @@ def _world_size() -> int:
 
 def _count(length: int) -> str:
     return plural(length, "sample") if length < 10_000 else f"{length:,} samples"
+
+
+# -- what is wrong with the shares ----------------------------------------------------------------
+
+
+def judge(setup: Setup, shares: Sequence[Share], handles: Sequence[str]) -> Iterator[Finding]:
+    if not shares:
+        yield Finding(
+            code="iterable-dataset",
+            severity=Severity.NOTE,
+            title="the dataset is iterable and deals its samples out itself: which rank gets which "
+            "cannot be told",
+            cause="Without a split of its own every rank, and every worker, gets everything.",
+            fix="split by rank and get_worker_info() in __iter__; tell doctor.step(sample_ids=...)",
+        )
+    elif setup.own:
+        yield _own_datasets(setup, shares)
+    else:
+        yield from _overlap(setup, shares)
+    yield from _uneven(setup, shares)
+    yield from _dropped(shares)
+    yield from _epoch(setup)
+    if handles:
+        serious = setup.num_workers > 0
+        yield Finding(
+            code="open-handles",
+            severity=Severity.WRONG if serious else Severity.NOTE,
+            title=f"the dataset holds {plural(len(handles), 'open handle')}: {handles[0]}",
+            evidence=tuple(handles),
+            cause="A forked loader worker shares the file position and the library's state: wrong "
+            "data, crashes, hangs. " + ("" if serious else "With num_workers=0 nothing is shared."),
+            fix="open it in __getitem__ on first use in each process, or in worker_init_fn",
+        )
+
+
+def _own_datasets(setup: Setup, shares: Sequence[Share]) -> Finding:
+    cause = "The ranks' samples are numbered alike and are others: the script gave each rank its "
+    cause += "own part. Whether these overlap cannot be told from the numbers."
+    fix = "nothing, if the parts are disjoint; doctor.step(sample_ids=...) lets a run compare them"
+    if setup.distributed:
+        cause += f" {setup.sampler} deals each part out once more: a rank reads a share of its own."
+        fix = "one or the other: the whole dataset on every rank, or a loader without that sampler"
+    return Finding(
+        code="own-datasets",
+        severity=Severity.NOTE,
+        title=f"{named(share.rank for share in shares)} have a dataset each, not one in common",
+        ranks=tuple(share.rank for share in shares),
+        cause=cause,
+        fix=fix,
+    )
+
+
+def _overlap(setup: Setup, shares: Sequence[Share]) -> Iterator[Finding]:
+    repeated = _padding(shares)
+    for one, two in itertools.combinations(shares[:32], 2):
+        share = samples.overlap(one.given, two.given)
+        padded = share * min(one.given.count, two.given.count) <= setup.world_size
+        if share <= 0.10 or (padded and setup.distributed):
+            continue
+        title = f"ranks {one.rank} and {two.rank} share {share:.0%} of their samples"
+        cause = "Ranks train on the same samples."
+        fix = OF_THE_GROUP
+        if not setup.distributed:
+            fix = EACH_ITS_SHARE
+        if not setup.distributed and share > 0.99:
+            title = f"the loader uses {setup.sampler}, not a DistributedSampler: every rank gets "
+            title += "everything"
+            cause = "Each of the ranks trains on all samples, and an epoch is as long as with one."
+            if not setup.compared:
+                cause += " That equal numbers are equal samples is taken for granted: not so if "
+                cause += "each rank was given a dataset of its own part."
+        yield Finding(
+            code="same-data" if setup.distributed else "no-distributed-sampler",
+            severity=Severity.WRONG,
+            title=title,
+            ranks=(one.rank, two.rank),
+            evidence=(one.line(), two.line()),
+            cause=cause,
+            fix=fix,
+        )
+        return
+    if repeated:
+        shown = ", ".join(map(str, repeated[:8]))
+        yield Finding(
+            code="repeated-samples",
+            severity=Severity.NOTE,
+            title=f"{plural(len(repeated), 'sample')} given twice to make the shares even: {shown}",
+            cause="DistributedSampler repeats the first samples. Metrics over them count double.",
+            fix="drop_last=True leaves samples out instead; miniray.data does neither",
+        )
+
+
+def _padding(shares: Sequence[Share]) -> list[int]:
+    if not all(share.given.is_exact for share in shares):
+        return []
+    seen: set[int] = set()
+    twice: set[int] = set()
+    for share in shares:
+        twice |= seen & set(share.given.ids)
+        seen |= set(share.given.ids)
+    return sorted(twice)
+
+
+def _uneven(setup: Setup, shares: Sequence[Share]) -> Iterator[Finding]:
+    none = [share.rank for share in shares if share.batches == 0]
+    most = max(shares, key=lambda share: share.batches, default=None)
+    if most is None:
+        return
+    if none:
+        why = ""
+        if setup.length is not None and setup.length < setup.world_size:
+            why = f" ({plural(setup.length, 'sample')} < {setup.world_size} ranks)"
+        yield Finding(
+            code="no-batches",
+            severity=Severity.WRONG,
+            title=f"{named(none)} {'has' if len(none) == 1 else 'have'} 0 batches{why}",
+            ranks=tuple(none),
+            cause="A rank without a batch never calls backward, and the others wait for it there.",
+            fix="more data, fewer ranks, a smaller batch, or drop_last=False",
+        )
+        return
+    fewer = [share for share in shares if share.batches < most.batches]
+    if fewer:
+        yield Finding(
+            code="uneven-batches",
+            severity=Severity.WRONG,
+            title=f"{named(s.rank for s in fewer)} {'has' if len(fewer) == 1 else 'have'} "
+            f"{plural(fewer[0].batches, 'batch')}, rank {most.rank} has {most.batches}",
+            ranks=tuple(share.rank for share in fewer),
+            cause="The ranks with more batches will wait for the others in backward, for ever.",
+            fix="an even sampler, drop_last=True, or the loop inside `with model.join():`",
+        )
+
+
+def _dropped(shares: Sequence[Share]) -> Iterator[Finding]:
+    dropped = sum(share.dropped for share in shares)
+    given = sum(share.samples for share in shares)
+    if dropped:
+        yield Finding(
+            code="dropped-samples",
+            severity=Severity.NOTE,
+            title=f"drop_last leaves out {plural(dropped, 'sample')} of {given + dropped} an epoch",
+            ranks=tuple(share.rank for share in shares if share.dropped),
+            cause="Batches that are not full are not given.",
+            fix="drop_last=False, or a batch size that divides the shares",
+        )
+
+
+def _epoch(setup: Setup) -> Iterator[Finding]:
+    if setup.shuffle and setup.distributed and setup.world_size > 1 and setup.epoch_set is False:
+        yield Finding(
+            code="set-epoch-forgotten",
+            severity=Severity.WRONG,
+            title="set_epoch was not called before the first epoch: every epoch has the same order",
+            cause=ONE_ORDER,
+            fix=SET_EPOCH,
+        )

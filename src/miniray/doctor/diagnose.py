@@ -21,16 +21,14 @@ from miniray.doctor import (
     checks,
     collectives,
     crossed,
-    driver,
     ended,
     hang,
-    meeting,
     render,
-    render_json,
     stacks,
 )
-from miniray.doctor.facts import Case, gather
-from miniray.doctor.findings import Finding, Severity, by_weight, plural
+from miniray.doctor.checks.world import explain_meeting
+from miniray.doctor.facts import Case, Facts, gather
+from miniray.doctor.findings import Finding, Severity, by_weight, plain, plural
 from miniray.doctor.model import RunRecord, ThreadStack
 from miniray.doctor.reader import read_run
 
@@ -87,7 +85,76 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, Any]:
         """The same for a program; plain data that ``json.dumps`` takes."""
-        return render_json.to_json(self)
+        return {
+            "verdict": self.verdict,
+            "healthy": self.exit_code == 0,
+            "exit_code": self.exit_code,
+            "run_dir": str(self.run.path),
+            "read_at": self.run.read_at,
+            "world_size": self.run.world_size,
+            "missing": list(self.run.missing),
+            "ranks": [_rank_json(facts) for facts in self.case],
+            "findings": [finding.to_json() for finding in self.findings],
+            "notes": [finding.to_json() for finding in self.notes],
+            "stacks": {
+                str(rank): [
+                    {
+                        "thread": thread.thread,
+                        "name": thread.name,
+                        "frames": [f"{f.file}:{f.line} {f.function}" for f in thread.frames],
+                    }
+                    for thread in threads
+                ]
+                for rank, threads in self.stacks.items()
+            },
+            "damaged": dict(self.run.damaged),
+        }
+
+
+def _rank_json(facts: Facts) -> dict[str, Any]:
+    record = facts.record
+    gpu = record.gpu
+    return {
+        "rank": record.rank,
+        "pid": record.pid,
+        "host": record.host,
+        "launcher": record.launcher,
+        "state": facts.state,
+        "line": render.step_line(record),
+        "step": record.step,
+        "epoch": record.epoch,
+        "batch_size": record.batch_size,
+        "batches": record.batches,
+        "samples": record.samples,
+        "loss": plain(record.loss),
+        "phase": record.phase.name,
+        "waiting_for": facts.wait.describe() if facts.wait is not None else None,
+        "idle_seconds": round(facts.idle, 3),
+        "heartbeat_age": round(record.heartbeat_age(facts.now), 3),
+        "cpu": None if facts.cpu is None else round(facts.cpu, 3),
+        "threads": record.process.threads,
+        "children": record.process.children,
+        "rss": record.rss,
+        "peak_rss": record.peak_rss,
+        "distributed": {
+            "available": record.distributed_available,
+            "initialised": record.initialised,
+            "backend": record.backend,
+            "rank": record.group_rank,
+            "world_size": record.group_size,
+        },
+        "gpu": None
+        if gpu is None
+        else {
+            "index": gpu.index,
+            "name": gpu.name,
+            "utilisation": gpu.utilisation,
+            "memory_used": gpu.memory_used,
+            "memory_total": gpu.memory_total,
+            "process_memory": gpu.process_memory,
+            "power": gpu.power,
+        },
+    }
 
 
 def diagnose(
@@ -131,15 +198,15 @@ def examine(
 
 def _ends(case: Case) -> Iterable[Finding]:
     """Why the run ended or does not go on: one finding at most, for the rest follows from it."""
-    failed = driver.explain_gone(case) or ended.explain(case)
+    failed = ended.explain_driver_gone(case) or ended.explain(case)
     if failed is not None:
-        return [meeting.explain(case, Severity.FAILED) or _mismatched(case, failed) or failed]
+        return [explain_meeting(case, Severity.FAILED) or _mismatched(case, failed) or failed]
     stuck = hang.explain(case)
     if stuck is not None:
         # All in one place, and nobody to blame: then what one of them raised is the best there is.
         raised = ended.explain_any(case) if stuck.code == "does-not-complete" else None
-        return [meeting.explain(case, Severity.STUCK) or raised or stuck]
-    told = driver.explain_error(case)
+        return [explain_meeting(case, Severity.STUCK) or raised or stuck]
+    told = ended.explain_driver_error(case)
     return [told] if told is not None else _diverged(case)
 
 

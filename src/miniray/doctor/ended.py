@@ -1,17 +1,20 @@
-"""Ranks that ended badly: which one was first, and who only went down with it."""
+"""Runs that ended badly: which rank was first, and who only went down with it?
+
+Where no rank is to blame, the driver is: the process that started them, a script with a trainer or
+``miniray run``, raised an error, or is gone itself.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from miniray.doctor.driver import site_in, told
+from miniray.doctor import runfile, sites
 from miniray.doctor.facts import Case, Facts
-from miniray.doctor.findings import Finding, Severity, named, plural, shortened, size
-from miniray.doctor.model import Exit, Site
+from miniray.doctor.findings import Finding, Severity, named, plural, positions, shortened, size
+from miniray.doctor.model import NOWHERE, Exit, Site
 from miniray.doctor.waiting import in_words
-from miniray.doctor.words import positions
 
 _CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"}
 #: What torch says first of an error in a loader's process; the error itself comes last.
@@ -22,6 +25,9 @@ _IN_C = re.compile(r"^\[(enforce fail at )?\S+:\d+\] ")
 _MISMATCH = "data size doesn't match"
 _TAIL = 8192  # bytes of a log
 _IN_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)")
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (.+)(?:\n +(?! |File ")(.*))?$', re.MULTILINE)
+
+_LONG_MESSAGE = 400
 
 
 def explain(case: Case) -> Finding | None:
@@ -47,7 +53,7 @@ def _of(failed: Sequence[Facts], case: Case) -> Finding | None:
     evidence = [_evidence(first)]
     if ended.traceback:
         in_worker = _IN_WORKER.match(ended.message)
-        evidence += told(ended.traceback, "" if in_worker else _IN_C.sub("", ended.message))
+        evidence += _told(ended.traceback, "" if in_worker else _IN_C.sub("", ended.message))
     words = _last_words(first)
     if words:
         evidence.append(f"its log ends with: {shortened(words, 200)}")
@@ -238,3 +244,81 @@ def _output_of(facts: Facts) -> str:
     if facts.record.path.with_suffix(".log").exists():
         return "the rank's log"
     return "run.json" if facts.record.launcher == "miniray" else "its launcher's output"
+
+
+# -- the driver -----------------------------------------------------------------------------------
+
+
+def explain_driver_gone(case: Case) -> Finding | None:
+    """It was killed, and its ranks went down with it: none of them says why."""
+    run = case.run.run
+    pid = run.get("pid")
+    if runfile.state_of(run) != "died" or any(f.record.pid == pid for f in case):
+        return None
+    ends = {"" if f.record.exit is None else f.record.exit.kind for f in case}
+    if "gone" not in ends or not ends <= {"gone", "finished"}:
+        return None
+    return Finding(
+        code="driver-gone",
+        severity=Severity.FAILED,
+        title=f"the driver (pid {pid}) is gone, and nobody saw it end",
+        evidence=_consequences(case),
+        cause="SIGKILL comes from outside: the kernel's out-of-memory killer, a scheduler's limit, "
+        "or a person. The ranks end with the process that started them.",
+        fix="look for 'Out of memory' in `dmesg` and at the job's memory limit",
+    )
+
+
+def explain_driver_error(case: Case) -> Finding | None:
+    """``run.json`` says that the run failed, and why. None where it does not, or ranks live."""
+    run = case.run.run
+    error = run.get("error")
+    if run.get("state") != "failed" or not isinstance(error, dict) or case.live:
+        return None
+    message = str(error.get("message") or "").strip()
+    trace = str(error.get("traceback") or "")
+    first_line = message.partition("\n")[0]
+    site = site_in(trace)
+    where = f" at {site}" if site.file else ""
+    title = f"the run failed: {shortened(first_line)}"
+    if error.get("type"):
+        said = shortened(f"{error['type']}: {first_line}".rstrip(": "))
+        title = f"the driver raised {said}{where}"
+    return Finding(
+        code="driver-failed",
+        severity=Severity.FAILED,
+        title=title,
+        evidence=(*_told(trace, message), *_consequences(case)),
+        cause="The error is in the process that started the ranks, and in none of them.",
+        fix="fix the error at that line; the whole traceback is in run.json" if trace else "",
+        site=site,
+    )
+
+
+def _consequences(case: Case) -> tuple[str, ...]:
+    ranks = [f.rank for f in case if f.record.exit is not None and f.record.exit.failed]
+    if not ranks:
+        return ()
+    word = "a consequence" if len(ranks) == 1 else "consequences"
+    return (f"{named(ranks)} ended with it: {word}",)
+
+
+def site_in(trace: str) -> Site:
+    """Of a traceback the innermost line of the user's own code, else the innermost line."""
+    return next(reversed(_frames(trace)), NOWHERE)
+
+
+def _told(trace: str, message: str) -> Iterator[str]:
+    """The lines that raised, the user's and another's below it; a message that no title holds."""
+    for frame, source in _frames(trace).items():
+        yield f"{sites.short(frame)}:{frame.line} in {frame.function}: {shortened(source)}"
+    if message.strip() != shortened(message).partition("\n")[0]:
+        yield shortened(" ".join(message.split()), _LONG_MESSAGE)
+
+
+def _frames(trace: str) -> dict[Site, str]:
+    """The innermost frame and then, if that is another, the user's innermost; with their lines."""
+    frames = {Site(file, int(at), name): line for file, at, name, line in _FRAME.findall(trace)}
+    users = [frame for frame in frames if sites.is_users(frame.file)]
+    chosen = [*list(frames)[-1:], *users[-1:]]
+    return {frame: frames[frame] for frame in chosen}

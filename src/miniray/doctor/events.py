@@ -79,13 +79,14 @@ class Events:
         site: str = "",
         *,
         blocking: bool = True,
+        functional: bool = False,
         kind: str = model.COLLECTIVE,
     ) -> Call:
         """A collective as one line calls it. To be kept, and given to ``begin`` each time."""
-        key = (name, op, group, shape, dtype, site, blocking, kind)
+        key = (name, op, group, shape, dtype, site, blocking, functional, kind)
         call = self._calls.get(key)
         if call is None:
-            what = self.box.what(kind, name, op, group, dtype, site, shape, blocking)
+            what = self.box.what(kind, name, op, group, dtype, site, shape, blocking, functional)
             first, second, *sizes = layout.WORDS_OF_WHAT.unpack(what)
             next_one = self._sequences.setdefault((group, kind), itertools.count().__next__)
             cell = 1 if blocking else 0  # Cell.OPEN, Cell.EVENTS

@@ -11,12 +11,11 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
-from miniray.doctor import movement
 from miniray.doctor.findings import seconds
 from miniray.doctor.model import COLLECTIVE, Exit, RankRecord, RunRecord, Site, ThreadStack
 from miniray.doctor.sites import is_users
 from miniray.doctor.stacks import main_stack
-from miniray.doctor.waiting import Wait, is_consequence, wait_of
+from miniray.doctor.waiting import Wait, cpu_share, has_moved, is_busy, is_consequence, wait_of
 
 #: Seconds without a sign of life, on top of its own interval, after which a heartbeat is missed.
 _HEARTBEAT_SLACK = 2.5
@@ -70,6 +69,17 @@ class Facts:
         """How it ended; of one that has."""
         assert self.record.exit is not None
         return self.record.exit
+
+    @property
+    def waits_in(self) -> Wait:
+        """Of one that waits."""
+        assert self.wait is not None
+        return self.wait
+
+    @property
+    def wait_name(self) -> str:
+        """ "" for one that does not wait."""
+        return self.wait.name if self.wait is not None else ""
 
     @cached_property
     def last_move(self) -> float:
@@ -275,9 +285,9 @@ def gather(
             record=record,
             now=run.read_at,
             wait=wait_of(record),
-            cpu=movement.cpu_share(record, earlier, gap),
-            busy=movement.is_busy(record, earlier),
-            moved=movement.has_moved(record, earlier),
+            cpu=cpu_share(record, earlier, gap),
+            busy=is_busy(record, earlier),
+            moved=has_moved(record, earlier),
             threads=(stacks or {}).get(rank, ()),
             consequence=is_consequence(record),
         )

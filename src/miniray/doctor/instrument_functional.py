@@ -9,7 +9,7 @@ C++ are not: AOTInductor's, and in older torch those of the backward of tensor p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from sys import _getframe as getframe
 from threading import get_ident
 from time import monotonic_ns
@@ -23,7 +23,7 @@ from miniray.doctor.instrument_groups import group_name, inside
 from miniray.doctor.recorder import Recorder
 from miniray.doctor.sites import call_site
 
-#: Operator → the collective that it is. All take what is sent first and the group last.
+#: Operator → the collective that it is. All take what is sent first, and the ``group_name``.
 _OPERATORS = {
     "all_reduce": "all_reduce",
     "all_reduce_": "all_reduce",
@@ -72,28 +72,29 @@ def change_functional(module: Any) -> None:
 
     for space in (torch.ops._c10d_functional, torch.ops._c10d_functional_autograd):
         for operator, name in _OPERATORS.items():
-            _change(space, operator, _make(module, name))
-    _change(torch.ops._c10d_functional, "wait_tensor", _wait)
+            packet = getattr(space, operator, None)
+            if packet is not None:
+                _change(packet, _make(module, name, packet.default._schema))
+    _change(torch.ops._c10d_functional.wait_tensor, _wait)
     instrument_groups.when_changed.append(_groups.clear)
 
 
-def _change(space: Any, operator: str, call: Callable[..., Any]) -> None:
+def _change(packet: Any, call: Callable[..., Any]) -> None:
     """Both of its callables: eager mode calls the operator, compiled code its only overload."""
-    packet = getattr(space, operator, None)
-    if packet is not None:
-        for target in (packet, packet.default):
-            target._op = _Replaced(target._op, call)
+    for target in (packet, packet.default):
+        target._op = _Replaced(target._op, call)
 
 
-def _make(module: Any, name: str) -> Callable[..., Any]:
+def _make(module: Any, name: str, schema: Any) -> Callable[..., Any]:
     import torch
 
     is_tracing = module._are_we_tracing
     no_dispatch = torch.Tensor.__torch_dispatch__
+    names = [argument.name for argument in schema.arguments]
 
     def call(original: Any, args: Any, kwargs: Any) -> Any:
         current = recorder._current
-        sent = args[0] if args else None
+        sent = args[0] if args else kwargs.get(names[0])
         if sent.__class__ is list and sent:
             sent = sent[0]
         if (
@@ -106,7 +107,8 @@ def _make(module: Any, name: str) -> Callable[..., Any]:
         ):
             return original(*args, **kwargs)
         try:
-            added = _begin(current, name, sent, args, kwargs)
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            added = _begin(current, name, sent, given)
         except Exception as error:  # whatever an odd argument makes it raise
             failed("functional collectives", error)
             return original(*args, **kwargs)
@@ -126,24 +128,22 @@ def _make(module: Any, name: str) -> Callable[..., Any]:
     return call
 
 
-def _begin(current: Recorder, name: str, sent: Any, args: Any, kwargs: Any) -> Added:
+def _begin(current: Recorder, name: str, sent: Any, given: Mapping[str, Any]) -> Added:
     import torch.distributed.distributed_c10d as c10d
 
-    *how, group = args[1:] if "group_name" not in kwargs else (*args[1:], kwargs["group_name"])
+    group = given["group_name"]
     known = _groups.get(group)
     if known is None:
         resolved = c10d._resolve_process_group(group) if isinstance(group, str) else group
         known = _groups[group] = group_name(c10d, resolved)
     shape = tuple(sent.shape)
-    op = ""
-    if name == "broadcast":
-        op = f"src={how[0]}"
-    elif "reduce" in name:
-        op = how[0].upper()
+    op = f"src={given['src']}" if name == "broadcast" else given.get("reduce_op", "").upper()
     if name == "reduce_scatter_tensor":  # what a rank gets is what counts, as in ``reduce_scatter``
-        shape = (shape[0] // how[1], *shape[1:])
+        shape = (shape[0] // given["group_size"], *shape[1:])
     site = call_site(getframe(1))
-    call = current.collective(name, op, known, shape, dtype_name(sent.dtype), site, blocking=False)
+    call = current.collective(
+        name, op, known, shape, dtype_name(sent.dtype), site, blocking=False, functional=True
+    )
     return current.begin(call, monotonic_ns())
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping, Sequence
 from sys import _getframe as getframe
 from threading import get_ident
 from time import monotonic_ns
 from typing import Any
 
-from miniray.doctor import env, model, recorder
+from miniray.doctor import model, recorder
 from miniray.doctor.instrument import replace
 from miniray.doctor.recorder import Recorder
 from miniray.doctor.sites import call_site
@@ -18,6 +19,8 @@ inside: set[int] = set()
 #: Called when groups come or go: their ids are used again.
 when_changed: list[Callable[[], None]] = []
 _groups: dict[int, str] = {}
+#: The parameters of ``init_process_group``, by position.
+_PARAMETERS = ("backend", "init_method", "timeout", "world_size", "rank", "store")
 
 
 def change_groups(module: Any) -> None:
@@ -61,7 +64,7 @@ def _make_init(module: Any, original: Any) -> Any:
         site = call_site(getframe(1))
         backend = str(args[0] if args else kwargs.get("backend") or "")
         current.set_phase("init", site)
-        current.note(asked=env.asked(args, kwargs))
+        current.note(asked=_asked(args, kwargs))
         added = current.event(model.GROUP, "init_process_group", backend, site=site, is_open=True)
         thread = get_ident()
         inside.add(thread)
@@ -78,11 +81,34 @@ def _make_init(module: Any, original: Any) -> Any:
     return init_process_group
 
 
+def _asked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Rank, world size and meeting place that a call of ``init_process_group`` asks for.
+
+    None for what cannot be known.
+    """
+    given = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
+    method = given.get("init_method")
+    place: str | None = str(method)
+    if given.get("store") is not None:
+        place = None
+    elif method in (None, "env://"):
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    found: dict[str, Any] = {"place": place}
+    for name in ("rank", "world_size"):
+        unsaid = given.get(name) in (None, -1)
+        text = os.environ.get(name.upper(), "") if unsaid else str(given[name])
+        found[name] = int(text) if text.isdigit() else None
+    return found
+
+
 def _note_group(module: Any, current: Recorder) -> None:
     rank, size = module.get_rank(), module.get_world_size()
+    backend = str(module.get_backend())
+    if backend == "undefined":  # none was asked for: one for each kind of device
+        backend = str(module.get_backend_config())
     fields: dict[str, Any] = {
         "initialised": True,
-        "backend": str(module.get_backend()),
+        "backend": backend,
         "group_rank": rank,
         "group_size": size,
     }

@@ -24,6 +24,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 
 from miniray.doctor import processes, recorder, runfile
 from miniray.doctor.findings import plural
@@ -36,7 +37,6 @@ from miniray.doctor.launch_options import (
     say_at_length,
 )
 from miniray.doctor.launch_ranks import Output, Ranks, end_orphans
-from miniray.doctor.launch_signals import Stopped, give_signals_back, take_signals
 from miniray.doctor.launch_watch import Watch, diverged
 from miniray.doctor.mirror_wire import TOKEN_VARIABLE
 from miniray.doctor.verdict import Judgement, judge
@@ -87,7 +87,7 @@ class _Launch:
         )
         where = "" if options.temporary else f", recorded in {_shown(self.run_dir)}"
         say(f"{plural(options.world_size, 'rank')}{where}")
-        before = take_signals()
+        before = _take_signals()
         try:
             if options.nnodes > 1:
                 self._meet()
@@ -102,14 +102,14 @@ class _Launch:
                         f"{options.max_restarts} restarts)")  # fmt: skip
             runfile.finish_run(self.run_dir, "failed", reason)
             return code
-        except (KeyboardInterrupt, Stopped) as stop:
-            number = stop.number if isinstance(stop, Stopped) else int(signal.SIGINT)
+        except (KeyboardInterrupt, _Stopped) as stop:
+            number = stop.number if isinstance(stop, _Stopped) else int(signal.SIGINT)
             name = signal.Signals(number).name
             runfile.finish_run(self.run_dir, "interrupted", f"stopped by {name}")
             say(f"stopped by {name}; every rank has ended")
             return 128 + number
         finally:
-            give_signals_back(before)
+            _give_signals_back(before)
             end_orphans()
             self.output.close()
             if self.mirror is not None:
@@ -172,11 +172,11 @@ class _Launch:
                     self.mirror.tell(failed=reason)
             ranks.end()
             return _status(ranks, reason), reason
-        except (KeyboardInterrupt, Stopped) as stop:
-            number = stop.number if isinstance(stop, Stopped) else int(signal.SIGINT)
+        except (KeyboardInterrupt, _Stopped) as stop:
+            number = stop.number if isinstance(stop, _Stopped) else int(signal.SIGINT)
             try:
                 ranks.end(number)
-            except (KeyboardInterrupt, Stopped):  # once more: no patience
+            except (KeyboardInterrupt, _Stopped):  # once more: no patience
                 ranks.kill()
             raise
         finally:
@@ -296,3 +296,23 @@ def _shown(path: Path) -> str:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
         return str(path)
+
+
+class _Stopped(BaseException):
+    """SIGTERM or SIGHUP came; ``KeyboardInterrupt`` stands for SIGINT."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _take_signals() -> dict[int, object]:
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _Stopped(number)
+
+    return {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+
+
+def _give_signals_back(before: dict[int, object]) -> None:
+    for number, handler in before.items():
+        signal.signal(number, handler)  # type: ignore[arg-type]

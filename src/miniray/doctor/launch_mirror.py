@@ -20,8 +20,7 @@ from typing import Any
 
 from miniray.doctor import layout, mirror_wire, stacks
 from miniray.doctor.layout import Cell
-from miniray.doctor.mirror_copies import Copies, packed
-from miniray.doctor.mirror_wire import BOX, CELLS, EXIT, LIMITS, SAID, STACK
+from miniray.doctor.mirror_wire import BOX, CELLS, EXIT, LIMITS, SAID, STACK, Copies, packed
 from miniray.errors import MinirayError
 
 _TICK, _WHOLE_SECONDS, _CONNECT_SECONDS = 0.05, 1.0, 600.0

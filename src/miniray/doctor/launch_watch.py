@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 from miniray.doctor import processes, sites, stacks
-from miniray.doctor.box_reader import BoxReader
 from miniray.doctor.findings import is_or_are, named
 from miniray.doctor.layout import Cell
 from miniray.doctor.model import RankRecord
+from miniray.doctor.reader import BoxReader
 from miniray.doctor.waiting import wait_of
 from miniray.errors import BoxError
 

@@ -92,7 +92,7 @@ EVENT_DIMENSIONS = 6  # of more, the last one holds the product of the rest
 EVENTS_AT = CELLS_AT + CELLS * 8
 FIRST_EVENT = CELLS  # in words of 8 bytes, counted from the cells
 EVENT_SLOTS = 512  # record number n of a ring of m is in slot n % m
-BLOCKING = 1
+BLOCKING, FUNCTIONAL = 1, 2  # flags of an event
 
 #: begin, step, count, epoch, ended, all, data, backward, collective (times in nanoseconds), loss,
 #: batch size, end

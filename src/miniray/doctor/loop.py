@@ -13,9 +13,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from miniray.doctor.facts import Facts
-from miniray.doctor.findings import Finding, Severity, named, plural
+from miniray.doctor.findings import Finding, Severity, named, plural, they
 from miniray.doctor.model import LOADER, Event, Loader
-from miniray.doctor.words import they
 
 _JOIN = (
     "give every rank the same number of batches (DistributedSampler, drop_last=True), or run the "

@@ -60,6 +60,7 @@ class Event:
     at: float
     ended: float | None
     blocking: bool  #: False for ``async_op=True``
+    functional: bool = False  #: called as an operator: by DTensor, or by compiled code
 
     @property
     def is_open(self) -> bool:

@@ -9,6 +9,7 @@ from miniray.doctor.findings import Finding, Severity
 from miniray.doctor.model import BAR, BARRIER, COLLECTIVE, Event
 
 _BARRIERS = ("barrier", "monitored_barrier")
+FIX = "make the bar on rank 0 only, after the last barrier before the loop"
 
 
 def check(case: Case) -> Iterator[Finding]:
@@ -23,7 +24,7 @@ def check(case: Case) -> Iterator[Finding]:
             ranks=(facts.rank,),
             cause="tqdm takes a lock and writes to the terminal; should that block, all ranks "
             "hang at the second barrier.",
-            fix="make the bar on rank 0 only, after the last barrier before the loop",
+            fix=FIX,
             site=bar.site,
         )
         return

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator
 
 from miniray.doctor import samples
+from miniray.doctor.dataset_check import EACH_ITS_SHARE, OF_THE_GROUP, ONE_ORDER, SET_EPOCH
 from miniray.doctor.facts import Case, Facts
 from miniray.doctor.findings import Finding, Severity, named
 from miniray.doctor.model import NOWHERE, Loader, SamplePass
@@ -45,10 +46,10 @@ def _overlap(case: Case) -> Iterator[Finding]:
     sampler = loader.sampler if loader is not None else ""
     if loader is not None and loader.replicas is None:
         cause = f"The loader uses {sampler}, not a DistributedSampler: every rank gets everything."
-        fix = "DataLoader(..., sampler=DistributedSampler(dataset)), without shuffle="
+        fix = EACH_ITS_SHARE
     else:
         cause = "The sampler gives several ranks the same share (same rank or num_replicas given)."
-        fix = "DistributedSampler(dataset) takes rank and world size from the process group"
+        fix = OF_THE_GROUP
     if loader is not None and _may_be_own_parts(one, two, mine, theirs):
         severity = Severity.NOTE
         cause = (
@@ -122,7 +123,9 @@ def _average_together(case: Case, one: Facts, two: Facts) -> bool:
     """Whether DDP or FSDP averages gradients of the two, as far as one can see."""
     if min(one.record.group_size, two.record.group_size) <= 0:
         return True  # no process group: what is wrong with that is said, too
-    calls = [event for event in one.record.collectives() if event.name.startswith(_AVERAGING)]
+    averaging = [e for e in one.record.collectives() if e.name.startswith(_AVERAGING)]
+    # What tensor-parallel layers scatter, by operators, are activations.
+    calls = [event for event in averaging if not event.functional]
     if not calls:
         return bool(one.record.models)  # compiled ones average unseen
     return any(two.rank in case.members.get(event.group, ()) for event in calls)
@@ -151,8 +154,8 @@ def _same_order(case: Case) -> Iterator[Finding]:
     ranks = tuple(f.rank for f, *_ in guilty)
     title = f"epoch {again.epoch} has epoch {before.epoch}'s order on {named(ranks)}: set_epoch "
     title += "forgotten"
-    cause = "DistributedSampler shuffles by seed + epoch; the epoch is 0 until it is told."
-    fix = "call loader.sampler.set_epoch(epoch) at the beginning of each epoch"
+    cause = ONE_ORDER
+    fix = SET_EPOCH
     if not loader.trained:
         title = f"{named(ranks)} took the first batch of {loader.passes} passes, always the same"
         cause = "next(iter(loader)) begins a new pass; without set_epoch it has the same order."

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from miniray.doctor.facts import Case, Facts
 from miniray.doctor.findings import Finding, Severity, named, seconds, size
-from miniray.doctor.memory_history import Growth, growth
 
 #: Share of the limit from which on it is said.
 _NEAR = 0.92
@@ -70,6 +70,38 @@ def _growing(case: Case) -> Iterator[Finding]:
         "copies of the dataset in loader workers.",
         fix="keep loss.item() and not loss; look at lists that grow in the loop",
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Growth:
+    """``rate`` is bytes a second, over the second half of the run's life."""
+
+    rate: float
+    since_step: int
+    steps: int
+    grown: int
+
+
+def growth(points: Sequence[Sequence[float]], least_seconds: float = 120.0) -> Growth | None:
+    """Steady growth in the second half of a rank's life, or None.
+
+    The first half is left out: memory rightly grows while caches and buffers fill. Steady means
+    that a straight line fits, and that at least a fifth was added to what there was.
+    """
+    late = [point for point in points if point[0] >= points[-1][0] / 2]
+    if len(late) < 8 or late[-1][0] - late[0][0] < least_seconds / 2:
+        return None
+    times = [point[0] for point in late]
+    sizes = [point[2] for point in late]
+    mean_t, mean_s = sum(times) / len(times), sum(sizes) / len(sizes)
+    spread = sum((t - mean_t) ** 2 for t in times)
+    slope = sum((t - mean_t) * (s - mean_s) for t, s in zip(times, sizes, strict=True)) / spread
+    total = sum((s - mean_s) ** 2 for s in sizes)
+    rest = sum((s - mean_s - slope * (t - mean_t)) ** 2 for t, s in zip(times, sizes, strict=True))
+    grown = slope * (times[-1] - times[0])
+    if slope <= 0 or total == 0 or rest / total > 0.1 or grown < 0.2 * sizes[0]:
+        return None
+    return Growth(slope, int(late[0][1]), int(late[-1][1] - late[0][1]), round(grown))
 
 
 def memory_limit() -> int | None:

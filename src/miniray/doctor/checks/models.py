@@ -9,7 +9,6 @@ from miniray.doctor.facts import Case, Facts
 from miniray.doctor.findings import Finding, Severity, named, plural
 from miniray.doctor.model import Model
 from miniray.doctor.waiting import GRADIENTS
-from miniray.doctor.words import name_of
 
 _REDUCTION = "Expected to have finished reduction"
 
@@ -90,7 +89,7 @@ def _unused(case: Case) -> Iterator[Finding]:
         unused = {f.rank: f.record.models[index].unused for f in having}
         guilty = [f for f in having if _is_held_up(f, f.record.models[index])]
         ended = bool(complaint) or any(f.consequence for f in case)
-        if not guilty or not (ended or any(name_of(f.wait) == GRADIENTS for f in case)):
+        if not guilty or not (ended or any(f.wait_name == GRADIENTS for f in case)):
             continue
         everywhere = len(guilty) == len(having) and len(set(unused.values())) == 1
         first = guilty[0]
