@@ -21,7 +21,8 @@ class Call:
     """One call. ``body`` is its frame body when all arguments are plain, else ``args`` holds them.
 
     ``deps`` are the top-level refs among the arguments, by position or keyword: they are resolved
-    before the call is sent. ``retries`` is how often it may be sent again when the worker dies.
+    before the call is sent. ``retries`` is how often it may be sent again when the worker dies,
+    unless it was ``cancelled``.
     A task has the id of its function as ``method``, the function itself as ``spec``, and the call
     that submitted it as ``parent``.
     """
@@ -53,8 +54,17 @@ class Call:
         self.spec: Any = None
         self.parent: int | None = None
 
-    def fail_cancelled(self) -> None:
-        self.sink.fail(TaskCancelledError(f"{self.label} was cancelled"))
+    def fail(self, node: Node, cause: Blob | BaseException) -> None:
+        """Have it end with an error: soon, in the I/O thread.
+
+        Not here and now, for those who wait for it go on at once. The caller may hold a lock that
+        one of them needs, and in a chain of calls each would go on inside the one before.
+        """
+        blob = Blob.of(node, cause) if isinstance(cause, BaseException) else cause
+        node.post(lambda: self.sink.resolve(FAILED, blob))
+
+    def fail_cancelled(self, node: Node) -> None:
+        self.fail(node, TaskCancelledError(f"{self.label} was cancelled"))
 
     @property
     def label(self) -> str:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from miniray.core.local import interrupts, system
 from miniray.core.local.calls import R_ITEM, R_MANY, R_PLAIN, R_STOLEN, Call
 from miniray.core.local.objects import BLOB, FAILED, PENDING, PLAIN, Entry, Failure
-from miniray.core.local.sinks import sink_entries
+from miniray.core.local.sinks import StreamState, sink_entries
 from miniray.core.local.wire import Closed, Stream, frame
 
 if TYPE_CHECKING:
@@ -88,6 +88,8 @@ class Channel(Stream):
             else:
                 for entry in sink_entries(sink):
                     entry.channel = self
+                if type(sink) is StreamState:
+                    sink.begin()
                 read_now = True
             try:
                 if busy and self._batching and not fds:
@@ -217,7 +219,6 @@ class Channel(Stream):
                 continue
             if kind == R_STOLEN:
                 thief, ids = pickle.loads(body)
-                self.thieves -= thief is not None
                 self._on_stolen(self, thief, ids)
                 continue
             id, state, wires = pickle.loads(body)
@@ -267,7 +268,6 @@ class Channel(Stream):
                 pass
             with self._call_lock:  # a call being sent is among them or raises Closed, not neither
                 calls = list(self.pending.values())
-                self.pending.clear()
         self._on_lost(self, calls)
 
     def retire(self) -> None:

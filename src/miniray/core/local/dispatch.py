@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from miniray.core.local.calls import FUNCTION, Call
 from miniray.core.local.lanes import Demand, Function, Lane, Leased, has_room
-from miniray.core.local.objects import FAILED, Blob, Failure
+from miniray.core.local.objects import Blob, Failure
 from miniray.core.local.peers import CANCEL, DRIVER, STEAL
 from miniray.core.local.sinks import sink_entries
 from miniray.core.local.wire import Closed
@@ -49,6 +49,9 @@ class Dispatcher:
 
     def enqueue(self, call: Call, lane: Lane) -> None:
         with self._lock:
+            if call.cancelled:
+                call.fail_cancelled(self.node)
+                return
             lane.queue.append(call)
             self._dispatch(lane)
 
@@ -125,12 +128,12 @@ class Dispatcher:
         with self._lock:
             lane.stillborn += 1
             if lane.stillborn > _MOST_STILLBORN and lane.queue and cause:
-                lane.queue.popleft().sink.resolve(FAILED, cause[0])
+                lane.queue.popleft().fail(self.node, cause[0])
             self._dispatch(lane)
 
     def _fail_queued(self, lane: Lane, error: Exception) -> None:
         while lane.queue:
-            lane.queue.popleft().sink.fail(error)
+            lane.queue.popleft().fail(self.node, error)
 
     def _tell_driver(self, what: str, proc: int) -> None:
         self.node.ask(DRIVER, what, (proc,), [], lambda *_: None)
@@ -209,6 +212,7 @@ class Dispatcher:
         """
         assert isinstance(victim, Leased)
         with self._lock:
+            victim.thieves -= thief is not None
             lane = victim.lane
             if lane is not None:
                 calls = [victim.pending.pop(id) for id in ids if id in victim.pending]
@@ -216,7 +220,7 @@ class Dispatcher:
                     for entry in sink_entries(call.sink):
                         entry.channel = None
                     if call.cancelled:  # what the worker was told about it does not come along
-                        call.fail_cancelled()
+                        call.fail_cancelled(self.node)
                     else:
                         lane.queue.appendleft(call)
                 if thief is None:
@@ -236,9 +240,9 @@ class Dispatcher:
     def _lost(self, worker: Channel, calls: list[Call]) -> None:
         assert isinstance(worker, Leased)
         with self._lock:
-            self._workers.pop(worker.peer, None)
             lane, worker.lane = worker.lane, None
             if lane is None:
+                self._forget(worker)
                 return
             lane.leased.pop(worker.peer, None)
             for idle in list(lane.leased.values()):
@@ -247,22 +251,27 @@ class Dispatcher:
 
         def then(ok: bool, _: Any, blobs: list[Blob]) -> None:
             with self._lock:
+                self._forget(worker)
                 for number, call in enumerate(calls):
                     running = number == 0
                     if call.cancelled:
-                        call.fail_cancelled()
+                        call.fail_cancelled(self.node)
                     elif call.retries or not running:
                         # Only the first can have been running; the others lose no retry.
                         call.retries -= running and call.retries > 0
                         lane.queue.append(call)
                     else:
-                        call.sink.resolve(FAILED, Failure(self.node, blobs[0]))
+                        call.fail(self.node, Failure(self.node, blobs[0]))
                 self._dispatch(lane)
 
         if worker.interrupted:
             # The worker still runs what nobody can hear about any more.
             self._tell_driver("kill_worker", worker.peer)
         self.node.ask(DRIVER, "worker_lost", worker.peer, [], then)
+
+    def _forget(self, worker: Leased) -> None:
+        if self._workers.get(worker.peer) is worker:
+            del self._workers[worker.peer]
 
     def calls(self) -> list[Call]:
         """All that are queued here or were sent and not answered."""
@@ -271,22 +280,21 @@ class Dispatcher:
             sent = [call for w in self._workers.values() for call in list(w.pending.values())]
             return queued + sent
 
-    def cancel(self, id: int, force: bool, recursive: bool) -> None:
-        """Cancel a task: not sent yet, it never is; running, it is interrupted or killed."""
+    def cancel(self, call: Call, force: bool, recursive: bool) -> None:
+        """Take a task that is marked as cancelled out of the queue, or tell its worker."""
         with self._lock:
             for lane in self._lanes.values():
-                for call in lane.queue:
-                    if call.id == id:
-                        lane.queue.remove(call)
-                        call.fail_cancelled()
-                        return
+                if call in lane.queue:
+                    lane.queue.remove(call)
+                    call.fail_cancelled(self.node)
+                    return
             for proc, worker in self._workers.items():
-                sent = worker.pending.get(id)
-                if sent is not None:
-                    sent.cancelled = True
+                sent = list(worker.pending)
+                if call.id in sent:
                     worker.flush_batch()
-                    if force:
+                    # One behind another has not started: no reason to end what runs there.
+                    if force and call.id == sent[0]:
                         self._tell_driver("kill_worker", proc)
                     else:
-                        self.node.tell(proc, CANCEL, (id, recursive))
+                        self.node.tell(proc, CANCEL, (call.id, recursive))
                     return

@@ -246,13 +246,13 @@ class LocalEngine(Engine):
                 raise ValueError("only the process that made the call can cancel it")
         if origin is None:
             return
-        client, id = origin
+        client, call = origin
         if isinstance(client, TaskClient):
-            client.cancel(id, force, recursive)
+            client.cancel(call, force, recursive)
         elif force:
             raise ValueError("cancel(force=True) is for tasks; end an actor with miniray.kill()")
         else:
-            client.cancel(id, recursive)
+            client.cancel(call, recursive)
 
     def get_actor(self, name: str, namespace: str | None) -> ActorHandle[Any]:
         self._check()

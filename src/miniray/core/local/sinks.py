@@ -1,6 +1,6 @@
 """Where the result of a call goes: into one object, several, a stream, or nowhere.
 
-Each has ``resolve(state, value)`` and ``fail(error)``, as an ``Entry`` has.
+Each has ``resolve(state, value)``, as an ``Entry`` has.
 """
 
 from __future__ import annotations
@@ -32,10 +32,6 @@ class Many:
             for entry, blob in zip(self.entries, value, strict=True):
                 entry.resolve(BLOB, blob)
 
-    def fail(self, error: BaseException) -> None:
-        for entry in self.entries:
-            entry.fail(error)
-
 
 class Nowhere:
     """The sink of a call with ``num_returns=0``."""
@@ -43,15 +39,13 @@ class Nowhere:
     def resolve(self, state: int, value: Any) -> None:
         return
 
-    def fail(self, error: BaseException) -> None:
-        return
-
 
 class StreamState:
     """The sink of a streaming call: items as they come, then an end.
 
     Held by the channel while the call runs; the generator the user has is a separate object, so
-    that dropping it is noticed: items that come after that are let go at once.
+    that dropping it is noticed: items that come after that are let go at once. A call that is run
+    again, because its worker died, gives the same items again: they are known already.
     """
 
     def __init__(self, node: Node) -> None:
@@ -59,12 +53,22 @@ class StreamState:
         self.items: deque[Entry] = deque()
         self.ended = False
         self.abandoned = False
-        #: The client that made the call and the call's id, for cancel.
-        self.origin: tuple[Any, int] | None = None
+        #: The client that made the call and the call itself, for cancel.
+        self.origin: tuple[Any, Any] | None = None
+        self._come = 0  # items of all runs of the call together, each counted once
+        self._known = 0  # items that this run is still to repeat
         self._lock = threading.Lock()
         self._waiters: list[Callable[[], None]] = []
 
+    def begin(self) -> None:
+        """The call is sent, for the first time or again."""
+        self._known = self._come
+
     def add(self, blob: Blob) -> None:
+        if self._known:
+            self._known -= 1
+            return
+        self._come += 1
         if not self.abandoned:
             self._add(BLOB, blob, end=False)
 
@@ -80,7 +84,8 @@ class StreamState:
                 entry = Entry(self.node, next(self.node.ids))
                 entry.resolve(state, value)
                 self.items.append(entry)
-            self.ended = end
+            if end:
+                self.ended, self.origin = True, None
             waiters, self._waiters = self._waiters, []
         for callback in waiters:
             callback()
@@ -105,9 +110,9 @@ class LocalGenerator(ObjectRefGenerator):
         self._state = state
 
     @property
-    def origin(self) -> tuple[Any, int] | None:
-        """Who to ask to cancel the call; None when it has ended."""
-        return None if self._state.ended else self._state.origin
+    def origin(self) -> tuple[Any, Any] | None:
+        """Who to ask to cancel the call, and the call; None when it has ended."""
+        return self._state.origin
 
     def _begin(self) -> StreamState:
         state = self._state
@@ -169,7 +174,7 @@ def sink_entries(sink: Any) -> Sequence[Entry]:
     return sink.entries if isinstance(sink, Many) else ()
 
 
-def set_origin(sink: Any, client: Any, id: int) -> None:
+def set_origin(sink: Any, client: Any, call: Any) -> None:
     """Note who can cancel the call."""
     for target in (sink,) if isinstance(sink, StreamState) else sink_entries(sink):
-        target.origin = (client, id)
+        target.origin = (client, call)

@@ -8,7 +8,7 @@ from miniray.core.local.calls import Call, fill_arguments
 from miniray.core.local.dispatch import Dispatcher
 from miniray.core.local.executors import current_call
 from miniray.core.local.lanes import Demand, Function, Lane
-from miniray.core.local.objects import FAILED, Entry
+from miniray.core.local.objects import Entry
 from miniray.core.local.sinks import make_sink, set_origin
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class TaskClient:
         call.parent = current_call.get()
         call.retries = DEFAULT_RETRIES if options.max_retries is None else options.max_retries
         fill_arguments(node, call, args, kwargs)
-        set_origin(sink, self, id)
+        set_origin(sink, self, call)
         waiting = call.pending_deps()
         if waiting:
             self._when_ready(call, chosen[1], waiting)
@@ -74,20 +74,20 @@ class TaskClient:
     def _ready(self, call: Call, lane: Lane) -> None:
         failed = call.failed_dep()
         if failed is not None:
-            call.sink.resolve(FAILED, failed.value)
+            call.fail(self.node, failed.value)
         else:
             self._dispatcher.enqueue(call, lane)
 
-    def cancel(self, id: int, force: bool, recursive: bool) -> None:
+    def cancel(self, call: Call, force: bool, recursive: bool) -> None:
         """Cancel a task: not sent yet, it never is; running, it is interrupted or killed."""
-        waiting = self._waiting.pop(id, None)
-        if waiting is not None:
-            waiting.fail_cancelled()
+        call.cancelled = True  # first: wherever it is on its way to, it is looked at there
+        if self._waiting.pop(call.id, None) is not None:
+            call.fail_cancelled(self.node)
         else:
-            self._dispatcher.cancel(id, force, recursive)
+            self._dispatcher.cancel(call, force, recursive)
 
     def cancel_started_by(self, id: int) -> None:
         """Cancel what the call ``id``, which runs in this process, has submitted."""
-        for call in [*list(self._waiting.values()), *self._dispatcher.calls()]:
+        for call in [*self._waiting.copy().values(), *self._dispatcher.calls()]:
             if call.parent == id:
-                self.cancel(call.id, force=False, recursive=True)
+                self.cancel(call, force=False, recursive=True)
