@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from miniray.core.local.calls import Call, fill_arguments
 from miniray.core.local.channel import Channel
-from miniray.core.local.objects import Blob, Entry, Failure, LocalRef
+from miniray.core.local.objects import Blob, Failure
 from miniray.core.local.peers import CANCEL, DRIVER
 from miniray.core.local.sharing import Shared
 from miniray.core.local.sinks import make_sink, set_origin
@@ -102,16 +102,9 @@ class ActorClient:
     ) -> Any:
         node = self.node
         id = next(node.ids)
-        if num_returns == 1:
-            sink: Any = Entry(node, id)
-            result: Any = LocalRef(sink)
-        else:
-            sink, result = make_sink(node, id, num_returns)
+        sink, result = make_sink(node, id, num_returns)
         call = Call(id, sink, method, num_returns)
-        if num_returns == 1:
-            sink.origin = (self, call)
-        else:
-            set_origin(sink, self, call)
+        set_origin(sink, self, call)
         call.retries = self.retries
         fill_arguments(node, call, args, kwargs)
         with self._lock:

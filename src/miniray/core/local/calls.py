@@ -91,7 +91,7 @@ class Call:
 
 def fill_arguments(node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Pickle the arguments into ``call``; top-level refs become its dependencies."""
-    if all(map(is_plain, args)) and all(map(is_plain, kwargs.values())):
+    if all(map(is_plain, args)) and (not kwargs or all(map(is_plain, kwargs.values()))):
         call.body = pickle.dumps((call.id, call.method, call.num_returns, args, kwargs), 5)
         return
     for place, value in [*enumerate(args), *kwargs.items()]:

@@ -176,5 +176,8 @@ def sink_entries(sink: Any) -> Sequence[Entry]:
 
 def set_origin(sink: Any, client: Any, call: Any) -> None:
     """Note who can cancel the call."""
-    for target in (sink,) if isinstance(sink, StreamState) else sink_entries(sink):
-        target.origin = (client, call)
+    if isinstance(sink, (Entry, StreamState)):
+        sink.origin = (client, call)
+    elif isinstance(sink, Many):
+        for entry in sink.entries:
+            entry.origin = (client, call)
