@@ -24,9 +24,8 @@ from typing import Any
 
 from miniray.core import machine, startup
 from miniray.core.engine import Capabilities, Engine, InitConfig, RuntimeContext
-from miniray.core.inline.actor import InlineActor, InlineRef, InlineStream
+from miniray.core.inline.actor import Directory, InlineActor, InlineRef, InlineStream
 from miniray.core.inline.call import Arguments, Failure, Frame, Outcome, Stored, current, everywhere
-from miniray.core.inline.directory import Directory
 from miniray.core.inline.guard import PrivateLoop
 from miniray.core.inline.ledger import Ledger
 from miniray.core.options import Options

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from miniray.core import machine
 from miniray.core.engine import InitConfig
 from miniray.core.inline.call import Frame
-from miniray.core.resources import Grant, Resources
+from miniray.core.machine import Grant, Resources
 from miniray.errors import ActorUnschedulableError
 
 

@@ -13,15 +13,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from miniray.core.local import death
 from miniray.core.local.directory import ActorDirectory
 from miniray.core.local.logs import LogReader
 from miniray.core.local.node import Node
 from miniray.core.local.peers import DEAD
 from miniray.core.local.pool import Pool
-from miniray.core.local.processes import Processes, Worker
+from miniray.core.local.processes import Processes, Worker, describe
 from miniray.core.local.spawner import Zygote
-from miniray.core.resources import Resources
+from miniray.core.machine import Resources
 
 
 class Control:
@@ -85,7 +84,7 @@ class Control:
             self.free(worker)
             actor = worker.actor
             by_us = actor is not None and bool(actor.leaving)
-            text = why or death.describe(worker.name, worker.pid, status, lines, log_path, by_us)
+            text = why or describe(worker.name, worker.pid, status, lines, log_path, by_us)
             if actor is not None:
                 self.actors.exited(actor, text, for_good=bool(why))
             else:

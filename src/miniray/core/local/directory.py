@@ -14,14 +14,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from miniray.core.local import death
 from miniray.core.local.actors import ActorEntry
 from miniray.core.local.objects import Blob
 from miniray.core.local.peers import DRIVER, EXIT, INIT, Reply
 from miniray.core.local.processes import Worker
+from miniray.core.machine import Grant
 from miniray.core.options import Options
 from miniray.core.refs import later, say_unseen
-from miniray.core.resources import Grant
 from miniray.core.serialize import take_ref
 from miniray.errors import ActorDiedError
 
@@ -215,7 +214,7 @@ class ActorDirectory:
         else:
             actor.restarts_left -= actor.restarts_left > 0
             actor.restarts += 1
-            actor.cause = death.actor_died(self.node, text, restarting=True)
+            actor.cause = self._died(text, restarting=True)
             actor.launched = False
             env = actor.worker.env
             try:
@@ -232,7 +231,7 @@ class ActorDirectory:
         """The actor is dead for good."""
         actor.dead = True
         actor.arguments = None
-        actor.cause = death.actor_died(self.node, text, in_init=in_init)
+        actor.cause = self._died(text, in_init=in_init)
         if actor in self._unplaced:
             self._unplaced.remove(actor)
         if actor.worker.listener is not None:  # never launched
@@ -244,6 +243,14 @@ class ActorDirectory:
         if actor.entry() is None:
             self.actors.pop(actor.id, None)
             self._unseen(actor.failure)
+
+    def _died(self, text: str, restarting: bool = False, in_init: bool = False) -> Blob:
+        """The error callers get."""
+        if restarting:
+            text += (
+                "\nIt is being restarted; this call was not retried (max_task_retries is used up)."
+            )
+        return Blob.of(self.node, ActorDiedError(text, in_init))
 
     def _free_name(self, actor: Actor) -> None:
         if actor.key is not None and self._names.get(actor.key) is actor:
@@ -267,7 +274,7 @@ class ActorDirectory:
         with self._control.locked():
             actor = self.actors.get(id)
             if actor is None:
-                cause = death.actor_died(self.node, "the actor has ended")
+                cause = self._died("the actor has ended")
                 self._control.later(lambda: reply((False, proc, True), [cause]))
             elif actor.dead or actor.worker.proc != proc:
                 self._control.later(self._lost_answer(actor, reply))

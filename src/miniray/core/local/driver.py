@@ -14,11 +14,10 @@ from miniray.core.engine import InitConfig
 from miniray.core.local import interrupts, system
 from miniray.core.local.control import Control
 from miniray.core.local.engine import LocalEngine
-from miniray.core.local.info import SessionInfo
 from miniray.core.local.logs import LogReader, remove_old_logs
 from miniray.core.local.node import Node
 from miniray.core.local.peers import DRIVER
-from miniray.core.local.spawner import Zygote
+from miniray.core.local.spawner import SessionInfo, Zygote
 from miniray.core.local.store import Usage, default_spill_dir
 from miniray.errors import EngineStartError
 

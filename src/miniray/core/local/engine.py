@@ -29,10 +29,10 @@ from miniray.core.local.peers import DRIVER, RECALL
 from miniray.core.local.sinks import LocalGenerator
 from miniray.core.local.stored import Stored
 from miniray.core.local.tasks import TaskClient
+from miniray.core.machine import Resources
 from miniray.core.options import Options
 from miniray.core.refs import ObjectRef, ObjectRefGenerator
 from miniray.core.remote import ActorHandle, ClassSpec, FunctionSpec
-from miniray.core.resources import Resources
 from miniray.errors import GetTimeoutError, SessionEndedError, TaskError
 
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from miniray.core.local.actors import ActorEntry
-from miniray.core.local.info import SessionInfo
 from miniray.core.local.objects import PENDING, PLAIN, Blob, Entry, Wire
 from miniray.core.local.peers import DEAD, FETCH, ID_BITS, RETURNS, VALUE, Peers
+from miniray.core.local.spawner import SessionInfo
 from miniray.core.local.store import Lease, Store, Usage
 from miniray.errors import MinirayError, ObjectLostError, SessionEndedError
 

@@ -22,10 +22,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from miniray.core.local import system
-from miniray.core.local.info import SessionInfo
 from miniray.core.local.iothread import IoThread
 from miniray.core.local.objects import Blob, Wire
 from miniray.core.local.sharing import Sharing
+from miniray.core.local.spawner import SessionInfo
 from miniray.core.local.wire import Closed, Stream, frame
 from miniray.errors import MinirayError, ObjectLostError, SessionEndedError
 

@@ -14,7 +14,7 @@ from miniray.core.local.lanes import Demand
 from miniray.core.local.objects import Blob
 from miniray.core.local.peers import BLOCKED, DRIVER, RECALL, Reply
 from miniray.core.local.processes import Worker
-from miniray.core.resources import Grant
+from miniray.core.machine import Grant
 from miniray.errors import WorkerCrashedError
 
 if TYPE_CHECKING:

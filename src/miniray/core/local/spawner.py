@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import dataclasses
 import os
 import pickle
 import socket
@@ -18,7 +19,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from miniray.core.local import system
-from miniray.core.local.info import SessionInfo
 
 MAX_MESSAGE = 1 << 20
 # Messages with boundaries; macOS has only the second for Unix sockets.
@@ -32,6 +32,28 @@ _BOOT = (
     "import sys; sys.path[:] = {path!r}; from miniray.core.local.zygote import main; "
     "main({fd}, {modules!r})"
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionInfo:
+    """What every process of a session knows from birth.
+
+    ``usage_fd`` is this process's own number for the shared table of memory use.
+    """
+
+    session_id: str
+    directory: str
+    token: bytes
+    namespace: str
+    resources: dict[str, float]
+    usage_fd: int
+    memory_limit: int
+    spill_dir: str
+    log_dir: str
+
+    def path(self, proc: int) -> str:
+        """The socket on which process number ``proc`` listens."""
+        return f"{self.directory}/{proc}"
 
 
 class Zygote:

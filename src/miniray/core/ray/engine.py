@@ -18,13 +18,13 @@ from ray.exceptions import RayError
 from miniray.core import serialize, session, startup
 from miniray.core.engine import Capabilities, Engine, RuntimeContext
 from miniray.core.options import Options
-from miniray.core.ray.errors import translate
 from miniray.core.ray.host import guard_function, host_class
 from miniray.core.ray.refs import (
     RayRef,
     RayStream,
     first_error,
     ray_refs_of,
+    translate,
     unwrap_refs,
     wrap,
     wrap_handle,
