@@ -134,6 +134,18 @@ class Resources:
     def free_gpus(self) -> float:
         return _tidy(sum(self._free_gpus))
 
+    def total(self) -> dict[str, float]:
+        return self._told(self.cpus, self.gpus)
+
+    def available(self, used: float = 0.0) -> dict[str, float]:
+        """What is free, with ``used`` CPUs in use that nobody has taken."""
+        return self._told(max(0.0, self.free_cpus - used), self.free_gpus)
+
+    def _told(self, cpus: float, gpus: float) -> dict[str, float]:
+        told = {"CPU": float(cpus), "memory": float(memory_total())}
+        # As in Ray, where what a machine does not have is not mentioned.
+        return {**told, "GPU": float(gpus)} if self.gpus else told
+
     def check(self, what: str, cpus: float, gpus: float) -> None:
         """Raise ``ActorUnschedulableError`` where waiting could not help."""
         if cpus > self.cpus + _EPSILON or gpus > self.gpus + _EPSILON:

@@ -7,14 +7,13 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from miniray.core.local.calls import Call, fill_arguments
+from miniray.core.local.calls import Call, fill_arguments, make_sink, set_origin
 from miniray.core.local.channel import Channel
 from miniray.core.local.objects import Blob, Failure
 from miniray.core.local.peers import CANCEL, DRIVER
 from miniray.core.local.sharing import Shared
-from miniray.core.local.sinks import make_sink, set_origin
 from miniray.core.local.wire import Closed
-from miniray.core.remote import ActorInfo
+from miniray.core.specs import ActorInfo
 from miniray.errors import ActorDiedError, MinirayError
 
 if TYPE_CHECKING:
@@ -141,9 +140,7 @@ class ActorClient:
                     continue
                 try:
                     if self._channel is None:
-                        self._channel = Channel(
-                            self.node, self.proc, self.sequential, self._lost, self._result
-                        )
+                        self._channel = Channel(self.node, self.proc, self.sequential, self)
                     self._channel.submit(call)
                 except Closed:
                     if self._channel is not None:
@@ -158,13 +155,13 @@ class ActorClient:
                     call.fail(self.node, OSError(error.errno, text))
                 self._queue.popleft()
 
-    def _result(self, channel: Channel) -> None:
+    def took(self, channel: Channel) -> None:
         if not channel.pending:
             with self._lock:
                 if not channel.pending and not self._queue:
                     self._keep = None
 
-    def _lost(self, channel: Channel, calls: list[Call]) -> None:
+    def lost(self, channel: Channel, calls: list[Call]) -> None:
         with self._lock:
             if self._channel is channel:
                 self._channel = None

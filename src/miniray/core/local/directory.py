@@ -7,7 +7,6 @@ with ``Control.later`` until the lock is released.
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -21,24 +20,10 @@ from miniray.core.local.processes import Worker
 from miniray.core.machine import Grant
 from miniray.core.options import Options
 from miniray.core.refs import later, say_unseen
-from miniray.core.serialize import take_ref
 from miniray.errors import ActorDiedError
 
 if TYPE_CHECKING:
     from miniray.core.local.control import Control
-
-
-class _FirstRef:
-    def __reduce__(self) -> Any:
-        return take_ref, (0,)
-
-
-_HANDLE_STREAM = pickle.dumps(_FirstRef(), 5)
-
-
-def handle_blob(actor: ActorEntry) -> Blob:
-    """A value that unpickles to a handle of ``actor``."""
-    return Blob(data=_HANDLE_STREAM, refs=[actor])
 
 
 @dataclasses.dataclass(eq=False)
@@ -81,8 +66,8 @@ class ActorDirectory:
             actor_failed=self.failed,
             actor_leaves=self.leaves,
             actor_lost=lambda _, meta, __, reply: self.lost(meta[0], meta[1], reply),
-            get_actor=lambda _, meta, __, reply: reply(None, [handle_blob(self.find(*meta))]),
-            current_actor=lambda _, id, __, reply: reply(None, [handle_blob(self.by_id(id))]),
+            get_actor=lambda _, meta, __, reply: reply(None, [self._handle(self.find(*meta))]),
+            current_actor=lambda _, id, __, reply: reply(None, [self._handle(self.by_id(id))]),
             kill=lambda _, meta, __, reply: self.kill(meta[0], meta[1], reply),
         )
 
@@ -90,7 +75,7 @@ class ActorDirectory:
         """Register an actor, or find the one that has its name. ``ValueError`` for a taken one."""
         class_name, info_bytes, is_async, options = meta
         entry, new = self._create(class_name, info_bytes, is_async, options, blobs[0])
-        reply(new, [handle_blob(entry)])
+        reply(new, [self._handle(entry)])
 
     def _create(
         self, class_name: str, info_bytes: bytes, is_async: bool, options: Options, spec: Blob
@@ -133,6 +118,10 @@ class ActorDirectory:
             if options.lifetime == "detached":
                 self._detached.append(entry)
             return entry, True
+
+    def _handle(self, actor: ActorEntry) -> Blob:
+        """A value that unpickles to a handle of ``actor``."""
+        return Blob.of(self.node, self.node.engine.handle(actor))
 
     def start(self, _: int, meta: Any, blobs: list[Blob], reply: Reply) -> None:
         """The arguments of ``__init__`` are there: place it. With a failed one it is dead."""

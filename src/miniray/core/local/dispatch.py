@@ -12,15 +12,13 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from miniray.core.local.calls import FUNCTION, Call
-from miniray.core.local.lanes import Demand, Function, Lane, Leased, has_room
+from miniray.core.local.calls import FUNCTION, Call, sink_entries
 from miniray.core.local.objects import Blob, Failure
 from miniray.core.local.peers import CANCEL, DRIVER, STEAL
-from miniray.core.local.sinks import sink_entries
+from miniray.core.local.tasks import Demand, Function, Lane, Leased
 from miniray.core.local.wire import Closed
 
 if TYPE_CHECKING:
-    from miniray.core.local.channel import Channel
     from miniray.core.local.node import Node
 
 #: Tasks behind one that takes longer than this, against expectation, are for another worker.
@@ -43,9 +41,7 @@ class Dispatcher:
     def lane(self, demand: Demand) -> Lane:
         """Where tasks that need this wait."""
         with self._lock:
-            if demand not in self._lanes:
-                self._lanes[demand] = Lane(demand)
-            return self._lanes[demand]
+            return self._lanes.setdefault(demand, Lane(demand))
 
     def enqueue(self, call: Call, lane: Lane) -> None:
         with self._lock:
@@ -60,7 +56,7 @@ class Dispatcher:
         while lane.queue:
             usable = [w for w in lane.leased.values() if not (w.recalled or w.blocked)]
             worker = min(usable, key=lambda w: len(w.pending), default=None)
-            if worker is None or not has_room(worker, lane.queue[0]):
+            if worker is None or not worker.has_room(lane.queue[0]):
                 break
             call = lane.queue.popleft()
             if not worker.pending:
@@ -102,7 +98,7 @@ class Dispatcher:
             worker = self._workers.get(proc)
             if worker is None or worker.closed:
                 try:
-                    worker = Leased(self.node, proc, True, self._lost, self._result, self._stolen)
+                    worker = Leased(self.node, proc, True, self)
                 except Closed:
                     # It died between the grant and now. Returned, it would be granted again at
                     # once: the lease ends when its death is noticed.
@@ -138,8 +134,8 @@ class Dispatcher:
     def _tell_driver(self, what: str, proc: int) -> None:
         self.node.ask(DRIVER, what, (proc,), [], lambda *_: None)
 
-    def _result(self, worker: Channel) -> None:
-        assert isinstance(worker, Leased)
+    def took(self, worker: Leased) -> None:
+        """Results came."""
         with self._lock:
             lane = worker.lane
             if lane is None:
@@ -156,7 +152,7 @@ class Dispatcher:
         """A leased worker with nothing to do: take over from a busy one, or give it back."""
         if worker.pending or worker.peer not in lane.leased or worker.stealing:
             return
-        if worker.closed:  # it has died: ``_lost`` has what was pending, and ends the lease
+        if worker.closed:  # it has died: ``lost`` has what was pending, and ends the lease
             return
         for other in () if worker.recalled else lane.leased.values():
             if len(other.pending) > 1 and self._ask_back(other, worker.peer):
@@ -201,7 +197,7 @@ class Dispatcher:
                 worker.recalled = True
                 self._settle(worker.lane, worker)
 
-    def _stolen(self, victim: Channel, thief: int | None, ids: list[int]) -> None:
+    def stolen(self, victim: Leased, thief: int | None, ids: list[int]) -> None:
         """A worker gave back tasks it had not started; ``thief`` was waiting for them.
 
         Without a thief, the worker waits inside a task, perhaps for one of those behind it: it gets
@@ -210,7 +206,6 @@ class Dispatcher:
         The answer comes among the results, so that a thread that reads there for one of these
         tasks notices that it has moved.
         """
-        assert isinstance(victim, Leased)
         with self._lock:
             victim.thieves -= thief is not None
             lane = victim.lane
@@ -237,8 +232,8 @@ class Dispatcher:
 
     # -- failure and cancellation -----------------------------------------------------------------
 
-    def _lost(self, worker: Channel, calls: list[Call]) -> None:
-        assert isinstance(worker, Leased)
+    def lost(self, worker: Leased, calls: list[Call]) -> None:
+        """A worker is gone: send its tasks again, as far as they may be, once it is known why."""
         with self._lock:
             lane, worker.lane = worker.lane, None
             if lane is None:

@@ -35,7 +35,7 @@ _HELLO = struct.Struct("<32sII")
 CALLS, CONTROL = 1, 2  # what a new connection is for
 
 # Kinds of control message.
-FETCH, VALUE, RETURNS, DEAD, ASK, ANSWER, INIT, EXIT, CANCEL, STEAL, RECALL, BLOCKED = range(1, 13)
+RETURNS, DEAD, ASK, ANSWER, INIT, EXIT, CANCEL, STEAL, RECALL, BLOCKED = range(1, 11)
 
 Reply = Callable[[Any, Sequence[Blob]], None]
 
@@ -218,7 +218,7 @@ class Peers(IoThread, Sharing):
         self.asked[number] = (proc, then)
         if not self.tell(proc, ASK, (number, question, meta), blobs):
             self.asked.pop(number, None)
-            then(False, ObjectLostError("the process that was asked is gone"), [])
+            then(False, ObjectLostError("its process ended"), [])
 
     def ask_and_wait(
         self, proc: int, question: str, meta: Any, blobs: Sequence[Blob] = ()

@@ -1,4 +1,4 @@
-"""The driver's end of the zygote: starting, killing and hearing about worker processes.
+"""The start of the local engine, and the driver's end of the zygote, which starts the workers.
 
 Imports little, so that the zygote can be started before the rest of the engine is loaded: both get
 ready at the same time.
@@ -16,9 +16,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miniray.core.local import system
+from miniray.errors import EngineStartError
+
+if TYPE_CHECKING:
+    from miniray.core.engine import Engine, InitConfig
 
 MAX_MESSAGE = 1 << 20
 # Messages with boundaries; macOS has only the second for Unix sockets.
@@ -32,6 +36,25 @@ _BOOT = (
     "import sys; sys.path[:] = {path!r}; from miniray.core.local.zygote import main; "
     "main({fd}, {modules!r})"
 )
+
+
+def start(config: InitConfig) -> Engine:
+    """Start the engine in this process, which becomes the driver.
+
+    Raises ``EngineStartError``; nothing is left behind then.
+    """
+    zygote = None
+    try:
+        zygote = Zygote()
+        from miniray.core.local import driver  # only now: see above
+
+        return driver.start(config, zygote)
+    except BaseException as error:
+        if zygote is not None:
+            zygote.close()
+        if isinstance(error, OSError):
+            raise EngineStartError(f"cannot start the local engine: {error}") from error
+        raise
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,8 @@ import ray
 from miniray import errors
 from miniray.core.engine import Engine
 from miniray.core.ray.host import INIT_FAILED
-from miniray.core.refs import ObjectRef, ObjectRefGenerator
-from miniray.core.remote import ActorHandle, ActorInfo, CallSpec, positional_range
+from miniray.core.refs import ActorHandle, ObjectRef, ObjectRefGenerator
+from miniray.core.specs import ActorInfo, CallSpec
 
 T = TypeVar("T")
 
@@ -194,25 +194,14 @@ def _make_info(
     for name, parameters in signatures.items():
         if name.startswith("__") and name != "__call__":
             continue
-        signature = inspect.Signature(parameters)
-        low, high = positional_range(signature)
-        generator = bool(generators.get(name))
-        methods[name] = CallSpec(
-            name=f"{class_name}.{name}",
-            signature=signature,
-            min_positional=low,
-            max_positional=high,
-            is_generator=generator,
-            is_async=False,  # matters only where the class itself is at hand
-            num_returns=_declared(num_returns.get(name), generator),
+        methods[name] = CallSpec.made(
+            f"{class_name}.{name}",
+            inspect.Signature(parameters),
+            bool(generators.get(name)),
+            False,  # async or not matters only where the class itself is at hand
+            num_returns.get(name),
         )
     return ActorInfo(class_name, methods)
-
-
-def _declared(num_returns: int | str | None, generator: bool) -> int | str:
-    if num_returns is None:
-        return "streaming" if generator else 1
-    return num_returns
 
 
 def translate(error: Exception) -> Exception:
