@@ -35,11 +35,6 @@ from miniray.errors import ActorDiedError, SessionEndedError
 Returned = ObjectRef[Any] | list[ObjectRef[Any]] | ObjectRefGenerator | None
 
 
-def start(config: InitConfig) -> Engine:
-    """Start the engine; there is nothing to start but the counting of resources."""
-    return InlineEngine(config)
-
-
 class InlineEngine(Engine):
     name = "inline"
     capabilities = Capabilities(
@@ -313,3 +308,6 @@ class InlineEngine(Engine):
             raise SessionEndedError(
                 "this miniray session was shut down; its refs and actors are gone"
             )
+
+
+start = InlineEngine  # there is nothing to start but the counting of resources

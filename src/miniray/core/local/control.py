@@ -242,7 +242,7 @@ class Pool:
         if worker in self._idle:
             self._idle.remove(worker)
         self._crashes[worker.proc] = Blob.of(self.node, WorkerCrashedError(text))
-        while len(self._crashes) > 1000:
+        if len(self._crashes) > 1000:
             del self._crashes[next(iter(self._crashes))]
 
     def _answer_worker_lost(self, proc: int, reply: Reply) -> None:

@@ -165,8 +165,7 @@ class ActorDirectory:
         }
         if actor.restarts_left == 0:
             actor.arguments = None  # not needed again: let the values go
-        spec = actor.spec
-        self._control.later(lambda: self._send_init(worker, meta, [spec, *blobs]))
+        self._control.later(partial(self._send_init, worker, meta, [actor.spec, *blobs]))
 
     def _send_init(self, worker: Worker, meta: Any, blobs: list[Blob]) -> None:
         if not self.node.tell(worker.proc, INIT, meta, blobs):
