@@ -14,18 +14,10 @@ from mypy.nodes import ARG_STAR, ARG_STAR2, Argument, Decorator, FuncDef, TypeIn
 from mypy.plugin import AttributeContext, ClassDefContext, Plugin
 from mypy.plugins.common import add_method_to_class
 from mypy.typeops import bind_self
-from mypy.types import (
-    AnyType,
-    CallableType,
-    Instance,
-    Parameters,
-    Type,
-    TypeOfAny,
-    get_proper_type,
-)
+from mypy.types import AnyType, CallableType, Instance, Parameters, Type, TypeOfAny, get_proper_type
 
 _REMOTE = ("miniray.remote", "miniray.core.remote.remote")
-_HANDLE = "miniray.core.handles.ActorHandle"
+_HANDLE = "miniray.core.refs.ActorHandle"
 _CLASS = "miniray.core.remote.ActorClass"
 _TYPED = "miniray.core.remote.Actor"
 _REF = "miniray.core.refs.ObjectRef"

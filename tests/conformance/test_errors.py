@@ -9,7 +9,7 @@ import pytest
 
 import miniray
 from miniray.errors import MinirayError, NotSerializableError, TaskError
-from tests.conformance.helpers import needs
+from tests.conformance.helpers import Gate, needs
 
 
 class ShopError(Exception):
@@ -74,6 +74,9 @@ class Shop:
 
     def count(self):
         return self.calls
+
+    def same(self, value):
+        return value
 
 
 def test_the_users_exception_type_is_caught(engine):
@@ -205,6 +208,28 @@ def test_an_error_passes_through_a_chain_of_actors(engine):
     with pytest.raises(ShopError) as caught:
         miniray.get(shop.buy.remote(6))
     assert caught.value.code == 6
+
+
+@pytest.mark.parametrize("actors", [0, 1, 2])
+def test_an_error_passes_through_a_long_chain_of_calls(engine, tmp_path, actors):
+    gate = Gate(tmp_path)
+
+    @miniray.remote
+    def fail_later():
+        gate.wait()
+        raise ShopError("closed", 5)
+
+    if not engine.capabilities.concurrent:
+        gate.open()
+    calls = [Shop.remote().same for _ in range(actors)] or [identity]
+    ref = fail_later.remote()
+    for i in range(400):
+        ref = calls[i % len(calls)].remote(ref)
+    gate.open()
+    with pytest.raises(ShopError) as caught:
+        miniray.get(ref)
+    assert caught.value.code == 5
+    assert miniray.get(identity.remote(1)) == 1
 
 
 def test_remote_code_can_catch_what_remote_code_raised(engine):

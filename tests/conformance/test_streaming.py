@@ -1,5 +1,7 @@
 """Generators: a ref an item, as soon as the item was yielded."""
 
+import os
+
 import pytest
 
 import miniray
@@ -151,3 +153,32 @@ def test_two_streams_side_by_side(engine):
     one, other = count.remote(3), count.remote(3)
     pairs = [(miniray.get(a), miniray.get(b)) for a, b in zip(one, other, strict=True)]
     assert pairs == [(0, 0), (1, 1), (2, 2)]
+
+
+def counted(n, read, died):
+    """0 .. n-1; in its first run the process ends after 2, once somebody has read so far."""
+    for i in range(n):
+        yield i
+        if i == 2 and not died.is_open():
+            read.wait()
+            died.open()
+            os._exit(3)
+
+
+@miniray.remote(max_restarts=1, max_task_retries=1)
+class Counter:
+    def counted(self, *args):
+        yield from counted(*args)
+
+
+@pytest.mark.parametrize("where", ["task", "actor"])
+def test_a_stream_that_is_run_again_repeats_no_item(engine, tmp_path, where):
+    needs(engine, "processes", "concurrent")
+    read, died = Gate(tmp_path, "read"), Gate(tmp_path, "died")
+    actor = Counter.remote()
+    call = miniray.remote(counted) if where == "task" else actor.counted
+    stream = call.remote(5, read, died)
+    first = [miniray.get(next(stream)) for _ in range(3)]
+    read.open()
+    assert first + values(stream) == [0, 1, 2, 3, 4]
+    assert died.is_open()

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from miniray.core import machine
-from miniray.core.resources import Resources
+from miniray.core.machine import Resources
 from miniray.errors import ActorUnschedulableError
 
 

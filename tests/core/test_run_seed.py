@@ -17,7 +17,7 @@ def test_every_session_has_its_own_and_takes_it_away(monkeypatch):
 
 
 def test_a_failed_start_leaves_none(monkeypatch):
-    monkeypatch.setattr("miniray.core.inline.start", lambda config: 1 / 0)
+    monkeypatch.setattr("miniray.core.inline.engine.start", lambda config: 1 / 0)
     try:
         miniray.init(backend="inline")
     except ZeroDivisionError:

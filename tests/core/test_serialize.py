@@ -8,8 +8,9 @@ import pytest
 
 from miniray.core.engine import Engine
 from miniray.core.refs import ObjectRef
-from miniray.core.remote import ActorHandle, ActorInfo
+from miniray.core.remote import ActorHandle
 from miniray.core.serialize import pack, unpack
+from miniray.core.specs import ActorInfo
 from miniray.errors import NotSerializableError
 
 torch = pytest.importorskip("torch")

@@ -84,7 +84,7 @@ def test_refs_dropped_at_random(engine):
             del kept[rng.randrange(len(kept))]
     kept.clear()
     settles_to(engine, idle)
-    eventually(lambda: used(engine) <= 40 * LARGE, 5)  # what the workers keep warm
+    eventually(lambda: used(engine) <= 40 * LARGE, 20)  # what the workers keep warm, for a while
     after = footprint()
     assert after[0] - before[0] < 200  # segments kept warm hold two each
     assert after[1] == before[1]

@@ -81,7 +81,9 @@ def test_errors_keep_nothing_alive(engine):
             miniray.get(worker.echo.remote(array), timeout=0)
     del array
     settles_to(engine, idle)
-    eventually(lambda: used(engine) <= 20 * LARGE, 5)
+    eventually(
+        lambda: used(engine) <= 20 * LARGE, 20
+    )  # the worker, too, keeps some warm for a while
 
 
 def test_an_actor_ends_with_its_last_handle(engine):

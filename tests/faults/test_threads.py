@@ -10,6 +10,7 @@ import pytest
 
 import miniray
 from miniray.errors import SessionEndedError, TaskError
+from tests.conformance.helpers import Gate
 from tests.faults.helpers import SOON, eventually
 from tests.faults.workers import Counter, double
 
@@ -239,3 +240,35 @@ def test_who_asked_the_driver_learns_that_another_thread_ended_the_session(engin
     thread.join(30)
     assert not thread.is_alive()
     assert len(failures) == 1
+
+
+@pytest.mark.parametrize("how", ["a task is cancelled", "a method is cancelled", "an actor dies"])
+def test_those_who_wait_for_a_call_that_failed_go_on_with_no_lock_held(engine, tmp_path, how):
+    """Else two threads could each hold what the other one waits for."""
+    gate, counter = Gate(tmp_path), Counter.remote()
+
+    @miniray.remote
+    def blocked():
+        gate.wait()
+
+    argument = blocked.remote()
+    if how == "a task is cancelled":
+        call, ref = double, double.options(num_cpus=4).remote(1)
+    else:
+        miniray.get(counter.add.remote())
+        call, ref = counter.add, counter.add.remote(argument)
+    free = []
+
+    def callback():
+        other = threading.Thread(target=call.remote, args=(1,), daemon=True)
+        other.start()
+        other.join(10)
+        free.append(not other.is_alive())
+
+    engine.on_ready(ref, callback)
+    if how == "an actor dies":
+        miniray.kill(counter)
+    else:
+        miniray.cancel(ref)
+    assert eventually(lambda: free) == [True]
+    gate.open()

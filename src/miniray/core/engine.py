@@ -7,19 +7,21 @@ To write another one: subclass ``Engine``, ``ObjectRef`` and pass your own state
 ``ActorHandle``; declare honestly what you cannot do in ``capabilities``; run
 ``tests/conformance``. Semantics are Ray's wherever Ray has a word for it. Do not emulate a missing
 capability half-way: raise ``CapabilityError``.
+
+numpy, torch and asyncio are imported where used: most processes never need all of them.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from miniray.core.options import Options
-    from miniray.core.refs import ObjectRef, ObjectRefGenerator
-    from miniray.core.remote import ActorHandle, ClassSpec, FunctionSpec
+    from miniray.core.refs import ActorHandle, ObjectRef, ObjectRefGenerator
+from miniray.core.specs import ClassSpec, FunctionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +107,32 @@ def bytes_of(array: Any) -> Any:
 
         return array.detach().reshape(-1).view(torch.uint8).numpy()
     return array.reshape(-1).view(np.uint8)
+
+
+async def cancel_rest() -> None:
+    """Cancel the other tasks of the running loop, and wait until they have ended."""
+    import asyncio
+
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)
+
+
+def drain(items: AsyncIterator[Any]) -> Iterator[Any]:
+    """The items of an async generator, one turn of a private event loop each."""
+    import asyncio
+
+    loop = asyncio.new_event_loop()
+    try:
+        while True:
+            try:
+                yield loop.run_until_complete(anext(items))
+            except StopAsyncIteration:
+                return
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())  # one that was not read to its end
+        loop.close()
 
 
 class Engine(abc.ABC):
@@ -194,9 +222,9 @@ class Engine(abc.ABC):
         return self.get([ref], None)[0]
 
     def stored(self, ref: ObjectRef[Any]) -> Any:
-        """A ready value as it lies in the engine's memory (see ``local/stored.py``).
+        """A ready value as it lies in the engine's memory (see ``local/mapped.py``).
 
-        None where it does not lie anywhere as a whole; then there is only ``peek``.
+        None where it does not lie anywhere as a whole, or has refs inside: there is only ``peek``.
         """
         return None
 

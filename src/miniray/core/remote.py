@@ -17,18 +17,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from miniray.core import session, startup
-from miniray.core.handles import ActorHandle, ActorMethod, P, R, T
 from miniray.core.options import Options
-from miniray.core.refs import ObjectRef, ObjectRefGenerator
-from miniray.core.specs import (
-    METHOD_OPTIONS,
-    NOT_A_METHOD,
-    ActorInfo,
-    CallSpec,
-    ClassSpec,
-    FunctionSpec,
-    positional_range,
-)
+from miniray.core.refs import ActorHandle, ActorMethod, ObjectRef, ObjectRefGenerator, P, R, T
+from miniray.core.specs import METHOD_OPTIONS, NOT_A_METHOD, CallSpec, ClassSpec, FunctionSpec
 
 A = TypeVar("A", bound="Actor")
 V = TypeVar("V")
@@ -324,16 +315,10 @@ __all__ = [
     "Actor",
     "ActorClass",
     "ActorHandle",
-    "ActorInfo",
-    "ActorMethod",
     "CallSpec",
     "ClassSpec",
-    "FunctionSpec",
-    "ObjectRef",
-    "ObjectRefGenerator",
     "RemoteFunction",
     "adapting",
     "method",
-    "positional_range",
     "remote",
 ]

@@ -27,6 +27,7 @@ from typing import Any
 
 import cloudpickle
 
+from miniray.core.refs import ActorHandle, ObjectRef
 from miniray.errors import NotSerializableError
 
 
@@ -88,7 +89,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._private_ids = private_ids
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, _ref_types()):
+        if isinstance(obj, (ObjectRef, ActorHandle)):
             self.refs.append(obj)
             return take_ref, (len(self.refs) - 1,)
         torch = sys.modules.get("torch")
@@ -172,14 +173,6 @@ def _pretend_writable(view: memoryview) -> Any:
     buffer = (ctypes.c_char * view.nbytes).from_address(address)
     buffer.owner = view  # type: ignore[attr-defined]  # keeps the memory as long as the tensor
     return buffer
-
-
-@functools.cache
-def _ref_types() -> tuple[type, ...]:
-    from miniray.core.refs import ObjectRef
-    from miniray.core.remote import ActorHandle
-
-    return ObjectRef, ActorHandle
 
 
 def pack(value: Any, what: str = "value") -> Packed:

@@ -14,17 +14,17 @@ from miniray.checks import whole
 from miniray.core import startup
 from miniray.core.engine import Engine, InitConfig, RuntimeContext
 from miniray.core.options import amount, text
+from miniray.core.refs import ActorHandle, ObjectRef, ObjectRefGenerator
 
 if TYPE_CHECKING:
-    from miniray.core.refs import ObjectRef, ObjectRefGenerator
-    from miniray.core.remote import Actor, ActorHandle
+    from miniray.core.remote import Actor
 
 T = TypeVar("T")
 
 #: Where each engine lives; imported when first asked for, so that Ray is not needed otherwise.
 BACKENDS = {
-    "inline": "miniray.core.inline",
-    "local": "miniray.core.local",
+    "inline": "miniray.core.inline.engine",
+    "local": "miniray.core.local.spawner",
     "ray": "miniray.core.ray",
 }
 
@@ -194,8 +194,6 @@ def get(refs: Any, timeout: float | None = None) -> Any:
     ``ActorDiedError``/``WorkerCrashedError`` when the process is gone. With several refs the first
     error in list order is raised.
     """
-    from miniray.core.refs import ObjectRef
-
     if timeout is not None:
         timeout = _limit(timeout)
     if isinstance(refs, ObjectRef):
@@ -206,8 +204,6 @@ def get(refs: Any, timeout: float | None = None) -> Any:
 
 def put(value: T) -> ObjectRef[T]:
     """Store a value once, to pass to many calls without copying it each time."""
-    from miniray.core.refs import ObjectRef
-
     if isinstance(value, ObjectRef):
         raise TypeError("put() of an ObjectRef: pass the ref itself, or a list holding it")
     return engine().put(value)
@@ -248,8 +244,6 @@ def _limit(timeout: Any) -> float | None:
 
 
 def _check_refs(verb: str, refs: Any) -> None:
-    from miniray.core.refs import ObjectRef
-
     if not isinstance(refs, (list, tuple)):
         what = "an ObjectRef or a list of them" if verb == "get" else "a list of ObjectRefs"
         hint = "; call it with .remote(...)" if hasattr(refs, "remote") else ""
@@ -261,8 +255,6 @@ def _check_refs(verb: str, refs: Any) -> None:
 
 def kill(actor: ActorHandle[Any] | Actor, *, no_restart: bool = True) -> None:
     """End an actor's process at once; with ``no_restart=False`` it may restart."""
-    from miniray.core.remote import ActorHandle
-
     if not isinstance(actor, ActorHandle):
         raise TypeError(f"kill() takes an actor handle, not {actor!r}; for a call use cancel(ref)")
     engine().kill(actor._actor, no_restart)
@@ -275,8 +267,6 @@ def cancel(
 
     With ``recursive`` so are the tasks it has started; ``force`` ends them in any case.
     """
-    from miniray.core.refs import ObjectRefGenerator
-
     if not isinstance(ref, ObjectRefGenerator):
         _check_refs("cancel", [ref])
     engine().cancel(ref, force, recursive)

@@ -36,23 +36,25 @@ class CallSpec:
     def of(cls, function: Callable[..., Any], name: str, *, bound: bool) -> CallSpec:
         """Describe ``function``; with ``bound`` the first parameter (self) is left out."""
         generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+        is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
         declared: dict[str, Any] = getattr(function, METHOD_OPTIONS, {})
-        num_returns = declared.get("num_returns")
+        signature = _bare_signature(function, bound)
+        return cls.made(name, signature, generator, is_async, declared.get("num_returns"))
+
+    @classmethod
+    def made(
+        cls,
+        name: str,
+        signature: inspect.Signature | None,
+        generator: bool,
+        is_async: bool,
+        num_returns: int | str | None,
+    ) -> CallSpec:
+        """``num_returns`` of None is what the kind of function says."""
+        low, high = (0, -1) if signature is None else _positional_range(signature)
         if num_returns is None:
             num_returns = "streaming" if generator else 1
-        signature = _bare_signature(function, bound)
-        low, high = 0, -1
-        if signature is not None:
-            low, high = positional_range(signature)
-        return cls(
-            name=name,
-            signature=signature,
-            min_positional=low,
-            max_positional=high,
-            is_generator=generator,
-            is_async=inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function),
-            num_returns=num_returns,
-        )
+        return cls(name, signature, low, high, generator, is_async, num_returns)
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise ``TypeError``, as the call itself would, when the arguments do not fit."""
@@ -86,7 +88,7 @@ def _bare_signature(function: Callable[..., Any], bound: bool) -> inspect.Signat
     )
 
 
-def positional_range(signature: inspect.Signature) -> tuple[int, int]:
+def _positional_range(signature: inspect.Signature) -> tuple[int, int]:
     """(fewest, most) arguments of a call with positional arguments only; most < 0: bind instead."""
     low = high = 0
     for p in signature.parameters.values():

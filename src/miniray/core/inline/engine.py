@@ -24,22 +24,15 @@ from typing import Any
 
 from miniray.core import machine, startup
 from miniray.core.engine import Capabilities, Engine, InitConfig, RuntimeContext
-from miniray.core.inline.actor import InlineActor, InlineRef, InlineStream
+from miniray.core.inline.actor import Directory, InlineActor, InlineRef, InlineStream, Ledger
 from miniray.core.inline.call import Arguments, Failure, Frame, Outcome, Stored, current, everywhere
-from miniray.core.inline.directory import Directory
 from miniray.core.inline.guard import PrivateLoop
-from miniray.core.inline.ledger import Ledger
 from miniray.core.options import Options
-from miniray.core.refs import ObjectRef, ObjectRefGenerator
-from miniray.core.remote import ActorHandle, ClassSpec, FunctionSpec
+from miniray.core.refs import ActorHandle, ObjectRef, ObjectRefGenerator
+from miniray.core.specs import ClassSpec, FunctionSpec
 from miniray.errors import ActorDiedError, SessionEndedError
 
 Returned = ObjectRef[Any] | list[ObjectRef[Any]] | ObjectRefGenerator | None
-
-
-def start(config: InitConfig) -> Engine:
-    """Start the engine; there is nothing to start but the counting of resources."""
-    return InlineEngine(config)
 
 
 class InlineEngine(Engine):
@@ -315,3 +308,6 @@ class InlineEngine(Engine):
             raise SessionEndedError(
                 "this miniray session was shut down; its refs and actors are gone"
             )
+
+
+start = InlineEngine  # there is nothing to start but the counting of resources

@@ -16,7 +16,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
-from miniray.core import loops, startup
+from miniray.core import startup
+from miniray.core.engine import cancel_rest
 
 T = TypeVar("T")
 
@@ -109,7 +110,7 @@ class PrivateLoop:
         if loop is None or loop.is_running() or loop.is_closed():
             return
         if asyncio.all_tasks(loop):
-            run_on(loop, loops.cancel_rest())
+            run_on(loop, cancel_rest())
         loop.close()
 
 

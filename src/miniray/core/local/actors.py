@@ -7,14 +7,13 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from miniray.core.local.calls import Call, fill_arguments
+from miniray.core.local.calls import Call, fill_arguments, make_sink, set_origin
 from miniray.core.local.channel import Channel
-from miniray.core.local.objects import FAILED, Blob, Entry, Failure, LocalRef
+from miniray.core.local.objects import Blob, Failure
 from miniray.core.local.peers import CANCEL, DRIVER
 from miniray.core.local.sharing import Shared
-from miniray.core.local.sinks import make_sink, set_origin
 from miniray.core.local.wire import Closed
-from miniray.core.remote import ActorInfo
+from miniray.core.specs import ActorInfo
 from miniray.errors import ActorDiedError, MinirayError
 
 if TYPE_CHECKING:
@@ -102,14 +101,9 @@ class ActorClient:
     ) -> Any:
         node = self.node
         id = next(node.ids)
-        if num_returns == 1:
-            sink: Any = Entry(node, id)
-            sink.origin = (self, id)
-            result: Any = LocalRef(sink)
-        else:
-            sink, result = make_sink(node, id, num_returns)
-            set_origin(sink, self, id)
+        sink, result = make_sink(node, id, num_returns)
         call = Call(id, sink, method, num_returns)
+        set_origin(sink, self, call)
         call.retries = self.retries
         fill_arguments(node, call, args, kwargs)
         with self._lock:
@@ -136,19 +130,17 @@ class ActorClient:
             while self._queue and not self._locating:
                 call = self._queue[0]
                 if self._death is not None:
-                    self._queue.popleft().sink.resolve(FAILED, self._death)
+                    self._queue.popleft().fail(self.node, self._death)
                     continue
                 if call.pending_deps():
                     return
                 failed = call.failed_dep()
                 if failed is not None:
-                    self._queue.popleft().sink.resolve(FAILED, failed.value)
+                    self._queue.popleft().fail(self.node, failed.value)
                     continue
                 try:
                     if self._channel is None:
-                        self._channel = Channel(
-                            self.node, self.proc, self.sequential, self._lost, self._result
-                        )
+                        self._channel = Channel(self.node, self.proc, self.sequential, self)
                     self._channel.submit(call)
                 except Closed:
                     if self._channel is not None:
@@ -160,24 +152,23 @@ class ActorClient:
                     return
                 except OSError as error:  # no descriptor left
                     text = f"{call.label} could not be sent: {error.strerror}"
-                    call.sink.fail(OSError(error.errno, text))
+                    call.fail(self.node, OSError(error.errno, text))
                 self._queue.popleft()
 
-    def _result(self, channel: Channel) -> None:
+    def took(self, channel: Channel) -> None:
         if not channel.pending:
             with self._lock:
                 if not channel.pending and not self._queue:
                     self._keep = None
 
-    def _lost(self, channel: Channel, calls: list[Call]) -> None:
+    def lost(self, channel: Channel, calls: list[Call]) -> None:
         with self._lock:
             if self._channel is channel:
                 self._channel = None
         if channel.interrupted:
             for call in calls:
-                call.sink.fail(
-                    MinirayError(f"the result of {call.label} was lost by an interrupt (Ctrl-C)")
-                )
+                text = f"the result of {call.label} was lost by an interrupt (Ctrl-C)"
+                call.fail(self.node, MinirayError(text))
             with self._lock:
                 self._locating = False
             self._pump()
@@ -191,48 +182,47 @@ class ActorClient:
 
         def then(ok: bool, answer: Any, blobs: list[Blob]) -> None:
             with self._lock:
-                if not ok:
-                    self._death = Blob.of(self.node, ActorDiedError(str(answer)))
-                else:
+                if ok:
                     alive, self.proc, on_purpose = answer
                     cause = blobs[0]
-                    if not alive:
-                        self._death = cause
-                        calls.extend(self._queue)
-                        self._queue.clear()
-                    failed = []
-                    for call in reversed(calls):
-                        # A stream cannot be taken up again where it broke off.
-                        if alive and call.retries and call.num_returns != "streaming":
-                            call.retries -= call.retries > 0
-                            self._queue.appendleft(call)
-                        else:
-                            failed.append(call)
-                    if failed and not on_purpose:
-                        cause = Failure(self.node, cause)
-                    for call in failed:
-                        call.sink.resolve(FAILED, cause)
+                else:  # the driver is gone, or the session
+                    alive, on_purpose = False, True
+                    cause = Blob.of(self.node, ActorDiedError(str(answer)))
+                if not alive:
+                    self._death = cause
+                    calls.extend(self._queue)
+                    self._queue.clear()
+                failed = []
+                for call in reversed(calls):
+                    if alive and call.cancelled:
+                        call.fail_cancelled(self.node)
+                    elif alive and call.retries:
+                        call.retries -= call.retries > 0
+                        self._queue.appendleft(call)
+                    else:
+                        failed.append(call)
+                if failed and not on_purpose:
+                    cause = Failure(self.node, cause)
+                for call in failed:
+                    call.fail(self.node, cause)
                 self._locating = False
-            if not ok:
-                for call in calls:
-                    call.sink.resolve(FAILED, self._death)
             self._pump()
             if not self._queue:
                 self._keep = None
 
         self.node.ask(DRIVER, "actor_lost", (self.id, proc), [], then)
 
-    def cancel(self, id: int, recursive: bool) -> None:
-        """Cancel the call with this id: dropped if queued here, else its worker is told."""
+    def cancel(self, call: Call, recursive: bool) -> None:
+        """Cancel a call: dropped if queued here, else its worker is told."""
+        call.cancelled = True
         with self._lock:
-            for call in self._queue:
-                if call.id == id:
-                    self._queue.remove(call)
-                    call.fail_cancelled()
-                    self._pump()  # those behind it need not wait for its arguments
-                    return
+            if call in self._queue:
+                self._queue.remove(call)
+                call.fail_cancelled(self.node)
+                self._pump()  # those behind it need not wait for its arguments
+                return
         self.node.flush_calls()
-        self.node.tell(self.proc, CANCEL, (id, recursive))
+        self.node.tell(self.proc, CANCEL, (call.id, recursive))
 
     def retire(self) -> None:
         with self._lock:

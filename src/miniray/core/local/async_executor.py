@@ -9,13 +9,8 @@ import os
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
-from miniray.core import loops
-from miniray.core.local.executors import (
-    Executor,
-    Job,
-    current_call,
-    flush_output,
-)
+from miniray.core.engine import cancel_rest
+from miniray.core.local.executors import Executor, Job, current_call, flush_output
 from miniray.core.local.wire import Stream
 from miniray.errors import TaskCancelledError
 
@@ -61,7 +56,7 @@ class AsyncExecutor(Executor):
 
     def close(self) -> None:
         """Cancel what methods left running."""
-        self._loop.run_until_complete(loops.cancel_rest())
+        self._loop.run_until_complete(cancel_rest())
 
     def add(self, stream: Stream) -> None:
         self._loop.call_soon_threadsafe(self._watch, stream)

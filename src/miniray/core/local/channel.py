@@ -15,13 +15,20 @@ import pickle
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from miniray.core.local import interrupts, system
-from miniray.core.local.calls import R_ITEM, R_MANY, R_PLAIN, R_STOLEN, Call
+from miniray.core.local import system, waiting
+from miniray.core.local.calls import (
+    R_ITEM,
+    R_MANY,
+    R_PLAIN,
+    R_STOLEN,
+    Call,
+    StreamState,
+    sink_entries,
+)
 from miniray.core.local.objects import BLOB, FAILED, PENDING, PLAIN, Entry, Failure
-from miniray.core.local.sinks import sink_entries
 from miniray.core.local.wire import Closed, Stream, frame
 
 if TYPE_CHECKING:
@@ -34,20 +41,12 @@ _LONGEST_POLL = 1e9  # milliseconds: days, and what fits a C int
 class Channel(Stream):
     """The caller's end of a call connection to one worker.
 
-    ``on_lost(channel, calls)`` is called once, in the I/O thread, when the worker is gone, with the
-    calls that were not answered. ``on_result`` is called after each read, ``on_stolen`` with the
-    thief and the ids of tasks that the worker gives back.
+    What happens is told to ``owner``: ``lost(channel, calls)`` once, in the I/O thread, when the
+    worker is gone, with the calls that were not answered; ``took(channel)`` after each read; for
+    tasks ``stolen(channel, thief, ids)``, when the worker gives some back.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        proc: int,
-        batching: bool,
-        on_lost: Callable[[Channel, list[Call]], None],
-        on_result: Callable[[Channel], None],
-        on_stolen: Callable[[Channel, int | None, list[int]], None] = lambda *_: None,
-    ) -> None:
+    def __init__(self, node: Node, proc: int, batching: bool, owner: Any) -> None:
         super().__init__(node.dial(proc, 1), proc, node.watch_output)
         self.node = node
         self.handler = self._on_events
@@ -57,9 +56,7 @@ class Channel(Stream):
         self.taken = 0
         self.last_function: Any = None
         self._batching = batching
-        self._on_lost = on_lost
-        self._on_result = on_result
-        self._on_stolen = on_stolen
+        self._owner = owner
         self._batch: list[bytes] = []
         self._batch_bytes = 0
         self._call_lock = threading.Lock()
@@ -88,6 +85,8 @@ class Channel(Stream):
             else:
                 for entry in sink_entries(sink):
                     entry.channel = self
+                if type(sink) is StreamState:
+                    sink.begin()
                 read_now = True
             try:
                 if busy and self._batching and not fds:
@@ -174,13 +173,13 @@ class Channel(Stream):
         left = None
         if deadline is not None:
             left = min(max(0.0, deadline - time.monotonic()) * 1000, _LONGEST_POLL)
-        if not interrupts.pause():
+        if not waiting.pause_interrupts():
             return self._patience.wait(left)
-        longest = interrupts.LONGEST_SLEEP * 1000
+        longest = waiting.LONGEST_SLEEP * 1000
         try:
             return self._patience.wait(longest if left is None else min(left, longest))
         finally:
-            interrupts.resume()
+            waiting.resume_interrupts()
 
     def _read_and_take(self) -> None:
         try:
@@ -217,8 +216,7 @@ class Channel(Stream):
                 continue
             if kind == R_STOLEN:
                 thief, ids = pickle.loads(body)
-                self.thieves -= thief is not None
-                self._on_stolen(self, thief, ids)
+                self._owner.stolen(self, thief, ids)
                 continue
             id, state, wires = pickle.loads(body)
             # Decoded even if nobody wants it: its credits and descriptors must be given back.
@@ -242,7 +240,7 @@ class Channel(Stream):
         if frames:
             self.taken = len(frames)
             self.last_function = call.spec if call is not None else None
-            self._on_result(self)
+            self._owner.took(self)
 
     def lost(self, interrupted: bool = False) -> None:
         """The worker is gone, or (``interrupted``) only this connection to it is of no use.
@@ -267,8 +265,7 @@ class Channel(Stream):
                 pass
             with self._call_lock:  # a call being sent is among them or raises Closed, not neither
                 calls = list(self.pending.values())
-                self.pending.clear()
-        self._on_lost(self, calls)
+        self._owner.lost(self, calls)
 
     def retire(self) -> None:
         """Close without reporting: nothing is due any more."""

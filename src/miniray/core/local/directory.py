@@ -7,39 +7,23 @@ with ``Control.later`` until the lock is released.
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from miniray.core.local import death
 from miniray.core.local.actors import ActorEntry
 from miniray.core.local.objects import Blob
 from miniray.core.local.peers import DRIVER, EXIT, INIT, Reply
 from miniray.core.local.processes import Worker
+from miniray.core.machine import Grant
 from miniray.core.options import Options
 from miniray.core.refs import later, say_unseen
-from miniray.core.resources import Grant
-from miniray.core.serialize import take_ref
 from miniray.errors import ActorDiedError
 
 if TYPE_CHECKING:
     from miniray.core.local.control import Control
-
-
-class _FirstRef:
-    def __reduce__(self) -> Any:
-        return take_ref, (0,)
-
-
-_HANDLE_STREAM = pickle.dumps(_FirstRef(), 5)
-
-
-def handle_blob(actor: ActorEntry) -> Blob:
-    """A value that unpickles to a handle of ``actor``."""
-    return Blob(data=_HANDLE_STREAM, refs=[actor])
 
 
 @dataclasses.dataclass(eq=False)
@@ -82,8 +66,8 @@ class ActorDirectory:
             actor_failed=self.failed,
             actor_leaves=self.leaves,
             actor_lost=lambda _, meta, __, reply: self.lost(meta[0], meta[1], reply),
-            get_actor=lambda _, meta, __, reply: reply(None, [handle_blob(self.find(*meta))]),
-            current_actor=lambda _, id, __, reply: reply(None, [handle_blob(self.by_id(id))]),
+            get_actor=lambda _, meta, __, reply: reply(None, [self._handle(self.find(*meta))]),
+            current_actor=lambda _, id, __, reply: reply(None, [self._handle(self.by_id(id))]),
             kill=lambda _, meta, __, reply: self.kill(meta[0], meta[1], reply),
         )
 
@@ -91,7 +75,7 @@ class ActorDirectory:
         """Register an actor, or find the one that has its name. ``ValueError`` for a taken one."""
         class_name, info_bytes, is_async, options = meta
         entry, new = self._create(class_name, info_bytes, is_async, options, blobs[0])
-        reply(new, [handle_blob(entry)])
+        reply(new, [self._handle(entry)])
 
     def _create(
         self, class_name: str, info_bytes: bytes, is_async: bool, options: Options, spec: Blob
@@ -135,6 +119,10 @@ class ActorDirectory:
                 self._detached.append(entry)
             return entry, True
 
+    def _handle(self, actor: ActorEntry) -> Blob:
+        """A value that unpickles to a handle of ``actor``."""
+        return Blob.of(self.node, self.node.engine.handle(actor))
+
     def start(self, _: int, meta: Any, blobs: list[Blob], reply: Reply) -> None:
         """The arguments of ``__init__`` are there: place it. With a failed one it is dead."""
         id, places, failure = meta
@@ -177,8 +165,7 @@ class ActorDirectory:
         }
         if actor.restarts_left == 0:
             actor.arguments = None  # not needed again: let the values go
-        spec = actor.spec
-        self._control.later(lambda: self._send_init(worker, meta, [spec, *blobs]))
+        self._control.later(partial(self._send_init, worker, meta, [actor.spec, *blobs]))
 
     def _send_init(self, worker: Worker, meta: Any, blobs: list[Blob]) -> None:
         if not self.node.tell(worker.proc, INIT, meta, blobs):
@@ -215,7 +202,7 @@ class ActorDirectory:
         else:
             actor.restarts_left -= actor.restarts_left > 0
             actor.restarts += 1
-            actor.cause = death.actor_died(self.node, text, restarting=True)
+            actor.cause = self._died(text, restarting=True)
             actor.launched = False
             env = actor.worker.env
             try:
@@ -232,7 +219,7 @@ class ActorDirectory:
         """The actor is dead for good."""
         actor.dead = True
         actor.arguments = None
-        actor.cause = death.actor_died(self.node, text, in_init=in_init)
+        actor.cause = self._died(text, in_init=in_init)
         if actor in self._unplaced:
             self._unplaced.remove(actor)
         if actor.worker.listener is not None:  # never launched
@@ -244,6 +231,14 @@ class ActorDirectory:
         if actor.entry() is None:
             self.actors.pop(actor.id, None)
             self._unseen(actor.failure)
+
+    def _died(self, text: str, restarting: bool = False, in_init: bool = False) -> Blob:
+        """The error callers get."""
+        if restarting:
+            text += (
+                "\nIt is being restarted; this call was not retried (max_task_retries is used up)."
+            )
+        return Blob.of(self.node, ActorDiedError(text, in_init))
 
     def _free_name(self, actor: Actor) -> None:
         if actor.key is not None and self._names.get(actor.key) is actor:
@@ -267,7 +262,7 @@ class ActorDirectory:
         with self._control.locked():
             actor = self.actors.get(id)
             if actor is None:
-                cause = death.actor_died(self.node, "the actor has ended")
+                cause = self._died("the actor has ended")
                 self._control.later(lambda: reply((False, proc, True), [cause]))
             elif actor.dead or actor.worker.proc != proc:
                 self._control.later(self._lost_answer(actor, reply))

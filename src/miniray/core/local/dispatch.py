@@ -12,15 +12,13 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from miniray.core.local.calls import FUNCTION, Call
-from miniray.core.local.lanes import Demand, Function, Lane, Leased, has_room
-from miniray.core.local.objects import FAILED, Blob, Failure
+from miniray.core.local.calls import FUNCTION, Call, sink_entries
+from miniray.core.local.objects import Blob, Failure
 from miniray.core.local.peers import CANCEL, DRIVER, STEAL
-from miniray.core.local.sinks import sink_entries
+from miniray.core.local.tasks import Demand, Function, Lane, Leased
 from miniray.core.local.wire import Closed
 
 if TYPE_CHECKING:
-    from miniray.core.local.channel import Channel
     from miniray.core.local.node import Node
 
 #: Tasks behind one that takes longer than this, against expectation, are for another worker.
@@ -43,12 +41,13 @@ class Dispatcher:
     def lane(self, demand: Demand) -> Lane:
         """Where tasks that need this wait."""
         with self._lock:
-            if demand not in self._lanes:
-                self._lanes[demand] = Lane(demand)
-            return self._lanes[demand]
+            return self._lanes.setdefault(demand, Lane(demand))
 
     def enqueue(self, call: Call, lane: Lane) -> None:
         with self._lock:
+            if call.cancelled:
+                call.fail_cancelled(self.node)
+                return
             lane.queue.append(call)
             self._dispatch(lane)
 
@@ -57,7 +56,7 @@ class Dispatcher:
         while lane.queue:
             usable = [w for w in lane.leased.values() if not (w.recalled or w.blocked)]
             worker = min(usable, key=lambda w: len(w.pending), default=None)
-            if worker is None or not has_room(worker, lane.queue[0]):
+            if worker is None or not worker.has_room(lane.queue[0]):
                 break
             call = lane.queue.popleft()
             if not worker.pending:
@@ -99,7 +98,7 @@ class Dispatcher:
             worker = self._workers.get(proc)
             if worker is None or worker.closed:
                 try:
-                    worker = Leased(self.node, proc, True, self._lost, self._result, self._stolen)
+                    worker = Leased(self.node, proc, True, self)
                 except Closed:
                     # It died between the grant and now. Returned, it would be granted again at
                     # once: the lease ends when its death is noticed.
@@ -125,18 +124,18 @@ class Dispatcher:
         with self._lock:
             lane.stillborn += 1
             if lane.stillborn > _MOST_STILLBORN and lane.queue and cause:
-                lane.queue.popleft().sink.resolve(FAILED, cause[0])
+                lane.queue.popleft().fail(self.node, cause[0])
             self._dispatch(lane)
 
     def _fail_queued(self, lane: Lane, error: Exception) -> None:
         while lane.queue:
-            lane.queue.popleft().sink.fail(error)
+            lane.queue.popleft().fail(self.node, error)
 
     def _tell_driver(self, what: str, proc: int) -> None:
         self.node.ask(DRIVER, what, (proc,), [], lambda *_: None)
 
-    def _result(self, worker: Channel) -> None:
-        assert isinstance(worker, Leased)
+    def took(self, worker: Leased) -> None:
+        """Results came."""
         with self._lock:
             lane = worker.lane
             if lane is None:
@@ -153,7 +152,7 @@ class Dispatcher:
         """A leased worker with nothing to do: take over from a busy one, or give it back."""
         if worker.pending or worker.peer not in lane.leased or worker.stealing:
             return
-        if worker.closed:  # it has died: ``_lost`` has what was pending, and ends the lease
+        if worker.closed:  # it has died: ``lost`` has what was pending, and ends the lease
             return
         for other in () if worker.recalled else lane.leased.values():
             if len(other.pending) > 1 and self._ask_back(other, worker.peer):
@@ -198,7 +197,7 @@ class Dispatcher:
                 worker.recalled = True
                 self._settle(worker.lane, worker)
 
-    def _stolen(self, victim: Channel, thief: int | None, ids: list[int]) -> None:
+    def stolen(self, victim: Leased, thief: int | None, ids: list[int]) -> None:
         """A worker gave back tasks it had not started; ``thief`` was waiting for them.
 
         Without a thief, the worker waits inside a task, perhaps for one of those behind it: it gets
@@ -207,8 +206,8 @@ class Dispatcher:
         The answer comes among the results, so that a thread that reads there for one of these
         tasks notices that it has moved.
         """
-        assert isinstance(victim, Leased)
         with self._lock:
+            victim.thieves -= thief is not None
             lane = victim.lane
             if lane is not None:
                 calls = [victim.pending.pop(id) for id in ids if id in victim.pending]
@@ -216,7 +215,7 @@ class Dispatcher:
                     for entry in sink_entries(call.sink):
                         entry.channel = None
                     if call.cancelled:  # what the worker was told about it does not come along
-                        call.fail_cancelled()
+                        call.fail_cancelled(self.node)
                     else:
                         lane.queue.appendleft(call)
                 if thief is None:
@@ -233,12 +232,12 @@ class Dispatcher:
 
     # -- failure and cancellation -----------------------------------------------------------------
 
-    def _lost(self, worker: Channel, calls: list[Call]) -> None:
-        assert isinstance(worker, Leased)
+    def lost(self, worker: Leased, calls: list[Call]) -> None:
+        """A worker is gone: send its tasks again, as far as they may be, once it is known why."""
         with self._lock:
-            self._workers.pop(worker.peer, None)
             lane, worker.lane = worker.lane, None
             if lane is None:
+                self._forget(worker)
                 return
             lane.leased.pop(worker.peer, None)
             for idle in list(lane.leased.values()):
@@ -247,22 +246,27 @@ class Dispatcher:
 
         def then(ok: bool, _: Any, blobs: list[Blob]) -> None:
             with self._lock:
+                self._forget(worker)
                 for number, call in enumerate(calls):
                     running = number == 0
                     if call.cancelled:
-                        call.fail_cancelled()
+                        call.fail_cancelled(self.node)
                     elif call.retries or not running:
                         # Only the first can have been running; the others lose no retry.
                         call.retries -= running and call.retries > 0
                         lane.queue.append(call)
                     else:
-                        call.sink.resolve(FAILED, Failure(self.node, blobs[0]))
+                        call.fail(self.node, Failure(self.node, blobs[0]))
                 self._dispatch(lane)
 
         if worker.interrupted:
             # The worker still runs what nobody can hear about any more.
             self._tell_driver("kill_worker", worker.peer)
         self.node.ask(DRIVER, "worker_lost", worker.peer, [], then)
+
+    def _forget(self, worker: Leased) -> None:
+        if self._workers.get(worker.peer) is worker:
+            del self._workers[worker.peer]
 
     def calls(self) -> list[Call]:
         """All that are queued here or were sent and not answered."""
@@ -271,22 +275,21 @@ class Dispatcher:
             sent = [call for w in self._workers.values() for call in list(w.pending.values())]
             return queued + sent
 
-    def cancel(self, id: int, force: bool, recursive: bool) -> None:
-        """Cancel a task: not sent yet, it never is; running, it is interrupted or killed."""
+    def cancel(self, call: Call, force: bool, recursive: bool) -> None:
+        """Take a task that is marked as cancelled out of the queue, or tell its worker."""
         with self._lock:
             for lane in self._lanes.values():
-                for call in lane.queue:
-                    if call.id == id:
-                        lane.queue.remove(call)
-                        call.fail_cancelled()
-                        return
+                if call in lane.queue:
+                    lane.queue.remove(call)
+                    call.fail_cancelled(self.node)
+                    return
             for proc, worker in self._workers.items():
-                sent = worker.pending.get(id)
-                if sent is not None:
-                    sent.cancelled = True
+                sent = list(worker.pending)
+                if call.id in sent:
                     worker.flush_batch()
-                    if force:
+                    # One behind another has not started: no reason to end what runs there.
+                    if force and call.id == sent[0]:
                         self._tell_driver("kill_worker", proc)
                     else:
-                        self.node.tell(proc, CANCEL, (id, recursive))
+                        self.node.tell(proc, CANCEL, (call.id, recursive))
                     return

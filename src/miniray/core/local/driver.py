@@ -11,14 +11,13 @@ import tempfile
 
 from miniray.core import machine
 from miniray.core.engine import InitConfig
-from miniray.core.local import interrupts, system
+from miniray.core.local import system, waiting
 from miniray.core.local.control import Control
 from miniray.core.local.engine import LocalEngine
-from miniray.core.local.info import SessionInfo
 from miniray.core.local.logs import LogReader, remove_old_logs
 from miniray.core.local.node import Node
 from miniray.core.local.peers import DRIVER
-from miniray.core.local.spawner import Zygote
+from miniray.core.local.spawner import SessionInfo, Zygote
 from miniray.core.local.store import Usage, default_spill_dir
 from miniray.errors import EngineStartError
 
@@ -41,9 +40,7 @@ def start(config: InitConfig, zygote: Zygote) -> LocalEngine:
 
         cpus = config.num_cpus or max(machine.cpu_count(), config.num_workers or 0)
         gpus = len(machine.gpu_ids()) if config.num_gpus is None else config.num_gpus
-        resources = {"CPU": float(cpus), "memory": float(machine.memory_total())}
-        if gpus:
-            resources["GPU"] = float(gpus)
+        resources = machine.Resources(cpus, int(gpus)).total()
         limit = int(config.object_store_memory or machine.memory_total() * _MEMORY_SHARE)
         usage = Usage.create(limit)
         stack.callback(os.close, usage.fd)
@@ -71,7 +68,7 @@ def start(config: InitConfig, zygote: Zygote) -> LocalEngine:
         logs = LogReader(info.log_dir, config.log_to_driver)
         control = Control(node, logs, num_workers, zygote)
         stack.callback(control.close)
-        stack.callback(interrupts.restore)
+        stack.callback(waiting.restore_handler)
         node.on_peer_lost = control.peer_lost
         engine.close = stack.pop_all().close
     return engine

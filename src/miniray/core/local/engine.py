@@ -7,32 +7,25 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from miniray.core import machine, session
-from miniray.core.engine import Capabilities, Engine, RuntimeContext
+from miniray.core.engine import Capabilities, Engine, RuntimeContext, bytes_of
 from miniray.core.local import waiting
 from miniray.core.local.actors import ActorEntry
-from miniray.core.local.calls import Call, fill_arguments
+from miniray.core.local.calls import Call, LocalGenerator, fill_arguments
+from miniray.core.local.dispatch import Dispatcher
 from miniray.core.local.executors import current_call
+from miniray.core.local.mapped import Stored
 from miniray.core.local.node import Node
-from miniray.core.local.objects import (
-    BLOB,
-    FAILED,
-    PENDING,
-    PLAIN,
-    Blob,
-    Entry,
-    LocalRef,
-)
+from miniray.core.local.objects import BLOB, FAILED, PENDING, PLAIN, Blob, Entry, LocalRef
 from miniray.core.local.peers import DRIVER, RECALL
-from miniray.core.local.sinks import LocalGenerator
-from miniray.core.local.stored import Stored
 from miniray.core.local.tasks import TaskClient
+from miniray.core.machine import Resources
 from miniray.core.options import Options
-from miniray.core.refs import ObjectRef, ObjectRefGenerator
-from miniray.core.remote import ActorHandle, ClassSpec, FunctionSpec
-from miniray.core.resources import Resources
+from miniray.core.refs import ActorHandle, ObjectRef, ObjectRefGenerator
+from miniray.core.specs import ClassSpec, FunctionSpec
 from miniray.errors import GetTimeoutError, SessionEndedError, TaskError
 
 
@@ -54,9 +47,10 @@ class LocalEngine(Engine):
         self._gpu_ids = list(gpu_ids)
         totals = node.info.resources
         self._totals = Resources(totals["CPU"], int(totals.get("GPU", 0)))
-        self._tasks = TaskClient(node, max(1, int(totals["CPU"])), env or {})
+        dispatcher = Dispatcher(node, max(1, int(totals["CPU"])))
+        self._tasks = TaskClient(node, dispatcher, env or {})
         self._actor: tuple[int, str | None, int] | None = None
-        node.messages[RECALL] = lambda _, proc, __: self._tasks.recall(proc)
+        node.messages[RECALL] = lambda _, proc, __: dispatcher.recall(proc)
         self.cancel_started_by = self._tasks.cancel_started_by
 
     def _check(self) -> None:
@@ -134,16 +128,18 @@ class LocalEngine(Engine):
 
     def put(self, value: Any) -> LocalRef:
         self._check()
-        entry = Entry(self.node, next(self.node.ids))
-        entry.resolve(BLOB, Blob.of(self.node, value))
-        return LocalRef(entry)
+        return self._store(Blob.of(self.node, value))
 
     def put_filled(
         self, value: Any, holes: Sequence[Any], fill: Callable[[list[Any]], None]
     ) -> LocalRef:
         self._check()
+        memory = [bytes_of(hole) for hole in holes]
+        return self._store(Blob.of(self.node, value, holes=memory, fill=fill))
+
+    def _store(self, blob: Blob) -> LocalRef:
         entry = Entry(self.node, next(self.node.ids))
-        entry.resolve(BLOB, Blob.filled(self.node, value, holes, fill))
+        entry.resolve(BLOB, blob)
         return LocalRef(entry)
 
     def peek(self, ref: ObjectRef[Any]) -> Any:
@@ -156,7 +152,10 @@ class LocalEngine(Engine):
 
     def stored(self, ref: ObjectRef[Any]) -> Stored | None:
         entry = self._entry(ref)
-        return Stored.of(self.node, entry.value) if entry.state == BLOB else None
+        blob = entry.value if entry.state == BLOB else None
+        if blob is None or blob.lease is None or blob.refs:
+            return None
+        return Stored(blob, blob.lease, self._store)
 
     def get(self, refs: Sequence[ObjectRef[Any]], timeout: float | None) -> list[Any]:
         if self.node.closing:
@@ -238,7 +237,7 @@ class LocalEngine(Engine):
     ) -> None:
         self._check()
         if isinstance(ref, LocalGenerator):
-            origin: Any = ref.origin
+            origin: Any = ref.state.origin
         else:
             entry = self._entry(ref)
             origin = entry.origin if entry.state == PENDING else None
@@ -246,19 +245,17 @@ class LocalEngine(Engine):
                 raise ValueError("only the process that made the call can cancel it")
         if origin is None:
             return
-        client, id = origin
+        client, call = origin
         if isinstance(client, TaskClient):
-            client.cancel(id, force, recursive)
+            client.cancel(call, force, recursive)
         elif force:
             raise ValueError("cancel(force=True) is for tasks; end an actor with miniray.kill()")
         else:
-            client.cancel(id, recursive)
+            client.cancel(call, recursive)
 
     def get_actor(self, name: str, namespace: str | None) -> ActorHandle[Any]:
         self._check()
-        _, blobs = self.node.ask_and_wait(DRIVER, "get_actor", (name, namespace))
-        handle: ActorHandle[Any] = blobs[0].load(self.node)
-        return handle
+        return self._ask_handle("get_actor", (name, namespace))
 
     def handle(self, actor: ActorEntry) -> ActorHandle[Any]:
         return ActorHandle(self, actor, f"{actor.id:x}", actor.info)
@@ -295,11 +292,13 @@ class LocalEngine(Engine):
             actor_name=actor_name,
             task_id=None if call is None else f"{call:x}",
             was_current_actor_reconstructed=restarts > 0,
-            make_handle=None if actor_id is None else lambda: self._own_handle(actor_id),
+            make_handle=None
+            if actor_id is None
+            else partial(self._ask_handle, "current_actor", actor_id),
         )
 
-    def _own_handle(self, actor_id: int) -> ActorHandle[Any]:
-        _, blobs = self.node.ask_and_wait(DRIVER, "current_actor", actor_id)
+    def _ask_handle(self, question: str, meta: Any) -> ActorHandle[Any]:
+        _, blobs = self.node.ask_and_wait(DRIVER, question, meta)
         handle: ActorHandle[Any] = blobs[0].load(self.node)
         return handle
 

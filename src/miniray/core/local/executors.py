@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import inspect
 import os
@@ -12,10 +13,10 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from miniray.core import loops
+from miniray.core.engine import drain
 from miniray.core.local.calls import R_END, R_ITEM, R_MANY, R_ONE, R_PLAIN
 from miniray.core.local.objects import BLOB, FAILED, Blob, is_plain
 from miniray.core.local.peers import DRIVER
@@ -33,30 +34,18 @@ AROUND = "__miniray_around__"
 current_call: contextvars.ContextVar[int | None] = contextvars.ContextVar("call", default=None)
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Job:
     """One call to run. Arguments with more than plain values are in ``blobs`` until it starts."""
 
-    __slots__ = ("args", "blobs", "id", "kwargs", "method", "num_returns", "places", "stream")
-
-    def __init__(
-        self,
-        stream: Stream,
-        id: int,
-        method: str | int,
-        num_returns: int | str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        blobs: list[Blob] | None = None,
-        places: list[Any] | None = None,
-    ) -> None:
-        self.stream = stream
-        self.id = id
-        self.method = method
-        self.num_returns = num_returns
-        self.args = args
-        self.kwargs = kwargs
-        self.blobs = blobs
-        self.places = places
+    stream: Stream
+    id: int
+    method: str | int
+    num_returns: int | str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    blobs: list[Blob] | None = None
+    places: Sequence[Any] = ()
 
 
 class Executor:
@@ -88,10 +77,12 @@ class Executor:
             function, args, kwargs = self.prepare(job)
             value = function(*args, **kwargs)
             if inspect.iscoroutine(value):
-                value = loops.run(value)
+                import asyncio  # most workers never need it
+
+                value = asyncio.run(value)
             if job.num_returns not in (0, 1):
                 if isinstance(value, AsyncIterator):
-                    value = loops.drain(value)
+                    value = drain(value)
                 value = self.several(job, value)
             self.running = None
         except SystemExit:
@@ -117,7 +108,7 @@ class Executor:
                 self.functions[job.method] = (name, blob, function)
         if job.blobs is None:
             return function, job.args, job.kwargs
-        args, kwargs = arguments(self.node, job.blobs, job.places or [])
+        args, kwargs = arguments(self.node, job.blobs, job.places)
         job.blobs = None  # the arguments live as long as the user's code keeps them, not longer
         if AROUND in kwargs:
             function = functools.partial(kwargs.pop(AROUND), function)
@@ -247,9 +238,6 @@ class ThreadExecutor(Executor):
             finally:
                 self._busy -= 1
 
-    def cancel(self, id: int) -> None:
-        self.cancelled.add(id)
-
     def finish(self) -> None:
         for _ in self._threads:
             self._jobs.put(None)
@@ -277,7 +265,7 @@ def _split(value: Any, count: Any, what: str) -> list[Any]:
 
 
 def arguments(
-    node: Node, blobs: list[Blob], places: list[Any]
+    node: Node, blobs: list[Blob], places: Sequence[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(args, kwargs) with the values of top-level refs put in their places."""
     args, kwargs = blobs[0].load(node)

@@ -7,6 +7,7 @@ up nothing but printing, and what a killed worker had written is still there to 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import sys
@@ -23,15 +24,15 @@ _KEEP_SESSIONS = 10
 _MAX_NAME = 50  # characters of up to 4 bytes; a file's name may have 255
 
 
+@dataclasses.dataclass(eq=False)
 class _Pipe:
     """One worker's stdout or stderr."""
 
-    def __init__(self, worker: _Worker, fd: int, is_error: bool) -> None:
-        self.worker = worker
-        self.fd = fd
-        self.is_error = is_error
-        self.events = 0  # what it is watched for
-        self.partial = b""
+    worker: _Worker
+    fd: int
+    is_error: bool
+    events: int = 0  # what it is watched for
+    partial: bytes = b""
 
 
 class _Worker:
@@ -41,7 +42,6 @@ class _Worker:
         self.pid = 0
         self.file: BinaryIO = open(path, "ab", buffering=0)
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self.open_pipes = 2
 
 
 class LogReader:
@@ -85,10 +85,12 @@ class LogReader:
                 self._watch(worker)
 
     def _watch(self, worker: _Worker) -> None:
-        for pipe in self._pipes.values():
-            if pipe.worker is worker:
-                self._poller.set(pipe.fd, pipe.events, system.IN)
-                pipe.events = system.IN
+        for pipe in self._pipes_of(worker):
+            self._poller.set(pipe.fd, pipe.events, system.IN)
+            pipe.events = system.IN
+
+    def _pipes_of(self, worker: _Worker) -> list[_Pipe]:
+        return [pipe for pipe in self._pipes.values() if pipe.worker is worker]
 
     def tail(self, proc: int) -> tuple[list[str], str]:
         """(last lines, log file) of a worker that ended, with all it wrote before."""
@@ -96,9 +98,9 @@ class LogReader:
             worker = self._workers.get(proc)
             if worker is None:
                 return [], ""
-            for pipe in [p for p in self._pipes.values() if p.worker is worker]:
+            for pipe in self._pipes_of(worker):
                 self._drain(pipe)
-            partial = [p.partial for p in self._pipes.values() if p.worker is worker and p.partial]
+            partial = [pipe.partial for pipe in self._pipes_of(worker) if pipe.partial]
             lines = [*worker.tail, *(p.decode(errors="replace") for p in partial)]
             self._waker.wake()  # what was read just now is still to be shown
             return lines[-_TAIL_LINES:], worker.path
@@ -155,8 +157,7 @@ class LogReader:
                 self._poller.set(pipe.fd, pipe.events, 0)
                 del self._pipes[pipe.fd]
                 os.close(pipe.fd)
-                pipe.worker.open_pipes -= 1
-                if not pipe.worker.open_pipes:
+                if not self._pipes_of(pipe.worker):
                     pipe.worker.file.close()
                 return
             with contextlib.suppress(OSError):  # a full disk must not stop the training

@@ -1,42 +1,61 @@
-"""The bytes of large values in shared memory: written there, and buffers over them."""
+"""The bytes of large values in shared memory: written there, and buffers over them.
+
+Large ones are copied by two threads: one core alone does not use what the memory can give.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
+import os
 import pickle
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from miniray.core.local.copying import copy
 from miniray.core.local.store import Lease, aligned
 from miniray.core.serialize import Packed
 from miniray.errors import ObjectStoreFullError
 
 if TYPE_CHECKING:
     from miniray.core.local.node import Node
+    from miniray.core.local.objects import Blob, LocalRef
 
 
-def write(node: Node, packed: Packed) -> tuple[Lease, list[tuple[int, int]]]:
-    """Where a pickled value now is, and (offset, length) of its parts there.
+#: Below this a second thread costs more than it saves.
+_LARGE = 32 << 20
+_PIECE = 4 << 20
+_CORES = os.cpu_count() or 1
 
-    Raises ``ObjectStoreFullError``, and so does ``reserve``.
+
+def write(
+    node: Node, packed: Packed, holes: Sequence[Any] = ()
+) -> tuple[Lease, list[tuple[int, int]], list[Any]]:
+    """Where a pickled value now is, (offset, length) of its parts there, and memory for ``holes``.
+
+    These are parts, as flat arrays of bytes, that are not copied: the caller writes them. Raises
+    ``ObjectStoreFullError``.
     """
-    lease, layout = reserve(node, packed)
-    target = writable_bytes(lease)
-    for (at, size), part in zip(layout, [packed.data, *packed.buffers], strict=True):
-        if size:
-            copy(target[at : at + size], as_array(part))
-    return lease, layout
-
-
-def reserve(node: Node, packed: Packed) -> tuple[Lease, list[tuple[int, int]]]:
-    """Room for a pickled value, not yet written."""
     layout = [(0, len(packed.data))]
     offset = aligned(len(packed.data))
     for buffer in packed.buffers:
         layout.append((offset, buffer.nbytes))
         offset = aligned(offset + buffer.nbytes)
-    return node.store.allocate(max(offset, 1)), layout
+    lease = node.store.allocate(max(offset, 1))
+    target = writable_bytes(lease)
+    numbers = {_address_of(hole): i for i, hole in enumerate(holes) if len(hole)}
+    memory = list(holes)
+    for (at, size), part in zip(layout, [packed.data, *packed.buffers], strict=True):
+        if size:
+            source = as_array(part)
+            number = numbers.get(_address_of(source)) if numbers else None
+            if number is None:
+                copy(target[at : at + size], source)
+            else:
+                memory[number] = target[at : at + size]
+    return lease, layout, memory
 
 
 def writable_bytes(lease: Lease) -> Any:
@@ -49,9 +68,34 @@ def as_array(memory: Any) -> Any:
     return np.frombuffer(memory, np.uint8)
 
 
-def address_of(array: Any) -> int:
+def _address_of(array: Any) -> int:
     address: int = array.__array_interface__["data"][0]
     return address
+
+
+def copy(target: Any, source: Any) -> None:
+    """Copy flat arrays of bytes. numpy does that with the interpreter's lock released.
+
+    The helper takes pieces as it gets to them, so that with all cores busy nobody waits for it
+    longer than a piece takes. When an error (Ctrl-C) ends the copying it has ended, too: the memory
+    may be used again.
+    """
+    if len(source) < _LARGE or _CORES < 2:
+        target[:] = source
+        return
+    places = iter(range(0, len(source), _PIECE))
+
+    def work() -> None:
+        for at in places:  # each place is given out once
+            target[at : at + _PIECE] = source[at : at + _PIECE]
+
+    helper = threading.Thread(target=work, name="miniray-copy", daemon=True)
+    helper.start()
+    try:
+        work()
+    finally:
+        deque(places, maxlen=0)  # nothing is left to do for it
+        helper.join()
 
 
 def view_of(lease: Lease, memory: Any, size: int, writable: bool) -> memoryview:
@@ -98,3 +142,39 @@ def unreadable(size: int, error: OSError) -> bytes:
             "or drop values you no longer need"
         )
     return pickle.dumps(_Unreadable(text), 5)
+
+
+class Stored:
+    """An object in shared memory, not unpickled, for a reader that knows what is inside.
+
+    To unpickle hundreds of tensors takes longer than to add up what they hold. Who gets the same
+    structure again and again looks at it once, and from then on at the memory alone, which this
+    holds. Two with the same ``key`` are the same value but for what its arrays and tensors contain,
+    and these are at the same places of ``memory``, a flat read-only array of bytes.
+    """
+
+    __slots__ = ("_blob", "_store", "key", "memory")
+
+    def __init__(self, blob: Blob, lease: Lease, store: Callable[[Blob], LocalRef]) -> None:
+        (_, length), *places = blob.layout
+        end = places[-1][0] + places[-1][1] if places else length
+        self._blob = blob
+        self._store = store
+        self.memory: Any = as_array(view_of(lease, lease.segment.map, end, False))
+        # A copy: it outlives the memory.
+        self.key = (self.memory[:length].tobytes(), tuple(places), tuple(blob.private))
+
+    def another(self, fill: Callable[[Any], None]) -> LocalRef:
+        """Store a value of the same ``key``; ``fill`` writes its arrays to the memory it gets.
+
+        What ``fill`` raises is raised here, and nothing is stored. Bytes that it does not write
+        have any contents. Raises ``ObjectStoreFullError``.
+        """
+        blob, end = self._blob, len(self.memory)
+        assert blob.lease is not None
+        lease = blob.lease.store.allocate(end)
+        target = writable_bytes(lease)[:end]
+        length = blob.layout[0][1]
+        target[:length] = self.memory[:length]
+        fill(target)
+        return self._store(dataclasses.replace(blob, lease=lease))

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from miniray.core.local.actors import ActorEntry
-from miniray.core.local.info import SessionInfo
 from miniray.core.local.objects import PENDING, PLAIN, Blob, Entry, Wire
-from miniray.core.local.peers import DEAD, FETCH, ID_BITS, RETURNS, VALUE, Peers
+from miniray.core.local.peers import DEAD, ID_BITS, RETURNS, Peers, Reply
+from miniray.core.local.spawner import SessionInfo
 from miniray.core.local.store import Lease, Store, Usage
 from miniray.errors import MinirayError, ObjectLostError, SessionEndedError
 
@@ -39,12 +39,11 @@ class Node(Peers):
         self._trim_at = 0.0
         self.messages.update(
             {
-                FETCH: self._on_fetch,
-                VALUE: self._on_value,
                 RETURNS: lambda proc, meta, _: self.take_back(proc, meta),
                 DEAD: lambda _, meta, __: self.declare_dead(meta),
             }
         )
+        self.answers["value"] = self._answer_value
 
     def crashed(self, error: MinirayError) -> None:
         """Nothing works any more: whoever waits gets ``error``. A worker just ends."""
@@ -103,7 +102,6 @@ class Node(Peers):
         if entry.parent is None or entry.origin is not None or entry.state != PENDING:
             return
         entry.origin = "fetching"
-        owner = owner_of(entry.id)
 
         def then(ok: bool, answer: Any, blobs: list[Blob]) -> None:
             if not ok:
@@ -120,32 +118,21 @@ class Node(Peers):
                 state, value = answer
                 entry.resolve(state, blobs[0] if blobs else value)
 
-        number = next(self.ids)
-        self.asked[number] = (owner, then)
-        if not self.tell(owner, FETCH, (number, entry.id)):
-            self.asked.pop(number, None)
-            then(False, "its process ended", [])
+        self.ask(owner_of(entry.id), "value", entry.id, [], then)
 
-    def _on_fetch(self, proc: int, meta: Any, _: list[Blob]) -> None:
-        number, id = meta
+    def _answer_value(self, _: int, id: int, __: list[Blob], reply: Reply) -> None:
         entry = self.find(id)
         if not isinstance(entry, Entry):
-            self.tell(proc, VALUE, (number, None))
+            reply(None, ())
             return
 
         def send() -> None:
             if entry.state == PLAIN:
-                self.tell(proc, VALUE, (number, (PLAIN, entry.value)))
+                reply((PLAIN, entry.value), ())
             else:
-                self.tell(proc, VALUE, (number, (entry.state, None)), [entry.value])
+                reply((entry.state, None), [entry.value])
 
         entry.add_waiter(send)
-
-    def _on_value(self, proc: int, meta: Any, blobs: list[Blob]) -> None:
-        number, answer = meta
-        asked = self.asked.pop(number, None)
-        if asked is not None:
-            asked[1](True, answer, blobs)
 
     # -- receiving shared things ------------------------------------------------------------------
 

@@ -7,20 +7,12 @@ made the ref owns the object: others who hold it ask the owner for the value.
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from miniray.core.engine import bytes_of
-from miniray.core.local.mapped import (
-    address_of,
-    as_array,
-    reserve,
-    unreadable,
-    view_of,
-    writable_bytes,
-    write,
-)
+from miniray.core.local.mapped import unreadable, view_of, write
 from miniray.core.local.sharing import Shared
 from miniray.core.local.store import Lease
 from miniray.core.refs import ObjectRef, later, say_unseen
@@ -170,6 +162,7 @@ class LocalRef(ObjectRef[Any]):
         return future
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Blob:
     """A pickled value: inline (``data``, ``buffers``) or in shared memory (``lease``, ``layout``).
 
@@ -177,57 +170,37 @@ class Blob:
     entries of objects and actors inside; the blob keeps them alive.
     """
 
-    __slots__ = ("buffers", "data", "layout", "lease", "private", "refs")
-
-    def __init__(
-        self,
-        data: bytes | None = None,
-        buffers: Sequence[bytes] = (),
-        private: Sequence[bool] = (),
-        refs: Sequence[Shared] = (),
-        lease: Lease | None = None,
-        layout: Sequence[tuple[int, int]] = (),
-    ) -> None:
-        self.data = data
-        self.buffers = buffers
-        self.private = private
-        self.refs = refs
-        self.lease = lease
-        self.layout = layout
+    data: bytes | None = None
+    buffers: Sequence[bytes] = ()
+    private: Sequence[bool] = ()
+    refs: Sequence[Shared] = ()
+    lease: Lease | None = None
+    layout: Sequence[tuple[int, int]] = ()
 
     @classmethod
-    def filled(
-        cls, node: Node, value: Any, holes: Sequence[Any], fill: Callable[[list[Any]], None]
+    def of(
+        cls,
+        node: Node,
+        value: Any,
+        what: str = "value",
+        holes: Sequence[Any] = (),
+        fill: Callable[[list[Any]], None] | None = None,
     ) -> Blob:
-        """``value`` with ``holes``, arrays inside it, written by ``fill`` in shared memory."""
-        packed = pack(value)
-        if packed.nbytes < LARGE:
-            fill([bytes_of(hole) for hole in holes])
-            return cls.of(node, value)
-        lease, layout = reserve(node, packed)
-        target = writable_bytes(lease)
-        number = {address_of(bytes_of(hole)): i for i, hole in enumerate(holes)}
-        memory: list[Any] = [None] * len(holes)
-        for (at, size), part in zip(layout, [packed.data, *packed.buffers], strict=True):
-            source = as_array(part)
-            which = number.get(address_of(source)) if size else None
-            if which is None:
-                target[at : at + size] = source
-            else:
-                memory[which] = target[at : at + size]
-        fill(memory)
-        refs = [entry_of(node, r) for r in packed.refs]
-        return cls(private=packed.private, refs=refs, lease=lease, layout=layout)
+        """Pickle ``value``. Raises ``NotSerializableError``, ``ObjectStoreFullError``.
 
-    @classmethod
-    def of(cls, node: Node, value: Any, what: str = "value") -> Blob:
-        """Pickle ``value``. Raises ``NotSerializableError``, ``ObjectStoreFullError``."""
+        ``holes``, the bytes of arrays inside it, are written by ``fill``: in shared memory if the
+        value goes there.
+        """
         packed = pack(value, what)
         refs = [entry_of(node, r) for r in packed.refs]
         if packed.nbytes < LARGE:
+            if fill is not None:
+                fill(list(holes))
             buffers = [bytes(b) for b in packed.buffers]
             return cls(bytes(packed.data), buffers, packed.private, refs)
-        lease, layout = write(node, packed)
+        lease, layout, memory = write(node, packed, holes)
+        if fill is not None:
+            fill(memory)
         return cls(private=packed.private, refs=refs, lease=lease, layout=layout)
 
     def load(self, node: Node, *, writable: bool = True) -> Any:

@@ -22,10 +22,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from miniray.core.local import system
-from miniray.core.local.info import SessionInfo
 from miniray.core.local.iothread import IoThread
 from miniray.core.local.objects import Blob, Wire
 from miniray.core.local.sharing import Sharing
+from miniray.core.local.spawner import SessionInfo
 from miniray.core.local.wire import Closed, Stream, frame
 from miniray.errors import MinirayError, ObjectLostError, SessionEndedError
 
@@ -35,7 +35,7 @@ _HELLO = struct.Struct("<32sII")
 CALLS, CONTROL = 1, 2  # what a new connection is for
 
 # Kinds of control message.
-FETCH, VALUE, RETURNS, DEAD, ASK, ANSWER, INIT, EXIT, CANCEL, STEAL, RECALL, BLOCKED = range(1, 13)
+RETURNS, DEAD, ASK, ANSWER, INIT, EXIT, CANCEL, STEAL, RECALL, BLOCKED = range(1, 11)
 
 Reply = Callable[[Any, Sequence[Blob]], None]
 
@@ -218,7 +218,7 @@ class Peers(IoThread, Sharing):
         self.asked[number] = (proc, then)
         if not self.tell(proc, ASK, (number, question, meta), blobs):
             self.asked.pop(number, None)
-            then(False, ObjectLostError("the process that was asked is gone"), [])
+            then(False, ObjectLostError("its process ended"), [])
 
     def ask_and_wait(
         self, proc: int, question: str, meta: Any, blobs: Sequence[Blob] = ()

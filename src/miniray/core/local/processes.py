@@ -1,4 +1,4 @@
-"""The processes of a session: numbered, started by the zygote, heard of when they end."""
+"""The processes of a session: numbered, started by the zygote, heard of when they end, and how."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 from miniray.core import machine, startup
-from miniray.core.local import death
 from miniray.core.local.logs import LogReader
 from miniray.core.local.node import Node
 from miniray.core.local.peers import DRIVER
 from miniray.core.local.spawner import Zygote
 from miniray.core.local.store import Usage
-from miniray.core.resources import Grant
+from miniray.core.machine import Grant
 
 
 @dataclasses.dataclass(eq=False)
@@ -154,7 +153,7 @@ class Processes:
             if worker.pid:  # the kernel killed the worker itself, not what it had started
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker.pid, signal.SIGKILL)
-            self._ended(worker.proc, int(death.KILLED_WITH_ZYGOTE))
+            self._ended(worker.proc, int(signal.SIGKILL))
 
     def _ended(self, proc: int, status: int) -> None:
         worker = self.workers.get(proc)
@@ -200,3 +199,30 @@ def _cwd() -> str:
         return os.getcwd()
     except FileNotFoundError:
         return ""
+
+
+def describe(
+    name: str, pid: int, status: int, lines: list[str], log_path: str, by_us: bool = False
+) -> str:
+    """One paragraph: who, how, the last lines of output, where the rest is."""
+    who = f"{name} (pid {pid})"
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        how = f"was killed by {_signal_name(number)}"
+        if number == signal.SIGKILL and not by_us:
+            how += " (by somebody, or by the kernel because memory ran out)"
+    else:
+        how = f"exited with code {os.WEXITSTATUS(status)}"
+    text = f"{who} {how}"
+    if lines:
+        text += "\nIts last output:\n" + "\n".join(f"    {line}" for line in lines)
+    if log_path:
+        text += f"\nIts whole output is in {log_path}"
+    return text
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have no name
+        return f"signal {number}"

@@ -1,4 +1,4 @@
-"""The driver's end of the zygote: starting, killing and hearing about worker processes.
+"""The start of the local engine, and the driver's end of the zygote, which starts the workers.
 
 Imports little, so that the zygote can be started before the rest of the engine is loaded: both get
 ready at the same time.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import dataclasses
 import os
 import pickle
 import socket
@@ -15,10 +16,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miniray.core.local import system
-from miniray.core.local.info import SessionInfo
+from miniray.errors import EngineStartError
+
+if TYPE_CHECKING:
+    from miniray.core.engine import Engine, InitConfig
 
 MAX_MESSAGE = 1 << 20
 # Messages with boundaries; macOS has only the second for Unix sockets.
@@ -32,6 +36,47 @@ _BOOT = (
     "import sys; sys.path[:] = {path!r}; from miniray.core.local.zygote import main; "
     "main({fd}, {modules!r})"
 )
+
+
+def start(config: InitConfig) -> Engine:
+    """Start the engine in this process, which becomes the driver.
+
+    Raises ``EngineStartError``; nothing is left behind then.
+    """
+    zygote = None
+    try:
+        zygote = Zygote()
+        from miniray.core.local import driver  # only now: see above
+
+        return driver.start(config, zygote)
+    except BaseException as error:
+        if zygote is not None:
+            zygote.close()
+        if isinstance(error, OSError):
+            raise EngineStartError(f"cannot start the local engine: {error}") from error
+        raise
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionInfo:
+    """What every process of a session knows from birth.
+
+    ``usage_fd`` is this process's own number for the shared table of memory use.
+    """
+
+    session_id: str
+    directory: str
+    token: bytes
+    namespace: str
+    resources: dict[str, float]
+    usage_fd: int
+    memory_limit: int
+    spill_dir: str
+    log_dir: str
+
+    def path(self, proc: int) -> str:
+        """The socket on which process number ``proc`` listens."""
+        return f"{self.directory}/{proc}"
 
 
 class Zygote:

@@ -7,6 +7,7 @@ it but were never run on it.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import resource
@@ -53,8 +54,6 @@ def anonymous_file(directory: str, size: int) -> int:
             return _sized(os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), size)
         except OSError as error:
             # Some filesystems (NFS, older overlayfs) cannot; a full disk is not that case.
-            import errno
-
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
                 raise
     import tempfile
@@ -87,27 +86,26 @@ def peer_uid(sock: socket.socket) -> int:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the process that forked it ends."""
-    if LINUX:
-        import ctypes
-
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+    """Ask the kernel to kill this process when the process that forked it ends (Linux only)."""
+    pr_set_pdeathsig = 1
+    _prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
     """Make this process the parent of descendants whose own parent ended (Linux only)."""
+    pr_set_child_subreaper = 36
+    _prctl(pr_set_child_subreaper, 1)
+
+
+def _prctl(option: int, value: int) -> None:
     if LINUX:
         import ctypes
 
-        pr_set_child_subreaper = 36
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def raise_descriptor_limit() -> None:
     """Use all file descriptors we may: every large object in use holds one."""
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
@@ -188,33 +186,27 @@ class Poller:
     """Readiness of many descriptors; registration may change from any thread while one polls."""
 
     def __init__(self) -> None:
-        self._epoll: Any = select.epoll() if LINUX else None
-        self._selector = None if LINUX else selectors.DefaultSelector()
+        self._target: Any = select.epoll() if LINUX else selectors.DefaultSelector()
 
     def set(self, fd: int, old: int, new: int) -> None:
         """Change what ``fd`` is watched for from ``old`` to ``new`` (0: not watched)."""
         if old == new:
             return
-        target: Any = self._epoll if self._epoll is not None else self._selector
         if not old:
-            target.register(fd, new)
+            self._target.register(fd, new)
         elif not new:
-            target.unregister(fd)
+            self._target.unregister(fd)
         else:
-            target.modify(fd, new)
+            self._target.modify(fd, new)
 
     def poll(self, timeout: float | None = None) -> list[tuple[int, int]]:
         """(descriptor, events) of those ready; hang-ups and errors count as readable."""
-        if self._epoll is not None:
-            return self._epoll.poll(-1 if timeout is None else timeout)  # type: ignore[no-any-return]
-        assert self._selector is not None
-        return [(key.fd, events) for key, events in self._selector.select(timeout)]
+        if LINUX:
+            return self._target.poll(-1 if timeout is None else timeout)  # type: ignore[no-any-return]
+        return [(key.fd, events) for key, events in self._target.select(timeout)]
 
     def close(self) -> None:
-        if self._epoll is not None:
-            self._epoll.close()
-        elif self._selector is not None:
-            self._selector.close()
+        self._target.close()
 
 
 def is_untouched(private: mmap.mmap) -> bool:

@@ -1,24 +1,42 @@
-"""Waiting for results: for one, reading its connection oneself; for several, until enough came.
+"""Waiting for results, and Ctrl-C where it does no harm.
 
-Both can be interrupted (Ctrl-C) at any moment and leave no trace of the wait then.
+For one result a thread reads the connection itself; for several it sleeps until enough came. Both
+can be interrupted (Ctrl-C) at any moment and leave no trace of the wait then.
+
+Python raises ``KeyboardInterrupt`` in the main thread between any two of its steps. Between reading
+a result off a connection and handing it over, that would lose the result, and whoever asks for it
+later would wait for ever. So while the main thread is in the engine's own bookkeeping an interrupt
+is noted, and raised as soon as it waits or goes back to the user's code: some microseconds later.
 """
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` makes enums of all it returns
 import contextlib
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from miniray.core.local import interrupts
-from miniray.core.local.node import Node
 from miniray.core.local.objects import FAILED, PENDING, Entry
 from miniray.errors import SessionEndedError
 
+if TYPE_CHECKING:
+    from miniray.core.local.node import Node
+
 #: Makes what is entered around a wait: a task that waits gives its CPU back meanwhile.
 OnBlock = Callable[[], Any]
+
+#: Python's own handler only sets a flag. If that happens just before the main thread goes to sleep
+#: in the kernel, nothing wakes it. So the main thread never sleeps longer than this many seconds.
+LONGEST_SLEEP = 0.5
+
+_main = threading.main_thread().ident
+_held = False
+_noted: Callable[[int, Any], Any] | None = None
 
 
 def check_open(node: Node) -> None:
@@ -32,7 +50,7 @@ def check_open(node: Node) -> None:
 
 def wait_for_one(node: Node, entry: Entry, deadline: float | None, on_block: OnBlock) -> None:
     """Wait until ``entry`` has an outcome, or the deadline is past."""
-    held = interrupts.hold()
+    held = hold_interrupts()
     try:
         if node.dirty:
             node.flush_calls()
@@ -47,7 +65,7 @@ def wait_for_one(node: Node, entry: Entry, deadline: float | None, on_block: OnB
             wait_for_many(node, [entry], 1, deadline, contextlib.nullcontext, stop_on_failure=True)
     finally:
         if held:
-            interrupts.release()
+            release_interrupts()
 
 
 def wait_for_many(
@@ -65,7 +83,7 @@ def wait_for_many(
     failed = stop_on_failure and any(entry.state == FAILED for entry in entries)
     if missing <= 0 or failed:
         return
-    held = interrupts.hold()
+    held = hold_interrupts()
     done = threading.Lock()
     done.acquire()
     lock = threading.Lock()
@@ -92,14 +110,14 @@ def wait_for_many(
             if entry.state == PENDING:
                 entry.remove_waiter(waiter)
         if held:
-            interrupts.release()
+            release_interrupts()
     check_open(node)
 
 
 def _sleep_until(done: threading.Lock, deadline: float | None) -> None:
     """Until ``done`` is released or the deadline is past; an interrupt comes through."""
-    paused = interrupts.pause()
-    longest = interrupts.LONGEST_SLEEP if paused else threading.TIMEOUT_MAX
+    paused = pause_interrupts()
+    longest = LONGEST_SLEEP if paused else threading.TIMEOUT_MAX
     try:
         while True:
             left = longest if deadline is None else deadline - time.monotonic()
@@ -109,4 +127,72 @@ def _sleep_until(done: threading.Lock, deadline: float | None) -> None:
                 return
     finally:
         if paused:
-            interrupts.resume()
+            resume_interrupts()
+
+
+# -- interrupts ------------------------------------------------------------------------------------
+
+
+class _Guard:
+    """A handler for SIGINT that calls the user's, later if need be."""
+
+    def __init__(self, handler: Callable[[int, Any], Any]) -> None:
+        self.handler = handler
+
+    def __call__(self, signum: int, frame: Any) -> None:
+        global _noted
+        if _held:
+            _noted = self.handler
+        else:
+            self.handler(signum, frame)
+
+
+def hold_interrupts() -> bool:
+    """True when ``release_interrupts`` must follow: in the main thread, the first time."""
+    global _held
+    if _held or threading.get_ident() != _main:
+        return False
+    # Looked at each time: notebooks install a handler of their own for every cell.
+    handler: Any = _signal.getsignal(_signal.SIGINT)
+    if type(handler) is not _Guard and callable(handler):
+        _signal.signal(_signal.SIGINT, _Guard(handler))
+    _held = True
+    return True
+
+
+def release_interrupts() -> None:
+    """Let interrupts through again; one that came meanwhile is raised here."""
+    global _held, _noted
+    _held = False
+    if _noted is not None:
+        handler, _noted = _noted, None
+        handler(_signal.SIGINT, sys._getframe())
+
+
+def pause_interrupts() -> bool:
+    """Let interrupts through while waiting. True when ``resume_interrupts`` must follow."""
+    if not _held or threading.get_ident() != _main:
+        return False
+    release_interrupts()
+    return True
+
+
+def resume_interrupts() -> None:
+    global _held
+    _held = True
+
+
+def restore_handler() -> None:
+    """Give the user's handler its place back, at the end of a session."""
+    handler: Any = _signal.getsignal(_signal.SIGINT)
+    if type(handler) is _Guard and threading.get_ident() == _main:
+        _signal.signal(_signal.SIGINT, handler.handler)
+
+
+def _after_fork() -> None:
+    global _main, _held, _noted
+    _main = threading.main_thread().ident
+    _held, _noted = False, None  # the state of a thread that is not there
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -30,10 +30,10 @@ from miniray.core.local import system
 from miniray.core.local.calls import CALL, CALL_PLAIN, FUNCTION, R_STOLEN
 from miniray.core.local.engine import LocalEngine
 from miniray.core.local.executors import Executor, Job, ThreadExecutor, arguments
-from miniray.core.local.info import SessionInfo
 from miniray.core.local.node import Node, owner_of
 from miniray.core.local.objects import Blob
 from miniray.core.local.peers import BLOCKED, CANCEL, DRIVER, EXIT, INIT, STEAL
+from miniray.core.local.spawner import SessionInfo
 from miniray.core.local.wire import Closed, Stream, frame
 from miniray.errors import TaskError
 

@@ -27,8 +27,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from miniray.core.local import system
-from miniray.core.local.info import SessionInfo
-from miniray.core.local.spawner import MAX_MESSAGE
+from miniray.core.local.spawner import MAX_MESSAGE, SessionInfo
 
 _FAILED = 1 << 8  # the wait status of a process that exited with 1
 

@@ -2,7 +2,7 @@
 
 Refs, handles, generators and errors wrap Ray's, one to one; scheduling, reference counting,
 restarts and spilling are Ray's own. What is added: user code in Ray's workers finds the same
-miniray session (``host``), errors are miniray's (``errors``), and what can never run or be pickled
+miniray session (``host``), errors are miniray's (``refs``), and what can never run or be pickled
 is refused at the call (``engine``).
 """
 

@@ -17,20 +17,20 @@ from ray.exceptions import RayError
 
 from miniray.core import serialize, session, startup
 from miniray.core.engine import Capabilities, Engine, RuntimeContext
-from miniray.core.options import Options
-from miniray.core.ray.errors import translate
+from miniray.core.options import ALLOWED, Options
 from miniray.core.ray.host import guard_function, host_class
 from miniray.core.ray.refs import (
     RayRef,
     RayStream,
     first_error,
     ray_refs_of,
+    translate,
     unwrap_refs,
     wrap,
     wrap_handle,
 )
-from miniray.core.refs import ObjectRef, ObjectRefGenerator
-from miniray.core.remote import ActorHandle, ClassSpec, FunctionSpec
+from miniray.core.refs import ActorHandle, ObjectRef, ObjectRefGenerator
+from miniray.core.specs import ClassSpec, FunctionSpec
 from miniray.errors import (
     ActorDiedError,
     ActorUnschedulableError,
@@ -73,7 +73,7 @@ class RayEngine(Engine):
         remote = spec.cache.get(_CACHE_KEY)
         if remote is None:
             remote = spec.cache[_CACHE_KEY] = ray.remote(guard_function(spec, attach))
-        chosen = _ray_options(options, ("num_cpus", "num_gpus", "max_retries", "name"))
+        chosen = _ray_options(options, "function")
         num_returns = spec.num_returns(options)
         if num_returns != 1:
             self._check_streaming(num_returns)
@@ -90,22 +90,9 @@ class RayEngine(Engine):
         actor_class = spec.cache.get(_CACHE_KEY)
         if actor_class is None:
             actor_class = spec.cache[_CACHE_KEY] = ray.remote(host_class(spec, attach))
-        chosen = _ray_options(
-            options,
-            (
-                "num_gpus",
-                "max_restarts",
-                "max_task_retries",
-                "max_concurrency",
-                "name",
-                "namespace",
-                "lifetime",
-            ),
-        )
+        chosen = _ray_options(options, "class")
         # Said in any case: Ray's own default wants a free CPU to start on.
         chosen["num_cpus"] = options.num_cpus or 0
-        if options.get_if_exists:
-            chosen["get_if_exists"] = True
         if options.name is not None:
             self._find(options.name, options.namespace)  # for what it does to a dead one
         handle = _send(actor_class.options(**chosen), args, kwargs, spec.cls, spec.name)
@@ -375,10 +362,13 @@ def _send(remote: Any, args: tuple[Any, ...], kwargs: dict[str, Any], code: Any,
         raise  # it was not about pickling
 
 
-def _ray_options(options: Options, names: tuple[str, ...]) -> dict[str, Any]:
-    """Those of ``names`` that differ from the default, and the environment variables."""
+def _ray_options(options: Options, kind: str) -> dict[str, Any]:
+    """Those that differ from the default; not ``num_returns``, which depends on the code, too."""
     chosen = {
-        name: value for name in names if (value := getattr(options, name)) != getattr(Options, name)
+        name: value
+        for name in ALLOWED[kind]
+        if name not in ("num_returns", "runtime_env")
+        and (value := getattr(options, name)) != getattr(Options, name)
     }
     if options.env_vars:
         chosen["runtime_env"] = {"env_vars": options.env_vars}

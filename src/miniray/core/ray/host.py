@@ -10,6 +10,7 @@ and every Ray handle, however it was come by, can say which methods its actor ha
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import inspect
@@ -22,8 +23,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from miniray.core import loops, startup
-from miniray.core.remote import CallSpec, ClassSpec, FunctionSpec
+from miniray.core import startup
+from miniray.core.engine import drain
+from miniray.core.specs import CallSpec, ClassSpec, FunctionSpec
 from miniray.errors import TaskError
 
 #: Stands in the text of Ray's error in front of the traceback when an actor's __init__ raised.
@@ -49,13 +51,13 @@ def guard(
     def run(*args: Any, **kwargs: Any) -> Any:
         with _capturing(call, enter):
             result = target(*args, **kwargs)
-            return loops.run(result) if call.is_async else result
+            return asyncio.run(result) if call.is_async else result
 
     def run_generator(*args: Any, **kwargs: Any) -> Iterator[Any]:
         with _capturing(call, enter):
             items = target(*args, **kwargs)
             # Not "yield from": Ray sends values into the generator, which are not for the user's.
-            for item in loops.drain(items) if call.is_async else items:  # noqa: UP028
+            for item in drain(items) if call.is_async else items:  # noqa: UP028
                 yield item
 
     async def run_async(*args: Any, **kwargs: Any) -> Any:

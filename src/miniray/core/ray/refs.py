@@ -1,7 +1,7 @@
-"""miniray's refs, generators and handles over Ray's.
+"""miniray's refs, generators, handles and errors over Ray's.
 
-Pickling any of them pickles the Ray object inside, so Ray's reference counting sees it; unpickling
-attaches the process to the running Ray, so that what arrives can be used at once.
+Pickling one of the first three pickles the Ray object inside, so Ray's reference counting sees it;
+unpickling attaches the process to the running Ray, so that what arrives can be used at once.
 """
 
 from __future__ import annotations
@@ -9,18 +9,38 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import inspect
+import re
 from collections.abc import Generator, Sequence
 from typing import Any, TypeVar
 
 import ray
 
+from miniray import errors
 from miniray.core.engine import Engine
-from miniray.core.ray.errors import translate
-from miniray.core.refs import ObjectRef, ObjectRefGenerator
-from miniray.core.remote import ActorHandle, ActorInfo, CallSpec, positional_range
-from miniray.errors import SessionEndedError
+from miniray.core.ray.host import INIT_FAILED
+from miniray.core.refs import ActorHandle, ObjectRef, ObjectRefGenerator
+from miniray.core.specs import ActorInfo, CallSpec
 
 T = TypeVar("T")
+
+
+#: First match wins, so subclasses stand before their bases.
+_TABLE: tuple[tuple[type[Exception], type[errors.MinirayError]], ...] = (
+    (ray.exceptions.GetTimeoutError, errors.GetTimeoutError),
+    (ray.exceptions.TaskCancelledError, errors.TaskCancelledError),
+    (ray.exceptions.RayActorError, errors.ActorDiedError),
+    (ray.exceptions.ActorUnschedulableError, errors.ActorUnschedulableError),
+    (ray.exceptions.TaskUnschedulableError, errors.ActorUnschedulableError),
+    (ray.exceptions.WorkerCrashedError, errors.WorkerCrashedError),
+    (ray.exceptions.OutOfMemoryError, errors.WorkerCrashedError),
+    (ray.exceptions.NodeDiedError, errors.WorkerCrashedError),
+    (ray.exceptions.LocalRayletDiedError, errors.WorkerCrashedError),
+    (ray.exceptions.ObjectStoreFullError, errors.ObjectStoreFullError),
+    (ray.exceptions.OutOfDiskError, errors.ObjectStoreFullError),
+    (ray.exceptions.ObjectLostError, errors.ObjectLostError),
+)
+_PROCESS = re.compile(r"ray::([\w.<>]+)")
+_PID = re.compile(r"\(pid=(\d+)")
 
 
 class RayRef(ObjectRef[T]):
@@ -112,7 +132,7 @@ def ray_refs_of(engine: Engine, refs: Sequence[ObjectRef[Any]]) -> list[Any]:
     """The Ray refs inside; ``SessionEndedError`` for one that is not of ``engine``."""
     for ref in refs:
         if not isinstance(ref, RayRef) or ref._engine is not engine:
-            raise SessionEndedError(f"{ref!r} belongs to another session, which has ended")
+            raise errors.SessionEndedError(f"{ref!r} belongs to another session, which has ended")
     return [ref.ray_ref for ref in refs]  # type: ignore[attr-defined]
 
 
@@ -174,22 +194,55 @@ def _make_info(
     for name, parameters in signatures.items():
         if name.startswith("__") and name != "__call__":
             continue
-        signature = inspect.Signature(parameters)
-        low, high = positional_range(signature)
-        generator = bool(generators.get(name))
-        methods[name] = CallSpec(
-            name=f"{class_name}.{name}",
-            signature=signature,
-            min_positional=low,
-            max_positional=high,
-            is_generator=generator,
-            is_async=False,  # matters only where the class itself is at hand
-            num_returns=_declared(num_returns.get(name), generator),
+        methods[name] = CallSpec.made(
+            f"{class_name}.{name}",
+            inspect.Signature(parameters),
+            bool(generators.get(name)),
+            False,  # async or not matters only where the class itself is at hand
+            num_returns.get(name),
         )
     return ActorInfo(class_name, methods)
 
 
-def _declared(num_returns: int | str | None, generator: bool) -> int | str:
-    if num_returns is None:
-        return "streaming" if generator else 1
-    return num_returns
+def translate(error: Exception) -> Exception:
+    """The miniray error for one that Ray raised; other exceptions unchanged."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return _task_error(error)
+    if not isinstance(error, ray.exceptions.RayError):
+        return error
+    text = str(error).strip() or type(error).__name__
+    if isinstance(error, ray.exceptions.RayActorError) and INIT_FAILED in text:
+        # Between Ray's own preamble and the end is the traceback as the worker formatted it.
+        raised = text.partition(INIT_FAILED)[2].strip()
+        return errors.ActorDiedError(f"the actor's __init__ raised: {raised}", in_init=True)
+    if isinstance(error, ValueError):  # a name that is taken
+        return ValueError(text)
+    for ray_type, own_type in _TABLE:
+        if isinstance(error, ray_type):
+            return own_type(text)
+    return errors.MinirayError(f"{type(error).__name__}: {text}")
+
+
+def _task_error(error: ray.exceptions.RayTaskError) -> Exception:
+    """What user code raised, as ``host.guard`` captured it in the worker.
+
+    A call that failed because a ref among its arguments failed carries that error as its cause.
+    """
+    cause = error.cause
+    while isinstance(cause, ray.exceptions.RayTaskError):
+        error, cause = cause, cause.cause
+    if isinstance(cause, errors.TaskError):
+        return cause.as_cause_type()
+    if isinstance(cause, ray.exceptions.RayError) and type(cause) is not ray.exceptions.RayError:
+        return translate(cause)
+    # Raised around user code and not by it: a return value that cannot be pickled, or an actor
+    # that plain Ray code created. What `ray.get` raises has kept only the text and the cause.
+    text = str(error)
+    function, pid = _PROCESS.search(text), _PID.search(text)
+    return errors.TaskError(
+        function=function[1] if function else "the call",
+        worker="a Ray worker",
+        pid=int(pid[1]) if pid else 0,
+        remote_traceback=text,
+        cause=cause if type(cause) is not ray.exceptions.RayError else None,
+    ).as_cause_type()
