@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from miniray.dashboard import Server
+from miniray.dashboard import Server, poller
 from miniray.doctor import runfile
 from tests.dashboard import synthetic
 from tests.doctor.helpers import wait_until
@@ -232,6 +232,11 @@ def test_half_written_lines_wait_for_the_rest(root, run_dir, start):
         file.write("}\n")
     assert next(v for n, v in stream if n == "state" and points(v) == 11)
     stream.close()
+
+
+def test_the_list_is_there_before_the_first_look(root, run_dir, start, monkeypatch):
+    monkeypatch.setattr(poller.Poller, "_loop", lambda self: None)
+    assert [run["name"] for run in start(root).json("/api/news")["runs"]] == ["a"]
 
 
 def test_a_run_deleted_while_it_is_looked_at(root, run_dir, start):

@@ -999,3 +999,9 @@ def test_workers_without_torch_are_known_by_their_epochs():
     assert shown.splitlines()[0] == "HEALTHY: 2 ranks finished at epoch 5"
     assert "[Rank 1/2] Epoch 5 finished 100 MB" in shown
     assert "Step" not in shown
+    going = [rank(n, epoch=5, phase=Phase("start", at(1), NOW), **plain) for n in range(2)]
+    (first, _) = examine(run(*going)).case
+    assert first.state == "running"  # not "starting": five epochs are behind it
+    assert first.doing().startswith("is between two calls of its trainer")
+    (fresh, _) = examine(run(*(dataclasses.replace(r, epoch=-1) for r in going))).case
+    assert (fresh.state, fresh.doing()[:24]) == ("starting", "is before its first step")

@@ -43,6 +43,7 @@ class Poller:
         self._thread = threading.Thread(target=self._loop, name="dashboard-poller", daemon=True)
 
     def start(self) -> None:
+        self._listing.refresh()  # nobody who asks at once is told that there are no runs
         self._thread.start()
 
     def close(self) -> None:

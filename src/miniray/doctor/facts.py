@@ -132,7 +132,8 @@ class Facts:
             return "silent"
         if self.wait is not None:
             return "waiting"
-        return "starting" if record.phase.name == "start" and not record.step else "running"
+        begins = record.phase.name == "start" and not (record.step or record.in_epochs)
+        return "starting" if begins else "running"
 
     @property
     def computes(self) -> bool:
@@ -188,6 +189,8 @@ def phase_words(record: RankRecord) -> str:
     """What it is at, after "is": ``in prepare_data``, ``waiting for its DataLoader``"""
     if record.section is not None:
         return f"in {record.section.name}"
+    if record.in_epochs and record.phase.name in ("start", ""):
+        return "between two calls of its trainer"
     return _PHASES.get(record.phase.name, record.phase.name)
 
 

@@ -229,6 +229,11 @@ class RankRecord:
         return self.process.alive is not False and self.exit is None
 
     @property
+    def in_epochs(self) -> bool:
+        """A worker whose steps nobody sees, as one without torch: its trainer's epoch is known."""
+        return self.epoch >= 0 and not (self.step or self.batch_size or self.batches)
+
+    @property
     def open_events(self) -> tuple[Event, ...]:
         """Collectives and barriers that were called and have not completed, oldest first."""
         kinds = (COLLECTIVE, POINT_TO_POINT, BARRIER, GROUP)

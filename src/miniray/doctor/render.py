@@ -141,14 +141,9 @@ def distributed(record: RankRecord) -> str:
     return f"available, not initialised{alone}"
 
 
-def _in_epochs(record: RankRecord) -> bool:
-    """A worker without torch: what is known is the trainer's epoch."""
-    return record.epoch >= 0 and not (record.step or record.batch_size or record.batches)
-
-
 def step_line(record: RankRecord) -> str:
     """P5's line: ``[Rank 2/4] Step 100, Batch size: 8``; ``Epoch 3`` where no steps are known."""
-    if _in_epochs(record):
+    if record.in_epochs:
         return f"{record.label} Epoch {record.epoch}"
     # A loop without a loader says nothing of its batches, which is not that they are empty.
     size_ = record.batch_size if record.batch_size or record.batches or record.samples else "?"
@@ -219,7 +214,7 @@ def _row(facts: Facts) -> tuple[str, ...]:
     age = _age(max(0.0, facts.until - since))
     loss = "" if record.loss is None else _number(record.loss)
     samples = _count(record.samples)
-    if _in_epochs(record):
+    if record.in_epochs:
         phase, age = ("", "") if phase == "start" else (phase, age)
         samples = samples if record.samples else ""
     return step_line(record), facts.state, phase[:20], age, samples, loss, size(record.rss)
