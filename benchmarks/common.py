@@ -16,12 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+
+T = TypeVar("T")
 
 
 def median(samples: Sequence[float]) -> float:
@@ -73,6 +75,18 @@ def run_measured(script: Path, arguments: Sequence[str], timeout: float = 300) -
             raise RuntimeError(f"{' '.join(command)} ended with {status}:\n{output[-4000:]}")
         samples: dict[str, Any] = json.loads(out.read_text())
         return samples
+
+
+def tried_twice(run: Callable[[], T], say: Callable[[str], None]) -> T:
+    """What ``run`` of a peer returns, once more if it fails, which is said.
+
+    torch 2.13 aborts a process of gloo now and then at its very end, when all steps are done.
+    """
+    try:
+        return run()
+    except RuntimeError as error:
+        say(f"failed, and is run once more: {error}")
+        return run()
 
 
 def _run(command: list[str], environment: dict[str, str], timeout: float) -> tuple[int | str, str]:

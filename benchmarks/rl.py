@@ -22,6 +22,7 @@ Figures are medians; the JSON file has every sample.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import signal
@@ -172,7 +173,9 @@ def measure(
             memory = turn == rounds  # sampling takes time: in a run of its own
             what = "memory" if memory else f"{turn + 1}/{rounds}"
             for name in names if turn % 2 == 0 else reversed(names):
-                figures = run(SYSTEMS[name], pythons[name], site, steps, memory)
+                once = functools.partial(run, SYSTEMS[name], pythons[name], site, steps, memory)
+                is_peer = SYSTEMS[name].is_peer
+                figures = common.tried_twice(once, say) if is_peer else once()
                 shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
                 say(f"{what}  {SYSTEMS[name].title}: {shown}")
                 for key, value in figures.items():

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import os
 import signal
@@ -208,14 +209,8 @@ def measure(names: list[str], repetitions: int, say: Callable[[str], None]) -> d
         memory = repetition == repetitions  # sampling takes time: in a run of its own
         # Taking turns at being first, too.
         for name in names if repetition % 2 == 0 else reversed(names):
-            try:
-                found = run(PEERS[name], measure_memory=memory)
-            except RuntimeError as error:
-                if PEERS[name].package == "miniray":
-                    raise
-                # torch aborts now and then at its end, after all steps: once more, and it is said.
-                say(f"{PEERS[name].title} failed and is run once more: {error}")
-                found = run(PEERS[name], measure_memory=memory)
+            once = functools.partial(run, PEERS[name], measure_memory=memory)
+            found = once() if PEERS[name].package == "miniray" else common.tried_twice(once, say)
             shown = ", ".join(f"{key} {value:.4g}" for key, value in found.items())
             turn = "memory" if memory else f"{repetition + 1}/{repetitions}"
             say(f"{turn}  {PEERS[name].title}: {shown}")
