@@ -77,16 +77,17 @@ def run_measured(script: Path, arguments: Sequence[str], timeout: float = 300) -
         return samples
 
 
-def tried_twice(run: Callable[[], T], say: Callable[[str], None]) -> T:
-    """What ``run`` of a peer returns, once more if it fails, which is said.
+def tried_again(run: Callable[[], T], say: Callable[[str], None], times: int = 5) -> T:
+    """What ``run`` of a peer returns, again and again if it fails, which is said.
 
     torch 2.13 aborts a process of gloo now and then at its very end, when all steps are done.
     """
-    try:
-        return run()
-    except RuntimeError as error:
-        say(f"failed, and is run once more: {error}")
-        return run()
+    for _ in range(times - 1):
+        try:
+            return run()
+        except RuntimeError as error:
+            say(f"failed, and is run again: {error}")
+    return run()
 
 
 def _run(command: list[str], environment: dict[str, str], timeout: float) -> tuple[int | str, str]:

@@ -175,7 +175,7 @@ def measure(
             for name in names if turn % 2 == 0 else reversed(names):
                 once = functools.partial(run, SYSTEMS[name], pythons[name], site, steps, memory)
                 is_peer = SYSTEMS[name].is_peer
-                figures = common.tried_twice(once, say) if is_peer else once()
+                figures = common.tried_again(once, say) if is_peer else once()
                 shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
                 say(f"{what}  {SYSTEMS[name].title}: {shown}")
                 for key, value in figures.items():

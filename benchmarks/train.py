@@ -210,7 +210,7 @@ def measure(names: list[str], repetitions: int, say: Callable[[str], None]) -> d
         # Taking turns at being first, too.
         for name in names if repetition % 2 == 0 else reversed(names):
             once = functools.partial(run, PEERS[name], measure_memory=memory)
-            found = once() if PEERS[name].package == "miniray" else common.tried_twice(once, say)
+            found = once() if PEERS[name].package == "miniray" else common.tried_again(once, say)
             shown = ", ".join(f"{key} {value:.4g}" for key, value in found.items())
             turn = "memory" if memory else f"{repetition + 1}/{repetitions}"
             say(f"{turn}  {PEERS[name].title}: {shown}")

@@ -65,7 +65,7 @@ class Controlled(RLWorker):
         if policy is None:
             policy = self.reference = self._frozen_copy()
         rollouts = Rollouts(rows, ids, ids, made)
-        for batch in self._batches(rollouts):
+        for batch in rollouts.micro_batches(self.config.micro_batch_tokens, device=self.device):
             with torch.no_grad():
                 rollouts.put("logp", batch, run_policy(policy, batch, False)[0])
         return rollouts.tokens["logp"]
