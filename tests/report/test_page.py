@@ -344,6 +344,13 @@ def test_ten_thousand_lines_are_a_small_page(make_run):
     assert "200 of 10,000 lines" in page
 
 
+def test_syncs_of_milliseconds_took_some_time(make_run):
+    spent = {"collect": 0.0123, "combine": 12.0, "distribute": 0.5}
+    folder = make_run("run", metrics=[{"epoch": 0}], sync={"num_syncs": 3, "seconds": spent})
+    text, _ = of(folder)
+    assert "collecting weights 12.3 ms combining 12 s giving them back 500 ms" in text
+
+
 def test_events_and_attempts_are_told(make_run):
     folder = make_run(
         started="2026-01-01T10:00:00+00:00", ended="2026-01-01T10:01:00+00:00",

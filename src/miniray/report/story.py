@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from miniray.doctor.findings import plural, seconds, size
-from miniray.report.html import Markup, facts, folded, section, table, tag
+from miniray.report.html import Markup, facts, folded, section, short, table, tag
 from miniray.report.run import Run, unix_time
 from miniray.report.series import flat, number, spread
 
@@ -42,7 +42,7 @@ def sync(run: Run) -> Markup:
         pairs.append(("workers apart, at most", apart.get("max")))
     if isinstance(spent, Mapping):
         taken = ((text, number(spent.get(name))) for name, text in _PHASES.items())
-        pairs += [(text, seconds(value)) for text, value in taken if value is not None]
+        pairs += [(text, _spent(value)) for text, value in taken if value is not None]
     if stats.get("skipped"):
         pairs.append(("syncs a worker missed", _short(stats["skipped"])))
     pairs.append(("last error", stats.get("last_error") or None))
@@ -107,6 +107,11 @@ def environment(run: Run) -> Markup:
         inside.append(folded(plural(len(checkpoints), "checkpoint"), tag("p", shown)))
     inside.append(folded(plural(len(files), "file"), tag("p", ", ".join(files))))
     return section("Environment", *inside)
+
+
+def _spent(value: float) -> str:
+    """Of all syncs together, which may take a millisecond."""
+    return seconds(value) if value >= 1 else f"{short(1000 * value)} ms"
 
 
 def _interval(run: Run) -> str | None:
