@@ -344,7 +344,9 @@ def main() -> None:
         return
 
     chosen = [name for name in SECTIONS if getattr(arguments, name)] or ["overhead", "memory"]
-    out = arguments.out or common.RESULTS / f"{'bubble' if arguments.bubble else 'parallel'}.json"
+    # Half of the page's figures must not take the place of all of them.
+    kept = {"bubble": "bubble.json", "overhead, memory": "parallel.json"}.get(", ".join(chosen))
+    out = arguments.out or (common.RESULTS / kept if kept else None)
     started, samples = common.stamp(), {}
     for name in chosen:
         samples[name] = SECTIONS[name][0](arguments.quick, lambda text: print(text, flush=True))
@@ -360,13 +362,14 @@ def main() -> None:
         "samples": samples,
         "table": [vars(line) for line in lines],
     }
-    common.write_json(out, record)
     columns = ["miniray", "against", "difference"]
     if arguments.markdown:
         print(common.markdown_table(columns, lines))
     else:
         common.print_table("Models split over workers", columns, lines)
-    print(f"all samples: {out}")
+    if out is not None:
+        common.write_json(out, record)
+        print(f"all samples: {out}")
 
 
 if __name__ == "__main__":
