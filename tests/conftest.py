@@ -35,6 +35,29 @@ def pytest_addoption(parser):
         choices=ENGINES,
         help="run the conformance suite on this engine only (may be given several times)",
     )
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write the golden files of the tests that run instead of comparing with them",
+    )
+
+
+@pytest.fixture
+def golden(request):
+    """Compare text with ``golden/<name>`` beside the test file: ``golden("verdict.txt", text)``.
+
+    Wording lives in these files. All other assertions use types, codes and fields.
+    """
+
+    def compare(name, text):
+        path = request.path.parent / "golden" / name
+        if request.config.getoption("update_golden"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        expected = path.read_text(encoding="utf-8") if path.exists() else ""
+        assert text == expected, f"{path} differs: check the text, then run with --update-golden"
+
+    return compare
 
 
 @pytest.fixture(scope="module", autouse=True)

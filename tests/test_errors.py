@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import cloudpickle
 import pytest
 
 from miniray import errors
@@ -104,7 +105,7 @@ def test_the_fields_survive_a_second_trip():
     twice = pickle.loads(pickle.dumps(once))
     assert isinstance(twice, KeyError)
     assert str(twice) == str(once)
-    assert (twice.function, twice.worker, twice.pid) == ("Worker.step", "Worker", 123)
+    assert (twice.function, twice.actor, twice.pid) == ("Worker.step", "Worker", 123)
 
 
 def test_attributes_that_cannot_be_pickled_are_left_out():
@@ -172,3 +173,35 @@ def test_builtin_types_can_be_combined(error_type):
 def test_catching_the_base_type_works_across_the_trip():
     with pytest.raises(LookupError):
         raise caught(IndexError("i"))
+
+
+@pytest.mark.parametrize("cls", [errors.ActorDiedError, errors.DataError, errors.WorkerLostError])
+def test_fields_survive_pickling_and_default_to_none(cls: type[errors.MinirayError]):
+    error = cls("text", rank=2, exit_code=7, in_init=False)
+    received = pickle.loads(pickle.dumps(error))
+    assert (received.rank, received.exit_code, received.in_init) == (2, 7, False)
+    assert (received.worker, received.host, received.epoch, received.signal) == (
+        None,
+        None,
+        None,
+        None,
+    )
+    with pytest.raises(TypeError, match="rnak"):
+        cls("text", rnak=2)
+
+
+def test_code_is_derived_from_the_class():
+    assert errors.ActorDiedError("text").code == "actor-died"
+    assert errors.WorkerLostError("text").code == "worker-lost"
+    assert errors.TaskError("f", "actor", 1, "").code == "task"
+
+
+def test_fields_of_the_original_exception_win():
+    class HttpError(Exception):
+        code = 404
+
+    error = errors.TaskError("f", "actor", 1, "", HttpError("no")).as_cause_type()
+    assert error.code == 404
+    error.add_fields(worker=3, epoch=1)
+    received = pickle.loads(cloudpickle.dumps(error))
+    assert (received.worker, received.epoch, received.step) == (3, 1, None)

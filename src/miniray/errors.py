@@ -1,17 +1,18 @@
-"""Every exception a miniray user can meet, in one hierarchy.
+"""All exceptions that miniray raises.
 
-``except MinirayError`` catches all of them. Those with a counterpart in the standard library are
-also instances of it (``GetTimeoutError`` is a ``TimeoutError``), and an exception raised by remote
-code is, at ``get``, also an instance of the user's own exception type.
+``except MinirayError`` catches every one of them. Errors with a counterpart in the standard library
+also derive from it (``GetTimeoutError`` is a ``TimeoutError``). An exception raised by remote code
+is re-raised by ``get`` as an instance of both ``TaskError`` and the original type.
 """
 
 from __future__ import annotations
 
+import re
 import traceback
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
-from miniray.carried import Carried, arriving, assembled, parts
+from miniray.exception_pickling import PickledException, get_parts, rebuild_exception, to_picklable
 
 __all__ = [
     "ActorDiedError",
@@ -48,131 +49,203 @@ __all__ = [
 
 
 class MinirayError(Exception):
-    """Base of every error miniray raises on its own account."""
+    """Base class of all miniray errors.
+
+    The fields below hold the facts of the message, so that programs don't have to parse it. A field
+    that doesn't apply is None. All fields survive pickling between processes.
+
+    Attributes:
+        code: Stable identifier of the kind of error, such as ``"actor-died"``. Messages may change
+            in any release, codes don't.
+        worker: Index of the trainer's worker that failed.
+        rank: Rank that failed.
+        host: Host name of the process that failed.
+        epoch: Epoch in which it failed, from 0.
+        step: Number of completed optimizer steps.
+        entry: Name of the weight, metric or file entry.
+        exit_code: Exit status of the process.
+        signal: Name of the signal that ended the process, such as ``"SIGKILL"``.
+        pid: Process id.
+        in_init: True if ``__init__`` of an actor raised, or its arguments couldn't be computed.
+    """
+
+    FIELDS: ClassVar[tuple[str, ...]] = (
+        "code", "worker", "rank", "host", "epoch", "step", "entry", "exit_code", "signal", "pid",
+        "in_init",
+    )  # fmt: skip
+
+    # Only annotations: a class attribute would hide one of the same name in the user's exception,
+    # from which the class that ``get`` raises also derives.
+    code: str
+    worker: Any
+    rank: int | None
+    host: str | None
+    epoch: int | None
+    step: int | None
+    entry: str | None
+    exit_code: int | None
+    signal: str | None
+    pid: int | None
+    in_init: bool | None
+
+    def __init__(self, message: str = "", **fields: Any) -> None:
+        super().__init__(message)
+        self.add_fields(**fields)
+
+    def __getattr__(self, name: str) -> Any:
+        # Called only if normal lookup fails.
+        if name == "code":
+            return _get_code(type(self))
+        if name in MinirayError.FIELDS:
+            return None
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def add_fields(self, **fields: Any) -> None:
+        """Set the fields that aren't None. Raise ``TypeError`` for unknown names."""
+        for name, value in fields.items():
+            if name not in self.FIELDS:
+                raise TypeError(f"{type(self).__name__} has no field {name!r}")
+            if value is not None:
+                setattr(self, name, value)
+
+
+def _get_code(cls: type[MinirayError]) -> str:
+    """Derive the code from the name of the first miniray class: ``ActorDiedError``, actor-died."""
+    name = next(
+        c.__name__ for c in cls.__mro__ if c.__module__ == __name__ and "(" not in c.__name__
+    )
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name.removesuffix("Error")).lower()
 
 
 class EngineStartError(MinirayError, RuntimeError):
-    """The engine could not be started; nothing was left running."""
+    """The engine couldn't be started. No process was left running."""
 
 
 class SessionEndedError(MinirayError, RuntimeError):
-    """The session of this ref, handle or engine was shut down, or belongs to the forking parent."""
+    """The session of this ref, handle or engine was shut down, or belongs to the parent process."""
 
 
 class CapabilityError(MinirayError, NotImplementedError):
-    """The chosen engine cannot do what was asked. The message names engines that can."""
+    """The engine doesn't support the operation. The message names engines that do."""
 
 
 class NotSerializableError(MinirayError, TypeError):
-    """A value cannot travel to another process.
+    """A value can't be pickled. Raised by the call, before anything is sent.
 
-    Raised at the call, before anything is sent. ``path`` leads to the offending attribute.
+    Attributes:
+        path: Path to the attribute that can't be pickled.
     """
 
-    def __init__(self, message: str, path: str = "") -> None:
-        super().__init__(message)
+    def __init__(self, message: str = "", path: str = "", **fields: Any) -> None:
+        super().__init__(message, **fields)
         self.path = path
 
 
 class GetTimeoutError(MinirayError, TimeoutError):
-    """``get`` ran out of its time limit. The call itself goes on; ``get`` may be tried again."""
+    """``get`` timed out. The call is still running; call ``get`` again to keep waiting."""
 
 
 class ObjectStoreFullError(MinirayError, MemoryError):
-    """Neither memory within ``object_store_memory`` nor disk for spilling is left."""
+    """The object store has reached ``object_store_memory``, and the disk has no space to spill."""
 
 
 class ObjectLostError(MinirayError):
-    """The process that owned the object is gone, and the value with it."""
+    """The process that owned the object exited, so its value is lost."""
 
 
 class TaskCancelledError(MinirayError):
-    """The call was cancelled with ``miniray.cancel`` before it produced a result."""
+    """The call was canceled with ``miniray.cancel`` before it returned."""
 
 
 class ActorUnschedulableError(MinirayError):
-    """The request exceeds what the machine (or cluster) has in total; waiting cannot help."""
+    """The actor or task requests more resources than the machine or cluster has in total."""
 
 
 class WorkerCrashedError(MinirayError):
-    """The process running a task ended (exit code or signal named) and retries are used up."""
+    """The process that ran a task exited, and no retries are left.
+
+    ``pid``, ``exit_code`` and ``signal`` describe the exit.
+    """
 
 
 class ActorDiedError(MinirayError):
-    """The actor's process is gone: it was killed, crashed, exited, or its ``__init__`` raised.
+    """The actor's process exited, was killed, or its ``__init__`` raised.
 
-    The message names the exit code or signal and shows the last lines the process printed. Calls
-    in flight at that moment may or may not have run. ``in_init``: it never came to be, for its
-    ``__init__``, or what that was to be called with, raised.
+    The message ends with the last lines that the process printed. Calls that were running may
+    or may not have completed. ``pid``, ``exit_code``, ``signal`` and ``in_init`` describe the exit.
     """
-
-    def __init__(self, message: str, in_init: bool = False) -> None:
-        super().__init__(message)
-        self.in_init = in_init
 
 
 class WorkerTimeoutError(MinirayError, TimeoutError):
-    """A training worker gave no result within ``worker_timeout`` and was ended."""
+    """A worker returned no result within ``worker_timeout`` and was stopped."""
 
 
 class BarrierTimeoutError(MinirayError, TimeoutError):
-    """A named barrier did not complete: ranks are missing, ended, or at another barrier.
+    """Not all ranks reached a named barrier in time.
 
-    Raised on every rank that is at the barrier, and on one that comes late. ``missing`` are the
-    ranks that did not come; the message shows where each of them is and what it did last.
+    Raised on every rank at the barrier, and on ranks that arrive later. The message shows where
+    each missing rank is and what it did last.
+
+    Attributes:
+        name: Name of the barrier.
+        missing: Ranks that didn't arrive.
     """
 
-    def __init__(self, message: str, name: str = "", missing: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str = "", name: str = "", missing: tuple[int, ...] = (), **fields: Any
+    ) -> None:
+        super().__init__(message, **fields)
         self.name = name
         self.missing = missing
 
 
 class BoxError(MinirayError):
-    """A rank's black box is not there, damaged, or of another version. The message names it."""
+    """A flight-recorder file is missing, damaged, or was written by a different version."""
 
 
 class CheckpointError(MinirayError):
-    """A checkpoint could not be written, or none can be read.
+    """A checkpoint couldn't be written, or no intact checkpoint exists.
 
-    A failed write leaves every earlier checkpoint as it was; ``__cause__`` is the system's error.
-    The message names the file or the entry.
+    A failed write leaves all earlier checkpoints intact. ``__cause__`` is the original error.
+    ``entry`` names the file or the entry.
     """
 
 
 class DataError(MinirayError, ValueError):
-    """Data cannot be read or shared out as asked. The message names file and row group.
+    """Data can't be read or sharded.
 
-    Raised where the dataset is made if a look at the files' metadata can tell, else at the row.
+    Raised when the dataset is created if the metadata of the files shows the problem, otherwise
+    when the row is read.
+
+    Attributes:
+        file: Path of the file, if one is the cause.
+        row: Index of the row in the file, from 0, or -1 if unknown.
     """
 
-
-class RowError(DataError):
-    """One row could not be read, filtered or transformed; ``__cause__`` is what was raised.
-
-    ``file`` and ``row`` (within the file, from 0) say which.
-    """
-
-    def __init__(self, message: str, file: str = "", row: int = -1) -> None:
-        super().__init__(message)
+    def __init__(self, message: str = "", file: str = "", row: int = -1, **fields: Any) -> None:
+        super().__init__(message, **fields)
         self.file = file
         self.row = row
 
 
+class RowError(DataError):
+    """A row couldn't be read, filtered or transformed. ``__cause__`` is the original error."""
+
+
 class GroupError(MinirayError, RuntimeError):
-    """A process group could not be formed. The message names the ranks that are missing."""
+    """The process group couldn't be formed. The message names the missing ranks."""
 
 
 class PeerLostError(MinirayError, RuntimeError):
-    """A rank could not reach the others any more. A consequence: the cause is elsewhere."""
+    """The connection to a different rank was lost. This is a consequence, not the cause."""
 
 
 class HandlesError(MinirayError, ValueError):
-    """A dataset holds something that a loader's worker process must not inherit. It is named."""
+    """A dataset holds an open handle that worker processes of a loader must not inherit."""
 
 
 class RewardError(MinirayError):
-    """The reward function raised, or gave no finite number. The message names row and worker."""
+    """The reward function raised or returned no finite number. The message names the row."""
 
 
 class RewardTimeoutError(RewardError, TimeoutError):
@@ -180,127 +253,137 @@ class RewardTimeoutError(RewardError, TimeoutError):
 
 
 class NonFiniteError(MinirayError, ArithmeticError):
-    """Log-probs, values or gradients hold NaN or infinity. The weights are those from before."""
+    """Log-probs, values or gradients contain NaN or Inf. The weights are unchanged."""
 
 
 class NoTokensError(MinirayError, ValueError):
-    """A step has nothing to learn from: all prompts were left out, or all responses are empty."""
+    """A step has no tokens to train on: all prompts were skipped or all responses are empty."""
 
 
 class WeightsMismatchError(MinirayError, ValueError):
-    """Weights of one worker differ from the others' in structure, shape or type.
+    """The weights of a worker differ from the others in structure, shape or dtype.
 
-    The message names the worker and the entry. Nothing was combined.
+    ``worker`` and ``entry`` name the worker and the weight. No weights were combined.
     """
 
 
 class NonFiniteWeightsError(MinirayError, ValueError):
-    """A worker's weights hold NaN or infinity. The message names the worker and the entry.
+    """The weights of a worker contain NaN or Inf. No weights were combined.
 
-    Nothing was combined. ``workers`` are the workers, as the server knows them.
+    Attributes:
+        workers: Ids of the workers, as registered with the server.
     """
 
-    def __init__(self, message: str, workers: tuple[Any, ...] = ()) -> None:
-        super().__init__(message)
+    def __init__(self, message: str = "", workers: tuple[Any, ...] = (), **fields: Any) -> None:
+        super().__init__(message, **fields)
         self.workers = workers
 
 
 class SyncError(MinirayError, RuntimeError):
-    """A parameter sync did not complete: a worker raised, or its process is gone.
+    """A parameter sync failed because a worker raised or exited. Server weights are unchanged.
 
-    The server's weights are those from before. ``workers`` are the indexes of the workers that
-    failed; ``phase`` is "collect" (no worker was changed) or "distribute" (the workers that did not
-    fail may have the new weights already).
+    Attributes:
+        workers: Indexes of the workers that failed.
+        phase: ``"collect"`` if no worker was changed, or ``"distribute"`` if other workers may
+            already have the new weights.
     """
 
-    def __init__(self, message: str, workers: tuple[int, ...] = (), phase: str = "") -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str = "", workers: tuple[int, ...] = (), phase: str = "", **fields: Any
+    ) -> None:
+        super().__init__(message, **fields)
         self.workers = workers
         self.phase = phase
 
 
 class WorkerLostError(SyncError, ActorDiedError):
-    """A parameter sync did not complete because the process of a worker is gone."""
+    """A parameter sync failed because the process of a worker exited."""
 
 
 class TaskError(MinirayError):
-    """User code raised in another process.
+    """User code raised an exception in a different process.
 
-    At ``get`` the exception is also an instance of the original type, so ``except ValueError``
-    works; its attributes are reachable and the text shows the remote traceback.
+    ``get`` raises it as an instance of the original type too, so ``except ValueError`` works. The
+    attributes of the original exception are available, and the message shows the remote traceback.
 
     Attributes:
-        cause: the original exception, or None where it could not be pickled.
-        remote_traceback: the traceback as formatted where it was raised.
-        function: what was called, as ``Class.method`` or a function's name.
-        worker: name of the actor or pool worker; ``pid``: its process.
+        cause: The original exception, or None if it couldn't be pickled.
+        remote_traceback: Traceback of the remote process, as text.
+        function: Name of the function or ``Class.method`` that was called.
+        actor: Name of the actor or worker process.
+        pid: Process id of the actor or worker process.
     """
 
     def __init__(
         self,
         function: str,
-        worker: str,
+        actor: str,
         pid: int,
         remote_traceback: str,
         cause: BaseException | None = None,
     ) -> None:
         self.function = function
-        self.worker = worker
+        self.actor = actor
         self.pid = pid
         self.remote_traceback = remote_traceback
         self.cause = cause
-        super().__init__(function, worker, pid, remote_traceback, cause)
+        Exception.__init__(self, function, actor, pid, remote_traceback, cause)
 
     def __str__(self) -> str:
         return (
-            f"{self.function} failed in {self.worker} (pid {self.pid})\n\n"
+            f"{self.function} failed in {self.actor} (pid {self.pid})\n\n"
             f"{self.remote_traceback.rstrip()}"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        cause = None if self.cause is None else Carried(self.cause)
-        plain = (self.function, self.worker, self.pid, self.remote_traceback, cause)
-        return _rebuild_task_error, plain
+        cause = None if self.cause is None else PickledException(self.cause)
+        args = (self.function, self.actor, self.pid, self.remote_traceback, cause)
+        fields = {name: vars(self)[name] for name in self.FIELDS if name in vars(self)}
+        return _rebuild_task_error, (*args, fields)
 
     @classmethod
-    def capture(cls, exc: BaseException, function: str, worker: str, pid: int) -> TaskError:
-        """Make the error that travels back from ``exc``, which is being handled now.
+    def capture(cls, exc: BaseException, function: str, actor: str, pid: int) -> TaskError:
+        """Create the error that reports ``exc``, the exception being handled, to the caller.
 
-        An error that already came from further away (an actor calling an actor) keeps its own
-        traceback in front, so the reader sees the whole chain. Attributes of it that cannot be
-        pickled are left out. Where its type cannot be either, there is no cause: the traceback text
-        still carries type and message.
+        If ``exc`` came from a further process (an actor that calls an actor), its remote traceback
+        comes first, so the message shows the whole chain. Attributes that can't be pickled are
+        dropped. If the type can't be pickled, ``cause`` is None, and the traceback still shows type
+        and message.
         """
         text = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__))
-        return cls(function, worker, pid, text, arriving(exc))
+        return cls(function, actor, pid, text, to_picklable(exc))
 
     def as_cause_type(self) -> TaskError:
-        """This error as an instance of the user's exception type too, where that is possible."""
+        """Return this error as an instance of the original exception type too, if possible."""
         cause = self.cause
-        while isinstance(cause, TaskError):  # it came through a chain of calls
+        while isinstance(cause, TaskError):  # passed through a chain of calls
             cause = cause.cause
         if cause is None:
             return self
-        dual = _dual_type(type(cause))  # type: ignore[arg-type]  # classes are hashable
+        dual = _get_dual_type(type(cause))  # type: ignore[arg-type]  # classes are hashable
         if dual is None:
             return self
         try:
-            error: TaskError = assembled(dual, *parts(cause))
-        except Exception:  # a type with an odd layout or descriptors: the text still says it all
+            error: TaskError = rebuild_exception(dual, *get_parts(cause))
+        except Exception:  # unusual layout or descriptors; the text still shows everything
             return self
         error.__dict__.update(self.__dict__)
         return error
 
 
-def _rebuild_task_error(function: str, worker: str, pid: int, text: str, cause: Any) -> TaskError:
-    if isinstance(cause, Carried):  # copied here, not pickled
+def _rebuild_task_error(
+    function: str, actor: str, pid: int, text: str, cause: Any, fields: dict[str, Any]
+) -> TaskError:
+    if isinstance(cause, PickledException):  # copied in this process, not pickled
         cause = cause.error
-    return TaskError(function, worker, pid, text, cause).as_cause_type()
+    error = TaskError(function, actor, pid, text, cause).as_cause_type()
+    error.add_fields(**fields)
+    return error
 
 
 @lru_cache(maxsize=256)
-def _dual_type(cause_type: type[BaseException]) -> type[TaskError] | None:
-    """A class deriving from TaskError and ``cause_type``; None where Python cannot lay it out."""
+def _get_dual_type(cause_type: type[BaseException]) -> type[TaskError] | None:
+    """Return a class derived from TaskError and ``cause_type``, or None if that isn't possible."""
     if issubclass(cause_type, TaskError):
         return None
     try:

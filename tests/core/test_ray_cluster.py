@@ -142,7 +142,7 @@ def test_an_error_names_the_actor_on_the_other_node() -> None:
     with pytest.raises(KeyError) as caught:
         miniray.get(worker.fail.remote())
     assert isinstance(caught.value, errors.TaskError)
-    assert caught.value.worker == "far away"
+    assert caught.value.actor == "far away"
     assert caught.value.pid > 0
     assert 'raise KeyError("lost")' in caught.value.remote_traceback
 

@@ -289,7 +289,7 @@ def test_an_exception_in_a_worker_says_which_and_when_and_ends_the_run():
     with pytest.raises(KeyError) as caught:
         trainer.train(epochs=5)
     error = caught.value
-    assert (error.worker_id, error.epoch) == (1, 2)
+    assert (error.worker, error.epoch) == (1, 2)
     assert "worker 1 in epoch 2: Failing.train_epoch" in str(error)
     assert 'raise KeyError("missing column")' in str(error)
     assert not miniray.is_initialized()

@@ -290,4 +290,4 @@ def test_who_changes_received_arrays_in_place_is_told_to_copy_them():
     trainer = DataParallelTrainer(2, worker=InPlace, backend="local", progress=False)
     with trainer, pytest.raises(ValueError, match=r"set_weights\(\) must copy") as caught:
         trainer.train(epochs=1)
-    assert caught.value.worker_id == 1
+    assert caught.value.worker == 1

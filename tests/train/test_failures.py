@@ -122,7 +122,7 @@ def test_neither_are_exceptions_while_a_worker_is_made(tmp_path, in_epoch):
     )
     with pytest.raises(ActorDiedError, match=r"(?s)worker 1, .*Unmade.__init__ .*no model") as info:
         trainer.train(epochs=3)
-    assert (info.value.worker_id, info.value.in_init) == (1, True)
+    assert (info.value.worker, info.value.in_init) == (1, True)
     events = trainer.run.read_events()
     assert [e["event"] for e in events] == ([] if in_epoch is None else ["worker_failed"])
 

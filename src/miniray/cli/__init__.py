@@ -223,7 +223,7 @@ def _run(args: list[str], debug: bool) -> int:
 def _in_short(error: Exception) -> str:
     """The message without a traceback; that of a remote error is part of its text."""
     if isinstance(error, TaskError):
-        where = f"{error.function} failed in {error.worker} (pid {error.pid})"
+        where = f"{error.function} failed in {error.actor} (pid {error.pid})"
         return f"{where}: {error.remote_traceback.rstrip().rpartition(chr(10))[2]}"
     return str(error) or type(error).__name__
 

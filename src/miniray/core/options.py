@@ -12,7 +12,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from miniray.checks import whole
+from miniray.checks import check_int
 
 #: Options by what they are applied to. Order is the order of the error message.
 ALLOWED: dict[str, tuple[str, ...]] = {
@@ -116,9 +116,9 @@ def _checked(key: str, value: Any) -> Any:
     if key == "num_returns":
         return _num_returns(value)
     if key in ("max_retries", "max_restarts", "max_task_retries"):
-        return whole(key, value, -1, " (-1: no limit)")
+        return check_int(key, value, -1, " (-1: no limit)")
     if key == "max_concurrency":
-        return whole(key, value, 1)
+        return check_int(key, value, 1)
     if key in ("name", "namespace"):
         return text(key, value)
     if key == "lifetime" and value != "detached":

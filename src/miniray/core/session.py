@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from miniray.checks import whole
+from miniray.checks import check_int
 from miniray.core import startup
 from miniray.core.engine import Engine, InitConfig, RuntimeContext
 from miniray.core.options import amount, text
@@ -134,7 +134,7 @@ def _config(**given: Any) -> InitConfig:
             if given[name] == 0 and name != "num_gpus":
                 raise ValueError(f"{name} must be above 0, not {given[name]!r}")
     if given["num_workers"] is not None:
-        given["num_workers"] = whole("num_workers", given["num_workers"], 1)
+        given["num_workers"] = check_int("num_workers", given["num_workers"], 1)
     if given["num_gpus"] is not None and given["num_gpus"] != int(given["num_gpus"]):
         raise ValueError(f"num_gpus must be a whole number, not {given['num_gpus']!r}")
     if given["namespace"] is not None:

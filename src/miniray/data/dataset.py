@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from miniray.checks import whole
+from miniray.checks import check_int
 from miniray.data import progress
 from miniray.data.gather import BlockCache, Places
 from miniray.data.order import (
@@ -83,13 +83,13 @@ class Dataset(Share):
             raise ValueError(f"filter must be a function of a row, not {filter!r}")
         self._filter, self._filter_id = filter, filter_id
         self._filter_columns = column_list("filter_columns", filter_columns)
-        self._filter_workers = whole("filter_workers", filter_workers, 1)
+        self._filter_workers = check_int("filter_workers", filter_workers, 1)
         self._even: Even = even
         self._budget = parse_bytes(memory_budget)
         self._window = window_bytes(self._budget, source.blocks)
         total = sum(source.blocks.rows)
         drawn = -1 < max_samples < total
-        self._seed = None if seed is None else whole("seed", seed)
+        self._seed = None if seed is None else check_int("seed", seed)
         self._seed_given = seed is not None
         if drawn or self._shuffle:
             self._seed = resolve_seed(seed, world_size, "max_samples" if drawn else "shuffling")

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-from miniray.checks import one_of, whole
+from miniray.checks import check_choice, check_int
 from miniray.data.batches import FixedBatches, TokenBatches
 from miniray.data.dataset import Dataset
 from miniray.data.decode import Decoder, Format, Skipped, is_skipped
@@ -72,14 +72,14 @@ class DataLoader:
                 " anything with len and [] into IndexedDataset(...)"
             )
         self.dataset = dataset
-        self.batch_size = whole("batch_size", batch_size, 1)
+        self.batch_size = check_int("batch_size", batch_size, 1)
         self.drop_last = drop_last
         self.collate_fn, self.transform = collate_fn, transform
-        self.prefetch = whole("prefetch", prefetch, 0)
-        self.decode_workers = whole("decode_workers", decode_workers, 0)
+        self.prefetch = check_int("prefetch", prefetch, 0)
+        self.decode_workers = check_int("decode_workers", decode_workers, 0)
         self._decode_processes = decode_processes
         self._batch_by, self._length = batch_by, length
-        self._bucket_rows = whole("bucket_rows", bucket_rows, 1)
+        self._bucket_rows = check_int("bucket_rows", bucket_rows, 1)
         self._on_error, self._format = on_error, format
         self._check()
         if memory_budget is not None:
@@ -97,9 +97,9 @@ class DataLoader:
         for name, function in [("transform", transform), ("collate_fn", self.collate_fn)]:
             if function is not None and not callable(function):
                 raise ValueError(f"{name} must be a function, not {function!r}")
-        one_of("format", self._format, ("numpy", "torch", "arrow"))
-        one_of("on_error", self._on_error, ("raise", "skip"))
-        one_of("batch_by", batch_by, (None, "tokens"))
+        check_choice("format", self._format, ("numpy", "torch", "arrow"))
+        check_choice("on_error", self._on_error, ("raise", "skip"))
+        check_choice("batch_by", batch_by, (None, "tokens"))
         if self._format == "arrow" and (transform is not None or self.collate_fn is not None):
             raise ValueError("format='arrow' gives tables as they are read; it takes no transform")
         if self._on_error == "skip" and transform is None:

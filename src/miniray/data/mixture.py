@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from miniray.checks import one_of
+from miniray.checks import check_choice
 from miniray.data.dataset import Dataset
 from miniray.data.gather import Places
 from miniray.data.order import Order, starts_of
@@ -57,7 +57,7 @@ class Mixture(Dataset):
         check_even(even)
         if not datasets:
             raise ValueError("a mixture needs at least one (dataset, weight)")
-        one_of("until", until, ("first", "all"))
+        check_choice("until", until, ("first", "all"))
         for number, pair in enumerate(datasets):
             if not isinstance(pair, Sequence) or len(pair) != 2:
                 raise TypeError(f"source {number} of the mixture is no (dataset, weight): {pair!r}")

@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Literal
 
-from miniray.checks import one_of
+from miniray.checks import check_choice
 from miniray.data.parts import part_bounds
 from miniray.data.permutation import Permutation, derive_key
 from miniray.data.source import Blocks, Source
@@ -153,7 +153,7 @@ def window_bytes(budget: int, blocks: Blocks) -> int:
 
 
 def shuffle_kind(shuffle: Shuffle, source: Source) -> Literal["window", "global"] | None:
-    one_of("shuffle", shuffle, (None, True, False, "window", "global"))
+    check_choice("shuffle", shuffle, (None, True, False, "window", "global"))
     if isinstance(shuffle, str) or not shuffle:
         return shuffle or None
     return "global" if source.random_access else "window"

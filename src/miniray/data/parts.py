@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from miniray.checks import one_of, whole
+from miniray.checks import check_choice, check_int
 from miniray.data.permutation import MOST_ROWS, Permutation, Positions, derive_key
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def resolve_seed(seed: int | None, world_size: int, needed_for: str) -> int:
     Raises ``ValueError`` where several ranks would each draw their own: their shards would overlap.
     """
     if seed is not None:
-        return whole("seed", seed)
+        return check_int("seed", seed)
     text = os.environ.get(RUN_SEED)
     if text is not None:
         try:
@@ -52,7 +52,7 @@ def resolve_seed(seed: int | None, world_size: int, needed_for: str) -> int:
 
 def checked_rank(rank: int, world_size: int) -> tuple[int, int]:
     """Both as ints; a rank outside of ``range(world_size)`` is refused."""
-    rank, world_size = whole("rank", rank), whole("world_size", world_size, 1)
+    rank, world_size = check_int("rank", rank), check_int("world_size", world_size, 1)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be in 0..{world_size - 1} for world_size {world_size}: {rank}")
     return rank, world_size
@@ -60,14 +60,14 @@ def checked_rank(rank: int, world_size: int) -> tuple[int, int]:
 
 def checked_samples(max_samples: int) -> int:
     """``max_samples`` as an int: -1, which is all rows, or a number of them."""
-    number = whole("max_samples", max_samples)
+    number = check_int("max_samples", max_samples)
     if number < -1:
         raise ValueError(f"max_samples must be -1 (all rows) or at least 0, not {max_samples}")
     return number
 
 
 def check_even(even: Even) -> None:
-    one_of("even", even, ("exact", "pad", "drop"))
+    check_choice("even", even, ("exact", "pad", "drop"))
 
 
 def part_bounds(n: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -108,10 +108,10 @@ def shard_indices(
             ``drop`` leaves out the least, fewer than ``world_size`` rows (``.dropped``).
     """
     rank, world_size = checked_rank(rank, world_size)
-    n, epoch = whole("n", n), whole("epoch", epoch)
+    n, epoch = check_int("n", n), check_int("epoch", epoch)
     if not 0 <= n <= MOST_ROWS:
         raise ValueError(f"n must be in 0..2**62, not {n}")
-    one_of("mode", mode, ("contiguous", "strided"))
+    check_choice("mode", mode, ("contiguous", "strided"))
     check_even(even)
     max_samples = checked_samples(max_samples)
     drawn = -1 < max_samples < n

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from miniray.checks import one_of, whole
+from miniray.checks import check_choice, check_int
 
 Truncation = Literal["error", "left", "right", "middle"]
 
@@ -59,11 +59,11 @@ class RLHFConfig:
     memory_budget: int | str = "256MB"
 
     def __post_init__(self) -> None:
-        one_of("truncation", self.truncation, ("error", "left", "right", "middle"))
-        one_of("row_order", self.row_order, (None, "window", "global", "file"))
+        check_choice("truncation", self.truncation, ("error", "left", "right", "middle"))
+        check_choice("row_order", self.row_order, (None, "window", "global", "file"))
         for name in ("max_prompt_length", "filter_overlong_prompts_workers"):
             if (value := getattr(self, name)) is not None:
-                whole(name, value, 1)
+                check_int(name, value, 1)
         if self.tool_config_path or self.function_tool_path:
             raise ValueError(
                 "tool_config_path and function_tool_path are read by verl's tool registry. Give the"

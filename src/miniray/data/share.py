@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
-from miniray.checks import whole
+from miniray.checks import check_int
 from miniray.data import progress
 from miniray.data.gather import Places
 from miniray.data.order import Order, SequentialOrder, starts_of
@@ -108,7 +108,7 @@ class Share(ABC):
         So a loop that calls it for every epoch goes on where a loaded state left off.
         """
         if not self.is_at(epoch):
-            self._begin(whole("epoch", epoch))
+            self._begin(check_int("epoch", epoch))
 
     def finish_epoch(self) -> None:
         """Begin the next epoch."""

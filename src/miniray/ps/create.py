@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from miniray.checks import one_of, whole
+from miniray.checks import check_choice, check_int
 from miniray.core.options import Options
 from miniray.core.remote import ActorClass, ActorHandle, ClassSpec
 from miniray.ps.asynchronous import AsyncServer
@@ -121,10 +121,10 @@ def _checked(*args: Any, **kwargs: Any) -> tuple[type[Server], dict[str, Any]]:
     given = bound.arguments
     made = given["strategy"] = _strategy(given["strategy"], given.pop("strategy_kwargs"))
     for name, allowed in _CHOICES.items():
-        one_of(name, given[name], allowed)
+        check_choice(name, given[name], allowed)
     for name, low in _LOWEST.items():
         if given[name] is not None or name == "num_servers":
-            whole(name, given[name], low)
+            check_int(name, given[name], low)
     if given["num_workers"] is not None:  # too few of them are not found out after an epoch
         count = given["num_workers"]
         made.weigh([1 / count] * count, np.zeros((count, count)) if made.uses_distances else None)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from miniray.checks import one_of
+from miniray.checks import check_choice
 from miniray.rl.config import Algorithm, Sampling, above
 from miniray.rl.metrics import Quad
 from miniray.rl.sources import Row, Source, called_with, check_data
@@ -69,9 +69,9 @@ class Setup:
             given = getattr(self, name)
             if not isinstance(given, Sampling) and (name, given) != ("eval_sampling", None):
                 raise TypeError(f"{name} must be a Sampling, not {given!r:.200}")
-        one_of("sync", self.sync, ("grad", "weights"))
-        one_of("on_error", self.on_error, ("raise", "skip"))
-        one_of("precision", self.precision, ("fp32", "bf16"))
+        check_choice("sync", self.sync, ("grad", "weights"))
+        check_choice("on_error", self.on_error, ("raise", "skip"))
+        check_choice("precision", self.precision, ("fp32", "bf16"))
         if self.reward_timeout is not None:
             above("reward_timeout", self.reward_timeout, 0)
         check_data("data", self.data)

@@ -12,7 +12,7 @@ import numbers
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from miniray.checks import one_of, whole
+from miniray.checks import check_choice, check_int
 
 #: How losses of tokens become one; how the distance to the reference is estimated. See ``losses``.
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
@@ -55,8 +55,8 @@ class KLPenalty:
 
     def __post_init__(self) -> None:
         in_range("KLPenalty.coef", self.coef, 0)
-        one_of("KLPenalty.kind", self.kind, KL_KINDS)
-        one_of("KLPenalty.place", self.place, ("loss", "reward"))
+        check_choice("KLPenalty.kind", self.kind, KL_KINDS)
+        check_choice("KLPenalty.place", self.place, ("loss", "reward"))
         above("KLPenalty.horizon", self.horizon, 0)
         if self.target is not None:
             above("KLPenalty.target", self.target, 0)
@@ -135,13 +135,13 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
-            whole(name, getattr(self, name), 1)
+            check_int(name, getattr(self, name), 1)
         for name in ("lr", "clip_low", "clip_high", "entropy_coef"):
             in_range(name, getattr(self, name), 0)
         above("max_grad_norm", self.max_grad_norm, 0)
         if self.dual_clip is not None:
             above("dual_clip", self.dual_clip, 1)
-        one_of("agg", self.agg, AGGREGATIONS)
+        check_choice("agg", self.agg, AGGREGATIONS)
         if not isinstance(self.kl, KLPenalty):
             raise TypeError(f"kl must be a KLPenalty, not {self.kl!r}")
 
@@ -160,7 +160,7 @@ class GRPOConfig(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("baseline", self.baseline, ("grpo", "rloo"))
+        check_choice("baseline", self.baseline, ("grpo", "rloo"))
         if self.kl.place == "reward":
             raise ValueError(
                 'KLPenalty(place="reward") is for PPO: GRPO has one reward a response, not a token'
@@ -220,14 +220,14 @@ class Sampling:
     batch_tokens: int = 65_536
 
     def __post_init__(self) -> None:
-        whole("max_new_tokens", self.max_new_tokens, 1)
+        check_int("max_new_tokens", self.max_new_tokens, 1)
         in_range("temperature", self.temperature, 0)
-        whole("top_k", self.top_k, 0)
+        check_int("top_k", self.top_k, 0)
         above("top_p", self.top_p, 0, 1)  # of 0 no token would be left
         if self.max_prompt_tokens is not None:
-            whole("max_prompt_tokens", self.max_prompt_tokens, 1)
+            check_int("max_prompt_tokens", self.max_prompt_tokens, 1)
         if not isinstance(self.stop_ids, Collection):
             raise TypeError(f"stop_ids must be a tuple of token ids, not {self.stop_ids!r}")
         for token in self.stop_ids:
-            whole("a token of stop_ids", token, 0)
-        whole("batch_tokens", self.batch_tokens, 1)
+            check_int("a token of stop_ids", token, 0)
+        check_int("batch_tokens", self.batch_tokens, 1)

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from miniray.checks import one_of
+from miniray.checks import check_choice
 from miniray.rl.config import AGGREGATIONS, KL_KINDS, above, in_range
 
 #: exp(20) is 5e8: beyond it a ratio says no more, and exp(89) is no float32.
@@ -45,7 +45,7 @@ def aggregate(x: Tensor, mask: Tensor, mode: str, *, global_count: float | None 
     that the results of the parts add up to the result of the whole.
     """
     same_shape(x=x, mask=mask)
-    one_of("mode", mode, AGGREGATIONS)
+    check_choice("mode", mode, AGGREGATIONS)
     chosen = mask.bool()
     divisor = count(mask, mode) if global_count is None else global_count
     sums = selected(x, chosen).sum(-1)
@@ -56,7 +56,7 @@ def aggregate(x: Tensor, mask: Tensor, mode: str, *, global_count: float | None 
 
 def count(mask: Tensor, mode: str) -> float:
     """What ``aggregate`` divides by: tokens, or sequences that have any."""
-    one_of("mode", mode, AGGREGATIONS)
+    check_choice("mode", mode, AGGREGATIONS)
     chosen = mask.bool()
     return float(chosen.sum() if mode == "token-mean" else chosen.any(-1).sum())
 
@@ -144,7 +144,7 @@ def kl(logp: Tensor, ref_logp: Tensor, kind: str = "k3") -> Tensor:
     Of tokens the policy sampled: ``k1`` is unbiased and may be negative, ``k2`` is half the square
     of k1, ``k3`` is unbiased and never negative.
     """
-    one_of("kind", kind, KL_KINDS)
+    check_choice("kind", kind, KL_KINDS)
     if logp.shape != ref_logp.shape:
         raise ValueError(
             f"logp and ref_logp differ in shape: {tuple(logp.shape)}, {tuple(ref_logp.shape)}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import miniray
-from miniray.checks import one_of
+from miniray.checks import check_choice
 from miniray.data.parts import part_bounds
 from miniray.errors import (
     ActorDiedError,
@@ -122,7 +122,7 @@ class RLTrainer(Resumable):
             raise TypeError(
                 f"{type(self).__name__} needs a {self.config_class.__name__}, not {config!r}"
             )
-        one_of("group_backend", group_backend, ("gloo", "nccl"))
+        check_choice("group_backend", group_backend, ("gloo", "nccl"))
         setup = Setup(
             policy=policy,
             reward=reward,

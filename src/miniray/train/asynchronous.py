@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import miniray
-from miniray.checks import whole
+from miniray.checks import check_int
 from miniray.core import session
 from miniray.train.records import simplify
 from miniray.train.workers import WorkerGroup, located
@@ -34,7 +34,7 @@ def check_mode(mode: str, staleness: int | None, data: Any) -> None:
     if mode not in ("sync", "async"):
         raise ValueError(f'mode must be "sync" or "async", not {mode!r}')
     if staleness is not None:
-        whole("staleness", staleness, 0)
+        check_int("staleness", staleness, 0)
         if mode != "async":
             raise ValueError('staleness needs mode="async"')
     if data is not None and mode == "async":

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from miniray.checks import whole
+from miniray.checks import check_int
 from miniray.core import session, startup
 from miniray.train.arguments import check_names, check_seconds, warn_of_unused, worker_class
 from miniray.train.averaging import aggregate
@@ -78,10 +78,10 @@ class BaseTrainer(Saving):
         keep_last: int = 3,
         keep_best: tuple[str, str] | None = None,
     ) -> None:
-        self.num_workers = whole("num_workers", num_workers, 1)
-        self._seed = None if seed is None else whole("seed", seed, 0)
-        self._max_failures = whole("max_failures", max_failures, 0)
-        self._eval_interval = whole("eval_interval", eval_interval, 0)
+        self.num_workers = check_int("num_workers", num_workers, 1)
+        self._seed = None if seed is None else check_int("seed", seed, 0)
+        self._max_failures = check_int("max_failures", max_failures, 0)
+        self._eval_interval = check_int("eval_interval", eval_interval, 0)
         self._worker_timeout = check_seconds("worker_timeout", worker_timeout)
         self._worker_class = worker_class(worker, resources_per_worker)
         super().__init__(callbacks, name, run_dir, backend, keep_last, keep_best, progress)
@@ -145,7 +145,7 @@ class BaseTrainer(Saving):
         of this trainer and worker), a path from that one. After ``shutdown``, or a run that failed,
         there is nothing else to go on from: ``RuntimeError`` without it.
         """
-        epochs = whole("epochs", epochs, 0)
+        epochs = check_int("epochs", epochs, 0)
         check_names(kwargs)
         if not hasattr(self, "_resume"):
             raise RuntimeError(

@@ -16,7 +16,7 @@ from types import EllipsisType
 from typing import Any
 
 import miniray
-from miniray.checks import whole
+from miniray.checks import check_int
 from miniray.train import records
 from miniray.train.arguments import warn
 from miniray.train.results import better_direction
@@ -79,7 +79,7 @@ class Checkpoint(Callback):
         monitor: str = "loss",
         mode: str = "auto",
     ) -> None:
-        self.every = whole("every", every, 1)
+        self.every = check_int("every", every, 1)
         self.keep_last = keep_last
         self.keep_best = (monitor, better_direction(monitor, mode)) if keep_best else None
         self._saved: int | None = None
@@ -120,7 +120,7 @@ class EarlyStopping(Callback):
     def __init__(
         self, monitor: str = "loss", patience: int = 3, mode: str = "auto", min_delta: float = 0.0
     ) -> None:
-        whole("patience", patience, 1)
+        check_int("patience", patience, 1)
         if not min_delta >= 0:
             raise ValueError(f"min_delta must be a number >= 0, not {min_delta!r}")
         self.monitor = monitor

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from miniray.checks import whole
+from miniray.checks import check_int
 from miniray.errors import CheckpointError
 from miniray.train.arguments import warn
 from miniray.train.checkpoint_dir import (
@@ -100,7 +100,7 @@ class CheckpointStore:
         path to it is named) and where writing fails; then nothing has changed. An earlier
         checkpoint of the same epoch is replaced once the new one is complete.
         """
-        epoch = whole("epoch", epoch, 0)
+        epoch = check_int("epoch", epoch, 0)
         self.wait()
         contents = encode_state(epoch, state, allow_pickle=self.allow_pickle, copy=self.background)
         path, contents.serial = self._next(epoch)
@@ -309,7 +309,7 @@ class CheckpointStore:
 def check_keeping(keep_last: int | None, keep_best: tuple[str, str] | None) -> None:
     """Refuse what makes no sense, with ``ValueError``."""
     if keep_last is not None:
-        whole("keep_last", keep_last, 1, " or None")
+        check_int("keep_last", keep_last, 1, " or None")
     pair = isinstance(keep_best, (tuple, list)) and len(keep_best) == 2
     if keep_best is not None and not (pair and keep_best[1] in ("min", "max")):
         raise ValueError(f'keep_best must be (metric, "min" or "max"), not {keep_best!r}')

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import miniray
-from miniray.checks import whole
+from miniray.checks import check_int
 from miniray.core import session
 from miniray.core.remote import adapting
 from miniray.errors import MinirayError
@@ -67,7 +67,7 @@ class DataParallelTrainer(BaseTrainer):
         data: Shardable | None = None,
         **kwargs: Any,
     ) -> None:
-        self.sync_interval = whole("sync_interval", sync_interval, 1)
+        self.sync_interval = check_int("sync_interval", sync_interval, 1)
         check_mode(mode, staleness, data)
         names = inspect.signature(BaseTrainer.__init__).parameters
         super().__init__(num_workers, **{k: v for k, v in kwargs.items() if k in names})

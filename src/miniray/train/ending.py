@@ -27,7 +27,9 @@ _DEATH = re.compile(r"was killed by (?P<signal>SIG\w+)|exited with code (?P<code
 
 def record_ends(ranks: Path, error: BaseException) -> None:
     """Write down for every box in ``ranks`` how its process ended in a run that ``error`` ended."""
-    guilty = getattr(error, "rank", getattr(error, "worker_id", None))
+    guilty = getattr(error, "rank", None)
+    if guilty is None:
+        guilty = getattr(error, "worker", None)
     for path in ranks.glob("*.box"):
         if not path.stem.isdigit():
             continue

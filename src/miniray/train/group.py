@@ -18,7 +18,7 @@ import socket
 import time
 from typing import Any
 
-from miniray.checks import whole
+from miniray.checks import check_int
 from miniray.errors import GroupError
 
 __all__ = ["GroupHost", "ProcessGroupSpec", "join", "leave"]
@@ -68,7 +68,7 @@ class GroupHost:
         timeout: float = 600.0,
         other_machines: bool = False,
     ) -> None:
-        whole("world_size", world_size, 1)
+        check_int("world_size", world_size, 1)
         if not timeout > 0:
             raise ValueError(f"timeout must be a number of seconds > 0, not {timeout!r}")
         address = _outward_address() if other_machines else _LOOPBACK

@@ -287,9 +287,8 @@ def in_context(
     when = "" if epoch is None else f" in {unit} {epoch}"
     call = "" if isinstance(error, TaskError) else f", {method.removeprefix(WRAPPED)}()"
     told = located(error, f"worker {worker_id}{call}{when}")
-    if told is not error:
-        told.worker_id = worker_id  # type: ignore[attr-defined]
-        told.epoch = epoch  # type: ignore[attr-defined]
+    if isinstance(told, MinirayError):
+        told.add_fields(worker=worker_id, epoch=epoch)
     return told
 
 
@@ -303,7 +302,9 @@ def located(error: Exception, where: str, meant: str = "") -> Exception:
         trace = error.remote_traceback
         if isinstance(error, ValueError) and "read-only" in str(error.cause):
             trace = f"{trace.rstrip()}\n{_READ_ONLY}"
-        return TaskError(function, error.worker, error.pid, trace, error.cause).as_cause_type()
+        copy = TaskError(function, error.actor, error.pid or 0, trace, error.cause).as_cause_type()
+        copy.add_fields(**{name: vars(error).get(name) for name in error.FIELDS})
+        return copy
     if not isinstance(error, MinirayError):
         return error
     told = type(error)(f"{where}: {error}{meant}")

@@ -238,7 +238,7 @@ class ActorDirectory:
             text += (
                 "\nIt is being restarted; this call was not retried (max_task_retries is used up)."
             )
-        return Blob.of(self.node, ActorDiedError(text, in_init))
+        return Blob.of(self.node, ActorDiedError(text, in_init=in_init))
 
     def _free_name(self, actor: Actor) -> None:
         if actor.key is not None and self._names.get(actor.key) is actor:

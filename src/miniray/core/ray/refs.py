@@ -241,7 +241,7 @@ def _task_error(error: ray.exceptions.RayTaskError) -> Exception:
     function, pid = _PROCESS.search(text), _PID.search(text)
     return errors.TaskError(
         function=function[1] if function else "the call",
-        worker="a Ray worker",
+        actor="a Ray worker",
         pid=int(pid[1]) if pid else 0,
         remote_traceback=text,
         cause=cause if type(cause) is not ray.exceptions.RayError else None,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from miniray.checks import whole
+from miniray.checks import check_int
 from miniray.ps.leaves import Array
 from miniray.ps.strategies.average import Average
 from miniray.ps.strategies.base import register_strategy
@@ -33,8 +33,8 @@ class Krum(Average):
     uses_distances = True
 
     def __init__(self, num_byzantine: int = 1, num_selected: int = 1) -> None:
-        self.num_byzantine = whole("num_byzantine", num_byzantine, 0)
-        self.num_selected = whole("num_selected", num_selected, 1)
+        self.num_byzantine = check_int("num_byzantine", num_byzantine, 0)
+        self.num_selected = check_int("num_selected", num_selected, 1)
 
     def weigh(self, weights: Sequence[float], distances: Array | None) -> Sequence[float]:
         count, broken = len(weights), self.num_byzantine

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miniray.checks import one_of
+from miniray.checks import check_choice
 from miniray.errors import WeightsMismatchError
 from miniray.train.ranks.options import RunFacts
 from miniray.train.workers import WorkerGroup
@@ -41,9 +41,9 @@ class RankSettings(RunFacts):
     ddp_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of("shard", self.shard, ("none", "full"))
-        one_of("uneven", self.uneven, ("join", "pad", "drop", "error"))
-        one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
+        check_choice("shard", self.shard, ("none", "full"))
+        check_choice("uneven", self.uneven, ("join", "pad", "drop", "error"))
+        check_choice("precision", self.precision, ("fp32", "bf16", "fp16"))
         if isinstance(self.models, str) or not self.models:
             raise ValueError(f"models must be names of attributes, not {self.models!r}")
         if not isinstance(self.compile, (bool, str, Mapping)):

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miniray.checks import whole
+from miniray.checks import check_int
 from miniray.core.remote import adapting
 from miniray.train.averaging import aggregate
 from miniray.train.ddp import setup
@@ -81,7 +81,7 @@ class DDPTrainer(RankTrainer):
         refuse_unknown(self, kwargs, setup.DDP_OPTIONS)
         ddp_options = {k: kwargs.pop(k) for k in setup.DDP_OPTIONS if k in kwargs}
         self._settings = setup.RankSettings(
-            accumulate=whole("accumulate", accumulate, 1),
+            accumulate=check_int("accumulate", accumulate, 1),
             precision=precision,
             models=models if isinstance(models, str) else tuple(models),
             shard=shard,

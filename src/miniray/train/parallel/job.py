@@ -14,7 +14,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from miniray.checks import whole
+from miniray.checks import check_int
 from miniray.train.ranks.options import RunFacts
 
 DIMENSIONS = ("data", "pipeline", "tensor")
@@ -73,7 +73,7 @@ def read_layout(parallel: Mapping[str, Any] | None, num_workers: int, default: s
     if unknown:
         known = ", ".join(map(repr, DIMENSIONS))
         raise ValueError(f"parallel= knows {known}, not {', '.join(map(repr, unknown))}")
-    sizes = {name: whole(f"parallel[{name!r}]", n, 1) for name, n in parallel.items()}
+    sizes = {name: check_int(f"parallel[{name!r}]", n, 1) for name, n in parallel.items()}
     layout = Layout(**sizes)
     if layout.world_size != num_workers:
         told = " × ".join(f"{name} {size}" for name, size in parallel.items())

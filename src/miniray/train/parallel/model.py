@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from miniray.checks import whole
+from miniray.checks import check_int
 from miniray.train.parallel.job import Layout, read_layout
 from miniray.train.parallel.trainer import SplitModelTrainer
 
@@ -68,7 +68,7 @@ def _layout(
         if tensor_parallel is not None:
             raise ValueError("tensor_parallel and parallel say the same: pass one of them")
         return read_layout(parallel, num_workers, "tensor")
-    shards = whole(
+    shards = check_int(
         "tensor_parallel", num_workers if tensor_parallel is None else tensor_parallel, 1
     )
     if num_workers % shards:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from miniray.checks import one_of, whole
+from miniray.checks import check_choice, check_int
 from miniray.train.parallel.job import read_layout
 from miniray.train.parallel.schedules import SCHEDULES
 from miniray.train.parallel.trainer import SplitModelTrainer
@@ -60,10 +60,10 @@ class PipelineParallelTrainer(SplitModelTrainer):
         **options: Any,
     ) -> None:
         layout = read_layout(parallel, num_workers, "pipeline")
-        one_of("schedule", schedule, SCHEDULES)
+        check_choice("schedule", schedule, SCHEDULES)
         chosen = SCHEDULES[schedule]
         if stages_per_worker is not None:
-            stages_per_worker = whole("stages_per_worker", stages_per_worker, 1)
+            stages_per_worker = check_int("stages_per_worker", stages_per_worker, 1)
         if stages_per_worker is not None and chosen.fixed not in (None, stages_per_worker):
             raise ValueError(
                 f"schedule={schedule!r} has {chosen.fixed} stages a "

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import miniray
-from miniray.checks import whole
+from miniray.checks import check_int
 from miniray.train.evaluate import combine
 from miniray.train.parallel import timeline
 from miniray.train.parallel.job import Job, Layout
@@ -64,7 +64,7 @@ class SplitModelTrainer(RankTrainer):
             metrics={} if metrics is None else metrics,
             lr_scheduler=lr_scheduler,
             schedule=schedule,
-            microbatches=whole("microbatches", microbatches, 1),
+            microbatches=check_int("microbatches", microbatches, 1),
             stages_per_worker=stages_per_worker,
             layers_per_stage=layers_per_stage,
             memory_limit=memory_limit,

@@ -21,6 +21,7 @@ from miniray.doctor.findings import named
 from miniray.errors import (
     ActorDiedError,
     BarrierTimeoutError,
+    MinirayError,
     TaskError,
     WorkerTimeoutError,
 )
@@ -193,11 +194,11 @@ def _without_cause(
             "the ranks lost one another, and all of them are alive: they did not make the same "
             f"collective calls in the same order\n{said}"
         )
-    told = WorkerTimeoutError(text)
     if verdict is None or len(verdict.ranks) != 1:
-        return _marked(told, None, epoch, None)
-    guilty = verdict.ranks[0]
-    return _marked(told, guilty, epoch, places[guilty].step if places else None)
+        return WorkerTimeoutError(text, epoch=epoch)
+    rank = verdict.ranks[0]
+    step = places[rank].step if places else None
+    return WorkerTimeoutError(text, rank=rank, worker=rank, epoch=epoch, step=step)
 
 
 def root_cause(failures: Mapping[int, Exception]) -> tuple[int, Exception] | None:
@@ -216,13 +217,9 @@ def in_context(error: Exception, rank: int, epoch: int | None, place: Place | No
         when += f", step {step}"
     meant = "".join(f"\n{text}" for words, text in _MEANT.items() if words in str(error))
     told = located(error, f"rank {rank}{when}", meant if isinstance(error, ActorDiedError) else "")
-    return error if told is error else _marked(told, rank, epoch, step)
-
-
-def _marked(error: Exception, rank: int | None, epoch: int | None, step: int | None) -> Exception:
-    for name, value in (("rank", rank), ("worker_id", rank), ("epoch", epoch), ("step", step)):
-        setattr(error, name, value)
-    return error
+    if isinstance(told, MinirayError):
+        told.add_fields(rank=rank, worker=rank, epoch=epoch, step=step)
+    return told
 
 
 class StepBar:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from miniray.checks import one_of
+from miniray.checks import check_choice
 from miniray.core import session
 from miniray.errors import CapabilityError
 from miniray.train.arguments import check_seconds, check_spelling
@@ -48,8 +48,8 @@ def check_options(
     *, clip_norm: Any, hang_timeout: Any, timeout: Any, on_nonfinite: str, group_backend: str
 ) -> None:
     """``ValueError`` for options of ``RankTrainer`` that make no sense."""
-    one_of("on_nonfinite", on_nonfinite, ("error", "ignore"))
-    one_of("group_backend", group_backend, ("auto", "gloo", "nccl"))
+    check_choice("on_nonfinite", on_nonfinite, ("error", "ignore"))
+    check_choice("group_backend", group_backend, ("auto", "gloo", "nccl"))
     if clip_norm is not None and not _is_positive(clip_norm):
         raise ValueError(f"clip_norm must be a number > 0 or None, not {clip_norm!r}")
     check_seconds("hang_timeout", hang_timeout)
