@@ -11,7 +11,7 @@ from typing import Any
 
 from miniray.core import startup
 from miniray.doctor import actors
-from miniray.doctor.hooks import when_imported
+from miniray.import_hooks import when_imported
 
 #: If the driver has the one, the local engine loads the other once for all workers.
 LOADED_LATE = {"torch": "miniray.train.dynamo"}
