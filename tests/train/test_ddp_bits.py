@@ -33,7 +33,7 @@ def engine():
 
 @pytest.fixture(autouse=True)
 def _in_empty_folder(tmp_path, monkeypatch):
-    """As everywhere, but the engine goes on."""
+    """As everywhere, but the engine keeps running."""
     monkeypatch.chdir(tmp_path)
 
 
