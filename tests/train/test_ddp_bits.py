@@ -140,6 +140,7 @@ def test_resume_and_restart_of_three_ranks_give_the_same_bits(engine, tmp_path):
         (3, {**TINY, "broadcast_buffers": False}, {}),
         (3, {**TINY, "accumulate": 2}, {}),
         (3, {**TINY, "precision": "bf16"}, {}),
+        (3, {**TINY, "precision": "fp16"}, {}),
         (3, {"compile": "eager"}, {}),
         (3, TINY, {"frozen": True}),
     ],

@@ -24,10 +24,10 @@ class PinnedDDP(DistributedDataParallel):  # type: ignore[misc]
     backward pass is needed, so buffers, gradients, random numbers and hooks aren't touched. With
     ``find_unused_parameters`` torch never regroups.
 
-    Private names, seen in torch 2.13: ``_build_params_for_reducer``, and
-    ``_push_all_rebuilt_params`` and ``_rebuild_buckets`` of ``reducer``, which torch calls in this
-    order for ranks that joined early. If one of the last two is missing, the buckets aren't pinned
-    and a warning is issued.
+    Private names, seen in torch 2.11 and 2.13: ``_build_params_for_reducer``, and
+    ``_push_all_rebuilt_params`` and ``_rebuild_buckets`` of ``reducer``, which torch itself calls
+    for ranks that have run out of data. If one of the last two is missing, the buckets aren't
+    pinned and a warning is issued.
     """
 
     def __init__(self, module: Any, **options: Any) -> None:
@@ -40,8 +40,9 @@ class PinnedDDP(DistributedDataParallel):  # type: ignore[misc]
     def _build_params_for_reducer(self) -> Any:
         """Return the trained parameters and which of them have sparse gradients.
 
-        torch regroups in the order of this list. Gradients arrive in about the reverse order of
-        the model's parameters, so a bucket can be sent while others are still computed.
+        torch regroups in the order of this list, and numbers parameters by it in its error
+        messages. Gradients arrive in about the reverse order of the model's parameters, so a
+        bucket can be sent while others are still computed.
         """
         parameters, are_sparse = super()._build_params_for_reducer()
         if not self._is_regrouped:
