@@ -3,6 +3,7 @@
 import os
 import random
 
+import numpy as np
 import pytest
 
 import miniray
@@ -35,6 +36,11 @@ class Worker:
     def random(self):
         return random.random()
 
+    def numpy_random(self):
+        import numpy
+
+        return numpy.random.random()
+
 
 @miniray.remote
 def run_seed():
@@ -59,6 +65,8 @@ def test_actors_created_with_a_seed(engine):
     with startup.actors_with(seed=3):
         seeded = Worker.remote()
     assert miniray.get(seeded.random.remote()) == random.Random(3).random()
+    rolled = miniray.get(seeded.numpy_random.remote())
+    assert rolled == np.random.RandomState(3).random_sample()
 
 
 def test_an_actor_is_set_up_around_its_making(engine):
