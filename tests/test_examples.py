@@ -98,3 +98,20 @@ def test_the_gan_draws_its_samples(tmp_path, run_script):
     (folder,) = (tmp_path / "runs").iterdir()
     assert (folder / "samples-010.png").stat().st_size > 1000
     assert list((folder / "checkpoints").iterdir())
+
+
+@pytest.mark.slow
+def test_the_readme_shows_the_verdict_that_the_doctor_prints(tmp_path):
+    readme = (EXAMPLES.parent / "README.md").read_text("utf-8")
+    shown = re.search(r"^\$ miniray run (.*?)\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    options, script = shown[1].rsplit(" ", 1)
+    command = [sys.executable, "-m", "miniray", "run", *options.split(), EXAMPLES.parent / script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+
+    def without_measurements(line):
+        return re.sub(r"\s*\d[\d.]*", " #", line.rstrip())
+
+    printed = {without_measurements(line) for line in (done.stdout + done.stderr).splitlines()}
+    missing = {without_measurements(line) for line in shown[2].splitlines()} - printed
+    assert missing == set()
