@@ -116,7 +116,8 @@ class Decoder:
         if self._transform is None:
             return rows
         if self._pool is not None:
-            outcomes = self._pool.apply(rows)
+            file, row = self._dataset.name_rows(places[:1])[0]
+            outcomes = self._pool.apply(rows, file, row)
             return [self._outcome(task, i, *o) for i, o in zip(index, outcomes, strict=True)]
         found = []
         for i, row in zip(index, rows, strict=True):

@@ -35,7 +35,8 @@ class DataLoader:
         prefetch: batches made ahead. 0: nothing runs outside of the caller's thread.
         decode_workers: threads that transform. 0: the reading thread does it.
         decode_processes: use processes instead, for transforms that hold the GIL. They are started
-            by ``spawn``, never by fork, so ``transform`` must be picklable (cloudpickle).
+            by ``spawn``, never by fork, so ``transform`` must be picklable (cloudpickle). A process
+            that is lost is replaced, and its rows are transformed again.
         batch_by: ``"tokens"`` makes batches of rows of similar length, cut so that longest × rows
             stays within ``batch_size``. ``length`` is the column with the number of tokens (or
             with the tokens), or a function of a row. ``bucket_rows`` are sorted at a time.
