@@ -58,24 +58,17 @@ class ParquetDataset(Dataset):
         even: ``"pad"`` or ``"drop"`` for equally many rows on every rank; see ``padded`` and
             ``dropped``.
         memory_budget: bytes this rank may hold. Row groups larger than fits are read in slices.
-        memory_map: map local files into memory (twice as fast). Turn it off where files may be
-            truncated while they are read: the system ends a process that reads a missing page.
 
     Raises ``DataError`` naming file and row group, when it is made, for mixed schemas, a truncated
     file, a missing column, an empty file; and later for a file that has gone or changed.
     """
 
     def __init__(
-        self,
-        files: Spec,
-        *,
-        columns: Sequence[str] | None = None,
-        memory_map: bool = True,
-        **options: Unpack[Options],
+        self, files: Spec, *, columns: Sequence[str] | None = None, **options: Unpack[Options]
     ) -> None:
         from miniray.data.parquet import ParquetSource
 
-        super().__init__(ParquetSource(files, columns, memory_map=memory_map), **options)
+        super().__init__(ParquetSource(files, columns), **options)
 
 
 class JsonlDataset(Dataset):
@@ -96,8 +89,8 @@ class JsonlDataset(Dataset):
 class ArrowDataset(Dataset):
     """Rows of Arrow IPC files or of a table in memory; arguments as those of ``ParquetDataset``.
 
-    The cache files of Hugging Face datasets are such files. Only uncompressed ones are left unread
-    until rows are asked for. A table is one of Arrow, pandas or polars, or a dict of columns.
+    The cache files of Hugging Face datasets are such files. They are read through once and checked
+    when the dataset is created. A table is one of Arrow, pandas or polars, or a dict of columns.
     """
 
     def __init__(
