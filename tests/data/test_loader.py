@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from miniray.data import ArrowDataset, DataLoader, IndexedDataset, ParquetDataset
+from miniray.data import ArrowDataset, DataLoader, IndexedDataset, ParquetDataset, parts
 from miniray.data.decode import size_of
 from miniray.errors import DataError, RowError
 from tests.data.conftest import write_parquet
@@ -337,6 +337,28 @@ def test_rows_that_end_two_processes_are_named_and_the_loader_still_works(tmp_pa
     loader.load_state_dict(loader.state_dict())
     assert seen + [i for batch in loader for i in batch["id"].tolist()] == list(range(40))
     loader.close()
+
+
+# -- ranks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("read", [list, lambda data: list(DataLoader(data, 10))])
+@pytest.mark.parametrize(
+    ("options", "world_size", "count"),
+    [({}, "4", 1), ({}, "1", 0), ({"rank": 0, "world_size": 1}, "4", 0)],
+)
+def test_data_without_rank_under_torchrun_warns_once(monkeypatch, read, options, world_size, count):
+    monkeypatch.setattr(parts, "_has_warned", False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            data = IndexedDataset(range(40), **options)
+            read(data), read(data)
+    found = [(w.category, w.filename) for w in caught]
+    assert found == [(RuntimeWarning, __file__)] * count
+    assert all("rank=" in str(w.message) for w in caught)
 
 
 # -- memory --------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ __all__ = ["ArrowDataset", "IndexedDataset", "JsonlDataset", "ParquetDataset"]
 class Options(TypedDict, total=False):
     """What every dataset takes, for type checkers; ``Dataset`` has the defaults."""
 
-    rank: int
-    world_size: int
+    rank: int | None
+    world_size: int | None
     max_samples: int
     seed: int | None
     shuffle: Shuffle
@@ -39,8 +39,9 @@ class ParquetDataset(Dataset):
     Args:
         files: a file, a folder, a glob, an fsspec address (``s3://...``), or a list of these.
         columns: those to read; all by default. A filter may use others.
-        rank, world_size: which part is ours: of 2099 rows on 2 ranks ``[0:1050]`` or
-            ``[1050:2099]``.
+        rank, world_size: Part to read: ``[0:1050]`` or ``[1050:2099]`` of 2099 rows on 2 ranks.
+            By default, miniray's trainers set them for ``self.train_loader`` and
+            ``self.val_loader`` of a worker. Otherwise, all rows are read.
         max_samples: a subset of this size, drawn once for the whole run and then sharded.
         seed: for ``max_samples`` and ``shuffle``. ``None`` is the run's seed
             (``MINIRAY_RUN_SEED``) or, for one rank alone, a fresh one (``ds.seed``).

@@ -131,6 +131,16 @@ class DataLoader:
         """The epoch under way, from 0; it is counted up when its last batch was taken."""
         return self.dataset.epoch
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the dataset was created with ``rank`` and ``world_size``, or sharded since."""
+        return self.dataset.is_sharded
+
+    @property
+    def has_started(self) -> bool:
+        """Whether iteration has started."""
+        return self.dataset.has_started
+
     def _plan(self) -> FixedBatches | TokenBatches:
         if self._batch_by is None:
             return FixedBatches(self.dataset, self.batch_size, self.drop_last)
