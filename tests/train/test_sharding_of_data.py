@@ -6,6 +6,8 @@ import pytest
 
 import miniray
 from miniray.data import DataLoader, IndexedDataset, Mixture
+from miniray.doctor.diagnose import diagnose
+from miniray.doctor.reader import read_run
 from miniray.train import DataParallelTrainer, DDPTrainer, TorchWorker
 
 torch = pytest.importorskip("torch")
@@ -148,8 +150,14 @@ def train(trainer):
 
 
 @pytest.mark.parametrize("worker", [Line, Loop, PlainLoop])
-def test_ddp_trainer_trains_and_evaluates_on_each_row_once(worker):
-    train(DDPTrainer(num_workers=2, worker=worker, progress=False, seed=1))
+def test_ddp_trainer_trains_and_evaluates_on_each_row_once(worker, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = DDPTrainer(num_workers=2, worker=worker, progress=False, seed=1)
+    train(trainer)
+    for record in read_run(trainer.run.path):
+        assert (record.loaders[0].replicas, record.loaders[0].passes) == (2, 2)
+        assert record.samples == ROWS
+    assert diagnose(trainer.run.path).findings == ()
 
 
 def test_data_parallel_trainer_trains_and_evaluates_on_each_row_once():

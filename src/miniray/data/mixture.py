@@ -135,6 +135,11 @@ class Mixture(Dataset):
         return self._given[0].column_names
 
     @property
+    def is_shuffled(self) -> bool:
+        """Always True: rounds are arranged randomly."""
+        return True
+
+    @property
     def kind(self) -> str:
         """Always ``"mixture"``."""
         return "mixture"

@@ -104,6 +104,11 @@ class Share(ABC):
         return self._is_sharded
 
     @property
+    def is_shuffled(self) -> bool:
+        """Whether each epoch has a different order."""
+        return self._shuffle is not None
+
+    @property
     def has_started(self) -> bool:
         """Whether iteration has started."""
         return self._has_started

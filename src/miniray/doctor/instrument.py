@@ -35,8 +35,12 @@ def install() -> None:
         instrument_ddp,
         instrument_functional,
         instrument_training,
+        loader_observer,
     )
 
+    hooks.when_imported(
+        "miniray.data.observers", functools.partial(_change_safely, loader_observer.register)
+    )
     hooks.when_imported("tqdm.std", functools.partial(_change_safely, change_tqdm))
     hooks.when_imported("torch", lambda _: None)  # its end is to be seen, see ``_change_whole``
     for module, change in (
