@@ -12,6 +12,7 @@ from miniray.data.arrow_rows import ArrowRows, rows_of
 from miniray.data.files import FileBlocks, FileList, FileSource
 from miniray.data.schemas import cast, common_types
 from miniray.data.source import Slabs, wanted
+from miniray.data.validation import release_unused
 from miniray.errors import DataError
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class ArrowSource(FileSource):
             from miniray.data.arrow_file import ArrowFile
 
             files = self._files = [ArrowFile(path, self._columns) for path in self.paths]
+            release_unused()
             schemas = [(file.path, file.schema) for file in files if file.rows]
             found = [FileBlocks(file.rows, file.nbytes, file.mark) for file in files]
         if not any(file.rows for file in found):
@@ -77,8 +79,11 @@ class ArrowSource(FileSource):
         # Parts of a batch are read in order. Keep the batch until its last part was read.
         is_done = stop >= batch.num_rows
         self._last = (None, None) if is_done else ((file, number, names), batch)
-        part = batch.slice(start, stop - start)
-        return rows_of([cast(part, self._types)], start, slabs)
+        part = cast(batch.slice(start, stop - start), self._types)
+        found = rows_of([part], start, slabs)
+        del batch, part
+        release_unused()
+        return found
 
     def _read_batch(self, file: int, number: int, names: list[str]) -> Any:
         if self._batches:

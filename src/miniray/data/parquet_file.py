@@ -14,7 +14,7 @@ from miniray.data.arrow_rows import ArrowRows, rows_of
 from miniray.data.files import is_remote
 from miniray.data.footer import ValueFile, footer_bytes, mark_of, unchanged
 from miniray.data.source import Slabs
-from miniray.data.validation import check_batch, get_first_line
+from miniray.data.validation import check_batch, get_first_line, release_unused
 from miniray.errors import DataError
 
 _CHUNK = 4 << 20  # bytes decoded at a time
@@ -69,7 +69,9 @@ class OpenParquet:
                 if footer:  # Arrow raises an error for a file that doesn't end with a footer.
                     end = len(footer).to_bytes(4, "little") + b"PAR1"
                     metadata = pq.read_metadata(pa.BufferReader(footer + end))
-            self.reader = pq.ParquetFile(source, metadata=metadata, buffer_size=1 << 20)
+            self.reader = pq.ParquetFile(
+                source, metadata=metadata, buffer_size=1 << 20, pre_buffer=False
+            )
         except FileNotFoundError as error:
             raise DataError(f"{path} does not exist any more", path) from error
         except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
@@ -160,6 +162,8 @@ class OpenParquet:
                 self.path,
                 self._first_row(group),
             ) from error
+        finally:
+            release_unused()
         if found.start + found.num_rows < min(stop, rows):
             raise DataError(
                 f"{self.path}, row group {group} should have {rows} rows but has fewer; the file"

@@ -1,4 +1,4 @@
-"""Check record batches from files before their values are used.
+"""Check record batches from files before their values are used, and free their memory.
 
 Arrow trusts the offsets, dictionary indices and text of a file. Using damaged ones returns memory
 of other values, raises exceptions of any type, or ends the process.
@@ -41,6 +41,13 @@ def _find_row(batch: Any) -> int:
     """Return the index of the first invalid row, or 0 if only the whole batch is invalid."""
     rows = range(batch.num_rows)
     return next((row for row in rows if _find_error(batch.slice(row, 1)) is not None), 0)
+
+
+def release_unused() -> None:
+    """Return memory that Arrow has freed to the system. Its pool would keep it."""
+    import pyarrow as pa
+
+    pa.default_memory_pool().release_unused()
 
 
 def get_first_line(error: BaseException) -> str:
