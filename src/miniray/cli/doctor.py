@@ -169,7 +169,7 @@ def data(nproc: int, as_json: bool, hang_timeout: float, script: str, args: tupl
         reports = data_probe.read(run_dir, nproc)
     if code or not reports:
         why = "its ranks failed before" if code else "it never iterates"
-        click.echo(f"error: {script}: {why} a torch DataLoader", err=True)
+        click.echo(f"error: {script}: {why} a DataLoader of torch or miniray.data", err=True)
         return 2
     if as_json:
         click.echo(json.dumps([report.to_json() for report in reports], ensure_ascii=False))
