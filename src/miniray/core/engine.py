@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from miniray.core.refs import ActorHandle, ObjectRef, ObjectRefGenerator
 from miniray.core.specs import ClassSpec, FunctionSpec
 
+#: Part of the memory that objects may use by default.
+STORE_SHARE = 0.3
+
 
 @dataclasses.dataclass(frozen=True)
 class Capabilities:

@@ -15,7 +15,8 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from miniray.core.engine import Engine, InitConfig
+from miniray import limits
+from miniray.core.engine import STORE_SHARE, Engine, InitConfig
 from miniray.errors import EngineStartError
 
 try:
@@ -74,15 +75,18 @@ def _init_arguments(config: InitConfig, environment_address: str | None) -> dict
             arguments["job_config"] = _job_config()
         return arguments
 
-    num_cpus = config.num_cpus
-    if num_cpus is None and config.num_workers is not None:
-        # Ray runs as many one-CPU tasks at a time as it has CPUs: that is the size of its pool.
-        num_cpus = max(config.num_workers, os.cpu_count() or 1)
+    # Ray ignores affinity, and control groups below the top one. It runs as many one-CPU tasks at
+    # a time as it has CPUs: that is the size of its pool.
+    num_cpus = config.num_cpus or max(limits.cpu_count(), config.num_workers or 0)
+    store, limit = config.object_store_memory, limits.memory_limit()
+    if store is None and limit is not None:
+        smallest = ray._private.ray_constants.OBJECT_STORE_MINIMUM_MEMORY_BYTES
+        store = max(smallest, int(limit * STORE_SHARE))
     arguments.update(
         address="local",
-        num_cpus=None if num_cpus is None else int(num_cpus),
+        num_cpus=int(num_cpus),
         num_gpus=None if config.num_gpus is None else int(config.num_gpus),
-        object_store_memory=config.object_store_memory,
+        object_store_memory=store,
         job_config=_job_config(),
         include_dashboard=False,
         logging_level=logging.ERROR,  # its warnings on start-up are addressed to administrators
