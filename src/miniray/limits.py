@@ -156,7 +156,7 @@ class Limit(NamedTuple):
 
 
 def check_room(processes: int, descriptors: int) -> None:
-    """Raise ``EngineStartError`` if so many more can't be started or opened.
+    """Raise ``EngineStartError`` if limits leave less room than requested.
 
     Threads count as processes, as they do for the kernel.
     """
@@ -256,6 +256,6 @@ def _count_threads_of_user() -> int:
             try:
                 if entry.stat().st_uid == os.getuid():
                     count += len(os.listdir(f"{entry.path}/task"))
-            except OSError:  # it ended meanwhile, or belongs to a different user
+            except OSError:  # it has ended
                 continue
     return count

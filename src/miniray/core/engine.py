@@ -285,6 +285,17 @@ class Engine(abc.ABC):
     def nodes(self) -> list[dict[str, Any]]:
         """A dict a machine: NodeID, Alive, NodeManagerHostname, Resources."""
 
+    def lost_nodes(self) -> frozenset[str]:
+        """Return the ids of nodes that were lost in this session.
+
+        Waits until the engine has noticed all of them, so that nothing is placed on a lost node.
+        """
+        return frozenset()
+
+    def node_address(self) -> str | None:
+        """Return the address at which other nodes reach this one; None if it isn't known."""
+        return None
+
     @abc.abstractmethod
     def cluster_resources(self) -> dict[str, float]:
         """What there is in total: CPU, GPU, memory."""

@@ -67,8 +67,9 @@ def init(
     Args:
         num_workers: processes in the pool that runs tasks (default: one a core). It never limits
             how many actors may exist.
-        backend: ``"local"`` (default), ``"inline"`` or ``"ray"``; the environment variable
-            ``MINIRAY_BACKEND`` overrides it.
+        backend: ``"local"`` (default), ``"inline"`` or ``"ray"``. The environment variable
+            ``MINIRAY_BACKEND`` overrides it. ``"ray"`` joins the Ray cluster that runs on this
+            machine, and starts a Ray if there is none or if a size is set.
         address: a Ray cluster (``"auto"``, ``"ray://host:port"``); implies ``backend="ray"``.
         num_cpus, num_gpus: what to count as available, where it differs from what is found.
         object_store_memory: Maximum number of bytes of objects in shared memory. Objects beyond it
