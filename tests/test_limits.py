@@ -151,10 +151,19 @@ def test_memory_of_the_group_and_its_parents(
     assert limits.memory_available() == available
 
 
-def test_a_mount_point_with_spaces_is_found(control_groups, tmp_path):
-    mount = ("cgroup2", "rw", "/", "my\\040groups")
-    control_groups("0::/a\n", [mount], {"my groups/a/cpu.max": "100000 100000"})
+def test_a_mount_point_with_spaces_is_found(control_groups):
+    mount = ("cgroup2", "rw", "/", "my\\040größe")
+    control_groups("0::/a\n", [mount], {"my größe/a/cpu.max": "100000 100000"})
     assert limits.cpu_count() == 1
+
+
+def test_files_of_unusual_kernels_mean_no_limit(control_groups, tmp_path):
+    files = {"fs/memory.max": "", "fs/memory.stat": "what\n\n", "fs/cpu.max": "100000 0"}
+    control_groups("\nodd\n7:cpu\n0::/\n", [V2], files)
+    with open(tmp_path / "proc" / "self" / "mountinfo", "a") as file:
+        file.write("\nodd\n1 2 3:4 - cgroup\n1 2 3:4 / /x rw - cgroup\n")
+    assert limits.cpu_count() == 16
+    assert (limits.memory_total(), limits.memory_available()) == (64 * GB, 40 * GB)
 
 
 # -- real limits of a new process -----------------------------------------------------------------

@@ -62,8 +62,8 @@ def _control_groups(controller: str) -> list[Path]:
     """Return the directories of this process's group and its parents, as far as they're mounted."""
     paths = {}  # of this process, by controller; version 2 has no name
     for line in _read(_PROC / "self" / "cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        paths.update(dict.fromkeys(controllers.split(","), path))
+        controllers, _, path = line.partition(":")[2].partition(":")
+        paths.update(dict.fromkeys(controllers.split(","), path or "/"))
     found: list[Path] = []
     for name, root, mount_point in _mounted_hierarchies(controller):
         if name not in paths:
@@ -82,14 +82,20 @@ def _mounted_hierarchies(controller: str) -> Iterator[tuple[str, str, Path]]:
     """Yield (key in ``/proc/self/cgroup``, root, mount point) of the controller's hierarchies."""
     for line in _read(_PROC / "self" / "mountinfo").splitlines():
         mount, _, filesystem = line.partition(" - ")
-        kind, _, options = filesystem.split(" ", 2)
-        root, mount_point = (
-            field.encode().decode("unicode_escape") for field in mount.split(" ")[3:5]
-        )
-        if kind == "cgroup" and controller in options.split(","):
-            yield controller, root, Path(mount_point)
-        elif kind == "cgroup2":
-            yield "", root, Path(mount_point)
+        kind, _, options = filesystem.partition(" ")
+        if kind == "cgroup2":
+            key = ""
+        elif kind == "cgroup" and controller in options.rpartition(" ")[2].split(","):
+            key = controller
+        else:
+            continue
+        root, mount_point = map(_unescape, mount.split(" ")[3:5])
+        yield key, root, Path(mount_point)
+
+
+def _unescape(field: str) -> str:
+    """Return a path of ``mountinfo``, in which the kernel writes a space as ``\\040``."""
+    return field.encode().decode("unicode_escape").encode("latin-1").decode(errors="replace")
 
 
 def _cpu_quota(group: Path) -> float:
@@ -112,7 +118,7 @@ def _memory_limits() -> Iterator[tuple[Path, int]]:
 
 def _reclaimable(group: Path) -> int:
     """Return the bytes of cached files that the kernel drops before it kills a process."""
-    fields = dict(line.split(" ", 1) for line in _read(group / "memory.stat").splitlines())
+    fields = dict(line.partition(" ")[::2] for line in _read(group / "memory.stat").splitlines())
     # In version 1, the name without "total" doesn't count the children.
     return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
 
