@@ -6,10 +6,10 @@ from miniray.core import session
 
 
 class NodeLosses:
-    """Tells replacements that failed with their node from those that failed for other reasons.
+    """Decides whether the loss of a replacement belongs to the failure before it.
 
     The processes of a node don't end at the same moment. A replacement may be placed there after
-    the first loss, and be lost with the node: that is the same failure, and is counted once.
+    the first loss and be lost with the node: that is the same failure, counted once.
     """
 
     def __init__(self) -> None:
