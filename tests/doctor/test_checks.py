@@ -431,7 +431,7 @@ def test_a_rank_that_trains_beside_its_gpu():
 
 
 def test_near_the_memory_limit(monkeypatch):
-    monkeypatch.setattr(memory, "memory_limit", lambda: 10_000_000_000)
+    monkeypatch.setattr(memory, "memory_total", lambda: 10_000_000_000)
     finding = found(rank(0, rss=5 * 10**9), rank(1, rss=45 * 10**8), code="memory-near-limit")
     assert "hold 9.5 GB of 10.0 GB" in finding.title
     nothing(rank(0, rss=4 * 10**9), rank(1, rss=4 * 10**9))
@@ -448,7 +448,7 @@ def growing(rate, noise=0, start=10**9):
 
 
 def test_memory_that_grows_without_end(monkeypatch):
-    monkeypatch.setattr(memory, "memory_limit", lambda: 10_000_000_000)
+    monkeypatch.setattr(memory, "memory_total", lambda: 10_000_000_000)
     leaking = rank(1, rss=3 * 10**9, notes={"memory": growing(4_000_000)})
     finding = found(rank(0, rss=10**9), leaking, code="memory-grows")
     # 6 GB are left, at 4 MB a second; 40 MB in each step of 10 s, seen over the second half.

@@ -223,13 +223,13 @@ def speedup(
     Runs the script once for each number of ranks, with the same number of threads per rank. Pass
     ARGS after `--`.
     """
-    from miniray.core.machine import cpu_count
     from miniray.doctor.speedup import measure
+    from miniray.limits import cpu_count
 
     nprocs = _numbers(numbers)
     with tempfile.TemporaryDirectory(prefix="miniray-speedup-") as temporary:
         folder = keep or Path(temporary)
-        found = measure((script, *args), nprocs, folder, int(cpu_count()), threads, hang_timeout)
+        found = measure((script, *args), nprocs, folder, cpu_count(), threads, hang_timeout)
     click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text())
     return found.exit_code
 

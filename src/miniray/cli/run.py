@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from miniray import limits
 from miniray.cli.targets import complete_files
 from miniray.core import machine
 
@@ -34,7 +35,7 @@ class _NumRanks(click.IntRange):
         gpus = 0 if value == "cpu" else len(machine.gpu_ids())
         if value == "gpu" and not gpus:
             self.fail("this machine has no GPU.", param, ctx)
-        return gpus or machine.cpu_count()
+        return gpus or limits.cpu_count()
 
 
 @click.command(

@@ -26,10 +26,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from miniray import import_hooks
 from miniray.doctor import (
     dataset_check,
     dataset_shares,
-    hooks,
     loader_facts,
     recorder,
     runfile,
@@ -73,7 +73,7 @@ def _install() -> None:
 
     DataLoader.__init__ = init
     DataLoader.__iter__ = first
-    hooks.when_imported(
+    import_hooks.when_imported(
         "miniray.data.observers", lambda module: module.observers.append(_RowsProbe(module))
     )
 
