@@ -41,7 +41,7 @@ def dashboard(target: str, port: int, no_browser: bool, runs_dir: Path) -> None:
 
     Reads run directories, and binds to this machine only. Ends with Ctrl-C.
     """
-    from miniray.report.run import is_run
+    from miniray.runs.listing import is_run
 
     run = resolve(target, runs_dir, folder=True) if target else None
     if run is not None and not is_run(run):  # a folder of runs

@@ -35,25 +35,25 @@ def resolve(target: str, runs_dir: Path, *, folder: bool = False) -> Path:
     ``NoRunError`` says what was looked for, and names what is near. A folder of runs is one of
     these errors too, unless ``folder`` will do.
     """
-    from miniray.report.run import find_runs, is_run
+    from miniray.runs.listing import is_run, list_runs
 
     places = [Path(target), *([runs_dir / target] if Path(target).name == target else [])]
     folders = [place for place in places if place.is_dir()]
     if folders:  # of two of that name, the one that is a run
         found = next(filter(is_run, folders), folders[0])
-        inside = [] if folder or is_run(found) else find_runs(found)
+        inside = [] if folder or is_run(found) else list_runs(found)
         if inside:
             raise NoRunError(
                 f"{found} is a folder of runs: name one of them, like {inside[0].path}"
             )
         return found
     if target == "latest":
-        runs = find_runs(runs_dir)
+        runs = list_runs(runs_dir)
         if runs:
             return runs[0].path
         raise NoRunError(f"no runs in {runs_dir.absolute()}: {how_to_get_one(runs_dir)}")
-    if target.isdigit():
-        return _find_run(target, runs_dir)
+    if target.isascii() and target.isdigit():
+        return _find_run_of_process(int(target), runs_dir)
     import difflib
 
     known = names(runs_dir)
@@ -67,13 +67,6 @@ def resolve(target: str, runs_dir: Path, *, folder: bool = False) -> Path:
     )
 
 
-def find_recorded(target: str, runs_dir: Path) -> Path:
-    """The same for those who read boxes: ``latest`` is the newest run that has any."""
-    if target == "latest" and not Path(target).is_dir():
-        return _find_run(target, runs_dir, f": {how_to_get_one(runs_dir)}")
-    return resolve(target, runs_dir)
-
-
 def how_to_get_one(runs_dir: Path) -> str:
     """What to do where ``runs_dir`` has no runs, in a line."""
     if runs_dir == RUNS_DIR:
@@ -81,13 +74,13 @@ def how_to_get_one(runs_dir: Path) -> str:
     return "is it the folder you meant with --runs-dir?"
 
 
-def _find_run(target: str, runs_dir: Path, hint: str = "") -> Path:
-    from miniray.doctor.diagnose import find_run
+def _find_run_of_process(pid: int, runs_dir: Path) -> Path:
+    from miniray.doctor.diagnose import find_run_of_process
 
     try:
-        return find_run(target, runs_dir)
+        return find_run_of_process(pid, runs_dir)
     except FileNotFoundError as error:
-        raise NoRunError(f"{error}{hint}") from error
+        raise NoRunError(str(error)) from error
 
 
 def names(runs_dir: Path) -> list[str]:

@@ -22,10 +22,11 @@ NOWHERE = Site("", 0, "")
 
 
 def site_from(text: str) -> Site:
-    """A site from the text the recorder keeps of it, "file\\0line\\0function"."""
+    """Return the site of the text that the recorder keeps, "file\\0line\\0function"."""
     file, _, rest = text.partition("\0")
     line, _, function = rest.partition("\0")
-    return Site(file, int(line) if line.isdigit() else 0, function) if file else NOWHERE
+    number = int(line) if line.isascii() and line.isdigit() and len(line) < 10 else 0
+    return Site(file, number, function) if file else NOWHERE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,9 @@ from miniray.doctor.model import Loader, RankRecord, SamplePass
 from miniray.doctor.waiting import wait_of
 from miniray.report.charts import chart
 from miniray.report.html import Markup, bar, folded, on_screen, section, table, tag
-from miniray.report.run import Run, last_lines
+from miniray.report.run import Run
 from miniray.report.series import Curve, one
+from miniray.runs import files
 
 _MOST_BARS = 64
 _SLIM = 16  #: more bars than this are thin ones
@@ -292,7 +293,7 @@ def overview(run: Run) -> Markup:
         return Markup()
     logs = []
     for facts in [facts for facts in every if facts.failed][:4] or every[:1]:
-        lines = last_lines(run.path / "ranks" / f"{facts.rank}.log", 4000)
+        lines = files.read_last_lines(run.path / "ranks" / f"{facts.rank}.log", 4000)
         text = "\n".join(on_screen(line.decode(errors="replace")) for line in lines).rstrip()
         if text:
             logs.append(folded(f"last lines of rank {facts.rank}", tag("pre", text)))
