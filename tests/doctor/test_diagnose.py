@@ -332,6 +332,29 @@ def test_a_process_that_does_not_end():
     assert top(*stuck).code == "does-not-end"
 
 
+@pytest.mark.parametrize("code", ["killed", "does-not-end"])
+@pytest.mark.parametrize(
+    ("initialized", "destroys", "advised"),
+    [(True, False, True), (False, False, False), (True, True, False)],
+)
+def test_destroying_the_group_is_advised_if_the_script_does_not(
+    code, initialized, destroys, advised
+):
+    destroy = call(3, "destroy_process_group", is_open=True, kind=GROUP, blocking=False)
+    fields = {
+        "initialised": initialized,
+        "events": (destroy,) if destroys else (),
+        "phase": Phase("exit", at(0), NOW - 90),
+    }
+    if code != "does-not-end":
+        crash = ended("signal", signal="SIGSEGV", code=None, type="", message="")
+        fields |= {"exit": crash, "process": GONE}
+    finding = top(*(dataclasses.replace(calling(n), **fields) for n in range(2)))
+    assert finding.code == code
+    assert ("destroy_process_group" in finding.fix) == advised
+    assert ("process group" in finding.cause) == advised
+
+
 def test_a_thread_that_keeps_a_process_from_ending():
     """Python waits for threads before it tells anybody that it is ending."""
     shown = (

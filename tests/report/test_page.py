@@ -497,3 +497,14 @@ def test_the_last_line_is_found_without_reading_all(make_run):
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"epoch": 2000, "lo')
     assert report.read(folder).last_metrics()["epoch"] == 1999
+
+
+def test_counts_of_distinct_rows_are_exact_or_lower_bounds(golden):
+    """Wording of the last pass: each row once, rows twice, and 20,000 rows once on two ranks."""
+    passes = [
+        [records.samples(range(10)), records.samples(range(10, 20))],
+        [records.samples(range(10)), records.samples(range(5, 15))],
+        [records.samples(range(10_000)), records.samples(range(10_000, 20_000))],
+    ]
+    lines = [report.ranks._covered(given, length) for given in passes for length in (None, 20_000)]
+    golden("coverage.txt", "\n".join(lines) + "\n")

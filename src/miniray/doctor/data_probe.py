@@ -119,7 +119,6 @@ def _describe(loader: Any, site: str) -> dict[str, Any]:
         "count": given.count,
         "batches": taken.batches,
         "ids": list(given.ids),
-        "sketch": list(given.sketch),
         "handles": [str(handle) for handle in find_handles(loader.dataset) if not handle.forks],
     }
 
@@ -190,7 +189,7 @@ def read(run_dir: Path, world_size: int) -> list[dataset_check.DataReport]:
         setup = dataset_shares.Setup(**{name: said[name] for name in names})
         shares = []
         for rank, said in ranks.items() if setup.sampler else ():
-            given = SamplePass(0, 0, said["count"], tuple(said["ids"]), tuple(said["sketch"]))
+            given = SamplePass(0, 0, said["count"], tuple(said["ids"]))
             size, drop_last, batches = said["batch_size"], said["drop_last"], said["batches"]
             shares.append(dataset_shares.share(rank, given, size, drop_last, batches))
         handles = sorted({handle for said in ranks.values() for handle in said["handles"]})

@@ -163,8 +163,10 @@ def _story(facts: Facts) -> tuple[str, str, str]:
         if ended.signal in _CRASHES and record.phase.name == "exit":
             return (
                 f"crashed with {ended.signal} after the script's end, at step {record.step}",
-                "What was still there when Python went was in C code: a thread, the process group.",
-                "call dist.destroy_process_group() and end threads before the script does",
+                "Code in C was still running when Python ended: a thread"
+                f"{', the process group' * facts.has_process_group}.",
+                f"{'call dist.destroy_process_group() and ' * facts.has_process_group}"
+                "end threads before the script ends",
             )
         if ended.signal in _CRASHES:
             call = record.waiting

@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 import struct
 
-MAGIC = b"miniray\x00box\x00\x00\x00\x00\x04"  # its last byte is the version of the layout
+MAGIC = b"miniray\x00box\x00\x00\x00\x00\x05"  # its last byte is the version of the layout
 HEADER_SIZE = 64
 
 
@@ -104,23 +104,19 @@ STEPS_AT = EVENTS_AT + EVENT_SLOTS * EVENT.size
 
 
 class Pass(enum.IntEnum):
-    """Cells at the head of a pass; then ids in order, then two places for the sketch."""
+    """Cells at the head of a pass. The ids follow in order, then the key once more."""
 
-    KEY = 0  # number of the pass + 1; 0 while it is being set up
+    KEY = 0  # number of the pass + 1; the two differ while the pass is being set up
     LOADER = 1
     EPOCH = 2
     COUNT = 3
     IDS = 4
-    SKETCH = 5  # version: which of the two places counts; 0 for none
-    SKETCH_SIZE_0 = 6
-    SKETCH_SIZE_1 = 7
 
 
 PASS_SLOTS = 6
 PASS_IDS = 4096
-SKETCH_SIZE = 512
 PASS_HEAD = len(Pass) * 8
-PASS_SIZE = PASS_HEAD + PASS_IDS * 8 + 2 * SKETCH_SIZE * 8
+PASS_SIZE = PASS_HEAD + PASS_IDS * 8 + 8
 PASSES_AT = STEPS_AT + len(STEP_WIDTHS) * STEP_SLOTS * STEP.size
 
 #: version, length, checksum; then the bytes

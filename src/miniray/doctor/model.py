@@ -22,6 +22,9 @@ from miniray.doctor.model_training import Site as Site
 from miniray.doctor.model_training import Steps as Steps
 from miniray.doctor.model_training import site_from as site_from
 
+#: Name of the event of that call; its kind is ``GROUP``.
+DESTROY = "destroy_process_group"
+
 #: What an event can be about (``Event.kind``).
 COLLECTIVE = "collective"  #: an operation all ranks of a group must join, in the same order
 POINT_TO_POINT = "p2p"  #: send or recv; these carry a sequence number of their own

@@ -57,21 +57,16 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True)
 class SamplePass:
-    """Which samples one pass over one loader gave. Compare passes of equal (loader, epoch).
-
-    ``ids`` are the first 4096 in their order; ``sketch`` is the 512 smallest hashes of *all* ids,
-    for passes longer than that. ``samples.overlap`` compares two passes by whichever is exact.
-    """
+    """Which samples one pass over one loader had. Compare passes of equal (loader, epoch)."""
 
     loader: int  #: index into ``RankRecord.loaders``; -1 for ids given to ``doctor.step``
     epoch: int  #: how many passes over this loader the rank had begun before
     count: int  #: samples so far, repeated ones included
-    ids: tuple[int, ...]
-    sketch: tuple[int, ...]
+    ids: tuple[int, ...]  #: the first 4096, in their order
 
     @property
     def is_exact(self) -> bool:
-        """Whether ``ids`` are all there were."""
+        """Whether ``ids`` has all of them."""
         return self.count == len(self.ids)
 
 

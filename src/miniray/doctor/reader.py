@@ -221,20 +221,16 @@ class _Snapshot(BoxParts):
         found: dict[int, SamplePass] = {}
         for slot in range(layout.PASS_SLOTS):
             start = layout.PASSES_AT + slot * layout.PASS_SIZE
-            cells = memoryview(self.read(start, layout.PASS_HEAD)).cast("q")
-            if cells[Pass.KEY] > 0:
-                found[cells[Pass.KEY]] = self._pass(cells, start + layout.PASS_HEAD)
+            data = self.read(start, layout.PASS_SIZE)
+            cells = memoryview(data).cast("q")
+            key = cells[Pass.KEY]
+            if key <= 0 or cells[-1] != key:  # unused, or about to be used for a different pass
+                continue
+            length = max(0, min(cells[Pass.IDS], layout.PASS_IDS))
+            ids = tuple(cells[len(Pass) : len(Pass) + length])
+            count = max(cells[Pass.COUNT], length)
+            found[key] = SamplePass(cells[Pass.LOADER], cells[Pass.EPOCH], count, ids)
         return tuple(found[key] for key in sorted(found))
-
-    def _pass(self, cells: memoryview[int], start: int) -> SamplePass:
-        length = max(0, min(cells[Pass.IDS], layout.PASS_IDS))
-        ids = memoryview(self.read(start, length * 8)).cast("q").tolist()
-        version = cells[Pass.SKETCH]
-        size = max(0, min(cells[Pass.SKETCH_SIZE_0 + version % 2], layout.SKETCH_SIZE))
-        at = start + layout.PASS_IDS * 8 + version % 2 * layout.SKETCH_SIZE * 8
-        sketch = memoryview(self.read(at, size * 8)).cast("Q").tolist() if version else []
-        count = max(cells[Pass.COUNT], length)
-        return SamplePass(cells[Pass.LOADER], cells[Pass.EPOCH], count, tuple(ids), tuple(sketch))
 
     def _barrier(self) -> Barrier | None:
         cell = self.ints[Cell.BARRIER]

@@ -190,7 +190,6 @@ class Tally(Events, ABC):
     def end_pass(self) -> None:
         if self._pass is not None:
             self.flush_tally()
-            self._pass.flush()
             self._pass = None
 
     def add_samples(self, ids: Sequence[int] | None, count: int) -> None:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from miniray.doctor import samples
+from miniray.doctor import layout, samples
 from miniray.doctor.facts import gather
 from miniray.doctor.findings import plural, seconds, size
 from miniray.doctor.model import Loader, RankRecord, SamplePass
@@ -206,9 +206,8 @@ def _coverage(seen: Sequence[RankRecord]) -> Iterator[Markup]:
 def _covered(passes: Sequence[SamplePass], length: int | None) -> str:
     count = sum(given.count for given in passes)
     if not all(given.is_exact for given in passes):
-        about = sum(samples.distinct(given) for given in passes)
-        return f"{count:,} samples, about {about:,} distinct ones counted rank by rank."
-    distinct = len({number for given in passes for number in given.ids})
+        return f"{count:,} samples, at least {samples.count_distinct(*passes):,} distinct."
+    distinct = samples.count_distinct(*passes)
     text = f"{count:,} samples, {distinct:,} distinct"
     if length:
         text += f", of {length:,} rows ({distinct / length:.1%})"
@@ -232,7 +231,9 @@ def _overlaps(seen: Sequence[RankRecord], passes: Sequence[SamplePass]) -> Marku
             for j in range(len(seen))
         ]
         rows.append(tag("tr", tag("td", f"rank {rank.rank}", cls="s"), *cells))
-    top = tag("tr", tag("th", "shared", cls="s"), *(tag("th", str(rank.rank)) for rank in seen))
+    exact = all(given.is_exact for given in passes)
+    head = "shared" if exact else f"shared, of the first {layout.PASS_IDS:,}"
+    top = tag("tr", tag("th", head, cls="s"), *(tag("th", str(rank.rank)) for rank in seen))
     return tag("div", tag("table", top, *rows, cls="heat", style="min-width:0"), cls="wide")
 
 
