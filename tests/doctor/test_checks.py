@@ -347,7 +347,7 @@ def test_ranks_that_need_not_average(changed):
 
 def paced(*times, data=False):
     return [
-        rank(n, len(times), steps=steps(t, data=data and n == len(times) - 1))
+        rank(n, len(times), history=steps(t, data=data and n == len(times) - 1))
         for n, t in enumerate(times)
     ]
 

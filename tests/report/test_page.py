@@ -379,8 +379,8 @@ def test_what_workers_do_after_the_end_is_not_the_runs_time(make_run, ranks):
 
 def test_a_wait_that_never_ends_is_time_of_a_collective():
     last = dataclasses.replace(calling(0).total, ended=NOW - 300)
-    working = calling(0, steps=(last,), total=last)
-    waiting = calling(0, call(0, ago=300, is_open=True), steps=(last,), total=last)
+    working = calling(0, history=(last,), total=last)
+    waiting = calling(0, call(0, ago=300, is_open=True), history=(last,), total=last)
     before, after = (time_spent_by_rank(rank, NOW) for rank in (working, waiting))
     assert after["collective"] == pytest.approx(before["collective"] + 300, abs=1)
     assert after["other"] == pytest.approx(before["other"] - 300, abs=1)
@@ -394,7 +394,7 @@ def test_a_wait_that_never_ends_is_time_of_a_collective():
 def test_a_step_that_never_ended_is_time_of_what_the_rank_was_doing(phase, kind):
     last = dataclasses.replace(calling(0).total, ended=NOW - 300)
     since = Phase(phase, at(1), NOW - 300.5)
-    idle = records.rank(0, 2, steps=(last,), total=last, phase=since)
+    idle = records.rank(0, 2, history=(last,), total=last, phase=since)
     killed = ended("signal", at=idle.heartbeat)
     # One that lives is idle once its run is over; one that was ended, was ended in its step.
     before = time_spent_by_rank(idle, NOW)

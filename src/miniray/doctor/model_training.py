@@ -38,8 +38,8 @@ class Steps:
     ``backward`` (DDP averages gradients in there) or ``collective``.
     """
 
-    step: int  #: number of the last step in here (the first step is 1)
-    count: int  #: 1, 16 or 256
+    step: int  #: number of the last step (the first step of an attempt is 1)
+    count: int  #: number of steps
     epoch: int
     ended: float
     seconds: float
@@ -47,7 +47,8 @@ class Steps:
     backward: float
     collective: float  #: inside collectives called from Python, and barriers
     loss: float | None  #: of the last step
-    batch_size: int
+    batch_size: int  #: of the last step
+    attempt: int = 0  #: number of the attempt; a rank that is restarted begins the next one
 
     @property
     def compute(self) -> float:

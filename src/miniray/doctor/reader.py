@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from miniray.doctor import layout, processes
 from miniray.doctor.box_file import BoxFile, BoxParts
+from miniray.doctor.history import without_merged
 from miniray.doctor.layout import Cell, Pass, Real
 from miniray.doctor.model import (
     Barrier,
@@ -40,6 +41,11 @@ from miniray.runs.typed import build, convert
 
 #: "0.<pid>.box" is the record of a second process that claims rank 0.
 _NAME = re.compile(r"([0-9]{1,6})(\.[0-9]+)?\.box")
+
+
+_MAX_TIME = 9e9  #: Unix time in the year 2255
+_MAX_NS = 10**16  #: longest time of an entry of the history
+_MAX_STEP, _MAX_ATTEMPTS = 1 << 53, 1 << 31
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +170,10 @@ class _Snapshot(BoxParts):
 
     def wall(self, monotonic: float) -> float:
         """Convert the rank's monotonic time to Unix time."""
-        return monotonic + self._clock
+        time = monotonic + self._clock
+        if not 0 <= time < _MAX_TIME:
+            raise ValueError(f"a time is {time}")
+        return time
 
     def place(self, text: str, monotonic: float) -> Phase:
         name, _, rest = text.partition("\0")
@@ -194,13 +203,19 @@ class _Snapshot(BoxParts):
             functional=bool(flags & layout.FUNCTIONAL),
         )
 
-    def _steps(self, level: int) -> list[Steps]:
-        size, slots = layout.STEP.size, layout.STEP_SLOTS
-        rings = self.ring(layout.STEPS_AT + level * slots * size, size, slots)
+    def _history(self) -> tuple[Steps, ...]:
+        size = layout.STEP.size
+        data = self.read(layout.STEPS_AT, layout.HISTORY_SLOTS * size)
         found = []
-        for data in rings:
-            (_, step, count, epoch, ended, seconds, waited, backward, collective, loss, batch_size,
-             _) = layout.STEP.unpack(data)  # fmt: skip
+        for begin, *fields, end in layout.STEP.iter_unpack(data):
+            if begin != end or not begin:  # unused, or being written
+                continue
+            (step, count, epoch, ended, seconds, waited, backward, collective, loss, batch_size,
+             attempt) = fields  # fmt: skip
+            times = (seconds, waited, backward, collective)
+            valid = 0 < count <= step < _MAX_STEP and 0 <= attempt < _MAX_ATTEMPTS
+            if not (valid and all(0 <= time < _MAX_NS for time in times)):
+                raise ValueError(f"the history has an invalid entry: {fields}")
             found.append(
                 Steps(
                     step=step,
@@ -213,9 +228,10 @@ class _Snapshot(BoxParts):
                     collective=collective / 1e9,
                     loss=None if loss == layout.NO_LOSS else loss,
                     batch_size=batch_size,
+                    attempt=attempt,
                 )
             )
-        return found
+        return without_merged(found)
 
     def _passes(self) -> tuple[SamplePass, ...]:
         found: dict[int, SamplePass] = {}
@@ -268,7 +284,7 @@ class _Snapshot(BoxParts):
         waiting = next((e for e in events if e.number == open_event - 1 and e.is_open), None)
         moment, text = layout.unpack_moment(ints[Cell.PHASE])
         section_moment, section = layout.unpack_moment(ints[Cell.SECTION])
-        steps = self._steps(0)
+        history = self._history()
         process = self.process()
         ended = processes.exit_of(self.exit(), seen, process)
         loss = self.loss if ints[Cell.LOSS_STEP] >= 0 else None
@@ -287,19 +303,21 @@ class _Snapshot(BoxParts):
             batches=ints[Cell.BATCHES],
             batches_in_epoch=ints[Cell.BATCHES_IN_EPOCH],
             backwards=ints[Cell.BACKWARDS],
-            steps=tuple(steps),
-            spans=_older(self._steps(2), self._steps(1), steps),
+            history=history,
             total=Steps(
                 step=ints[Cell.STEP],
                 count=ints[Cell.STEPS],
                 epoch=ints[Cell.EPOCH],
-                ended=steps[-1].ended if steps else self.real(Real.ATTACHED),
+                ended=history[-1].ended
+                if ints[Cell.STEPS] and history
+                else self.real(Real.ATTACHED),
                 seconds=self.real(Real.TOTAL_SECONDS),
                 data=self.real(Real.TOTAL_DATA),
                 backward=self.real(Real.TOTAL_BACKWARD),
                 collective=self.real(Real.TOTAL_COLLECTIVE),
                 loss=loss,
                 batch_size=ints[Cell.BATCH_SIZE],
+                attempt=ints[Cell.ATTEMPT],
             ),
             loss=loss,
             loss_step=ints[Cell.LOSS_STEP],
@@ -330,15 +348,6 @@ class _Snapshot(BoxParts):
             "power": self.real(Real.GPU_POWER),
         }
         return build(Gpu, {**known, **measured})
-
-
-def _older(coarse: list[Steps], middle: list[Steps], fine: list[Steps]) -> tuple[Steps, ...]:
-    """Spans that lie wholly before what a finer ring still has."""
-    begin = fine[0].step - fine[0].count + 1 if fine else None
-    middle = [s for s in middle if begin is None or s.step < begin]
-    if middle:
-        begin = middle[0].step - middle[0].count + 1
-    return (*(s for s in coarse if begin is None or s.step < begin), *middle)
 
 
 def _nonfinite(found: Any) -> NonFinite | None:

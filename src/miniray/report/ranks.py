@@ -108,14 +108,10 @@ def _left_in(rank: RankRecord, over: bool) -> tuple[str, float]:
 
 
 def _first_step(rank: RankRecord) -> float | None:
-    """When the oldest step that is known began; of long runs that is only nearly the first."""
-    known = (*rank.spans, *rank.steps)
-    if not known or not rank.total.count:
+    """Return when the first step of this attempt began."""
+    if not rank.steps:
         return None
-    first = known[0]
-    before = first.step - first.count  # steps the rings have forgotten
-    mean = rank.total.seconds / max(1, rank.total.count)
-    return first.ended - first.seconds - max(0, before) * mean
+    return rank.steps[0].ended - rank.steps[0].seconds
 
 
 def _step_time(rank: RankRecord) -> float | None:
