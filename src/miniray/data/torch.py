@@ -14,7 +14,7 @@ import torch
 import torch.utils.data as torch_data
 
 from miniray.data.dataset import ROWS_AT_A_TIME, Dataset, checked_indices
-from miniray.data.loader import DataLoader
+from miniray.data.loader.loader import DataLoader
 
 
 class TorchDataset(torch_data.Dataset[Any]):  # type: ignore[misc]

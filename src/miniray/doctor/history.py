@@ -112,6 +112,11 @@ class StepHistory:
         self._write(entry)
         self._box.ints[27] = step  # Cell.STEPS
 
+    def retract_first_step(self) -> None:
+        """Remove the only step of this attempt. The next one takes its slot."""
+        self._free.append(self._entries.pop().slot)
+        self._box.ints[Cell.STEPS] = 0
+
     def _write(self, e: _Entry) -> None:
         self._writes = number = self._writes + 1
         _pack(

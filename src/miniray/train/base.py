@@ -54,8 +54,8 @@ class BaseTrainer(Saving):
     required_methods: Sequence[str] = ()
     #: What all workers import: loaded once, where the engine can.
     _preloaded: Sequence[str] = ()
-    #: What is called in a worker's process before the worker is made; see ``startup.SET_UP``.
-    _process_set_up = "miniray.train.launching:set_up"
+    #: Called in a worker's process before the worker is created; see ``startup.SET_UP``.
+    _process_set_up = "miniray.doctor.actors:set_up"
     #: What its progress counts.
     _unit = "epoch"
 
