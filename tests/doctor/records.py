@@ -198,6 +198,13 @@ def barrier(number, name="save", passed=False, ago=300.0, line=9):
     return Barrier(number, name, at(line), NOW - ago, 600.0, passed, False)
 
 
+def wording(finding):
+    """Return all that is shown of a finding, for golden files."""
+    head = f"{finding.severity.word} {finding.code} ranks {list(finding.ranks)} {finding.site}"
+    parts = [head, finding.title, *finding.evidence, finding.cause, finding.fix]
+    return "\n".join(parts) + "\n"
+
+
 def steps(times, data=0.0, first=1):
     """Steps that took ``times`` seconds of the rank's own, each followed by a backward of 1 ms."""
     return tuple(
