@@ -1,4 +1,4 @@
-"""Which samples a rank saw: the exact number of all of them, and the first ids of each pass.
+"""The samples that each rank read: the exact number of all, and the first ids of each pass.
 
 The first 4,096 ids of a pass are kept in their order. Counts of distinct and shared samples are
 exact up to there, and lower bounds beyond.
