@@ -16,8 +16,8 @@ from miniray.cli.targets import (
     NoRunError,
     complete_files,
     complete_runs,
-    find_recorded,
     json_option,
+    resolve,
     run_argument,
     runs_dir_option,
 )
@@ -98,7 +98,7 @@ def examine(
     """Diagnose one run."""
     from miniray.doctor.diagnose import diagnose
 
-    run_dir = find_recorded(target, runs_dir)
+    run_dir = resolve(target, runs_dir)
     try:
         diagnosis = diagnose(run_dir, hang_timeout=hang_timeout)
         if not as_json and run_dir.name != Path(target).name:  # Named by `latest` or a pid.

@@ -190,7 +190,6 @@ def _to_dict(setup: dataset_shares.Setup, taken: dataset_shares.Taken, site: str
         "count": given.count,
         "batches": taken.batches,
         "ids": list(given.ids),
-        "sketch": list(given.sketch),
     }
 
 
@@ -260,7 +259,7 @@ def read(run_dir: Path, world_size: int) -> list[dataset_check.DataReport]:
         setup = dataset_shares.Setup(**{name: said[name] for name in names})
         shares = []
         for rank, said in ranks.items() if setup.sampler else ():
-            given = SamplePass(0, 0, said["count"], tuple(said["ids"]), tuple(said["sketch"]))
+            given = SamplePass(0, 0, said["count"], tuple(said["ids"]))
             size, drop_last, batches = said["batch_size"], said["drop_last"], said["batches"]
             shares.append(dataset_shares.share(rank, given, size, drop_last, batches))
         handles = sorted({handle for said in ranks.values() for handle in said["handles"]})

@@ -203,10 +203,11 @@ def _overlap(setup: Setup, shares: Sequence[Share]) -> Iterator[Finding]:
     repeated = _padding(shares)
     for one, two in itertools.combinations(shares[:32], 2):
         share = samples.overlap(one.given, two.given)
-        padded = share * min(one.given.count, two.given.count) <= setup.world_size
+        padded = samples.count_shared(one.given, two.given) <= setup.world_size
         if share <= 0.10 or (padded and setup.distributed):
             continue
-        title = f"ranks {one.rank} and {two.rank} share {share:.0%} of their samples"
+        shared = samples.describe_overlap(one.given, two.given)
+        title = f"ranks {one.rank} and {two.rank} share {shared}"
         cause = "Ranks train on the same samples."
         fix = OF_THE_GROUP
         code = "same-data"

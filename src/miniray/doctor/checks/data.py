@@ -41,7 +41,7 @@ def _overlap(case: Case) -> Iterator[Finding]:
     for one, two in itertools.combinations(list(case)[:_MOST_RANKS], 2):
         for mine, theirs in _comparable(one, two):
             share = samples.overlap(mine, theirs)
-            if share * min(mine.count, theirs.count) <= len(case.world) or share < _OVERLAP:
+            if samples.count_shared(mine, theirs) <= len(case.world) or share < _OVERLAP:
                 continue
             found.append((_average_together(case, one, two), share, one, two, mine, theirs))
     if not found:
@@ -77,7 +77,7 @@ def _overlap(case: Case) -> Iterator[Finding]:
     yield Finding(
         code="same-data",
         severity=severity,
-        title=f"ranks {one.rank} and {two.rank} share {share:.0%} of their samples",
+        title=f"ranks {one.rank} and {two.rank} share {samples.describe_overlap(mine, theirs)}",
         ranks=tuple(sorted(involved)),
         evidence=(
             f"rank {one.rank}: {_first_ids(mine)}",
