@@ -148,15 +148,17 @@ MAKERS: dict[str, Callable[[Record], str]] = {
     "geoguessr": geoguessr,
 }
 
-#: Rows of the README's table: label in English and Chinese, our figure, the peer and its figure, the ratio.
+#: Rows of the README's table: label in English and Chinese, our figure, peer, its figure, ratio.
 README_ROWS: list[tuple[str, str, str, str, str, str]] = [
-    ("CNN on 2 workers with `DDPTrainer`, whole command", "`DDPTrainer` 用 2 个 worker 训练 CNN，整条命令",
+    ("CNN on 2 workers with `DDPTrainer`, whole command",
+     "`DDPTrainer` 用 2 个 worker 训练 CNN，整条命令",
      "train.wall.ddp", "torchrun DDP", "train.wall.torchrun", "train.wall.ddp_over_torchrun"),
     ("the same, weights averaged once per epoch", "同上，每个 epoch 平均一次权重",
      "train.wall.miniray", "torchrun DDP", "train.wall.torchrun", "train.wall.over_torchrun"),
     ("parameter sync of 100 MB on each of 4 workers", "4 个 worker 各 100 MB 的参数同步",
      "ps.4x10.miniray", "gloo all-reduce", "ps.4x10.gloo", "ps.4x10.over_gloo"),
-    ("first batch of images, 4 ranks, uncompressed Parquet", "首个图像 batch，4 个 rank，未压缩的 Parquet",
+    ("first batch of images, 4 ranks, uncompressed Parquet",
+     "首个图像 batch，4 个 rank，未压缩的 Parquet",
      "data.first_batch.miniray_data", "fastest other loader", "data.first_batch.best_other",
      "data.first_batch.over_best_other"),
     ("memory per machine for a batch of prompts with images", "一个带图提示 batch 所需的单机内存",
@@ -212,7 +214,12 @@ PEER_ROWS = [
     ("– until the first step", "– 到第一步的时间", "train", "first_step"),
     ("– memory of all processes", "– 全部进程的内存", "train", "memory"),
     ("– lines in the script", "– 脚本行数", "train", "lines"),
-    ("Uncompressed Parquet on 4 ranks: rows per epoch", "4 个 rank 读未压缩的 Parquet：每个 epoch 的行", "data", "epoch"),
+    (
+        "Uncompressed Parquet on 4 ranks: rows per epoch",
+        "4 个 rank 读未压缩的 Parquet：每个 epoch 的行",
+        "data",
+        "epoch",
+    ),
     ("– stopped halfway and resumed", "– 中途停止后恢复", "data", "resume_union"),
     ("– until the first batch", "– 到首个 batch 的时间", "data", "first_batch"),
     ("– memory of the largest rank", "– 最大 rank 的内存", "data", "uss"),

@@ -118,7 +118,23 @@ def _get_code(cls: type[MinirayError]) -> str:
 
 
 class EngineStartError(MinirayError, RuntimeError):
-    """The engine couldn't be started. No process was left running."""
+    """The engine couldn't be started. No process was left running.
+
+    Attributes:
+        limit: Name of the limit that was reached, such as ``"RLIMIT_NOFILE"`` or ``"pids.max"``.
+        limit_value: Value of that limit.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        limit: str | None = None,
+        limit_value: int | None = None,
+        **fields: Any,
+    ) -> None:
+        super().__init__(message, **fields)
+        self.limit = limit
+        self.limit_value = limit_value
 
 
 class SessionEndedError(MinirayError, RuntimeError):

@@ -227,11 +227,10 @@ def test_compare_of_what_is_no_run_is_wrong_usage(run_cli, three, tmp_path):
 
 
 @pytest.mark.parametrize("command", [["doctor"], ["top", "--once"]])
-def test_of_a_run_that_was_found_one_is_told_which_it_is(run_cli, three, tmp_path, command):
-    """The newest run may have no ranks; `latest` is then another one than in the list."""
-    synthetic.still_rank(tmp_path / "runs" / "old", 0, 1, steps=2)
-    assert str(pathlib.Path("runs", "old")) in run_cli(*command).output
-    assert run_cli("doctor", "old").output.splitlines()[0] != "runs/old:"
+def test_latest_names_the_run_that_it_found(run_cli, three, tmp_path, command):
+    synthetic.still_rank(tmp_path / "runs" / "new", 0, 1, steps=2)
+    assert str(pathlib.Path("runs", "new")) in run_cli(*command).output
+    assert run_cli("doctor", "new").output.splitlines()[0] != "runs/new:"
 
 
 @pytest.mark.parametrize("command", [["doctor"], ["report"], ["top"], ["runs", "delete"]])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from miniray import limits
 from miniray.cli import _extract_debug, bench, cli, demo
 from miniray.cli.run import run
 from miniray.core import machine
@@ -166,7 +167,7 @@ def test_a_missing_extra_is_named(monkeypatch, tmp_path):
 )
 def test_numbers_of_ranks_in_torchruns_words(monkeypatch, word, gpus, ranks):
     monkeypatch.setattr(machine, "gpu_ids", lambda: ["0"] * gpus)
-    monkeypatch.setattr(machine, "cpu_count", lambda: 5)
+    monkeypatch.setattr(limits, "cpu_count", lambda: 5)
     made = run.make_context("run", ["--standalone", f"--nproc_per_node={word}", "train.py"])
     assert made.params["nproc"] == ranks
 

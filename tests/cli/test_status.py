@@ -6,16 +6,16 @@ import os
 import pytest
 
 import miniray
+from miniray import limits
 from miniray.cli import status
-from miniray.core import machine
 
 
 def test_json_is_for_programs(miniray_cli):
     done = miniray_cli("status", "--json")
     found = json.loads(done.stdout)
     assert found["miniray"] == miniray.__version__
-    assert found["cpus"] == machine.cpu_count()
-    assert found["memory_bytes"] == machine.memory_total()
+    assert found["cpus"] == limits.cpu_count()
+    assert found["memory_bytes"] == limits.memory_total()
     assert [b["name"] for b in found["backends"]] == ["inline", "local", "ray"]
 
 

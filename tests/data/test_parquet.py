@@ -463,11 +463,8 @@ def test_a_missing_column_is_named(parquet_folder):
         ParquetDataset(parquet_folder, group_by="who")
 
 
-@pytest.mark.parametrize("memory_map", [True, False])
-def test_a_file_deleted_in_mid_epoch_is_named(parquet_folder, memory_map):
-    loader = DataLoader(
-        ParquetDataset(parquet_folder, memory_map=memory_map, memory_budget="8KB"), 5, prefetch=1
-    )
+def test_a_file_deleted_in_mid_epoch_is_named(parquet_folder):
+    loader = DataLoader(ParquetDataset(parquet_folder, memory_budget="8KB"), 5, prefetch=1)
     iterator = iter(loader)
     seen = next(iterator)["id"].tolist()
     (parquet_folder / "part-3.parquet").unlink()
@@ -541,11 +538,10 @@ def test_another_file_of_the_same_size_is_noticed(tmp_path, way, in_place):
         ParquetDataset(way(path)).load_state_dict(state)
 
 
-@pytest.mark.parametrize("memory_map", [True, False])
-def test_another_file_written_over_one_that_is_open_is_noticed(tmp_path, memory_map):
+def test_another_file_written_over_one_that_is_open_is_noticed(tmp_path):
     path = tmp_path / "x.parquet"
     content = same_size(path, range(100, 150), range(200, 250))
-    source = ParquetDataset(path, memory_map=memory_map).sources[0]
+    source = ParquetDataset(path).sources[0]
     assert source.read(0, 0, 10).rows([0])[0]["id"] == 100
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"x\.parquet, row group 1: the file has changed"):

@@ -41,7 +41,7 @@ def dashboard(target: str, port: int, no_browser: bool, runs_dir: Path) -> None:
 
     The server reads run directories and listens on 127.0.0.1 only. Press Ctrl-C to stop it.
     """
-    from miniray.report.run import is_run
+    from miniray.runs.listing import is_run
 
     run = resolve(target, runs_dir, folder=True) if target else None
     if run is not None and not is_run(run):  # A directory that contains runs.

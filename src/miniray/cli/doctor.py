@@ -16,8 +16,8 @@ from miniray.cli.targets import (
     NoRunError,
     complete_files,
     complete_runs,
-    find_recorded,
     json_option,
+    resolve,
     run_argument,
     runs_dir_option,
 )
@@ -98,7 +98,7 @@ def examine(
     """Diagnose one run."""
     from miniray.doctor.diagnose import diagnose
 
-    run_dir = find_recorded(target, runs_dir)
+    run_dir = resolve(target, runs_dir)
     try:
         diagnosis = diagnose(run_dir, hang_timeout=hang_timeout)
         if not as_json and run_dir.name != Path(target).name:  # Named by `latest` or a pid.
@@ -169,7 +169,7 @@ def data(nproc: int, as_json: bool, hang_timeout: float, script: str, args: tupl
         reports = data_probe.read(run_dir, nproc)
     if code or not reports:
         why = "its ranks failed before" if code else "it never iterates"
-        click.echo(f"error: {script}: {why} a torch DataLoader", err=True)
+        click.echo(f"error: {script}: {why} a DataLoader of torch or miniray.data", err=True)
         return 2
     if as_json:
         click.echo(json.dumps([report.to_json() for report in reports], ensure_ascii=False))
@@ -223,13 +223,13 @@ def speedup(
     Runs the script once for each number of ranks, with the same number of threads per rank. Pass
     ARGS after `--`.
     """
-    from miniray.core.machine import cpu_count
     from miniray.doctor.speedup import measure
+    from miniray.limits import cpu_count
 
     nprocs = _numbers(numbers)
     with tempfile.TemporaryDirectory(prefix="miniray-speedup-") as temporary:
         folder = keep or Path(temporary)
-        found = measure((script, *args), nprocs, folder, int(cpu_count()), threads, hang_timeout)
+        found = measure((script, *args), nprocs, folder, cpu_count(), threads, hang_timeout)
     click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text())
     return found.exit_code
 

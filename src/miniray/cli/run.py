@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from miniray import limits
 from miniray.cli.targets import complete_files
 from miniray.core import machine
 
@@ -34,7 +35,7 @@ class _NumRanks(click.IntRange):
         gpus = 0 if value == "cpu" else len(machine.gpu_ids())
         if value == "gpu" and not gpus:
             self.fail("this machine has no GPU.", param, ctx)
-        return gpus or machine.cpu_count()
+        return gpus or limits.cpu_count()
 
 
 @click.command(
@@ -119,7 +120,7 @@ def run(
     from miniray.doctor.launch import launch
     from miniray.doctor.launch_options import Options, check
     from miniray.doctor.runfile import new_directory
-    from miniray.report.run import find_runs, is_run
+    from miniray.runs.listing import is_run, list_runs
 
     if standalone and given["nnodes"] > 1:
         raise click.UsageError("--standalone requires --nnodes 1.")
@@ -133,7 +134,7 @@ def run(
         check(options)  # Before the run directory is created.
     except (ValueError, FileNotFoundError) as error:
         raise click.UsageError(str(error)) from error
-    if run_dir is not None and not is_run(run_dir) and find_runs(run_dir):
+    if run_dir is not None and not is_run(run_dir) and list_runs(run_dir):
         raise click.UsageError(
             f"{run_dir} contains other runs. Pass the directory of this run, such as "
             f"--run-dir {run_dir / 'NAME'}."

@@ -148,7 +148,8 @@ def delete(targets: tuple[str, ...], yes: bool, runs_dir: Path) -> None:
 def find_obstacle(path: Path) -> str:
     """Return why ``path`` must not be deleted, or "" if it may be deleted."""
     from miniray.report import read
-    from miniray.report.run import is_ours, is_run
+    from miniray.report.run import is_ours
+    from miniray.runs.listing import is_run
 
     if path.is_symlink():
         return "it is a symbolic link"

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from miniray import limits
 from miniray.cli.targets import json_option
 from miniray.cli.terminal import console
 from miniray.core import machine
@@ -43,8 +44,6 @@ def status(as_json: bool) -> None:
 
 def collect() -> dict[str, Any]:
     """Return everything that ``status`` shows."""
-    import psutil
-
     from miniray import __version__
 
     return {
@@ -52,9 +51,9 @@ def collect() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "cpus": machine.cpu_count(),
-        "memory_bytes": machine.memory_total(),
-        "memory_available_bytes": psutil.virtual_memory().available,
+        "cpus": limits.cpu_count(),
+        "memory_bytes": limits.memory_total(),
+        "memory_available_bytes": limits.memory_available(),
         "gpus": gpus(),
         "backends": backends(),
     }

@@ -40,25 +40,25 @@ def resolve(target: str, runs_dir: Path, *, folder: bool = False) -> Path:
     Raises:
         NoRunError: The run doesn't exist. The message suggests a similar name.
     """
-    from miniray.report.run import find_runs, is_run
+    from miniray.runs.listing import is_run, list_runs
 
     places = [Path(target), *([runs_dir / target] if Path(target).name == target else [])]
     folders = [place for place in places if place.is_dir()]
     if folders:  # Prefer a run to a directory of the same name.
         found = next(filter(is_run, folders), folders[0])
-        inside = [] if folder or is_run(found) else find_runs(found)
+        inside = [] if folder or is_run(found) else list_runs(found)
         if inside:
             raise NoRunError(
                 f"{found} contains several runs. Choose one of them, such as {inside[0].path}."
             )
         return found
     if target == "latest":
-        runs = find_runs(runs_dir)
+        runs = list_runs(runs_dir)
         if runs:
             return runs[0].path
         raise NoRunError(f"No runs in {runs_dir.absolute()}. {how_to_get_one(runs_dir)}")
-    if target.isdigit():
-        return _find_run(target, runs_dir)
+    if target.isascii() and target.isdigit():
+        return _find_run_of_process(int(target), runs_dir)
     import difflib
 
     known = names(runs_dir)
@@ -70,13 +70,6 @@ def resolve(target: str, runs_dir: Path, *, folder: bool = False) -> Path:
     raise NoRunError(f"{target} is neither a run directory nor a run in {runs_dir}. {hint}")
 
 
-def find_recorded(target: str, runs_dir: Path) -> Path:
-    """Like ``resolve``, but ``latest`` is the newest run with flight-recorder files."""
-    if target == "latest" and not Path(target).is_dir():
-        return _find_run(target, runs_dir, f". {how_to_get_one(runs_dir)}")
-    return resolve(target, runs_dir)
-
-
 def how_to_get_one(runs_dir: Path) -> str:
     """Return what to do if ``runs_dir`` has no runs."""
     if runs_dir == RUNS_DIR:
@@ -84,13 +77,13 @@ def how_to_get_one(runs_dir: Path) -> str:
     return "Check --runs-dir."
 
 
-def _find_run(target: str, runs_dir: Path, hint: str = "") -> Path:
-    from miniray.doctor.diagnose import find_run
+def _find_run_of_process(pid: int, runs_dir: Path) -> Path:
+    from miniray.doctor.diagnose import find_run_of_process
 
     try:
-        return find_run(target, runs_dir)
+        return find_run_of_process(pid, runs_dir)
     except FileNotFoundError as error:
-        raise NoRunError(f"{error}{hint}") from error
+        raise NoRunError(str(error)) from error
 
 
 def names(runs_dir: Path) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from miniray.cli.targets import find_recorded, run_argument, runs_dir_option
+from miniray.cli.targets import resolve, run_argument, runs_dir_option
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -44,9 +44,9 @@ def top(target: str, once: bool, interval: float, runs_dir: Path) -> int:
     from rich.live import Live
 
     from miniray.doctor.reader import read_run
-    from miniray.doctor.runfile import state_of
+    from miniray.runs.run_info import get_state
 
-    run_dir = find_recorded(target, runs_dir)
+    run_dir = resolve(target, runs_dir)
     console = Console(highlight=False)
     run = read_run(run_dir)
     if once or not console.is_terminal:
@@ -56,7 +56,7 @@ def top(target: str, once: bool, interval: float, runs_dir: Path) -> int:
     with Live(frame(run, None, console.width), console=console, auto_refresh=False) as live:
         try:
             while any(record.alive for record in run) or (
-                not run.ranks and state_of(run.run) in ("running", "unknown")  # It may start yet.
+                not run.ranks and get_state(run.run) in ("running", "unknown")  # It may start yet.
             ):
                 time.sleep(interval)
                 before, run = run, read_run(run_dir)

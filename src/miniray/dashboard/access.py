@@ -16,7 +16,7 @@ from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from miniray.report.run import is_run
+from miniray.runs.listing import is_run
 
 
 class NotFoundError(LookupError):
@@ -83,7 +83,7 @@ class Root:
         if not path.is_dir():
             raise FileNotFoundError(f"there is no directory {path}")
         self.path = path.resolve()
-        self.is_run = _is_run(self.path)
+        self.is_run = is_run(self.path)
 
     def names(self) -> list[str]:
         """Names of all runs, in no order."""
@@ -109,7 +109,7 @@ class Root:
         if self.is_run and name != self.path.name:
             raise NotFoundError(name)
         path = self.path if self.is_run else self.inside(self.path / name)
-        if not _is_run(path):
+        if not is_run(path):
             raise NotFoundError(name)
         if os.path.lexists(path / "run.json"):
             self.inside(path / "run.json")
@@ -124,10 +124,3 @@ class Root:
         if not real.is_relative_to(self.path):
             raise NotFoundError(str(path))
         return real
-
-
-def _is_run(path: Path) -> bool:
-    try:
-        return is_run(path)
-    except OSError:  # a folder that we may not look into is none
-        return False

@@ -29,7 +29,6 @@ from miniray.data.plan.selection import Kept, Selection
 from miniray.data.plan.shard import (
     Even,
     check_even,
-    checked_rank,
     checked_samples,
     resolve_seed,
 )
@@ -53,8 +52,8 @@ class Dataset(Share):
         self,
         source: Source,
         *,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         max_samples: int = -1,
         seed: int | None = None,
         shuffle: Shuffle = False,
@@ -66,7 +65,7 @@ class Dataset(Share):
         even: Even = "exact",
         memory_budget: int | str = "256MB",
     ) -> None:
-        self._rank, self._world_size = checked_rank(rank, world_size)
+        self._set_rank(rank, world_size)
         self._max_samples = max_samples = checked_samples(max_samples)
         check_even(even)
         if group_by is not None and even != "exact":
@@ -92,7 +91,9 @@ class Dataset(Share):
         self._seed = None if seed is None else check_int("seed", seed)
         self._seed_given = seed is not None
         if drawn or self._shuffle:
-            self._seed = resolve_seed(seed, world_size, "max_samples" if drawn else "shuffling")
+            self._seed = resolve_seed(
+                seed, self._world_size, "max_samples" if drawn else "shuffling"
+            )
         self._chunk_left: progress.ChunkLeft | None = None
         self._begin(0)
         self._forget()
@@ -152,7 +153,7 @@ class Dataset(Share):
     def shard(self: Self, rank: int, world_size: int) -> Self:
         """The same dataset as another rank sees it; cheap, nothing is read again."""
         other = self._twin()
-        other._rank, other._world_size = checked_rank(rank, world_size)
+        other._set_rank(rank, world_size)
         # A seed that is needed was found when this one was made, and holds for all its shards.
         if not other._history:
             other._began_with = world_size

@@ -19,8 +19,8 @@ __all__ = ["ArrowDataset", "IndexedDataset", "JsonlDataset", "ParquetDataset"]
 class Options(TypedDict, total=False):
     """What every dataset takes, for type checkers; ``Dataset`` has the defaults."""
 
-    rank: int
-    world_size: int
+    rank: int | None
+    world_size: int | None
     max_samples: int
     seed: int | None
     shuffle: Shuffle
@@ -39,8 +39,9 @@ class ParquetDataset(Dataset):
     Args:
         files: a file, a folder, a glob, an fsspec address (``s3://...``), or a list of these.
         columns: those to read; all by default. A filter may use others.
-        rank, world_size: which part is ours: of 2099 rows on 2 ranks ``[0:1050]`` or
-            ``[1050:2099]``.
+        rank, world_size: Part to read: ``[0:1050]`` or ``[1050:2099]`` of 2099 rows on 2 ranks.
+            By default, miniray's trainers set them for ``self.train_loader`` and
+            ``self.val_loader`` of a worker. Otherwise, all rows are read.
         max_samples: a subset of this size, drawn once for the whole run and then sharded.
         seed: for ``max_samples`` and ``shuffle``. ``None`` is the run's seed
             (``MINIRAY_RUN_SEED``) or, for one rank alone, a fresh one (``ds.seed``).
@@ -58,24 +59,17 @@ class ParquetDataset(Dataset):
         even: ``"pad"`` or ``"drop"`` for equally many rows on every rank; see ``padded`` and
             ``dropped``.
         memory_budget: bytes this rank may hold. Row groups larger than fits are read in slices.
-        memory_map: map local files into memory (twice as fast). Turn it off where files may be
-            truncated while they are read: the system ends a process that reads a missing page.
 
     Raises ``DataError`` naming file and row group, when it is made, for mixed schemas, a truncated
     file, a missing column, an empty file; and later for a file that has gone or changed.
     """
 
     def __init__(
-        self,
-        files: Spec,
-        *,
-        columns: Sequence[str] | None = None,
-        memory_map: bool = True,
-        **options: Unpack[Options],
+        self, files: Spec, *, columns: Sequence[str] | None = None, **options: Unpack[Options]
     ) -> None:
         from miniray.data.sources.parquet import ParquetSource
 
-        super().__init__(ParquetSource(files, columns, memory_map=memory_map), **options)
+        super().__init__(ParquetSource(files, columns), **options)
 
 
 class JsonlDataset(Dataset):
@@ -96,8 +90,8 @@ class JsonlDataset(Dataset):
 class ArrowDataset(Dataset):
     """Rows of Arrow IPC files or of a table in memory; arguments as those of ``ParquetDataset``.
 
-    The cache files of Hugging Face datasets are such files. Only uncompressed ones are left unread
-    until rows are asked for. A table is one of Arrow, pandas or polars, or a dict of columns.
+    The cache files of Hugging Face datasets are such files. They are read through once and checked
+    when the dataset is created. A table is one of Arrow, pandas or polars, or a dict of columns.
     """
 
     def __init__(

@@ -69,10 +69,12 @@ class ValueFile:
             os.posix_fadvise(self.handle, start, size, os.POSIX_FADV_WILLNEED)
 
 
-def has_changed(where: str) -> DataError:
+def has_changed(path: str, where: str = "") -> DataError:
+    """Return the error for a file that was changed. ``where`` follows the path in the message."""
     return DataError(
-        f"{where}: the file has changed its size or content since the dataset was made; files"
-        " of a run must not be written to"
+        f"{path}{where}: the file has changed its size or content since the dataset was made; files"
+        " of a run must not be written to",
+        path,
     )
 
 
@@ -155,21 +157,46 @@ def mark_of(footer: bytes, size: int) -> str:
     return f"{size}-{hashlib.blake2b(footer, digest_size=8).hexdigest()}"
 
 
-def unchanged(file: ValueFile, stamp: Stamp, mark: str, where: str) -> Stamp:
+def unchanged(file: ValueFile, stamp: Stamp, mark: str, where: str = "") -> Stamp:
     """The stamp of a file now; ``DataError`` if its footer is not that of ``mark`` any more.
 
     The footer is read only if the file has another stamp than it had.
     """
     now = file.stamp()
     if now != stamp and mark_of(footer_bytes(file.read, now.size), now.size) != mark:
-        raise has_changed(where)
+        raise has_changed(file.path, where)
     return now
 
 
-def encrypted_leaves(footer: bytes) -> set[int]:
-    """The leaves that are encrypted, in a file whose footer is not."""
-    groups = read_struct(footer, 0, {4: {1: {8: None}}}, until=4)[0][4]
-    return {leaf for group in groups for leaf, chunk in enumerate(group[1]) if chunk}
+class ColumnChunk(NamedTuple):
+    """Location and size of one leaf column in one row group."""
+
+    start: int
+    size: int
+    decoded_size: int
+    is_encrypted: bool
+
+
+def read_chunks(footer: bytes) -> list[list[ColumnChunk]]:
+    """Return the column chunks of each row group. Raise ``OSError`` for a damaged footer.
+
+    Arrow's own accessor, ``RowGroupMetaData.column``, ends the process if the metadata of the
+    column is damaged or encrypted.
+    """
+    try:
+        wanted = {4: {1: {3: dict.fromkeys((6, 7, 9, 11)), 8: None}}}
+        groups = read_struct(footer, 0, wanted, until=4)[0][4]
+        return [[_chunk(described) for described in group[1]] for group in groups]
+    except DAMAGED as error:
+        raise OSError("the metadata of a column is damaged") from error
+
+
+def _chunk(described: dict[int, Any]) -> ColumnChunk:
+    if 8 in described:
+        return ColumnChunk(0, 0, 0, True)
+    column = described[3]
+    # A dictionary, if there is one, comes before the data.
+    return ColumnChunk(column.get(11) or column[9], column[7], column[6], False)
 
 
 def _footer(path: str, stamp: Stamp, data: bytes, names: Sequence[str] | None) -> Footer | None:

@@ -23,7 +23,7 @@ from miniray.data.dataset import Dataset
 from miniray.data.loader.blocks import Places
 from miniray.data.plan.order import Order, starts_of
 from miniray.data.plan.permutation import Permutation, Positions, derive_key
-from miniray.data.plan.shard import Even, check_even, checked_rank, resolve_seed
+from miniray.data.plan.shard import Even, check_even, resolve_seed
 from miniray.data.sources.base import Source, parse_bytes
 from miniray.errors import DataError
 
@@ -47,13 +47,13 @@ class Mixture(Dataset):
         datasets: Sequence[tuple[Dataset, float]],
         *,
         seed: int | None = None,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         until: Literal["first", "all"] = "first",
         even: Even = "exact",
         memory_budget: int | str = "256MB",
     ) -> None:
-        self._rank, self._world_size = checked_rank(rank, world_size)
+        self._set_rank(rank, world_size)
         check_even(even)
         if not datasets:
             raise ValueError("a mixture needs at least one (dataset, weight)")
@@ -73,7 +73,7 @@ class Mixture(Dataset):
                 raise ValueError(f"weight of source {number} must be above 0, not {weight!r}")
         self._even = even
         self._until = until
-        self._seed = resolve_seed(seed, world_size, "mixing")
+        self._seed = resolve_seed(seed, self._world_size, "mixing")
         self._seed_given = seed is not None
         self._shuffle = None
         self._max_samples = -1
@@ -133,6 +133,11 @@ class Mixture(Dataset):
     def column_names(self) -> list[str] | None:
         """Those of the first member."""
         return self._given[0].column_names
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Always True: rounds are arranged randomly."""
+        return True
 
     @property
     def kind(self) -> str:

@@ -190,8 +190,18 @@ def _stored(file: ValueFile, found: Sequence[Page], count: int, kind: str) -> tu
     if len(values) != count:
         raise NotPlainError(f"{len(values)} values in place of {count}")
     if kind.endswith("string"):
-        return (lambda i: str(values(i), "utf-8")), values.nbytes
+        return _decode(values, file.path), values.nbytes
     return values, values.nbytes
+
+
+def _decode(values: Getter, path: str) -> Getter:
+    def get(i: int) -> str:
+        try:
+            return str(values(i), "utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: the file is damaged: {error}", path) from error
+
+    return get
 
 
 def _held(parts: Sequence[bytes], counts: Sequence[int], kind: str) -> list[Any]:

@@ -1,21 +1,20 @@
-"""One parquet file open in one thread: row groups, whole or in slices, as rows in memory.
+"""One Parquet file open in one thread: row groups, whole or in slices, as rows in memory.
 
-Local files are mapped into memory, so that pages go from the page cache into Arrow without a copy
-between; what was read is then unmapped again (``MADV_DONTNEED``), or the whole file would in time
-be counted as this process's memory.
+Files are read through a buffer. A memory map would end the process with SIGBUS if the file is
+truncated while it is read.
 """
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from miniray.data.arrow_rows import ArrowRows, rows_of
-from miniray.data.footer import ValueFile, encrypted_leaves, footer_bytes, mark_of, unchanged
+from miniray.data.footer import ValueFile, footer_bytes, mark_of, unchanged
 from miniray.data.sources.base import Slabs
 from miniray.data.sources.files import is_remote
+from miniray.data.validation import check_batch, get_first_line, release_unused
 from miniray.errors import DataError
 
 _CHUNK = 4 << 20  # bytes decoded at a time
@@ -44,59 +43,61 @@ class Looked:
 
 
 class OpenParquet:
-    """Raises ``DataError`` with the file, and the row group, where it cannot be opened or read.
+    """Read row groups of ``path``. Raise ``DataError`` with the file if that fails.
 
-    ``mark`` changes with the content. ``encrypted`` are leaves, of a file that was not ``looked``
-    at before: Arrow ends the process where it is asked for more than their names.
+    Attributes:
+        mark: Changes with the content.
+        footer: Encoded footer. Empty if the file was ``looked`` at before.
     """
 
-    def __init__(self, path: str, memory_map: bool = True, looked: Looked | None = None) -> None:
+    def __init__(self, path: str, looked: Looked | None = None) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         self.path = path
         self._file: ValueFile | None = None
-        self._mapped: mmap.mmap | None = None
         self._cursor: _Cursor | None = None
-        self.encrypted: set[int] = set()
+        self.footer = b""
         try:
-            source, read = (self._open_remote if is_remote(path) else self._open_local)(memory_map)
+            source, read = self._open_remote() if is_remote(path) else self._open_local()
             metadata = None
             if looked is not None and looked.stamp is not None and looked.stamp == self.stamp:
                 self.mark, metadata = looked.mark, looked.metadata
             else:
-                footer = footer_bytes(read, self.size)
+                self.footer = footer = footer_bytes(read, self.size)
                 self.mark = mark_of(footer, self.size)
-                if footer:  # what ends without one is Arrow's to refuse
+                if footer:  # Arrow raises an error for a file that doesn't end with a footer.
                     end = len(footer).to_bytes(4, "little") + b"PAR1"
                     metadata = pq.read_metadata(pa.BufferReader(footer + end))
-                    if metadata.serialized_size < len(footer):  # it has been signed
-                        self.encrypted = encrypted_leaves(footer)
             self.reader = pq.ParquetFile(
-                source, metadata=metadata, buffer_size=0 if self._mapped else 1 << 20
+                source, metadata=metadata, buffer_size=1 << 20, pre_buffer=False
             )
         except FileNotFoundError as error:
-            raise DataError(f"{path} does not exist any more") from error
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(
-                f"{path} cannot be opened as parquet: {_first_line(error)}. It may be truncated"
-                " (its writer was interrupted), encrypted, or be no parquet file"
-            ) from error
+            raise DataError(f"{path} does not exist any more", path) from error
+        except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
+            raise self.open_error(error) from error
 
-    def _open_local(self, memory_map: bool) -> tuple[Any, Callable[[int, int], bytes]]:
+    def open_error(self, error: Exception) -> DataError:
+        """Return the error for a file that can't be opened because of ``error``."""
+        return DataError(
+            f"{self.path} cannot be opened as parquet: {get_first_line(error)}. The file may be"
+            " truncated (its writer was interrupted), damaged, encrypted, or not a Parquet file",
+            self.path,
+        )
+
+    def _open_local(self) -> tuple[Any, Callable[[int, int], bytes]]:
         import pyarrow as pa
 
         file = self._file = ValueFile(self.path)
         self.stamp: Any = file.stamp()
         self.size: int = self.stamp.size
         if self.size == 0:
-            raise DataError(f"{self.path} is empty (0 bytes), which is no parquet file")
-        if not memory_map:
-            return pa.OSFile(self.path), file.read
-        self._mapped = mmap.mmap(file.handle, self.size, prot=mmap.PROT_READ)
-        return pa.BufferReader(pa.py_buffer(self._mapped)), file.read
+            raise DataError(
+                f"{self.path} is empty (0 bytes), which isn't a Parquet file", self.path
+            )
+        return pa.OSFile(self.path), file.read
 
-    def _open_remote(self, _memory_map: bool) -> tuple[Any, Callable[[int, int], bytes]]:
+    def _open_remote(self) -> tuple[Any, Callable[[int, int], bytes]]:
         import fsspec
         import pyarrow as pa
 
@@ -139,12 +140,12 @@ class OpenParquet:
         rows = self.reader.metadata.row_group(group).num_rows
         try:
             if self._file is not None:
-                where = f"{self.path}, row group {group}"
+                where = f", row group {group}"
                 self.stamp = unchanged(self._file, self.stamp, self.mark, where)
             part = start > 0 or stop < rows
             chunk = max(1, rows * _CHUNK // max(1, nbytes))
             if not part:
-                batches = self._batches(group, names, chunk)
+                batches: Iterable[Any] = self._batches(group, names, chunk)
             else:
                 chunk = max(1, min(chunk, (stop - start) // 4))
                 batches, start = self._slice(group, names, chunk, start, stop)
@@ -154,28 +155,39 @@ class OpenParquet:
                 batches = (cast(batch, casts) for batch in batches)
             found = rows_of(batches, start, slabs)
         except FileNotFoundError as error:
-            raise DataError(f"{self.path} does not exist any more") from error
-        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{self.path} does not exist any more", self.path) from error
+        except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
             raise DataError(
-                f"{self.path}, row group {group} cannot be read: {_first_line(error)}"
+                f"{self.path}, row group {group} cannot be read: {get_first_line(error)}",
+                self.path,
+                self._first_row(group),
             ) from error
         finally:
-            if self._mapped is not None:
-                self._mapped.madvise(mmap.MADV_DONTNEED)
+            release_unused()
         if found.start + found.num_rows < min(stop, rows):
             raise DataError(
-                f"{self.path}, row group {group}: its footer says {rows} rows, but it has fewer;"
-                " the file is damaged"
+                f"{self.path}, row group {group} should have {rows} rows but has fewer; the file"
+                " is damaged",
+                self.path,
+                self._first_row(group),
             )
         return found
 
-    def _batches(self, group: int, names: Sequence[str], size: int) -> Any:
-        batches = self.reader.iter_batches(
+    def _first_row(self, group: int) -> int:
+        """Return the index in the file of the first row of a row group."""
+        metadata = self.reader.metadata
+        return sum(metadata.row_group(number).num_rows for number in range(group))
+
+    def _batches(self, group: int, names: Sequence[str], size: int) -> Iterator[Any]:
+        # Arrow takes ``a.b`` for field ``b`` of column ``a`` and may return more columns.
+        has_dots = any("." in name for name in names)
+        row = self._first_row(group)
+        for batch in self.reader.iter_batches(
             size, row_groups=[group], columns=names, use_threads=False
-        )
-        if not any("." in name for name in names):
-            return batches
-        return (batch.select(names) for batch in batches)  # Arrow takes ``a.b`` for a field of a
+        ):
+            check_batch(batch, self.path, row)
+            row += batch.num_rows
+            yield batch.select(names) if has_dots else batch
 
     def _slice(
         self, group: int, names: Sequence[str], chunk: int, start: int, stop: int
@@ -205,7 +217,3 @@ class OpenParquet:
         if cursor.row < self.reader.metadata.row_group(group).num_rows:
             self._cursor = cursor  # only if nothing was raised: what failed begins anew
         return kept, cursor.row - sum(batch.num_rows for batch in kept)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -27,8 +27,8 @@ class PlainFile:
         try:
             self._file = ValueFile(footer.path)
         except FileNotFoundError as error:
-            raise DataError(f"{footer.path} does not exist any more") from error
-        self._stamp = unchanged(self._file, footer.stamp, footer.mark, footer.path)
+            raise DataError(f"{footer.path} does not exist any more", footer.path) from error
+        self._stamp = unchanged(self._file, footer.stamp, footer.mark)
         self._last: tuple[int, Any, PlainRows] | None = None
 
     def has(self, group: int, rows: int, names: Sequence[str]) -> bool:
@@ -46,7 +46,7 @@ class PlainFile:
         """
         if self._last is not None and self._last[:2] == (group, names):
             return self._last[2]
-        where = f"{self._footer.path}, row group {group}"
+        where = f", row group {group}"
         self._stamp = unchanged(self._file, self._stamp, self._footer.mark, where)
         columns = [column for column in self._footer.columns if column.name in names]
         others = [name for name in names if name not in self._footer.types]
@@ -65,7 +65,8 @@ class PlainFile:
         except NOT_PLAIN:  # a DataError is one too: Arrow names the row group
             return None
         except OSError as error:
-            raise DataError(f"{where} cannot be read: {error}") from error
+            path = self._footer.path
+            raise DataError(f"{path}{where} cannot be read: {error}", path) from error
         block = PlainRows(
             self._footer.path,
             [(name, self._footer.types.get(name, "")) for name in names],

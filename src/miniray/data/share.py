@@ -14,7 +14,7 @@ from miniray.data.loader.blocks import Places
 from miniray.data.plan import progress
 from miniray.data.plan.order import Order, SequentialOrder, starts_of
 from miniray.data.plan.selection import Selection
-from miniray.data.plan.shard import Even
+from miniray.data.plan.shard import Even, checked_rank, warn_if_several_ranks
 from miniray.data.sources.base import Source
 from miniray.errors import DataError
 
@@ -31,6 +31,8 @@ class Share(ABC):
 
     _rank: int
     _world_size: int
+    _is_sharded: bool
+    _has_started: bool
     _even: Even
     _seed: int | None
     _shuffle: Literal["window", "global"] | None
@@ -38,6 +40,14 @@ class Share(ABC):
     _max_samples: int
     _group_by: str | None
     _chunk_left: progress.ChunkLeft | None
+
+    def _set_rank(self, rank: int | None, world_size: int | None) -> None:
+        """Set rank and world size. None is a dataset that isn't sharded yet."""
+        self._is_sharded = rank is not None or world_size is not None
+        self._rank, self._world_size = checked_rank(
+            0 if rank is None else rank, 1 if world_size is None else world_size
+        )
+        self._has_started = False
 
     def _begin(self, epoch: int) -> None:
         self._epoch = epoch
@@ -89,6 +99,21 @@ class Share(ABC):
         return self._world_size
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether ``rank`` and ``world_size`` were passed, or set by ``shard``."""
+        return self._is_sharded
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether each epoch has a different order."""
+        return self._shuffle is not None
+
+    @property
+    def has_started(self) -> bool:
+        """Whether iteration has started."""
+        return self._has_started
+
+    @property
     def epoch(self) -> int:
         """The epoch that iterating gives next, or is giving."""
         return self._epoch
@@ -115,10 +140,14 @@ class Share(ABC):
         self._begin(self._epoch + 1)
 
     def restart(self) -> None:
-        """Begin a pass: this epoch again, or the next if all of it has been delivered.
+        """Start a pass: this epoch again, or the next one if all rows were delivered.
 
-        Some loops stop after ``len`` batches and never ask for the end.
+        Some loops stop after ``len`` batches and never reach the end. Warn if several ranks read
+        all rows because the dataset isn't sharded.
         """
+        if not self._is_sharded and not self._has_started:
+            warn_if_several_ranks()
+        self._has_started = True
         if self._complete:
             self.finish_epoch()
         self._taken, self._alone = 0, False

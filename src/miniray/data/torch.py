@@ -15,6 +15,7 @@ import torch.utils.data as torch_data
 
 from miniray.data.dataset import ROWS_AT_A_TIME, Dataset, checked_indices
 from miniray.data.loader.loader import DataLoader
+from miniray.data.plan.shard import find_rank
 
 
 class TorchDataset(torch_data.Dataset[Any]):  # type: ignore[misc]
@@ -42,8 +43,9 @@ class TorchDataset(torch_data.Dataset[Any]):  # type: ignore[misc]
 class ShardSampler(torch_data.Sampler[int]):  # type: ignore[misc]
     """In place of ``DistributedSampler``: a rank's rows, exactly once, resumable on other ranks.
 
-    ``data`` is a ``TorchDataset``. As with torch's, call ``set_epoch`` for each epoch. Rank and
-    world size are those of the process group where there is one, else given. State and epochs are
+    ``data`` is a ``TorchDataset``. As with torch's, call ``set_epoch`` for each epoch. By default,
+    rank and world size are those of the process group, or else those that miniray's trainers and
+    torchrun set in the environment. State and epochs are
     as of a dataset of ``miniray.data``; ``batch_size`` must be the loader's for the state to speak
     for other ranks, and ``state_dict(batches=...)`` says how many batches the training loop has
     had: a loader with workers asks for indices ahead of time.
@@ -110,6 +112,20 @@ class TorchIterableDataset(torch_data.IterableDataset[Any]):  # type: ignore[mis
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._last_call.share_memory_()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the dataset was created with ``rank`` and ``world_size``, or sharded since."""
+        return self.dataset.is_sharded
+
+    @property
+    def has_started(self) -> bool:
+        """Whether iteration has started in this process."""
+        return self.dataset.has_started
+
+    def shard(self, rank: int, world_size: int) -> TorchIterableDataset:
+        """Return the same dataset with the rows of a different rank."""
+        return TorchIterableDataset(self.dataset.shard(rank, world_size), self.transform)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -212,10 +228,9 @@ def _process_group(rank: int | None, world_size: int | None) -> tuple[int, int]:
         raise ValueError("give both rank and world_size, or none of them")
     if rank is not None and world_size is not None:
         return rank, world_size
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
+    found = find_rank()
+    if found is not None:
+        return found
     raise ValueError(
         "there is no process group to ask for the rank: call init_process_group first, or pass rank"
         " and world_size"

@@ -36,8 +36,12 @@ def install() -> None:
         instrument_ddp,
         instrument_functional,
         instrument_training,
+        loader_observer,
     )
 
+    import_hooks.when_imported(
+        "miniray.data.observers", functools.partial(_change_safely, loader_observer.register)
+    )
     import_hooks.when_imported("tqdm.std", functools.partial(_change_safely, change_tqdm))
     # The end of torch's import must be observable; see ``_change_whole``.
     import_hooks.when_imported("torch", lambda _: None)

@@ -1,9 +1,8 @@
-"""``run.json``: what it says of a run's state, and writing it for a run without a trainer of ours.
+"""Write ``run.json`` for a run without a trainer. ``miniray.runs`` reads it.
 
-Trainers begin with the same fields (``train.rundir``).
-
-The file is replaced whole. A run whose process was killed still says "running"; whether that is so
-is seen from ``pid`` and ``process_started``.
+Trainers begin with the same fields (``train.rundir``). The file is always replaced as a whole. If
+the process is killed, the state stays "running"; ``pid`` and ``process_started`` show whether the
+process still exists.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from miniray import __version__
+from miniray.runs import files
 
 FORMAT = 1
 
@@ -60,23 +60,14 @@ def beginning(
     }
 
 
-def read_json(path: Path) -> tuple[dict[str, Any], str]:
-    """(the object in a file, why it cannot be read); both empty where there is no file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}, ""
-    except (OSError, ValueError, RecursionError) as error:
-        return {}, str(error)
-    return (found, "") if isinstance(found, dict) else ({}, "not a JSON object")
-
-
 def change_run(run_dir: Path, **fields: Any) -> None:
-    """Change fields of ``run.json``; nothing where there is none."""
+    """Change fields of ``run.json``; do nothing if it's missing or damaged."""
     path = run_dir / "run.json"
     try:
-        run = json.loads(path.read_text(encoding="utf-8"))
+        run = files.parse_json(files.read_bytes(path))
     except (FileNotFoundError, ValueError):
+        return
+    if not isinstance(run, dict):
         return
     replace_text(path, _as_json({**run, **fields}))
 
@@ -85,29 +76,6 @@ def finish_run(run_dir: Path, state: str, error: str | None = None, **fields: An
     """Say how it ended: ``finished``, ``failed`` or ``interrupted``, and why."""
     shown = None if error is None else {"type": None, "message": error, "traceback": None}
     change_run(run_dir, state=state, ended=now(), error=shown, **fields)
-
-
-def state_of(run: Mapping[str, Any]) -> str:
-    """What ``run.json`` says, or ``died`` where it says "running" and its process is gone.
-
-    Of a run on another machine one only knows what it wrote.
-    """
-    state = str(run.get("state", "unknown"))
-    if state == "running" and run.get("host") == socket.gethostname() and not _lives(run):
-        return "died"
-    return state
-
-
-def _lives(run: Mapping[str, Any]) -> bool:
-    import psutil
-
-    try:
-        process = psutil.Process(int(run["pid"]))
-        # Process ids are used again; the time a process began tells the two apart.
-        same = abs(process.create_time() - float(run["process_started"])) < 1.0
-        return same and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, KeyError, TypeError, ValueError):
-        return False
 
 
 def new_directory(root: Path, prefix: str) -> Path:

@@ -8,7 +8,6 @@ each operation, so threads do run at the same time.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from miniray.limits import cpu_count
 from miniray.ps.leaves import Array, Leaf
 from miniray.ps.reading import Room
 
@@ -100,8 +100,7 @@ class Crew:
     """Threads that work through pieces. Made when first needed, kept for the next time."""
 
     def __init__(self, threads: int | None = None) -> None:
-        available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-        self.threads = threads or min(available or os.cpu_count() or 1, 8)
+        self.threads = threads or min(cpu_count(), 8)
         self._pool: ThreadPoolExecutor | None = None
         #: Room for intermediate results, for each thread: fresh memory costs ten times warm one.
         self._rooms: deque[Scratch] = deque()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Iterator, Sequence
 
 from miniray.doctor.diagnose import Diagnosis
@@ -11,6 +10,7 @@ from miniray.doctor.findings import Finding, Severity, plural, seconds, size
 from miniray.report.html import Markup, folded, section, short, tag
 from miniray.report.run import Run
 from miniray.report.series import Curve, axis, more_is_better, number
+from miniray.runs import files
 
 _KINDS = {
     Severity.FAILED: "bad",
@@ -160,7 +160,7 @@ def _kept(run: Run) -> list[Finding]:
     if run.state == "finished":
         return []
     try:
-        said = json.loads((run.path / "doctor.json").read_text(encoding="utf-8"))
+        said = files.read_json(run.path / "doctor.json")[0]
         return [
             Finding(
                 code=str(f["code"]),
@@ -172,7 +172,7 @@ def _kept(run: Run) -> list[Finding]:
             )
             for f in (*said["findings"], *said["notes"])
         ]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return []
 
 
@@ -190,7 +190,7 @@ def _finding(finding: Finding) -> Iterator[Markup]:
 def _kept_text(run: Run) -> list[Markup]:
     """The same as it was printed, with the stacks of the ranks."""
     try:
-        text = (run.path / "doctor.txt").read_text(encoding="utf-8", errors="replace")
+        text = files.read_text(run.path / "doctor.txt")
     except OSError:
         return []
     return [folded("as it was printed, with stacks", tag("pre", text.rstrip()[:40_000]))]

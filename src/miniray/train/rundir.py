@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from miniray.doctor import runfile
+from miniray.runs.run_info import get_state, read_run_info
 from miniray.train import records
 
 #: Ends of a run that may have left nothing behind.
@@ -154,18 +155,21 @@ class RunDirectory:
         self._write(run)
 
     def read_run(self) -> dict[str, Any]:
-        """What ``run.json`` says; empty where it is not there yet. ``ValueError`` if damaged."""
-        run, problem = runfile.read_json(self.run_file)
+        """Return the fields of ``run.json``; {} if it doesn't exist.
+
+        Raise ``ValueError`` if it's damaged.
+        """
+        run, problem = read_run_info(self.path)
         if problem:
             raise ValueError(f"{self.run_file} is damaged: {problem}")
-        return dict(records.from_json(run))
+        return run
 
     def status(self) -> str:
         """The state in ``run.json``, or ``died`` where its process is gone, or ``unknown``.
 
         Of a run on another machine one only knows what it wrote.
         """
-        return runfile.state_of(self.read_run())
+        return get_state(self.read_run())
 
     def _write(self, run: Mapping[str, Any]) -> None:
         text = json.dumps(records.to_json(run), indent=2, ensure_ascii=False, allow_nan=False)

@@ -27,6 +27,7 @@ from miniray.errors import (
     TaskError,
     WorkerTimeoutError,
 )
+from miniray.train.nodes import NodeLosses
 
 #: What every worker must have; ``load_data_shard`` and others may be absent.
 REQUIRED_METHODS = ("train_epoch", "get_weights", "set_weights")
@@ -143,6 +144,7 @@ class WorkerGroup:
     unit: str = "epoch"
     handles: list[Handle] = dataclasses.field(default_factory=list)
     failures: int = 0
+    node_losses: NodeLosses = dataclasses.field(default_factory=NodeLosses)
 
     def start(self) -> None:
         """Make all workers. They start up at the same time."""
@@ -241,13 +243,13 @@ class WorkerGroup:
 
     def recover(self, error: Exception, worker_id: int, method: str, epoch: int | None) -> None:
         """Replace the worker that ``error`` came from, or raise what the caller should see."""
-        replaced = False
+        replaced = same_failure = False
         while not replaced:
             if not is_loss(error):
                 raise in_context(error, worker_id, method, epoch, self.unit) from error.__cause__
             if isinstance(error, GetTimeoutError):
                 error = WorkerTimeoutError(f"gave no result in {self.timeout:g} s")
-            self.failures += 1
+            self.failures += not same_failure
             what = {"worker": worker_id, "epoch": epoch, "reason": str(error)}
             self.on_event({"event": "worker_failed", **what})
             if self.failures > self.max_failures:
@@ -257,11 +259,13 @@ class WorkerGroup:
                 replaced = True
             except LostAgainError as lost:
                 error, method = lost.error, lost.method
+                same_failure = self.node_losses.explain_failure()
         self.on_event({"event": "worker_replaced", **what})
 
     def replace(self, worker_id: int) -> None:
         """End a worker if it still runs, make another in its place and set it up."""
         miniray.kill(self.handles[worker_id])
+        self.node_losses.settle()
         self.handles[worker_id] = self.create(worker_id)
         check_worker(self.handles[worker_id], worker_id, self.required)
         self.set_up(worker_id)

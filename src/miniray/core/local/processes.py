@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from miniray import limits
 from miniray.core import machine, startup
 from miniray.core.local.logs import LogReader
 from miniray.core.local.node import Node
@@ -91,7 +92,7 @@ class Processes:
                 raise OSError(errno.EAGAIN, f"{len(self.workers)} run already")
             out_fd, err_fd = self.logs.add(worker.proc, worker.name)
         except OSError as error:
-            why = f"{worker.name} could not be started: {error}"
+            why = f"{worker.name} could not be started: {limits.describe_reached(error)}"
             self.node.post(lambda: self._on_exit(worker, 0, why))
             return
         worker.slot = self._free_slots.pop()

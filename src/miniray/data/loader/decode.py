@@ -43,6 +43,7 @@ class Task:
     parts: list[Any] = field(default_factory=list)
     missing: int = 1  # parts still to be decoded
     result: Any = None
+    num_rows: int = 0  # in the result
     error: BaseException | None = None
     done: bool = False
     nbytes: int = 0
@@ -116,7 +117,8 @@ class Decoder:
         if self._transform is None:
             return rows
         if self._pool is not None:
-            outcomes = self._pool.apply(rows)
+            file, row = self._dataset.name_rows(places[:1])[0]
+            outcomes = self._pool.apply(rows, file, row)
             return [self._outcome(task, i, *o) for i, o in zip(index, outcomes, strict=True)]
         found = []
         for i, row in zip(index, rows, strict=True):
@@ -142,14 +144,16 @@ class Decoder:
         if task.error is not None:
             return
         try:
-            task.result = self._joined(task.parts)
+            task.result = self._joined(task)
         except BaseException as error:  # the user's collate_fn may raise anything
             task.error = error
 
-    def _joined(self, parts: Sequence[Any]) -> Any:
+    def _joined(self, task: Task) -> Any:
         if self._transform is None and self._collate is None:
-            return self._formatted(parts[0])
-        rows = [row for part in parts for row in part if row is not _SKIPPED]
+            task.num_rows = len(task.places)
+            return self._formatted(task.parts[0])
+        rows = [row for part in task.parts for row in part if row is not _SKIPPED]
+        task.num_rows = len(rows)
         if not rows:
             return _SKIPPED
         if self._collate is not None:

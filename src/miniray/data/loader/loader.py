@@ -13,6 +13,7 @@ from miniray.checks import check_choice, check_int
 from miniray.data.dataset import Dataset
 from miniray.data.loader.batching import FixedBatches, TokenBatches
 from miniray.data.loader.decode import Decoder, Format, Skipped, is_skipped
+from miniray.data.observers import list_row_ids, observers
 from miniray.data.pipeline import Pipeline
 from miniray.data.plan.progress import check_whole
 from miniray.data.sources.base import wanted
@@ -35,7 +36,8 @@ class DataLoader:
         prefetch: batches made ahead. 0: nothing runs outside of the caller's thread.
         decode_workers: threads that transform. 0: the reading thread does it.
         decode_processes: use processes instead, for transforms that hold the GIL. They are started
-            by ``spawn``, never by fork, so ``transform`` must be picklable (cloudpickle).
+            by ``spawn``, never by fork, so ``transform`` must be picklable (cloudpickle). A process
+            that is lost is replaced, and its rows are transformed again.
         batch_by: ``"tokens"`` makes batches of rows of similar length, cut so that longest × rows
             stays within ``batch_size``. ``length`` is the column with the number of tokens (or
             with the tokens), or a function of a row. ``bucket_rows`` are sorted at a time.
@@ -78,7 +80,7 @@ class DataLoader:
         self.prefetch = check_int("prefetch", prefetch, 0)
         self.decode_workers = check_int("decode_workers", decode_workers, 0)
         self._decode_processes = decode_processes
-        self._batch_by, self._length = batch_by, length
+        self.batch_by, self._length = batch_by, length
         self._bucket_rows = check_int("bucket_rows", bucket_rows, 1)
         self._on_error, self._format = on_error, format
         self._check()
@@ -88,12 +90,12 @@ class DataLoader:
         self.skipped = Skipped()
         self._running: weakref.ref[LoaderIterator] | None = None
         self._pool: Any = None
-        if self._batch_by:
+        if self.batch_by:
             dataset.set_chunks(self._chunk_left)
 
     def _check(self) -> None:
         """Refuse what cannot work, before anything is started."""
-        transform, length, batch_by = self.transform, self._length, self._batch_by
+        transform, length, batch_by = self.transform, self._length, self.batch_by
         for name, function in [("transform", transform), ("collate_fn", self.collate_fn)]:
             if function is not None and not callable(function):
                 raise ValueError(f"{name} must be a function, not {function!r}")
@@ -130,8 +132,18 @@ class DataLoader:
         """The epoch under way, from 0; it is counted up when its last batch was taken."""
         return self.dataset.epoch
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the dataset was created with ``rank`` and ``world_size``, or sharded since."""
+        return self.dataset.is_sharded
+
+    @property
+    def has_started(self) -> bool:
+        """Whether iteration has started."""
+        return self.dataset.has_started
+
     def _plan(self) -> FixedBatches | TokenBatches:
-        if self._batch_by is None:
+        if self.batch_by is None:
             return FixedBatches(self.dataset, self.batch_size, self.drop_last)
         assert self._length is not None
         return TokenBatches(self.dataset, self.batch_size, self._length, self._bucket_rows)
@@ -151,6 +163,8 @@ class DataLoader:
         self._end_iteration(displaced=True)
         dataset = self.dataset
         dataset.restart()
+        for observer in observers:
+            observer.on_pass_start(self, dataset.epoch)
         plan, cache = self._plan(), dataset.new_cache()
         decoder = Decoder(
             dataset,
@@ -189,7 +203,7 @@ class DataLoader:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.skipped = Skipped()
-        if self._batch_by:
+        if self.batch_by:
             self.dataset.set_chunks(self._chunk_left)
 
     def _end_iteration(self, displaced: bool = False) -> None:
@@ -219,7 +233,7 @@ class DataLoader:
         the run. Elsewhere, and with batches by tokens, keep all and use ``merge_states``.
         """
         state = self.dataset.state_dict()
-        if self._batch_by:
+        if self.batch_by:
             state["batching"] = [self.batch_size, self._bucket_rows]
         return state
 
@@ -227,7 +241,7 @@ class DataLoader:
         """Go on where ``state`` was taken, on any number of ranks; all load the same state."""
         check_whole(state)
         self._end_iteration(displaced=True)
-        batching = [self.batch_size, self._bucket_rows] if self._batch_by else None
+        batching = [self.batch_size, self._bucket_rows] if self.batch_by else None
         if state.get("batching") != batching:
             raise ValueError(
                 f"the state was taken with batches by tokens {state.get('batching')} (tokens,"
@@ -274,6 +288,10 @@ class LoaderIterator(Iterator[Any]):
             # A batch less than other ranks: from here on they are apart.
             self._alone = self._alone or is_skipped(task.result)
             self._loader.dataset.record(task.batch.taken, self._alone, task.batch.last)
+            if observers:
+                row_ids = list_row_ids(self._loader, task.batch.index)
+                for observer in observers:
+                    observer.on_batch(self._loader, row_ids, task.num_rows)
             if not is_skipped(task.result):
                 return task.result
         if self._displaced:
@@ -287,6 +305,8 @@ class LoaderIterator(Iterator[Any]):
     def _finish(self) -> None:
         loader = self._loader
         loader.dataset.finish_epoch()
+        for observer in observers:
+            observer.on_pass_end(loader)
         if loader.skipped.count:
             warnings.warn(
                 f"rows skipped by epoch {self._epoch}'s end: {loader.skipped.count},"

@@ -85,8 +85,8 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
         processor: Any = None,
         max_samples: int | None = -1,
         *,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> None:
         if not callable(tokenizer):
             raise TypeError(f"tokenizer must be one with Hugging Face's call, not {tokenizer!r}")

@@ -1,24 +1,22 @@
-"""Arrow files (IPC file or stream, as Hugging Face datasets keeps them) and tables in memory.
+"""Arrow files (IPC file or stream, as written by Hugging Face datasets) and tables in memory.
 
-Record batches are the blocks. Files are mapped into memory; uncompressed ones are not read until
-rows are asked for.
+Record batches are the blocks.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miniray.data.arrow_rows import ArrowRows, rows_of
 from miniray.data.sources.base import Slabs, wanted
-from miniray.data.sources.files import FileBlocks, FileList, FileSource, is_remote
+from miniray.data.sources.files import FileBlocks, FileList, FileSource
 from miniray.data.sources.schemas import cast, common_types
+from miniray.data.validation import release_unused
 from miniray.errors import DataError
 
-_ENDS = 1 << 16  # bytes at each end of a file by which its content is known
+if TYPE_CHECKING:
+    from miniray.data.arrow_file import ArrowFile
 
 
 class ArrowSource(FileSource):
@@ -36,8 +34,9 @@ class ArrowSource(FileSource):
 
     def _forget(self) -> None:
         super()._forget()
-        self._batches: list[list[Any]] = []
-        self._maps: list[mmap.mmap | None] = []
+        self._batches: list[Any] = []  # of the table
+        self._files: list[ArrowFile] = []
+        self._last: tuple[Any, Any] = (None, None)  # batch that was read in part, and its key
         self._names: list[str] = []
         self._types: dict[str, Any] = {}
 
@@ -46,53 +45,24 @@ class ArrowSource(FileSource):
         return wanted(self._names, self._columns, "the data")
 
     def _look(self) -> list[FileBlocks]:
-        opened = [self._open(path) for path in self.paths]
-        self._batches, self._maps = [found[0] for found in opened], [found[1] for found in opened]
-        by_path = zip(self.paths, self._batches, strict=True)
-        schemas = [(path, batches[0].schema) for path, batches in by_path if batches]
-        if not schemas:
-            raise DataError(f"{self.paths[0]} has no rows")
+        if self._table is not None:
+            schemas = [("table", self._table.schema)]
+            batches = self._batches = self._table.to_batches()
+            names = wanted(self._table.schema.names, self._columns, "the data")
+            nbytes = [batch.select(names).nbytes for batch in batches]
+            found = [FileBlocks([batch.num_rows for batch in batches], nbytes)]
+        else:
+            from miniray.data.arrow_file import ArrowFile
+
+            files = self._files = [ArrowFile(path, self._columns) for path in self.paths]
+            release_unused()
+            schemas = [(file.path, file.schema) for file in files if file.rows]
+            found = [FileBlocks(file.rows, file.nbytes, file.mark) for file in files]
+        if not any(file.rows for file in found):
+            raise DataError(f"{self.paths[0]} has no rows", self.paths[0])
         self._names = schemas[0][1].names
         self._types = common_types(schemas, self._columns)
-        return [
-            FileBlocks(
-                [batch.num_rows for batch in batches],
-                [self._project(batch).nbytes for batch in batches],
-                mark,
-            )
-            for batches, _, mark in opened
-        ]
-
-    def _open(self, path: str) -> tuple[list[Any], mmap.mmap | None, str]:
-        import pyarrow as pa
-
-        if self._table is not None:
-            return self._table.to_batches(), None, ""
-        try:
-            if is_remote(path):
-                import fsspec
-
-                with fsspec.open(path, "rb") as file:
-                    buffer, mapped = pa.py_buffer(file.read()), None
-            else:
-                with open(path, "rb") as file:
-                    size = os.fstat(file.fileno()).st_size
-                    if size == 0:
-                        raise DataError(f"{path} is empty (0 bytes), which is no Arrow file")
-                    mapped = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)
-                buffer = pa.py_buffer(mapped)
-            content = memoryview(buffer)
-            mark = f"{len(content)}-{zlib.crc32(content[-_ENDS:], zlib.crc32(content[:_ENDS])):x}"
-            if buffer.slice(0, 6).to_pybytes() == b"ARROW1":
-                reader = pa.ipc.open_file(buffer)
-                return [reader.get_batch(i) for i in range(reader.num_record_batches)], mapped, mark
-            return list(pa.ipc.open_stream(buffer)), mapped, mark
-        except (OSError, pa.ArrowException) as error:
-            line = (str(error).splitlines() or [""])[0]
-            raise DataError(f"{path} cannot be opened as an Arrow file: {line}") from error
-
-    def _project(self, batch: Any, columns: Sequence[str] | None = None) -> Any:
-        return batch.select(list(columns or self._columns or self._names))
+        return found
 
     def read(
         self,
@@ -103,10 +73,20 @@ class ArrowSource(FileSource):
         slabs: Slabs | None = None,
     ) -> ArrowRows:
         table = self.blocks
+        names = list(columns or self._columns or self._names)
         file, number = int(table.file[block]), int(table.number[block])
-        batch = self._project(self._batches[file][number], columns).slice(start, stop - start)
-        found = rows_of([cast(batch, self._types)], start, slabs)
-        mapped = self._maps[file]
-        if mapped is not None:
-            mapped.madvise(mmap.MADV_DONTNEED)
+        batch = self._read_batch(file, number, names)
+        # Parts of a batch are read in order. Keep the batch until its last part was read.
+        is_done = stop >= batch.num_rows
+        self._last = (None, None) if is_done else ((file, number, names), batch)
+        part = cast(batch.slice(start, stop - start), self._types)
+        found = rows_of([part], start, slabs)
+        del batch, part
+        release_unused()
         return found
+
+    def _read_batch(self, file: int, number: int, names: list[str]) -> Any:
+        if self._batches:
+            return self._batches[number].select(names)
+        key, last = self._last
+        return last if key == (file, number, names) else self._files[file].read(number, names)

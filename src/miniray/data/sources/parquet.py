@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from miniray.data.footer import LONGEST, Footer, has_changed, read_footer
+from miniray.data.footer import LONGEST, Footer, has_changed, read_chunks, read_footer
 from miniray.data.plain import PlainFile
 from miniray.data.sources.base import Rows, Slabs, wanted
 from miniray.data.sources.files import FileBlocks, FileList, FileSource, Spec, is_remote
@@ -24,16 +24,8 @@ _READERS = 16  # threads that read footers
 
 class ParquetSource(FileSource):
     kind = "parquet"
-    _kept = ("_list", "_columns", "_memory_map")
 
-    def __init__(
-        self,
-        files: Spec,
-        columns: Sequence[str] | None = None,
-        *,
-        memory_map: bool = True,
-    ) -> None:
-        self._memory_map = memory_map
+    def __init__(self, files: Spec, columns: Sequence[str] | None = None) -> None:
         super().__init__(FileList(files, (".parquet", ".pq")), columns)
 
     def _forget(self) -> None:
@@ -92,38 +84,41 @@ class ParquetSource(FileSource):
         return found
 
     def _footer(self, path: str) -> tuple[Any, FileBlocks]:
-        """The schema, and what the blocks are."""
+        """Return the schema and the blocks of a file."""
+        import pyarrow as pa
+
         from miniray.data.parquet_file import Looked, OpenParquet
 
-        opened = OpenParquet(path, self._memory_map)
+        opened = OpenParquet(path)
         try:
             meta, schema = opened.reader.metadata, opened.reader.schema_arrow
-            rows = [0] * meta.num_row_groups
+            rows = [meta.row_group(number).num_rows for number in range(meta.num_row_groups)]
             nbytes = [0] * meta.num_row_groups
             leaves = _leaves_of(schema, self._columns, meta.num_columns)
-            if encrypted := sorted(opened.encrypted.intersection(leaves)):
-                raise DataError(
-                    f"{path}: column {meta.schema.column(encrypted[0]).path} is encrypted, and"
-                    " keys cannot be given here. Name the columns that are not, columns=[...], or"
-                    " write the file without encryption"
-                )
-            for number in range(meta.num_row_groups):
-                group = meta.row_group(number)
-                rows[number] = group.num_rows
+            for number, chunks in enumerate(read_chunks(opened.footer)):
                 for leaf in leaves:
-                    chunk = group.column(leaf)
-                    # Dictionary pages and run lengths are smaller than what they stand for.
-                    nbytes[number] += max(chunk.total_uncompressed_size, 4 * group.num_rows)
-                    begin = chunk.dictionary_page_offset or chunk.data_page_offset
-                    if begin + chunk.total_compressed_size > opened.size:
+                    chunk, column = chunks[leaf], meta.schema.column(leaf).path
+                    if chunk.is_encrypted:
                         raise DataError(
-                            f"{path}, row group {number}: column {chunk.path_in_schema} ends at"
-                            f" byte {begin + chunk.total_compressed_size}, the file at"
-                            f" {opened.size}; the file is truncated or damaged"
+                            f"{path}: column {column} is encrypted, and keys cannot be given here."
+                            " Name the columns that are not, columns=[...], or write the file"
+                            " without encryption",
+                            path,
+                        )
+                    # Dictionary pages and run lengths are smaller than what they stand for.
+                    nbytes[number] += max(chunk.decoded_size, 4 * rows[number])
+                    if chunk.start + chunk.size > opened.size:
+                        raise DataError(
+                            f"{path}, row group {number}: column {column} ends at byte"
+                            f" {chunk.start + chunk.size}, the file at {opened.size}; the file is"
+                            " truncated or damaged",
+                            path,
                         )
             if len(self._looked) < _OPEN_FILES:
                 self._looked[path] = Looked(opened.stamp, opened.mark, meta)
             return schema, FileBlocks(rows, nbytes, opened.mark)
+        except (IndexError, OSError, UnicodeDecodeError, pa.ArrowException) as error:
+            raise opened.open_error(error) from error
         finally:
             opened.close()
 
@@ -152,7 +147,7 @@ class ParquetSource(FileSource):
         else:
             from miniray.data.parquet_file import OpenParquet
 
-            found = OpenParquet(path, self._memory_map, self._looked.get(path))
+            found = OpenParquet(path, self._looked.get(path))
             mark = found.mark
         if mark != self._marks[file]:
             raise has_changed(path)

@@ -40,6 +40,8 @@ class Rank(Member):
         self._step_counts: dict[str, int] = {}
         if self.has_steps:
             self._take_loader()
+        elif not worker._ddp_sharded and hasattr(worker, "train_loader"):
+            worker.train_loader = data.shard_data(worker.train_loader, rank, world_size)
         self._check_optimizers()
 
     # -- before the ranks meet --------------------------------------------------------------------
