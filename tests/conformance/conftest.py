@@ -6,7 +6,6 @@ workers can import them; what is decorated with ``@miniray.remote`` travels by v
 """
 
 import itertools
-from pathlib import Path
 
 import pytest
 
@@ -17,8 +16,6 @@ from tests.conftest import ENGINES
 #: What every engine is told to have, whatever the machine has.
 SIZE = {"num_workers": 4, "num_cpus": 8, "num_gpus": 2}
 
-HERE = Path(__file__).parent
-
 _serial = itertools.count()
 
 
@@ -27,22 +24,6 @@ def pytest_generate_tests(metafunc):
         chosen = metafunc.config.getoption("engine") or ENGINES
         # With package scope pytest runs all tests of one engine before those of the next.
         metafunc.parametrize("backend", chosen, indirect=True, scope="package")
-
-
-def pytest_collection_modifyitems(config, items):
-    """Mark the Ray variant of tests with ``slow_on_ray`` as slow.
-
-    An actor on Ray takes about a second to start. ``make test`` runs on Ray what passes through
-    the code of our Ray engine: options, names, errors, refs, streams. ``make test-slow`` and
-    ``--engine ray`` run everything.
-    """
-    if config.getoption("engine"):
-        return
-    for item in items:
-        if item.path.parent == HERE and item.get_closest_marker("slow_on_ray"):
-            callspec = getattr(item, "callspec", None)
-            if callspec is not None and callspec.params.get("backend") == "ray":
-                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="package")

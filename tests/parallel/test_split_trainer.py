@@ -15,7 +15,6 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from tests.time_scale import with_real_limits  # noqa: E402
 from tests.parallel.split_for_tests import (  # noqa: E402
     PARTS,
     Fault,
@@ -26,6 +25,7 @@ from tests.parallel.split_for_tests import (  # noqa: E402
     make_model,
     one_process,
 )
+from tests.time_scale import with_real_limits  # noqa: E402
 
 pytestmark = pytest.mark.timeout(180)
 
