@@ -352,8 +352,8 @@ def test_gradients_need_workers_that_run_at_the_same_time():
 @pytest.mark.parametrize(
     ("option", "complaint"),
     [
-        ({"lr": 3}, r"GRPOTrainer.train\(\) has no option 'lr': it is one of GRPOConfig"),
-        ({"top_k": 3}, "'top_k': it is one of Sampling"),
+        ({"lr": 3}, r"train\(\) has no option 'lr'.*GRPOConfig"),
+        ({"top_k": 3}, "'top_k'.*Sampling"),
         ({"data": rows(3)}, "has no option 'data'"),
     ],
 )
@@ -382,10 +382,10 @@ def test_hooks_and_methods_of_a_subclass_get_what_train_is_given():
 @pytest.mark.parametrize(
     ("option", "complaint"),
     [
-        ({"sync_interval": 2}, "'sync_interval'; options of syncing weights go with sync="),
-        ({"momentum": 0.9}, "'momentum'; options of syncing weights"),
-        ({"num_worker": 2}, "did you mean 'num_workers'"),
-        ({"rollouts": 2}, "'rollouts': it is one of GRPOConfig"),
+        ({"sync_interval": 2}, "'sync_interval'.*sync=\"weights\""),
+        ({"momentum": 0.9}, "'momentum'.*sync=\"weights\".*sync_strategy='diloco' or 'momentum'"),
+        ({"num_worker": 2}, "'num_workers'"),
+        ({"rollouts": 2}, r"'rollouts'.*GRPOConfig\("),
         ({"max_steps": 2}, "no option 'max_steps'"),
     ],
 )

@@ -12,12 +12,22 @@ import numbers
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from miniray.checks import check_choice, check_int
+from miniray.checks import check_choice, check_int, suggest_options
 
 #: How losses of tokens become one; how the distance to the reference is estimated. See ``losses``.
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
 KL_KINDS = ("k1", "k2", "k3")
 _COUNTS = ("prompts_per_step", "rollouts", "epochs", "mini_batches", "micro_batch_tokens")
+#: Hints for names that aren't options of a config.
+_CONFIG_HINTS = {
+    **dict.fromkeys(("steps", "max_steps", "max_epochs", "num_epochs"), "Pass train(steps=...)."),
+    "batch_size": "Use prompts_per_step=.",
+    "clip_norm": "Use max_grad_norm=.",
+    "gradient_clip_val": "Use max_grad_norm=.",
+    "beta": "Use kl=KLPenalty(coef=...).",
+    "kl_coef": "Use kl=KLPenalty(coef=...).",
+    "on_error": "Pass it to the trainer.",
+}
 
 
 def in_range(
@@ -35,6 +45,7 @@ def above(name: str, value: Any, low: float, high: float = math.inf) -> None:
     in_range(name, value, low, high, sign=">")
 
 
+@suggest_options()
 @dataclasses.dataclass(frozen=True)
 class KLPenalty:
     """How the policy is held to its reference, which is what it was at the start.
@@ -146,6 +157,7 @@ class Algorithm:
             raise TypeError(f"kl must be a KLPenalty, not {self.kl!r}")
 
 
+@suggest_options(_CONFIG_HINTS)
 @dataclasses.dataclass(frozen=True)
 class GRPOConfig(Algorithm):
     """Group relative policy optimisation: a response against the others of its prompt.
@@ -167,6 +179,7 @@ class GRPOConfig(Algorithm):
             )
 
 
+@suggest_options(_CONFIG_HINTS)
 @dataclasses.dataclass(frozen=True)
 class PPOConfig(Algorithm):
     """Proximal policy optimisation: a response against what the value head expected.
@@ -197,6 +210,7 @@ class PPOConfig(Algorithm):
                 in_range(name, getattr(self, name), 0)
 
 
+@suggest_options()
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How responses are generated.

@@ -7,10 +7,9 @@ their numbers, adapts the KL coefficient, and keeps the run's directory.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +27,18 @@ from miniray.rl.config import (
     AdaptiveKL,
     Algorithm,
     GRPOConfig,
-    KLPenalty,
     PPOConfig,
     Sampling,
 )
 from miniray.rl.metrics import pool, record
+from miniray.rl.options import check_trainer_kwargs, get_hints
 from miniray.rl.resuming import Resumable
 from miniray.rl.sources import check_rows
-from miniray.train.arguments import check_spelling
 from miniray.train.base import BaseTrainer
 from miniray.train.results import TrainResult
 from miniray.train.saving import NO_WORKERS
-from miniray.train.workers import accepted, in_context
+from miniray.train.workers import in_context
 
-#: Methods of a subclass or a callback that may take what train() is given beside its own.
-_TAKING = (
-    "create_worker", "train_epoch", "evaluate",
-    "on_train_start", "on_epoch_start", "on_epoch_end", "on_train_end",
-)  # fmt: skip
 #: Seconds after which a worker that is alive has answered, unless it is busy.
 _PATIENCE = 5.0
 
@@ -92,6 +85,8 @@ class RLTrainer(Resumable):
     _preloaded = ("miniray.train.dynamo", "miniray.rl.worker")
     _unit = "step"
     _kind = "rl"
+    _option_hints = _train_hints = get_hints(Algorithm)
+    _kwargs_methods = ()  # workers get none of train()'s keyword arguments
 
     def __init__(
         self,
@@ -140,9 +135,7 @@ class RLTrainer(Resumable):
             device=device,
             precision=precision,
         )
-        if sync == "grad":
-            known = ("mode", *inspect.signature(BaseTrainer.__init__).parameters)
-            self._refuse([name for name in kwargs if name not in known], config)
+        check_trainer_kwargs(type(self), sync, kwargs, self._option_hints)
         super().__init__(num_workers, seed=seed, **kwargs)
         if config.prompts_per_step < num_workers:
             raise ValueError(
@@ -192,25 +185,7 @@ class RLTrainer(Resumable):
         wanted = [count for count in (epochs, steps) if count is not None]
         if len(wanted) != 1:
             raise TypeError("train() takes the number of steps: train(steps=100)")
-        if kwargs:
-            taken: set[str] = set()
-            for owner in (self, *self.callbacks):
-                for method in (getattr(owner, name, None) for name in _TAKING):
-                    if method is not None and not method.__module__.startswith("miniray."):
-                        taken |= accepted(inspect.signature(method), kwargs).keys()
-            self._refuse([name for name in kwargs if name not in taken], self.config, ".train()")
         return super().train(wanted[0], resume=resume, **kwargs)
-
-    def _refuse(self, names: Sequence[str], config: Algorithm, method: str = "") -> None:
-        """``TypeError`` for options that would be ignored, saying where they belong."""
-        for name in names:
-            where = "" if method else '; options of syncing weights go with sync="weights"'
-            if not method and name not in inspect.signature(Resumable.__init__).parameters:
-                check_spelling(self, [name])
-            for owner in (type(config), KLPenalty, Sampling):
-                if name in {field.name for field in dataclasses.fields(owner)}:
-                    where = f": it is one of {owner.__name__}"
-            raise TypeError(f"{type(self).__name__}{method} has no option {name!r}{where}")
 
     def create_worker(self, worker_id: int, **kwargs: Any) -> Any:
         """An actor of ``worker_class``, with everything the trainer was told."""
@@ -314,6 +289,7 @@ class PPOTrainer(RLTrainer):
     """
 
     config_class = PPOConfig
+    _option_hints = _train_hints = get_hints(PPOConfig)
 
 
 class GRPOTrainer(RLTrainer):
@@ -323,3 +299,4 @@ class GRPOTrainer(RLTrainer):
     """
 
     config_class = GRPOConfig
+    _option_hints = _train_hints = get_hints(GRPOConfig)
