@@ -24,6 +24,7 @@ from miniray.errors import (
 )
 from miniray.rl.calls import Setup, Worker
 from miniray.rl.config import (
+    PROMPTS_PER_STEP,
     AdaptiveKL,
     Algorithm,
     GRPOConfig,
@@ -33,7 +34,7 @@ from miniray.rl.config import (
 from miniray.rl.metrics import pool, record
 from miniray.rl.options import check_trainer_kwargs, get_hints
 from miniray.rl.resuming import Resumable
-from miniray.rl.sources import check_rows
+from miniray.rl.sources import check_rows, steps_per_pass
 from miniray.train.base import BaseTrainer
 from miniray.train.results import TrainResult
 from miniray.train.saving import NO_WORKERS
@@ -137,10 +138,13 @@ class RLTrainer(Resumable):
         )
         check_trainer_kwargs(type(self), sync, kwargs, self._option_hints)
         super().__init__(num_workers, seed=seed, **kwargs)
-        if config.prompts_per_step < num_workers:
+        prompts = config.prompts_per_step
+        if prompts is None and not callable(data):
+            prompts = PROMPTS_PER_STEP
+        if prompts is not None and prompts < num_workers:
             raise ValueError(
-                f"prompts_per_step={config.prompts_per_step} is less than the {num_workers} "
-                "workers: some would have nothing to do in any step"
+                f"prompts_per_step={prompts} is less than the {num_workers} workers: some would "
+                "have nothing to do in any step"
             )
         if sync == "grad" and self._max_failures:
             raise ValueError(
@@ -178,14 +182,32 @@ class RLTrainer(Resumable):
         resume: bool | str | Path | None = None,
         **kwargs: Any,
     ) -> TrainResult:
-        """Train for so many more steps. ``epochs`` is the same thing by its general name.
+        """Train for ``steps`` more steps and return the result of the run.
 
-        ``kwargs`` are for methods of a subclass and hooks; ``TypeError`` for what none takes.
+        Args:
+            epochs: Not supported, because a step samples new responses and a pass over the prompts
+                is no unit of training. The error says how many steps make one pass.
+            steps: Number of steps to train, in addition to those already trained.
+            resume: See ``BaseTrainer.train``.
+            **kwargs: Passed to the hooks, and to ``create_worker`` of a subclass, that accept them.
+
+        Raises:
+            TypeError: ``steps`` is missing, ``epochs`` is set, or nothing accepts a name in
+                ``kwargs``.
         """
-        wanted = [count for count in (epochs, steps) if count is not None]
-        if len(wanted) != 1:
-            raise TypeError("train() takes the number of steps: train(steps=100)")
-        return super().train(wanted[0], resume=resume, **kwargs)
+        if steps is None or epochs is not None:
+            raise TypeError(
+                f"{type(self).__name__}.train() counts steps: pass train(steps=...). "
+                f"{self._describe_pass()}"
+            )
+        return super().train(steps, resume=resume, **kwargs)
+
+    def _describe_pass(self) -> str:
+        data = self._setup.data
+        if callable(data):
+            return "One pass over the prompts takes one step per batch of a worker's loader."
+        steps = steps_per_pass(data, self.config.prompts_per_step)
+        return f"One pass over the {len(data)} prompts takes {steps} step{'s' * (steps > 1)}."
 
     def create_worker(self, worker_id: int, **kwargs: Any) -> Any:
         """An actor of ``worker_class``, with everything the trainer was told."""

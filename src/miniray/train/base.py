@@ -177,7 +177,7 @@ class BaseTrainer(Saving):
             RuntimeError: The workers were stopped by ``shutdown`` or an error, so their weights are
                 gone, and ``resume`` isn't set.
         """
-        epochs = check_int("epochs", epochs, 0)
+        epochs = check_int(f"{self._unit}s", epochs, 0)
         check_names(kwargs)
         if not hasattr(self, "_resume"):
             raise RuntimeError(
