@@ -235,7 +235,8 @@ class RLTrainer(Resumable):
             raise NoTokensError(
                 f"step {epoch} has no token to learn from on any worker: all prompts were left out "
                 f"(max_prompt_tokens={self.sampling.max_prompt_tokens}), or all responses are "
-                'empty; on_error="skip" goes on to the next step'
+                'empty; on_error="skip" goes on to the next step',
+                step=epoch,
             )
         line["tokens_per_second"] = line["counts"]["tokens"] / (time.perf_counter() - began)
         if self.config.kl.coef > 0:

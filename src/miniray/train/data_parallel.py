@@ -173,7 +173,8 @@ class DataParallelTrainer(BaseTrainer):
         self._in_sync = stats["num_syncs"] > self._syncs_seen or self._made_good
         self._syncs_seen, self._made_good = stats["num_syncs"], False
         if stats["last_error"] and stats["failed_syncs"] > self._failures_seen:
-            raise MinirayError(f"sync in epoch {epoch} failed: {stats['last_error']}")
+            text = f"sync in epoch {epoch} failed: {stats['last_error']}"
+            raise MinirayError(text, epoch=epoch)
         in_turn = (epoch + 1) % self.sync_interval == 0
         result["synced"] = self._in_sync if self._async is None else in_turn
         if self._dealer is not None:

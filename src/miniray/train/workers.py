@@ -298,7 +298,7 @@ def in_context(
     call = "" if isinstance(error, TaskError) else f", {method.removeprefix(WRAPPED)}()"
     told = located(error, f"worker {worker_id}{call}{when}")
     if isinstance(told, MinirayError):
-        told.add_fields(worker=worker_id, epoch=epoch)
+        told.add_fields(worker=worker_id, **{unit: epoch})
     return told
 
 
