@@ -1,4 +1,4 @@
-"""How many steps a run has, and how many prompts a step has."""
+"""The number of steps of a run, and of prompts per step."""
 
 import pytest
 

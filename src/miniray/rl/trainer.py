@@ -185,8 +185,8 @@ class RLTrainer(Resumable):
         """Train for ``steps`` more steps and return the result of the run.
 
         Args:
-            epochs: Not supported, because a step samples new responses and a pass over the prompts
-                is no unit of training. The error says how many steps make one pass.
+            epochs: Not supported: the length of a run is its number of steps, each of which samples
+                new responses. The error says how many steps make one pass over the prompts.
             steps: Number of steps to train, in addition to those already trained.
             resume: See ``BaseTrainer.train``.
             **kwargs: Passed to the hooks, and to ``create_worker`` of a subclass, that accept them.

@@ -227,7 +227,7 @@ class CheckpointStore:
         if str(path) != "latest":
             chosen = inspect_checkpoint(Path(path))
             if isinstance(chosen, str):
-                text = f"{path} is no intact checkpoint: {chosen}{self._intact()}"
+                text = f"{path} isn't an intact checkpoint: {chosen}{self._intact()}"
                 raise CheckpointError(text, entry=str(path))
             return self._read(chosen)
         for _ in range(_TRIES):  # what was just found may be deleted; then there is a newer one

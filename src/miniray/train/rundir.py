@@ -139,8 +139,8 @@ class RunDirectory:
     ) -> None:
         """Record how the run ended: ``finished``, ``failed`` or ``interrupted``, and why.
 
-        Of an error, keep type, message and traceback, the fields of a ``MinirayError``, and the
-        traceback of the worker that raised it. Add ``fields`` to ``run.json``.
+        Record type, message and traceback of ``error``, and the fields of a ``MinirayError``. Add
+        ``fields`` to ``run.json``.
         """
         run = self.read_run()
         run.update(fields)
