@@ -17,7 +17,7 @@ from miniray.data import (
     ParquetDataset,
     RLHFDataset,
 )
-from miniray.data.rlhf_config import RLHFConfig
+from miniray.data.rlhf.config import RLHFConfig
 from miniray.data.torch import LightningLoader, ShardSampler, TorchDataset, TorchIterableDataset
 from miniray.rl import GRPOConfig, GRPOTrainer, KLPenalty, PPOConfig, PPOTrainer, Sampling
 from miniray.train import (

@@ -2,6 +2,8 @@
 
 import threading
 
+import pytest
+
 import miniray
 from tests.conformance.helpers import Gate, needs
 
@@ -23,6 +25,7 @@ def identity(value):
     return value
 
 
+@pytest.mark.slow_on_ray
 def test_calls_run_in_order(engine):
     log = Log.remote()
     for i in range(200):
@@ -30,6 +33,7 @@ def test_calls_run_in_order(engine):
     assert miniray.get(log.read.remote()) == list(range(200))
 
 
+@pytest.mark.slow_on_ray
 def test_calls_made_before_the_actor_is_up_run_in_order(engine):
     @miniray.remote
     class Slow(Log.__wrapped__):
@@ -62,6 +66,7 @@ def test_a_call_waiting_for_its_argument_holds_up_those_after_it(engine, tmp_pat
     assert miniray.get(entries) == ["first", "late", "last"]
 
 
+@pytest.mark.slow_on_ray
 def test_arguments_from_tasks_keep_the_order(engine):
     log = Log.remote()
     for i in range(20):
@@ -81,6 +86,7 @@ def test_a_failed_argument_leaves_the_order_of_the_others(engine):
     assert miniray.get(log.read.remote()) == [1, 2]
 
 
+@pytest.mark.slow_on_ray
 def test_calls_through_copies_of_a_handle_keep_the_order(engine, unique):
     log = Log.options(name=unique).remote()
     handles = [log, miniray.get_actor(unique), miniray.get(miniray.put([log]))[0]]
@@ -89,6 +95,7 @@ def test_calls_through_copies_of_a_handle_keep_the_order(engine, unique):
     assert miniray.get(log.read.remote()) == list(range(30))
 
 
+@pytest.mark.slow_on_ray
 def test_an_actors_calls_to_another_run_in_order(engine):
     @miniray.remote
     class Writer:
@@ -100,6 +107,7 @@ def test_an_actors_calls_to_another_run_in_order(engine):
     assert miniray.get(Writer.remote().write.remote(Log.remote(), 50)) == list(range(50))
 
 
+@pytest.mark.slow_on_ray
 def test_several_callers_each_keep_their_order(engine):
     @miniray.remote
     def write(log, name):
@@ -112,6 +120,7 @@ def test_several_callers_each_keep_their_order(engine):
         assert [i for who, i in entries if who == name] == list(range(20))
 
 
+@pytest.mark.slow_on_ray
 def test_large_and_small_arguments_keep_the_order(engine):
     log = Log.remote()
     for i in range(20):

@@ -27,12 +27,12 @@ from miniray.data import (
     JsonlDataset,
     Mixture,
     ParquetDataset,
-    filter_parts,
-    filtering,
-    index,
 )
-from miniray.data.identity import filter_identity
-from miniray.data.source import Blocks
+from miniray.data.filter import run as filtering
+from miniray.data.filter import store as index
+from miniray.data.filter import work as filter_parts
+from miniray.data.filter.fingerprint import filter_identity
+from miniray.data.sources.base import Blocks
 from miniray.errors import DataError, RowError
 from tests.data.conftest import write_parquet
 
@@ -342,7 +342,7 @@ def test_what_makes_another_filter(monkeypatch):
 def test_the_same_filter_is_the_same_in_another_process():
     code = """
         import dataclasses, re, torch
-        from miniray.data.identity import filter_identity
+        from miniray.data.filter.fingerprint import filter_identity
         words = {"a", "b", "c", "d"}
         pattern = re.compile("a+")
         def keep(row, limit=3, *, more=(1, 2.5)):
@@ -511,7 +511,8 @@ def test_a_disk_that_is_full_while_the_filter_runs(small_disk):
 KILLED = """
 import os, random, signal, sys, time
 sys.path.insert(0, sys.argv[3])
-from miniray.data import ParquetDataset, filter_parts
+from miniray.data import ParquetDataset
+from miniray.data.filter import work as filter_parts
 filter_parts._LEAST_ROWS = 20
 
 def keep(row):

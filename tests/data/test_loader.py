@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from miniray.data import ArrowDataset, DataLoader, IndexedDataset, ParquetDataset
-from miniray.data.decode import size_of
+from miniray.data.loader.decode import size_of
 from miniray.errors import DataError, RowError
 from tests.data.conftest import write_parquet
 

@@ -5,9 +5,9 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miniray.data.groups import GroupedOrder
-from miniray.data.order import GlobalOrder, SequentialOrder, WindowOrder
-from miniray.data.parts import part_bounds
+from miniray.data.plan.groups import GroupedOrder
+from miniray.data.plan.order import GlobalOrder, SequentialOrder, WindowOrder
+from miniray.data.plan.shard import part_bounds
 
 blocks = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 500)), min_size=1, max_size=30)
 

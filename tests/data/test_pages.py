@@ -13,7 +13,7 @@ import pytest
 
 from miniray.data import DataLoader, ParquetDataset
 from miniray.data.arrow_rows import ArrowRows
-from miniray.data.parquet import ParquetSource
+from miniray.data.sources.parquet import ParquetSource
 from miniray.errors import DataError
 
 ROWS = 50

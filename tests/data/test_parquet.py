@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miniray.data import DataLoader, ParquetDataset
-from miniray.data.parquet import ParquetSource
+from miniray.data.sources.parquet import ParquetSource
 from miniray.errors import DataError
 from tests.data.conftest import write_parquet
 

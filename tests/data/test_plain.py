@@ -19,11 +19,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from miniray.data import DataLoader, ParquetDataset, permutation
+from miniray.data import DataLoader, ParquetDataset
 from miniray.data.footer import Footer, read_footer
 from miniray.data.layout import columns_of_schema
-from miniray.data.parquet import ParquetSource
 from miniray.data.plain import PlainFile, PlainRows
+from miniray.data.plan import permutation
+from miniray.data.sources.parquet import ParquetSource
 from miniray.data.thrift import read_struct
 from miniray.errors import DataError
 
@@ -139,7 +140,7 @@ def test_columns_of_a_batch_are_those_of_arrow(tmp_path, monkeypatch, others):
     )
     pq.write_table(table, path, **{**PLAIN, "use_dictionary": others}, row_group_size=7)
     [ours] = DataLoader(ParquetDataset(path), count, prefetch=0)
-    monkeypatch.setattr("miniray.data.parquet._plain_footer", lambda *_: None)
+    monkeypatch.setattr("miniray.data.sources.parquet._plain_footer", lambda *_: None)
     [arrows] = DataLoader(ParquetDataset(path), count, prefetch=0)
     assert list(ours) == list(arrows)
     for name, column in arrows.items():

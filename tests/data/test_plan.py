@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miniray.data import shard_indices
-from miniray.data.permutation import Permutation, derive_key
+from miniray.data.plan.permutation import Permutation, derive_key
 
 sizes = st.one_of(st.integers(0, 40), st.integers(0, 9000))
 worlds = st.integers(1, 70)

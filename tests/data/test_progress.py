@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miniray.data import DataLoader, IndexedDataset, JsonlDataset, merge_states
-from miniray.data.progress import after, extended, portion, positions_at, remaining, size
+from miniray.data.plan.progress import after, extended, portion, positions_at, remaining, size
 from miniray.errors import DataError
 
 

@@ -20,8 +20,8 @@ pq = pytest.importorskip("pyarrow.parquet")
 Image = pytest.importorskip("PIL.Image")
 
 from miniray.data.rlhf import RLHFDataset, collate_fn  # noqa: E402
-from miniray.data.rlhf_config import RLHFConfig, read_config  # noqa: E402
-from miniray.data.rlhf_prompt import rgb  # noqa: E402
+from miniray.data.rlhf.config import RLHFConfig, read_config  # noqa: E402
+from miniray.data.rlhf.prompt import rgb  # noqa: E402
 from miniray.errors import DataError, RowError  # noqa: E402
 
 TEMPLATE = (

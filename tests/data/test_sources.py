@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miniray.data import ArrowDataset, DataLoader, IndexedDataset, JsonlDataset, jsonl
+from miniray.data import ArrowDataset, DataLoader, IndexedDataset, JsonlDataset
+from miniray.data.sources import jsonl
 from miniray.errors import DataError, RowError
 
 

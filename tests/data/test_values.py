@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miniray.data.arrow_rows import ArrowRows, rows_of
-from miniray.data.columns import from_parts
-from miniray.data.source import Slabs
+from miniray.data.loader.columns import from_parts
+from miniray.data.sources.base import Slabs
 
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

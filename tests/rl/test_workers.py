@@ -319,3 +319,14 @@ def test_parquet_is_read_by_the_workers_and_the_rest_of_an_epoch_shared_out_anew
     box = read_box("run/ranks/0.box")  # what the doctor reads
     phases = {event.name for event in box.events if event.kind == "phase"}
     assert {"data", "rollout", "reward", "log_prob", "update"} <= phases
+
+
+def test_recorded_loss_is_the_mean_over_updates():
+    """Backward is called on parts of a loss, several times per step."""
+    small = {"prompts_per_step": 4, "rollouts": 4, "micro_batch_tokens": 80}
+    config = GRPOConfig(**small, epochs=2, mini_batches=2, kl=KLPenalty(0.05))
+    with make(1, config=config, run_dir="run") as trainer:
+        history = trainer.train(steps=2).history
+    box = read_box("run/ranks/0.box")
+    assert [step.loss for step in box.steps] == [pytest.approx(line["loss"]) for line in history]
+    assert box.loss == box.steps[-1].loss

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from miniray.data import DataLoader, ParquetDataset
-from miniray.data.progress import remaining, size
+from miniray.data.plan.progress import remaining, size
 from miniray.train import Callback, Checkpoint, DataParallelTrainer
 from tests.soak import slowdisk
 

@@ -13,11 +13,11 @@ from miniray import lazy
 if TYPE_CHECKING:
     from miniray.data.dataset import Dataset
     from miniray.data.datasets import ArrowDataset, IndexedDataset, JsonlDataset, ParquetDataset
-    from miniray.data.loader import DataLoader
+    from miniray.data.loader.loader import DataLoader
     from miniray.data.mixture import Mixture
-    from miniray.data.parts import shard_indices
-    from miniray.data.progress import merge_states
-    from miniray.data.rlhf import RLHFDataset
+    from miniray.data.plan.progress import merge_states
+    from miniray.data.plan.shard import shard_indices
+    from miniray.data.rlhf.dataset import RLHFDataset
 
 __all__ = [
     "ArrowDataset",
@@ -34,15 +34,15 @@ __all__ = [
 
 _WHERE = {
     "ArrowDataset": ".datasets",
-    "DataLoader": ".loader",
+    "DataLoader": ".loader.loader",
     "Dataset": ".dataset",
     "IndexedDataset": ".datasets",
     "JsonlDataset": ".datasets",
     "Mixture": ".mixture",
     "ParquetDataset": ".datasets",
     "RLHFDataset": ".rlhf",
-    "merge_states": ".progress",
-    "shard_indices": ".parts",
+    "merge_states": ".plan.progress",
+    "shard_indices": ".plan.shard",
 }
 
 __getattr__, __dir__ = lazy.names(__name__, _WHERE)

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from miniray.data.columns import NUMBERS
-from miniray.data.source import Getter, Layout, Rows, Slabs, struct_getter
+from miniray.data.loader.columns import NUMBERS
+from miniray.data.sources.base import Getter, Layout, Rows, Slabs, struct_getter
 
 
 class ArrowRows(Rows):

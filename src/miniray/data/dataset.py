@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from miniray.checks import check_int, suggest_options
-from miniray.data import progress
-from miniray.data.gather import BlockCache, Places
-from miniray.data.order import (
+from miniray.data.loader.blocks import BlockCache, Places
+from miniray.data.plan import progress
+from miniray.data.plan.order import (
     GlobalOrder,
     Order,
     SequentialOrder,
@@ -25,16 +25,16 @@ from miniray.data.order import (
     shuffle_kind,
     window_bytes,
 )
-from miniray.data.parts import (
+from miniray.data.plan.selection import Kept, Selection
+from miniray.data.plan.shard import (
     Even,
     check_even,
     checked_rank,
     checked_samples,
     resolve_seed,
 )
-from miniray.data.selection import Kept, Selection
 from miniray.data.share import Share
-from miniray.data.source import Source, column_list, parse_bytes, wanted
+from miniray.data.sources.base import Source, column_list, parse_bytes, wanted
 
 ROWS_AT_A_TIME = 256  # in iteration over rows
 
@@ -173,7 +173,7 @@ class Dataset(Share):
             blocks = self._source.blocks
             self._selection = Selection(blocks.rows, self._kept(), self._max_samples, self._seed)
             if self._group_by is not None:
-                from miniray.data.groups import group_starts
+                from miniray.data.plan.groups import group_starts
 
                 self._groups = group_starts(self._source, self._group_by, self._selection)
         return self
@@ -181,8 +181,8 @@ class Dataset(Share):
     def _kept(self) -> Kept | None:
         if self._filter is None:
             return None
-        from miniray.data.filtering import FilterRun
-        from miniray.data.identity import filter_identity
+        from miniray.data.filter.fingerprint import filter_identity
+        from miniray.data.filter.run import FilterRun
 
         columns, name = self._filter_columns, None
         if self._source.lasting or self._filter_id is not None:
@@ -212,7 +212,7 @@ class Dataset(Share):
         """The order of an epoch that ``world_size`` ranks begin."""
         sizes, nbytes = self._selected.sizes, self._source.blocks.nbytes
         if self._group_by is not None:
-            from miniray.data.groups import GroupedOrder
+            from miniray.data.plan.groups import GroupedOrder
 
             assert self._groups is not None
             return GroupedOrder(

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from miniray.checks import suggest_options
 from miniray.data.dataset import Dataset
-from miniray.data.files import Spec
-from miniray.data.order import Shuffle
-from miniray.data.parts import Even
+from miniray.data.plan.order import Shuffle
+from miniray.data.plan.shard import Even
+from miniray.data.sources.files import Spec
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -75,7 +75,7 @@ class ParquetDataset(Dataset):
         memory_map: bool = True,
         **options: Unpack[Options],
     ) -> None:
-        from miniray.data.parquet import ParquetSource
+        from miniray.data.sources.parquet import ParquetSource
 
         super().__init__(ParquetSource(files, columns, memory_map=memory_map), **options)
 
@@ -91,7 +91,7 @@ class JsonlDataset(Dataset):
     def __init__(
         self, files: Spec, *, columns: Sequence[str] | None = None, **options: Unpack[Options]
     ) -> None:
-        from miniray.data.jsonl import JsonlSource
+        from miniray.data.sources.jsonl import JsonlSource
 
         super().__init__(JsonlSource(files, columns), **options)
 
@@ -107,7 +107,7 @@ class ArrowDataset(Dataset):
     def __init__(
         self, data: Any, *, columns: Sequence[str] | None = None, **options: Unpack[Options]
     ) -> None:
-        from miniray.data.arrow import ArrowSource
+        from miniray.data.sources.arrow import ArrowSource
 
         super().__init__(ArrowSource(data, columns), **options)
 
@@ -121,6 +121,6 @@ class IndexedDataset(Dataset):
     """
 
     def __init__(self, data: Any, *, name: str | None = None, **options: Unpack[Options]) -> None:
-        from miniray.data.indexed import IndexedSource
+        from miniray.data.sources.indexed import IndexedSource
 
         super().__init__(IndexedSource(data, name), **options)

@@ -20,11 +20,11 @@ import numpy as np
 
 from miniray.checks import check_choice, suggest_options
 from miniray.data.dataset import Dataset
-from miniray.data.gather import Places
-from miniray.data.order import Order, starts_of
-from miniray.data.parts import Even, check_even, checked_rank, resolve_seed
-from miniray.data.permutation import Permutation, Positions, derive_key
-from miniray.data.source import Source, parse_bytes
+from miniray.data.loader.blocks import Places
+from miniray.data.plan.order import Order, starts_of
+from miniray.data.plan.permutation import Permutation, Positions, derive_key
+from miniray.data.plan.shard import Even, check_even, checked_rank, resolve_seed
+from miniray.data.sources.base import Source, parse_bytes
 from miniray.errors import DataError
 
 _ROUND = 64

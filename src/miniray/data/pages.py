@@ -16,7 +16,7 @@ from typing import Any
 
 from miniray.data.footer import Chunk, ValueFile, has_changed
 from miniray.data.layout import Node
-from miniray.data.source import Getter
+from miniray.data.sources.base import Getter
 from miniray.data.thrift import DAMAGED, read_struct, varint
 from miniray.errors import DataError
 

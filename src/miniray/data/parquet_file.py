@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from miniray.data.arrow_rows import ArrowRows, rows_of
-from miniray.data.files import is_remote
 from miniray.data.footer import ValueFile, encrypted_leaves, footer_bytes, mark_of, unchanged
-from miniray.data.source import Slabs
+from miniray.data.sources.base import Slabs
+from miniray.data.sources.files import is_remote
 from miniray.errors import DataError
 
 _CHUNK = 4 << 20  # bytes decoded at a time
@@ -149,7 +149,7 @@ class OpenParquet:
                 chunk = max(1, min(chunk, (stop - start) // 4))
                 batches, start = self._slice(group, names, chunk, start, stop)
             if casts is not None:
-                from miniray.data.schemas import cast
+                from miniray.data.sources.schemas import cast
 
                 batches = (cast(batch, casts) for batch in batches)
             found = rows_of(batches, start, slabs)

@@ -22,10 +22,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from miniray.data.batches import Batch
 from miniray.data.dataset import Dataset
-from miniray.data.decode import Decoder, Task, size_of
-from miniray.data.gather import BlockCache, Piece
+from miniray.data.loader.batching import Batch
+from miniray.data.loader.blocks import BlockCache, Piece
+from miniray.data.loader.decode import Decoder, Task, size_of
 
 _LOOK_AHEAD = 4096  # rows whose blocks are known in advance
 _PATIENCE = 3.0  # seconds for threads to end

@@ -12,7 +12,7 @@ from typing import Any
 from miniray.data.footer import Footer, ValueFile, unchanged
 from miniray.data.layout import Node
 from miniray.data.pages import NOT_PLAIN, Leaf, NotPlainError, read_leaf
-from miniray.data.source import Getter, Layout, Rows, struct_getter
+from miniray.data.sources.base import Getter, Layout, Rows, struct_getter
 from miniray.errors import DataError
 
 #: Reads columns, by their names, of the row group that is being read.

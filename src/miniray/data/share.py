@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from miniray.checks import check_int
-from miniray.data import progress
-from miniray.data.gather import Places
-from miniray.data.order import Order, SequentialOrder, starts_of
-from miniray.data.parts import Even
-from miniray.data.selection import Selection
-from miniray.data.source import Source
+from miniray.data.loader.blocks import Places
+from miniray.data.plan import progress
+from miniray.data.plan.order import Order, SequentialOrder, starts_of
+from miniray.data.plan.selection import Selection
+from miniray.data.plan.shard import Even
+from miniray.data.sources.base import Source
 from miniray.errors import DataError
 
 RowId = tuple[str, int]  # the file, and the row within it
@@ -202,7 +202,7 @@ class Share(ABC):
         if self._part is None:
             snap = None
             if self._group_by is not None:
-                from miniray.data.groups import GroupedOrder
+                from miniray.data.plan.groups import GroupedOrder
 
                 order = self._current_order()
                 assert isinstance(order, GroupedOrder)

@@ -15,7 +15,7 @@ import torch.utils.data as torch_data
 
 from miniray.checks import suggest_options
 from miniray.data.dataset import ROWS_AT_A_TIME, Dataset, checked_indices
-from miniray.data.loader import DataLoader
+from miniray.data.loader.loader import DataLoader
 
 
 @suggest_options()

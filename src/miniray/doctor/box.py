@@ -216,6 +216,10 @@ class Box:
         )  # fmt: skip
         self.ints[27 + level] = count  # Cell.STEPS
 
+    def retract_step(self) -> None:
+        """Let the next record of a single step replace the last one."""
+        self._steps[0] -= 1
+
     # -- blobs ------------------------------------------------------------------------------------
 
     def write_info(self, info: Mapping[str, Any]) -> None:

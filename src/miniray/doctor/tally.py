@@ -44,7 +44,10 @@ class Tally(Events, ABC):
     def __init__(self, box: Box) -> None:
         super().__init__(box)
         self.floats = box.floats
-        self.explicit_steps = False  # the user calls doctor.step: nobody else counts
+        self.explicit_steps = False  # set by doctor.step: steps of optimizers don't count
+        #: A trainer or doctor.step reports losses: the value that backward is called on may be
+        #: divided (by the number of micro-batches, say), and the backward hook ignores it.
+        self.explicit_losses = False
         self._epochs_told = False
         # Nanoseconds ever spent in these; see ``model.Steps``.
         self.data_ns = 0
@@ -90,6 +93,15 @@ class Tally(Events, ABC):
         self.loss = _NO_LOSS
         if now > self.next_flush:
             self.flush_tally()
+
+    def retract_first_step(self) -> None:
+        """Remove the first step of an optimizer, because ``doctor.step`` reports it too."""
+        with self._tally_lock:
+            self.flush_tally()
+            if self._written == 1:
+                self._written = self.ints[Cell.STEP] = 0
+                self._before = self._outside  # when it began
+                self.box.retract_step()
 
     def flush_tally(self) -> None:
         """Write what is pending. Any thread may: the heartbeat does when the rank is stuck."""
@@ -148,7 +160,7 @@ class Tally(Events, ABC):
     # -- losses -----------------------------------------------------------------------------------
 
     def set_loss(self, value: float, site: str, step: int | None = None) -> None:
-        """A loss was seen, for the step that is going on (or ``step``)."""
+        """Record a loss of the current step (or of ``step``)."""
         if step is None:
             step = self.ints[4] + 1  # Cell.STEP
             self.loss = value

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from miniray.data.parts import part_bounds
-from miniray.data.progress import merge_states
+from miniray.data.plan.progress import merge_states
+from miniray.data.plan.shard import part_bounds
 from miniray.errors import DataError
 from miniray.rl.config import PROMPTS_PER_STEP
 

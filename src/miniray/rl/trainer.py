@@ -15,7 +15,7 @@ from typing import Any
 
 import miniray
 from miniray.checks import check_choice
-from miniray.data.parts import part_bounds
+from miniray.data.plan.shard import part_bounds
 from miniray.errors import (
     ActorDiedError,
     NoTokensError,

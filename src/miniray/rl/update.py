@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miniray.data.permutation import mix
+from miniray.data.plan.permutation import mix
 from miniray.errors import NonFiniteError
 from miniray.rl import losses
 from miniray.rl.batch import MicroBatch, Rollouts

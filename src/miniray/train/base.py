@@ -74,8 +74,8 @@ class BaseTrainer(Saving):
     #: Hints for names that aren't options of the trainer, or parameters of ``train()``.
     _option_hints: Mapping[str, str] = WORKER_HINTS
     _train_hints: Mapping[str, str] = {}
-    #: What is called in a worker's process before the worker is made; see ``startup.SET_UP``.
-    _process_set_up = "miniray.train.launching:set_up"
+    #: Called in a worker's process before the worker is created; see ``startup.SET_UP``.
+    _process_set_up = "miniray.doctor.actors:set_up"
     #: What its progress counts.
     _unit = "epoch"
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from miniray.data.parts import part_bounds
+from miniray.data.plan.shard import part_bounds
 
 if TYPE_CHECKING:
     from miniray.train.workers import WorkerGroup

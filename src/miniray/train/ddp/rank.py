@@ -157,7 +157,9 @@ class Rank(Member):
             self._step_counts[name] = 0
             optimizer.register_step_post_hook(self._counter(name))
         if self.has_steps:
-            self.loop = StepLoop(self.worker, synced, settings, self.pulse, self.device)
+            self.loop = StepLoop(
+                self.worker, synced, settings, self.pulse, self.device, self.recorder
+            )
         if self.planned is not None:
             self._windows = self.planned.windows()
         elif counts is not None:

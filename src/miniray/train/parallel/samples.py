@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from miniray.data.parts import part_bounds
+from miniray.data.plan.shard import part_bounds
 from miniray.train import torch_parts as parts
 from miniray.train.parallel.job import Job, Place
 from miniray.train.ranks import data as sharing

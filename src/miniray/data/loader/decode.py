@@ -14,17 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from miniray.data.batches import Batch
-from miniray.data.columns import columns_of
 from miniray.data.dataset import Dataset
-from miniray.data.gather import BlockCache, Piece, Places
-from miniray.data.parts import part_bounds
+from miniray.data.loader.batching import Batch
+from miniray.data.loader.blocks import BlockCache, Piece, Places
+from miniray.data.loader.columns import columns_of
+from miniray.data.plan.shard import part_bounds
 from miniray.data.share import RowId
-from miniray.data.source import Rows
+from miniray.data.sources.base import Rows
 from miniray.errors import RowError
 
 if TYPE_CHECKING:
-    from miniray.data.processes import ProcessPool
+    from miniray.data.loader.processes import ProcessPool
 
 Format = Literal["numpy", "torch", "arrow"]
 

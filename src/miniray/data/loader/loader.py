@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from miniray.checks import check_choice, check_int, suggest_options
-from miniray.data.batches import FixedBatches, TokenBatches
 from miniray.data.dataset import Dataset
-from miniray.data.decode import Decoder, Format, Skipped, is_skipped
+from miniray.data.loader.batching import FixedBatches, TokenBatches
+from miniray.data.loader.decode import Decoder, Format, Skipped, is_skipped
 from miniray.data.pipeline import Pipeline
-from miniray.data.progress import check_whole
-from miniray.data.source import wanted
+from miniray.data.plan.progress import check_whole
+from miniray.data.sources.base import wanted
 
 
 @suggest_options(
@@ -208,7 +208,7 @@ class DataLoader:
     def _process_pool(self) -> Any:
         pool = self._pool
         if self._decode_processes and (pool is None or pool.closed or pool.pid != os.getpid()):
-            from miniray.data.processes import ProcessPool
+            from miniray.data.loader.processes import ProcessPool
 
             self._pool = ProcessPool(self.transform, max(1, self.decode_workers))
         return self._pool

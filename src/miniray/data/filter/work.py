@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from miniray.data.index import Bits
-from miniray.data.parts import part_bounds
-from miniray.data.source import Blocks, Rows, Source
+from miniray.data.filter.store import Bits
+from miniray.data.plan.shard import part_bounds
+from miniray.data.sources.base import Blocks, Rows, Source
 from miniray.errors import DataError, RowError
 
 _LEAST_ROWS, _MOST_PARTS = 1024, 512

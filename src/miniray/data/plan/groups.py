@@ -12,10 +12,10 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from miniray.data.order import Order, SequentialOrder, starts_of
-from miniray.data.permutation import Permutation, Positions, derive_key
-from miniray.data.selection import Selection
-from miniray.data.source import Source
+from miniray.data.plan.order import Order, SequentialOrder, starts_of
+from miniray.data.plan.permutation import Permutation, Positions, derive_key
+from miniray.data.plan.selection import Selection
+from miniray.data.sources.base import Source
 from miniray.errors import DataError
 
 Ranges = npt.NDArray[np.int64]

@@ -20,9 +20,9 @@ from itertools import accumulate
 from typing import Literal
 
 from miniray.checks import check_choice
-from miniray.data.parts import part_bounds
-from miniray.data.permutation import Permutation, derive_key
-from miniray.data.source import Blocks, Source
+from miniray.data.plan.permutation import Permutation, derive_key
+from miniray.data.plan.shard import part_bounds
+from miniray.data.sources.base import Blocks, Source
 
 Shuffle = bool | Literal["window", "global"]
 

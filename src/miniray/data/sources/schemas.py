@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from miniray.data.source import wanted
+from miniray.data.sources.base import wanted
 from miniray.errors import DataError
 
 _TEXT = {pa.string(), pa.large_string()}

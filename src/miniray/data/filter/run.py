@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from miniray.data import index
-from miniray.data.filter_parts import Part, RowFilter, cut
-from miniray.data.index import Bits
-from miniray.data.selection import Kept
-from miniray.data.source import Source
+from miniray.data.filter import store as index
+from miniray.data.filter.store import Bits
+from miniray.data.filter.work import Part, RowFilter, cut
+from miniray.data.plan.selection import Kept
+from miniray.data.sources.base import Source
 from miniray.errors import DataError
 
 _POLL = 0.02

@@ -20,12 +20,12 @@ from torch.utils.data import Dataset as TorchDataset
 
 from miniray.checks import suggest_options
 from miniray.data.datasets import ParquetDataset
-from miniray.data.loader import DataLoader
-from miniray.data.order import starts_of
-from miniray.data.rlhf_config import RLHFConfig, read_config
-from miniray.data.rlhf_prompt import PromptEncoder, build_messages, cut, lazy_image, rgb
-from miniray.data.selection import Selection
-from miniray.data.source import wanted
+from miniray.data.loader.loader import DataLoader
+from miniray.data.plan.order import starts_of
+from miniray.data.plan.selection import Selection
+from miniray.data.rlhf.config import RLHFConfig, read_config
+from miniray.data.rlhf.prompt import PromptEncoder, build_messages, cut, lazy_image, rgb
+from miniray.data.sources.base import wanted
 from miniray.errors import DataError, RowError
 
 __all__ = ["RLHFConfig", "RLHFDataset", "collate_fn"]

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
 
-from miniray.data.permutation import derive_key
-from miniray.data.source import Blocks, Source, column_list
+from miniray.data.plan.permutation import derive_key
+from miniray.data.sources.base import Blocks, Source, column_list
 from miniray.errors import DataError
 
 Spec = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

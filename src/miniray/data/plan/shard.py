@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from miniray.checks import check_choice, check_int
-from miniray.data.permutation import MOST_ROWS, Permutation, Positions, derive_key
+from miniray.data.plan.permutation import MOST_ROWS, Permutation, Positions, derive_key
 
 if TYPE_CHECKING:
     import numpy.typing as npt

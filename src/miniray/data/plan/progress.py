@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from miniray.data.parts import Even, part_bounds
+from miniray.data.plan.shard import Even, part_bounds
 from miniray.errors import DataError
 
 #: Sorted, disjoint, half-open intervals of positions, none of them empty.

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miniray.data.arrow_rows import ArrowRows, rows_of
-from miniray.data.files import FileBlocks, FileList, FileSource, is_remote
-from miniray.data.schemas import cast, common_types
-from miniray.data.source import Slabs, wanted
+from miniray.data.sources.base import Slabs, wanted
+from miniray.data.sources.files import FileBlocks, FileList, FileSource, is_remote
+from miniray.data.sources.schemas import cast, common_types
 from miniray.errors import DataError
 
 _ENDS = 1 << 16  # bytes at each end of a file by which its content is known

@@ -11,8 +11,8 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from miniray.data.permutation import Permutation, derive_key
-from miniray.data.source import Blocks
+from miniray.data.plan.permutation import Permutation, derive_key
+from miniray.data.sources.base import Blocks
 
 if TYPE_CHECKING:
     import numpy as np

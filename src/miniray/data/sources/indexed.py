@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miniray.data.source import Blocks, Rows, Slabs, Source
+from miniray.data.sources.base import Blocks, Rows, Slabs, Source
 from miniray.errors import DataError, RowError
 
 _BLOCK = 4096

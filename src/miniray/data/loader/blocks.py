@@ -9,8 +9,8 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from miniray.data.columns import Part, columns_of, from_parts
-from miniray.data.source import Blocks, Rows, Slabs, Source
+from miniray.data.loader.columns import Part, columns_of, from_parts
+from miniray.data.sources.base import Blocks, Rows, Slabs, Source
 
 Piece = tuple[int, int, int]  # source, block, slice of the block
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miniray.data.source import Layout, Rows
+from miniray.data.sources.base import Layout, Rows
 
 #: (rows of a block, which of them, where they go in the batch)
 Part = tuple[Rows, Sequence[int], Sequence[int]]

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from miniray.data.files import FileBlocks, FileList, FileSource, Spec, is_remote
-from miniray.data.source import Rows, Slabs
+from miniray.data.sources.base import Rows, Slabs
+from miniray.data.sources.files import FileBlocks, FileList, FileSource, Spec, is_remote
 from miniray.errors import DataError, RowError
 
 _BLOCK = 1 << 20

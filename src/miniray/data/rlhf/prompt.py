@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from miniray.data.identity import filter_identity
-from miniray.data.rlhf_config import RLHFConfig
+from miniray.data.filter.fingerprint import filter_identity
+from miniray.data.rlhf.config import RLHFConfig
 from miniray.errors import DataError
 
 _PLACEHOLDERS = re.compile(r"(<image>|<video>)")

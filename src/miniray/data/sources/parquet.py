@@ -8,10 +8,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from miniray.data.files import FileBlocks, FileList, FileSource, Spec, is_remote
 from miniray.data.footer import LONGEST, Footer, has_changed, read_footer
 from miniray.data.plain import PlainFile
-from miniray.data.source import Rows, Slabs, wanted
+from miniray.data.sources.base import Rows, Slabs, wanted
+from miniray.data.sources.files import FileBlocks, FileList, FileSource, Spec, is_remote
 from miniray.errors import DataError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class ParquetSource(FileSource):
         if self._plain:
             self._names = [column.name for column in self._plain[0].columns]
             return [FileBlocks(found.rows, found.nbytes, found.mark) for found in self._plain]
-        from miniray.data.schemas import common_types
+        from miniray.data.sources.schemas import common_types
 
         paths = self.paths
         if len(paths) == 1:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from miniray.data.dataset import Dataset
-from miniray.data.gather import BlockCache
-from miniray.data.permutation import Permutation, derive_key
+from miniray.data.loader.blocks import BlockCache
+from miniray.data.plan.permutation import Permutation, derive_key
 from miniray.errors import RowError
 
 

@@ -1,0 +1,1 @@
+"""Evaluate a filter once per run and keep its answers on disk."""

@@ -1,0 +1,1 @@
+"""Batches, read and decoded ahead in threads under a byte budget."""
