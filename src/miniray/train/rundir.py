@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from miniray.doctor import runfile
+from miniray.errors import MinirayError, TaskError
 from miniray.runs.run_info import get_state, read_run_info
 from miniray.train import records
 
@@ -137,9 +138,10 @@ class RunDirectory:
     def finish(
         self, state: str = "finished", error: BaseException | str | None = None, **fields: Any
     ) -> None:
-        """Say how the run ended: ``finished``, ``failed`` or ``interrupted``, and why.
+        """Record how the run ended: ``finished``, ``failed`` or ``interrupted``, and why.
 
-        ``fields`` are added to ``run.json``. An error's type, text and traceback are kept.
+        Record type, message and traceback of ``error``, and the fields of a ``MinirayError``. Add
+        ``fields`` to ``run.json``.
         """
         run = self.read_run()
         run.update(fields)
@@ -149,6 +151,7 @@ class RunDirectory:
                 "type": type(error).__qualname__,
                 "message": str(error),
                 "traceback": "".join(traceback.format_exception(error)),
+                **_get_error_fields(error),
             }
         elif error is not None:
             run["error"] = {"type": None, "message": error, "traceback": None}
@@ -222,3 +225,12 @@ def check_name(name: str | None) -> None:
     """``ValueError`` for what cannot be the name of a run."""
     if name is not None and (name in ("", ".", "..") or Path(name).name != name):
         raise ValueError(f"{name!r} cannot be the name of a run: it must be a plain folder name")
+
+
+def _get_error_fields(error: BaseException) -> dict[str, Any]:
+    if not isinstance(error, MinirayError):
+        return {}
+    fields = {name: getattr(error, name) for name in error.FIELDS}
+    if isinstance(error, TaskError):
+        fields["remote_traceback"] = error.remote_traceback
+    return {name: value for name, value in fields.items() if value is not None}

@@ -20,7 +20,7 @@ from miniray.core.local.logs import LogReader
 from miniray.core.local.node import Node
 from miniray.core.local.objects import Blob
 from miniray.core.local.peers import BLOCKED, DEAD, DRIVER, RECALL, Reply
-from miniray.core.local.processes import Processes, Worker, describe
+from miniray.core.local.processes import Processes, Worker, describe, exit_fields
 from miniray.core.local.spawner import Zygote
 from miniray.core.local.tasks import Demand
 from miniray.core.machine import Grant, Resources
@@ -86,10 +86,11 @@ class Control:
             actor = worker.actor
             by_us = actor is not None and bool(actor.leaving)
             text = why or describe(worker.name, worker.pid, status, lines, log_path, by_us)
+            fields = {} if why else exit_fields(worker.pid, status)
             if actor is not None:
-                self.actors.exited(actor, text, for_good=bool(why))
+                self.actors.exited(actor, text, fields, for_good=bool(why))
             else:
-                self.pool.exited(worker, text)
+                self.pool.exited(worker, text, fields)
             self.pool.drop_submitter(worker.proc)
             others = self.processes.running()
             self.later(lambda: self.announce(worker.proc, others))
@@ -237,11 +238,11 @@ class Pool:
             if blocked:
                 self._control.place()
 
-    def exited(self, worker: Worker, text: str) -> None:
-        """A worker ended: its submitter asks why."""
+    def exited(self, worker: Worker, text: str, fields: dict[str, Any]) -> None:
+        """Keep the error for the submitter of a worker that ended, which asks for it."""
         if worker in self._idle:
             self._idle.remove(worker)
-        self._crashes[worker.proc] = Blob.of(self.node, WorkerCrashedError(text))
+        self._crashes[worker.proc] = Blob.of(self.node, WorkerCrashedError(text, **fields))
         if len(self._crashes) > 1000:
             del self._crashes[next(iter(self._crashes))]
 

@@ -202,6 +202,14 @@ def _cwd() -> str:
         return ""
 
 
+def exit_fields(pid: int, status: int) -> dict[str, Any]:
+    """Return the fields of an error about a process that ended with this wait status."""
+    fields: dict[str, Any] = {"pid": pid, "host": socket.gethostname()}
+    if os.WIFSIGNALED(status):
+        return {**fields, "signal": _signal_name(os.WTERMSIG(status))}
+    return {**fields, "exit_code": os.WEXITSTATUS(status)}
+
+
 def describe(
     name: str, pid: int, status: int, lines: list[str], log_path: str, by_us: bool = False
 ) -> str:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-from miniray.checks import check_choice, check_int
+from miniray.checks import check_choice, check_int, suggest_options
 from miniray.data.dataset import Dataset
 from miniray.data.loader.batching import FixedBatches, TokenBatches
 from miniray.data.loader.decode import Decoder, Format, Skipped, is_skipped
@@ -19,6 +19,13 @@ from miniray.data.plan.progress import check_whole
 from miniray.data.sources.base import wanted
 
 
+@suggest_options(
+    {
+        "num_workers": "Use decode_workers=.",
+        "max_tokens": "Use batch_by='tokens', and batch_size= for the number of tokens.",
+        "sampler": "Pass rank=, world_size= and shuffle= to the dataset.",
+    }
+)
 class DataLoader:
     """Batches of a rank's share of ``dataset``, read and decoded ahead in threads of this process.
 

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
+from miniray.checks import get_options
 from miniray.ps.blocks import Scratch
 from miniray.ps.leaves import Array
 
@@ -189,6 +190,24 @@ def register_strategy(name: str) -> Callable[[S], S]:
 def strategy_names() -> list[str]:
     """The names that may be given as ``strategy``."""
     return sorted(_strategies)
+
+
+def strategy_options(strategy: str | Strategy) -> frozenset[str] | None:
+    """Return the options of a strategy by its name.
+
+    Return None if the strategy accepts any option or doesn't exist. A ``Strategy`` object has its
+    options already, so it accepts no further ones.
+    """
+    if isinstance(strategy, Strategy):
+        return frozenset()
+    cls = _strategies.get(strategy) if isinstance(strategy, str) else None
+    if cls is None:
+        return None
+    parameters = inspect.signature(cls).parameters.values()
+    accepts_any = cls.__init__ is not object.__init__ and any(
+        p.kind is p.VAR_KEYWORD for p in parameters
+    )
+    return None if accepts_any else get_options(cls)
 
 
 def check_strategy(strategy: str | Strategy, options: dict[str, Any]) -> None:
