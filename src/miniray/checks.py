@@ -129,6 +129,8 @@ def unknown_option(
     if hint is None and name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
         hint = f"Did you mean {near[0]!r}?" if near else FOREIGN_OPTIONS.get(name)
+    if hint is None and not known:
+        hint = "It has no options."
     if hint is None:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
         hint = f"Did you mean {near[0]!r}?" if near else f"Its options are {', '.join(known)}."

@@ -38,6 +38,7 @@ __all__ = [
     "RewardTimeoutError",
     "RowError",
     "SessionEndedError",
+    "StrategyError",
     "SyncError",
     "TaskCancelledError",
     "TaskError",
@@ -277,6 +278,21 @@ class NonFiniteWeightsError(MinirayError, ValueError):
     def __init__(self, message: str = "", workers: tuple[Any, ...] = (), **fields: Any) -> None:
         super().__init__(message, **fields)
         self.workers = workers
+
+
+class StrategyError(MinirayError, RuntimeError):
+    """``combine`` of a parameter server's strategy raised. The server's weights are unchanged.
+
+    ``__cause__`` is the original error. ``entry`` names the weight that was being combined, or the
+    first one if several small weights are combined together.
+
+    Attributes:
+        strategy: Name of the strategy.
+    """
+
+    def __init__(self, message: str = "", strategy: str = "", **fields: Any) -> None:
+        super().__init__(message, **fields)
+        self.strategy = strategy
 
 
 class SyncError(MinirayError, RuntimeError):
