@@ -37,6 +37,7 @@ __all__ = [
     "RewardError",
     "RewardTimeoutError",
     "RowError",
+    "RunLockedError",
     "SessionEndedError",
     "StrategyError",
     "SyncError",
@@ -210,6 +211,10 @@ class CheckpointError(MinirayError):
     A failed write leaves all earlier checkpoints intact. ``__cause__`` is the original error.
     ``entry`` names the file or the entry.
     """
+
+
+class RunLockedError(MinirayError, RuntimeError):
+    """A different process is writing to the run directory. ``pid`` and ``host`` name it."""
 
 
 class DataError(MinirayError, ValueError):

@@ -149,6 +149,7 @@ def refusal(path: Path) -> str:
     """Why ``path`` must not be deleted; "" where it may be."""
     from miniray.report import read
     from miniray.report.run import is_ours, is_run
+    from miniray.train.rundir import find_holder
 
     if path.is_symlink():
         return "it is a link; delete what it leads to"
@@ -163,7 +164,12 @@ def refusal(path: Path) -> str:
     if inner is not None:
         return f"another run is in it: {inner.name}"
     living = read(path).living
-    return f"the run is still going on ({living})" if living else ""
+    if living:
+        return f"the run is still going on ({living})"
+    holder = find_holder(whole)
+    if holder is not None:
+        return f"process {holder.get('pid')} on host {holder.get('host')} has locked it"
+    return ""
 
 
 def _remove(path: Path) -> None:

@@ -115,7 +115,7 @@ class Run:
     @property
     def config(self) -> Mapping[str, Any]:
         found = self.info.get("config")
-        return found if isinstance(found, Mapping) else {}
+        return runfile.mask_secrets(found) if isinstance(found, Mapping) else {}
 
     @property
     def unit(self) -> str:
