@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from miniray.checks import check_bool
 from miniray.data.files import FileBlocks, FileList, FileSource, Spec, is_remote
 from miniray.data.footer import LONGEST, Footer, has_changed, read_footer
 from miniray.data.plain import PlainFile
@@ -33,7 +34,7 @@ class ParquetSource(FileSource):
         *,
         memory_map: bool = True,
     ) -> None:
-        self._memory_map = memory_map
+        self._memory_map = check_bool("memory_map", memory_map)
         super().__init__(FileList(files, (".parquet", ".pq")), columns)
 
     def _forget(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import miniray
-from miniray.checks import check_int
+from miniray.checks import check_bool, check_int
 from miniray.core import session
 from miniray.core.remote import adapting
 from miniray.errors import MinirayError
@@ -92,7 +92,7 @@ class DataParallelTrainer(BaseTrainer):
         self.staleness = staleness
         self.param_server: Any = None
         self._server_ready = False  # whether it has weights
-        self._initial_sync = initial_sync
+        self._initial_sync = check_bool("initial_sync", initial_sync)
         self._worker_weights: dict[int, float] = {}
         self._in_sync = False
         self._made_good = False
