@@ -16,8 +16,10 @@ from pathlib import Path
 from miniray.files import FileLock
 lock = FileLock(Path(sys.argv[1]), wait=False)
 lock.write(b"held")
-child = os.fork() if sys.argv[2] == "fork" else 0
-if sys.argv[2] == "fork" and not child:
+child = 0
+if sys.argv[2] == "fork":
+    if not os.fork():
+        print(os.getpid(), flush=True)  # only now has it closed its descriptor
     signal.pause()
 if sys.argv[2] == "exec":
     import subprocess

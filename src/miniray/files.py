@@ -58,7 +58,7 @@ class FileLock:
 
     Raise ``BlockingIOError`` if it is held and ``wait`` is False. Child processes don't inherit the
     lock, whether they are started with ``exec`` or forked. The file is created if necessary, and
-    remains.
+    remains, empty.
     """
 
     def __init__(self, path: Path, *, wait: bool = True) -> None:
@@ -68,7 +68,7 @@ class FileLock:
         except BaseException:
             os.close(self._descriptor)
             raise
-        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._close = weakref.finalize(self, _unlock, self._descriptor)
         _held.add(self)
 
     @property
@@ -77,7 +77,7 @@ class FileLock:
         return self._close.alive
 
     def write(self, data: bytes) -> None:
-        """Replace the content of the locked file, for processes that find it locked."""
+        """Replace the content of the locked file, which processes that find it locked can read."""
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, data, 0)
 
@@ -113,10 +113,17 @@ def is_locked(path: Path) -> bool:
     return False
 
 
+def _unlock(descriptor: int) -> None:
+    with contextlib.suppress(OSError):  # on a file system that became read-only
+        os.ftruncate(descriptor, 0)
+    os.close(descriptor)
+
+
 def _release_in_child() -> None:
     # Closing the inherited descriptor doesn't release the lock of the parent.
     for lock in list(_held):
-        lock.release()
+        if lock._close.detach():
+            os.close(lock._descriptor)
 
 
 os.register_at_fork(after_in_child=_release_in_child)

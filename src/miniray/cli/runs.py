@@ -168,7 +168,7 @@ def refusal(path: Path) -> str:
         return f"the run is still going on ({living})"
     holder = find_holder(whole)
     if holder is not None:
-        return f"process {holder.get('pid')} on host {holder.get('host')} has locked it"
+        return f"process {holder.get('pid', '?')} on host {holder.get('host', '?')} has locked it"
     return ""
 
 

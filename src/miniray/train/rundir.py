@@ -22,6 +22,7 @@ import json
 import os
 import re
 import socket
+import time
 import traceback
 import weakref
 from collections.abc import Mapping
@@ -34,6 +35,8 @@ from miniray.files import FileLock, is_locked, replace_atomically
 from miniray.train import records
 
 LOCK = ".lock"
+#: How long to wait until the process that holds a lock has written its name.
+_HOLDER_TIMEOUT_S = 1.0
 #: Locks of this process, by directory. Objects for the same directory share one.
 _locks: weakref.WeakValueDictionary[Path, FileLock] = weakref.WeakValueDictionary()
 
@@ -129,14 +132,22 @@ class RunDirectory:
         self._lock = _locks.get(key, self._lock)
         if self._lock is not None and self._lock.held:
             return
-        try:
-            lock = FileLock(self.lock_file, wait=False)
-        except BlockingIOError:
-            raise _locked(self.path, runfile.read_json(self.lock_file)[0]) from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                raise
-            return  # a file system without locks
+        deadline = time.monotonic() + _HOLDER_TIMEOUT_S
+        while True:
+            try:
+                lock = FileLock(self.lock_file, wait=False)
+                break
+            except BlockingIOError:
+                holder = _read_holder(self.path)
+                # A process that just locked it is about to write its name, and one that only
+                # looks whether it is locked releases it at once.
+                if holder or time.monotonic() > deadline:
+                    raise _locked(self.path, holder) from None
+                time.sleep(0.01)
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                    raise
+                return  # a file system without locks
         lock.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
         self._lock = _locks[key] = lock
 
@@ -267,10 +278,22 @@ def _locked(path: Path, holder: Mapping[str, Any]) -> RunLockedError:
 
 
 def find_holder(path: Path) -> Mapping[str, Any] | None:
-    """Return pid and host of the process that locks the run at ``path``, or None."""
-    if not is_locked(path / LOCK):
-        return None
-    return runfile.read_json(path / LOCK)[0]
+    """Return pid and host of the process that locks the run at ``path``, or None.
+
+    The result is empty if the process hasn't written them yet.
+    """
+    return _read_holder(path) if is_locked(path / LOCK) else None
+
+
+def _read_holder(path: Path) -> dict[str, Any]:
+    """Return the process named in the lock file, or {} if there is none or it is gone."""
+    import psutil
+
+    holder = runfile.read_json(path / LOCK)[0]
+    pid = holder.get("pid")
+    here = holder.get("host") == socket.gethostname()
+    is_valid = isinstance(pid, int) and not (here and not psutil.pid_exists(pid))
+    return holder if is_valid else {}
 
 
 def check_name(name: str | None) -> None:
