@@ -132,6 +132,16 @@ def test_locked_run_is_not_deleted():
     assert refusal(run.path) == ""
 
 
+@pytest.mark.parametrize("file", [None, "notes.txt"])
+def test_only_an_empty_directory_is_discarded(file):
+    run = RunDirectory.open(name="x")
+    if file:
+        (run.path / file).touch()
+    run.discard_if_empty()
+    assert run.path.exists() == bool(file)
+    assert find_holder(run.path) is None
+
+
 class Counter:
     def get_weights(self):
         return [np.zeros(1)]

@@ -204,6 +204,14 @@ class RunDirectory:
         if self._lock is not None:
             self._lock.release()
 
+    def discard_if_empty(self) -> None:
+        """Delete the directory unless a run, this one or an earlier one, left files in it."""
+        if {path.name for path in self.path.iterdir()} <= {LOCK}:
+            self.lock_file.unlink(missing_ok=True)
+            self.path.rmdir()
+        if self._lock is not None:
+            self._lock.release()
+
     def read_run(self) -> dict[str, Any]:
         """What ``run.json`` says; empty where it is not there yet. ``ValueError`` if damaged."""
         run, problem = runfile.read_json(self.run_file)
