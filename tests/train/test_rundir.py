@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import miniray
-from miniray.errors import ActorDiedError, TaskError
+from miniray.errors import ActorDiedError, RunLockedError, TaskError
 from miniray.train import RunDirectory
 
 
@@ -171,8 +171,9 @@ def test_a_killed_run_reads_as_died_and_a_running_one_cannot_be_taken():
     assert process.stdout.readline() == "ready\n"
     run = RunDirectory("runs/x")
     assert run.status() == "running"
-    with pytest.raises(RuntimeError, match=f"still going on, in process {process.pid}"):
+    with pytest.raises(RunLockedError) as caught:
         RunDirectory.reopen("runs/x")
+    assert (caught.value.pid, caught.value.host) == (process.pid, socket.gethostname())
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert run.status() == "died"

@@ -16,7 +16,7 @@ from types import EllipsisType
 from typing import Any
 
 import miniray
-from miniray.checks import check_int, suggest_options
+from miniray.checks import check_bool, check_int, suggest_options
 from miniray.train import records
 from miniray.train.arguments import warn
 from miniray.train.results import better_direction
@@ -87,7 +87,11 @@ class Checkpoint(Callback):
     ) -> None:
         self.every = check_int("every", every, 1)
         self.keep_last = keep_last
-        self.keep_best = (monitor, better_direction(monitor, mode)) if keep_best else None
+        self.keep_best = (
+            (monitor, better_direction(monitor, mode))
+            if check_bool("keep_best", keep_best)
+            else None
+        )
         self._saved: int | None = None
         self._last: int | None = None
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from miniray.checks import check_int
+from miniray.checks import check_bool, check_int, check_path
 from miniray.errors import CheckpointError
 from miniray.train.arguments import warn
 from miniray.train.checkpoint_dir import (
@@ -76,9 +76,9 @@ class CheckpointStore:
         allow_pickle: bool = False,
         on_event: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
-        self.directory = Path(directory)
-        self.background = background
-        self.allow_pickle = allow_pickle
+        self.directory = Path(check_path("directory", directory))
+        self.background = check_bool("background", background)
+        self.allow_pickle = check_bool("allow_pickle", allow_pickle)
         self.on_event = on_event
         self.loaded: Path | None = None
         self.configure(keep_last=keep_last, keep_best=keep_best)

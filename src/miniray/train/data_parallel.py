@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import miniray
-from miniray.checks import check_int, check_options, get_options
+from miniray.checks import check_bool, check_int, check_options, get_options
 from miniray.core import session
 from miniray.core.remote import adapting
 from miniray.errors import MinirayError
@@ -91,7 +91,7 @@ class DataParallelTrainer(BaseTrainer):
         self.staleness = staleness
         self.param_server: Any = None
         self._server_ready = False  # whether it has weights
-        self._initial_sync = initial_sync
+        self._initial_sync = check_bool("initial_sync", initial_sync)
         self._worker_weights: dict[int, float] = {}
         self._in_sync = False
         self._made_good = False

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from miniray.checks import (
+    check_bool,
     check_choice,
     check_int,
     find_similar,
@@ -70,6 +71,10 @@ class RLHFConfig:
         for name in ("max_prompt_length", "filter_overlong_prompts_workers"):
             if (value := getattr(self, name)) is not None:
                 check_int(name, value, 1)
+        for field_ in dataclasses.fields(self):
+            value = getattr(self, field_.name)
+            if field_.type == "bool" or (field_.type == "bool | None" and value is not None):
+                check_bool(field_.name, value)
         if self.tool_config_path or self.function_tool_path:
             raise ValueError(
                 "tool_config_path and function_tool_path are read by verl's tool registry. Give the"
