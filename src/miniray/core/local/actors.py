@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from miniray.core.local.calls import Call, fill_arguments, make_sink, set_origin
 from miniray.core.local.channel import Channel
 from miniray.core.local.objects import Blob, Failure
-from miniray.core.local.peers import CANCEL, DRIVER
+from miniray.core.local.peers import DRIVER
 from miniray.core.local.sharing import Shared
 from miniray.core.local.wire import Closed
 from miniray.core.specs import ActorInfo
@@ -250,7 +250,7 @@ class ActorClient:
                 self._pump()  # calls behind it no longer wait for its arguments
                 return
         self.node.flush_calls()
-        self.node.tell(self.proc, CANCEL, (call.id, recursive))
+        call.request_cancel(self.node, self.proc, recursive)
 
     def retire(self) -> None:
         with self._lock:

@@ -45,12 +45,17 @@ class Control:
 
     @contextlib.contextmanager
     def locked(self) -> Any:
-        """Hold the lock; run the actions collected under it afterwards."""
-        with self.lock:
-            yield
-            actions, self._do = self._do, []
-        for action in actions:
-            action()
+        """Hold the lock; afterwards run the actions that this caller has collected under it.
+
+        All of them run, even if the caller or one of the actions raises: each tells a process of a
+        change that has been made, and that process may be waiting for it.
+        """
+        with contextlib.ExitStack() as actions, self.lock:
+            try:
+                yield
+            finally:
+                while self._do:
+                    actions.callback(self._do.pop())  # the last callback runs first
 
     def later(self, action: Callable[[], object]) -> None:
         """Run ``action`` when the lock is released."""
