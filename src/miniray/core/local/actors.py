@@ -113,7 +113,6 @@ class ActorClient:
         set_origin(sink, self, call)
         call.retries = self.retries
         fill_arguments(node, call, args, kwargs)
-        waiting = call.pending_deps()
         with self._lock:
             self._keep = actor
             channel = self._channel
@@ -125,6 +124,7 @@ class ActorClient:
                     self._queue.append(call)
                     channel.lost()
                     return result
+            waiting = call.pending_deps()
             if waiting and not self.sequential and self._death is None:
                 self._overtakable[call.id] = call
             else:
