@@ -19,7 +19,7 @@ def run(engine, seed, steps=60):
     gc.collect()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [6, 7, 11])
 def test_a_random_program(engine, seed):
     run(engine, seed, 20 if engine.name == "ray" else 60)  # Ray takes a second per actor
 
