@@ -55,7 +55,7 @@ def test_options_and_names():
     counter = Counter.options(name="typed").remote(7)
     assert miniray.get_actor("typed") == counter
     assert miniray.get(miniray.get_actor("typed").add.remote(0)) == 7
-    with pytest.raises(ValueError, match="unknown option 'cpus'"):
+    with pytest.raises(ValueError, match="no option 'cpus'"):
         Counter.options(cpus=1)
 
 

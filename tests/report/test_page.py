@@ -420,6 +420,30 @@ def test_a_kept_diagnosis_is_shown_as_of_its_moment(make_run, ranks):
     assert "train.py:28 train" in text
 
 
+TRACE = "Traceback (most recent call last):\n  File 'a.py'\nKeyError: 'the row'"
+
+
+@pytest.mark.parametrize(
+    ("error", "heading"),
+    [
+        (
+            {
+                "type": "TaskError(KeyError)",
+                "message": f"f\n{TRACE}",
+                "remote_traceback": TRACE,
+            },
+            "KeyError: 'the row'",
+        ),
+        # Text of the user that looks like the traceback of a worker.
+        ({"type": "ValueError", "message": f"bad output\n{TRACE}"}, "ValueError: bad output"),
+    ],
+)
+def test_error_is_shown_as_the_user_raised_it(make_run, error, heading):
+    text, headings = of(make_run(state="failed", error=error))
+    assert heading in headings
+    assert "File 'a.py'" in text
+
+
 def test_an_interrupted_run_is_not_accused(make_run):
     error = {"type": "KeyboardInterrupt", "message": "", "traceback": "Traceback ..."}
     text, headings = of(make_run(state="interrupted", error=error))

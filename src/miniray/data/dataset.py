@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from miniray.checks import check_int
+from miniray.checks import check_int, suggest_options
 from miniray.data.loader.blocks import BlockCache, Places
 from miniray.data.plan import progress
 from miniray.data.plan.order import (
@@ -40,6 +40,7 @@ ROWS_AT_A_TIME = 256  # in iteration over rows
 Self = TypeVar("Self", bound="Dataset")
 
 
+@suggest_options()
 class Dataset(Share):
     """Rows of ``source`` that are ``rank``'s of ``world_size``, in the order of the current epoch.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from miniray.checks import suggest_options
 from miniray.data.dataset import Dataset
 from miniray.data.plan.order import Shuffle
 from miniray.data.plan.shard import Even
@@ -33,6 +34,7 @@ class Options(TypedDict, total=False):
     memory_budget: int | str
 
 
+@suggest_options()
 class ParquetDataset(Dataset):
     """Rows of parquet files, read in place: each rank its own row groups, never a whole file.
 
@@ -72,6 +74,7 @@ class ParquetDataset(Dataset):
         super().__init__(ParquetSource(files, columns), **options)
 
 
+@suggest_options()
 class JsonlDataset(Dataset):
     """Rows of files with a JSON document a line; arguments as those of ``ParquetDataset``.
 
@@ -87,6 +90,7 @@ class JsonlDataset(Dataset):
         super().__init__(JsonlSource(files, columns), **options)
 
 
+@suggest_options()
 class ArrowDataset(Dataset):
     """Rows of Arrow IPC files or of a table in memory; arguments as those of ``ParquetDataset``.
 
@@ -102,6 +106,7 @@ class ArrowDataset(Dataset):
         super().__init__(ArrowSource(data, columns), **options)
 
 
+@suggest_options()
 class IndexedDataset(Dataset):
     """Rows of anything with ``len`` and ``[]``; arguments as those of ``ParquetDataset``.
 

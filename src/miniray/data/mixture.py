@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from miniray.checks import check_choice
+from miniray.checks import check_choice, suggest_options
 from miniray.data.dataset import Dataset
 from miniray.data.loader.blocks import Places
 from miniray.data.plan.order import Order, starts_of
@@ -30,6 +30,7 @@ from miniray.errors import DataError
 _ROUND = 64
 
 
+@suggest_options()
 class Mixture(Dataset):
     """Rows of ``datasets``, a list of ``(dataset, weight)``, in proportion to the weights.
 

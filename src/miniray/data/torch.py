@@ -13,11 +13,13 @@ from typing import Any
 import torch
 import torch.utils.data as torch_data
 
+from miniray.checks import suggest_options
 from miniray.data.dataset import ROWS_AT_A_TIME, Dataset, checked_indices
 from miniray.data.loader.loader import DataLoader
 from miniray.data.plan.shard import find_rank
 
 
+@suggest_options()
 class TorchDataset(torch_data.Dataset[Any]):  # type: ignore[misc]
     """All rows of a dataset in map style, in the order of the data and whatever its rank is.
 
@@ -40,6 +42,7 @@ class TorchDataset(torch_data.Dataset[Any]):  # type: ignore[misc]
         return rows if self.transform is None else [self.transform(row) for row in rows]
 
 
+@suggest_options()
 class ShardSampler(torch_data.Sampler[int]):  # type: ignore[misc]
     """In place of ``DistributedSampler``: a rank's rows, exactly once, resumable on other ranks.
 
@@ -92,6 +95,7 @@ class ShardSampler(torch_data.Sampler[int]):  # type: ignore[misc]
         self._shard.load_state_dict(state)
 
 
+@suggest_options()
 class TorchIterableDataset(torch_data.IterableDataset[Any]):  # type: ignore[misc]
     """A rank's rows in order, split over the worker processes of a torch ``DataLoader``.
 
@@ -181,6 +185,7 @@ class TorchIterableDataset(torch_data.IterableDataset[Any]):  # type: ignore[mis
         self._skip = int(state["taken"])
 
 
+@suggest_options()
 class LightningLoader:
     """A ``miniray.data.DataLoader`` for Lightning, which then resumes in mid-epoch exactly.
 

@@ -109,13 +109,14 @@ def failure(run: Run) -> Markup:
         said = message or "by Ctrl-C"
         return tag("section", tag("p", tag("b", "Interrupted. "), said), cls="alert warn slim")
     lines = message.splitlines() or [""]
-    remote = any(line.startswith("Traceback (most") for line in lines)
-    # A remote error's text ends with the user's own exception: that is what one wants to read.
-    title = lines[-1] if remote else ": ".join(part for part in (kind, lines[0]) if part)
+    remote = str(error.get("remote_traceback") or "").rstrip()
+    title = ": ".join(part for part in (kind, lines[0]) if part)
+    if remote:  # it ends with the exception of the user
+        title = remote.rpartition("\n")[2]
     inside = [tag("h2", title or "failed")]
     if remote:
         inside.append(tag("p", lines[0], cls="soft"))
-        inside.append(folded("traceback of the worker", tag("pre", "\n".join(lines[1:]))))
+        inside.append(folded("traceback of the worker", tag("pre", remote)))
     elif len(lines) > 1:
         inside.append(tag("pre", "\n".join(lines[1:])))
     if error.get("traceback"):

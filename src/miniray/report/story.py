@@ -6,6 +6,7 @@ import datetime
 from collections.abc import Mapping
 from typing import Any
 
+from miniray.doctor import runfile
 from miniray.doctor.findings import plural, seconds, size
 from miniray.report.html import Markup, facts, folded, section, short, table, tag
 from miniray.report.run import Run
@@ -96,7 +97,7 @@ def environment(run: Run) -> Markup:
     inside = [facts(pairs)] if pairs else []
     command = info.get("command") or next((rank.command for rank in records), "")
     if command:
-        inside += [tag("h3", "Command"), tag("pre", str(command))]
+        inside += [tag("h3", "Command"), tag("pre", runfile.mask_command(str(command)))]
     config = flat(run.config)
     if config:
         rows = [(key, _short(value)) for key, value in config.items()]

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-from miniray.checks import check_choice, check_int
+from miniray.checks import check_bool, check_choice, check_int, suggest_options
 from miniray.data.dataset import Dataset
 from miniray.data.loader.batching import FixedBatches, TokenBatches
 from miniray.data.loader.decode import Decoder, Format, Skipped, is_skipped
@@ -19,6 +19,13 @@ from miniray.data.plan.progress import check_whole
 from miniray.data.sources.base import wanted
 
 
+@suggest_options(
+    {
+        "num_workers": "Use decode_workers=.",
+        "max_tokens": "Use batch_by='tokens', and batch_size= for the number of tokens.",
+        "sampler": "Pass rank=, world_size= and shuffle= to the dataset.",
+    }
+)
 class DataLoader:
     """Batches of a rank's share of ``dataset``, read and decoded ahead in threads of this process.
 
@@ -75,11 +82,11 @@ class DataLoader:
             )
         self.dataset = dataset
         self.batch_size = check_int("batch_size", batch_size, 1)
-        self.drop_last = drop_last
+        self.drop_last = check_bool("drop_last", drop_last)
         self.collate_fn, self.transform = collate_fn, transform
         self.prefetch = check_int("prefetch", prefetch, 0)
         self.decode_workers = check_int("decode_workers", decode_workers, 0)
-        self._decode_processes = decode_processes
+        self._decode_processes = check_bool("decode_processes", decode_processes)
         self.batch_by, self._length = batch_by, length
         self._bucket_rows = check_int("bucket_rows", bucket_rows, 1)
         self._on_error, self._format = on_error, format

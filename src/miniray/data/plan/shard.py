@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from miniray.checks import check_choice, check_int
+from miniray.checks import check_bool, check_choice, check_int
 from miniray.data.plan.permutation import MOST_ROWS, Permutation, Positions, derive_key
 
 if TYPE_CHECKING:
@@ -151,6 +151,7 @@ def shard_indices(
     if not 0 <= n <= MOST_ROWS:
         raise ValueError(f"n must be in 0..2**62, not {n}")
     check_choice("mode", mode, ("contiguous", "strided"))
+    check_bool("shuffle", shuffle)
     check_even(even)
     max_samples = checked_samples(max_samples)
     drawn = -1 < max_samples < n
