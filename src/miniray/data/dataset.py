@@ -177,10 +177,12 @@ class Dataset(ABC):
 
     @property
     def rank(self) -> int:
+        """Rank of this process."""
         return self._rank
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self._world_size
 
     @property

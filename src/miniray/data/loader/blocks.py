@@ -33,6 +33,7 @@ class BlockBuffer:
         self._errors: dict[BlockKey, Exception] = {}
         self._lock = threading.Lock()
         self.pid = os.getpid()
+        self._has_garbage = False
         self.nbytes = 0
         #: Largest number of bytes held so far.
         self.peak = 0
@@ -42,6 +43,10 @@ class BlockBuffer:
 
         With ``ahead``, stop when a block doesn't fit besides those that are held, and return False.
         """
+        if self._has_garbage:
+            # In the thread that reads: allocators release only what their thread allocated.
+            self._has_garbage = False
+            release_memory()
         for key in blocks:
             if key in self._blocks or key in self._errors:
                 continue
@@ -92,9 +97,7 @@ class BlockBuffer:
         with self._lock:
             dropped = [self._blocks.pop(key) for key in keys]
             self.nbytes = self.nbytes - sum(self._sizes.pop(key) for key in keys)
-        if any(map(is_record_batch, dropped)):
-            del dropped
-            release_memory()
+        self._has_garbage = self._has_garbage or any(map(is_record_batch, dropped))
 
     def gather(self, rows: Locations) -> Any:
         """Return rows in order, as a record batch or a list of Python objects."""

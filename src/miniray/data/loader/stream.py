@@ -145,7 +145,8 @@ class BatchStream:
         while upcoming is not None:
             window = upcoming
             if loading is None or not loading.result():
-                buffer.load(window.blocks)
+                # In the same thread: every thread that reads has open files.
+                self._reader.submit(partial(buffer.load, window.blocks)).result()
             upcoming = next(windows, None)
             if upcoming is not None:
                 loading = self._reader.submit(partial(buffer.load, upcoming.blocks, ahead=True))
