@@ -22,7 +22,7 @@ from miniray.data.sources.schemas import cast, find_common_types
 from miniray.errors import DataError
 
 _OPEN_FILES = 4  # per thread
-_TAIL_BYTES = 1 << 16  # read at once; most footers are shorter
+_TAIL_BYTES = 1 << 14  # read at once; most footers are shorter
 #: Encoded bytes per value below which a text column is read as an Arrow dictionary.
 _DICTIONARY_BYTES = 16
 #: Length of values from which on that saves memory.
