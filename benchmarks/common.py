@@ -38,9 +38,11 @@ def machine() -> dict[str, Any]:
         lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
         cpu = lines[0].partition(":")[2].strip() if lines else ""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    from miniray.limits import cpu_count  # only here: peers are measured without miniray
+
     return {
         "cpu": cpu or platform.processor(),
-        "cores": os.cpu_count(),
+        "cores": cpu_count(),
         "memory_gib": round(memory / 2**30, 1),
         "system": platform.system(),
         "kernel": platform.release(),

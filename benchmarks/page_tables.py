@@ -148,46 +148,33 @@ MAKERS: dict[str, Callable[[Record], str]] = {
     "geoguessr": geoguessr,
 }
 
-#: Lines of the README: what in English and Chinese, ours, the peer's name and figure, the ratio.
-README_LINES: list[tuple[str, str, str, str, str, str]] = [
-    ("actor calls, one at a time", "actor 调用，逐个进行",
-     "engine.call_sync.miniray", "Ray", "engine.call_sync.ray", "engine.call_sync.ratio"),
-    ("tasks", "任务",
-     "engine.tasks.miniray", "Ray", "engine.tasks.ray", "engine.tasks.ratio"),
-    ("import and start to the first answer", "从 import 到首个结果",
-     "engine.startup.miniray", "Ray", "engine.startup.ray", "engine.startup.ratio"),
-    ("memory, idle with 4 actors", "空闲内存（4 个 actor）",
-     "engine.memory.miniray", "Ray", "engine.memory.ray", "engine.memory.ratio"),
-    ("`put` of 200 MB", "`put` 200 MB",
-     "engine.put.miniray", "Ray", "engine.put.ray", "engine.put.ratio"),
-    ("a CNN on 2 workers, weights averaged once an epoch", "2 个 worker 训练 CNN，每轮平均一次权重",
-     "train.wall.miniray", "torchrun DDP", "train.wall.torchrun", "train.wall.over_torchrun"),
-    ("the same, gradients averaged in every step", "同上，每步平均梯度",
+#: Rows of the README's table: label in English and Chinese, our figure, peer, its figure, ratio.
+README_ROWS: list[tuple[str, str, str, str, str, str]] = [
+    ("CNN on 2 workers with `DDPTrainer`, whole command",
+     "`DDPTrainer` 用 2 个 worker 训练 CNN，整条命令",
      "train.wall.ddp", "torchrun DDP", "train.wall.torchrun", "train.wall.ddp_over_torchrun"),
-    ("sync of 100 MB on each of 4 workers", "4 个 worker 各 100 MB 的参数同步",
+    ("the same, weights averaged once per epoch", "同上，每个 epoch 平均一次权重",
+     "train.wall.miniray", "torchrun DDP", "train.wall.torchrun", "train.wall.over_torchrun"),
+    ("parameter sync of 100 MB on each of 4 workers", "4 个 worker 各 100 MB 的参数同步",
      "ps.4x10.miniray", "gloo all-reduce", "ps.4x10.gloo", "ps.4x10.over_gloo"),
-    ("the same", "同上",
-     "ps.4x10.miniray", "a plain server on Ray", "ps.4x10.ray", "ps.4x10.over_ray"),
-    ("the same", "同上",
-     "ps.4x10.miniray", "the same, with numpy arrays", "ps.4x10.ray_arrays",
-     "ps.4x10.over_ray_arrays"),
-    ("first batch of images from parquet, 4 ranks", "parquet 图像首个 batch，4 个 rank",
-     "data.first_batch.miniray_data", "the best other loader", "data.first_batch.best_other",
+    ("first batch of images, 4 ranks, uncompressed Parquet",
+     "首个图像 batch，4 个 rank，未压缩的 Parquet",
+     "data.first_batch.miniray_data", "fastest other loader", "data.first_batch.best_other",
      "data.first_batch.over_best_other"),
-    ("rows of an epoch, encoded, 4 ranks", "一轮数据（未解码），4 个 rank",
-     "data.raw.miniray_data", "the best other loader", "data.raw.best_other",
-     "data.raw.over_best_other"),
-    ("memory of one machine for a batch of prompts with images",
-     "一个 batch 的带图提示所需的单机内存",
+    ("memory per machine for a batch of prompts with images", "一个带图提示 batch 所需的单机内存",
      "memory_table.node", "one driver", "memory_table.driver", "memory_table.less"),
-    ("GRPO, tokens a second", "GRPO，每秒 token 数",
+    ("GRPO, tokens per second", "GRPO，每秒 token 数",
      "rl.rate.miniray-2", "TRL, 2 processes", "rl.rate.trl-2", "rl.rate.over_trl"),
+    ("actor calls, synchronous", "actor 同步调用",
+     "engine.call_sync.miniray", "Ray", "engine.call_sync.ray", "engine.call_sync.ratio"),
+    ("import and start until the first result", "从 import 到首个结果",
+     "engine.startup.miniray", "Ray", "engine.startup.ray", "engine.startup.ratio"),
+    ("memory of an idle instance with 4 actors", "空闲实例的内存（4 个 actor）",
+     "engine.memory.miniray", "Ray", "engine.memory.ray", "engine.memory.ratio"),
 ]  # fmt: skip
 
 CHINESE = {
-    "the same, with numpy arrays": "同左，numpy 数组",
-    "a plain server on Ray": "Ray 上的普通参数服务器",
-    "the best other loader": "其他加载器中最好的",
+    "fastest other loader": "其他加载器中最快的",
     "one driver": "单一控制进程",
     "TRL, 2 processes": "TRL，2 个进程",
 }
@@ -198,9 +185,9 @@ HEADS = {
 
 
 def readme(quoted: Figures, language: str) -> str:
-    """The README's table: the lines for which there are results."""
+    """Return the README's table: the rows that have results."""
     lines = [HEADS[language]]
-    for english, chinese, ours, peer, theirs, ratio in README_LINES:
+    for english, chinese, ours, peer, theirs, ratio in README_ROWS:
         if {ours, theirs, ratio} <= quoted.keys():
             title, name = english, peer
             if language == "zh":
@@ -212,32 +199,35 @@ def readme(quoted: Figures, language: str) -> str:
     return "\n".join(lines)
 
 
-#: Columns of the comparison with peers: title, its name in train.json and in data.json.
+#: Columns of the comparison with peers: title, and the name in train.json and in data.json.
 PEER_COLUMNS = [
-    ("miniray", "miniray", "miniray_data"),
-    ("miniray DDP", "ddp", None),
+    ("miniray", "ddp", "miniray_data"),
     ("Ray Train / Data", "ray", "ray_data"),
     ("Lightning", "lightning", None),
     ("Accelerate", "accelerate", None),
     ("Mosaic Streaming", None, "mosaic"),
     ("verl", None, "verl_ranks"),
 ]
-#: Its lines: what in English and Chinese, and the figure in each file.
-PEER_LINES = [
-    ("a CNN on 2 workers, whole command", "2 个 worker 训练 CNN，整条命令", "train", "wall"),
-    ("– time to the first step", "– 到第一步的时间", "train", "first_step"),
+#: Rows of the comparison: label in English and Chinese, file and figure.
+PEER_ROWS = [
+    ("CNN on 2 workers: whole command", "2 个 worker 训练 CNN：整条命令", "train", "wall"),
+    ("– until the first step", "– 到第一步的时间", "train", "first_step"),
     ("– memory of all processes", "– 全部进程的内存", "train", "memory"),
-    ("– lines of the script", "– 脚本行数", "train", "lines"),
-    ("rows read by 4 ranks in an epoch", "4 个 rank 一轮读到的行", "data", "epoch"),
-    ("– stopped at half and resumed", "– 中途停止再恢复", "data", "resume_union"),
-    ("– first batch", "– 首个 batch", "data", "first_batch"),
-    ("– rows a second, encoded", "– 每秒行数（未解码）", "data", "raw"),
+    ("– lines in the script", "– 脚本行数", "train", "lines"),
+    (
+        "Uncompressed Parquet on 4 ranks: rows per epoch",
+        "4 个 rank 读未压缩的 Parquet：每个 epoch 的行",
+        "data",
+        "epoch",
+    ),
+    ("– stopped halfway and resumed", "– 中途停止后恢复", "data", "resume_union"),
+    ("– until the first batch", "– 到首个 batch 的时间", "data", "first_batch"),
     ("– memory of the largest rank", "– 最大 rank 的内存", "data", "uss"),
 ]
 
 
 def peers(quoted: Figures, results: dict[str, Record], language: str) -> str:
-    """miniray beside what people use today: only what a benchmark measured."""
+    """Return the comparison with peers. It has only measured figures."""
     found = dict(quoted)
     for name, of in results.get("data", {}).get("samples", {}).items():
         for key in ("epoch", "resume_union"):
@@ -248,15 +238,15 @@ def peers(quoted: Figures, results: dict[str, Record], language: str) -> str:
     columns = []
     for title, *names in PEER_COLUMNS:
         of_file = dict(zip(("train", "data"), names, strict=True))
-        cells = [found.get(f"{file}.{key}.{of_file[file]}") for _, _, file, key in PEER_LINES]
+        cells = [found.get(f"{file}.{key}.{of_file[file]}") for _, _, file, key in PEER_ROWS]
         columns.append((title, cells))
     columns = [(title, cells) for title, cells in columns if any(cells)]
-    source = "checked by" if language == "en" else "由谁验证"
+    source = "benchmark" if language == "en" else "基准测试"
     lines = [
         f"| | {' | '.join(title for title, _ in columns)} | {source} |",
         f"|---|{'---:|' * len(columns)}---|",
     ]
-    for number, (english, chinese, file, _) in enumerate(PEER_LINES):
+    for number, (english, chinese, file, _) in enumerate(PEER_ROWS):
         cells = [of[number] or "–" for _, of in columns]
         if any(cell != "–" for cell in cells):
             words = english if language == "en" else chinese

@@ -35,6 +35,8 @@ from typing import Any
 import common
 from common import Line, median
 
+from miniray.limits import cpu_count
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 #: Wanted: a step of the trainer over the same calls by hand; the bubble above the formula's.
 OVERHEAD, ABOVE = 1.03, 0.05
@@ -116,7 +118,7 @@ def bubble_case(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_bubble(quick: bool, say: Any) -> dict[str, Any]:
-    cores = os.cpu_count() or 1
+    cores = cpu_count()
     found: dict[str, Any] = {}
     for workers in (2, 4):
         if workers > cores:

@@ -1,4 +1,4 @@
-"""Images for the examples: CIFAR-10 where a copy lies, else scikit-learn's handwritten digits."""
+"""Load CIFAR-10, if a copy exists, or scikit-learn's handwritten digits."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ CIFAR_FOLDER = "cifar-10-batches-py"
 def load_images(
     dataset: str = "digits", folder: str = "data", say: bool = True
 ) -> tuple[np.ndarray, ...]:
-    """(train images, train labels, test images, test labels); images are float32, N x C x H x W.
+    """Return train images, train labels, test images and test labels.
 
-    ``dataset="cifar10"`` reads the standard Python version from ``folder/cifar-10-batches-py`` and
-    falls back to the digits where there is none. It says so; of several workers, one is enough.
+    Images are float32 arrays of shape N x C x H x W. ``dataset="cifar10"`` reads the Python version
+    from ``folder/cifar-10-batches-py``. If it doesn't exist, the digits are used, and a message is
+    printed if ``say`` is True.
     """
     root = Path(folder) / CIFAR_FOLDER
     if dataset == "cifar10" and root.is_dir():
         return _load_cifar(root)
     if dataset == "cifar10" and say:
-        print(f"no {root} here: using scikit-learn's digits instead")
+        print(f"{root} not found. Using scikit-learn's digits instead.")
     return load_digits_images()
 
 
@@ -40,7 +41,7 @@ def load_digits_images() -> tuple[np.ndarray, ...]:
 
 def _load_cifar(root: Path) -> tuple[np.ndarray, ...]:
     def batch(name: str) -> tuple[np.ndarray, np.ndarray]:
-        # The format is pickle: only for a copy you trust, as with every loader of it.
+        # The format is pickle, so use only a copy that you trust.
         with open(root / name, "rb") as file:
             content = pickle.load(file, encoding="bytes")
         images = content[b"data"].reshape(-1, 3, 32, 32).astype(np.float32) / 127.5 - 1.0

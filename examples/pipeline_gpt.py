@@ -10,7 +10,6 @@ No worker ever has the whole model: layers are functions, and each is built wher
 from __future__ import annotations
 
 import argparse
-import os
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from miniray.limits import cpu_count
 from miniray.train import PipelineParallelTrainer
 
 TEXT = Path(__file__).with_suffix(".txt").read_text("utf-8")
@@ -114,8 +114,8 @@ if __name__ == "__main__":
         first, last = result.history[0]["loss"], result["loss"]
         print(f"loss {first:.2f} -> {last:.2f}")
         print(f"bubble {result.bubble:.1%} measured, {result.bubble_formula:.1%} expected")
-        if trainer.num_workers > (os.cpu_count() or 1):
-            print(f"  (on {os.cpu_count()} cores, stages wait for a core more than for each other)")
+        if trainer.num_workers > cpu_count():
+            print(f"  (on {cpu_count()} cores, stages wait for a core more than for each other)")
         kept = ", ".join(f"{n / 1e6:.1f} MB" for n in result.peak_activation_bytes)
         print(f"activations kept, at most, by stage: {kept}")
         print("timeline:", result.plot_pipeline())

@@ -1,7 +1,7 @@
-"""Three trainings with one framework: classification, regression, and a loop of one's own.
+"""Train a classifier, a regression and a custom loop with one framework.
 
-python examples/train_framework_demo.py                 # all three, on 4 workers
-python examples/train_framework_demo.py classification  # one of them
+python examples/train_framework_demo.py                 # run all three on 4 workers
+python examples/train_framework_demo.py classification  # run one of them
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional
 import miniray
 from miniray.train import BaseTrainer, DataParallelTrainer
 
-# -- classification: the worker is an ordinary class ----------------------------------------------
+# -- classification with a subclass of DataParallelTrainer ----------------------------------------
 
 
 @miniray.remote
@@ -76,7 +76,7 @@ class ClassificationTrainer(DataParallelTrainer):
 
     def on_train_end(self, history, **kwargs):
         super().on_train_end(history)
-        print("model:", self.save_final_model())
+        self.save_final_model()
 
 
 def classification(num_workers: int) -> None:
@@ -85,16 +85,15 @@ def classification(num_workers: int) -> None:
     )
     with trainer:
         result = trainer.train(epochs=12, dataset="cifar10", batch_size=32)
-        show(result)
-        print(f"held-out accuracy: {result['val_accuracy']:.1%}")
+        print_result(result)
 
 
-# -- regression: without a subclass --------------------------------------------------------------
+# -- regression without a subclass ---------------------------------------------------------------
 
 
 @miniray.remote
 class LineFitter:
-    """Fits y = 3x - 1 with noise, by hand-written gradient descent."""
+    """Fit y = 3x - 1 with noise by gradient descent."""
 
     def __init__(self, worker_id: int):
         self.weights = [np.zeros(1), np.zeros(1)]
@@ -124,7 +123,7 @@ def regression(num_workers: int) -> None:
         print(f"y = {slope:.3f} x {offset:+.3f}, loss {result['loss']:.4f}")
 
 
-# -- a loop of one's own -------------------------------------------------------------------------
+# -- a custom loop -------------------------------------------------------------------------------
 
 
 @miniray.remote
@@ -134,7 +133,7 @@ class Walker:
         self.best = 0.0
 
     def custom_method(self, center, radius):
-        """Look for the top of a bumpy hill near ``center``."""
+        """Search for the maximum of a bumpy function near ``center``."""
         x = center + self.random.normal(0, radius, 1000)
         height = np.exp(-((x - 2) ** 2)) + 0.1 * np.cos(8 * x)
         return float(x[height.argmax()]), float(height.max())
@@ -157,30 +156,27 @@ class SearchTrainer(BaseTrainer):
 def custom_loop(num_workers: int) -> None:
     with SearchTrainer(num_workers, progress=False) as trainer:
         result = trainer.train(epochs=15)
-        print(f"top at x = {trainer.center:.3f}, height {result['height']:.4f}")
+        print(f"maximum at x = {trainer.center:.3f}, height {result['height']:.4f}")
 
 
-def show(result) -> None:
-    """The epochs as a table, counted from 1 as on the progress bar, and where the rest is."""
-    keys = [key for key in ("loss", "accuracy", "val_accuracy") if key in result.history[0]]
-    print("epoch", *(f"{key:>12}" for key in keys), sep="  ")
-    for number, record in enumerate(result.history, 1):
-        print(f"{number:>5}", *(f"{record[key]:>12.4g}" for key in keys), sep="  ")
-    print("curves:", result.plot())
-    print("report:", result.report())
-    print("run:   ", result.run_dir)
+def print_result(result) -> None:
+    """Print the accuracy and the files that the run created."""
+    print(f"\nHeld-out accuracy: {result['val_accuracy']:.1%}\n")
+    print("Model: ", result.run_dir / "final_model.safetensors")
+    print("Curves:", result.plot())
+    print("Report:", result.report())
 
 
 PARTS = {"classification": classification, "regression": regression, "custom": custom_loop}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"one of {', '.join(PARTS)}")
     parser.add_argument("--workers", type=int, default=4)
     arguments = parser.parse_args()
     for part in arguments.parts:
         if part not in PARTS:
-            parser.error(f"there is no part {part!r}; there are {', '.join(PARTS)}")
+            parser.error(f"unknown part {part!r}; choose from {', '.join(PARTS)}")
     for part in arguments.parts or PARTS:
-        print(f"\n== {part}")
+        print(f"{part}:")
         PARTS[part](arguments.workers)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 
 import pytest
 
@@ -40,6 +41,18 @@ def pytest_addoption(parser):
         action="store_true",
         help="write the golden files of the tests that run instead of comparing with them",
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_running_ray():
+    """Hide a Ray cluster that runs on this machine: sessions on Ray would join it."""
+    with pytest.MonkeyPatch.context() as patch:
+        # Not tmp_path: the path of a Unix socket has room for about a hundred characters.
+        folder = tempfile.mkdtemp(prefix="mr-")
+        patch.setenv("RAY_TMPDIR", folder)
+        patch.delenv("RAY_ADDRESS", raising=False)
+        yield
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture

@@ -30,6 +30,8 @@ import pyarrow.parquet as pq
 import scenes
 from tqdm import tqdm
 
+from miniray.limits import cpu_count
+
 QUESTION = (
     "<image>\nWhere was this photo taken? Think about vegetation, light, buildings and landscape, "
     "then give latitude and longitude in degrees as \\boxed{lat, lon}."
@@ -123,7 +125,7 @@ def write_set(
     for path in old:
         path.unlink()
 
-    workers = processes or os.cpu_count() or 1
+    workers = processes or cpu_count()
     with (
         _pool(workers) if workers > 1 else contextlib.nullcontext() as pool,
         tqdm(total=rows + test_rows, unit=" images", disable=not progress) as bar,

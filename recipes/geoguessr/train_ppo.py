@@ -25,6 +25,7 @@ import plots
 from place_worker import PlaceLoader, PlaceWorker, place_reward
 from policy import ANSWER_TOKENS, SIZES, PlacePolicy
 
+from miniray.limits import cpu_count
 from miniray.rl import GRPOConfig, GRPOTrainer, KLPenalty, PPOConfig, PPOTrainer, Sampling, pool
 from miniray.train import Checkpoint
 from miniray.train.progress import Steps
@@ -133,7 +134,7 @@ def make_trainer(
     sampling = Sampling(max_new_tokens=ANSWER_TOKENS, batch_tokens=16 * micro_batch_tokens)
     options.setdefault("eval_sampling", sampling)  # what is trained for; guesses are the likeliest
     # A few threads keep up with any step; more of them would only take the GIL from it.
-    decode_workers = min(4, (os.cpu_count() or 1) // workers - 1)
+    decode_workers = min(4, cpu_count() // workers - 1)
     loader = partial(
         PlaceLoader, batch=prompts, side=SIZES[size].side, decode_workers=max(0, decode_workers)
     )

@@ -41,7 +41,7 @@ def test_the_result_depends_on_the_seed_only(miniray_cli, tmp_path, backend):
 
 def test_it_ends_with_a_table_and_the_path_of_the_report(miniray_cli, tmp_path):
     done = miniray_cli(*SMALL, "--backend", "inline", "--name", "first")
-    path = re.search(r"^report: (.+)$", done.stdout, re.MULTILINE)[1]
+    path = re.search(r"^Report: (.+)$", done.stdout, re.MULTILINE)[1]
     assert (tmp_path / path).is_file()
     rows = re.findall(r"│ (\w+) +│ +([\d,]+) │", done.stdout)
     assert rows == [("0", "10,000"), ("1", "10,000"), ("2", "10,000"), ("all", "30,000")]

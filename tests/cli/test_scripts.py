@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from miniray.cli import _take_debug, bench, cli, demo
+from miniray import limits
+from miniray.cli import _extract_debug, bench, cli, demo
 from miniray.cli.run import run
 from miniray.core import machine
 
@@ -49,7 +50,7 @@ def test_a_demo_is_its_example(handed_over, name, given, passed):
 
 @pytest.mark.parametrize("name", list(demo.SCRIPTS))
 def test_every_demo_has_its_example_in_the_checkout(name):
-    assert demo.find(demo.SCRIPTS[name].path) == ROOT / demo.SCRIPTS[name].path
+    assert demo.find_script(demo.SCRIPTS[name].path) == ROOT / demo.SCRIPTS[name].path
 
 
 def test_a_demo_whose_packages_are_missing_says_what_to_install(handed_over, monkeypatch):
@@ -58,7 +59,8 @@ def test_a_demo_whose_packages_are_missing_says_what_to_install(handed_over, mon
     )
     done = invoke("demo", "classify")
     assert done.exit_code == 1
-    assert "scikit-learn not installed: pip install 'miniray[examples]'" in done.output
+    assert "scikit-learn" in done.output
+    assert "pip install 'miniray[examples]'" in done.output
     assert handed_over == []
     listed = json.loads(invoke("demo", "--list", "--json").output)
     assert "scikit-learn" in listed["gan"]["obstacle"]
@@ -69,10 +71,10 @@ def test_an_installation_without_sources(handed_over, monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "PACKAGE", tmp_path / "lib" / "miniray")
     done = invoke("demo", "ddp")
     assert done.exit_code == 1
-    assert "came without examples/ddp_digits.py" in done.output
+    assert "examples/ddp_digits.py" in done.output
     done = invoke("bench", "engine")
     assert done.exit_code == 1
-    assert "not part of the installed package" in done.output
+    assert "pip install -e '.[bench]'" in done.output
     shipped = tmp_path / "lib" / "miniray" / "demos" / "scripts" / "examples" / "ddp_digits.py"
     shipped.parent.mkdir(parents=True)
     shipped.touch()
@@ -88,7 +90,7 @@ def test_an_unknown_demo_is_refused():
 
 def test_benchmarks_are_listed_and_handed_over(handed_over):
     listed = invoke("bench").output
-    found = bench.benchmarks()
+    found = bench.find_benchmarks()
     assert {"engine", "ps", "data", "train"} <= set(found)
     assert "common" not in found
     for name, (_, text) in found.items():
@@ -97,7 +99,7 @@ def test_benchmarks_are_listed_and_handed_over(handed_over):
     invoke("bench", "engine", "--quick", "--debug")
     script = str(ROOT / "benchmarks" / "engine.py")
     assert handed_over == [(sys.executable, [sys.executable, script, "--quick", "--debug"])]
-    assert "there are: " in invoke("bench", "nothing").output
+    assert invoke("bench", "nothing").exit_code == 2
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_benchmarks_are_listed_and_handed_over(handed_over):
     ],
 )  # fmt: skip
 def test_the_scripts_own_debug_stays_its_own(args, kept, debug):
-    assert _take_debug(args) == (kept, debug)
+    assert _extract_debug(args) == (kept, debug)
 
 
 def test_the_dashboard_gets_what_was_asked_for(monkeypatch, tmp_path):
@@ -144,7 +146,7 @@ def test_a_port_that_is_taken_is_named(tmp_path):
         port = taken.getsockname()[1]
         done = invoke("dashboard", "--runs-dir", str(tmp_path), "--port", str(port))
     assert done.exit_code == 1
-    assert f"port {port} is taken" in done.output
+    assert str(port) in done.output
 
 
 def test_a_missing_extra_is_named(monkeypatch, tmp_path):
@@ -165,7 +167,7 @@ def test_a_missing_extra_is_named(monkeypatch, tmp_path):
 )
 def test_numbers_of_ranks_in_torchruns_words(monkeypatch, word, gpus, ranks):
     monkeypatch.setattr(machine, "gpu_ids", lambda: ["0"] * gpus)
-    monkeypatch.setattr(machine, "cpu_count", lambda: 5)
+    monkeypatch.setattr(limits, "cpu_count", lambda: 5)
     made = run.make_context("run", ["--standalone", f"--nproc_per_node={word}", "train.py"])
     assert made.params["nproc"] == ranks
 
@@ -173,8 +175,8 @@ def test_numbers_of_ranks_in_torchruns_words(monkeypatch, word, gpus, ranks):
 def test_what_torchrun_would_refuse_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "gpu_ids", list)
     monkeypatch.chdir(tmp_path)
-    assert "there is no GPU here" in invoke("run", "--nproc", "gpu", "train.py").output
-    assert "for one machine" in invoke("run", "--standalone", "--nnodes", "2", "x.py").output
+    assert invoke("run", "--nproc", "gpu", "train.py").exit_code == 2
+    assert "--nnodes 1" in invoke("run", "--standalone", "--nnodes", "2", "x.py").output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -192,7 +194,7 @@ def test_a_folder_of_runs_is_not_made_a_run(tmp_path):
     (tmp_path / "runs" / "mine" / "run.json").write_text("{}")
     done = invoke("run", "--run-dir", str(tmp_path / "runs"), __file__)
     assert done.exit_code == 2
-    assert "is a folder of runs" in done.output
+    assert "--run-dir" in done.output
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mine"]
 
 

@@ -86,16 +86,19 @@ def test_a_ref_as_constructor_argument_is_its_value(engine):
     assert miniray.get(counter.read.remote()) == 6
 
 
+@pytest.mark.slow_on_ray
 def test_a_class_without_init(engine):
     assert miniray.get(Bare.remote().ping.remote()) == "pong"
 
 
+@pytest.mark.slow_on_ray
 def test_actors_of_one_class_are_independent(engine):
     one, other = Counter.remote(0), Counter.remote(100)
     miniray.get(one.add.remote(1))
     assert miniray.get([one.read.remote(), other.read.remote()]) == [1, 100]
 
 
+@pytest.mark.slow_on_ray
 def test_method_arguments_by_name(engine):
     assert miniray.get(Counter.remote(1).add.remote(amount=4)) == 5
 
@@ -110,36 +113,43 @@ def test_method_options_override_the_declared_returns(engine):
     assert miniray.get(ref) == (4, 4)
 
 
+@pytest.mark.slow_on_ray
 def test_a_method_without_returns_still_runs(engine):
     counter = Counter.remote()
     assert counter.add.options(num_returns=0).remote() is None
     assert miniray.get(counter.read.remote()) == 1
 
 
+@pytest.mark.slow_on_ray
 def test_inherited_methods_and_attributes(engine):
     actor = BigStep.remote()
     assert miniray.get([actor.add.remote(), actor.read.remote()]) == [15, 15]
 
 
+@pytest.mark.slow_on_ray
 def test_static_and_class_methods(engine):
     actor = BigStep.remote()
     assert miniray.get([actor.twice.remote(4), actor.class_step.remote()]) == [8, 10]
 
 
+@pytest.mark.slow_on_ray
 def test_methods_with_a_leading_underscore(engine):
     assert miniray.get(Bare.remote().ping.remote()) == "pong"
     assert miniray.get(Counter.remote()._hidden.remote()) == "hidden"
 
 
+@pytest.mark.slow_on_ray
 def test_a_callable_object(engine):
     assert miniray.get(Counter.remote(3).__call__.remote(4)) == 7
 
 
+@pytest.mark.slow_on_ray
 def test_a_bound_remote_method_can_be_kept(engine):
     add = Counter.remote(1).add  # the handle itself is gone
     assert miniray.get([add.remote(), add.remote()]) == [2, 3]
 
 
+@pytest.mark.slow_on_ray
 def test_what_an_actor_returns_is_a_copy(engine):
     counter = Counter.remote()
     items = miniray.get(counter.items.remote())
@@ -161,6 +171,7 @@ def test_a_handle_says_what_it_is(engine):
     assert {"add", "read"} <= set(dir(counter))
 
 
+@pytest.mark.slow_on_ray
 def test_an_actor_class_defined_in_a_function(engine):
     bonus = 7
 
@@ -172,11 +183,13 @@ def test_an_actor_class_defined_in_a_function(engine):
     assert miniray.get(Local.remote().read.remote()) == 7
 
 
+@pytest.mark.slow_on_ray
 def test_many_actors_without_a_request_fit_on_few_cpus(engine):
     actors = [Bare.remote() for _ in range(12)]  # the session has 8 CPUs
     assert miniray.get([actor.ping.remote() for actor in actors]) == ["pong"] * 12
 
 
+@pytest.mark.slow_on_ray
 def test_an_actor_has_its_own_process(engine):
     needs(engine, "processes")
     one, other = Counter.remote(), Counter.remote()
@@ -185,6 +198,7 @@ def test_an_actor_has_its_own_process(engine):
     assert len({os.getpid(), first[0], first[2]}) == 3
 
 
+@pytest.mark.slow_on_ray
 def test_actors_work_at_the_same_time(engine, tmp_path):
     needs(engine, "concurrent")
 
@@ -201,6 +215,7 @@ def test_actors_work_at_the_same_time(engine, tmp_path):
     assert miniray.get(refs) == [True, True]
 
 
+@pytest.mark.slow_on_ray
 def test_calls_to_one_actor_do_not_overlap(engine):
     @miniray.remote
     class Exclusive:

@@ -105,6 +105,7 @@ def test_the_callers_array_stays_writable_and_its_own(engine):
     assert miniray.get(holder.first.remote()) == 0
 
 
+@pytest.mark.slow_on_ray
 def test_an_actors_own_array_stays_writable(engine):
     @miniray.remote
     class Accumulator:
@@ -155,6 +156,7 @@ def test_one_array_twice_in_a_value_is_one_array(engine):
 # -- torch -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_on_ray
 @pytest.mark.parametrize("n", [10, 300_000], ids=["small", "large"])
 def test_a_tensor_may_be_written_to_by_its_receiver_alone(engine, n):
     torch = pytest.importorskip("torch")
@@ -167,6 +169,7 @@ def test_a_tensor_may_be_written_to_by_its_receiver_alone(engine, n):
     assert miniray.get(ref)[0] == 0
 
 
+@pytest.mark.slow_on_ray
 def test_a_tensor_returned_by_an_actor_is_not_the_actors(engine):
     torch = pytest.importorskip("torch")
     holder = Holder.remote(torch.zeros(100_000))
@@ -217,6 +220,7 @@ def test_a_module_with_its_weights(engine):
 # -- pyarrow ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_on_ray
 def test_an_arrow_table(engine):
     pa = pytest.importorskip("pyarrow")
     table = pa.table({"id": list(range(50_000)), "text": [str(i) for i in range(50_000)]})

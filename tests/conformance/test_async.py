@@ -103,6 +103,7 @@ def test_a_ref_may_be_awaited_twice(engine):
     assert run(main()) == ([1], [1])
 
 
+@pytest.mark.slow_on_ray
 def test_the_loop_goes_on_while_a_ref_is_awaited(engine):
     needs(engine, "concurrent")
 
@@ -149,6 +150,7 @@ def test_an_error_in_an_async_method(engine):
     assert miniray.get(actor.add.remote(1)) == 1
 
 
+@pytest.mark.slow_on_ray
 def test_async_methods_called_from_a_running_loop(engine):
     async def main():
         actor = Async.remote()
@@ -158,12 +160,14 @@ def test_async_methods_called_from_a_running_loop(engine):
     assert run(main()) == (2, 5, 5)
 
 
+@pytest.mark.slow_on_ray
 def test_an_async_actor_awaits_another(engine):
     one, other = Async.remote(), Async.remote()
     assert miniray.get(one.ask.remote(other)) == 5
     assert miniray.get(other.plain.remote()) == 5
 
 
+@pytest.mark.slow_on_ray
 def test_an_async_actor_gathers_refs(engine):
     actor = Async.remote()
     refs = [identity.remote(i) for i in range(4)]
@@ -180,6 +184,7 @@ def test_all_methods_of_an_async_actor_share_its_loop(engine):
     assert len(set(miniray.get(loops))) == 1
 
 
+@pytest.mark.slow_on_ray
 def test_calls_of_an_async_actor_overlap(engine):
     needs(engine, "concurrent")
     actor = Async.remote()
@@ -189,6 +194,7 @@ def test_calls_of_an_async_actor_overlap(engine):
     assert miniray.get(waiting) == ["set"] * 5
 
 
+@pytest.mark.slow_on_ray
 def test_max_concurrency_limits_an_async_actor(engine):
     needs(engine, "concurrent")
 
@@ -244,6 +250,7 @@ def test_streams_are_read_with_async_for(engine):
     assert run(main()) == [0, 1, 2]
 
 
+@pytest.mark.slow_on_ray
 def test_max_concurrency_threads(engine):
     needs(engine, "concurrent")
 
@@ -260,6 +267,7 @@ def test_max_concurrency_threads(engine):
     assert miniray.get([actor.meet.remote() for _ in range(3)]) == [True] * 3
 
 
+@pytest.mark.slow_on_ray
 def test_a_threaded_actor_can_be_asked_while_it_works(engine, tmp_path):
     needs(engine, "concurrent")
 

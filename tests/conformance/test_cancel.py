@@ -58,6 +58,7 @@ class AsyncEndless:
         return "pong"
 
 
+@pytest.mark.slow_on_ray
 def test_cancelling_what_is_done_does_nothing(engine):
     actor = Actor.remote()
     ref = actor.call.remote()
@@ -127,6 +128,7 @@ def test_cancelling_a_task_in_the_queue(engine, tmp_path):
     assert not ran.is_open()
 
 
+@pytest.mark.slow_on_ray
 def test_calls_behind_a_cancelled_one_do_not_wait_for_its_argument(engine, tmp_path):
     needs(engine, "concurrent")
     gate = Gate(tmp_path)
@@ -173,6 +175,7 @@ def test_cancelling_an_async_method(engine, tmp_path):
     assert miniray.get(waiter.what.remote()) == "cancelled"
 
 
+@pytest.mark.slow_on_ray
 def test_cancelling_an_async_method_that_has_not_begun(engine):
     """At once, or while others have all the slots: it is told, and the others go on."""
     needs(engine, "concurrent")
@@ -203,6 +206,7 @@ def test_force_is_refused_for_actor_calls(engine, tmp_path):
     assert miniray.get(ref) == "unblocked"
 
 
+@pytest.mark.slow_on_ray
 @pytest.mark.parametrize("of", ["task", "method", "async method"])
 def test_cancelling_a_stream(engine, of):
     """It ends with the error as its last item, and its worker is free again."""

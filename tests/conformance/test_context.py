@@ -2,6 +2,8 @@
 
 import socket
 
+import pytest
+
 import miniray
 
 
@@ -67,6 +69,7 @@ def test_a_task_has_an_id_and_is_no_actor(engine):
     assert int(first["task_id"], 16) >= 0
 
 
+@pytest.mark.slow_on_ray
 def test_an_actor_knows_its_id(engine):
     one, other = Who.remote(), Who.remote()
     first, second = miniray.get([one.ids.remote(), other.ids.remote()])
@@ -82,12 +85,14 @@ def test_an_actors_id_is_the_same_in_every_call_and_in_init(engine):
     assert first["task_id"] != second["task_id"]
 
 
+@pytest.mark.slow_on_ray
 def test_an_actor_knows_its_name(engine, unique):
     named = Who.options(name=unique).remote()
     assert miniray.get(named.ids.remote())["actor_name"] == unique
     assert miniray.get(Who.remote().ids.remote())["actor_name"] is None
 
 
+@pytest.mark.slow_on_ray
 def test_actors_have_workers_of_their_own(engine):
     one, other = Who.remote(), Who.remote()
     workers = {ids["worker_id"] for ids in miniray.get([one.ids.remote(), other.ids.remote()])}
@@ -95,6 +100,7 @@ def test_actors_have_workers_of_their_own(engine):
     assert len(workers) == 3
 
 
+@pytest.mark.slow_on_ray
 def test_all_are_of_one_job_and_namespace(engine):
     here = miniray.get_runtime_context()
     there = miniray.get(Who.remote().ids.remote())
@@ -102,10 +108,12 @@ def test_all_are_of_one_job_and_namespace(engine):
     assert there["namespace"] == here.namespace
 
 
+@pytest.mark.slow_on_ray
 def test_a_task_started_by_an_actor_is_not_the_actor(engine):
     assert miniray.get(Who.remote().nested.remote())["actor_id"] is None
 
 
+@pytest.mark.slow_on_ray
 def test_a_new_actor_was_not_reconstructed(engine):
     assert miniray.get(Who.remote().ids.remote())["reconstructed"] is False
 
@@ -146,6 +154,7 @@ def test_nodes_describe_this_machine(engine):
     assert node["NodeManagerHostname"] == socket.gethostname()
 
 
+@pytest.mark.slow_on_ray
 def test_everything_runs_on_a_node_of_the_session(engine):
     ids = {node["NodeID"] for node in miniray.nodes()}
     assert miniray.get_runtime_context().get_node_id() in ids

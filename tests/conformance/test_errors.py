@@ -176,6 +176,7 @@ def test_get_of_a_list_raises_the_first_error_in_it(engine):
         miniray.get(refs)
 
 
+@pytest.mark.slow_on_ray
 def test_a_failed_call_leaves_the_actor_alive(engine):
     shop = Shop.remote()
     with pytest.raises(ShopError):
@@ -203,6 +204,7 @@ def test_an_error_passes_through_an_actor_in_between(engine):
     assert "sold out" in str(caught.value)
 
 
+@pytest.mark.slow_on_ray
 def test_an_error_passes_through_a_chain_of_actors(engine):
     shop = Shop.remote(Shop.remote(Shop.remote(Shop.remote())))
     with pytest.raises(ShopError) as caught:
@@ -210,6 +212,7 @@ def test_an_error_passes_through_a_chain_of_actors(engine):
     assert caught.value.code == 6
 
 
+@pytest.mark.slow_on_ray
 @pytest.mark.parametrize("actors", [0, 1, 2])
 def test_an_error_passes_through_a_long_chain_of_calls(engine, tmp_path, actors):
     gate = Gate(tmp_path)
@@ -232,6 +235,7 @@ def test_an_error_passes_through_a_long_chain_of_calls(engine, tmp_path, actors)
     assert miniray.get(identity.remote(1)) == 1
 
 
+@pytest.mark.slow_on_ray
 def test_remote_code_can_catch_what_remote_code_raised(engine):
     @miniray.remote
     def careful():

@@ -112,6 +112,7 @@ def restarted(actor):
 # -- the end of an actor ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow_on_ray
 def test_an_actor_ends_with_its_last_handle(engine):
     needs(engine, "processes")
     actor = Actor.remote()
@@ -124,6 +125,7 @@ def test_an_actor_ends_with_its_last_handle(engine):
     eventually(lambda: not is_process(pid))
 
 
+@pytest.mark.slow_on_ray
 @pytest.mark.parametrize("kind", ["plain", "async"])
 def test_an_actor_that_ends_tidies_up(engine, tmp_path, kind):
     """As any program: what it wrote is flushed, exit handlers and ``finally`` run."""
@@ -135,6 +137,7 @@ def test_an_actor_that_ends_tidies_up(engine, tmp_path, kind):
     eventually(lambda: left.exists() and log.read_text() == "hello")
 
 
+@pytest.mark.slow_on_ray
 def test_calls_made_before_the_last_handle_went_are_done(engine):
     @miniray.remote
     def last_words():
@@ -158,6 +161,7 @@ def test_a_failed_init_is_told_at_every_call(engine):
     assert caught.value.in_init
 
 
+@pytest.mark.slow_on_ray
 def test_a_failed_init_frees_the_name(engine, unique):
     actor = Actor.options(name=unique).remote("no")
     with pytest.raises(ActorDiedError):
@@ -175,6 +179,7 @@ def test_calls_after_kill_fail(engine):
             miniray.get(actor.call.remote())
 
 
+@pytest.mark.slow_on_ray
 def test_killing_twice_is_harmless(engine):
     actor = Actor.remote()
     miniray.get(actor.call.remote())
@@ -182,6 +187,7 @@ def test_killing_twice_is_harmless(engine):
     miniray.kill(actor)
 
 
+@pytest.mark.slow_on_ray
 def test_results_from_before_the_kill_remain(engine):
     actor = Actor.remote()
     ref = actor.call.remote()
@@ -190,6 +196,7 @@ def test_results_from_before_the_kill_remain(engine):
     assert miniray.get(ref) == 1
 
 
+@pytest.mark.slow_on_ray
 def test_kill_ends_the_process(engine):
     needs(engine, "processes")
     actor = Actor.remote()
@@ -217,6 +224,7 @@ def test_sys_exit_ends_the_actor(engine):
         miniray.get(actor.call.remote())
 
 
+@pytest.mark.slow_on_ray
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=["SIGKILL", "SIGSEGV"])
 def test_a_signal_ends_the_actor(engine, number):
     needs(engine, "processes")
@@ -234,6 +242,7 @@ def test_a_crash_fails_the_calls_queued_behind_it(engine):
             miniray.get(ref)
 
 
+@pytest.mark.slow_on_ray
 def test_a_crash_is_seen_by_another_actor_that_waits(engine):
     needs(engine, "processes")
 
@@ -259,6 +268,7 @@ def test_without_max_restarts_a_crash_is_final(engine):
     assert dead(actor)
 
 
+@pytest.mark.slow_on_ray
 def test_an_actor_restarts_as_often_as_allowed(engine):
     needs(engine, "processes")
     actor = Actor.options(max_restarts=1).remote()
@@ -272,6 +282,7 @@ def test_an_actor_restarts_as_often_as_allowed(engine):
     assert dead(actor)
 
 
+@pytest.mark.slow_on_ray
 def test_kill_with_restart_starts_over(engine):
     actor = Actor.options(max_restarts=1).remote()
     assert miniray.get([actor.call.remote(), actor.call.remote()]) == [1, 2]
@@ -282,6 +293,7 @@ def test_kill_with_restart_starts_over(engine):
     eventually(lambda: dead(actor))
 
 
+@pytest.mark.slow_on_ray
 def test_kill_without_restart_ignores_max_restarts(engine):
     actor = Actor.options(max_restarts=5).remote()
     miniray.get(actor.call.remote())
@@ -290,12 +302,14 @@ def test_kill_without_restart_ignores_max_restarts(engine):
         miniray.get(actor.call.remote())
 
 
+@pytest.mark.slow_on_ray
 def test_max_task_retries_runs_the_call_again(engine, tmp_path):
     needs(engine, "processes")
     actor = Actor.options(max_restarts=3, max_task_retries=3).remote()
     assert miniray.get(actor.crash_until.remote(str(tmp_path / "runs"), 2)) == 3
 
 
+@pytest.mark.slow_on_ray
 def test_a_crashed_task_is_retried(engine, tmp_path):
     needs(engine, "processes")
     assert miniray.get(crash_until.remote(str(tmp_path / "runs"), 2)) == 3
@@ -309,6 +323,7 @@ def test_max_retries_limits_the_retries(engine, tmp_path):
     assert path.stat().st_size == 2
 
 
+@pytest.mark.slow_on_ray
 def test_an_exception_is_not_retried(engine, tmp_path):
     path = tmp_path / "runs"
 

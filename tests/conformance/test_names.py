@@ -55,12 +55,14 @@ def test_a_name_in_the_decorator(engine, unique):
     assert miniray.get_actor(unique) == single
 
 
+@pytest.mark.slow_on_ray
 def test_an_actor_is_found_from_a_task(engine, unique):
     store = Store.options(name=unique).remote()
     miniray.get(set_by_name.remote(unique, 8))
     assert miniray.get(store.get.remote()) == 8
 
 
+@pytest.mark.slow_on_ray
 def test_an_actor_is_found_from_an_actor(engine, unique):
     @miniray.remote
     class Client:
@@ -80,6 +82,7 @@ def test_an_unknown_name_is_a_value_error(engine, unique):
         miniray.get_actor(unique)
 
 
+@pytest.mark.slow_on_ray
 def test_a_taken_name_is_a_value_error(engine, unique):
     store = Store.options(name=unique).remote(1)
     with pytest.raises(ValueError, match=unique):
@@ -116,6 +119,7 @@ def test_a_name_is_not_found_in_another_namespace(engine, unique):
     assert store is not None  # held until here
 
 
+@pytest.mark.slow_on_ray
 def test_a_name_is_free_again_when_the_last_handle_is_gone(engine, unique):
     store = Store.options(name=unique).remote(1)
     miniray.get(store.get.remote())
@@ -125,6 +129,7 @@ def test_a_name_is_free_again_when_the_last_handle_is_gone(engine, unique):
     assert miniray.get(again.get.remote()) == 2
 
 
+@pytest.mark.slow_on_ray
 def test_a_name_is_free_again_after_kill(engine, unique):
     store = Store.options(name=unique).remote(1)
     miniray.get(store.get.remote())
@@ -144,6 +149,7 @@ def test_a_detached_actor_outlives_its_handles(engine, unique):
     eventually(lambda: not exists(unique))
 
 
+@pytest.mark.slow_on_ray
 def test_a_detached_actor_outlives_the_actor_that_made_it(engine, unique):
     @miniray.remote
     class Maker:

@@ -166,6 +166,7 @@ def test_wait_returns_what_is_ready_after_the_timeout(engine, tmp_path):
     assert miniray.wait([slow, quick], num_returns=2) == ([slow, quick], [])
 
 
+@pytest.mark.slow_on_ray
 def test_wait_returns_as_soon_as_enough_are_ready(engine, tmp_path):
     needs(engine, "concurrent")
     gate = Gate(tmp_path)

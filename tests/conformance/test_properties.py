@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -79,6 +80,7 @@ def same(left, right):
     assert repr(left) == repr(right) or isinstance(left, (set, frozenset, dict, list, tuple, Node))
 
 
+@pytest.mark.slow_on_ray
 def test_values_survive_put_and_get(engine):
     @FEW
     @given(values)
@@ -97,6 +99,7 @@ def test_values_survive_as_argument_and_result_of_a_task(engine):
     check()
 
 
+@pytest.mark.slow_on_ray
 def test_arguments_of_a_method_arrive_in_place(engine):
     echo = Echo.remote()
 

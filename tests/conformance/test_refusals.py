@@ -125,6 +125,7 @@ def test_an_unpicklable_argument_is_refused_with_the_path_to_it(engine):
     assert "lock" in str(caught.value)
 
 
+@pytest.mark.slow_on_ray
 def test_an_unpicklable_argument_of_a_method(engine):
     greeter = Greeter.remote("Ann")
     with pytest.raises(NotSerializableError, match="'greeting'"):

@@ -56,6 +56,7 @@ def test_totals_are_what_init_said(engine):
     assert totals["memory"] > 0
 
 
+@pytest.mark.slow_on_ray
 def test_an_actor_holds_its_cpus_while_it_lives(engine, all_free):
     worker = Worker.options(num_cpus=3).remote()
     miniray.get(worker.gpus.remote())
@@ -64,6 +65,7 @@ def test_an_actor_holds_its_cpus_while_it_lives(engine, all_free):
     eventually(lambda: free("CPU") == 8)
 
 
+@pytest.mark.slow_on_ray
 def test_a_killed_actor_gives_its_cpus_back(engine, all_free):
     worker = Worker.options(num_cpus=2).remote()
     miniray.get(worker.gpus.remote())
@@ -72,6 +74,7 @@ def test_a_killed_actor_gives_its_cpus_back(engine, all_free):
     eventually(lambda: free("CPU") == 8)
 
 
+@pytest.mark.slow_on_ray
 def test_an_actor_whose_init_failed_holds_nothing(engine, all_free):
     @miniray.remote(num_cpus=4)
     class Broken:
@@ -87,6 +90,7 @@ def test_an_actor_whose_init_failed_holds_nothing(engine, all_free):
     eventually(lambda: free("CPU") == 8)
 
 
+@pytest.mark.slow_on_ray
 def test_an_actor_without_a_request_holds_no_cpu(engine, all_free):
     worker = Worker.remote()
     miniray.get(worker.gpus.remote())
@@ -94,6 +98,7 @@ def test_an_actor_without_a_request_holds_no_cpu(engine, all_free):
     assert worker is not None  # held until here
 
 
+@pytest.mark.slow_on_ray
 def test_fractions_of_a_cpu(engine, all_free):
     workers = [Worker.options(num_cpus=0.5).remote() for _ in range(3)]
     miniray.get([w.gpus.remote() for w in workers])
@@ -117,6 +122,7 @@ def test_a_running_task_uses_a_cpu(engine, all_free, tmp_path):
     eventually(lambda: free("CPU") == 8)
 
 
+@pytest.mark.slow_on_ray
 def test_an_actor_waits_for_resources_that_are_taken(engine, all_free):
     needs(engine, "concurrent")
     first = Worker.options(num_cpus=8).remote()
@@ -140,6 +146,7 @@ def test_a_task_that_can_never_fit_is_refused_at_once(engine, request_):
         gpus.options(**request_).remote()
 
 
+@pytest.mark.slow_on_ray
 def test_tasks_nested_deeper_than_there_are_cpus(engine, all_free):
     @miniray.remote
     def down(n):
@@ -161,6 +168,7 @@ def test_an_actor_gets_a_gpu_of_its_own(engine, all_free):
     assert visible == [str(ids[0][0]), str(ids[1][0])]
 
 
+@pytest.mark.slow_on_ray
 def test_an_actor_gets_several_gpus(engine, all_free):
     worker = Worker.options(num_gpus=2).remote()
     assert sorted(miniray.get(worker.gpus.remote())) == [0, 1]
@@ -168,12 +176,14 @@ def test_an_actor_gets_several_gpus(engine, all_free):
     eventually(lambda: free("GPU") == 0)
 
 
+@pytest.mark.slow_on_ray
 def test_fractions_share_a_gpu(engine, all_free):
     workers = [Worker.options(num_gpus=0.5).remote() for _ in range(4)]
     ids = miniray.get([w.gpus.remote() for w in workers])
     assert sorted(ids) == [[0], [0], [1], [1]]
 
 
+@pytest.mark.slow_on_ray
 def test_a_gpu_is_free_again_when_its_actor_is_gone(engine, all_free):
     worker = Worker.options(num_gpus=2).remote()
     miniray.get(worker.gpus.remote())
@@ -189,6 +199,7 @@ def test_a_task_gets_a_gpu(engine, all_free):
     assert visible == str(ids[0])
 
 
+@pytest.mark.slow_on_ray
 def test_without_a_request_there_are_no_gpus(engine):
     assert miniray.get(Worker.remote().gpus.remote()) == []
     assert miniray.get(gpus.remote())[0] == []
@@ -208,6 +219,7 @@ def test_environment_variables_of_a_task(engine):
     assert "CONFORMANCE_TASK" not in os.environ
 
 
+@pytest.mark.slow_on_ray
 def test_environment_variables_of_an_actor(engine):
     env = {"env_vars": {"CONFORMANCE_ACTOR": "yes"}}
     worker = Worker.options(runtime_env=env).remote()
@@ -215,6 +227,7 @@ def test_environment_variables_of_an_actor(engine):
     assert miniray.get(Worker.remote().environment.remote("CONFORMANCE_ACTOR")) is None
 
 
+@pytest.mark.slow_on_ray
 def test_environment_variables_are_there_in_init(engine):
     @miniray.remote(runtime_env={"env_vars": {"CONFORMANCE_INIT": "early"}})
     class Early:
@@ -227,6 +240,7 @@ def test_environment_variables_are_there_in_init(engine):
     assert miniray.get(Early.remote().get.remote()) == "early"
 
 
+@pytest.mark.slow_on_ray
 def test_environment_variables_are_inherited_by_what_an_actor_starts(engine):
     env = {"env_vars": {"CONFORMANCE_CHILD": "yes"}}
     worker = Worker.options(runtime_env=env).remote()

@@ -43,6 +43,7 @@ def test_a_session_from_start_to_end(no_engine):
     miniray.shutdown()  # once more does nothing
 
 
+@pytest.mark.slow_on_ray
 def test_with_ends_the_session_and_another_may_follow(no_engine):
     with miniray.init(backend=no_engine, num_cpus=2):
         first = Counter.options(name="same").remote()
@@ -55,6 +56,7 @@ def test_with_ends_the_session_and_another_may_follow(no_engine):
         assert miniray.get(add.remote(2, 2)) == 4  # the same function, exported anew
 
 
+@pytest.mark.slow_on_ray
 def test_refs_and_handles_of_an_earlier_session_are_refused(no_engine):
     """Their ids may be somebody else's by now."""
     with miniray.init(backend=no_engine, num_cpus=2):
@@ -81,6 +83,7 @@ def test_refs_and_handles_of_an_earlier_session_are_refused(no_engine):
         assert miniray.get(own.add.remote()) == 1
 
 
+@pytest.mark.slow_on_ray
 def test_first_use_starts_the_engine_of_the_environment(no_engine, monkeypatch):
     monkeypatch.setenv("MINIRAY_BACKEND", no_engine)
     assert miniray.get(add.remote(20, 22)) == 42

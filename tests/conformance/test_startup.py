@@ -3,6 +3,7 @@
 import os
 import random
 
+import numpy as np
 import pytest
 
 import miniray
@@ -35,18 +36,25 @@ class Worker:
     def random(self):
         return random.random()
 
+    def numpy_random(self):
+        import numpy
+
+        return numpy.random.random()
+
 
 @miniray.remote
 def run_seed():
     return os.environ[startup.RUN_SEED]
 
 
+@pytest.mark.slow_on_ray
 def test_all_processes_of_a_run_share_one_seed(engine):
     seeds = miniray.get([Worker.remote().run_seed.remote(), run_seed.remote()])
     assert seeds[0] == seeds[1] == os.environ[startup.RUN_SEED]
     assert int(seeds[0]) >= 0
 
 
+@pytest.mark.slow_on_ray
 def test_a_given_run_seed_is_kept(no_engine, monkeypatch):
     monkeypatch.setenv(startup.RUN_SEED, "42")
     miniray.init(backend=no_engine, num_cpus=2)
@@ -55,10 +63,13 @@ def test_a_given_run_seed_is_kept(no_engine, monkeypatch):
     assert os.environ[startup.RUN_SEED] == "42"
 
 
+@pytest.mark.slow_on_ray
 def test_actors_created_with_a_seed(engine):
     with startup.actors_with(seed=3):
         seeded = Worker.remote()
     assert miniray.get(seeded.random.remote()) == random.Random(3).random()
+    rolled = miniray.get(seeded.numpy_random.remote())
+    assert rolled == np.random.RandomState(3).random_sample()
 
 
 def test_an_actor_is_set_up_around_its_making(engine):
@@ -68,6 +79,7 @@ def test_an_actor_is_set_up_around_its_making(engine):
     assert miniray.get(worker.events.remote())[-3:] == ["before", "init", "made Worker"]
 
 
+@pytest.mark.slow_on_ray
 def test_a_set_up_that_fails_is_the_actors_failure(engine):
     with startup.actors_with(env={startup.SET_UP: "no_such_module:f"}):
         worker = Worker.remote()

@@ -81,6 +81,7 @@ def test_the_next_call_runs_after_the_stream(engine):
     assert values(stream) == [0, 10, 20, 30, 40]
 
 
+@pytest.mark.slow_on_ray
 def test_a_stream_nobody_reads_is_produced_all_the_same(engine):
     producer = Producer.remote()
     producer.produce.remote(5)
@@ -171,6 +172,7 @@ class Counter:
         yield from counted(*args)
 
 
+@pytest.mark.slow_on_ray
 @pytest.mark.parametrize("where", ["task", "actor"])
 def test_a_stream_that_is_run_again_repeats_no_item(engine, tmp_path, where):
     needs(engine, "processes", "concurrent")

@@ -81,6 +81,7 @@ def test_none_is_a_result(engine):
     assert miniray.get(identity.remote(None)) is None
 
 
+@pytest.mark.slow_on_ray
 def test_results_come_in_the_order_of_the_refs(engine):
     refs = [identity.remote(i) for i in range(30)]
     assert miniray.get(refs[::-1]) == list(range(29, -1, -1))
@@ -123,6 +124,7 @@ def test_yield_may_give_a_fixed_number_of_returns(engine):
     assert miniray.get(pair.remote()) == ["first", "second"]
 
 
+@pytest.mark.slow_on_ray
 @pytest.mark.parametrize("actor", ["task", "plain", "threaded", "async"])
 def test_a_generator_that_fails_fails_its_returns(engine, actor):
     """What it raises is the call's error, and its worker lives on."""
@@ -176,6 +178,7 @@ def test_one_ref_feeds_many_tasks(engine):
     assert miniray.get([add.remote(base, i) for i in range(5)]) == [100, 101, 102, 103, 104]
 
 
+@pytest.mark.slow_on_ray
 def test_tasks_call_tasks(engine):
     assert miniray.get(fibonacci.remote(5)) == 5
 

@@ -95,6 +95,7 @@ def test_a_handle_in_a_container_of_a_constructor(engine):
     assert miniray.get(keeper.read.remote()) == 5
 
 
+@pytest.mark.slow_on_ray
 def test_a_handle_in_a_method_argument(engine):
     keeper = Keeper.remote()
     miniray.get(keeper.hold.remote({"cell": Cell.remote(6)}))
@@ -111,6 +112,7 @@ def test_a_method_of_a_handle(engine):
     assert miniray.get(cell.get.remote()) == 4
 
 
+@pytest.mark.slow_on_ray
 def test_a_list_of_handles(engine):
     workers = [Cell.remote(value) for value in (1, 2, 6)]
     server = ParameterServer.remote()
@@ -123,11 +125,13 @@ def test_a_handle_in_a_put(engine):
     assert miniray.get(miniray.get(ref)[0].get.remote()) == 7
 
 
+@pytest.mark.slow_on_ray
 def test_a_handle_returned_by_a_task(engine):
     cell = miniray.get(make_cell.remote(8))
     assert miniray.get(cell.get.remote()) == 8
 
 
+@pytest.mark.slow_on_ray
 def test_a_handle_returned_by_an_actor(engine):
     keeper = Keeper.remote()
     cell = miniray.get(keeper.make.remote(9))
@@ -135,6 +139,7 @@ def test_a_handle_returned_by_an_actor(engine):
     assert miniray.get(keeper.read.remote()) == 10
 
 
+@pytest.mark.slow_on_ray
 def test_a_returned_handle_is_the_same_actor(engine):
     cell = Cell.remote()
     keeper = Keeper.remote([cell])
@@ -151,6 +156,7 @@ def test_a_handle_in_a_closure(engine):
     assert miniray.get(read.remote()) == 11
 
 
+@pytest.mark.slow_on_ray
 def test_a_handle_in_the_closure_of_a_class(engine):
     cell = Cell.remote(12)
 
@@ -162,6 +168,7 @@ def test_a_handle_in_the_closure_of_a_class(engine):
     assert miniray.get(Reader.remote().read.remote()) == 12
 
 
+@pytest.mark.slow_on_ray
 def test_a_handle_as_an_attribute_of_a_value(engine):
     class Bag:
         def __init__(self, cell):
@@ -177,6 +184,7 @@ def test_a_handle_as_an_attribute_of_a_value(engine):
     assert miniray.get(read.remote(Bag(Cell.remote(13)))) == 13
 
 
+@pytest.mark.slow_on_ray
 def test_a_ref_as_a_handles_argument_from_elsewhere(engine):
     cell = Cell.remote()
 
@@ -250,6 +258,7 @@ def test_an_actor_class_travels(engine):
     assert miniray.get(build.remote(Cell, 19)) == 19
 
 
+@pytest.mark.slow_on_ray
 def test_an_actor_kills_an_actor(engine, unique):
     cell = Cell.options(name=unique).remote()
     miniray.get(cell.get.remote())
@@ -261,6 +270,7 @@ def test_an_actor_kills_an_actor(engine, unique):
     eventually(lambda: not exists(unique))
 
 
+@pytest.mark.slow_on_ray
 def test_an_actor_held_only_by_an_actor_lives(engine, unique):
     keeper = Keeper.remote({"cell": Cell.options(name=unique).remote(20)})
     assert miniray.get(keeper.read.remote()) == 20
@@ -269,6 +279,7 @@ def test_an_actor_held_only_by_an_actor_lives(engine, unique):
     eventually(lambda: not exists(unique))
 
 
+@pytest.mark.slow_on_ray
 def test_an_actor_held_only_by_a_put_value_lives(engine, unique):
     ref = miniray.put({"cell": Cell.options(name=unique).remote(21)})
     assert miniray.get(miniray.get(ref)["cell"].get.remote()) == 21
@@ -277,11 +288,13 @@ def test_an_actor_held_only_by_a_put_value_lives(engine, unique):
     eventually(lambda: not exists(unique))
 
 
+@pytest.mark.slow_on_ray
 def test_an_actor_held_only_by_a_call_in_flight_lives(engine):
     # The handle is gone before the task runs; the arguments hold it.
     assert miniray.get(set_cell.remote(Cell.remote(), 22)) == 22
 
 
+@pytest.mark.slow_on_ray
 def test_two_actors_that_know_each_other(engine):
     @miniray.remote
     class Peer:
@@ -301,6 +314,7 @@ def test_two_actors_that_know_each_other(engine):
     assert miniray.get(other.ask.remote()) == "peer"
 
 
+@pytest.mark.slow_on_ray
 def test_a_ring_of_actors_passes_a_value_around(engine):
     @miniray.remote
     class Link:

@@ -1,51 +1,10 @@
-"""What the machine has, as this process may use it; and counting what was given out."""
-
-import os
+"""GPUs and identity of the machine, and how its cores and GPUs are assigned."""
 
 import pytest
 
 from miniray.core import machine
 from miniray.core.machine import Resources
 from miniray.errors import ActorUnschedulableError
-
-
-@pytest.fixture
-def cgroup(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
-
-    def write(name, text):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-
-    return write
-
-
-def test_cpus_by_affinity(cgroup):
-    assert machine.cpu_count() == 16
-
-
-@pytest.mark.parametrize(
-    ("quota", "cpus"), [("max 100000", 16), ("150000 100000", 2), ("50000 100000", 1), ("", 16)]
-)
-def test_cpus_by_quota(cgroup, quota, cpus):
-    cgroup("cpu.max", quota)
-    assert machine.cpu_count() == cpus
-
-
-@pytest.mark.parametrize(("quota", "cpus"), [("-1", 16), ("400000", 4)])
-def test_cpus_by_quota_of_version_1(cgroup, quota, cpus):
-    cgroup("cpu/cpu.cfs_quota_us", quota)
-    cgroup("cpu/cpu.cfs_period_us", "100000")
-    assert machine.cpu_count() == cpus
-
-
-def test_memory_is_limited_by_the_cgroup(cgroup):
-    everything = machine.memory_total()
-    cgroup("memory.max", "max\n")
-    assert machine.memory_total() == everything
-    cgroup("memory.max", "1000000\n")
-    assert machine.memory_total() == 1_000_000
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def look(lane, record, **fields):
 def test_a_step_is_divided_as_the_rank_measured_it():
     lane = Lane()
     step = Steps(1, 1, 0, NOW - 90, 10.0, 2.0, 3.0, 1.0, 0.5, 8)
-    record = rank(0, attached=NOW - 100, steps=(step,), phase=Phase("data", at(1), NOW - 90))
+    record = rank(0, attached=NOW - 100, history=(step,), phase=Phase("data", at(1), NOW - 90))
     assert look(lane, record) == [step]
     assert look(lane, record) == []
     # 35 is all of the time: 4 of 10 s computing, 3 backward, 2 data, 1 collective.
@@ -162,7 +162,7 @@ def test_what_was_seen_gives_way_to_what_the_rank_recorded():
     look(lane, rank(0, attached=NOW - 10, phase=Phase("data", at(1), NOW - 10)))
     assert shares(lane, NOW - 10, NOW) == [{"data": 35}]
     step = Steps(1, 1, 0, NOW, 5.0, 0.0, 0.0, 0.0, None, 8)
-    look(lane, rank(0, attached=NOW - 10, steps=(step,), phase=Phase("data", at(1), NOW)))
+    look(lane, rank(0, attached=NOW - 10, history=(step,), phase=Phase("data", at(1), NOW)))
     assert shares(lane, NOW - 10, NOW, 2) == [{"data": 35}, {"compute": 35}]
 
 
@@ -170,7 +170,7 @@ def test_old_moments_go_and_the_shares_stay():
     lane = Lane()
     every = [Steps(n, 1, 0, NOW - 10_000 + n, 1.0, 0.5, 0.0, 0.0, None, 8) for n in range(1, 9001)]
     for first in range(0, 9000, 250):
-        look(lane, rank(0, attached=NOW - 10_000, steps=tuple(every[first : first + 250])))
+        look(lane, rank(0, attached=NOW - 10_000, history=tuple(every[first : first + 250])))
     assert len(lane._moments) < 5000
     assert shares(lane, NOW - 10_000, NOW - 1000) == [{"compute": 18, "data": 18}]
     assert window([lane], 600, 10)[1] - window([lane], 600, 10)[0] == pytest.approx(600)

@@ -19,6 +19,7 @@ import pytest
 
 from miniray.data import ArrowDataset, DataLoader, IndexedDataset, ParquetDataset
 from miniray.data.loader.decode import size_of
+from miniray.data.plan import shard as parts
 from miniray.errors import DataError, RowError
 from tests.data.conftest import write_parquet
 
@@ -297,28 +298,68 @@ def test_transforms_in_processes():
     loader.close()
 
 
-def kill_oneself_once(row):
-    if row["id"] == 25:
-        try:
-            os.unlink(row["mark"])
-        except FileNotFoundError:
-            return row
+def kill_process_once(row):
+    """End the process at row 25 by SIGKILL, as often as there are files to delete."""
+    if row["id"] == 25 and (marks := os.listdir(row["marks"])):
+        os.unlink(os.path.join(row["marks"], marks[0]))
         os.kill(os.getpid(), signal.SIGKILL)
-    return row
+    return {"id": row["id"], "pid": os.getpid()}
 
 
-def test_a_loader_goes_on_after_a_process_was_killed(tmp_path):
-    mark = tmp_path / "mark"
-    mark.touch()
-    data = IndexedDataset([{"id": i, "mark": str(mark)} for i in range(40)])
-    loader = DataLoader(data, 10, transform=kill_oneself_once, decode_processes=True)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_lost_decode_process_is_replaced(tmp_path, workers):
+    (tmp_path / "once").touch()
+    data = IndexedDataset([{"id": i, "marks": str(tmp_path)} for i in range(40)])
+    loader = DataLoader(
+        data, 10, transform=kill_process_once, decode_workers=workers, decode_processes=True
+    )
+    with pytest.warns(RuntimeWarning, match="from row 2"):
+        batches = list(loader)
+    loader.close()
+    assert not os.listdir(tmp_path)
+    assert [i for batch in batches for i in batch["id"].tolist()] == list(range(40))
+    pids = {pid for batch in batches for pid in batch["pid"].tolist()}
+    assert len(pids) in (2, 3)  # with two decode threads the third batch may come first
+    for pid in pids:
+        assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_rows_that_end_two_processes_are_named_and_the_loader_still_works(tmp_path):
+    for name in ("once", "twice"):
+        (tmp_path / name).touch()
+    data = IndexedDataset([{"id": i, "marks": str(tmp_path)} for i in range(40)], name="numbers")
+    loader = DataLoader(data, 10, transform=kill_process_once, decode_processes=True)
     seen = []
-    with pytest.raises(DataError, match="a decode process ended"):
+    with pytest.raises(DataError) as caught, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
         for batch in loader:
             seen += batch["id"].tolist()
+    assert (caught.value.file, caught.value.row) == ("numbers", 20)
     loader.load_state_dict(loader.state_dict())
     assert seen + [i for batch in loader for i in batch["id"].tolist()] == list(range(40))
     loader.close()
+
+
+# -- ranks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("read", [list, lambda data: list(DataLoader(data, 10))])
+@pytest.mark.parametrize(
+    ("options", "world_size", "count"),
+    [({}, "4", 1), ({}, "1", 0), ({"rank": 0, "world_size": 1}, "4", 0)],
+)
+def test_data_without_rank_under_torchrun_warns_once(monkeypatch, read, options, world_size, count):
+    monkeypatch.setattr(parts, "_has_warned", False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            data = IndexedDataset(range(40), **options)
+            read(data), read(data)
+    found = [(w.category, w.filename) for w in caught]
+    assert found == [(RuntimeWarning, __file__)] * count
+    assert all("rank=" in str(w.message) for w in caught)
 
 
 # -- memory --------------------------------------------------------------------------------------

@@ -506,8 +506,7 @@ def test_a_missing_column_is_named(parquet_folder):
         ParquetDataset(parquet_folder, group_by="who")
 
 
-def test_a_file_deleted_in_mid_epoch_is_named(parquet_folder, monkeypatch):
-    monkeypatch.setattr("miniray.data.datasets.SEQUENTIAL_BYTES", 1000)
+def test_a_file_deleted_in_mid_epoch_is_named(parquet_folder):
     loader = DataLoader(ParquetDataset(parquet_folder, memory_budget="8KB"), 5, prefetch=1)
     iterator = iter(loader)
     seen = next(iterator)["id"].tolist()

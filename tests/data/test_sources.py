@@ -149,7 +149,7 @@ def test_faults_of_arrow_files(tmp_path):
     with pytest.raises(DataError, match=r"x\.arrow is empty"):
         ArrowDataset(tmp_path)
     (tmp_path / "x.arrow").write_bytes(b"ARROW1\0\0 and nothing else")
-    with pytest.raises(DataError, match=r"x\.arrow can't be opened as an Arrow file"):
+    with pytest.raises(DataError, match=r"x\.arrow can't be read as an Arrow file"):
         ArrowDataset(tmp_path)
     with pytest.raises(DataError, match="no column 'b'"):
         ArrowDataset(pa.table({"a": [1]}), columns=["b"])

@@ -59,8 +59,7 @@ def rank(number, world=2, **fields):
         batches=10,
         batches_in_epoch=10,
         backwards=10,
-        steps=(),
-        spans=(),
+        history=(),
         total=Steps(10, 10, 0, NOW, 1.0, 0.1, 0.1, 0.1, 0.5, 8),
         loss=0.5,
         loss_step=10,
@@ -156,7 +155,7 @@ def loader(**fields):
 
 
 def samples(ids, epoch=0, index=0):
-    return SamplePass(index, epoch, len(ids), tuple(ids), ())
+    return SamplePass(index, epoch, len(ids), tuple(ids[:4096]))
 
 
 def model(**fields):
@@ -197,6 +196,13 @@ GONE = Process(False, "", None, None, None, None)
 
 def barrier(number, name="save", passed=False, ago=300.0, line=9):
     return Barrier(number, name, at(line), NOW - ago, 600.0, passed, False)
+
+
+def wording(finding):
+    """Return all that is shown of a finding, for golden files."""
+    head = f"{finding.severity.word} {finding.code} ranks {list(finding.ranks)} {finding.site}"
+    parts = [head, finding.title, *finding.evidence, finding.cause, finding.fix]
+    return "\n".join(parts) + "\n"
 
 
 def steps(times, data=0.0, first=1):

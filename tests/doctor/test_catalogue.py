@@ -52,13 +52,13 @@ FAULTS = {
     "barrier_in_branch": Scenario(
         "collectives-parted",
         (0,),
-        r"barrier \(barrier_in_branch.py:\d+\): missing ranks 1 and 2, now in all_reduce",
+        r"waiting in barrier \(barrier_in_branch.py:\d+\); ranks 1 and 2 are in all_reduce",
         ranks=3,
     ),
     "named_barrier_in_branch": Scenario(
         "collectives-parted",
         (0,),
-        r"barrier 'save' \(.*:\d+\): missing ranks 1 and 2, now in all_reduce",
+        r"waiting in barrier 'save' \(.*:\d+\); ranks 1 and 2 are in all_reduce",
         ranks=3,
     ),
     "collective_on_rank_0": Scenario(

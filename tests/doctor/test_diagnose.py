@@ -32,6 +32,7 @@ from tests.doctor.records import (
     model,
     rank,
     run,
+    wording,
 )
 
 
@@ -105,12 +106,12 @@ def test_a_finished_run_is_healthy():
 # -- somebody does not come ----------------------------------------------------------------------
 
 
-def test_a_stopped_rank_is_named_with_the_way_to_continue_it():
+def test_a_stopped_rank_is_named_with_the_way_to_continue_it(golden):
     process = Process(True, "T", 1.0, 0, 3, 0)
     finding = top(calling(0, call(0, is_open=True)), calling(1, process=process))
     assert finding.code == "stopped"
     assert finding.ranks == (1,)
-    assert "rank 0 waits in all_reduce train.py:80" in finding.title
+    golden("diagnose/a_stopped_rank_is_named_with_the_way_to_continue_it.txt", wording(finding))
     assert "kill -CONT 101" in finding.fix
 
 
@@ -123,10 +124,10 @@ def test_a_stopped_rank_is_found_before_the_limit(waited, verdict):
     assert found.verdict.startswith(verdict)
 
 
-def test_without_a_heartbeat_the_gil_is_held():
+def test_without_a_heartbeat_the_gil_is_held(golden):
     finding = top(calling(0, call(0, is_open=True)), calling(1, heartbeat=NOW - 120, cpu_seconds=9))
     assert finding.code == "holds-gil"
-    assert "no heartbeat for 2 min 0 s" in finding.title
+    golden("diagnose/without_a_heartbeat_the_gil_is_held.txt", wording(finding))
 
 
 def with_cpu(first, used):
@@ -144,33 +145,30 @@ def test_a_rank_that_computes_is_told_from_one_that_sleeps(used, code):
     assert (finding.code, finding.ranks) == (code, (1,))
 
 
-def test_the_line_it_is_stuck_at_comes_from_its_stack():
+def test_the_line_it_is_stuck_at_comes_from_its_stack(golden):
     shown = ThreadStack(
         "0x1", "", True, (Site(threading.__file__, 7, "x"), at(44, function="save"))
     )
     first = run(calling(0, call(0, is_open=True)), calling(1))
     finding = examine(with_cpu(first, 0.0), first, {1: (shown,)}).findings[0]
-    assert "at train.py:44 in save" in finding.title
+    golden("diagnose/the_line_it_is_stuck_at_comes_from_its_stack.txt", wording(finding))
     assert str(finding.site) == "train.py:44"
 
 
-def test_a_rank_that_waits_for_a_thread_that_is_gone():
+def test_a_rank_that_waits_for_a_thread_that_is_gone(golden):
     lost = call(1, "a thread raised", 70, kind=NOTE, op="KeyError: 'row 7'", group="", ago=400.0)
     wait = call(1, is_open=True)
     phase = Phase("compute", at(1), NOW - 300)
     blocked = dataclasses.replace(calling(1, call(0), lost), phase=phase)
     finding = top(calling(0, call(0), wait), blocked)
     assert (finding.code, finding.ranks) == ("thread-lost", (1,))
-    assert finding.title.startswith(
-        "rank 1 is blocked at train.py:1 in main (5 min 0 s), after a thread of it raised "
-        "KeyError: 'row 7' at train.py:70; rank 0 waits in all_reduce"
-    )
+    golden("diagnose/a_rank_that_waits_for_a_thread_that_is_gone.txt", wording(finding))
 
 
-def test_a_long_section_is_called_by_its_name():
+def test_a_long_section_is_called_by_its_name(golden):
     preparing = calling(0, section=Phase("prepare_data", at(5), NOW - 132))
     finding = top(preparing, calling(1, call(0, is_open=True)))
-    assert finding.title.startswith("rank 0 is still in prepare_data (2 min 12 s), alive")
+    golden("diagnose/a_long_section_is_called_by_its_name.txt", wording(finding))
 
 
 def test_a_loader_that_gives_nothing():
@@ -179,15 +177,13 @@ def test_a_loader_that_gives_nothing():
     assert finding.code == "loader-stuck"
 
 
-def test_a_rank_that_never_started():
+def test_a_rank_that_never_started(golden):
     waiting = records.call(0, "init_process_group", kind=GROUP, group="", is_open=True)
     ranks = [
         calling(n, waiting, world=3, initialised=False, group_size=-1, step=0) for n in range(2)
     ]
     finding = top(*ranks, world=3)
-    assert finding.title == (
-        "rank 2 never started; ranks 0 and 1 wait in init_process_group train.py:80"
-    )
+    golden("diagnose/a_rank_that_never_started.txt", wording(finding))
 
 
 def test_recv_waits_for_its_sender_only():
@@ -196,19 +192,18 @@ def test_recv_waits_for_its_sender_only():
     assert finding.ranks == (2,)
 
 
-def test_two_that_wait_for_each_others_message():
+def test_two_that_wait_for_each_others_message(golden):
     receive = [
         call(0, "recv", 7, kind=POINT_TO_POINT, op=f"src={1 - n}", is_open=True) for n in range(2)
     ]
     finding = top(*(calling(n, receive[n]) for n in range(2)))
-    assert finding.title == "ranks 0 and 1 wait for each other in recv (train.py:7)"
-    assert "A send and its recv must meet" in finding.cause
+    golden("diagnose/two_that_wait_for_each_others_message.txt", wording(finding))
 
 
-def test_a_message_that_is_waited_for_by_one_who_waits_elsewhere():
+def test_a_message_that_is_waited_for_by_one_who_waits_elsewhere(golden):
     receive = call(0, "recv", 7, kind=POINT_TO_POINT, op="src=1", is_open=True)
     finding = top(calling(0, receive), calling(1, call(0, "barrier", 9, is_open=True)))
-    assert finding.title == "rank 0 is in recv (train.py:7), rank 1 is in barrier (train.py:9)"
+    golden("diagnose/a_message_that_is_waited_for_by_one_who_waits_elsewhere.txt", wording(finding))
 
 
 def test_a_rank_that_began_before_the_others_were_started():
@@ -219,14 +214,13 @@ def test_a_rank_that_began_before_the_others_were_started():
     assert top(first, second, world=1).ranks == (1,)
 
 
-def test_a_rank_that_left_is_known_at_once():
+def test_a_rank_that_left_is_known_at_once(golden):
     done = calling(1, exit=FINISHED, process=GONE)
     finding = top(calling(0, call(0, is_open=True, ago=3.0)), done)
-    assert finding.title.startswith("rank 1 finished after step 10 and left")
-    assert finding.fix == "let all ranks make the call at train.py:80, or none of them"
+    golden("diagnose/a_rank_that_left_is_known_at_once.txt", wording(finding))
 
 
-def test_a_rank_that_ended_itself_in_mid_pass_left_the_loop():
+def test_a_rank_that_ended_itself_in_mid_pass_left_the_loop(golden):
     """The other one's loader was closed by the exception that this gave it."""
     inside = loader(passes=1, finished=0, batches=8)
     left = call(9, "left", kind=LOADER, op="loader 0", ended=NOW - 10)
@@ -236,10 +230,10 @@ def test_a_rank_that_ended_itself_in_mid_pass_left_the_loop():
         rank(0, events=(waited, left), loaders=(inside,), exit=lost, process=GONE),
         rank(1, step=5, batches_in_epoch=5, loaders=(inside,), exit=FINISHED, process=GONE),
     )
-    assert finding.title == "rank 1 left the loop at step 5 (batch 5 of 8); rank 0 went on"
+    golden("diagnose/a_rank_that_ended_itself_in_mid_pass_left_the_loop.txt", wording(finding))
 
 
-def test_a_batch_skipped_with_fsdp():
+def test_a_batch_skipped_with_fsdp(golden):
     """Its ranks wait in forward, before the backward that would tell them apart."""
     inside, through = loader(passes=1, batches=10), loader(passes=1, finished=1, last_batches=10)
     skip = call(1, "no backward", kind=LOADER, op="loader 0: batch 4", step=3, ended=NOW - 350)
@@ -250,7 +244,7 @@ def test_a_batch_skipped_with_fsdp():
         dataclasses.replace(calling(0, gather, backwards=9), loaders=(inside,)),
         dataclasses.replace(calling(1, skip, wait, backwards=9), loaders=(through,)),
     )
-    assert finding.title == "rank 1 skipped backward at step 4; rank 0 did not"
+    golden("diagnose/a_batch_skipped_with_fsdp.txt", wording(finding))
 
 
 def in_flight(step=10, message="bad label 17"):
@@ -263,13 +257,10 @@ def parted(*notes):
     return [calling(n, waits[n], notes=notes[n]) for n in range(2)]
 
 
-def test_an_exception_that_waits_on_its_way_out():
+def test_an_exception_that_waits_on_its_way_out(golden):
     finding = top(*parted({}, in_flight()))
     assert (finding.code, finding.ranks) == ("exception", (1,))
-    assert finding.title == (
-        "rank 1 raised ValueError: bad label 17 at train.py:6, and since then waits in barrier "
-        "train.py:9; rank 0 waits in backward train.py:7"
-    )
+    golden("diagnose/an_exception_that_waits_on_its_way_out.txt", wording(finding))
 
 
 @pytest.mark.parametrize(
@@ -291,24 +282,24 @@ def test_another_number_of_epochs():
         dataclasses.replace(ranks[0], loaders=(more,), batches_in_epoch=1),
         dataclasses.replace(ranks[1], loaders=(fewer,)),
     )
-    assert "their loops differ in steps or epochs, or the barrier is in a branch" in finding.cause
+    assert "DDP" in finding.cause
 
 
-def test_a_breakpoint_that_nobody_answers():
+def test_a_breakpoint_that_nobody_answers(golden):
     quit = ended(type="BdbQuit", message="")
     finding = top(rank(0, exit=quit, process=GONE), rank(1))
-    assert finding.title.startswith("rank 0 stopped at a breakpoint at train.py:33")
+    golden("diagnose/a_breakpoint_that_nobody_answers.txt", wording(finding))
     assert "breakpoint" in finding.fix
 
 
-def test_a_crash_after_the_end():
+def test_a_crash_after_the_end(golden):
     crash = ended("signal", signal="SIGABRT", code=None)
     ending = Phase("exit", records.NOWHERE, NOW - 11)
     finding = top(rank(0, exit=crash, phase=ending, process=GONE), rank(1))
-    assert finding.title == "rank 0 crashed with SIGABRT after the script's end, at step 10"
+    golden("diagnose/a_crash_after_the_end.txt", wording(finding))
 
 
-def test_a_stage_that_hangs_while_the_other_waits_for_its_message():
+def test_a_stage_that_hangs_while_the_other_waits_for_its_message(golden):
     """Messages of a pipeline are waited for in torch, and not recorded."""
     torch = Site("/x/site-packages/torch/distributed/pipelining/schedules.py", 683, "_wait")
     stacks = {0: (torch, at(90)), 1: (at(26, function="forward"),)}
@@ -319,9 +310,8 @@ def test_a_stage_that_hangs_while_the_other_waits_for_its_message():
     ]
     (finding,) = examine(run(*ranks), shown=shown).findings
     assert finding.ranks == (1,)
-    assert (
-        finding.title
-        == "rank 1 is still in stage 1 fwd mb 3 (89 s), alive, at train.py:26 in forward"
+    golden(
+        "diagnose/a_stage_that_hangs_while_the_other_waits_for_its_message.txt", wording(finding)
     )
 
 
@@ -332,7 +322,30 @@ def test_a_process_that_does_not_end():
     assert top(*stuck).code == "does-not-end"
 
 
-def test_a_thread_that_keeps_a_process_from_ending():
+@pytest.mark.parametrize("code", ["killed", "does-not-end"])
+@pytest.mark.parametrize(
+    ("initialized", "destroys", "advised"),
+    [(True, False, True), (False, False, False), (True, True, False)],
+)
+def test_destroying_the_group_is_advised_if_the_script_does_not(
+    code, initialized, destroys, advised
+):
+    destroy = call(3, "destroy_process_group", is_open=True, kind=GROUP, blocking=False)
+    fields = {
+        "initialised": initialized,
+        "events": (destroy,) if destroys else (),
+        "phase": Phase("exit", at(0), NOW - 90),
+    }
+    if code != "does-not-end":
+        crash = ended("signal", signal="SIGSEGV", code=None, type="", message="")
+        fields |= {"exit": crash, "process": GONE}
+    finding = top(*(dataclasses.replace(calling(n), **fields) for n in range(2)))
+    assert finding.code == code
+    assert ("destroy_process_group" in finding.fix) == advised
+    assert ("process group" in finding.cause) == advised
+
+
+def test_a_thread_that_keeps_a_process_from_ending(golden):
     """Python waits for threads before it tells anybody that it is ending."""
     shown = (
         ThreadStack("0x1", "", False, (at(70, function="pump"), Site("t.py", 1, "_bootstrap"))),
@@ -340,35 +353,26 @@ def test_a_thread_that_keeps_a_process_from_ending():
     )
     one = dataclasses.replace(calling(0, world=1), phase=Phase("between", at(20), NOW - 90))
     (finding,) = examine(run(one), shown={0: shown}).findings
-    assert finding.title == "rank 0 is done, but the process does not end (90 s)"
-    assert finding.evidence == (
-        "rank 0: step 10, is through with its script for 90 s",
-        "rank 0: a thread is at train.py:70 in pump",
-    )
+    golden("diagnose/a_thread_that_keeps_a_process_from_ending.txt", wording(finding))
 
 
 # -- all wait for each other ---------------------------------------------------------------------
 
 
-def test_a_collective_under_if_rank_0():
+def test_a_collective_under_if_rank_0(golden):
     finding = top(
         calling(0, call(0), call(1, "all_gather", 12, is_open=True, ago=3.0), world=4),
         *(calling(n, call(0), call(1, line=80, is_open=True, ago=3.0), world=4) for n in (1, 2, 3)),
     )
-    assert finding.title == (
-        "all_gather (train.py:12) called by 1 of 4 ranks (rank 0); ranks 1–3 are in all_reduce "
-        "(train.py:80)"
-    )
+    golden("diagnose/a_collective_under_if_rank_0.txt", wording(finding))
     assert finding.ranks == (0,)
 
 
-def test_a_named_barrier_in_one_branch():
+def test_a_named_barrier_in_one_branch(golden):
     held = call(1, "save", 9, kind=BARRIER, group="", is_open=True)
     one = calling(0, call(0), held, world=4, barrier=records.barrier(1))
     finding = top(one, *(calling(n, call(0), call(1, is_open=True), world=4) for n in (1, 2, 3)))
-    assert finding.title == (
-        "barrier 'save' (train.py:9): missing ranks 1–3, now in all_reduce (train.py:80)"
-    )
+    golden("diagnose/a_named_barrier_in_one_branch.txt", wording(finding))
 
 
 def test_of_two_ranks_the_one_on_a_line_nobody_else_ran_is_odd():
@@ -388,32 +392,30 @@ def test_two_ranks_nothing_tells_apart_are_both_named():
     assert finding.ranks == (0, 1)
 
 
-def test_validation_on_rank_0_through_the_wrapper():
+def test_validation_on_rank_0_through_the_wrapper(golden):
     forward = call(1, "DDP.forward", 40, op="buffers", is_open=True)
     finding = top(
         calling(0, call(0), forward, world=3),
         *(calling(n, call(0), call(1, "barrier", 50, is_open=True), world=3) for n in (1, 2)),
     )
-    assert finding.title == (
-        "rank 0 is in DDP forward (train.py:40), ranks 1 and 2 are in barrier (train.py:50)"
-    )
+    golden("diagnose/validation_on_rank_0_through_the_wrapper.txt", wording(finding))
     assert "model.module" in finding.fix
 
 
-def test_all_in_one_collective_that_does_not_complete():
+def test_all_in_one_collective_that_does_not_complete(golden):
     finding = top(*(calling(n, call(0, is_open=True)) for n in range(2)))
     assert finding.code == "does-not-complete"
-    assert finding.title == "all ranks are in all_reduce train.py:80 and it does not complete"
+    golden("diagnose/all_in_one_collective_that_does_not_complete.txt", wording(finding))
 
 
-def test_two_groups_that_wait_for_each_other():
+def test_two_groups_that_wait_for_each_other(golden):
     pair = "ranks 0,1 (#1)"
     finding = top(
         calling(0, call(0, line=9, group=pair, is_open=True), world=3),
         calling(1, call(0, line=11, is_open=True), world=3),
         calling(2, call(0, line=12, is_open=True), world=3),
     )
-    assert "of group ranks 0,1 (#1)" in finding.title
+    golden("diagnose/two_groups_that_wait_for_each_other.txt", wording(finding))
     assert "different process groups" in finding.cause
 
 
@@ -428,7 +430,7 @@ def test_a_group_waits_for_its_own_members_only():
     assert finding.ranks == (1,)
 
 
-def test_a_call_that_one_member_of_a_group_skipped():
+def test_a_call_that_one_member_of_a_group_skipped(golden):
     """Ranks 0 and 1 are no members: they wait for these two, and had no part in it."""
     pair = "ranks 2,3 (#2)"
     shared = [call(0, "DDP.backward", 20), call(0, line=12, group=pair)]
@@ -440,10 +442,7 @@ def test_a_call_that_one_member_of_a_group_skipped():
         calling(3, *shared, later, world=4),
     ]
     finding = top(*ranks)
-    assert finding.title == (
-        "all_reduce (train.py:12) called by 1 of 2 ranks of group ranks 2,3 (#2) (rank 2); "
-        "ranks 0, 1 and 3 are in backward (train.py:20)"
-    )
+    golden("diagnose/a_call_that_one_member_of_a_group_skipped.txt", wording(finding))
     assert finding.ranks == (2, 3)
 
 
@@ -503,14 +502,14 @@ def on_gpu(number, *events, **fields):
     return dataclasses.replace(record, phase=Phase("compute", at(70), NOW - 100))
 
 
-def test_with_nccl_the_rank_that_handed_over_fewer_is_waited_for():
+def test_with_nccl_the_rank_that_handed_over_fewer_is_waited_for(golden):
     finding = top(
         on_gpu(0, call(0, ago=200.0), call(1, ago=100.0), world=3),
         on_gpu(1, call(0, ago=200.0), world=3),
         on_gpu(2, call(0, ago=200.0), call(1, ago=100.0), world=3),
     )
     assert finding.ranks == (1,)
-    assert "ranks 0 and 2 wait in all_reduce train.py:80" in finding.title
+    golden("diagnose/with_nccl_the_rank_that_handed_over_fewer_is_waited_for.txt", wording(finding))
 
 
 def test_with_nccl_a_moving_run_is_healthy():
@@ -540,7 +539,7 @@ def at_barrier(number, events=(), *, backwards, **fields):
     return calling(number, *events, wait, models=(model(),), backwards=backwards, **fields)
 
 
-def test_one_rank_has_fewer_batches():
+def test_one_rank_has_fewer_batches(golden):
     short = at_barrier(
         1,
         step=3,
@@ -550,7 +549,7 @@ def test_one_rank_has_fewer_batches():
         backwards=3,
     )
     finding = top(in_backward(0, 4), short)
-    assert finding.title == ("rank 1 ran out of data at step 3; rank 0 has 4 batches, rank 1 3")
+    golden("diagnose/one_rank_has_fewer_batches.txt", wording(finding))
     assert finding.ranks == (1,)
 
 
@@ -567,7 +566,7 @@ def test_fewer_batches_are_found_after_the_rank_has_finished_too():
     assert top(in_backward(0, 4), short).code == "ran-out-of-data"
 
 
-def test_a_rank_without_a_batch():
+def test_a_rank_without_a_batch(golden):
     def waiting(number):
         return in_backward(number, 1, loaders=(loader(length=1, batches=1),), world=4)
 
@@ -581,16 +580,16 @@ def test_a_rank_without_a_batch():
         backwards=0,
     )
     finding = top(waiting(0), waiting(1), waiting(2), empty)
-    assert finding.title == "rank 3 has 0 batches (3 samples < 4 ranks); rank 0 has 1"
+    golden("diagnose/a_rank_without_a_batch.txt", wording(finding))
 
 
-def test_a_rank_that_left_the_loop():
+def test_a_rank_that_left_the_loop(golden):
     left = records.call(5, "left", 20, kind=LOADER, op="loader 0: 2 batches", group="")
     early = at_barrier(
         1, (left,), step=2, loaders=(loader(),), batches=2, batches_in_epoch=2, backwards=2
     )
     finding = top(in_backward(0, 3), early)
-    assert finding.title == "rank 1 left the loop at step 2 (batch 2 of 4); rank 0 goes on"
+    golden("diagnose/a_rank_that_left_the_loop.txt", wording(finding))
 
 
 def test_a_barrier_inside_the_loop_is_not_leaving_it():
@@ -598,7 +597,7 @@ def test_a_barrier_inside_the_loop_is_not_leaving_it():
     assert top(in_backward(0, 3), early).code == "collectives-parted"
 
 
-def test_a_skipped_backward_and_why():
+def test_a_skipped_backward_and_why(golden):
     skip = records.call(
         1, "no backward", 20, kind=LOADER, op="loader 0: batch 2, loss nan", group="", step=1
     )
@@ -612,7 +611,7 @@ def test_a_skipped_backward_and_why():
         backwards=3,
     )
     finding = top(in_backward(0, 4), short)
-    assert finding.title == "rank 1 skipped backward at step 2 (loss NaN); rank 0 did not"
+    golden("diagnose/a_skipped_backward_and_why.txt", wording(finding))
 
 
 def test_a_batch_in_hand_is_not_skipped():
@@ -642,7 +641,7 @@ def averaging(*steps, waits=False):
     ]
 
 
-def test_a_backward_without_an_exchange():
+def test_a_backward_without_an_exchange(golden):
     """Four batches and four backwards on both; rank 1 was inside of no_sync() at step 2."""
     done = {"loaders": (loader(finished=1, last_batches=4),), "batches": 4, "step": 4}
     silent = at_barrier(1, averaging(0, 2, 3), backwards=4, **done)
@@ -657,25 +656,18 @@ def test_a_backward_without_an_exchange():
         step=3,
     )
     finding = top(wait, silent)
-    assert finding.title == (
-        "rank 1 did a backward without averaging gradients at step 2, rank 0 not"
-    )
+    golden("diagnose/a_backward_without_an_exchange.txt", wording(finding))
     assert "no_sync" in finding.cause
-    assert finding.evidence[0].endswith("4 backwards, 3 exchanges")
 
 
-def test_other_numbers_of_accumulation_steps():
+def test_other_numbers_of_accumulation_steps(golden):
     """Rank 0 averages every fourth backward, rank 1 every second, and both step then."""
     done = at_barrier(0, averaging(0, 1), backwards=8, batches=8, step=2)
     waits = calling(
         1, *averaging(0, 1, 2, waits=True), models=(model(),), batches=6, backwards=6, step=2
     )
     finding = top(done, waits)
-    assert finding.title == "rank 0 averaged gradients less often than rank 1"
-    assert [line.rpartition("; ")[2] for line in finding.evidence] == [
-        "8 backwards, 2 exchanges",
-        "6 backwards, 3 exchanges",
-    ]
+    golden("diagnose/other_numbers_of_accumulation_steps.txt", wording(finding))
 
 
 def test_loops_of_different_lengths_without_a_loader():
@@ -683,10 +675,10 @@ def test_loops_of_different_lengths_without_a_loader():
     done = at_barrier(1, averaging(*range(7)), backwards=7, step=7, batches=0)
     finding = top(waits, done)
     assert finding.code == "collectives-parted"
-    assert "different numbers of backwards" in finding.cause
+    assert "DDP" in finding.cause
 
 
-def test_a_compiled_model_waits_in_backward_unseen():
+def test_a_compiled_model_waits_in_backward_unseen(golden):
     """Its exchanges are no events: what tells is where autograd sleeps."""
     made = call(0, "DDP.__init__", 9)
     fields = {"models": (model(),), "loaders": (loader(),), "batches": 4, "backwards": 4}
@@ -707,7 +699,7 @@ def test_a_compiled_model_waits_in_backward_unseen():
     engine = Site("/x/site-packages/torch/autograd/graph.py", 9, "_engine_run_backward")
     shown = {0: (ThreadStack("0x1", "", True, (engine, at(33))),)}
     (finding,) = examine(run(inside, short), shown=shown).findings
-    assert finding.title == "rank 1 ran out of data at step 3; rank 0 has 4 batches, rank 1 3"
+    golden("diagnose/a_compiled_model_waits_in_backward_unseen.txt", wording(finding))
 
 
 # -- coming together -----------------------------------------------------------------------------
@@ -760,7 +752,7 @@ def test_ranks_that_agree_and_do_not_meet():
 # -- ends ----------------------------------------------------------------------------------------
 
 
-def test_the_first_exception_is_the_cause_and_the_rest_follow():
+def test_the_first_exception_is_the_cause_and_the_rest_follow(golden):
     broken = rank(1, exit=ended(at=NOW - 12), process=GONE)
     lost = rank(
         0,
@@ -769,16 +761,15 @@ def test_the_first_exception_is_the_cause_and_the_rest_follow():
         process=GONE,
     )
     finding = top(lost, broken)
-    assert finding.title == "rank 1 raised ValueError: bad label at train.py:33"
-    assert "rank 0 was waiting for it: a consequence" in finding.evidence
+    golden("diagnose/the_first_exception_is_the_cause_and_the_rest_follow.txt", wording(finding))
 
 
-def test_a_late_exception_of_its_own_is_no_consequence():
+def test_a_late_exception_of_its_own_is_no_consequence(golden):
     one = rank(1, exit=ended(at=NOW - 12), process=GONE)
     two = rank(0, exit=ended(type="KeyError", message="x", at=NOW - 5), process=GONE)
     finding = top(one, two)
     assert finding.ranks == (1,)
-    assert "rank 0 failed after that" in finding.evidence
+    golden("diagnose/a_late_exception_of_its_own_is_no_consequence.txt", wording(finding))
 
 
 def test_a_process_nobody_saw_end_is_not_the_cause_of_an_exception():
@@ -796,9 +787,9 @@ def test_a_box_that_cannot_be_read_is_not_a_rank_that_never_started():
     assert "[Rank 1/2]" not in shown
 
 
-def test_the_same_exception_everywhere_is_one_finding():
+def test_the_same_exception_everywhere_is_one_finding(golden):
     finding = top(*(rank(n, exit=ended(at=NOW - 10 + n), process=GONE) for n in range(2)))
-    assert finding.title.startswith("ranks 0 and 1 raised ValueError")
+    golden("diagnose/the_same_exception_everywhere_is_one_finding.txt", wording(finding))
 
 
 @pytest.mark.parametrize(
@@ -827,7 +818,7 @@ def test_how_a_process_ended(given, code, words):
     assert words in finding.title
 
 
-def test_ranks_the_launcher_ended_are_not_the_cause():
+def test_ranks_the_launcher_ended_are_not_the_cause(golden):
     """A hung run that was ended: the boxes still say who waited for whom."""
     by_launcher = ended("signal", signal="SIGTERM", code=None, by_launcher=True, at=NOW)
     waiting = calling(0, call(0, is_open=True), exit=by_launcher, process=GONE)
@@ -835,7 +826,7 @@ def test_ranks_the_launcher_ended_are_not_the_cause():
     finding = top(waiting, stuck)
     assert finding.severity.word == "STUCK"
     assert finding.ranks == (1,)
-    assert "rank 0 waited in all_reduce" in finding.title
+    golden("diagnose/ranks_the_launcher_ended_are_not_the_cause.txt", wording(finding))
 
 
 def test_everybody_timed_out():
@@ -863,24 +854,24 @@ def test_a_port_that_is_taken_is_nobodys_fault_but_the_ports():
     assert "MASTER_PORT" in finding.cause
 
 
-def test_what_nobody_caused_is_the_cause():
+def test_what_nobody_caused_is_the_cause(golden):
     """The only exception there is says "timed out", and everybody was where he should be."""
     lost = ended(type="RuntimeError", message="Timed out waiting 1800000ms for recv", at=NOW - 9)
     one = calling(0, call(0, ago=70.0, ended=NOW - 9), exit=lost, process=GONE)
     finding = top(one, calling(1, call(0, is_open=True, ago=70.0)))
-    assert finding.title.startswith("rank 0 raised RuntimeError: Timed out")
+    golden("diagnose/what_nobody_caused_is_the_cause.txt", wording(finding))
 
 
-def test_a_crash_in_a_collective_that_does_not_match():
+def test_a_crash_in_a_collective_that_does_not_match(golden):
     """gloo aborts the process: what it was about is in the records."""
     aborted = ended("signal", signal="SIGABRT", code=None)
     crashed = calling(1, call(0), call(1, shape=(8,), is_open=True), exit=aborted, process=GONE)
     finding = top(calling(0, call(0), call(1, shape=(4,), is_open=True, ago=2.0)), crashed)
     assert (finding.code, finding.severity.word) == ("mismatch", "FAILED")
-    assert finding.evidence[-1].startswith("rank 1 crashed with SIGABRT")
+    golden("diagnose/a_crash_in_a_collective_that_does_not_match.txt", wording(finding))
 
 
-def test_groups_made_by_their_members_only():
+def test_groups_made_by_their_members_only(golden):
     def making(number, ranks, *after):
         made = call(0, "new_group", 3, op=f"ranks={ranks}", is_open=not after)
         return calling(number, made, *after, world=3)
@@ -891,25 +882,24 @@ def test_groups_made_by_their_members_only():
         making(2, [2], call(1, "barrier", 9, is_open=True)),
     )
     assert (finding.code, finding.ranks) == ("mismatch", (2,))
-    assert "Every rank must call new_group" in finding.cause
+    golden("diagnose/groups_made_by_their_members_only.txt", wording(finding))
 
 
-def test_an_error_in_a_loaders_worker_is_shown_as_it_was_raised_there():
+def test_an_error_in_a_loaders_worker_is_shown_as_it_was_raised_there(golden):
     message = "Caught KeyError in DataLoader worker process 1.\nOriginal Traceback"
     failed = ended(type="KeyError", message=message, traceback=f"{message}:\n{TRACEBACK}")
     finding = top(rank(0), rank(1, exit=failed, process=GONE))
-    assert finding.title == (
-        "rank 1 raised KeyError: 'accuracy' at train.py:28 in DataLoader worker process 1"
+    golden(
+        "diagnose/an_error_in_a_loaders_worker_is_shown_as_it_was_raised_there.txt",
+        wording(finding),
     )
     assert str(finding.site) == "train.py:28"
 
 
-def test_what_a_script_says_when_it_exits_is_said():
+def test_what_a_script_says_when_it_exits_is_said(golden):
     left = ended("exit", message="no file conf.yaml", code=1)
     finding = top(rank(0), rank(1, exit=left, process=GONE))
-    assert finding.title == "rank 1 exited with code 1 at step 10, last seen at train.py:1 " + (
-        "(compute): no file conf.yaml"
-    )
+    golden("diagnose/what_a_script_says_when_it_exits_is_said.txt", wording(finding))
 
 
 # -- drivers -------------------------------------------------------------------------------------
@@ -926,16 +916,18 @@ KeyError: 'accuracy'
 """
 
 
-def test_an_error_of_the_driver_is_the_cause_and_the_ranks_it_ended_are_consequences():
+def test_an_error_of_the_driver_is_the_cause_and_the_ranks_it_ended_are_consequences(golden):
     error = {"type": "KeyError", "message": "'accuracy'", "traceback": TRACEBACK}
     stopped = [rank(number, exit=BY_DRIVER, process=GONE) for number in range(2)]
     finding = top(*stopped, state="failed", error=error)
-    assert finding.title == "the driver raised KeyError: 'accuracy' at train.py:28"
+    golden(
+        "diagnose/an_error_of_the_driver_is_the_cause_and_the_ranks_it_ended_are_consequences.txt",
+        wording(finding),
+    )
     assert str(finding.site) == "train.py:28"
-    assert finding.evidence[-1] == "ranks 0 and 1 ended with it: consequences"
 
 
-def test_the_error_of_a_worker_comes_before_what_its_driver_said_about_it():
+def test_the_error_of_a_worker_comes_before_what_its_driver_said_about_it(golden):
     error = {"type": "TaskError(ValueError)", "message": "worker 1 in epoch 2", "traceback": ""}
     finding = top(
         rank(0, exit=BY_DRIVER, process=GONE),
@@ -943,15 +935,20 @@ def test_the_error_of_a_worker_comes_before_what_its_driver_said_about_it():
         state="failed",
         error=error,
     )
-    assert finding.title == "rank 1 raised ValueError: bad row 7 (in epoch 2) at train.py:33"
+    golden(
+        "diagnose/the_error_of_a_worker_comes_before_what_its_driver_said_about_it.txt",
+        wording(finding),
+    )
     assert finding.ranks == (1,)
 
 
-def test_what_the_launcher_says_is_said_where_no_rank_knows_better():
+def test_what_the_launcher_says_is_said_where_no_rank_knows_better(golden):
     error = {"type": None, "message": "the connection to machine 1 is lost", "traceback": None}
     stopped = [rank(number, exit=BY_DRIVER, process=GONE) for number in range(2)]
     finding = top(*stopped, state="failed", error=error)
-    assert finding.title == "the run failed: the connection to machine 1 is lost"
+    golden(
+        "diagnose/what_the_launcher_says_is_said_where_no_rank_knows_better.txt", wording(finding)
+    )
 
 
 def test_ranks_that_went_down_with_their_driver_are_not_blamed():

@@ -408,3 +408,20 @@ def test_an_observer_that_fails_says_so_once_and_leaves_training_alone(ranks):
         "the recorder of losses failed"
     ]
     assert record.backwards == 3
+
+
+def test_reported_loss_takes_precedence_over_backward(ranks):
+    def work(rank):
+        weight = torch.zeros(1, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for loss in (1.0, math.nan):
+            for _ in range(4):
+                ((weight.sum() + loss) / 4).backward()
+            optimizer.step()
+            doctor.step(loss=loss)
+        (weight.sum() / 4).backward()  # of a step that isn't finished
+
+    for record in ranks(work, group=False).ranks.values():
+        assert [(step.step, repr(step.loss)) for step in record.steps] == [(1, "1.0"), (2, "nan")]
+        assert (record.step, record.nonfinite, record.loss_step) == (2, 1, 2)
+        assert math.isnan(record.loss)

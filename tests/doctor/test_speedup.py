@@ -54,7 +54,7 @@ def test_why_it_falls_short(last, cores, advice):
 def test_rates_add_up_over_ranks_without_the_warm_up():
     # 3 warm-up steps of 9 s do not count; then 8 samples in 0.1 s (99 ms and a backward of 1 ms).
     times = [9.0] * 3 + [0.099] * 10
-    records = {n: rank(n, steps=steps(times)) for n in range(2)}
+    records = {n: rank(n, history=steps(times)) for n in range(2)}
     found = of_records(2, records)
     assert found.rate == pytest.approx(2 * 8 / 0.1)
     assert found.steps == 10
@@ -63,7 +63,7 @@ def test_rates_add_up_over_ranks_without_the_warm_up():
 
 def test_too_few_steps_are_refused():
     with pytest.raises(MinirayError, match=r"at least 8 are needed.*doctor\.step"):
-        of_records(1, {0: rank(0, 1, steps=steps([0.1] * 4), step=4)})
+        of_records(1, {0: rank(0, 1, history=steps([0.1] * 4), step=4)})
 
 
 SCRIPT = """

@@ -87,4 +87,4 @@ def test_no_run_is_exit_status_2(tmp_path):
         check=False,
     )
     assert done.returncode == 2
-    assert "no run with recorded ranks" in done.stderr
+    assert str(tmp_path / "runs") in done.stderr

@@ -1,7 +1,5 @@
 """A seed gives the same run, to the bit: one worker or two, whatever threads load its rows."""
 
-import os
-
 import pytest
 
 import miniray
@@ -45,7 +43,7 @@ def test_one_seed_one_run(engine, files, workers, tmp_path, monkeypatch):
     monkeypatch.setattr(train_ppo, "place_reward", digits)
     lines, weights = run(files, workers, tmp_path / "a")
     assert all(line["grad_norm"] > 0 for line in lines[1:-1])
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)  # more threads decode
+    monkeypatch.setattr(train_ppo, "cpu_count", lambda: 16)  # more threads decode
     again, same = run(files, workers, tmp_path / "b")
     assert repr(again) == repr(
         lines

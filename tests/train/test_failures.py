@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -79,8 +80,16 @@ def test_a_replacement_is_said_aloud(tmp_path, capfd):
 def test_without_failures_to_spare_the_run_ends_with_one_error_and_no_process(tmp_path):
     before = processes()
     trainer = make(tmp_path, "kill")
-    with pytest.raises(ActorDiedError, match=r"worker 1, train_epoch\(\) in epoch 2.*SIGKILL"):
+    with pytest.raises(ActorDiedError, match=r"worker 1, train_epoch\(\) in epoch 2.*SIGKILL") as e:
         trainer.train(epochs=4)
+    error = e.value
+    assert (error.worker, error.epoch, error.signal, error.exit_code) == (1, 2, "SIGKILL", None)
+    assert (error.host, error.in_init) == (socket.gethostname(), False)
+    recorded = json.loads((trainer.run.path / "run.json").read_text())["error"]
+    assert recorded["type"] == "ActorDiedError"
+    assert {name: recorded[name] for name in ("code", "worker", "signal", "pid")} == {
+        "code": "actor-died", "worker": 1, "signal": "SIGKILL", "pid": error.pid
+    }  # fmt: skip
     assert not miniray.is_initialized()
     assert processes() <= before
     assert json.loads((trainer.run.path / "run.json").read_text())["state"] == "failed"

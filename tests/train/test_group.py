@@ -3,8 +3,9 @@
 import pytest
 
 import miniray
+from miniray.core.engine import Engine
 from miniray.errors import GroupError
-from miniray.train.group import GroupHost, join, leave
+from miniray.train.group import GroupHost, find_interface, join, leave
 
 torch = pytest.importorskip("torch")
 
@@ -61,6 +62,25 @@ def test_a_process_is_in_one_group_at_a_time():
             join(host.spec, 0)
     finally:
         leave()
+
+
+def test_the_store_is_at_the_address_that_nodes_know(monkeypatch):
+    """A machine without a default route has no other way to find it."""
+    miniray.init(backend="inline")
+    try:
+        monkeypatch.setattr(Engine, "node_address", lambda self: "127.0.0.2")
+        host = GroupHost(1, other_machines=True)
+        assert host.spec.host == "127.0.0.2"
+        assert host.spec.connect().check(["nothing"]) is False
+        host.close()
+    finally:
+        miniray.shutdown()
+
+
+def test_the_interface_to_a_host_is_found():
+    assert find_interface("127.0.0.1", 1) in ("lo", "lo0")
+    assert find_interface("localhost", 1) in ("lo", "lo0")
+    assert find_interface("no.such.host.invalid", 1) is None
 
 
 @pytest.mark.parametrize("arguments", [{"world_size": 0}, {"world_size": 1, "timeout": 0}])

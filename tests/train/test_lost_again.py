@@ -7,6 +7,7 @@ import signal
 import pytest
 
 import miniray
+from miniray.core.engine import Engine
 from miniray.errors import ActorDiedError
 from miniray.train import Callback, Checkpoint, DataParallelTrainer, LRSchedule
 from tests.train.workers_for_tests import Noisy
@@ -130,6 +131,35 @@ def test_a_replacement_killed_in_a_callback_is_replaced_within_what_may_be_spare
     assert len(result.history) == 2
     assert (seen, lrs) == ([1, 1], [4.0, 4.0])
     assert told(trainer) == [("worker_failed", 1)] * 2 + [("worker_replaced", 1)]
+
+
+@pytest.mark.parametrize(
+    ("lost", "failures"),
+    [
+        # Before the first replacement is placed, after it was lost, and before the second.
+        pytest.param([(), (), ()], 2, id="no-node"),
+        pytest.param([("a",), ("a",), ("a",)], 2, id="known-before"),
+        pytest.param([("a",), ("a", "b"), ("a", "b")], 1, id="lost-with-the-replacement"),
+    ],
+)
+def test_a_replacement_lost_with_its_node_is_no_second_failure(
+    tmp_path, plan, monkeypatch, lost, failures
+):
+    """Worker 1 dies, and so does its replacement while it is set up."""
+    views = [frozenset(view) for view in lost]
+    monkeypatch.setattr(Engine, "lost_nodes", lambda self: views.pop(0))
+
+    class Kills(Callback):
+        def on_epoch_start(self, trainer, epoch):
+            if epoch == 1:
+                plan.kill("train_epoch", 1)
+                plan.kill("set_weights", 1)
+
+    with make(plan, tmp_path / "run", max_failures=2, callbacks=[Kills()]) as trainer:
+        trainer.train(epochs=2, graves=str(plan.folder))
+        assert trainer._group.failures == failures
+    assert told(trainer) == [("worker_failed", 1)] * 2 + [("worker_replaced", 1)]
+    assert (plan.left(), views) == ([], [])
 
 
 def test_one_failure_more_than_may_be_spared_names_the_callback(tmp_path, plan):

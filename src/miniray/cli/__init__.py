@@ -1,7 +1,8 @@
-"""``miniray ...``: one command a file, imported when it is called; that of shells is here.
+"""The command line, with one command per file.
 
-``main`` is the console script. It turns errors into one line and an exit code: 0 fine, 1 it failed,
-2 wrong usage, 130 interrupted. ``--debug`` shows tracebacks instead.
+``main`` is the console script. It converts an error to one line and an exit code: 0 for success, 1
+for a failure, 2 for wrong usage, 130 for an interrupt. ``--debug`` shows the traceback instead. A
+command's module is imported when the command runs; ``completion`` is in this file.
 """
 
 from __future__ import annotations
@@ -19,41 +20,41 @@ from miniray import __version__
 from miniray.cli.terminal import paint
 from miniray.errors import TaskError
 
-#: Heading → command → what the list of commands says about it. A command is the function of its
-#: name in the module of its name; the texts are here so that listing them imports none.
+#: Heading → command → help text. Each command is a function in the module of the same name. The
+#: texts are here, so that `miniray --help` doesn't import the modules.
 GROUPS = {
-    "Begin": {
-        "demo": "See it work: actors, trainers, pipelines, RL.",
-        "status": "Show versions, hardware and usable engines.",
+    "Get started": {
+        "demo": "Run a demo: actors, trainers, a pipeline, RL.",
+        "status": "Show versions, hardware and available engines.",
     },
-    "Run": {
-        "run": "Run a script as ranks and say why when it is stuck.",
+    "Launch": {
+        "run": "Launch a script on several ranks and diagnose hangs.",
     },
-    "Look at runs": {
+    "Inspect runs": {
         "runs": "List, compare and delete runs.",
-        "report": "Write a run as one page, report.html.",
+        "report": "Write an HTML report of a run.",
         "top": "Show the ranks of a run, live.",
-        "dashboard": "Show runs live in the browser.",
-        "doctor": "Say what is wrong with a run, its data, its speed.",
+        "dashboard": "Show runs in the browser, live.",
+        "doctor": "Diagnose a run, its data or its speedup.",
     },
-    "More": {
-        "bench": "Run a benchmark of a checkout.",
-        "completion": "Print a shell's completion script.",
+    "Other": {
+        "bench": "Run a benchmark from a checkout.",
+        "completion": "Print a shell completion script.",
     },
 }
 COMMANDS = [name for group in GROUPS.values() for name in group]
 
-#: Commands whose last arguments belong to another program.
-_PASS_ON = ({"run"}, {"bench"}, {"doctor", "data"})
+#: Commands that pass their last arguments to a different program.
+_FORWARDING_COMMANDS = ({"run"}, {"bench"}, {"doctor", "data"})
 
 EPILOG = """\b
 Examples:
-  miniray demo                    see it work (about ten seconds)
-  miniray run --nproc 4 train.py  instead of torchrun
-  miniray doctor latest           what is wrong with the newest run
-  miniray report latest           the newest run as a page
+  miniray demo                    run a short demo (about ten seconds)
+  miniray run --nproc 4 train.py  replace torchrun
+  miniray doctor latest           diagnose the newest run
+  miniray report latest           write a report of the newest run
 """
-_IN_SHELLS = """\b
+_COMPLETION_EPILOG = """\b
 Examples:
   miniray completion bash >> ~/.bashrc
   miniray completion zsh >> ~/.zshrc
@@ -61,8 +62,8 @@ Examples:
 """
 
 
-def listed(ctx: click.Context, texts: Mapping[str, str]) -> None:
-    """Print names with what they mean, as help does."""
+def print_definitions(ctx: click.Context, texts: Mapping[str, str]) -> None:
+    """Print names and their descriptions in the format of a help page."""
     formatter = ctx.make_formatter()
     with formatter.indentation():
         formatter.write_dl(list(texts.items()))
@@ -70,33 +71,35 @@ def listed(ctx: click.Context, texts: Mapping[str, str]) -> None:
 
 
 class Group(click.Group):
-    """Commands with commands of their own: one may be meant by none, and near names are offered.
+    """A group with a default subcommand and suggestions for misspelled names.
 
-    ``miniray runs`` alone, or with options, is ``miniray runs list`` where that is ``usual``.
+    For example, ``miniray runs`` and ``miniray runs --json`` run ``miniray runs list``.
     """
 
-    usual: str | None = None
-    shows_usual = True  #: whether the group's help has the usual command's options
-    #: Options of the group itself; any other belongs to the usual command.
-    own_options: tuple[str, ...] = ("-h", "--help")
+    default_command: str | None = None
+    shows_default_options = True  #: Whether the group's help lists the options of the default.
+    #: Options of the group. All other options belong to the default command.
+    group_options: tuple[str, ...] = ("-h", "--help")
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        asked = ctx.resilient_parsing and not args  # a shell wants to know what may come next
-        if self.usual is not None and not asked and self.means_usual(ctx, args):
-            args = [self.usual, *args]
+        is_completion = ctx.resilient_parsing and not args  # A shell asks for the subcommands.
+        if self.default_command and not is_completion and self.uses_default(ctx, args):
+            args = [self.default_command, *args]
         return super().parse_args(ctx, args)
 
-    def means_usual(self, ctx: click.Context, args: list[str]) -> bool:
-        return not args or (args[0][:1] == "-" and args[0] not in self.own_options)
+    def uses_default(self, ctx: click.Context, args: list[str]) -> bool:
+        return not args or (args[0][:1] == "-" and args[0] not in self.group_options)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Those of the usual command too: they can be given without its name."""
+        """List the options of the default command too, because its name may be omitted."""
         params = self.get_params(ctx)
-        usual = self.get_command(ctx, self.usual or "") if self.shows_usual else None
-        if usual is not None:
-            params = [p for p in usual.params if isinstance(p, click.Option)] + params
+        default = None
+        if self.shows_default_options:
+            default = self.get_command(ctx, self.default_command or "")
+        if default is not None:
+            params = [p for p in default.params if isinstance(p, click.Option)] + params
         with formatter.section("Options"):
-            formatter.write_dl([said for p in params if (said := p.get_help_record(ctx))])
+            formatter.write_dl([record for p in params if (record := p.get_help_record(ctx))])
         self.format_commands(ctx, formatter)
 
     def resolve_command(
@@ -105,13 +108,13 @@ class Group(click.Group):
         known = self.list_commands(ctx)
         if args and args[0] not in known and not args[0].startswith("-"):
             near = difflib.get_close_matches(args[0], known, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(known)}."
+            hint = f"Did you mean {near[0]!r}?" if near else f"Commands: {', '.join(known)}."
             raise click.UsageError(f"No such command {args[0]!r}. {hint}", ctx)
         return super().resolve_command(ctx, args)
 
 
 class LazyGroup(Group):
-    """A group that knows its commands by name and imports one only to run it or show its help."""
+    """A group that imports a command only to run it or to show its help."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return COMMANDS
@@ -138,56 +141,60 @@ class LazyGroup(Group):
 )
 @click.version_option(__version__, "-V", "--version", prog_name="miniray")
 @click.option(
-    "--debug", is_flag=True, expose_value=False, help="Show tracebacks; also after the command."
+    "--debug",
+    is_flag=True,
+    expose_value=False,
+    help="Show tracebacks. May also follow the command.",
 )
 @click.pass_context
 def cli(ctx: click.Context) -> None:
-    """Distributed training in Python, on this machine with nothing to start or on a Ray cluster."""
+    """Train on several processes of this machine or on a Ray cluster."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
 
-@cli.command(epilog=_IN_SHELLS)
+@cli.command(epilog=_COMPLETION_EPILOG)
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print SHELL's completion script.
+    """Print the completion script of SHELL.
 
-    Commands, options and the names of runs under runs/ complete after that, in a new shell.
+    The script completes commands, options and the names of runs under runs/. It takes effect in
+    new shells.
     """
     from click.shell_completion import get_completion_class
 
-    found = get_completion_class(shell)
-    assert found is not None
-    script = found(cli, {}, "miniray", "_MINIRAY_COMPLETE")
-    # Not ``source()``: bash's asks a bash of this machine for its version, and the script may be
-    # meant for another one.
+    completion_class = get_completion_class(shell)
+    assert completion_class is not None
+    script = completion_class(cli, {}, "miniray", "_MINIRAY_COMPLETE")
+    # ``source()`` checks the version of bash on this machine, but the script may be for a different
+    # machine.
     click.echo(script.source_template % script.source_vars())
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     args = list(sys.argv[1:] if argv is None else argv)
-    args, debug = _take_debug(args)
+    args, debug = _extract_debug(args)
     for stream in (sys.stdout, sys.stderr):
-        # A terminal that has no π gets a question mark, not a UnicodeEncodeError.
+        # Print a question mark instead of raising UnicodeEncodeError for characters such as π.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     sys.exit(_run(args, debug))
 
 
-def _take_debug(args: list[str]) -> tuple[list[str], bool]:
-    """Take ``--debug`` out of our arguments and leave it in those of the user's script.
+def _extract_debug(args: list[str]) -> tuple[list[str], bool]:
+    """Remove ``--debug`` from the arguments of miniray, but not from those of the user's script.
 
-    Done here and not by click: it must work before and after the command's name, and also when
-    click itself is what fails.
+    click can't do this: the flag must work before and after the name of the command, and when click
+    itself fails.
     """
     words = [i for i, arg in enumerate(args) if not arg.startswith("-")][:2]
-    ours = args.index("--") if "--" in args else len(args)
-    for commands in _PASS_ON:
+    end = args.index("--") if "--" in args else len(args)
+    for commands in _FORWARDING_COMMANDS:
         if {args[i] for i in words[: len(commands)]} == commands:
-            ours = min(ours, words[len(commands) - 1] + 2)
-    kept = [arg for arg in args[:ours] if arg != "--debug"]
-    return kept + args[ours:], len(kept) < ours
+            end = min(end, words[len(commands) - 1] + 2)
+    kept = [arg for arg in args[:end] if arg != "--debug"]
+    return kept + args[end:], len(kept) < end
 
 
 def _run(args: list[str], debug: bool) -> int:
@@ -196,37 +203,36 @@ def _run(args: list[str], debug: bool) -> int:
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
-        said = error.format_message().replace("\n\t", " ")  # click has a line for each choice
-        _complain(f"error: {said}")
+        message = error.format_message().replace("\n\t", " ")  # click puts each choice on a line.
+        _print_error(f"error: {message}")
         if isinstance(error, click.UsageError) and error.ctx is not None:
-            more = f"`{error.ctx.command_path} --help` says more."
-            click.echo(f"{error.ctx.get_usage()}\n{more}", err=True)
+            hint = f"Run `{error.ctx.command_path} --help` for details."
+            click.echo(f"{error.ctx.get_usage()}\n{hint}", err=True)
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         if debug:
             raise
-        _complain("interrupted")
+        _print_error("interrupted")
         return 130
     except BrokenPipeError:
-        # The reader (head, less) went away. Nothing more can be said; keep the interpreter from
-        # trying to flush into it once more at exit.
+        # The reader (head, less) has exited. Keep the interpreter from flushing again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception as error:  # the last resort before the user's eyes
+    except Exception as error:
         if debug:
             raise
-        _complain(f"error: {_in_short(error)}")
-        click.echo("(--debug shows where this comes from)", err=True)
+        _print_error(f"error: {_summarize(error)}")
+        click.echo("(use --debug to show the traceback)", err=True)
         return 1
 
 
-def _in_short(error: Exception) -> str:
-    """The message without a traceback; that of a remote error is part of its text."""
+def _summarize(error: Exception) -> str:
+    """Return the message without the remote traceback that a ``TaskError`` includes."""
     if isinstance(error, TaskError):
         where = f"{error.function} failed in {error.actor} (pid {error.pid})"
         return f"{where}: {error.remote_traceback.rstrip().rpartition(chr(10))[2]}"
     return str(error) or type(error).__name__
 
 
-def _complain(message: str) -> None:
+def _print_error(message: str) -> None:
     click.echo(paint(message, "red", sys.stderr), err=True)

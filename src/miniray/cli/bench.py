@@ -1,4 +1,4 @@
-"""``miniray bench``: the benchmarks of a checkout."""
+"""``miniray bench``: run benchmarks from a checkout."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import click
 
-from miniray.cli import listed
-from miniray.cli.demo import become, find
+from miniray.cli import print_definitions
+from miniray.cli.demo import exec_script, find_script
 
 EPILOG = """\b
 Examples:
-  miniray bench                    which there are
-  miniray bench engine --quick     one of them, with its own options
-  miniray bench ps --help          what it can do
+  miniray bench                    list the benchmarks
+  miniray bench engine --quick     run one of them with its own options
+  miniray bench ps --help          show the options of a benchmark
 """
 
 
@@ -27,41 +27,40 @@ Examples:
     type=click.UNPROCESSED,
     metavar="[NAME [ARGS]...]",
     shell_complete=lambda ctx, param, incomplete: [
-        name for name in benchmarks() if name.startswith(incomplete)
+        name for name in find_benchmarks() if name.startswith(incomplete)
     ],
 )
 @click.pass_context
 def bench(ctx: click.Context, args: tuple[str, ...]) -> None:
-    """Run the benchmark NAME of a checkout with its own ARGS; without a name, list them.
+    """Run the benchmark NAME with ARGS. Without NAME, list the benchmarks.
 
-    Benchmarks come with the sources only, and compare with what is installed of miniray's peers.
+    Benchmarks need a checkout. They compare miniray with the peers that are installed.
     """
     if args and args[0] in ("-h", "--help"):
         click.echo(ctx.get_help())
         return
-    found = benchmarks()
+    found = find_benchmarks()
     if not found:
         raise click.ClickException(
-            "benchmarks are not part of the installed package: get the sources (pip download "
-            "--no-binary miniray miniray, or a clone) and run `miniray bench` from there after "
-            "`pip install -e '.[bench]'`"
+            "The installed package doesn't include the benchmarks. Clone the repository, run "
+            "`pip install -e '.[bench]'` in it, and then `miniray bench`."
         )
     if not args:
-        listed(ctx, {name: text for name, (_, text) in found.items()})
+        print_definitions(ctx, {name: text for name, (_, text) in found.items()})
     elif args[0] in found:
-        become(found[args[0]][0], args[1:])
+        exec_script(found[args[0]][0], args[1:])
     else:
-        raise click.UsageError(f"There is no benchmark {args[0]!r}; there are: {', '.join(found)}")
+        raise click.UsageError(f"No such benchmark {args[0]!r}. Benchmarks: {', '.join(found)}.")
 
 
-def benchmarks() -> dict[str, tuple[Path, str]]:
-    """Name → (script, its first line), of the checkout's files that can be run; {} without one."""
+def find_benchmarks() -> dict[str, tuple[Path, str]]:
+    """Return the path and the description of each benchmark in the checkout, by name."""
     found: dict[str, tuple[Path, str]] = {}
-    folder = find("benchmarks")
+    folder = find_script("benchmarks")
     for path in sorted(folder.glob("*.py")) if folder is not None else ():
         text = path.read_text("utf-8")
         if '__name__ == "__main__"' not in text or path.stem.endswith("_rows"):
             continue
-        said = ast.get_docstring(ast.parse(text)) or ""
-        found[path.stem.replace("_", "-")] = (path, said.partition("\n")[0])
+        docstring = ast.get_docstring(ast.parse(text)) or ""
+        found[path.stem.replace("_", "-")] = (path, docstring.partition("\n")[0])
     return found

@@ -1,4 +1,4 @@
-"""``miniray dashboard``: runs, live, in the browser."""
+"""``miniray dashboard``: show runs in the browser."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from miniray.cli.targets import (
 
 EPILOG = """\b
 Examples:
-  miniray dashboard               all runs under runs/
-  miniray dashboard my-run        begin with one of them
-  miniray dashboard elsewhere     all runs under another folder
-  miniray dashboard --no-browser  print the address and open nothing
+  miniray dashboard               show all runs under runs/
+  miniray dashboard my-run        open one of them
+  miniray dashboard other-runs    show all runs under a different directory
+  miniray dashboard --no-browser  print the address, don't open a browser
 """
 
 
@@ -32,23 +32,23 @@ Examples:
     type=click.IntRange(0, 65535),
     default=0,
     show_default=True,
-    help="Port of this machine; 0 takes a free one.",
+    help="Port to listen on. 0 selects a free port.",
 )
-@click.option("--no-browser", is_flag=True, help="Print the address and open nothing.")
+@click.option("--no-browser", is_flag=True, help="Print the address instead of opening a browser.")
 @runs_dir_option
 def dashboard(target: str, port: int, no_browser: bool, runs_dir: Path) -> None:
-    """Show runs live: ranks, phases, curves, logs, stacks.
+    """Show ranks, phases, metrics, logs and stacks of runs, live.
 
-    Reads run directories, and binds to this machine only. Ends with Ctrl-C.
+    The server reads run directories and listens on 127.0.0.1 only. Press Ctrl-C to stop it.
     """
-    from miniray.report.run import is_run
+    from miniray.runs.listing import is_run
 
     run = resolve(target, runs_dir, folder=True) if target else None
-    if run is not None and not is_run(run):  # a folder of runs
+    if run is not None and not is_run(run):  # A directory that contains runs.
         runs_dir, run = run, None
     root = runs_dir if run is None else run.absolute().parent
     if not root.is_dir():
-        raise NoRunError(f"there is no folder {root.absolute()}: {how_to_get_one(root)}")
+        raise NoRunError(f"Directory {root.absolute()} doesn't exist. {how_to_get_one(root)}")
     try:
         from miniray.dashboard import serve
 
@@ -59,11 +59,11 @@ def dashboard(target: str, port: int, no_browser: bool, runs_dir: Path) -> None:
             port=port,
             open_browser=not no_browser,
         )
-    except ImportError as error:  # which says what to install
+    except ImportError as error:  # The message names the package to install.
         raise click.ClickException(str(error)) from error
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
         raise click.ClickException(
-            f"port {port} is taken; without --port it is a free one"
+            f"Port {port} is in use. Omit --port to select a free port."
         ) from error

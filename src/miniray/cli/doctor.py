@@ -1,4 +1,4 @@
-"""``miniray doctor``: what is wrong with a run, with a script's data, with its speed-up."""
+"""``miniray doctor``: diagnose a run, the data of a script, or its speedup."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from miniray.cli.targets import (
     NoRunError,
     complete_files,
     complete_runs,
-    find_recorded,
     json_option,
+    resolve,
     run_argument,
     runs_dir_option,
 )
@@ -30,33 +30,34 @@ if TYPE_CHECKING:
 
 EPILOG = """\b
 Examples:
-  miniray doctor latest                 the newest run under runs/
-  miniray doctor runs/my-run --json     for a program
-  miniray doctor 4711 --watch           the run of a process, again and again
+  miniray doctor latest                 diagnose the newest run under runs/
+  miniray doctor runs/my-run --json     print JSON
+  miniray doctor 4711 --watch           repeat for the run of process 4711
   miniray doctor data --nproc 4 train.py
   miniray doctor speedup train.py --nproc 1,2,4 -- --epochs 1
 
 \b
-Exit status: 0 healthy, 1 something was found, 2 nothing could be read.
+Exit status: 0 if the run is healthy, 1 if there are findings, 2 if the run
+can't be read.
 """
 
-#: The command that is meant when none is named; no directory is likely to be called so.
-_THE_RUN = "run to look at"
+#: Name of the default command. It has spaces, so that it isn't mistaken for a run directory.
+_DEFAULT_COMMAND = "diagnose a run"
 
-#: Seconds between two looks of ``--watch``.
-_PAUSE = 2.0
+#: Seconds between two diagnoses of ``--watch``.
+_WATCH_INTERVAL_S = 2.0
 
 
 class _Doctor(Group):
-    """``miniray doctor X``: X is one of our commands, or else the run to look at."""
+    """``miniray doctor X``, where X is a subcommand or a run."""
 
-    usual = _THE_RUN
+    default_command = _DEFAULT_COMMAND
 
-    def means_usual(self, ctx: click.Context, args: list[str]) -> bool:
-        return not args or args[0] not in (*self.commands, *self.own_options)
+    def uses_default(self, ctx: click.Context, args: list[str]) -> bool:
+        return not args or args[0] not in (*self.commands, *self.group_options)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Our commands, and the runs one may mean instead."""
+        """Complete subcommands and runs."""
         return [*super().shell_complete(ctx, incomplete), *complete_runs(ctx, None, incomplete)]
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -64,8 +65,8 @@ class _Doctor(Group):
         formatter.write_usage(ctx.command_path, "COMMAND ...")
 
 
-class _Nameless(click.Context):
-    """Of the command that nobody names: its complaints do not show its name either."""
+class _DefaultContext(click.Context):
+    """Context that hides the name of the default command in error messages."""
 
     @property
     def command_path(self) -> str:
@@ -75,20 +76,20 @@ class _Nameless(click.Context):
 
 @click.group(cls=_Doctor, epilog=EPILOG)
 def doctor() -> None:
-    """Say what is wrong with a run: live, hung or dead.
+    """Diagnose a running, hung or finished run.
 
-    Reads the run directory and asks nothing of the ranks but, where they live, for their stacks.
+    Reads the run directory. Requests only stack traces from running ranks.
     """
 
 
-@doctor.command(name=_THE_RUN, epilog=EPILOG, hidden=True)
+@doctor.command(name=_DEFAULT_COMMAND, epilog=EPILOG, hidden=True)
 @run_argument
-@click.option("--watch", is_flag=True, help="Look again and again until the run has ended.")
+@click.option("--watch", is_flag=True, help="Repeat until the run ends.")
 @json_option
 @click.option(
     "--hang-timeout",
     type=click.FloatRange(0, min_open=True),
-    help="Seconds without movement that make a hang.  [default: the run's own, else 60]",
+    help="Seconds without progress that count as a hang.  [default: setting of the run, or 60]",
 )
 @runs_dir_option
 def examine(
@@ -97,26 +98,26 @@ def examine(
     """Diagnose one run."""
     from miniray.doctor.diagnose import diagnose
 
-    run_dir = find_recorded(target, runs_dir)
+    run_dir = resolve(target, runs_dir)
     try:
         diagnosis = diagnose(run_dir, hang_timeout=hang_timeout)
-        if not as_json and run_dir.name != Path(target).name:  # it was found, not named
+        if not as_json and run_dir.name != Path(target).name:  # Named by `latest` or a pid.
             click.echo(f"{run_dir}:")
         _show(diagnosis, as_json)
         while watch and diagnosis.case.live:
-            time.sleep(_PAUSE)
+            time.sleep(_WATCH_INTERVAL_S)
             before, diagnosis = diagnosis, diagnose(run_dir, hang_timeout=hang_timeout)
-            if as_json or _kinds(diagnosis) != _kinds(before):
+            if as_json or _find_kinds(diagnosis) != _find_kinds(before):
                 _show(diagnosis, as_json)
             else:
                 click.echo(f"{time.strftime('%H:%M:%S')} {diagnosis.verdict}")
         return diagnosis.exit_code
-    except FileNotFoundError as error:  # it went away while we looked
+    except FileNotFoundError as error:  # The run was deleted in the meantime.
         raise NoRunError(str(error)) from error
 
 
-def _kinds(diagnosis: Diagnosis) -> list[tuple[str, tuple[int, ...]]]:
-    """What must change for the whole to be worth showing again; seconds and steps always do."""
+def _find_kinds(diagnosis: Diagnosis) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the findings and live ranks. ``--watch`` prints a full diagnosis when they change."""
     found = [(finding.code, finding.ranks) for finding in diagnosis.findings]
     return [*found, ("live", tuple(facts.rank for facts in diagnosis.case.live))]
 
@@ -129,7 +130,7 @@ def _show(diagnosis: Diagnosis, as_json: bool) -> None:
     sys.stdout.flush()
 
 
-examine.context_class = _Nameless
+examine.context_class = _DefaultContext
 
 
 _hang_timeout = click.option(
@@ -137,25 +138,27 @@ _hang_timeout = click.option(
     type=click.FloatRange(0, min_open=True),
     default=60.0,
     show_default=True,
-    help="Seconds without movement until the ranks are ended.",
+    help="Seconds without progress before the ranks are stopped.",
 )
 
 
 @doctor.command(
     name="data",
     epilog=EPILOG,
-    short_help="Say which rank of SCRIPT gets which samples.",
+    short_help="Show which samples each rank of SCRIPT receives.",
     context_settings={"allow_interspersed_args": False},
 )
-@click.option("--nproc", type=click.IntRange(1), default=2, show_default=True, help="Ranks.")
+@click.option(
+    "--nproc", type=click.IntRange(1), default=2, show_default=True, help="Number of ranks."
+)
 @json_option
 @_hang_timeout
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files)
 def data(nproc: int, as_json: bool, hang_timeout: float, script: str, args: tuple[str, ...]) -> int:
-    """Say which rank of SCRIPT gets which samples, before anything is trained.
+    """Show which samples each rank of SCRIPT receives, without training.
 
-    Runs the script on --nproc ranks up to its first iteration over a DataLoader, and no further.
+    Runs the script on --nproc ranks until it iterates over a DataLoader for the first time.
     """
     from miniray.doctor import data_probe
 
@@ -166,18 +169,18 @@ def data(nproc: int, as_json: bool, hang_timeout: float, script: str, args: tupl
         reports = data_probe.read(run_dir, nproc)
     if code or not reports:
         why = "its ranks failed before" if code else "it never iterates"
-        click.echo(f"error: {script}: {why} a torch DataLoader", err=True)
+        click.echo(f"error: {script}: {why} a DataLoader of torch or miniray.data", err=True)
         return 2
     if as_json:
         click.echo(json.dumps([report.to_json() for report in reports], ensure_ascii=False))
     else:
         click.echo("\n\n".join(report.text() for report in reports))
-    # Of the loaders that are not trained with (yet) nobody knows what they are meant for.
+    # The purpose of loaders after the first is unknown.
     return reports[0].exit_code
 
 
 def _launch(command: tuple[str, ...], nproc: int, run_dir: Path, hang_timeout: float) -> int:
-    """In a process of its own: a launcher takes signals and orphans of the whole process."""
+    """Run the launcher in a subprocess, because it handles signals and adopts orphans."""
     import subprocess
 
     full = [sys.executable, "-m", "miniray", "run", "--nproc", str(nproc)]
@@ -197,13 +200,13 @@ def _launch(command: tuple[str, ...], nproc: int, run_dir: Path, hang_timeout: f
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Threads a rank, in every run.",
+    help="Number of threads per rank in every run.",
 )
 @_hang_timeout
 @click.option(
     "--keep",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Keep run directories and output here.",
+    help="Directory in which to keep run directories and output.",
 )
 @json_option
 def speedup(
@@ -215,17 +218,18 @@ def speedup(
     keep: Path | None,
     as_json: bool,
 ) -> int:
-    """Measure how much faster SCRIPT is on several ranks than on one.
+    """Measure the speedup of SCRIPT on several ranks.
 
-    Runs it once for each number of ranks, with equal threads. ARGS come after `--`.
+    Runs the script once for each number of ranks, with the same number of threads per rank. Pass
+    ARGS after `--`.
     """
-    from miniray.core.machine import cpu_count
     from miniray.doctor.speedup import measure
+    from miniray.limits import cpu_count
 
     nprocs = _numbers(numbers)
     with tempfile.TemporaryDirectory(prefix="miniray-speedup-") as temporary:
         folder = keep or Path(temporary)
-        found = measure((script, *args), nprocs, folder, int(cpu_count()), threads, hang_timeout)
+        found = measure((script, *args), nprocs, folder, cpu_count(), threads, hang_timeout)
     click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text())
     return found.exit_code
 
@@ -233,5 +237,7 @@ def speedup(
 def _numbers(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise click.BadParameter(f"{text!r} is no list of numbers like 1,2,4", param_hint="--nproc")
+        raise click.BadParameter(
+            f"{text!r} must be a list of numbers such as 1,2,4.", param_hint="--nproc"
+        )
     return sorted({int(part) for part in parts})

@@ -1,4 +1,4 @@
-"""``miniray report``: a run as one page."""
+"""``miniray report``: write an HTML report of a run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from miniray.cli.targets import NoRunError, json_option, resolve, run_argument, 
 
 EPILOG = """\b
 Examples:
-  miniray report                        the newest run under runs/
-  miniray report runs/my-run --open     and show it in the browser
-  miniray report my-run -o my-run.html  elsewhere, to send it to somebody
-  miniray report latest --json          what the page says, for a program
+  miniray report                        report the newest run under runs/
+  miniray report runs/my-run --open     open the report in the browser
+  miniray report my-run -o my-run.html  write the report to a different file
+  miniray report latest --json          print a summary as JSON
 """
 
 
@@ -25,18 +25,18 @@ Examples:
     "-o",
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Where the page goes.  [default: RUN_DIR/report.html]",
+    help="Output file.  [default: RUN_DIR/report.html]",
 )
-@click.option("--open", "open_browser", is_flag=True, help="Show it in the browser.")
+@click.option("--open", "open_browser", is_flag=True, help="Open the report in the browser.")
 @json_option
 @runs_dir_option
 def report(
     target: str, output: Path | None, open_browser: bool, as_json: bool, runs_dir: Path
 ) -> None:
-    """Write a run as one HTML page that needs nothing else.
+    """Write a self-contained HTML report of a run.
 
-    Reads the run's directory only: a run that lives, died, or was recorded by another launcher will
-    do. Every run of a trainer and of `miniray run` writes its page by itself at its end.
+    Reads only the run directory, so the run may still be in progress or may have crashed. Trainers
+    and `miniray run` write the report automatically at the end of a run.
     """
     from miniray.report import read, write_report
 
@@ -44,16 +44,16 @@ def report(
     try:
         path = write_report(run_dir, output)
     except OSError as error:
-        if error.errno is None:  # said by us: there is no run, or a page of somebody else
+        if error.errno is None:  # Raised by write_report, not by the operating system.
             raise NoRunError(str(error)) from error
         where = output or run_dir / "report.html"
         raise click.ClickException(
-            f"the page cannot be written: {where}: {error.strerror}; -o FILE writes it elsewhere"
+            f"Can't write {where}: {error.strerror}. Use -o FILE to write a different file."
         ) from error
     if as_json:
         click.echo(json.dumps(_summary(read(run_dir), path), ensure_ascii=False, allow_nan=False))
     else:
-        click.echo(f"report: {path}")
+        click.echo(f"Report: {path}")
     if open_browser:
         click.launch(path.absolute().as_uri())
 

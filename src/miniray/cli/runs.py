@@ -1,4 +1,4 @@
-"""``miniray runs``: which runs there are, how they compare, and away with those not needed."""
+"""``miniray runs``: list, compare and delete runs."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 EPILOG = """\b
 Examples:
-  miniray runs                          the runs under runs/, newest first
-  miniray runs --json                   the same for a program
-  miniray runs compare my-run latest    their metrics and settings together
-  miniray runs delete my-run other-run  asks first; --yes does not
+  miniray runs                          list all runs, newest first
+  miniray runs --json                   print JSON
+  miniray runs compare my-run latest    compare metrics and settings
+  miniray runs delete my-run other-run  delete runs after confirmation
 """
 
 
 class _Runs(Group):
-    usual = "list"
+    default_command = "list"
 
 
 @click.group(cls=_Runs, epilog=EPILOG)
@@ -44,13 +44,13 @@ def runs() -> None:
 @runs.command(
     name="list",
     epilog=EPILOG,
-    short_help="List the runs, newest first; meant where none is named.",
+    short_help="List runs, newest first (the default).",
 )
 @json_option
-@click.option("-n", "--number", type=click.IntRange(1), help="The newest so many.")
+@click.option("-n", "--number", type=click.IntRange(1), help="Show only the N most recent runs.")
 @runs_dir_option
 def list_(as_json: bool, number: int | None, runs_dir: Path) -> None:
-    """List the runs, newest first (what `miniray runs` does without a command)."""
+    """List runs, newest first. This is the default command of `miniray runs`."""
     from miniray.report import find_runs
 
     found = find_runs(runs_dir)
@@ -58,7 +58,7 @@ def list_(as_json: bool, number: int | None, runs_dir: Path) -> None:
     if as_json:
         click.echo(json.dumps([summary(run) for run in shown], allow_nan=False))
     elif not found:
-        click.echo(f"no runs in {runs_dir.absolute()}: {how_to_get_one(runs_dir)}")
+        click.echo(f"No runs in {runs_dir.absolute()}. {how_to_get_one(runs_dir)}")
     else:
         terminal.show(shown)
         if len(shown) < len(found):
@@ -66,7 +66,7 @@ def list_(as_json: bool, number: int | None, runs_dir: Path) -> None:
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """What ``--json`` says of a run; NaN and the like are texts."""
+    """Return the facts that ``--json`` prints about a run. NaN and infinity become strings."""
     return {
         "name": run.name,
         "path": str(run.path.absolute()),
@@ -79,12 +79,12 @@ def summary(run: Run) -> dict[str, Any]:
     }
 
 
-@runs.command(epilog=EPILOG, short_help="Show metrics and settings of several runs side by side.")
+@runs.command(epilog=EPILOG, short_help="Compare metrics and settings of runs.")
 @runs_argument
 @json_option
 @runs_dir_option
 def compare(targets: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
-    """Show the metrics of several runs side by side, and the settings in which they differ."""
+    """Compare the metrics of runs, and list the settings that differ."""
     from miniray.report import read
 
     try:
@@ -118,56 +118,63 @@ def _settings(run: Run) -> dict[str, Any]:
     return found
 
 
-@runs.command(epilog=EPILOG, short_help="Delete runs with everything in them.")
+@runs.command(epilog=EPILOG, short_help="Delete run directories.")
 @runs_argument
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("-y", "--yes", is_flag=True, help="Don't ask for confirmation.")
 @runs_dir_option
 def delete(targets: tuple[str, ...], yes: bool, runs_dir: Path) -> None:
-    """Delete runs with everything in them: metrics, logs, checkpoints, models.
+    """Delete run directories with their metrics, logs, checkpoints and models.
 
-    Nothing but a run directory that miniray wrote is deleted, and no run whose processes live. If
-    any of the RUNs is refused, none is deleted.
+    Deletes only run directories written by miniray, and no run in progress. If any RUN can't be
+    deleted, none is.
     """
     named = [resolve(target, runs_dir) for target in targets]
     for path in named:
-        why = refusal(path)
-        if why:
-            raise click.ClickException(f"{path} is not deleted: {why}")
-    chosen = list({path.resolve(): path for path in named}.values())  # one may have two names
+        obstacle = find_obstacle(path)
+        if obstacle:
+            raise click.ClickException(f"Can't delete {path}: {obstacle}.")
+    chosen = list({path.resolve(): path for path in named}.values())  # Ignore duplicates.
     for path in chosen:
         click.echo(f"{path}  {_size(path) / 1e6:,.1f} MB")
     if not yes:
         if not sys.stdin.isatty():
-            raise click.UsageError("There is no terminal to ask on; --yes deletes without asking.")
-        click.confirm(f"Delete {len(chosen)} run{'s' * (len(chosen) > 1)} for good?", abort=True)
+            raise click.UsageError("Standard input isn't a terminal. Use --yes to confirm.")
+        click.confirm(f"Delete {len(chosen)} run{'s' * (len(chosen) > 1)}?", abort=True)
     for path in chosen:
         _remove(path)
     click.echo(f"deleted {len(chosen)} run{'s' * (len(chosen) > 1)}")
 
 
-def refusal(path: Path) -> str:
-    """Why ``path`` must not be deleted; "" where it may be."""
+def find_obstacle(path: Path) -> str:
+    """Return why ``path`` must not be deleted, or "" if it may be deleted."""
     from miniray.report import read
-    from miniray.report.run import is_ours, is_run
+    from miniray.report.run import is_ours
+    from miniray.runs.listing import is_run
+    from miniray.train.rundir import find_holder
 
     if path.is_symlink():
-        return "it is a link; delete what it leads to"
-    whole = path.resolve()
+        return "it is a symbolic link"
+    resolved = path.resolve()
     if not is_run(path) or not is_ours(path):
-        return "it is not a run directory of miniray"
-    if Path.cwd().resolve().is_relative_to(whole):
-        return "it holds the current directory"
-    if (whole / ".git").exists():
-        return "it holds a git repository"
-    inner = next((p.parent for p in whole.glob("*/run.json")), None)
+        return "it isn't a run directory of miniray"
+    if Path.cwd().resolve().is_relative_to(resolved):
+        return "it contains the current directory"
+    if (resolved / ".git").exists():
+        return "it contains a git repository"
+    inner = next((p.parent for p in resolved.glob("*/run.json")), None)
     if inner is not None:
-        return f"another run is in it: {inner.name}"
+        return f"it contains a different run, {inner.name}"
     living = read(path).living
-    return f"the run is still going on ({living})" if living else ""
+    if living:
+        return f"the run is still in progress ({living})"
+    holder = find_holder(resolved)
+    if holder is not None:
+        return f"process {holder.get('pid', '?')} on host {holder.get('host', '?')} has locked it"
+    return ""
 
 
 def _remove(path: Path) -> None:
-    """Take it out of sight first: one that is deleted by half must not look like a run."""
+    """Rename the directory before deleting it, so that a partly deleted one isn't listed."""
     import shutil
 
     aside = path.with_name(f".{path.name}.{os.getpid()}.deleted")

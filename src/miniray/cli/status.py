@@ -1,4 +1,4 @@
-"""``miniray status``: what is installed, what the machine has, which engines can run."""
+"""``miniray status``: show installed packages, hardware and available engines."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any
 
 import click
 
+from miniray import limits
 from miniray.cli.targets import json_option
 from miniray.cli.terminal import console
 from miniray.core import machine
 
-#: What miniray needs, then what it can use.
+#: Required packages, then optional ones.
 PACKAGES = ("numpy", "cloudpickle", "psutil", "torch", "pyarrow", "ray")
 RAY_MINIMUM = (2, 40)
 
@@ -30,9 +31,9 @@ Examples:
 @click.command(epilog=EPILOG)
 @json_option
 def status(as_json: bool) -> None:
-    """Show versions, hardware and usable engines.
+    """Show versions, hardware and available engines.
 
-    Starts nothing and imports neither torch nor Ray.
+    Doesn't start any process except nvidia-smi, and doesn't import torch or Ray.
     """
     found = collect()
     if as_json:
@@ -42,9 +43,7 @@ def status(as_json: bool) -> None:
 
 
 def collect() -> dict[str, Any]:
-    """Everything ``status`` shows, as plain data."""
-    import psutil
-
+    """Return everything that ``status`` shows."""
     from miniray import __version__
 
     return {
@@ -52,23 +51,23 @@ def collect() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "cpus": machine.cpu_count(),
-        "memory_bytes": machine.memory_total(),
-        "memory_available_bytes": psutil.virtual_memory().available,
+        "cpus": limits.cpu_count(),
+        "memory_bytes": limits.memory_total(),
+        "memory_available_bytes": limits.memory_available(),
         "gpus": gpus(),
         "backends": backends(),
     }
 
 
 def gpus() -> list[dict[str, Any]]:
-    """The GPUs the engine would hand out, with what nvidia-smi knows about each."""
-    known = _ask_nvidia_smi()
-    nothing: dict[str, Any] = {"name": None, "memory_bytes": None}
-    return [{"id": gpu, **known.get(gpu, nothing)} for gpu in machine.gpu_ids()]
+    """Return the GPUs that the engine can assign. nvidia-smi provides name and memory."""
+    known = _query_nvidia_smi()
+    unknown: dict[str, Any] = {"name": None, "memory_bytes": None}
+    return [{"id": gpu, **known.get(gpu, unknown)} for gpu in machine.gpu_ids()]
 
 
-def _ask_nvidia_smi() -> dict[str, dict[str, Any]]:
-    """Name and memory by index and by UUID; empty where the tool is missing, broken or stuck."""
+def _query_nvidia_smi() -> dict[str, dict[str, Any]]:
+    """Return name and memory by index and by UUID. Return {} if the tool is missing or fails."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return {}
@@ -87,10 +86,7 @@ def _ask_nvidia_smi() -> dict[str, dict[str, Any]]:
 
 
 def backends() -> list[dict[str, Any]]:
-    """The engines, in the order of a user's life with them.
-
-    ``reason`` says what is missing, or what it is.
-    """
+    """Return the engines. ``reason`` describes the engine, or names what is missing."""
     unix = sys.platform != "win32"
     local = "processes and shared memory; the default" if unix else "needs Linux or macOS"
     return [
@@ -107,8 +103,7 @@ def _ray() -> dict[str, Any]:
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if numbers < RAY_MINIMUM:
         minimum = ".".join(map(str, RAY_MINIMUM))
-        why = f"Ray {version} is too old: {minimum} or newer is needed"
-        return {"available": False, "reason": why}
+        return {"available": False, "reason": f"Ray {version} is older than {minimum}"}
     return {"available": True, "reason": f"Ray {version}"}
 
 
@@ -133,20 +128,20 @@ def _show(found: dict[str, Any]) -> None:
         "not installed": missing,
         "cores": found["cpus"],
         "memory": f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB available",
-        "GPUs": "\n".join(map(_card, found["gpus"])) or "none",
+        "GPUs": "\n".join(map(_format_gpu, found["gpus"])) or "none",
     }
     shown = Table.grid(padding=(0, 2, 0, 0))
     for name, value in facts.items():
         if value:
             shown.add_row(name, Text(str(value)))
-    engines = Table("engine", "usable", "notes")
+    engines = Table("engine", "available", "notes")
     for backend in found["backends"]:
         mark = "[green]yes[/]" if backend["available"] else "[red]no[/]"
         engines.add_row(backend["name"], mark, Text(backend["reason"]))
     console().print(shown, "", engines, sep="\n")
 
 
-def _card(gpu: dict[str, Any]) -> str:
+def _format_gpu(gpu: dict[str, Any]) -> str:
     if gpu["name"] is None:
         return str(gpu["id"])
     return f"{gpu['id']}: {gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB"

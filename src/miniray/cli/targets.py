@@ -1,4 +1,4 @@
-"""Which run a user means, and which names a shell may offer."""
+"""Resolve run arguments and complete them in shells."""
 
 from __future__ import annotations
 
@@ -17,81 +17,77 @@ runs_dir_option = click.option(
     type=click.Path(path_type=Path, file_okay=False),
     default=RUNS_DIR,
     show_default=True,
-    help="Folder the runs are in.",
+    help="Directory that contains the runs.",
 )
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON for a program.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 class NoRunError(click.ClickException):
-    """There is no such run: what was looked for, and what to do."""
+    """A run doesn't exist. The message names what was searched and what to do."""
 
     exit_code = 2
 
 
 def resolve(target: str, runs_dir: Path, *, folder: bool = False) -> Path:
-    """A run's directory from its path, its name in ``runs_dir``, ``latest``, or a process id.
+    """Return the directory of a run, given its path, its name, ``latest`` or a process id.
 
-    ``NoRunError`` says what was looked for, and names what is near. A folder of runs is one of
-    these errors too, unless ``folder`` will do.
+    Args:
+        target: The path, name, ``latest`` or process id.
+        runs_dir: Directory that contains the runs.
+        folder: Accept a directory that contains runs, too.
+
+    Raises:
+        NoRunError: The run doesn't exist. The message suggests a similar name.
     """
-    from miniray.report.run import find_runs, is_run
+    from miniray.runs.listing import is_run, list_runs
 
     places = [Path(target), *([runs_dir / target] if Path(target).name == target else [])]
     folders = [place for place in places if place.is_dir()]
-    if folders:  # of two of that name, the one that is a run
+    if folders:  # Prefer a run to a directory of the same name.
         found = next(filter(is_run, folders), folders[0])
-        inside = [] if folder or is_run(found) else find_runs(found)
+        inside = [] if folder or is_run(found) else list_runs(found)
         if inside:
             raise NoRunError(
-                f"{found} is a folder of runs: name one of them, like {inside[0].path}"
+                f"{found} contains several runs. Choose one of them, such as {inside[0].path}."
             )
         return found
     if target == "latest":
-        runs = find_runs(runs_dir)
+        runs = list_runs(runs_dir)
         if runs:
             return runs[0].path
-        raise NoRunError(f"no runs in {runs_dir.absolute()}: {how_to_get_one(runs_dir)}")
-    if target.isdigit():
-        return _find_run(target, runs_dir)
+        raise NoRunError(f"No runs in {runs_dir.absolute()}. {how_to_get_one(runs_dir)}")
+    if target.isascii() and target.isdigit():
+        return _find_run_of_process(int(target), runs_dir)
     import difflib
 
     known = names(runs_dir)
     if not known:
         hint = how_to_get_one(runs_dir)
-        raise NoRunError(f"there is no run directory {target}, and no run in {runs_dir}: {hint}")
+        raise NoRunError(f"{target} isn't a run directory, and {runs_dir} has no runs. {hint}")
     near = difflib.get_close_matches(target, ["latest", *known], n=1)
-    hint = f"did you mean {near[0]}?" if near else "`miniray runs` lists those there are"
-    raise NoRunError(
-        f"there is no run directory {target}, and no run of that name in {runs_dir}: {hint}"
-    )
-
-
-def find_recorded(target: str, runs_dir: Path) -> Path:
-    """The same for those who read boxes: ``latest`` is the newest run that has any."""
-    if target == "latest" and not Path(target).is_dir():
-        return _find_run(target, runs_dir, f": {how_to_get_one(runs_dir)}")
-    return resolve(target, runs_dir)
+    hint = f"Did you mean {near[0]}?" if near else "Run `miniray runs` to list all runs."
+    raise NoRunError(f"{target} is neither a run directory nor a run in {runs_dir}. {hint}")
 
 
 def how_to_get_one(runs_dir: Path) -> str:
-    """What to do where ``runs_dir`` has no runs, in a line."""
+    """Return what to do if ``runs_dir`` has no runs."""
     if runs_dir == RUNS_DIR:
-        return "`miniray demo classify` makes one, --runs-dir looks elsewhere"
-    return "is it the folder you meant with --runs-dir?"
+        return "Create one with `miniray demo classify`, or pass a different --runs-dir."
+    return "Check --runs-dir."
 
 
-def _find_run(target: str, runs_dir: Path, hint: str = "") -> Path:
-    from miniray.doctor.diagnose import find_run
+def _find_run_of_process(pid: int, runs_dir: Path) -> Path:
+    from miniray.doctor.diagnose import find_run_of_process
 
     try:
-        return find_run(target, runs_dir)
+        return find_run_of_process(pid, runs_dir)
     except FileNotFoundError as error:
-        raise NoRunError(f"{error}{hint}") from error
+        raise NoRunError(str(error)) from error
 
 
 def names(runs_dir: Path) -> list[str]:
-    """Folders that look like runs, without reading any; none whose name a shell would not take."""
+    """Return the names of directories, except hidden ones and names that a shell can't complete."""
     try:
         found = [path.name for path in runs_dir.iterdir() if path.is_dir()]
     except OSError:
@@ -102,7 +98,7 @@ def names(runs_dir: Path) -> list[str]:
 def complete_runs(
     ctx: click.Context, param: click.Parameter | None, incomplete: str
 ) -> list[CompletionItem]:
-    """What the shell offers for a run: ``latest``, names, and paths as everywhere."""
+    """Complete ``latest``, names of runs, and paths."""
     from click.shell_completion import CompletionItem
 
     runs_dir = ctx.params.get("runs_dir") or RUNS_DIR
@@ -115,13 +111,13 @@ def complete_runs(
 def complete_files(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """What the shell itself offers: a script, and whatever comes after it."""
+    """Complete files."""
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(incomplete, type="file")]
 
 
-#: The argument that names a run, and the one that names several.
+#: Arguments that name one run or several.
 run_argument = click.argument(
     "target", metavar="[RUN_DIR | PID | latest]", default="latest", shell_complete=complete_runs
 )

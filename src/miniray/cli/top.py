@@ -1,4 +1,4 @@
-"""``miniray top``: the ranks of a run, live."""
+"""``miniray top``: show the ranks of a run in the terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from miniray.cli.targets import find_recorded, run_argument, runs_dir_option
+from miniray.cli.targets import resolve, run_argument, runs_dir_option
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -17,32 +17,36 @@ if TYPE_CHECKING:
 
 EPILOG = """\b
 Examples:
-  miniray top                  the newest run under runs/
+  miniray top                  show the newest run under runs/
   miniray top runs/my-run --interval 0.5
-  miniray top latest --once    one frame, for a script
+  miniray top latest --once    print one snapshot
 """
 
 
 @click.command(epilog=EPILOG)
 @run_argument
-@click.option("--once", is_flag=True, help="Show one frame and end.")
+@click.option("--once", is_flag=True, help="Print one snapshot and exit.")
 @click.option(
-    "--interval", type=click.FloatRange(0.1), default=1.0, show_default=True, help="Seconds."
+    "--interval",
+    type=click.FloatRange(0.1),
+    default=1.0,
+    show_default=True,
+    help="Seconds between updates.",
 )
 @runs_dir_option
 def top(target: str, once: bool, interval: float, runs_dir: Path) -> int:
-    """Show the ranks of a run: step, phase, loss, memory, state.
+    """Show step, phase, loss, memory and state of each rank, live.
 
-    Ends by itself when the run has ended, else with Ctrl-C. Nothing is asked of the ranks. The exit
-    status is 2 where none has a record.
+    Exits when the run ends. Press Ctrl-C to quit earlier. The exit status is 2 if no rank has a
+    record.
     """
     from rich.console import Console
     from rich.live import Live
 
     from miniray.doctor.reader import read_run
-    from miniray.doctor.runfile import state_of
+    from miniray.runs.run_info import get_state
 
-    run_dir = find_recorded(target, runs_dir)
+    run_dir = resolve(target, runs_dir)
     console = Console(highlight=False)
     run = read_run(run_dir)
     if once or not console.is_terminal:
@@ -52,7 +56,7 @@ def top(target: str, once: bool, interval: float, runs_dir: Path) -> int:
     with Live(frame(run, None, console.width), console=console, auto_refresh=False) as live:
         try:
             while any(record.alive for record in run) or (
-                not run.ranks and state_of(run.run) in ("running", "unknown")  # it may begin yet
+                not run.ranks and get_state(run.run) in ("running", "unknown")  # It may start yet.
             ):
                 time.sleep(interval)
                 before, run = run, read_run(run_dir)
@@ -63,7 +67,7 @@ def top(target: str, once: bool, interval: float, runs_dir: Path) -> int:
 
 
 def frame(run: RunRecord, before: RunRecord | None, width: int) -> Group:
-    """The verdict, the facts and the table, from one reading."""
+    """Format the verdict, the facts and the table of ranks."""
     from rich.console import Group
     from rich.text import Text
 
@@ -73,7 +77,7 @@ def frame(run: RunRecord, before: RunRecord | None, width: int) -> Group:
     diagnosis = examine(run, before)
     parts: list[object] = [Text(render.wrapped(diagnosis.verdict, width), style="bold")]
     if diagnosis.readable:
-        parts += [Text(f"{run.path}", style="dim")]  # whatever `latest` was
+        parts += [Text(f"{run.path}", style="dim")]  # Shows which run `latest` is.
         parts += [Text(render.facts_line(diagnosis.case, width), style="dim")]
         parts += [render.rank_table(diagnosis.case, width)]
         parts += [Text(line) for line in render.gpu_lines(diagnosis.case)]

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from miniray.core.refs import ActorHandle, ObjectRef, ObjectRefGenerator
 from miniray.core.specs import ClassSpec, FunctionSpec
 
+#: Part of the memory that objects may use by default.
+STORE_SHARE = 0.3
+
 
 @dataclasses.dataclass(frozen=True)
 class Capabilities:
@@ -185,8 +188,9 @@ class Engine(abc.ABC):
     ) -> ObjectRef[Any] | list[ObjectRef[Any]] | ObjectRefGenerator | None:
         """Call a method on ``actor``, the engine's own state from an ``ActorHandle``.
 
-        Calls from one caller to one actor run in the order they were made. Arguments as in
-        ``submit``. Raises only for bad arguments; a dead actor surfaces at ``get``.
+        Calls from one caller to one actor run in submission order. On async and threaded actors,
+        calls overtake those that wait for an argument. Arguments as in ``submit``. Raises only for
+        bad arguments; a dead actor surfaces at ``get``.
         """
 
     # -- objects --------------------------------------------------------------------------------
@@ -281,6 +285,17 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def nodes(self) -> list[dict[str, Any]]:
         """A dict a machine: NodeID, Alive, NodeManagerHostname, Resources."""
+
+    def lost_nodes(self) -> frozenset[str]:
+        """Return the ids of nodes that were lost in this session.
+
+        Waits until the engine has noticed all of them, so that nothing is placed on a lost node.
+        """
+        return frozenset()
+
+    def node_address(self) -> str | None:
+        """Return the address at which other nodes reach this one; None if it isn't known."""
+        return None
 
     @abc.abstractmethod
     def cluster_resources(self) -> dict[str, float]:

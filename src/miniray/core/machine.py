@@ -1,59 +1,23 @@
-"""What this machine has (cores, memory, GPUs, an identity), and who holds how much of it.
+"""The GPUs and identity of this machine, and how its cores and GPUs are assigned.
 
-Every figure is what *this process* may use: a container's limits and CPU affinity count, because a
-pool sized by the host's cores is slow in a container and one sized by its memory is killed there.
-Neither torch nor psutil is needed.
+Needs neither torch nor psutil. See ``miniray.limits`` for cores and memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import socket
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from miniray import limits
 from miniray.errors import ActorUnschedulableError
 
-_CGROUP = Path("/sys/fs/cgroup")
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 #: Shares are decimal fractions (0.1 + 0.2), so sums are compared with room for rounding.
 _EPSILON = 1e-6
-
-
-def cpu_count() -> int:
-    """Cores this process may use: the affinity mask, further limited by the cgroup's CPU quota."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        cores = os.cpu_count() or 1
-    quota = _cpu_quota()
-    return max(1, cores if quota is None else min(cores, math.ceil(quota)))
-
-
-def _cpu_quota() -> float | None:
-    """CPUs' worth of time the cgroup grants; None where there is no limit."""
-    fields = _read(_CGROUP / "cpu.max").split()  # version 2: "max 100000" or "150000 100000"
-    if len(fields) != 2:  # version 1, where -1 means no limit
-        fields = [
-            _read(_CGROUP / "cpu" / "cpu.cfs_quota_us").strip(),
-            _read(_CGROUP / "cpu" / "cpu.cfs_period_us").strip(),
-        ]
-    if all(field.isdigit() for field in fields) and int(fields[1]) > 0:
-        return int(fields[0]) / int(fields[1])
-    return None
-
-
-def memory_total() -> int:
-    """Bytes of memory this process may use: the machine's, further limited by the cgroup."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        limit = _read(_CGROUP / name).strip()
-        if limit.isdigit():  # "max" is no limit; version 1 says so with a huge number
-            total = min(total, int(limit))
-    return total
 
 
 def gpu_ids() -> list[str]:
@@ -100,7 +64,7 @@ def node_id() -> str:
 
 
 def _read(path: Path) -> str:
-    """The file's text; empty where it cannot be read, which every caller takes for "no limit"."""
+    """Return the file's text; empty if it can't be read."""
     try:
         return path.read_text()
     except OSError:
@@ -142,7 +106,7 @@ class Resources:
         return self._told(max(0.0, self.free_cpus - used), self.free_gpus)
 
     def _told(self, cpus: float, gpus: float) -> dict[str, float]:
-        told = {"CPU": float(cpus), "memory": float(memory_total())}
+        told = {"CPU": float(cpus), "memory": float(limits.memory_total())}
         # As in Ray, where what a machine does not have is not mentioned.
         return {**told, "GPU": float(gpus)} if self.gpus else told
 

@@ -67,12 +67,13 @@ def init(
     Args:
         num_workers: processes in the pool that runs tasks (default: one a core). It never limits
             how many actors may exist.
-        backend: ``"local"`` (default), ``"inline"`` or ``"ray"``; the environment variable
-            ``MINIRAY_BACKEND`` overrides it.
+        backend: ``"local"`` (default), ``"inline"`` or ``"ray"``. The environment variable
+            ``MINIRAY_BACKEND`` overrides it. ``"ray"`` joins the Ray cluster that runs on this
+            machine, and starts a Ray if there is none or if a size is set.
         address: a Ray cluster (``"auto"``, ``"ray://host:port"``); implies ``backend="ray"``.
         num_cpus, num_gpus: what to count as available, where it differs from what is found.
-        object_store_memory: limit in bytes on objects in shared memory (default: 30 % of the
-            machine's); beyond it objects go to disk.
+        object_store_memory: Maximum number of bytes of objects in shared memory. Objects beyond it
+            go to disk. Default: 30 % of the memory that control groups leave to this process.
         namespace: where actor names live (default: one of this session's own).
         log_to_driver: show what workers print on this terminal.
         ignore_reinit_error: return the running session instead of raising.
@@ -80,7 +81,8 @@ def init(
     Raises:
         RuntimeError: an engine is running already.
         ValueError: a bad argument.
-        EngineStartError: the engine could not start; nothing was left behind.
+        EngineStartError: The engine couldn't start, and nothing was left behind. The error names
+            the limit of the system that was too low, if one was.
     """
     global _engine
     with _lock:

@@ -1,10 +1,10 @@
-"""What happens in an actor's process around the making of the user's object.
+"""Prepare an actor's process before the user's object is created.
 
-Both parts travel as environment variables, so they work alike on every engine:
+Both parts are environment variables, so they work the same on every engine:
 
-- a seed, for ``random``, numpy and torch;
-- a set-up function (``"module:function"``), called before the object is made. What it returns, if
-  anything, is called with the object. Rooms above the core use it to watch their workers.
+- A seed for ``random``, NumPy and torch, even if the worker imports these late.
+- A set-up function (``"module:function"``), called before the object is created. If it returns a
+  function, that is called with the object. Packages above the core use it to record their workers.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import contextlib
 import contextvars
 import importlib
 import os
+import random
 import secrets
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
+
+from miniray.import_hooks import when_imported
 
 T = TypeVar("T")
 
@@ -68,7 +70,7 @@ def unset_run_seed() -> None:
 
 
 def construct(cls: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-    """Make the user's object, seeded and set up. What any part raises is the actor's failure."""
+    """Seed the process, set it up and create the user's object. An error fails the actor."""
     _seed()
     where = os.environ.get(SET_UP)
     after: Callable[[Any], None] | None = None
@@ -82,16 +84,11 @@ def construct(cls: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _seed() -> None:
+    """Seed ``random``, and NumPy and torch now or when the worker imports them."""
     text = os.environ.get(SEED)
     if text is None:
         return
     seed = int(text)
-    import random
-
     random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.manual_seed(seed)
+    when_imported("numpy.random", lambda numpy_random: numpy_random.seed(seed % 2**32))
+    when_imported("torch", lambda torch: torch.manual_seed(seed))

@@ -48,7 +48,7 @@ def serve(
         print(f"miniray dashboard: {server.url}", flush=True)
         print(f"  runs in {server.root.path}; Ctrl-C ends it", flush=True)
         if open_browser and sys.stdout.isatty():
-            webbrowser.open(server.url)
+            webbrowser.open(server.new_browser_url())
         threading.Event().wait()
     except KeyboardInterrupt:
         print()
@@ -104,9 +104,16 @@ class Server:
 
     @property
     def url(self) -> str:
-        """What to open: the token is in it."""
-        chosen = f"&run={quote(self._run, safe='')}" if self._run is not None else ""
-        return f"{self.address}?token={self.gate.token}{chosen}"
+        """The address of the page, with the token."""
+        return f"{self.address}?token={self.gate.token}{self._run_parameter}"
+
+    def new_browser_url(self) -> str:
+        """Return an address that works once and doesn't contain the token."""
+        return f"{self.address}?code={self.gate.new_code()}{self._run_parameter}"
+
+    @property
+    def _run_parameter(self) -> str:
+        return f"&run={quote(self._run, safe='')}" if self._run is not None else ""
 
     def start(self) -> None:
         self.poller.start()

@@ -11,12 +11,13 @@ import hmac
 import ipaddress
 import os
 import secrets
+import threading
 from collections.abc import Mapping
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from miniray.report.run import is_run
+from miniray.runs.listing import is_run
 
 
 class NotFoundError(LookupError):
@@ -24,10 +25,17 @@ class NotFoundError(LookupError):
 
 
 class Gate:
-    """The token of one server. ``allows`` decides on each request."""
+    """Authentication of one server. ``allows`` decides on each request.
+
+    A request shows the token, in the address or in the cookie. The address that opens the browser
+    contains a code instead, because command lines are visible to all users of the machine. The code
+    works once, and is exchanged for the cookie.
+    """
 
     def __init__(self, port: int) -> None:
         self.token = secrets.token_urlsafe(24)
+        self._code: str | None = None
+        self._lock = threading.Lock()
         self.cookie_name = f"miniray_{port}"  # cookies are the same on all ports
 
     def allows(self, headers: Mapping[str, str], query_token: str | None) -> bool:
@@ -41,6 +49,22 @@ class Gate:
                 return False
             shown = cookie[self.cookie_name].value if self.cookie_name in cookie else ""
         return hmac.compare_digest(shown.encode(), self.token.encode())
+
+    def new_code(self) -> str:
+        """Return a code that can be redeemed once. Earlier codes become invalid."""
+        with self._lock:
+            self._code = secrets.token_urlsafe(24)
+            return self._code
+
+    def redeem(self, code: str) -> bool:
+        """Return True if ``code`` is valid. It isn't afterwards."""
+        with self._lock:
+            valid = self._code is not None and hmac.compare_digest(
+                code.encode(), self._code.encode()
+            )
+            if valid:
+                self._code = None
+            return valid
 
     def cookie(self) -> str:
         return f"{self.cookie_name}={self.token}; Path=/; HttpOnly; SameSite=Strict"
@@ -83,7 +107,7 @@ class Root:
         if not path.is_dir():
             raise FileNotFoundError(f"there is no directory {path}")
         self.path = path.resolve()
-        self.is_run = _is_run(self.path)
+        self.is_run = is_run(self.path)
 
     def names(self) -> list[str]:
         """Names of all runs, in no order."""
@@ -109,7 +133,7 @@ class Root:
         if self.is_run and name != self.path.name:
             raise NotFoundError(name)
         path = self.path if self.is_run else self.inside(self.path / name)
-        if not _is_run(path):
+        if not is_run(path):
             raise NotFoundError(name)
         if os.path.lexists(path / "run.json"):
             self.inside(path / "run.json")
@@ -124,10 +148,3 @@ class Root:
         if not real.is_relative_to(self.path):
             raise NotFoundError(str(path))
         return real
-
-
-def _is_run(path: Path) -> bool:
-    try:
-        return is_run(path)
-    except OSError:  # a folder that we may not look into is none
-        return False

@@ -85,15 +85,18 @@ class Handler(BaseHTTPRequestHandler):
         # Browsers of today say where a request comes from; an address typed in comes from "none".
         site = self.headers.get("Sec-Fetch-Site", "none")
         ours = ours and (site in ("same-origin", "none") or (reads and url.path == "/"))
-        if not ours or not self.dashboard.gate.allows(dict(self.headers.items()), token):
+        gate, code = self.dashboard.gate, self._query.get("code", [None])[0]
+        # Only the page itself, so that no other request uses up the code.
+        redeemed = ours and reads and url.path == "/" and code is not None and gate.redeem(code)
+        if not ours or not (redeemed or gate.allows(dict(self.headers.items()), token)):
             return self._text(403, _DENIED)
         try:
             if url.path in routes:
                 routes[url.path]()
             elif reads and url.path in _FILES:
                 name, kind = _FILES[url.path]
-                # The token moves from the address, which the page then hides, to a cookie.
-                self._entering = token is not None
+                # The page hides the token or code in its address. The cookie replaces it.
+                self._entering = token is not None or redeemed
                 self._send(200, (_STATIC / name).read_bytes(), kind, "no-cache")
             elif reads and url.path == "/plotly.min.js":
                 body = self.dashboard.plotly.read_bytes()

@@ -53,7 +53,7 @@ class Lane:
             self._pid, self._step = record.pid, 0
         if not self._moments:
             self._moments, self._sums = [record.attached], [(0.0,) * len(KINDS)]
-        fresh = [s for s in (*record.spans, *record.steps) if s.step > self._step]
+        fresh = [s for s in record.steps if s.step > self._step]
         for steps in fresh:
             self._take(steps)
         self._see(facts)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from miniray.report.html import on_screen, uncoloured
+from miniray.runs import files
 
 _PIECE = 128 << 10
 _BLOCK = 1 << 20
@@ -23,7 +24,7 @@ def tail(path: Path, since: int | None = None, before: int | None = None) -> dic
     ``start`` and ``end`` say which bytes they are, for the next request; ``rest`` is a last line
     that has no end yet. A file that became shorter than ``since`` was begun anew and is read so.
     """
-    with open(path, "rb") as file:
+    with files.open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         anew = since is None or since > size
         if since is None or anew:
@@ -55,7 +56,7 @@ def search(path: Path, text: str) -> dict[str, Any]:
     wanted = text.lower()
     found: deque[str] = deque(maxlen=_MOST_FOUND)
     total = 0
-    with open(path, "rb") as file:
+    with files.open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - _MOST_SEARCHED))
         rest, block = b"", b"\n"

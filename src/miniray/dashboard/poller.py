@@ -11,14 +11,12 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from miniray.dashboard.access import NotFoundError, Root
 from miniray.dashboard.watch import Watch
-from miniray.doctor import runfile
-from miniray.report.run import unix_time
+from miniray.runs.listing import RunEntry, read_entry
 
 #: Seconds between two looks: while somebody looks on, and while nobody does.
 _PAUSE, _LONG_PAUSE = 1.0, 5.0
@@ -151,7 +149,7 @@ class Listing:
 
     def __init__(self, root: Root) -> None:
         self._root = root
-        self._read: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {}
+        self._read: dict[str, tuple[tuple[int, ...], RunEntry]] = {}
         self.runs: list[dict[str, Any]] = []
 
     def refresh(self) -> None:
@@ -166,29 +164,30 @@ class Listing:
         self.runs = found
 
     def _entry(self, name: str) -> dict[str, Any]:
-        path = self._root.run(name)
-        run = self._run_json(name, path)
-        config = run.get("config")
-        config = config if isinstance(config, Mapping) else {}
-        started = run.get("started")
+        entry = self._read_entry(name, self._root.run(name))
+        info = entry.info
+        config = info.get("config") or {}
         return {
             "name": name,
-            "state": runfile.state_of(run),
-            "started": started if isinstance(started, str) else None,
-            "ended": run.get("ended") if isinstance(run.get("ended"), str) else None,
-            "world_size": run.get("world_size"),
+            "state": entry.state,
+            "started": info.get("started"),
+            "ended": info.get("ended"),
+            "world_size": info.get("world_size"),
             "kind": str(config.get("trainer") or config.get("launcher") or ""),
-            # Of the folder itself: that of the boxes would change with every heartbeat.
-            "changed": unix_time(started) or path.stat().st_mtime,
+            "changed": entry.order[0],
         }
 
-    def _run_json(self, name: str, path: Path) -> dict[str, Any]:
-        try:
-            file = self._root.inside(path / "run.json")
-        except NotFoundError:
-            return {}
-        status = file.stat()
-        stamp = (status.st_mtime_ns, status.st_size)
+    def _read_entry(self, name: str, path: Path) -> RunEntry:
+        """Read ``run.json`` again if it changed. The doctor reports what is wrong with it."""
+        stamp = self._stamp(path)
         if name not in self._read or self._read[name][0] != stamp:
-            self._read[name] = (stamp, runfile.read_json(file)[0])  # the doctor says what is wrong
+            self._read[name] = (stamp, read_entry(path) if stamp else RunEntry(path, {}, ""))
         return self._read[name][1]
+
+    def _stamp(self, path: Path) -> tuple[int, ...]:
+        """Return what changes with ``run.json``; () if the root doesn't contain it."""
+        try:
+            status = self._root.inside(path / "run.json").stat()
+        except (NotFoundError, OSError):
+            return ()
+        return status.st_ino, status.st_mtime_ns, status.st_size

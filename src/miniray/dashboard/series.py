@@ -9,7 +9,6 @@ that no spike is lost.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from array import array
@@ -19,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from miniray.report.run import WORDS
 from miniray.report.series import extremes, flat, number
+from miniray.runs import files
 
 #: Bytes of a file read at a time: the page stays live while a large one is taken in.
 PIECE = 1 << 20
@@ -50,7 +49,7 @@ class Lines:
     def read(self) -> tuple[bool, list[bytes]]:
         """(whether the file began anew, its next whole lines); nothing where there is no file."""
         try:
-            with open(self.path, "rb") as file:
+            with files.open_file(self.path) as file:
                 status = os.fstat(file.fileno())
                 anew = status.st_ino != self._inode or status.st_size < self.offset
                 if anew:
@@ -155,7 +154,7 @@ class Metrics:
         nested = dict in map(type, record.values())  # as in the report: timing.rollout
         for name, value in (flat(record) if nested else record).items():
             if type(value) is str:
-                value = WORDS.get(value)
+                value = files.NUMBER_WORDS.get(value)
             if (type(value) is not float and type(value) is not int) or name in _NOT_A_METRIC:
                 continue
             known = series.get((name, whose))
@@ -189,19 +188,12 @@ def _parsed(lines: list[bytes]) -> list[Any]:
     whole = [line for line in lines if line.strip()]
     try:
         # All at once is four times as fast, and as strict: a line is one value or none.
-        found = json.loads(b"[" + b",".join(whole) + b"]")
+        found = files.parse_json(b"[" + b",".join(whole) + b"]")
         if len(found) == len(whole):
             return list(found)
-    except (ValueError, RecursionError):
+    except ValueError:
         pass
-    return [_parsed_line(line) for line in whole]
-
-
-def _parsed_line(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+    return [files.parse_record(line) for line in whole]
 
 
 def _short(value: float) -> float:

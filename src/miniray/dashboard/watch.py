@@ -16,11 +16,12 @@ from typing import Any
 from miniray.dashboard import lanes, view
 from miniray.dashboard.access import NotFoundError, Root
 from miniray.dashboard.series import Metrics
-from miniray.doctor import runfile, stacks
+from miniray.doctor import stacks
 from miniray.doctor.diagnose import Diagnosis, examine
 from miniray.doctor.model import RankRecord, RunRecord, ThreadStack
 from miniray.doctor.reader import read_box, read_run
 from miniray.errors import BoxError, MinirayError
+from miniray.runs.run_info import get_state
 
 #: Seconds between the first two readings of a run that lives: one alone cannot tell who moves.
 _GAP = 0.5
@@ -75,7 +76,7 @@ class Watch:
         except (NotFoundError, OSError):
             self.state = {**self.state, "name": self.name, "state": "deleted", "live": False}
             return
-        state = runfile.state_of(record.run)
+        state = get_state(record.run)
         diagnosis = examine(record, self._before, self._fresh_stacks(record))
         with self._lock:
             self._look(diagnosis)
@@ -210,7 +211,7 @@ class Watch:
             self._root.inside(stacks.stack_file(file))
         try:
             record = read_box(file)
-        except (BoxError, ValueError, KeyError, TypeError) as error:
+        except BoxError as error:
             raise NoStackError(f"the box of rank {rank} cannot be read: {error}") from None
         found = stacks.ask({rank: record}).get(rank)
         if found:

@@ -23,7 +23,7 @@ from miniray.data.locations import BlockKey, Int64s, Locations
 from miniray.data.plan import progress
 from miniray.data.plan.order import EpochOrder, Window
 from miniray.data.plan.progress import Progress
-from miniray.data.plan.shard import Even, check_even, check_rank
+from miniray.data.plan.shard import Even, check_even, check_rank, warn_if_several_ranks
 from miniray.data.plan.split import (
     Assignment,
     Contiguous,
@@ -53,15 +53,15 @@ class Dataset(ABC):
     def __init__(
         self,
         *,
-        rank: int,
-        world_size: int,
+        rank: int | None,
+        world_size: int | None,
         even: Even,
         split: SplitName,
         seed: int | None,
         is_seed_fixed: bool,
         memory_budget: int | str,
     ) -> None:
-        self._rank, self._world_size = check_rank(rank, world_size)
+        self._set_rank(rank, world_size)
         check_even(even)
         self._even: Even = even
         self._split: SplitName = check_choice("split", split, ("contiguous", "interleaved"))
@@ -70,6 +70,14 @@ class Dataset(ABC):
         self._find_chunk_rest: FindChunkRest | None = None
         self._start_epoch(0)
         self._reset()
+
+    def _set_rank(self, rank: int | None, world_size: int | None) -> None:
+        """Set rank and world size. None is a dataset that isn't sharded yet."""
+        self._is_sharded = rank is not None or world_size is not None
+        self._rank, self._world_size = check_rank(
+            0 if rank is None else rank, 1 if world_size is None else world_size
+        )
+        self._has_started = False
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -165,6 +173,15 @@ class Dataset(ABC):
     def name_rows(self, locations: Locations) -> list[RowId]:
         """Return the ids ``(file, row)`` of rows."""
 
+    @abstractmethod
+    def number_rows(self, locations: Locations) -> list[int]:
+        """Return the numbers of rows in the dataset, the same on all ranks and in all epochs."""
+
+    @property
+    @abstractmethod
+    def is_persistent(self) -> bool:
+        """Whether the fingerprint changes whenever the content may have changed."""
+
     def _sort_blocks(self, source: int, blocks: Int64s) -> Int64s:
         """Return blocks of a source in the order in which they should be read."""
         return self._current_order().sort_blocks(blocks)
@@ -184,6 +201,21 @@ class Dataset(ABC):
     def world_size(self) -> int:
         """Number of ranks."""
         return self._world_size
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ``rank`` and ``world_size`` were passed, or set by ``shard``."""
+        return self._is_sharded
+
+    @property
+    def has_started(self) -> bool:
+        """Whether iteration has started."""
+        return self._has_started
+
+    @property
+    @abstractmethod
+    def is_shuffled(self) -> bool:
+        """Whether each epoch has a different order."""
 
     @property
     def epoch(self) -> int:
@@ -209,7 +241,7 @@ class Dataset(ABC):
         """Return the same dataset for a different rank. Nothing is read again."""
         other = copy.copy(self)
         other.__dict__.update(self.__dict__)  # with what ``__getstate__`` leaves out
-        other._rank, other._world_size = check_rank(rank, world_size)
+        other._set_rank(rank, world_size)
         other._taken, other._is_alone, other._is_complete = 0, False, False
         other._buffer = other._assignment = None
         return other
@@ -233,8 +265,12 @@ class Dataset(ABC):
     def start_pass(self) -> None:
         """Start this epoch again, or the next one if all of its rows were delivered.
 
-        Some loops stop after ``len`` batches, before iteration ends.
+        Some loops stop after ``len`` batches, before iteration ends. Warn if several ranks read
+        all rows because the dataset isn't sharded.
         """
+        if not self._is_sharded and not self._has_started:
+            warn_if_several_ranks()
+        self._has_started = True
         if self._is_complete:
             self.finish_epoch()
         self._taken, self._is_alone = 0, False

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 import numpy as np
 
-from miniray.checks import check_choice, check_int
+from miniray.checks import check_choice, check_int, suggest_options
 from miniray.data.dataset import Dataset, RowId, SplitName
 from miniray.data.locations import Int64s, Locations
 from miniray.data.plan.order import (
@@ -42,8 +42,8 @@ Self = TypeVar("Self", bound="SourceDataset")
 class Options(TypedDict, total=False):
     """Options of every dataset, for type checkers. ``SourceDataset`` has the defaults."""
 
-    rank: int
-    world_size: int
+    rank: int | None
+    world_size: int | None
     max_samples: int
     seed: int | None
     shuffle: Shuffle
@@ -60,6 +60,7 @@ class Options(TypedDict, total=False):
     cache_dir: str | os.PathLike[str] | None
 
 
+@suggest_options()
 class SourceDataset(Dataset):
     """Rows of ``source``. See ``ParquetDataset`` for the options."""
 
@@ -67,8 +68,8 @@ class SourceDataset(Dataset):
         self,
         source: Source,
         *,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         max_samples: int = -1,
         seed: int | None = None,
         shuffle: Shuffle = False,
@@ -118,7 +119,8 @@ class SourceDataset(Dataset):
         seed = None if seed is None else check_int("seed", seed)
         if is_drawn or self._shuffle:
             purpose = "max_samples" if is_drawn else "shuffling"
-            seed = resolve_seed(seed, check_int("world_size", world_size, 1), purpose)
+            ranks = 1 if world_size is None else check_int("world_size", world_size, 1)
+            seed = resolve_seed(seed, ranks, purpose)
         super().__init__(
             rank=rank,
             world_size=world_size,
@@ -263,6 +265,10 @@ class SourceDataset(Dataset):
     def distinct_rows(self) -> int:
         return self.total_rows
 
+    @property
+    def is_shuffled(self) -> bool:
+        return self._shuffle is not None
+
     def _digest_selection(self) -> str:
         return self._select().digest
 
@@ -283,7 +289,8 @@ class SourceDataset(Dataset):
         if self._shuffle is None:
             if self._source.random_access:
                 return DataOrder(selection.count)
-            return SequentialOrder(self._source.list_blocks(), selection, SEQUENTIAL_BYTES)
+            window_bytes = min(SEQUENTIAL_BYTES, self._budget // 4)
+            return SequentialOrder(self._source.list_blocks(), selection, window_bytes)
         assert self._seed is not None
         if self._shuffle == "global":
             return GlobalOrder(selection.count, self._seed, epoch)
@@ -334,8 +341,21 @@ class SourceDataset(Dataset):
         return self._name_numbers(self._select().number_rows(ordinals))
 
     def name_rows(self, locations: Locations) -> list[RowId]:
+        return self._name_numbers(np.array(self.number_rows(locations), dtype=np.int64))
+
+    def number_rows(self, locations: Locations) -> list[int]:
         edges = self.sources[0].list_blocks().edges
-        return self._name_numbers(edges[locations.array[:, 1]] + locations.array[:, 2])
+        numbers: list[int] = (edges[locations.array[:, 1]] + locations.array[:, 2]).tolist()
+        return numbers
+
+    @property
+    def source_rows(self) -> int:
+        """Rows of the source, before the filter and ``max_samples``."""
+        return self._source.list_blocks().total_rows
+
+    @property
+    def is_persistent(self) -> bool:
+        return self._source.is_persistent
 
     def _name_numbers(self, numbers: Int64s) -> list[RowId]:
         """Return the ids of rows by their number in the source."""
@@ -361,13 +381,15 @@ def _resolve_shuffle(shuffle: Shuffle, source: Source) -> Literal["window", "glo
     return "global" if source.random_access else "window"
 
 
+@suggest_options({"memory_map": "memory_map was removed; Parquet files are read through a buffer."})
 class ParquetDataset(SourceDataset):
     """Rows of Parquet files. Each rank reads only its row groups, in blocks of about 8 MB.
 
     Args:
         files: A file, directory, glob or fsspec URL (``s3://...``), or a list of them.
         columns: Columns to read; defaults to all. A filter can read different ones.
-        rank: Rank of this process.
+        rank: Rank of this process. By default, miniray's trainers set it for ``self.train_loader``
+            and ``self.val_loader`` of a worker. Otherwise, all rows are read.
         world_size: Number of ranks: 2099 rows on 2 ranks are ``[0:1050]`` and ``[1050:2099]``.
         max_samples: Size of a subset that is drawn once for the run and then sharded.
         seed: Seed of ``max_samples`` and ``shuffle``. ``None`` uses the run's seed
@@ -408,6 +430,7 @@ class ParquetDataset(SourceDataset):
         super().__init__(ParquetSource(files, columns), **options)
 
 
+@suggest_options()
 class JsonlDataset(SourceDataset):
     """Rows of files with one JSON document per line. Takes the arguments of ``ParquetDataset``.
 
@@ -423,6 +446,7 @@ class JsonlDataset(SourceDataset):
         super().__init__(JsonlSource(files, columns), **options)
 
 
+@suggest_options()
 class ArrowDataset(SourceDataset):
     """Rows of Arrow IPC files or of a table in memory. Takes the arguments of ``ParquetDataset``.
 
@@ -438,6 +462,7 @@ class ArrowDataset(SourceDataset):
         super().__init__(ArrowSource(data, columns), **options)
 
 
+@suggest_options()
 class IndexedDataset(SourceDataset):
     """Rows of any object with ``len`` and ``[]``. Takes the arguments of ``ParquetDataset``.
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from miniray.checks import check_choice, check_int
+from miniray.checks import check_choice, check_int, suggest_options
 from miniray.data.dataset import Dataset, RowId, SplitName
 from miniray.data.datasets import SourceDataset
 from miniray.data.locations import Int64s, Locations, cumulate
@@ -33,6 +33,7 @@ _ROUND_ROWS = 64
 _WINDOWS_BYTES = 96_000_000
 
 
+@suggest_options()
 class Mixture(Dataset):
     """Rows of ``datasets``, a list of ``(dataset, weight)``, in proportion to the weights.
 
@@ -58,8 +59,8 @@ class Mixture(Dataset):
         datasets: Sequence[tuple[Dataset, float]],
         *,
         seed: int | None = None,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         until: Literal["first", "all"] = "first",
         even: Even = "exact",
         split: SplitName = "contiguous",
@@ -76,7 +77,8 @@ class Mixture(Dataset):
         self._shares = [weight / total for _, weight in datasets]
         self._given = members
         is_seed_fixed = seed is not None
-        seed = resolve_seed(seed, check_int("world_size", world_size, 1), "mixing")
+        ranks = 1 if world_size is None else check_int("world_size", world_size, 1)
+        seed = resolve_seed(seed, ranks, "mixing")
         super().__init__(
             rank=rank,
             world_size=world_size,
@@ -140,6 +142,11 @@ class Mixture(Dataset):
     def column_names(self) -> list[str] | None:
         """Columns of the first member."""
         return self._given[0].column_names
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Always True: rounds are arranged randomly."""
+        return True
 
     @property
     def kind(self) -> str:
@@ -227,6 +234,18 @@ class Mixture(Dataset):
             self._members[location.source].name_rows(locations[i : i + 1])[0]
             for i, location in enumerate(locations)
         ]
+
+    def number_rows(self, locations: Locations) -> list[int]:
+        starts = cumulate([member.source_rows for member in self._members])
+        return [
+            int(starts[location.source])
+            + self._members[location.source].number_rows(locations[i : i + 1])[0]
+            for i, location in enumerate(locations)
+        ]
+
+    @property
+    def is_persistent(self) -> bool:
+        return all(member.is_persistent for member in self._given)
 
     def _divide(self, ordinals: Int64s) -> Iterator[tuple[int, SourceDataset, Int64s, Int64s]]:
         """Yield member, indices into ``ordinals`` and ordinals among the rows of the member."""

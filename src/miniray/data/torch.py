@@ -16,12 +16,15 @@ import numpy as np
 import torch
 import torch.utils.data as torch_data
 
+from miniray.checks import suggest_options
 from miniray.data.dataset import Dataset, check_indices
 from miniray.data.loader.loader import DataLoader
+from miniray.data.plan.shard import find_rank
 
 _ROWS_AT_A_TIME = 256
 
 
+@suggest_options()
 class TorchDataset(torch_data.Dataset[Any]):  # type: ignore[misc]
     """All selected rows of a dataset in map style, in data order.
 
@@ -60,6 +63,7 @@ class TorchDataset(torch_data.Dataset[Any]):  # type: ignore[misc]
             )
 
 
+@suggest_options()
 class ShardSampler(torch_data.Sampler[int]):  # type: ignore[misc]
     """A rank's rows, exactly once, resumable on any number of ranks, instead of a sampler of torch.
 
@@ -71,8 +75,9 @@ class ShardSampler(torch_data.Sampler[int]):  # type: ignore[misc]
 
     Args:
         data: Dataset in map style.
-        rank: Rank of this process; defaults to that of the process group.
-        world_size: Number of ranks; defaults to that of the process group.
+        rank: Rank of this process; defaults to that of the process group, or else of the run in
+            the environment that miniray's trainers and torchrun set.
+        world_size: Number of ranks, with the same defaults.
     """
 
     def __init__(
@@ -117,6 +122,7 @@ class ShardSampler(torch_data.Sampler[int]):  # type: ignore[misc]
         self._shard.load_state_dict(state)
 
 
+@suggest_options()
 class TorchIterableDataset(torch_data.IterableDataset[Any]):  # type: ignore[misc]
     """A rank's rows in order, divided among the worker processes of a torch ``DataLoader``.
 
@@ -137,6 +143,20 @@ class TorchIterableDataset(torch_data.IterableDataset[Any]):  # type: ignore[mis
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._last_call.share_memory_()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the dataset was created with ``rank`` and ``world_size``, or sharded since."""
+        return self.dataset.is_sharded
+
+    @property
+    def has_started(self) -> bool:
+        """Whether iteration has started in this process."""
+        return self.dataset.has_started
+
+    def shard(self, rank: int, world_size: int) -> TorchIterableDataset:
+        """Return the same dataset with the rows of a different rank."""
+        return TorchIterableDataset(self.dataset.shard(rank, world_size), self.transform)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -191,6 +211,7 @@ class TorchIterableDataset(torch_data.IterableDataset[Any]):  # type: ignore[mis
         self._skip = int(state["taken"])
 
 
+@suggest_options()
 class LightningLoader:
     """A ``miniray.data.DataLoader`` for Lightning, which then resumes in mid-epoch exactly.
 
@@ -238,10 +259,9 @@ def _find_process_group(rank: int | None, world_size: int | None) -> tuple[int, 
         raise ValueError("give both rank and world_size, or none of them")
     if rank is not None and world_size is not None:
         return rank, world_size
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
+    found = find_rank()
+    if found is not None:
+        return found
     raise ValueError(
         "there is no process group to ask for the rank: call init_process_group first, or pass rank"
         " and world_size"

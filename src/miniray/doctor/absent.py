@@ -154,9 +154,10 @@ def _manner_story(facts: Facts, waiting: Sequence[Facts]) -> tuple[str, str, str
         return (
             "does-not-end",
             f"is done, but the process does not end ({idle})",
-            "Something keeps the interpreter: a thread that is no daemon, a loader's worker "
-            "process, the process group.",
-            "end threads and pools before the script does; call dist.destroy_process_group()",
+            "Something keeps the interpreter running: a thread that isn't a daemon, a loader's "
+            f"worker process{', the process group' * facts.has_process_group}.",
+            "end threads and pools before the script ends"
+            + "; call dist.destroy_process_group()" * facts.has_process_group,
         )
     if facts.finished:
         fix = f"let all ranks make the call at {waiting[0].place}, or none of them"

@@ -82,13 +82,9 @@ def _look_at_losses(current: Recorder, result: Any, site: str) -> None:
 
 
 def _as_section(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    from miniray.doctor import recorder
+    from miniray.doctor import recorder, sites
 
-    # Whoever calls it is in another process: the line that says something is the method's own.
-    code = getattr(inspect.unwrap(method), "__code__", None)  # compiled ones have none
-    site = ""
-    if code is not None:
-        site = f"{os.path.abspath(code.co_filename)}\0{code.co_firstlineno}\0{code.co_name}"
+    site = sites.definition_site(method)  # the caller is in a different process
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -25,11 +25,19 @@ def step(
     sample_ids: Sequence[int] | None = None,
     epoch: int | None = None,
 ) -> None:
-    """A training step is done. From the first call on, only these calls count as steps.
+    """Record a finished training step. From the first call on, only these calls count as steps.
 
-    ``loss`` may be a number or a tensor of one; reading a tensor on a GPU waits for the GPU.
-    ``sample_ids`` are those of the step's batch on this rank: integers that mean the same sample on
-    every rank. ``TypeError`` where they are not.
+    Args:
+        loss: Loss of the step: a number, or a tensor with one element. Reading a tensor on a GPU
+            waits for the GPU. From the first call with a loss on, only reported losses are
+            recorded. Without it, the loss is the tensor that ``backward`` was called on. Report it
+            if your script divides the loss before ``backward`` to accumulate gradients.
+        batch_size: Number of samples of the step on this rank.
+        sample_ids: Ids of these samples: integers that identify the same sample on every rank.
+        epoch: Number of the current epoch.
+
+    Raises:
+        TypeError: ``sample_ids`` aren't integers.
     """
     current = recorder.current()
     if current is None:
@@ -37,6 +45,7 @@ def step(
     site = sites.call_site(sys._getframe(1))
     if not current.explicit_steps:
         current.explicit_steps = True
+        current.retract_first_step()
         current.event("note", "steps are counted by doctor.step", site=site)
     if epoch is not None and epoch != current.box.ints[Cell.EPOCH]:
         current.tell_epoch(epoch, site)
@@ -49,7 +58,8 @@ def step(
         if sample_ids is None:
             current.add_samples(None, batch_size)
     if loss is not None:
-        current.set_loss(float(loss), site)
+        current.explicit_losses = True
+        current.set_loss(float(getattr(loss, "detach", lambda: loss)()), site)
     current.end_step(time.monotonic_ns())
     current.flush_tally()  # it was told, so it is there
 

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
-from miniray.doctor import model, processes, recorder, sites, stacks
+from miniray.doctor import model, recorder, sites, stacks
 from miniray.doctor.layout import Cell, Real
 from miniray.doctor.model import RankRecord
 from miniray.doctor.reader import BoxReader
 from miniray.doctor.recorder import Recorder
 from miniray.doctor.verdict import save_diagnosis
 from miniray.errors import BarrierTimeoutError, BoxError, MinirayError
+
+_T = TypeVar("_T")
 
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.0001, 0.02
 _LOOK_SECONDS = 0.25  # how often the others' processes are looked at
@@ -81,7 +85,7 @@ class _Attempt:
     def _wait(self) -> None:
         others = [rank for rank in range(self.current.world_size) if rank != self.current.rank]
         missing = set(others)
-        peers: dict[int, BoxReader] = {}
+        peers = _Peers(self.current.box.path.parent)
         pause = _SHORTEST_WAIT
         try:
             while True:
@@ -94,75 +98,48 @@ class _Attempt:
                 time.sleep(pause)
                 pause = min(pause * 1.5, _LONGEST_WAIT)
         finally:
-            for peer in peers.values():
-                peer.close()
+            peers.close()
 
-    def _update(self, missing: set[int], peers: dict[int, BoxReader]) -> None:
+    def _update(self, missing: set[int], peers: _Peers) -> None:
         for rank in list(missing):
-            if rank not in peers:
-                try:
-                    peers[rank] = BoxReader(self._path(rank))
-                except BoxError:  # it has not started yet
-                    continue
-            if peers[rank].ints[Cell.BARRIER] >> 16 >= self.number:
+            if peers.barrier(rank)[0] >= self.number:
                 missing.discard(rank)
 
-    def _trouble(self, others: list[int], missing: set[int], peers: dict[int, BoxReader]) -> str:
-        """Why waiting is in vain; "" while it is not."""
+    def _trouble(self, others: list[int], missing: set[int], peers: _Peers) -> str:
+        """Return why waiting is useless; "" if it isn't."""
         for rank in others:
-            peer = peers.get(rank)
-            if peer is None:
-                continue
-            cell = peer.ints[Cell.BARRIER]
-            if cell >> 16 == self.number:
-                there = peer.text(cell & 0xFFFF).partition("\0")[0]
-                if there not in (self.name, "?"):  # "?": a copy of a box whose texts follow
-                    return f"rank {rank} is at barrier {there!r} instead"
-            if peer.ints[Cell.BARRIER_FAILED] == self.number:
+            number, name = peers.barrier(rank)
+            # "?": a copy of a record that doesn't have its texts yet
+            if number == self.number and name not in (self.name, "?"):
+                return f"rank {rank} is at barrier {name!r} instead"
+            if peers.failed(rank) == self.number:
                 return f"rank {rank} gave up"
         if missing and time.monotonic() >= self.next_look:
             self.next_look = time.monotonic() + _LOOK_SECONDS
-            for rank in sorted(missing & peers.keys()):
-                if self._has_ended(peers[rank]):
-                    # It may have come and gone between our two looks.
-                    if peers[rank].ints[Cell.BARRIER] >> 16 >= self.number:
+            for rank in sorted(missing):
+                if peers.has_ended(rank):
+                    # It may have reached the barrier and ended since the last look.
+                    if peers.barrier(rank)[0] >= self.number:
                         continue
-                    if not self._was_replaced(rank, peers):
+                    if not peers.reopen_if_older(rank, self.current.info.get("attempt", 0)):
                         return f"rank {rank} has ended"
         return ""
 
-    def _has_ended(self, peer: BoxReader) -> bool:
-        if peer.ints[Cell.EXITED]:
-            return True
-        info = peer.info()
-        process = processes.look(info.get("pid", 0), info.get("host", ""), info.get("started"))
-        return process.alive is False
-
-    def _was_replaced(self, rank: int, peers: dict[int, BoxReader]) -> bool:
-        """A box from an attempt before this one is not the rank's own: look at the new one."""
-        if peers[rank].info().get("attempt", 0) >= self.current.info.get("attempt", 0):
-            return False
-        peers.pop(rank).close()
-        return True
-
-    def _path(self, rank: int) -> Path:
-        return self.current.box.path.parent / f"{rank}.box"
-
     # -- giving up --------------------------------------------------------------------------------
 
-    def _give_up(self, missing: set[int], peers: dict[int, BoxReader], trouble: str) -> None:
+    def _give_up(self, missing: set[int], peers: _Peers, trouble: str) -> None:
         waited = time.monotonic() - self.began
-        elsewhere = {
-            rank
-            for rank, peer in peers.items()
-            if peer.ints[Cell.BARRIER] >> 16 == self.number
-            and peer.text(peer.ints[Cell.BARRIER] & 0xFFFF).partition("\0")[0] != self.name
-        }
+        elsewhere = set()
+        for rank in range(self.current.world_size):
+            number, name = peers.barrier(rank) if rank != self.current.rank else (0, "")
+            if number == self.number and name != self.name:
+                elsewhere.add(rank)
         absent = tuple(sorted(missing | elsewhere))
         kept = self._diagnose(absent, peers, waited)
         # So that the others need not wait for their own limits.
         self.current.box.ints[Cell.BARRIER_FAILED] = self.number
-        records = {rank: peers[rank].record() for rank in absent if rank in peers}
+        read = {rank: peers.read(rank, BoxReader.record) for rank in absent}
+        records = {rank: record for rank, record in read.items() if record is not None}
         found = stacks.ask(records)
         size = self.current.world_size
         if absent:
@@ -175,14 +152,16 @@ class _Attempt:
         lines = [f"barrier {self.name!r} did not complete: {head}"]
         lines.append(f"  this is rank {self.current.rank}, at {model.site_from(self.site)}")
         for rank in absent:
-            lines += _describe(rank, records.get(rank), found.get(rank, ()), rank in elsewhere)
+            if rank in records:
+                lines += _describe(rank, records[rank], found.get(rank, ()), rank in elsewhere)
+            else:
+                why = peers.problems.get(rank, "never started (it has no box in the run directory)")
+                lines.append(f"  rank {rank}: {why}")
         if kept:
             lines.append(f"  the whole diagnosis: {self.current.run_dir / 'doctor.txt'}")
         raise BarrierTimeoutError("\n".join(lines), self.name, absent)
 
-    def _diagnose(
-        self, absent: tuple[int, ...], peers: dict[int, BoxReader], waited: float
-    ) -> bool:
+    def _diagnose(self, absent: tuple[int, ...], peers: _Peers, waited: float) -> bool:
         """Have the run diagnosed while all are still here; whether there is a diagnosis now.
 
         The first of those that are here does it, and the others stay until it is done. A launcher
@@ -197,26 +176,80 @@ class _Attempt:
         self.current.box.ints[Cell.BARRIER_FAILED] = self.number  # it hears of it by this
         deadline = time.monotonic() + _DIAGNOSIS_SECONDS
         while time.monotonic() < deadline:
-            peer = peers.get(first)
-            if (
-                peer is None
-                or peer.ints[Cell.BARRIER_FAILED] == self.number
-                or peer.ints[Cell.EXITED]
-            ):
+            ints = peers.read(first, lambda box: box.ints)
+            if ints is None or ints[Cell.BARRIER_FAILED] == self.number or ints[Cell.EXITED]:
                 break
             time.sleep(_LONGEST_WAIT)
         return (self.current.run_dir / "doctor.txt").exists()
 
 
+class _Peers:
+    """The records of the other ranks. Each is opened when it exists."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[int, BoxReader] = {}
+        self.problems: dict[int, str] = {}  #: why an existing record can't be read, by rank
+
+    def read(self, rank: int, part: Callable[[BoxReader], _T]) -> _T | None:
+        """Return a part of a record; None if the record doesn't exist or is damaged."""
+        path = self._folder / f"{rank}.box"
+        try:
+            if rank not in self._open:
+                self._open[rank] = BoxReader(path)
+            found = part(self._open[rank])
+        except BoxError as error:
+            self._drop(rank)
+            if path.exists():
+                self.problems[rank] = str(error)
+            return None
+        self.problems.pop(rank, None)
+        return found
+
+    def barrier(self, rank: int) -> tuple[int, str]:
+        """Return the number and name of the last barrier that the rank has reached."""
+        return self.read(rank, _last_barrier) or (0, "")
+
+    def failed(self, rank: int) -> int:
+        """Return the number of the last barrier that the rank gave up."""
+        return self.read(rank, lambda box: box.ints[Cell.BARRIER_FAILED]) or 0
+
+    def has_ended(self, rank: int) -> bool:
+        return bool(self.read(rank, _has_ended))
+
+    def reopen_if_older(self, rank: int, attempt: int) -> bool:
+        """Return whether the record belongs to an earlier attempt. If so, open the new one."""
+        info = self.read(rank, BoxReader.info)
+        if info is None or info.get("attempt", 0) >= attempt:
+            return False
+        self._drop(rank)
+        return True
+
+    def _drop(self, rank: int) -> None:
+        if rank in self._open:
+            self._open.pop(rank).close()
+
+    def close(self) -> None:
+        for rank in list(self._open):
+            self._drop(rank)
+
+
+def _last_barrier(box: BoxReader) -> tuple[int, str]:
+    cell = box.ints[Cell.BARRIER]
+    return (cell >> 16, box.text(cell & 0xFFFF).partition("\0")[0]) if cell > 0 else (0, "")
+
+
+def _has_ended(box: BoxReader) -> bool:
+    return bool(box.ints[Cell.EXITED]) or box.process().alive is False
+
+
 def _describe(
     rank: int,
-    record: RankRecord | None,
+    record: RankRecord,
     stack: tuple[model.ThreadStack, ...],
     at_another: bool,
 ) -> list[str]:
-    """Some lines on a missing rank: state, what it did last, its stack."""
-    if record is None:
-        return [f"  rank {rank}: never started (it has no box in the run directory)"]
+    """Describe a missing rank: its state, its last event and its stack."""
     now = time.time()
     lines = [f"  rank {rank} (pid {record.pid} on {record.host}): {_state(record, now)}"]
     if at_another and record.barrier is not None:

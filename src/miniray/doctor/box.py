@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,9 @@ from miniray.doctor import layout
 from miniray.doctor.layout import Cell, Real
 
 # Looked up once: these are in the way of every event and every step.
-_pack_event, _pack_step = layout.EVENT.pack_into, layout.STEP.pack_into
+_pack_event = layout.EVENT.pack_into
 _EVENTS_AT, _EVENT_SLOTS, _EVENT_SIZE = layout.EVENTS_AT, layout.EVENT_SLOTS, layout.EVENT.size
 _EVENT_WORDS = layout.EVENT_WORDS
-_STEPS_AT, _STEP_SLOTS, _STEP_SIZE = layout.STEPS_AT, layout.STEP_SLOTS, layout.STEP.size
-_STEP_WIDTHS = layout.STEP_WIDTHS
 _monotonic_ns = time.monotonic_ns
 
 #: An event that was added: its number, from 1, and where it is.
@@ -57,7 +55,6 @@ class Box:
         self._texts: dict[str, int] = {}
         # Counting this way is one step for Python: two threads never get the same number.
         self.next_event = itertools.count(1).__next__
-        self._steps = [0] * len(layout.STEP_WIDTHS)
         self._text_lock = threading.Lock()  # for new texts only, which are few
         self._versions = {layout.INFO_AT: 0, layout.EXIT_AT: 0}
 
@@ -191,30 +188,6 @@ class Box:
         ints = self.ints
         ints[0] = max(ints[0], ints[1])
         ints[1] = added[0]
-
-    # -- steps ------------------------------------------------------------------------------------
-
-    def add_step(
-        self,
-        level: int,
-        step: int,
-        epoch: int,
-        parts: Sequence[int],
-        loss: float,
-        batch_size: int,
-        ended: int,
-    ) -> None:
-        """Add a record to one of the rings of steps; ``level`` is an index of ``STEP_WIDTHS``.
-
-        ``parts`` are nanoseconds: of all, of data, backward and collectives.
-        """
-        self._steps[level] = count = self._steps[level] + 1
-        slot = level * _STEP_SLOTS + count % _STEP_SLOTS
-        _pack_step(
-            self.mapped, _STEPS_AT + slot * _STEP_SIZE,
-            count, step, _STEP_WIDTHS[level], epoch, ended, *parts, loss, batch_size, count,
-        )  # fmt: skip
-        self.ints[27 + level] = count  # Cell.STEPS
 
     # -- blobs ------------------------------------------------------------------------------------
 

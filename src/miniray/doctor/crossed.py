@@ -93,11 +93,11 @@ def _parted_title(parties: Sequence[Sequence[Facts]], missing: Sequence[Facts]) 
         theirs = parties[1][0].waits_in
         return f"{now_at(first)} of group {wait.group}, {others} of group {theirs.group}"
     if wait.group == NAMED_BARRIERS or wait.name in ("barrier", "monitored_barrier"):
-        absent = f"{spot(wait)}: missing {named(f.rank for f in missing)}"
-        if len(parties) > 2:
-            return f"{absent}; {others}"
-        now = "then" if missing[0].ended else "now"
-        return f"{absent}, {now} in {spot(missing[0].waits_in)}"
+        waits = they(f"is waiting in {spot(wait)}", first)
+        have = "hadn't" if all(f.ended for f in missing) else "haven't"
+        have = have if have == "hadn't" or len(missing) > 1 else "hasn't"
+        elsewhere = others if len(parties) > 2 else now_at(missing)
+        return f"{waits[0].upper()}{waits[1:]}; {elsewhere} and {have} reached it"
     if any(party[0].waits_in.name == BUFFERS for party in parties) or _is_message(parties):
         return f"{now_at(first)}, {others}"
     of = f"{len(first)} of {len(first) + len(missing)} ranks"
@@ -158,15 +158,16 @@ def _why_parted(parties: Sequence[Sequence[Facts]]) -> tuple[str, str]:
     passes = {f.record.loaders and f.record.loaders[0].passes for p in parties for f in p}
     if len(calls) == 1 < len(words) and (passes == {()} or len(passes) > 1):
         return (
-            "Ranks have done different numbers of backwards, and each of DDP's is a collective: "
-            f"their loops differ in steps or epochs, or the {calls.pop()} is in a branch that only "
-            "some ranks run.",
-            "the same number of steps and epochs on all ranks; or move the call out of the branch",
+            "DDP runs a collective in every backward, so all ranks must make the same calls in "
+            "the same order. Here the ranks run different numbers of steps, or only some ranks "
+            f"reach the {(call := calls.pop())}.",
+            f"Move the {call} out of the branch, or run the same number of steps on every rank.",
         )
     return (
-        "Ranks took different branches: a collective or barrier under `if rank == 0`, or in code "
-        "that only some ranks run.",
-        "move the call out of the branch so that every rank of the group makes it, in one order",
+        "Ranks took different branches: a collective or barrier runs under `if rank == 0`, or in "
+        "code that only some ranks run.",
+        "Move the call out of the branch, so that every rank of the group makes it in the same "
+        "order.",
     )
 
 

@@ -1,9 +1,10 @@
 """What ``miniray doctor data`` runs in each rank: the script, up to the moment it would train.
 
-The script runs as it is until it begins to iterate its first DataLoader. There every loader it has
-made so far is looked at, what was found is left in the run directory, and the process ends. Nothing
-is trained or written by the script's loop, and nothing loaded but sample 0 of each dataset: by it
-ranks that have the same data are told from ranks that were given a part each.
+The script runs unchanged until it starts to iterate its first DataLoader, of torch or of
+``miniray.data``. There this loader and all torch loaders created so far are described, the
+description is written to the run directory, and the process ends. Nothing is trained or written by
+the script's loop. Only sample 0 of each torch dataset is loaded, to find out whether ranks have the
+same data or a part each.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import runpy
 import sys
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from miniray import import_hooks
 from miniray.doctor import (
     dataset_check,
     dataset_shares,
@@ -71,6 +73,55 @@ def _install() -> None:
 
     DataLoader.__init__ = init
     DataLoader.__iter__ = first
+    import_hooks.when_imported(
+        "miniray.data.observers", lambda module: module.observers.append(_RowsProbe(module))
+    )
+
+
+class _RowsProbe:
+    """Ends the process at the first pass over a loader of ``miniray.data``."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def on_pass_start(self, loader: Any, epoch: int) -> None:
+        site = sites.here()
+        current = recorder.current()
+        if current is None or _only_looks(site):
+            return
+        described = self._module.describe(loader)
+        rows = len(loader.dataset)
+        ids = self._module.list_row_ids(loader, range(min(rows, dataset_shares.MOST_IDS)))
+        found = _describe_rows(described, dataset_shares.Taken(ids, rows), site)
+        _write([found, *describe_loaders(_list_loaders())])
+        raise SystemExit(0)
+
+    def on_batch(self, loader: Any, row_ids: Sequence[int], num_rows: int) -> None:
+        """Batches of loops that only look at the first one aren't recorded."""
+
+    def on_pass_end(self, loader: Any) -> None:
+        """See ``on_batch``."""
+
+
+def _describe_rows(
+    described: Mapping[str, Any], taken: dataset_shares.Taken, site: str
+) -> dict[str, Any]:
+    setup = dataset_shares.Setup(
+        length=described["rows"],
+        world_size=described["world_size"] or 0,
+        batch_size=described["batch_size"],
+        drop_last=described["drop_last"],
+        sampler=loader_facts.MINIRAY_DATA,
+        distributed=described["world_size"] is not None,
+        shuffle=described["is_shuffled"],
+    )
+    return {
+        **_to_dict(setup, taken, site),
+        "iterated": True,
+        "epoch_set": True,  # Epochs advance without a call.
+        "handles": [],
+        "whole": (described["rows"], described["fingerprint"] or ""),
+    }
 
 
 def _only_looks(site: str) -> bool:
@@ -79,26 +130,39 @@ def _only_looks(site: str) -> bool:
     return re.search(r"\bnext\(\s*iter\(", line) is not None
 
 
+def _list_loaders() -> list[Any]:
+    return [loader for reference in _loaders if (loader := reference()) is not None]
+
+
 def _leave(iterated: Any, site: str) -> None:
     """Write down what every loader would give, the iterated one first."""
+    others = [loader for loader in _list_loaders() if loader is not iterated]
+    _write(describe_all([iterated, *others], site))
+
+
+def _write(found: list[dict[str, Any]]) -> None:
     current = recorder.current()
     assert current is not None
-    every = [loader for reference in _loaders if (loader := reference()) is not None]
-    path = probe_file(current.run_dir, current.rank)
-    found = describe_all([iterated, *(loader for loader in every if loader is not iterated)], site)
-    runfile.replace_text(path, json.dumps(found))
+    runfile.replace_text(probe_file(current.run_dir, current.rank), json.dumps(found))
 
 
 def describe_all(loaders: Sequence[Any], site: str) -> list[dict[str, Any]]:
     """What each would give; ``site`` is where the first of them is iterated."""
-    described = [(loaders[0], _describe(loaders[0], site))]
-    for loader in loaders[1:]:
+    return describe_loaders(loaders[1:], (loaders[0], _describe(loaders[0], site)))
+
+
+def describe_loaders(
+    loaders: Sequence[Any], *described: tuple[Any, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Describe torch loaders that aren't iterated, after those that are described already."""
+    known = list(described)
+    for loader in loaders:
         with contextlib.suppress(TypeError):  # of one that is not trained with: it tells nothing
-            described.append((loader, _describe(loader, "")))
+            known.append((loader, _describe(loader, "")))
     # Last of all: to load a sample may open files, and sets the seeds that samplers draw from.
-    for loader, found in described:
+    for loader, found in known:
         found["whole"] = _whole_of(loader)
-    return [found for _, found in described]
+    return [found for _, found in known]
 
 
 def _describe(loader: Any, site: str) -> dict[str, Any]:
@@ -109,18 +173,23 @@ def _describe(loader: Any, site: str) -> dict[str, Any]:
         taken = dataset_shares.taken_from(sampler)
         if watched.renames and (ids := loader_facts.ids_of(watched, taken.ids)) is not None:
             taken = dataclasses.replace(taken, ids=ids)
-    given = dataset_shares.pass_of(taken)
     made = getattr(loader, "_miniray_made_at", "")
     return {
-        **dataclasses.asdict(dataset_shares.setup_of(loader, sampler, 0)),
+        **_to_dict(dataset_shares.setup_of(loader, sampler, 0), taken, site or made),
         "iterated": bool(site),
-        "site": list(site_from(site or made)),
         "epoch_set": bool(getattr(sampler, "_miniray_set_epoch", 0)),
+        "handles": [str(handle) for handle in find_handles(loader.dataset) if not handle.forks],
+    }
+
+
+def _to_dict(setup: dataset_shares.Setup, taken: dataset_shares.Taken, site: str) -> dict[str, Any]:
+    given = dataset_shares.pass_of(taken)
+    return {
+        **dataclasses.asdict(setup),
+        "site": list(site_from(site)),
         "count": given.count,
         "batches": taken.batches,
         "ids": list(given.ids),
-        "sketch": list(given.sketch),
-        "handles": [str(handle) for handle in find_handles(loader.dataset) if not handle.forks],
     }
 
 
@@ -190,7 +259,7 @@ def read(run_dir: Path, world_size: int) -> list[dataset_check.DataReport]:
         setup = dataset_shares.Setup(**{name: said[name] for name in names})
         shares = []
         for rank, said in ranks.items() if setup.sampler else ():
-            given = SamplePass(0, 0, said["count"], tuple(said["ids"]), tuple(said["sketch"]))
+            given = SamplePass(0, 0, said["count"], tuple(said["ids"]))
             size, drop_last, batches = said["batch_size"], said["drop_last"], said["batches"]
             shares.append(dataset_shares.share(rank, given, size, drop_last, batches))
         handles = sorted({handle for said in ranks.values() for handle in said["handles"]})

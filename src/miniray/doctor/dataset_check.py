@@ -18,15 +18,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from miniray.checks import check_bool
 from miniray.doctor import samples
 from miniray.doctor.dataset_shares import Setup, Share, Taken, dealt, of_loader, share_of
 from miniray.doctor.findings import Finding, Severity, by_weight, named, plural
 from miniray.doctor.handles import find_handles
-from miniray.doctor.loader_facts import length_of
+from miniray.doctor.loader_facts import MINIRAY_DATA, length_of
 
 #: What to do where ranks get the same samples, or the same order in every epoch.
 EACH_ITS_SHARE = "DataLoader(..., sampler=DistributedSampler(dataset)), without shuffle="
 OF_THE_GROUP = "DistributedSampler(dataset) takes rank and world size from the process group"
+PASS_RANK = "Pass rank= and world_size= to the dataset"
 SET_EPOCH = "call loader.sampler.set_epoch(epoch) at the beginning of each epoch"
 ONE_ORDER = "DistributedSampler shuffles by seed + epoch; the epoch is 0 until it is told."
 
@@ -103,6 +105,7 @@ def check_dataset(
     that rank's share is shown; all are compared. ``TypeError`` for a dataset without a length, and
     for a loader whose sampler gives no numbers.
     """
+    check_bool("drop_last", drop_last)
     world = _world_size() if world_size is None else world_size
     if world < 1:
         raise ValueError(f"world_size must be at least 1, not {world}")
@@ -202,23 +205,27 @@ def _overlap(setup: Setup, shares: Sequence[Share]) -> Iterator[Finding]:
     repeated = _padding(shares)
     for one, two in itertools.combinations(shares[:32], 2):
         share = samples.overlap(one.given, two.given)
-        padded = share * min(one.given.count, two.given.count) <= setup.world_size
+        padded = samples.count_shared(one.given, two.given) <= setup.world_size
         if share <= 0.10 or (padded and setup.distributed):
             continue
-        title = f"ranks {one.rank} and {two.rank} share {share:.0%} of their samples"
+        shared = samples.describe_overlap(one.given, two.given)
+        title = f"ranks {one.rank} and {two.rank} share {shared}"
         cause = "Ranks train on the same samples."
         fix = OF_THE_GROUP
-        if not setup.distributed:
-            fix = EACH_ITS_SHARE
-        if not setup.distributed and share > 0.99:
+        code = "same-data"
+        if setup.sampler == MINIRAY_DATA:
+            fix = PASS_RANK
+        elif not setup.distributed:
+            code, fix = "no-distributed-sampler", EACH_ITS_SHARE
+        if code == "no-distributed-sampler" and share > 0.99:
             title = f"the loader uses {setup.sampler}, not a DistributedSampler: every rank gets "
             title += "everything"
             cause = "Each of the ranks trains on all samples, and an epoch is as long as with one."
-            if not setup.compared:
-                cause += " That equal numbers are equal samples is taken for granted: not so if "
-                cause += "each rank was given a dataset of its own part."
+        if not setup.distributed and share > 0.99 and not setup.compared:
+            cause += " That equal numbers are equal samples is taken for granted: not so if each"
+            cause += " rank was given a part of the data."
         yield Finding(
-            code="same-data" if setup.distributed else "no-distributed-sampler",
+            code=code,
             severity=Severity.WRONG,
             title=title,
             ranks=(one.rank, two.rank),

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miniray.doctor import layout, loader_facts, samples
+from miniray.doctor import layout, loader_facts
 from miniray.doctor.findings import plural
 from miniray.doctor.loader_facts import length_of
 from miniray.doctor.model import SamplePass
@@ -106,14 +106,8 @@ def share(
 
 
 def pass_of(taken: Taken) -> SamplePass:
-    """The samples as a rank's box would have them, so that they are compared in the same way."""
-    import numpy as np
-
-    array = np.asarray(taken.ids[:MOST_IDS], dtype=np.int64)
-    sketch: tuple[int, ...] = ()
-    if array.size > layout.PASS_IDS:
-        sketch = tuple(np.unique(samples.hash_ids(array))[: layout.SKETCH_SIZE].tolist())
-    return SamplePass(0, 0, taken.count, tuple(array[: layout.PASS_IDS].tolist()), sketch)
+    """Return the samples as a rank's record has them, so that they are compared alike."""
+    return SamplePass(0, 0, taken.count, tuple(map(int, taken.ids[: layout.PASS_IDS])))
 
 
 def of_loader(loader: Any, world: int) -> tuple[Setup, Mapping[int, Taken]]:

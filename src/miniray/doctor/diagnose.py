@@ -239,34 +239,11 @@ def _old_stacks(run: RunRecord) -> dict[int, tuple[ThreadStack, ...]]:
     return found
 
 
-def find_run(target: str, runs: str | os.PathLike[str] = "runs") -> Path:
-    """The run directory a user means: a path, ``latest``, or the pid of one of its processes.
+def find_run_of_process(pid: int, runs: str | os.PathLike[str] = "runs") -> Path:
+    """Return the directory of the run that a process, its children or its siblings record.
 
-    ``FileNotFoundError`` says what was looked for.
+    Raise ``FileNotFoundError`` if there is none.
     """
-    path = Path(target)
-    if path.is_dir():
-        return path
-    if target == "latest":
-        return _latest(Path(runs))
-    if target.isdigit():
-        return _of_process(int(target), Path(runs))
-    raise FileNotFoundError(f"there is no run directory {target}")
-
-
-def _latest(runs: Path) -> Path:
-    found = [folder for folder in runs.glob("*/ranks") if any(folder.glob("*.box"))]
-    if not found:
-        raise FileNotFoundError(f"no run with recorded ranks in {runs.absolute()}")
-    return max(found, key=_changed).parent
-
-
-def _changed(ranks: Path) -> float:
-    return max(box.stat().st_mtime for box in ranks.glob("*.box"))
-
-
-def _of_process(pid: int, runs: Path) -> Path:
-    """The directory whose box the process has mapped; also that of its parent's other children."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text()
     except OSError:
@@ -275,7 +252,7 @@ def _of_process(pid: int, runs: Path) -> Path:
         name = line.partition("/")[2]
         if name.endswith(".box"):
             return Path(f"/{name}").parent.parent
-    for folder in runs.glob("*/ranks"):
+    for folder in Path(runs).glob("*/ranks"):
         for record in read_run(folder.parent):
             if record.pid == pid:
                 return folder.parent
@@ -285,7 +262,7 @@ def _of_process(pid: int, runs: Path) -> Path:
         raise FileNotFoundError(f"there is no process {pid}, and no run knows it") from None
     for child in children:
         try:
-            return _of_process(int(child), runs)
+            return find_run_of_process(int(child), runs)
         except FileNotFoundError:
             continue
     raise FileNotFoundError(f"process {pid} records no run: start it with `miniray run`")

@@ -6,15 +6,16 @@ Where no rank is to blame, the driver is: the process that started them, a scrip
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 
-from miniray.doctor import runfile, sites
+from miniray.doctor import sites
 from miniray.doctor.facts import Case, Facts
 from miniray.doctor.findings import Finding, Severity, named, plural, positions, shortened, size
 from miniray.doctor.model import NOWHERE, Exit, Site
 from miniray.doctor.waiting import in_words
+from miniray.runs import files
+from miniray.runs.run_info import get_state
 
 _CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"}
 #: What torch says first of an error in a loader's process; the error itself comes last.
@@ -162,8 +163,10 @@ def _story(facts: Facts) -> tuple[str, str, str]:
         if ended.signal in _CRASHES and record.phase.name == "exit":
             return (
                 f"crashed with {ended.signal} after the script's end, at step {record.step}",
-                "What was still there when Python went was in C code: a thread, the process group.",
-                "call dist.destroy_process_group() and end threads before the script does",
+                "Code in C was still running when Python ended: a thread"
+                f"{', the process group' * facts.has_process_group}.",
+                f"{'call dist.destroy_process_group() and ' * facts.has_process_group}"
+                "end threads before the script ends",
             )
         if ended.signal in _CRASHES:
             call = record.waiting
@@ -201,12 +204,8 @@ def _last_words(facts: Facts) -> str:
     """What C++ said before it ended the process, in the rank's log; "" where it said nothing."""
     if facts.end.signal != "SIGABRT":
         return ""
-    try:
-        with open(facts.record.path.with_suffix(".log"), "rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL))
-            text = log.read().decode(errors="replace")
-    except OSError:
-        return ""
+    lines = files.read_last_lines(facts.record.path.with_suffix(".log"), _TAIL)
+    text = b"\n".join(lines).decode(errors="replace")
     said = text.rpartition("what():")[2].strip() if "what():" in text else ""
     return _IN_C.sub("", said.partition("\n")[0])
 
@@ -253,7 +252,7 @@ def explain_driver_gone(case: Case) -> Finding | None:
     """It was killed, and its ranks went down with it: none of them says why."""
     run = case.run.run
     pid = run.get("pid")
-    if runfile.state_of(run) != "died" or any(f.record.pid == pid for f in case):
+    if get_state(run) != "died" or any(f.record.pid == pid for f in case):
         return None
     ends = {"" if f.record.exit is None else f.record.exit.kind for f in case}
     if "gone" not in ends or not ends <= {"gone", "finished"}:

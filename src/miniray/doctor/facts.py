@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 
 from miniray.doctor.findings import seconds
-from miniray.doctor.model import COLLECTIVE, Exit, RankRecord, RunRecord, Site, ThreadStack
+from miniray.doctor.model import COLLECTIVE, DESTROY, Exit, RankRecord, RunRecord, Site, ThreadStack
 from miniray.doctor.sites import is_users
 from miniray.doctor.stacks import main_stack
 from miniray.doctor.waiting import Wait, cpu_share, has_moved, is_busy, is_consequence, wait_of
@@ -80,6 +80,13 @@ class Facts:
     def wait_name(self) -> str:
         """ "" for one that does not wait."""
         return self.wait.name if self.wait is not None else ""
+
+    @property
+    def has_process_group(self) -> bool:
+        """Whether it has a process group and isn't destroying it."""
+        record = self.record
+        destroying = any(event.name == DESTROY for event in record.open_events)
+        return record.initialised and not destroying
 
     @cached_property
     def last_move(self) -> float:

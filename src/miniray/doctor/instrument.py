@@ -16,7 +16,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from miniray.doctor import hooks, model, recorder, sites
+from miniray import import_hooks
+from miniray.doctor import model, recorder, sites
 
 _installed = False
 #: Observers that failed. Nearly always empty: to ask that first costs less than ``works``.
@@ -35,10 +36,15 @@ def install() -> None:
         instrument_ddp,
         instrument_functional,
         instrument_training,
+        loader_observer,
     )
 
-    hooks.when_imported("tqdm.std", functools.partial(_change_safely, change_tqdm))
-    hooks.when_imported("torch", lambda _: None)  # its end is to be seen, see ``_change_whole``
+    import_hooks.when_imported(
+        "miniray.data.observers", functools.partial(_change_safely, loader_observer.register)
+    )
+    import_hooks.when_imported("tqdm.std", functools.partial(_change_safely, change_tqdm))
+    # The end of torch's import must be observable; see ``_change_whole``.
+    import_hooks.when_imported("torch", lambda _: None)
     for module, change in (
         ("torch.distributed.distributed_c10d", instrument_collectives.change_collectives),
         ("torch.distributed._functional_collectives", instrument_functional.change_functional),
@@ -50,12 +56,12 @@ def install() -> None:
         ("torch.optim.optimizer", instrument_training.change_optimizer),
         ("torch.amp.grad_scaler", instrument_training.change_scaler),
     ):
-        hooks.when_imported(module, functools.partial(_change_whole, change))
+        import_hooks.when_imported(module, functools.partial(_change_whole, change))
 
 
 def _change_whole(change: Callable[[Any], None], module: Any) -> None:
     """What torch imports on its way is changed when all of torch is there."""
-    hooks.when_imported("torch", lambda _: _change_safely(change, module))
+    import_hooks.when_imported("torch", lambda _: _change_safely(change, module))
 
 
 def _change_safely(change: Callable[[Any], None], module: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -122,17 +123,30 @@ def _make_iter(original: Any, in_process: Any) -> Any:
 
 
 def _begin_pass(current: Recorder, loader: Any, site: str, began: int) -> Pass:
+    watched = find_watched(
+        current, loader, lambda index: Watched(loader, describe(loader, index, site))
+    )
+    sampler = sampler_of(loader)
+    watched.info["set_epoch_calls"] = getattr(sampler, "_miniray_set_epoch", 0)
+    return start_pass(current, watched, site, began)
+
+
+def find_watched(current: Recorder, loader: Any, create: Callable[[int], Watched]) -> Watched:
+    """Return what is known of a loader. ``create(index)`` is called for its first pass."""
     watched = _watched.get(loader)
     if watched is None:
         index = len(current.loaders)
-        watched = _watched[loader] = Watched(loader, describe(loader, index, site))
+        watched = _watched[loader] = create(index)
         if index < _MOST_LOADERS:
             current.loaders.append(watched.info)
             current.write_info()
+    return watched
+
+
+def start_pass(current: Recorder, watched: Watched, site: str, began: int) -> Pass:
+    """Record that a pass over a loader starts at ``site``."""
     info = watched.info
     info["passes"] += 1
-    sampler = sampler_of(loader)
-    info["set_epoch_calls"] = getattr(sampler, "_miniray_set_epoch", 0)
     current.event(model.LOADER, "begin", f"loader {info['index']}", site=site)
     current.mark_dirty()
     one = Pass(watched, site)
@@ -187,7 +201,7 @@ def _make_next(original: Any) -> Any:
         ints = current.ints
         backwards = ints[9]  # Cell.BACKWARDS
         if backwards == one.last_backwards:
-            _note_skip(current, one, getframe(1))
+            note_skip(current, one, getframe(1))
         one.last_backwards = backwards
         during, after = one.places
         started = monotonic_ns()
@@ -196,7 +210,7 @@ def _make_next(original: Any) -> Any:
             batch = original(self)
         except StopIteration:
             current.set_phase("between", one.site)
-            _end_pass(current, one)
+            end_pass(current, one)
             raise
         now = monotonic_ns()
         current.data_ns += now - started
@@ -232,33 +246,46 @@ def _make_next(original: Any) -> Any:
 
 
 def _count_batch(current: Recorder, one: Pass, batch: Any, ids: Any, length: int | None) -> None:
-    batches, ints, watched = one.batches, current.ints, one.watched
+    watched = one.watched
     given = batch_size_of(batch) if length is None else length
     if ids is not None and (watched.renames or not are_numbers(ids)):
         ids = ids_of(watched, ids)
     size = len(ids) if ids is not None and given != 0 else given
     info = watched.info
-    if given == 0:  # also where the sampler gave indices and the collate function dropped them all
-        info["empty_batches"] += 1
-        current.event(model.LOADER, "empty batch", f"loader {info['index']}", site=one.site)
-        current.mark_dirty()
-    if batches == 1 and info["passes"] == 1 and works("first batches"):
+    if given == 0:  # also if the sampler gave indices and the collate function dropped them all
+        note_empty_batch(current, one)
+    if one.batches == 1 and info["passes"] == 1 and works("first batches"):
         try:
             info["first_batch"] = digests_of(batch)
         except Exception as error:  # tensors of a kind that has no plain bytes
             failed("first batches", error)
         current.mark_dirty()
-    if one.recording:
-        ints[8] = batches  # Cell.BATCHES_IN_EPOCH
-        if not one.trains and ints[9] > one.backwards:
-            one.trains = True
-            if not info["trained"]:
-                _becomes_training(current, one)
-        if not current.explicit_steps:
-            if batches == 1 and info["trained"]:
-                current.set_epoch(one.epoch, one.site)
-            current.add_samples(ids, size or 0)
-            one.steady = one.trains and not watched.renames and are_numbers(ids)
+    count_samples(current, one, ids, size or 0)
+
+
+def note_empty_batch(current: Recorder, one: Pass) -> None:
+    """Record a batch without samples."""
+    info = one.watched.info
+    info["empty_batches"] += 1
+    current.event(model.LOADER, "empty batch", f"loader {info['index']}", site=one.site)
+    current.mark_dirty()
+
+
+def count_samples(current: Recorder, one: Pass, ids: Any, size: int) -> None:
+    """Record the samples of a batch of a pass that may train. ``ids`` is None if unknown."""
+    if not one.recording:
+        return
+    batches, ints, watched = one.batches, current.ints, one.watched
+    ints[8] = batches  # Cell.BATCHES_IN_EPOCH
+    if not one.trains and ints[9] > one.backwards:
+        one.trains = True
+        if not watched.info["trained"]:
+            _becomes_training(current, one)
+    if not current.explicit_steps:
+        if batches == 1 and watched.info["trained"]:
+            current.set_epoch(one.epoch, one.site)
+        current.add_samples(ids, size)
+        one.steady = one.trains and not watched.renames and are_numbers(ids)
 
 
 def _becomes_training(current: Recorder, one: Pass) -> None:
@@ -270,7 +297,7 @@ def _becomes_training(current: Recorder, one: Pass) -> None:
     current.mark_dirty()
 
 
-def _note_skip(current: Recorder, one: Pass, frame: FrameType) -> None:
+def note_skip(current: Recorder, one: Pass, frame: FrameType) -> None:
     """The last batch had no backward: in DDP the other ranks may now wait for it.
 
     Why is seldom recorded, for no loss was given to backward. The loop's own variable tells.
@@ -286,7 +313,7 @@ def _note_skip(current: Recorder, one: Pass, frame: FrameType) -> None:
     current.event(model.LOADER, "no backward", said, site=one.site)
 
 
-def _end_pass(current: Recorder, one: Pass) -> None:
+def end_pass(current: Recorder, one: Pass) -> None:
     one.ended = True
     info = one.watched.info
     if one.recording and not info["trained"] and current.box.ints[9] > one.backwards:
@@ -301,6 +328,5 @@ def _end_pass(current: Recorder, one: Pass) -> None:
 
 
 def _grad_enabled() -> bool:
-    import torch
-
-    return bool(torch.is_grad_enabled())
+    torch = sys.modules.get("torch")
+    return torch is None or bool(torch.is_grad_enabled())

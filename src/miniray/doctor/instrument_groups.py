@@ -149,7 +149,7 @@ def _make_destroy(original: Any) -> Any:
         if current is None:
             return original(group)
         site = call_site(getframe(1))
-        added = current.event(model.GROUP, "destroy_process_group", site=site, is_open=True)
+        added = current.event(model.GROUP, model.DESTROY, site=site, is_open=True)
         try:
             return original(group)
         finally:

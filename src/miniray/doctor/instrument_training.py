@@ -1,9 +1,10 @@
 """Backward passes, losses and optimizer steps.
 
-The loss is what ``backward`` is called on, where that is one number. On the CPU reading it costs a
-microsecond. On a GPU reading it at once would make the rank wait for the GPU: its value is copied
-aside without waiting, and looked at when the copy has arrived, at most ten times a second. So there
-a loss is seen some steps late, and the first non-finite one is exact to these steps only.
+A loss is reported by the trainer or by ``doctor.step``. If neither reports losses, it is the tensor
+that ``backward`` is called on, if that has one element. On the CPU reading it costs a microsecond.
+On a GPU reading it at once would make the rank wait for the GPU: the value is copied without
+waiting, at most ten times per second, and read when the copy has arrived. So a loss on a GPU is
+recorded some steps late, and the first non-finite one is exact to these steps only.
 
 A step is a step of the first optimizer that makes one; others (a GAN has two) do not count again.
 """
@@ -73,7 +74,7 @@ def change_autograd(module: Any) -> None:
                 current.last_backward = last
                 place = last[2]
             ints = current.ints
-            if not broken or works("losses"):
+            if not current.explicit_losses and (not broken or works("losses")):
                 try:
                     loss: Any = args[0] if args else kwargs.get("tensors")
                     value = None
@@ -93,7 +94,7 @@ def change_autograd(module: Any) -> None:
                         if value - value != 0.0:
                             current.count_nonfinite(value, place[3], ints[11])
                     else:
-                        _observe_loss(current, loss, place[3])
+                        _observe_backward(current, loss, place[3])
                 except Exception as error:  # a tensor of a kind we do not know
                     failed("losses", error)
             started = monotonic_ns()
@@ -147,7 +148,8 @@ def _begin_others(current: Recorder, place: Place, started: int) -> list[tuple[A
     ]
 
 
-def _observe_loss(current: Recorder, loss: Any, site: str) -> None:
+def _observe_backward(current: Recorder, loss: Any, site: str) -> None:
+    """Record what ``backward`` is called on, if it is a loss."""
     if loss.__class__ is list or loss.__class__ is tuple:
         if len(loss) != 1:
             return
@@ -157,6 +159,11 @@ def _observe_loss(current: Recorder, loss: Any, site: str) -> None:
         scaled, plain = state.scaled
         state.scaled = None
         loss = plain if scaled == id(loss) else loss
+    observe_loss(current, loss, site)
+
+
+def observe_loss(current: Recorder, loss: Any, site: str) -> None:
+    """Record a loss of the current step. A tensor on a GPU is read later, without waiting."""
     on_cpu = getattr(loss, "is_cpu", None)  # a GradientEdge has none
     if on_cpu:
         if loss.numel() == 1:
@@ -191,7 +198,8 @@ def change_scaler(module: Any) -> None:
 
     def scale(self: Any, outputs: Any) -> Any:
         result = original(self, outputs)
-        if recorder._current is not None and result is not outputs:
+        current = recorder._current
+        if current is not None and not current.explicit_losses and result is not outputs:
             state.scaled = id(result), outputs
         return result
 

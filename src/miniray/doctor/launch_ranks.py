@@ -129,7 +129,7 @@ class Ranks:
         """
         try:
             record = read_box(self.folder / f"{rank.rank}.box")
-        except (BoxError, ValueError, KeyError, TypeError):  # it failed before it had one
+        except BoxError:  # it failed before it had one
             return False, rank.ended or 0.0
         at = record.exit.at if record.exit is not None and record.pid == rank.pid else None
         return record.pid == rank.pid and is_consequence(record), at or rank.ended or 0.0

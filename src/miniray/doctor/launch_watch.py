@@ -9,7 +9,9 @@ whatever its CPU does: NCCL waits by spinning.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from miniray.doctor import processes, sites, stacks
 from miniray.doctor.findings import is_or_are, named
@@ -18,6 +20,8 @@ from miniray.doctor.model import RankRecord
 from miniray.doctor.reader import BoxReader
 from miniray.doctor.waiting import wait_of
 from miniray.errors import BoxError
+
+_T = TypeVar("_T")
 
 _MOVING = (
     Cell.EVENTS, Cell.OPEN, Cell.STEP, Cell.BATCHES, Cell.SAMPLES, Cell.PHASE, Cell.SECTION,
@@ -39,7 +43,7 @@ class Watched:
         self.rank = rank
         self.pid = pid
         self.path = path
-        self.box: BoxReader | None = None
+        self._box: BoxReader | None = None
         self.moved = time.monotonic()
         self._worked = 0.0  # when it last used CPU time or did I/O without anything else to show
         self._marks: tuple[int, ...] = ()
@@ -52,8 +56,8 @@ class Watched:
     def look(self, limit: float) -> None:
         """Notice movement since the last look."""
         now = time.monotonic()
-        self._open()
-        marks = tuple(self.box.ints[cell] for cell in _MOVING) if self.box is not None else ()
+        ints = self.read(lambda box: box.ints)
+        marks = tuple(ints[cell] for cell in _MOVING) if ints is not None else ()
         if marks != self._marks:
             self._marks = marks
             self.moved = now
@@ -77,32 +81,38 @@ class Watched:
         if reads or (busy and not self.waiting):
             self.moved = self._worked = now
 
-    def _open(self) -> None:
-        if self.box is None:
-            try:
-                self.box = BoxReader(self.path)
-            except BoxError:  # not there yet
-                return
-            if self.box.info().get("pid") != self.pid:  # of an attempt before this one
-                self.close()
+    def read(self, part: Callable[[BoxReader], _T]) -> _T | None:
+        """Return a part of the rank's record; None if it doesn't exist yet or is damaged."""
+        try:
+            if self._box is None:
+                self._box = BoxReader(self.path)
+                if self._box.info().get("pid") != self.pid:  # it belongs to an earlier attempt
+                    self.close()
+                    return None
+            return part(self._box)
+        except BoxError:
+            self.close()
+            return None
 
     def _wraps(self) -> bool:
-        """In DDP's constructor, which loads half of torch before it waits for anybody."""
-        event = self.box.record().waiting if self.box is not None else None
+        """Return whether it's in DDP's constructor, which loads half of torch before it waits."""
+        record = self.read(BoxReader.record)
+        event = record.waiting if record is not None else None
         return event is not None and event.name == "DDP.__init__"
 
     def _cpu_counts(self, limit: float) -> bool:
-        if self.box is None:
+        ints = self.read(lambda box: box.ints)
+        if ints is None:
             return True  # it is starting
-        if self.box.ints[Cell.GPU_PROCESS_MEMORY] and self.box.ints[Cell.STEP]:
+        if ints[Cell.GPU_PROCESS_MEMORY] and ints[Cell.STEP]:
             return False  # waiting for a GPU looks like work
-        silent = time.monotonic() - self.box.ints[Cell.HEARTBEAT] / 1e9
+        silent = time.monotonic() - ints[Cell.HEARTBEAT] / 1e9
         return silent < max(5.0, _SILENT_WORK * limit)
 
     @property
     def waiting(self) -> bool:
         """In a collective or barrier that others have to join."""
-        return self.box is not None and self.box.waits
+        return bool(self.read(lambda box: box.waits))
 
     @property
     def working(self) -> bool:
@@ -110,9 +120,9 @@ class Watched:
         return time.monotonic() - self._worked < 3.0
 
     def close(self) -> None:
-        if self.box is not None:
-            self.box.close()
-            self.box = None
+        if self._box is not None:
+            self._box.close()
+            self._box = None
 
 
 class Watch:
@@ -152,11 +162,11 @@ class Watch:
         if not waiting or not working:
             return ""
         self._reminded = now
-        box = self.ranks[working[0]].box
-        doing, stack = _doing(box.record()) if box is not None else ("", ())
+        busy = self.ranks[working[0]].read(BoxReader.record)
+        doing, stack = _doing(busy) if busy is not None else ("", ())
         longest = max(now - self.ranks[rank].moved for rank in waiting)
-        first = self.ranks[waiting[0]].box
-        wait = wait_of(first.record()) if first is not None else None
+        first = self.ranks[waiting[0]].read(BoxReader.record)
+        wait = wait_of(first) if first is not None else None
         where = f" in {wait.short()}" if wait is not None else ""
         lines = [
             f"{named(working)} {is_or_are(working)} still working{doing}, alive; {named(waiting)} "

@@ -5,8 +5,8 @@ and against being read in the middle of a write:
 
 - *cells*: single numbers of 8 bytes at addresses divisible by 8. The processor writes one whole.
   What belongs together and must not be mixed is packed into one cell (phase and its time, say).
-- *rings* of records (events, steps). A record begins and ends with its own number; while it is
-  written the two differ and a reader passes it over.
+- *rings* of records (events), and slots (steps, see ``history``). A record begins and ends with a
+  number; while it is written the two differ and a reader skips it.
 - *texts*: an append-only table; other places refer to a text by its index. The count is raised
   after the text is there.
 - *blobs* (JSON) in two places that take turns, each with version and checksum. A half-written one
@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 import struct
 
-MAGIC = b"miniray\x00box\x00\x00\x00\x00\x04"  # its last byte is the version of the layout
+MAGIC = b"miniray\x00box\x00\x00\x00\x00\x05"  # its last byte is the version of the layout
 HEADER_SIZE = 64
 
 
@@ -57,9 +57,8 @@ class Cell(enum.IntEnum):
     GPU_PROCESS_MEMORY = 24
     GPU_UTILISATION = 25
     EXITED = 26
-    STEPS = 27  # records ever written to each of the three rings of steps
-    STEPS_16 = 28
-    STEPS_256 = 29
+    STEPS = 27  # steps in the history, of this attempt
+    ATTEMPT = 28  # number of this attempt in the history
 
 
 class Real(enum.IntEnum):
@@ -95,33 +94,28 @@ EVENT_SLOTS = 512  # record number n of a ring of m is in slot n % m
 BLOCKING, FUNCTIONAL = 1, 2  # flags of an event
 
 #: begin, step, count, epoch, ended, all, data, backward, collective (times in nanoseconds), loss,
-#: batch size, end
-STEP = struct.Struct("<QqqqqqqqqdqQ")
+#: batch size, attempt, end
+STEP = struct.Struct("<QqqqqqqqqdqqQ")
 NO_LOSS = -1.7976931348623157e308  # no loss was seen in this step; a real one may well be NaN
-STEP_SLOTS = 256
-STEP_WIDTHS = (1, 16, 256)
+HISTORY_SLOTS = 1024
 STEPS_AT = EVENTS_AT + EVENT_SLOTS * EVENT.size
 
 
 class Pass(enum.IntEnum):
-    """Cells at the head of a pass; then ids in order, then two places for the sketch."""
+    """Cells at the head of a pass. The ids follow in order, then the key once more."""
 
-    KEY = 0  # number of the pass + 1; 0 while it is being set up
+    KEY = 0  # number of the pass + 1; the two differ while the pass is being set up
     LOADER = 1
     EPOCH = 2
     COUNT = 3
     IDS = 4
-    SKETCH = 5  # version: which of the two places counts; 0 for none
-    SKETCH_SIZE_0 = 6
-    SKETCH_SIZE_1 = 7
 
 
 PASS_SLOTS = 6
 PASS_IDS = 4096
-SKETCH_SIZE = 512
 PASS_HEAD = len(Pass) * 8
-PASS_SIZE = PASS_HEAD + PASS_IDS * 8 + 2 * SKETCH_SIZE * 8
-PASSES_AT = STEPS_AT + len(STEP_WIDTHS) * STEP_SLOTS * STEP.size
+PASS_SIZE = PASS_HEAD + PASS_IDS * 8 + 8
+PASSES_AT = STEPS_AT + HISTORY_SLOTS * STEP.size
 
 #: version, length, checksum; then the bytes
 BLOB_HEAD = struct.Struct("<QII")

@@ -23,6 +23,46 @@ class Watched:
         self.epochs = 0  # passes that are not evaluation
 
 
+#: In place of the sampler's name for loaders of ``miniray.data``, which need no sampler.
+MINIRAY_DATA = "miniray.data"
+
+
+class WatchedRows(Watched):
+    """One loader of ``miniray.data``, as ``miniray.data.observers.describe`` described it.
+
+    ``first_batch`` has the fingerprint of the data if it's known.
+    """
+
+    def __init__(self, described: dict[str, Any], index: int, site: str) -> None:
+        fingerprint = described["fingerprint"]
+        self.info = {
+            "index": index,
+            "dataset": described["dataset"],
+            "length": described["rows"],
+            "batches": described["batches"],
+            "batch_size": described["batch_size"],
+            "num_workers": 0,
+            "drop_last": described["drop_last"],
+            "persistent_workers": False,
+            "sampler": MINIRAY_DATA,
+            "replicas": described["world_size"],
+            "sampler_rank": described["rank"],
+            "shuffle": described["is_shuffled"],
+            "seed": described["seed"],
+            "set_epoch_calls": 0,
+            "passes": 0,
+            "finished": 0,
+            "last_batches": 0,
+            "empty_batches": 0,
+            "trained": False,
+            "first_batch": [] if fingerprint is None else [fingerprint],
+            "site": list(site_from(site)),
+        }
+        self.subsets, self.name_samples = [], None
+        self.renames, self.has_ids = False, True
+        self.epochs = 0
+
+
 def describe(loader: Any, index: int, site: str) -> dict[str, Any]:
     sampler = sampler_of(loader)
     shuffle = getattr(sampler, "shuffle", None)

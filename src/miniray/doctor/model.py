@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from miniray.doctor.model_training import SamplePass as SamplePass
 from miniray.doctor.model_training import Site as Site
 from miniray.doctor.model_training import Steps as Steps
 from miniray.doctor.model_training import site_from as site_from
+
+#: Name of the event of that call; its kind is ``GROUP``.
+DESTROY = "destroy_process_group"
 
 #: What an event can be about (``Event.kind``).
 COLLECTIVE = "collective"  #: an operation all ranks of a group must join, in the same order
@@ -193,9 +197,8 @@ class RankRecord:
     batches: int  #: batches taken from DataLoaders, all together
     batches_in_epoch: int  #: of the current pass
     backwards: int
-    steps: tuple[Steps, ...]  #: the last 256 steps, one each
-    spans: tuple[Steps, ...]  #: 16 or 256 steps each, oldest first, from before ``steps``
-    total: Steps  #: all steps together
+    history: tuple[Steps, ...]  #: the steps of all attempts, oldest first; see ``history``
+    total: Steps  #: all steps of this attempt together
     loss: float | None
     loss_step: int
     nonfinite: int  #: losses that were NaN or infinite
@@ -218,6 +221,11 @@ class RankRecord:
     process: Process
     notes: Mapping[str, Any]  #: versions, thread counts and whatever else was noted, as JSON has it
     copied: bool = False  #: a copy of the box of another machine's rank, made by the launcher
+
+    @cached_property
+    def steps(self) -> tuple[Steps, ...]:
+        """The part of the history that belongs to this attempt."""
+        return tuple(steps for steps in self.history if steps.attempt == self.total.attempt)
 
     @property
     def label(self) -> str:

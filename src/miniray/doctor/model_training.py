@@ -22,10 +22,11 @@ NOWHERE = Site("", 0, "")
 
 
 def site_from(text: str) -> Site:
-    """A site from the text the recorder keeps of it, "file\\0line\\0function"."""
+    """Return the site of the text that the recorder keeps, "file\\0line\\0function"."""
     file, _, rest = text.partition("\0")
     line, _, function = rest.partition("\0")
-    return Site(file, int(line) if line.isdigit() else 0, function) if file else NOWHERE
+    number = int(line) if line.isascii() and line.isdigit() and len(line) < 10 else 0
+    return Site(file, number, function) if file else NOWHERE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Steps:
     ``backward`` (DDP averages gradients in there) or ``collective``.
     """
 
-    step: int  #: number of the last step in here (the first step is 1)
-    count: int  #: 1, 16 or 256
+    step: int  #: number of the last step (the first step of an attempt is 1)
+    count: int  #: number of steps
     epoch: int
     ended: float
     seconds: float
@@ -46,7 +47,8 @@ class Steps:
     backward: float
     collective: float  #: inside collectives called from Python, and barriers
     loss: float | None  #: of the last step
-    batch_size: int
+    batch_size: int  #: of the last step
+    attempt: int = 0  #: number of the attempt; a rank that is restarted begins the next one
 
     @property
     def compute(self) -> float:
@@ -56,21 +58,16 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True)
 class SamplePass:
-    """Which samples one pass over one loader gave. Compare passes of equal (loader, epoch).
-
-    ``ids`` are the first 4096 in their order; ``sketch`` is the 512 smallest hashes of *all* ids,
-    for passes longer than that. ``samples.overlap`` compares two passes by whichever is exact.
-    """
+    """Which samples one pass over one loader had. Compare passes of equal (loader, epoch)."""
 
     loader: int  #: index into ``RankRecord.loaders``; -1 for ids given to ``doctor.step``
     epoch: int  #: how many passes over this loader the rank had begun before
     count: int  #: samples so far, repeated ones included
-    ids: tuple[int, ...]
-    sketch: tuple[int, ...]
+    ids: tuple[int, ...]  #: the first 4096, in their order
 
     @property
     def is_exact(self) -> bool:
-        """Whether ``ids`` are all there were."""
+        """Whether ``ids`` has all of them."""
         return self.count == len(self.ids)
 
 

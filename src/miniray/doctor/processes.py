@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
 import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from miniray.doctor.model import NOWHERE, Exit, Process, RankRecord, Site
+from miniray.doctor.model import NOWHERE, Exit, Process, RankRecord
+from miniray.runs import files
+from miniray.runs.typed import build
 
 UNKNOWN = Process(None, "", None, None, None, None)
 GONE = Process(False, "", None, None, None, None)
@@ -144,25 +145,35 @@ def _cpu(fields: list[str]) -> float:
 # -- its end: by its own word, by its launcher's, by the run's -------------------------------------
 
 
+_SAID_NOTHING = {"kind": "exit", "code": None, "at": None} | dict.fromkeys(
+    ("signal", "type", "message", "traceback"), ""
+)
+
+
 def exit_said(own: Mapping[str, Any]) -> Exit:
-    """What the process itself wrote into its box."""
-    return Exit(
-        kind=own.get("kind", "exit"),
-        code=own.get("code"),
-        signal=own.get("signal", ""),
-        type=own.get("type", ""),
-        message=own.get("message", ""),
-        site=Site(*own["site"]) if own.get("site") else NOWHERE,
-        traceback=own.get("traceback", ""),
-        at=own.get("at"),
-    )
+    """Return what the process itself recorded. Raise ``ValueError`` if a field is damaged."""
+    return build(Exit, {**_SAID_NOTHING, **own, "site": own.get("site") or NOWHERE})
+
+
+class _Seen(NamedTuple):
+    code: int | None
+    signal: str | None
+    at: float | None
+    by_launcher: bool
 
 
 def exit_seen(box: Path) -> dict[str, Any] | None:
-    """What the launcher noted of the end of this box's process; None where it noted nothing."""
+    """Return what the launcher noted about the end of the process; None without an intact note."""
+    noted = files.read_json(box.with_suffix(".exit"))[0]
     try:
-        return dict(json.loads(box.with_suffix(".exit").read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError):
+        return (
+            build(
+                _Seen, {"code": None, "at": None, "by_launcher": False, "signal": None, **noted}
+            )._asdict()
+            if noted
+            else None
+        )
+    except ValueError:
         return None
 
 

@@ -1,20 +1,22 @@
-"""Reading a run directory: every rank's box, what its launcher saw of its end, and ``run.json``.
+"""Read the rank records of a run, what the launcher saw of each rank's end, and ``run.json``.
 
-A file that is no box, or a damaged one, is a ``BoxError`` that says why; of a run it is an entry of
+A file that isn't an intact record raises ``BoxError``. For a whole run, it becomes an entry of
 ``RunRecord.damaged``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from miniray.doctor import layout, processes, runfile
-from miniray.doctor.box_file import BoxFile
+from miniray.doctor import layout, processes
+from miniray.doctor.box_file import BoxFile, BoxParts
+from miniray.doctor.history import without_merged
 from miniray.doctor.layout import Cell, Pass, Real
 from miniray.doctor.model import (
     Barrier,
@@ -33,17 +35,67 @@ from miniray.doctor.model import (
     site_from,
 )
 from miniray.errors import BoxError
+from miniray.runs.listing import find_records
+from miniray.runs.run_info import MAX_WORLD_SIZE, is_world_size, read_run_info
+from miniray.runs.typed import build, convert
 
-_NAME = re.compile(r"(\d+)(\.\d+)?\.box")  # of a second process that claims the rank: 0.<pid>.box
-#: What the box's JSON says in the words of ``RankRecord``, and what it is where it says nothing.
-_SAID: dict[str, Any] = {
-    **dict.fromkeys(("rank", "local_rank", "group_rank", "group_size"), -1),
-    **dict.fromkeys(("world_size", "local_world_size", "pid", "attempt"), 0),
-    **dict.fromkeys(("host", "launcher", "command", "backend"), ""),
-    "distributed_available": None,
-    "initialised": False,
-    "heartbeat_interval": 1.0,
-    "notes": {},
+#: "0.<pid>.box" is the record of a second process that claims rank 0.
+_NAME = re.compile(r"([0-9]{1,6})(\.[0-9]+)?\.box")
+
+
+_MAX_TIME = 9e9  #: Unix time in the year 2255
+_MAX_NS = 10**16  #: longest time of an entry of the history
+_MAX_STEP, _MAX_ATTEMPTS = 1 << 53, 1 << 31
+
+
+@dataclasses.dataclass(frozen=True)
+class _Info:
+    """The fields of the record's JSON that become fields of ``RankRecord``."""
+
+    rank: int = -1
+    local_rank: int = -1
+    group_rank: int = -1
+    group_size: int = -1
+    world_size: int = 0
+    local_world_size: int = 0
+    pid: int = 0
+    attempt: int = 0
+    host: str = ""
+    launcher: str = ""
+    command: str = ""
+    backend: str = ""
+    distributed_available: bool | None = None
+    initialised: bool = False
+    heartbeat_interval: float = 1.0
+    notes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class _Asked(NamedTuple):
+    rank: int | None
+    world_size: int | None
+    place: str | None
+
+
+class _InFlight(NamedTuple):
+    step: int
+    type: str
+    message: str
+    site: Site
+
+
+class _MemoryPoint(NamedTuple):
+    seconds: float
+    step: float
+    rss: float
+
+
+#: Types of the notes that are more than text to show. Others are left as they are.
+_NOTES: Mapping[str, Any] = {
+    "asked": _Asked,
+    "in_flight": _InFlight | None,
+    "memory": tuple[_MemoryPoint, ...],
+    "gpu_count": int,
+    "steps_before_epoch": int,
 }
 
 
@@ -56,38 +108,72 @@ def read_box(path: str | os.PathLike[str]) -> RankRecord:
 def read_run(
     run_dir: str | os.PathLike[str], read: Callable[[Path], RankRecord] = read_box
 ) -> RunRecord:
-    """Everything the run directory says. ``FileNotFoundError`` where there is no such directory.
+    """Read all records of a run. Raise ``FileNotFoundError`` if there is no such directory.
 
-    A directory without a single box gives a record without ranks. ``read`` reads one box; whoever
-    looks again and again may keep what no longer changes.
+    ``read`` reads one record: a caller that reads repeatedly may cache records of ended ranks.
     """
     path = Path(run_dir)
     if not path.is_dir():
         raise FileNotFoundError(f"there is no run directory {path}")
     ranks: dict[int, RankRecord] = {}
     duplicates: list[RankRecord] = []
-    run, why = runfile.read_json(path / "run.json")
-    damaged = {"run.json": why} if why else {}
-    for file in sorted((path / "ranks").glob("*.box")):
+    run, problem = read_run_info(path)
+    damaged = {"run.json": problem} if problem else {}
+    for file in find_records(path):
         named = _NAME.fullmatch(file.name)
         if named is None:
             continue
         try:
             record = read(file)
-        except (BoxError, ValueError, KeyError, TypeError) as error:
+        except BoxError as error:
             damaged[f"ranks/{file.name}"] = str(error)
             continue
-        if named[2]:
+        if int(named[1]) >= MAX_WORLD_SIZE:
+            damaged[f"ranks/{file.name}"] = f"no run has {MAX_WORLD_SIZE:,} ranks"
+        elif named[2]:
             duplicates.append(record)
         else:
             ranks[int(named[1])] = (
                 processes.ended_well(record) if run.get("state") == "finished" else record
             )
+    if not path.is_dir():  # deleted while it was read: the ranks may have been missed
+        raise FileNotFoundError(f"there is no run directory {path}")
     return RunRecord(path, time.time(), run, ranks, tuple(duplicates), damaged)
 
 
 class BoxReader(BoxFile):
-    """The parts of one box; ``record()``, again and again, for everything. ``close`` it."""
+    """A record that may be read repeatedly: ``record()`` for everything. Call ``close``."""
+
+    def record(self, seen: Mapping[str, Any] | None = None) -> RankRecord:
+        """Read the whole record at once.
+
+        ``seen`` is what the launcher noted about the end of the process. Raises ``BoxError`` if
+        anything in the record can't be right.
+        """
+        snapshot = _Snapshot(self.path, self.read(0, layout.BOX_SIZE))
+        try:
+            return snapshot.record(seen)
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            raise BoxError(f"{self.path} is damaged: {error}") from error
+
+
+class _Snapshot(BoxParts):
+    """The content of a record at one moment."""
+
+    def __init__(self, path: Path, data: bytes) -> None:
+        super().__init__(path)
+        self._data = data
+        self._clock = self.real(Real.CLOCK)
+
+    def read(self, at: int, size: int) -> bytes:
+        return self._data[at : at + size]
+
+    def wall(self, monotonic: float) -> float:
+        """Convert the rank's monotonic time to Unix time."""
+        time = monotonic + self._clock
+        if not 0 <= time < _MAX_TIME:
+            raise ValueError(f"a time is {time}")
+        return time
 
     def place(self, text: str, monotonic: float) -> Phase:
         name, _, rest = text.partition("\0")
@@ -117,13 +203,19 @@ class BoxReader(BoxFile):
             functional=bool(flags & layout.FUNCTIONAL),
         )
 
-    def _steps(self, level: int) -> list[Steps]:
-        size, slots = layout.STEP.size, layout.STEP_SLOTS
-        rings = self.ring(layout.STEPS_AT + level * slots * size, size, slots)
+    def _history(self) -> tuple[Steps, ...]:
+        size = layout.STEP.size
+        data = self.read(layout.STEPS_AT, layout.HISTORY_SLOTS * size)
         found = []
-        for data in rings:
-            (_, step, count, epoch, ended, seconds, waited, backward, collective, loss, batch_size,
-             _) = layout.STEP.unpack(data)  # fmt: skip
+        for begin, *fields, end in layout.STEP.iter_unpack(data):
+            if begin != end or not begin:  # unused, or being written
+                continue
+            (step, count, epoch, ended, seconds, waited, backward, collective, loss, batch_size,
+             attempt) = fields  # fmt: skip
+            times = (seconds, waited, backward, collective)
+            valid = 0 < count <= step < _MAX_STEP and 0 <= attempt < _MAX_ATTEMPTS
+            if not (valid and all(0 <= time < _MAX_NS for time in times)):
+                raise ValueError(f"the history has an invalid entry: {fields}")
             found.append(
                 Steps(
                     step=step,
@@ -136,39 +228,25 @@ class BoxReader(BoxFile):
                     collective=collective / 1e9,
                     loss=None if loss == layout.NO_LOSS else loss,
                     batch_size=batch_size,
+                    attempt=attempt,
                 )
             )
-        return found
+        return without_merged(found)
 
     def _passes(self) -> tuple[SamplePass, ...]:
         found: dict[int, SamplePass] = {}
         for slot in range(layout.PASS_SLOTS):
             start = layout.PASSES_AT + slot * layout.PASS_SIZE
-            cells = self.view[start : start + layout.PASS_HEAD].cast("q")
+            data = self.read(start, layout.PASS_SIZE)
+            cells = memoryview(data).cast("q")
             key = cells[Pass.KEY]
-            if key:
-                record = self._pass(cells, start + layout.PASS_HEAD)
-                if cells[Pass.KEY] == key:  # else the place was taken for another pass meanwhile
-                    found[key] = record
-            cells.release()
+            if key <= 0 or cells[-1] != key:  # unused, or about to be used for a different pass
+                continue
+            length = max(0, min(cells[Pass.IDS], layout.PASS_IDS))
+            ids = tuple(cells[len(Pass) : len(Pass) + length])
+            count = max(cells[Pass.COUNT], length)
+            found[key] = SamplePass(cells[Pass.LOADER], cells[Pass.EPOCH], count, ids)
         return tuple(found[key] for key in sorted(found))
-
-    def _pass(self, cells: memoryview[int], start: int) -> SamplePass:
-        length = min(cells[Pass.IDS], layout.PASS_IDS)
-        ids = self.view[start : start + length * 8].cast("q").tolist()
-        version = cells[Pass.SKETCH]
-        sketch: list[int] = []
-        while version:
-            # The writer fills the other place first and changes the version after that; should it
-            # have come round twice while we copied, the version says so.
-            size = min(cells[Pass.SKETCH_SIZE_0 + version % 2], layout.SKETCH_SIZE)
-            at = start + layout.PASS_IDS * 8 + version % 2 * layout.SKETCH_SIZE * 8
-            sketch = self.view[at : at + size * 8].cast("Q").tolist()
-            if cells[Pass.SKETCH] - version < 2:
-                break
-            version = cells[Pass.SKETCH]
-        count = max(cells[Pass.COUNT], length)
-        return SamplePass(cells[Pass.LOADER], cells[Pass.EPOCH], count, tuple(ids), tuple(sketch))
 
     def _barrier(self) -> Barrier | None:
         cell = self.ints[Cell.BARRIER]
@@ -181,7 +259,7 @@ class BoxReader(BoxFile):
             name=place.name,
             site=place.site,
             since=place.since,
-            limit=self.floats[Real.BARRIER_LIMIT],
+            limit=self.real(Real.BARRIER_LIMIT),
             passed=self.ints[Cell.BARRIER_PASSED] >= number,
             failed=self.ints[Cell.BARRIER_FAILED] >= number,
         )
@@ -195,23 +273,25 @@ class BoxReader(BoxFile):
     # -- the whole --------------------------------------------------------------------------------
 
     def record(self, seen: Mapping[str, Any] | None = None) -> RankRecord:
-        """Everything; ``seen`` is what the launcher noted of the process's end."""
-        ints, floats = self.ints, self.floats
+        ints = self.ints
         info = self.info()
+        said = build(_Info, info)
+        if not (is_world_size(said.world_size) and is_world_size(said.local_world_size)):
+            raise ValueError(f"world_size is {said.world_size}")
         open_event = ints[Cell.OPEN]
         events = self.events()
         # The ring of events was read after the cell: a call that ended in between is not open.
         waiting = next((e for e in events if e.number == open_event - 1 and e.is_open), None)
         moment, text = layout.unpack_moment(ints[Cell.PHASE])
         section_moment, section = layout.unpack_moment(ints[Cell.SECTION])
-        steps = self._steps(0)
-        process = processes.look(info.get("pid", 0), info.get("host", ""), info.get("started"))
+        history = self._history()
+        process = self.process()
         ended = processes.exit_of(self.exit(), seen, process)
-        loss = floats[Real.LOSS] if ints[Cell.LOSS_STEP] >= 0 else None
+        loss = self.loss if ints[Cell.LOSS_STEP] >= 0 else None
         return RankRecord(
             path=self.path,
-            **{name: info.get(name, default) for name, default in _SAID.items()},
-            attached=floats[Real.ATTACHED],
+            **{**vars(said), "notes": _valid_notes(said.notes)},
+            attached=self.real(Real.ATTACHED),
             phase=self.place(self.text(text), moment),
             section=self.place(self.text(section), section_moment) if section else None,
             waiting=waiting,
@@ -223,19 +303,21 @@ class BoxReader(BoxFile):
             batches=ints[Cell.BATCHES],
             batches_in_epoch=ints[Cell.BATCHES_IN_EPOCH],
             backwards=ints[Cell.BACKWARDS],
-            steps=tuple(steps),
-            spans=_older(self._steps(2), self._steps(1), steps),
+            history=history,
             total=Steps(
                 step=ints[Cell.STEP],
                 count=ints[Cell.STEPS],
                 epoch=ints[Cell.EPOCH],
-                ended=steps[-1].ended if steps else floats[Real.ATTACHED],
-                seconds=floats[Real.TOTAL_SECONDS],
-                data=floats[Real.TOTAL_DATA],
-                backward=floats[Real.TOTAL_BACKWARD],
-                collective=floats[Real.TOTAL_COLLECTIVE],
+                ended=history[-1].ended
+                if ints[Cell.STEPS] and history
+                else self.real(Real.ATTACHED),
+                seconds=self.real(Real.TOTAL_SECONDS),
+                data=self.real(Real.TOTAL_DATA),
+                backward=self.real(Real.TOTAL_BACKWARD),
+                collective=self.real(Real.TOTAL_COLLECTIVE),
                 loss=loss,
                 batch_size=ints[Cell.BATCH_SIZE],
+                attempt=ints[Cell.ATTEMPT],
             ),
             loss=loss,
             loss_step=ints[Cell.LOSS_STEP],
@@ -243,73 +325,52 @@ class BoxReader(BoxFile):
             first_nonfinite=_nonfinite(info.get("first_nonfinite")),
             samples=ints[Cell.SAMPLES],
             passes=self._passes(),
-            loaders=tuple(_loader(found) for found in info.get("loaders", ())),
-            models=tuple(_model(found) for found in info.get("models", ())),
+            loaders=convert(info.get("loaders", []), tuple[Loader, ...], "loaders"),
+            models=convert(info.get("models", []), tuple[Model, ...], "models"),
             barrier=self._barrier(),
             rss=ints[Cell.RSS],
             peak_rss=ints[Cell.PEAK_RSS],
             gpu=self._gpu(info.get("gpu")),
-            cpu_seconds=floats[Real.CPU_SECONDS],
+            cpu_seconds=self.real(Real.CPU_SECONDS),
             heartbeat=self.wall(ints[Cell.HEARTBEAT] / 1e9),
             exit=ended,
             process=process,
             copied=info.get("box", str(self.path.absolute())) != str(self.path.absolute()),
         )
 
-    def _gpu(self, known: Mapping[str, Any] | None) -> Gpu | None:
+    def _gpu(self, known: Any) -> Gpu | None:
         if not known:
             return None
-        return Gpu(
-            index=known["index"],
-            name=known["name"],
-            uuid=known["uuid"],
-            memory_used=self.ints[Cell.GPU_MEMORY],
-            memory_total=known["memory_total"],
-            process_memory=self.ints[Cell.GPU_PROCESS_MEMORY],
-            utilisation=self.ints[Cell.GPU_UTILISATION],
-            power=self.floats[Real.GPU_POWER],
-            power_limit=known["power_limit"],
-        )
-
-
-def _older(coarse: list[Steps], middle: list[Steps], fine: list[Steps]) -> tuple[Steps, ...]:
-    """Spans that lie wholly before what a finer ring still has."""
-    begin = fine[0].step - fine[0].count + 1 if fine else None
-    middle = [s for s in middle if begin is None or s.step < begin]
-    if middle:
-        begin = middle[0].step - middle[0].count + 1
-    return (*(s for s in coarse if begin is None or s.step < begin), *middle)
-
-
-def _loader(found: Mapping[str, Any]) -> Loader:
-    return Loader(
-        **{
-            **found,
-            "first_batch": tuple(found["first_batch"]),
-            "site": Site(*found["site"]),
+        measured = {
+            "memory_used": self.ints[Cell.GPU_MEMORY],
+            "process_memory": self.ints[Cell.GPU_PROCESS_MEMORY],
+            "utilisation": self.ints[Cell.GPU_UTILISATION],
+            "power": self.real(Real.GPU_POWER),
         }
-    )
+        return build(Gpu, {**known, **measured})
 
 
-def _model(found: Mapping[str, Any]) -> Model:
-    return Model(
-        **{
-            **found,
-            "names": tuple(found["names"]),
-            "unused": tuple(found["unused"]),
-            "site": Site(*found["site"]),
-        }
-    )
-
-
-def _nonfinite(found: Mapping[str, Any] | None) -> NonFinite | None:
+def _nonfinite(found: Any) -> NonFinite | None:
     if not found:
         return None
-    return NonFinite(
-        step=found["step"],
-        epoch=found["epoch"],
-        value=float(found["value"]),
-        samples=tuple(found["samples"]),
-        site=Site(*found["site"]),
-        at=found["at"],
-    )
+    value = float(found["value"])
+    return dataclasses.replace(build(NonFinite, {**found, "value": 0.0}), value=value)
+
+
+def _valid_notes(notes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the notes without those of a wrong type."""
+    valid = dict(notes)
+    for key, hint in _NOTES.items():
+        try:
+            if key in notes:
+                convert(notes[key], hint, key)
+        except ValueError:
+            del valid[key]
+    sums = valid.get("checksums")
+    if sums is not None and not (isinstance(sums, dict) and all(map(_is_step, sums))):
+        del valid["checksums"]
+    return valid
+
+
+def _is_step(key: str) -> bool:
+    return key.isascii() and key.isdigit() and len(key) < 16

@@ -17,15 +17,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from miniray.doctor import heartbeat, in_flight, model, processes, sites, stacks
+from miniray.doctor import heartbeat, in_flight, model, processes, runfile, sites, stacks
 from miniray.doctor.box import Box
+from miniray.doctor.model import Steps
 from miniray.doctor.tally import Tally
 from miniray.errors import MinirayError
+from miniray.runs.run_info import get_mtime
 
 _LONGEST_TRACEBACK = 5000
 _LONGEST_MESSAGE = 1000
@@ -197,9 +199,10 @@ def start(
             f"this process already records rank {_current.rank} in {_current.run_dir}"
         )
     ranks = ranks.absolute()
-    ranks.mkdir(parents=True, exist_ok=True)
+    runfile.make_private(ranks.parent)
+    ranks.mkdir(exist_ok=True)
     with _alone(ranks):
-        path = _free_path(ranks, rank)
+        path, earlier = _free_path(ranks, rank)
         recorder = Recorder(
             Box.create(path),
             {
@@ -211,7 +214,7 @@ def start(
                 "started": processes.start_ticks(os.getpid()),
                 "host": socket.gethostname(),
                 "launcher": launcher,
-                "command": " ".join(sys.orig_argv)[:500],
+                "command": " ".join(runfile.mask_arguments(sys.orig_argv))[:500],
                 "attempt": attempt,
                 "box": str(path),
                 "heartbeat_interval": heartbeat_interval,
@@ -221,6 +224,7 @@ def start(
                 },
             },
         )
+    recorder.history.begin_attempt(earlier)
     recorder.start_threads(heartbeat_interval)
     _install_hooks()
     _current = recorder
@@ -261,19 +265,25 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _free_path(ranks: Path, rank: int) -> Path:
+def _free_path(ranks: Path, rank: int) -> tuple[Path, Sequence[Steps]]:
+    """Return where to record the rank, and the history of its earlier attempts."""
     from miniray.doctor.reader import read_box
     from miniray.errors import BoxError
 
     path = ranks / f"{rank}.box"
+    earlier: Sequence[Steps] = ()
     try:
         before = read_box(path)
-    except BoxError:
-        return path  # there is none, or nothing that could be kept
+    except BoxError:  # there is none, it was archived, or it can't be kept
+        archived = max(ranks.glob(f"attempt-*/{path.name}"), key=get_mtime, default=None)
+        if archived is not None:
+            with contextlib.suppress(BoxError):
+                earlier = read_box(archived).history
+        return path, earlier
     if before.process.alive and before.pid != os.getpid():
-        return ranks / f"{rank}.{os.getpid()}.box"
+        return ranks / f"{rank}.{os.getpid()}.box", ()
     archive(path, before.attempt)
-    return path
+    return path, before.history
 
 
 def archive(box: Path, attempt: int) -> None:

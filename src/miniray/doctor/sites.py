@@ -6,6 +6,7 @@ turned into a text once.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
@@ -139,6 +140,14 @@ def _line(frame: FrameType, lines: dict[int, str]) -> str:
 def here() -> str:
     """The site of whoever called the function that calls this."""
     return call_site(sys._getframe(2))
+
+
+def definition_site(function: Any) -> str:
+    """Return the site of a function's definition; "" for one without Python code."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return ""
+    return f"{os.path.abspath(code.co_filename)}\0{code.co_firstlineno}\0{code.co_name}"
 
 
 def error_site(error: BaseException) -> Site:

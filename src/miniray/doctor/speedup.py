@@ -193,8 +193,9 @@ def of_records(nproc: int, records: Mapping[int, RankRecord]) -> Measured:
     sums = [0.0] * 5
     fewest = None
     for record in records.values():
-        steps = [s for s in record.steps if s.step > _WARM_UP and s.seconds > 0]
-        if len(steps) < _FEWEST_STEPS:
+        steps = [s for s in record.steps if s.step - s.count >= _WARM_UP and s.seconds > 0]
+        count = sum(s.count for s in steps)
+        if count < _FEWEST_STEPS:
             raise MinirayError(
                 f"rank {record.rank} of {nproc} recorded {plural(record.step, 'step')}: at least "
                 f"{_WARM_UP + _FEWEST_STEPS} are needed to measure. Does the script train with a "
@@ -205,7 +206,7 @@ def of_records(nproc: int, records: Mapping[int, RankRecord]) -> Measured:
                 "the size of a batch is not known: call miniray.doctor.step(batch_size=...)"
             )
         total = sum(s.seconds for s in steps)
-        rate += sum(s.batch_size for s in steps) / total
+        rate += sum(s.batch_size * s.count for s in steps) / total
         parts = (
             total,
             sum(s.data for s in steps),
@@ -214,7 +215,7 @@ def of_records(nproc: int, records: Mapping[int, RankRecord]) -> Measured:
             sum(s.collective for s in steps),
         )
         sums = [a + b for a, b in zip(sums, parts, strict=True)]
-        fewest = len(steps) if fewest is None else min(fewest, len(steps))
+        fewest = count if fewest is None else min(fewest, count)
     if not records:
         raise MinirayError("the run recorded no rank")
     shares = [part / sums[0] for part in sums[1:]]

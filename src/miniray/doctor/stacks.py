@@ -21,17 +21,19 @@ from miniray.doctor import processes
 from miniray.doctor.model import RankRecord, Site, ThreadStack
 from miniray.doctor.reader import read_run
 from miniray.doctor.sites import without_boot
+from miniray.runs import files
 
 #: Real-time signals are not used by anybody's launcher or scheduler, which SIGUSR1 and 2 are.
 STACK_SIGNAL = int(signal.SIGRTMIN) + 7 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR2)
 
 _RECENT = 60.0  # seconds
+_STACK_BYTES = 4 << 20  #: bytes of a stack file that are read
 _nowhere: IO[bytes] | None = None
 
 _THREAD = re.compile(
     r"(Current thread|Thread) (0x[0-9a-f]+)(?: \[(.*?)\])?.*\(most recent call first\):"
 )
-_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+_FRAME = re.compile(r'  File "(.*)", line ([0-9]{1,9}|\?\?\?) in (.*)')
 
 
 def stack_file(box: Path) -> Path:
@@ -104,10 +106,8 @@ def ask(
 
 def read_stacks(box: Path) -> tuple[ThreadStack, ...]:
     """The newest stacks a rank has ever shown; empty where it was never asked."""
-    try:
-        return parse(stack_file(box).read_text(errors="replace"))
-    except FileNotFoundError:
-        return ()
+    lines = files.read_last_lines(stack_file(box), _STACK_BYTES)
+    return parse(b"\n".join(lines).decode(errors="replace"))
 
 
 def parse(text: str) -> tuple[ThreadStack, ...]:
@@ -159,6 +159,9 @@ def _settled(path: Path, size: int) -> bool:
 
 
 def _read_from(path: Path, offset: int) -> str:
-    with open(path, "rb") as file:
-        file.seek(offset)
-        return file.read().decode(errors="replace")
+    try:
+        with files.open_file(path) as file:
+            file.seek(offset)
+            return file.read(_STACK_BYTES).decode(errors="replace")
+    except OSError:  # it was replaced by something that isn't a file
+        return ""

@@ -19,6 +19,7 @@ from typing import Any
 from miniray.doctor import layout, model
 from miniray.doctor.box import Box
 from miniray.doctor.events import Events
+from miniray.doctor.history import StepHistory
 from miniray.doctor.layout import Cell, Real
 from miniray.doctor.model import site_from
 from miniray.doctor.samples import PassWriter
@@ -44,7 +45,10 @@ class Tally(Events, ABC):
     def __init__(self, box: Box) -> None:
         super().__init__(box)
         self.floats = box.floats
-        self.explicit_steps = False  # the user calls doctor.step: nobody else counts
+        self.explicit_steps = False  # set by doctor.step: steps of optimizers don't count
+        #: A trainer or doctor.step reports losses: the value that backward is called on may be
+        #: divided (by the number of micro-batches, say), and the backward hook ignores it.
+        self.explicit_losses = False
         self._epochs_told = False
         # Nanoseconds ever spent in these; see ``model.Steps``.
         self.data_ns = 0
@@ -53,7 +57,7 @@ class Tally(Events, ABC):
         self._before: _Clocks | None = None  # when the last step ended, or the first one began
         self._written = 0  # steps
         self._outside: _Clocks = (0, 0, 0, 0)  # of these, what belongs to no step
-        self._spans: list[_Clocks] = [(0, 0, 0, 0) for _ in layout.STEP_WIDTHS]  # totals back then
+        self.history = StepHistory(box)
         self.loss = _NO_LOSS
         self._samples: Sequence[int] = ()  # of the last batch written
         self._pass: PassWriter | None = None
@@ -91,6 +95,15 @@ class Tally(Events, ABC):
         if now > self.next_flush:
             self.flush_tally()
 
+    def retract_first_step(self) -> None:
+        """Remove the first step of an optimizer, because ``doctor.step`` reports it too."""
+        with self._tally_lock:
+            self.flush_tally()
+            if self._written == 1:
+                self._written = self.ints[Cell.STEP] = 0
+                self._before = self._outside  # when it began
+                self.history.retract_first_step()
+
     def flush_tally(self) -> None:
         """Write what is pending. Any thread may: the heartbeat does when the rank is stuck."""
         with self._tally_lock:
@@ -115,16 +128,9 @@ class Tally(Events, ABC):
         self._before = ended, data, backward, collective
         self._written = number = self._written + 1
         # Steps of one epoch only: another begins with a flush.
-        add, epoch = self.box.add_step, self.ints[Cell.EPOCH]
+        epoch = self.ints[Cell.EPOCH]
         parts = ended - was[0], data - was[1], backward - was[2], collective - was[3]
-        add(0, number, epoch, parts, loss, batch_size, ended)
-        if number % 16 == 0:  # steps are kept in sixteens, ... too
-            totals = self._totals()
-            for level in (1, 2):
-                if number % layout.STEP_WIDTHS[level] == 0:
-                    span = _minus(totals, self._spans[level])
-                    self._spans[level] = totals
-                    add(level, number, epoch, span, loss, batch_size, ended)
+        self.history.add(number, epoch, parts, loss, batch_size, ended)
 
     def _totals(self) -> _Clocks:
         """Nanoseconds in steps, all together: all, data, backward, collectives."""
@@ -148,7 +154,7 @@ class Tally(Events, ABC):
     # -- losses -----------------------------------------------------------------------------------
 
     def set_loss(self, value: float, site: str, step: int | None = None) -> None:
-        """A loss was seen, for the step that is going on (or ``step``)."""
+        """Record a loss of the current step (or of ``step``)."""
         if step is None:
             step = self.ints[4] + 1  # Cell.STEP
             self.loss = value
@@ -190,7 +196,6 @@ class Tally(Events, ABC):
     def end_pass(self) -> None:
         if self._pass is not None:
             self.flush_tally()
-            self._pass.flush()
             self._pass = None
 
     def add_samples(self, ids: Sequence[int] | None, count: int) -> None:

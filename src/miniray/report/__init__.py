@@ -16,6 +16,7 @@ from miniray.doctor.runfile import replace_text
 from miniray.report import charts, overview, ranks, series, story
 from miniray.report.html import escape, tag
 from miniray.report.run import Run, find_runs, read
+from miniray.runs import files
 
 __all__ = ["Run", "find_runs", "read", "write_report"]
 
@@ -88,5 +89,5 @@ def render(run: Run) -> str:
 
 
 def _beginning(path: Path) -> str:
-    with open(path, encoding="utf-8", errors="replace") as file:
-        return file.read(1000)
+    with files.open_file(path) as file:
+        return file.read(1000).decode("utf-8", "replace")

@@ -73,13 +73,19 @@ def _last(curve: Curve) -> str:
 
 
 def _ranks(run: Run) -> list[Markup]:
-    """Loss by step from the ranks' boxes, and metrics that were written for each rank."""
+    """Draw the loss by step from the rank records, and metrics that exist for each rank.
+
+    Each attempt of a rank has a curve: its steps are numbered from 1.
+    """
     losses = []
     for rank in run.record:
-        steps = (*rank.spans, *rank.steps)
-        points = [(float(step.step), step.loss) for step in steps if step.loss is not None]
-        if points:
-            losses.append(Curve(f"rank {rank.rank}", points))
+        attempts: dict[int, Points] = {}
+        for step in rank.history:
+            if step.loss is not None:
+                attempts.setdefault(step.attempt, []).append((float(step.step), step.loss))
+        for attempt, points in attempts.items():
+            part = f", attempt {attempt + 1}" if len(attempts) > 1 else ""
+            losses.append(Curve(f"rank {rank.rank}{part}", points))
     charts = [chart("loss by step and rank", losses, "step")] if losses else []
     word = run.unit
     return charts + [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Iterator, Sequence
 
 from miniray.doctor.diagnose import Diagnosis
@@ -11,6 +10,7 @@ from miniray.doctor.findings import Finding, Severity, plural, seconds, size
 from miniray.report.html import Markup, folded, section, short, tag
 from miniray.report.run import Run
 from miniray.report.series import Curve, axis, more_is_better, number
+from miniray.runs import files
 
 _KINDS = {
     Severity.FAILED: "bad",
@@ -109,13 +109,14 @@ def failure(run: Run) -> Markup:
         said = message or "by Ctrl-C"
         return tag("section", tag("p", tag("b", "Interrupted. "), said), cls="alert warn slim")
     lines = message.splitlines() or [""]
-    remote = any(line.startswith("Traceback (most") for line in lines)
-    # A remote error's text ends with the user's own exception: that is what one wants to read.
-    title = lines[-1] if remote else ": ".join(part for part in (kind, lines[0]) if part)
+    remote = str(error.get("remote_traceback") or "").rstrip()
+    title = ": ".join(part for part in (kind, lines[0]) if part)
+    if remote:  # it ends with the exception of the user
+        title = remote.rpartition("\n")[2]
     inside = [tag("h2", title or "failed")]
     if remote:
         inside.append(tag("p", lines[0], cls="soft"))
-        inside.append(folded("traceback of the worker", tag("pre", "\n".join(lines[1:]))))
+        inside.append(folded("traceback of the worker", tag("pre", remote)))
     elif len(lines) > 1:
         inside.append(tag("pre", "\n".join(lines[1:])))
     if error.get("traceback"):
@@ -160,7 +161,7 @@ def _kept(run: Run) -> list[Finding]:
     if run.state == "finished":
         return []
     try:
-        said = json.loads((run.path / "doctor.json").read_text(encoding="utf-8"))
+        said = files.read_json(run.path / "doctor.json")[0]
         return [
             Finding(
                 code=str(f["code"]),
@@ -172,7 +173,7 @@ def _kept(run: Run) -> list[Finding]:
             )
             for f in (*said["findings"], *said["notes"])
         ]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return []
 
 
@@ -190,7 +191,7 @@ def _finding(finding: Finding) -> Iterator[Markup]:
 def _kept_text(run: Run) -> list[Markup]:
     """The same as it was printed, with the stacks of the ranks."""
     try:
-        text = (run.path / "doctor.txt").read_text(encoding="utf-8", errors="replace")
+        text = files.read_text(run.path / "doctor.txt")
     except OSError:
         return []
     return [folded("as it was printed, with stacks", tag("pre", text.rstrip()[:40_000]))]

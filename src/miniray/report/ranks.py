@@ -6,15 +6,16 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from miniray.doctor import samples
+from miniray.doctor import layout, samples
 from miniray.doctor.facts import gather
 from miniray.doctor.findings import plural, seconds, size
 from miniray.doctor.model import Loader, RankRecord, SamplePass
 from miniray.doctor.waiting import wait_of
 from miniray.report.charts import chart
 from miniray.report.html import Markup, bar, folded, on_screen, section, table, tag
-from miniray.report.run import Run, last_lines
+from miniray.report.run import Run
 from miniray.report.series import Curve, one
+from miniray.runs import files
 
 _MOST_BARS = 64
 _SLIM = 16  #: more bars than this are thin ones
@@ -107,14 +108,10 @@ def _left_in(rank: RankRecord, over: bool) -> tuple[str, float]:
 
 
 def _first_step(rank: RankRecord) -> float | None:
-    """When the oldest step that is known began; of long runs that is only nearly the first."""
-    known = (*rank.spans, *rank.steps)
-    if not known or not rank.total.count:
+    """Return when the first step of this attempt began."""
+    if not rank.steps:
         return None
-    first = known[0]
-    before = first.step - first.count  # steps the rings have forgotten
-    mean = rank.total.seconds / max(1, rank.total.count)
-    return first.ended - first.seconds - max(0, before) * mean
+    return rank.steps[0].ended - rank.steps[0].seconds
 
 
 def _step_time(rank: RankRecord) -> float | None:
@@ -205,9 +202,8 @@ def _coverage(seen: Sequence[RankRecord]) -> Iterator[Markup]:
 def _covered(passes: Sequence[SamplePass], length: int | None) -> str:
     count = sum(given.count for given in passes)
     if not all(given.is_exact for given in passes):
-        about = sum(samples.distinct(given) for given in passes)
-        return f"{count:,} samples, about {about:,} distinct ones counted rank by rank."
-    distinct = len({number for given in passes for number in given.ids})
+        return f"{count:,} samples, at least {samples.count_distinct(*passes):,} distinct."
+    distinct = samples.count_distinct(*passes)
     text = f"{count:,} samples, {distinct:,} distinct"
     if length:
         text += f", of {length:,} rows ({distinct / length:.1%})"
@@ -231,7 +227,9 @@ def _overlaps(seen: Sequence[RankRecord], passes: Sequence[SamplePass]) -> Marku
             for j in range(len(seen))
         ]
         rows.append(tag("tr", tag("td", f"rank {rank.rank}", cls="s"), *cells))
-    top = tag("tr", tag("th", "shared", cls="s"), *(tag("th", str(rank.rank)) for rank in seen))
+    exact = all(given.is_exact for given in passes)
+    head = "shared" if exact else f"shared, of the first {layout.PASS_IDS:,}"
+    top = tag("tr", tag("th", head, cls="s"), *(tag("th", str(rank.rank)) for rank in seen))
     return tag("div", tag("table", top, *rows, cls="heat", style="min-width:0"), cls="wide")
 
 
@@ -292,7 +290,7 @@ def overview(run: Run) -> Markup:
         return Markup()
     logs = []
     for facts in [facts for facts in every if facts.failed][:4] or every[:1]:
-        lines = last_lines(run.path / "ranks" / f"{facts.rank}.log", 4000)
+        lines = files.read_last_lines(run.path / "ranks" / f"{facts.rank}.log", 4000)
         text = "\n".join(on_screen(line.decode(errors="replace")) for line in lines).rstrip()
         if text:
             logs.append(folded(f"last lines of rank {facts.rank}", tag("pre", text)))

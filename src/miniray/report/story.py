@@ -6,10 +6,12 @@ import datetime
 from collections.abc import Mapping
 from typing import Any
 
+from miniray.doctor import runfile
 from miniray.doctor.findings import plural, seconds, size
 from miniray.report.html import Markup, facts, folded, section, short, table, tag
-from miniray.report.run import Run, unix_time
+from miniray.report.run import Run
 from miniray.report.series import flat, number, spread
+from miniray.runs.run_info import parse_time
 
 _MOST_EVENTS = 100
 _PHASES = {
@@ -95,7 +97,7 @@ def environment(run: Run) -> Markup:
     inside = [facts(pairs)] if pairs else []
     command = info.get("command") or next((rank.command for rank in records), "")
     if command:
-        inside += [tag("h3", "Command"), tag("pre", str(command))]
+        inside += [tag("h3", "Command"), tag("pre", runfile.mask_command(str(command)))]
     config = flat(run.config)
     if config:
         rows = [(key, _short(value)) for key, value in config.items()]
@@ -123,7 +125,7 @@ def _interval(run: Run) -> str | None:
 
 def _after(run: Run, event: Mapping[str, Any]) -> str | None:
     """Since the run began; an event of an earlier attempt shows its date."""
-    at, began = unix_time(event.get("time")), run.started
+    at, began = parse_time(event.get("time")), run.started
     if at is None:
         return None
     if began is None or at < began:

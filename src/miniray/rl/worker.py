@@ -24,7 +24,7 @@ from miniray.doctor import recorder
 from miniray.rl.batch import Generated, Rollouts
 from miniray.rl.calls import OWN_RATE, Setup, Worker
 from miniray.rl.collective import Alone, Collective, Together
-from miniray.rl.config import PPOConfig, Sampling
+from miniray.rl.config import PROMPTS_PER_STEP, PPOConfig, Sampling
 from miniray.rl.experience import add_advantages, drop_bad, look_back
 from miniray.rl.generation import row_seed
 from miniray.rl.metrics import Metrics, Quad
@@ -120,8 +120,9 @@ class RLWorker(Worker):
         step, metrics = epoch, Metrics()
         recording = recorder.current()
         if recording is not None and not recording.explicit_steps:
-            # Before the first update: those of an optimizer, several to a step, are not to count.
-            recording.explicit_steps = True
+            # Set before the first update: an optimizer makes several updates per step, and
+            # backward is called on parts of a loss.
+            recording.explicit_steps = recording.explicit_losses = True
             recording.begin_steps()
         if self.reference is None and self.config.kl.coef > 0:
             self.reference = self._frozen_copy()
@@ -151,7 +152,8 @@ class RLWorker(Worker):
         told = {**metrics.export(), **made.export()}
         if not rows and self.setup.sync == "weights":
             told.pop("skipped_updates", None)  # the last rows of an epoch were for others
-        doctor.step(told["loss"][0] if "loss" in told else None, len(rows), epoch=step)
+        loss = told["loss"][0] / told["loss"][1] if "loss" in told else None
+        doctor.step(loss, len(rows), epoch=step)
         return told
 
     def _total(self, number: int) -> int:
@@ -205,7 +207,8 @@ class RLWorker(Worker):
     def sequences_per_step(self) -> int:
         """About as many as this worker has at a time in a step; at least one."""
         config = self.config
-        return max(1, config.prompts_per_step * config.rollouts // self.setup.num_workers)
+        prompts = config.prompts_per_step or PROMPTS_PER_STEP
+        return max(1, prompts * config.rollouts // self.setup.num_workers)
 
     def evaluate(
         self, shard_id: int, num_shards: int, data: Sequence[Row] | None = None, first: int = 0

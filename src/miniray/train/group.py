@@ -19,6 +19,7 @@ import time
 from typing import Any
 
 from miniray.checks import check_int
+from miniray.core import session
 from miniray.errors import GroupError
 
 __all__ = ["GroupHost", "ProcessGroupSpec", "join", "leave"]
@@ -94,13 +95,37 @@ def _store(address: str, port: int, timeout: float, *, is_master: bool) -> Any:
 
 
 def _outward_address() -> str:
-    """This machine's address in the network; nothing is sent to find it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # an address reserved for documentation
-        except OSError:  # no network at all: whoever comes is on this machine
-            return _LOOPBACK
-        return str(probe.getsockname()[0])
+    """Return the address at which other machines reach this process.
+
+    The engine's nodes know theirs, also on a machine without a default route.
+    """
+    address = session.engine().node_address() if session.is_initialized() else None
+    if address is None:
+        # 192.0.2.1 is reserved for documentation; nothing is sent there.
+        address = _local_address("192.0.2.1", 9)
+    return address or _LOOPBACK  # without any network, all ranks are on this machine
+
+
+def _local_address(host: str, port: int) -> str | None:
+    """Return the address from which this machine would reach ``host``; None if it can't."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def find_interface(host: str, port: int) -> str | None:
+    """Return the name of the network interface that leads to ``host``; None if there is none."""
+    import psutil
+
+    address = _local_address(host, port)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in addresses):
+            return str(name)
+    return None
 
 
 def join(spec: ProcessGroupSpec, rank: int) -> Any:
@@ -120,19 +145,22 @@ def join(spec: ProcessGroupSpec, rank: int) -> Any:
             f"this process is rank {dist.get_rank()} of a process group already; "
             "leave() that one first"
         )
-    if spec.host == _LOOPBACK:
-        # gloo would look up the machine's name, which in containers may lead nowhere.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # gloo would look up the machine's name. In containers that may fail, and with `127.0.1.1 NAME`
+    # in /etc/hosts it is an address that other machines can't reach.
+    interface = "lo" if spec.host == _LOOPBACK else find_interface(spec.host, spec.port)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     store = spec.connect()
     if store.add(f"{spec.name}/claims/{rank}", 1) > 1:
-        raise GroupError(f"two processes claim rank {rank} of {spec.name}")
+        raise GroupError(f"two processes claim rank {rank} of {spec.name}", rank=rank)
     store.set(f"{spec.name}/here/{rank}", f"{socket.gethostname()}:{os.getpid()}")
     missing = absent(store, f"{spec.name}/here", spec.world_size, spec.timeout)
     if missing:
         ranks = ", ".join(map(str, missing))
         raise GroupError(
             f"rank {rank} of {spec.name} waited {spec.timeout:g} s in vain for "
-            f"rank{'s' if len(missing) > 1 else ''} {ranks} of {spec.world_size}"
+            f"rank{'s' if len(missing) > 1 else ''} {ranks} of {spec.world_size}",
+            rank=rank,
         )
     options: dict[str, Any] = {}
     if spec.backend == "nccl":
@@ -150,7 +178,7 @@ def join(spec: ProcessGroupSpec, rank: int) -> Any:
         )
     except (RuntimeError, ValueError) as error:
         leave()
-        raise GroupError(f"rank {rank} could not join {spec.name}: {error}") from error
+        raise GroupError(f"rank {rank} could not join {spec.name}: {error}", rank=rank) from error
     return store
 
 

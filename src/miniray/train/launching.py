@@ -1,17 +1,14 @@
-"""The process of a trainer's worker: what it starts in and is set up with."""
+"""Environment and memory settings of a trainer's worker process."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from miniray.core import startup
 from miniray.doctor import actors
-from miniray.doctor.hooks import when_imported
 
 #: If the driver has the one, the local engine loads the other once for all workers.
 LOADED_LATE = {"torch": "miniray.train.dynamo"}
@@ -31,14 +28,6 @@ def environment(
         startup.SET_UP: set_up,
         startup.PRELOAD: " ".join([*late, *actors.MODULES, *modules]),
     }
-
-
-def set_up() -> Callable[[Any], None] | None:
-    """In the worker, before its object is made: record it, and seed torch however late it comes."""
-    seed = os.environ.get(startup.SEED)
-    if seed is not None:
-        when_imported("torch", lambda torch: torch.manual_seed(int(seed)))
-    return actors.set_up()
 
 
 def keep_freed_memory() -> None:

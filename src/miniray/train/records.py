@@ -28,7 +28,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+from miniray.files import replace_atomically, sync_directory
+from miniray.runs import files
+from miniray.runs.files import from_json
+
 _LOOKS_LIKE_A_WORD = re.compile(r"\\*(NaN|-?Infinity)")
 _LARGEST_ARRAY = 1000
 _LONGEST_TEXT = 200
@@ -117,19 +120,6 @@ def _short_text(value: Any) -> str:
     return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 1] + "…"
 
 
-def from_json(value: Any) -> Any:
-    """The reverse of ``to_json``."""
-    if isinstance(value, str):
-        if value in _WORDS:
-            return _WORDS[value]
-        return value[1:] if _LOOKS_LIKE_A_WORD.fullmatch(value) else value
-    if isinstance(value, list):
-        return [from_json(item) for item in value]
-    if isinstance(value, dict):
-        return {key: from_json(item) for key, item in value.items()}
-    return value
-
-
 def simplify(value: Any) -> Any:
     """``value`` as it would come back from a record: plain values only, fit for a checkpoint."""
     return from_json(to_json(value))
@@ -157,27 +147,14 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """All whole records; none where there is no file. Damaged lines inside are named in a warning.
+    """Return all whole records; [] if there is no file. Warn about damaged lines.
 
     May be called while another process writes.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        found, damaged = files.read_records(path)
     except FileNotFoundError:
         return []
-    found: list[dict[str, Any]] = []
-    damaged: list[int] = []
-    for i, line in enumerate(lines):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if isinstance(record, dict):
-            found.append(from_json(record))
-        elif i < len(lines) - 1:  # the last one is being written, or its writer was killed
-            damaged.append(i + 1)
     if damaged:
         warnings.warn(f"{path}: passed over damaged lines {damaged}", stacklevel=2)
     return found
@@ -206,8 +183,8 @@ def replace_path(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def replace_text(path: Path, text: str) -> Path:
-    """``replace_path`` with a text, as UTF-8."""
-    replace_path(path, lambda aside: aside.write_text(text, "utf-8"))
+    """Replace a file with ``text``, encoded as UTF-8. Return the path."""
+    replace_atomically(path, text.encode())
     return path
 
 
@@ -216,16 +193,5 @@ def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames in ``path`` survive a power cut; a file system that cannot is let off."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:  # some network file systems refuse this on directories
-        pass
     finally:
         os.close(descriptor)

@@ -21,9 +21,11 @@ _EVAL_BATCH = 256
 
 
 def shard(loader: Any, shard_id: int, num_shards: int) -> Any:
-    """A loader like this one over the rows ``shard_id``, ``shard_id + num_shards``, … of its data.
+    """Return a loader like this one over the rows of one shard.
 
-    Every row is in exactly one shard. ``TypeError`` for one whose rows cannot be dealt out so.
+    These are the rows ``shard_id``, ``shard_id + num_shards``, … of a torch loader. A loader of
+    miniray.data shards itself unless it was created with ``rank`` and ``world_size``. Every row is
+    in exactly one shard. Raise ``TypeError`` for a loader that can't be sharded.
     """
     from torch.utils.data import (
         BatchSampler,
@@ -35,6 +37,10 @@ def shard(loader: Any, shard_id: int, num_shards: int) -> Any:
     )
 
     if num_shards == 1:
+        return loader
+    if is_shardable(loader):
+        return loader if loader.is_sharded else loader.shard(shard_id, num_shards)
+    if is_over_shard(loader):
         return loader
     problem = ""
     if not isinstance(loader, DataLoader):
@@ -63,6 +69,27 @@ def shard(loader: Any, shard_id: int, num_shards: int) -> Any:
     own = copy.copy(loader)
     vars(own).update(dataset=rows, sampler=sampler, batch_sampler=batches, _iterator=None)
     return own
+
+
+def is_shardable(data: Any) -> bool:
+    """Return whether ``data`` is a loader or dataset of miniray.data."""
+    return all(hasattr(data, name) for name in ("is_sharded", "has_started", "shard"))
+
+
+def is_over_shard(loader: Any) -> bool:
+    """Return whether a torch loader reads a dataset of miniray.data that is sharded already."""
+    data: Any = getattr(loader, "dataset", None)
+    return is_shardable(data) and bool(data.is_sharded)
+
+
+def check_not_started(data: Any, name: str, num_shards: int) -> None:
+    """Raise ``ValueError`` if iteration over ``data`` started before it could be sharded."""
+    if num_shards > 1 and is_shardable(data) and data.has_started and not data.is_sharded:
+        raise ValueError(
+            f"{name} was iterated before it was sharded, so each of the {num_shards} workers has"
+            " read all rows. Pass rank= and world_size= to its dataset, or iterate over a different"
+            " dataset before training"
+        )
 
 
 def loader_over(data: Any, like: Any) -> Any:

@@ -94,7 +94,9 @@ class TorchWorker:
         own_loop = type(self).train_epoch is not TorchWorker.train_epoch
         if own_loop and not hasattr(self, "train_loader"):
             return
-        self.train_loader = parts.shard(self._part("train_loader"), shard_id, num_shards)
+        loader = self._part("train_loader")
+        parts.check_not_started(loader, "self.train_loader", num_shards)
+        self.train_loader = parts.shard(loader, shard_id, num_shards)
 
     def train_epoch(self, epoch: int) -> dict[str, Any]:
         """A step for every batch; returns means over the samples, and ``num_samples``."""

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from miniray import limits
 from miniray.core import machine
 from miniray.core.engine import Engine, InitConfig
 from miniray.core.inline.call import Arguments, Failure, Frame, Outcome
@@ -165,7 +166,7 @@ class Ledger:
         found = machine.gpu_ids()
         gpus = len(found) if config.num_gpus is None else int(config.num_gpus)
         self._gpu_names = found[:gpus] if gpus <= len(found) else [str(i) for i in range(gpus)]
-        self._resources = Resources(config.num_cpus or machine.cpu_count(), gpus)
+        self._resources = Resources(config.num_cpus or limits.cpu_count(), gpus)
         self._lock = threading.Lock()
         #: Grants of what has ended. Filled by finalizers, which must not take a lock.
         self.given_back: collections.deque[Grant] = collections.deque()

@@ -9,8 +9,9 @@ import shutil
 import socket
 import tempfile
 
+from miniray import limits
 from miniray.core import machine
-from miniray.core.engine import InitConfig
+from miniray.core.engine import STORE_SHARE, InitConfig
 from miniray.core.local import system, waiting
 from miniray.core.local.control import Control
 from miniray.core.local.engine import LocalEngine
@@ -21,13 +22,13 @@ from miniray.core.local.spawner import SessionInfo, Zygote
 from miniray.core.local.store import Usage, default_spill_dir
 from miniray.errors import EngineStartError
 
-_MEMORY_SHARE = 0.3
 _MAX_PATH = 90  # a Unix socket's path has room for about 100 characters
 
 
 def start(config: InitConfig, zygote: Zygote) -> LocalEngine:
     """Make the session and its control plane around a zygote that is starting up."""
     system.raise_descriptor_limit()
+    _check_room(config.num_workers or 1)  # the default pool may never be needed in full
     with contextlib.ExitStack() as stack:  # undone in reverse, here on failure, else at shutdown
         base = _private_directory()
         _sweep(base)
@@ -38,10 +39,10 @@ def start(config: InitConfig, zygote: Zygote) -> LocalEngine:
         os.makedirs(log_parent, mode=0o700, exist_ok=True)
         remove_old_logs(log_parent)
 
-        cpus = config.num_cpus or max(machine.cpu_count(), config.num_workers or 0)
+        cpus = config.num_cpus or max(limits.cpu_count(), config.num_workers or 0)
         gpus = len(machine.gpu_ids()) if config.num_gpus is None else config.num_gpus
         resources = machine.Resources(cpus, int(gpus)).total()
-        limit = int(config.object_store_memory or machine.memory_total() * _MEMORY_SHARE)
+        limit = int(config.object_store_memory or limits.memory_total() * STORE_SHARE)
         usage = Usage.create(limit)
         stack.callback(os.close, usage.fd)
         info = SessionInfo(
@@ -62,8 +63,8 @@ def start(config: InitConfig, zygote: Zygote) -> LocalEngine:
         node = Node(info, DRIVER, 1, listener)
         engine = LocalEngine(node, range(int(gpus)))
         node.engine = engine
-        node.start()
         stack.callback(node.close)
+        node.start()
         num_workers = config.num_workers or max(1, int(cpus))
         logs = LogReader(info.log_dir, config.log_to_driver)
         control = Control(node, logs, num_workers, zygote)
@@ -72,6 +73,15 @@ def start(config: InitConfig, zygote: Zygote) -> LocalEngine:
         node.on_peer_lost = control.peer_lost
         engine.close = stack.pop_all().close
     return engine
+
+
+def _check_room(workers: int) -> None:
+    """Raise ``EngineStartError`` if limits of the system leave too little room for ``workers``.
+
+    The driver has two threads and about ten descriptors. Each worker has two threads, and the
+    driver holds its pipes, log file and connections.
+    """
+    limits.check_room(processes=2 + 2 * workers, descriptors=16 + 6 * workers)
 
 
 def _private_directory() -> str:

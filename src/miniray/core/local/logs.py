@@ -60,7 +60,12 @@ class LogReader:
         self._closing = False
         self._output: deque[tuple[bool, str]] = deque()  # (is_error, lines) to show
         self._thread = threading.Thread(target=self._run, name="miniray-logs", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # too many threads: nothing of this reader stays open
+            self._poller.close()
+            self._waker.close()
+            raise
 
     def add(self, proc: int, name: str) -> tuple[int, int]:
         """The write ends (stdout, stderr) for a new worker."""

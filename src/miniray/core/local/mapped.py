@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 import errno
 import functools
-import os
 import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from miniray import limits
 from miniray.core.local.store import Lease, aligned
 from miniray.core.serialize import Packed
 from miniray.errors import ObjectStoreFullError
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 #: Below this a second thread costs more than it saves.
 _LARGE = 32 << 20
 _PIECE = 4 << 20
-_CORES = os.cpu_count() or 1
+_CORES = limits.cpu_count()
 
 
 def write(

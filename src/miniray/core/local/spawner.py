@@ -18,8 +18,8 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from miniray import limits
 from miniray.core.local import system
-from miniray.errors import EngineStartError
 
 if TYPE_CHECKING:
     from miniray.core.engine import Engine, InitConfig
@@ -41,7 +41,8 @@ _BOOT = (
 def start(config: InitConfig) -> Engine:
     """Start the engine in this process, which becomes the driver.
 
-    Raises ``EngineStartError``; nothing is left behind then.
+    Raise ``EngineStartError``, and leave nothing behind, if that fails. The error names the limit
+    that was reached, if one was.
     """
     zygote = None
     try:
@@ -52,8 +53,8 @@ def start(config: InitConfig) -> Engine:
     except BaseException as error:
         if zygote is not None:
             zygote.close()
-        if isinstance(error, OSError):
-            raise EngineStartError(f"cannot start the local engine: {error}") from error
+        if isinstance(error, OSError) or limits.is_thread_failure(error):
+            raise limits.to_start_error(error) from error
         raise
 
 
@@ -95,13 +96,18 @@ class Zygote:
         boot = _BOOT.format(path=sys.path, fd=theirs.fileno(), modules=shared)
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         # Its own session: Ctrl-C in the terminal reaches the driver, which decides.
-        self._process = subprocess.Popen(
-            [sys.executable, *flags, "-c", boot],
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, *flags, "-c", boot],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         self._preloaded = set(shared)
         self._spawned = False
 

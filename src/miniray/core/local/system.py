@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from miniray import limits
+
 LINUX = sys.platform == "linux"
 
 #: Received file descriptors must not leak into programs the user's code starts.
@@ -161,7 +163,7 @@ class Patience:
     then. Where sleeps are long the looking stops, so idle processes cost nothing.
     """
 
-    LOOKS = 80 if (os.cpu_count() or 1) > 1 else 0  # with one core the other side could not run
+    LOOKS = 80 if limits.cpu_count() > 1 else 0  # with one core, the other side couldn't run
     SHORT_SECONDS = 0.0001
 
     def __init__(self, poll: Callable[[float | None], list[Any]]) -> None:

@@ -26,6 +26,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from miniray import limits
 from miniray.core.local import system
 from miniray.core.local.spawner import MAX_MESSAGE, SessionInfo
 
@@ -126,7 +127,8 @@ class _Server:
         try:
             pid = os.fork()
         except OSError as error:  # no memory, or too many processes: the others run on
-            os.write(fds[2], f"the process could not be started: {error}\n".encode())
+            why = limits.describe_reached(error)
+            os.write(fds[2], f"the process could not be started: {why}\n".encode())
             pid = -1
         if pid == 0:
             self._become_worker(request, fds, parent)
@@ -164,10 +166,12 @@ class _Server:
             from miniray.core.local.worker import worker_main
 
             status = worker_main(self._info, request, socket.socket(fileno=listener_fd))
-        except BaseException:
+        except BaseException as error:
             import traceback
 
             traceback.print_exc()
+            if limits.limit_reached(error) is not None:
+                print(limits.describe_reached(error), file=sys.stderr)
         finally:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()

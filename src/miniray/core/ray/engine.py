@@ -19,6 +19,7 @@ from miniray.core import serialize, session, startup
 from miniray.core.engine import Capabilities, Engine, RuntimeContext
 from miniray.core.options import ALLOWED, Options
 from miniray.core.ray.host import guard_function, host_class
+from miniray.core.ray.liveness import HeadWatch, wait_for_lost_nodes
 from miniray.core.ray.refs import (
     RayRef,
     RayStream,
@@ -37,6 +38,7 @@ from miniray.errors import (
     CapabilityError,
     GetTimeoutError,
     ObjectLostError,
+    SessionEndedError,
 )
 
 _CACHE_KEY = "ray"  # in a spec's cache; Ray itself exports again for a new cluster or job
@@ -62,6 +64,27 @@ class RayEngine(Engine):
         #: Actors to end at shutdown where Ray itself goes on without us.
         self._created: weakref.WeakSet[Any] = weakref.WeakSet()
         self._fitting: set[tuple[float, ...]] = set()  # requests that some node can meet
+        self._head: HeadWatch | None = None
+        self._head_lost = ""
+
+    def watch_head(self) -> None:
+        """End the session with an error if the head node is lost. Ray would end the process."""
+        if not self._client:  # which has its own connection, and survives
+            self._head = HeadWatch(_head_address(), self._lose_head)
+
+    def _lose_head(self) -> None:
+        assert self._head is not None
+        if not ray.is_initialized() or self._head.address != _head_address():
+            return  # the program ended its own Ray, which this session used
+        self._head_lost = (
+            f"the head node of the Ray cluster ({self._head.address}) hasn't answered for "
+            f"{self._head.timeout:g} s, and the session has ended. Restart the cluster; trainers "
+            "continue from their last checkpoint with resume=True"
+        )
+        self._closed = True
+        # A call that comes too late must not start or join a different Ray.
+        ray._private.auto_init_hook.enable_auto_connect = False
+        ray.shutdown()  # ends waits in other threads
 
     # -- running code ---------------------------------------------------------------------------
 
@@ -119,6 +142,8 @@ class RayEngine(Engine):
         return wrap(self, _send(remote, args, kwargs, None, method))  # type: ignore[no-any-return]
 
     def _check_open(self, kind: type[Exception]) -> None:
+        if self._head_lost:
+            raise SessionEndedError(self._head_lost)
         if self._closed:
             raise kind("this miniray session was shut down")
 
@@ -218,6 +243,7 @@ class RayEngine(Engine):
             # Ray has only been asked to: until it is done calls still run. One that fails tells.
             with contextlib.suppress(RayError):
                 while ray.get(actor.__ray_ready__.remote()):
+                    self._check_open(ActorDiedError)  # without its head, Ray ends no actor
                     time.sleep(0.001)
 
     def cancel(
@@ -265,7 +291,22 @@ class RayEngine(Engine):
         return load_handle, (handle._actor,)
 
     def nodes(self) -> list[dict[str, Any]]:
+        while self._head is not None and not self._head.is_listening():
+            self._check_open(ObjectLostError)  # Ray itself waits until it ends the process
+            time.sleep(0.1)
         return ray.nodes()  # type: ignore[no-any-return]
+
+    def lost_nodes(self) -> frozenset[str]:
+        if self._client:  # nodes may not be reachable from there
+            return frozenset(node["NodeID"] for node in self.nodes() if not node["Alive"])
+        return wait_for_lost_nodes(self.nodes)
+
+    def node_address(self) -> str | None:
+        if self._client:  # this process is not on a node
+            return None
+        own_id = ray.get_runtime_context().get_node_id()
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self.nodes()}
+        return addresses.get(own_id)
 
     def cluster_resources(self) -> dict[str, float]:
         return dict(ray.cluster_resources())
@@ -302,11 +343,17 @@ class RayEngine(Engine):
         if self._closed:
             return
         self._closed = True
+        if self._head is not None:
+            self._head.close()
         if self._owned:
             ray.shutdown()
         elif ray.is_initialized():
             for actor in list(self._created):
                 ray.kill(actor)
+
+
+def _head_address() -> str:
+    return str(ray.get_runtime_context().gcs_address)
 
 
 @functools.lru_cache(maxsize=1)

@@ -656,7 +656,7 @@ function marked(line, text) {
 function begin() {
   const given = new URLSearchParams(location.search);
   if (given.has("run") && !location.hash) location.hash = new URLSearchParams({ run: given.get("run") });
-  if (given.has("token")) history.replaceState(null, "", `/${location.hash}`);  // it is a cookie now
+  if (given.has("token") || given.has("code")) history.replaceState(null, "", `/${location.hash}`);  // the cookie replaces it
   $("window").append(...WINDOWS.map(([name, value]) => {
     const input = h("input", { type: "radio", name: "window", checked: value === seconds });
     input.onchange = () => { seconds = value; fetchLanes(); };

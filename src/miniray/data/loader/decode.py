@@ -92,12 +92,12 @@ class Decoder:
         ranges = [range(*bound) for bound in bounds[: min(count, workers)]]
         return _Parts(self, rows, locations, ranges, threads).result
 
-    def decode_batch(self, rows: Any, locations: Locations) -> Any:
-        """Decode a batch in this thread."""
+    def decode_batch(self, rows: Any, locations: Locations) -> tuple[Any, int]:
+        """Decode a batch in this thread. Return it with the number of its rows."""
         if self._transform is None and self._collate is None:
             if self._format == "arrow":
-                return to_table(rows)
-            return self._format_columns(to_columns(rows))
+                return to_table(rows), len(locations)
+            return self._format_columns(to_columns(rows)), len(locations)
         return self.join_parts([self.decode_part(rows, locations, range(len(locations)))])
 
     def decode_part(self, rows: Any, locations: Locations, part: range) -> list[Any]:
@@ -106,7 +106,8 @@ class Decoder:
         if self._transform is None:
             return decoded
         if self._pool is not None:
-            outcomes = self._pool.apply(decoded)
+            file, row = self._name_rows(locations[part.start : part.start + 1])[0]
+            outcomes = self._pool.apply(decoded, file, row)
             return [
                 value if error is None else self._handle_error(locations[i : i + 1], error)
                 for i, (value, error) in zip(part, outcomes, strict=True)
@@ -128,14 +129,14 @@ class Decoder:
             f"{file}, row {row}: the transform raised {type(error).__name__}: {error}", file, row
         ) from error
 
-    def join_parts(self, parts: Sequence[list[Any]]) -> Any:
-        """Collate transformed rows."""
+    def join_parts(self, parts: Sequence[list[Any]]) -> tuple[Any, int]:
+        """Collate transformed rows. Return the batch with the number of its rows."""
         rows = [row for part in parts for row in part if row is not SKIPPED]
         if not rows:
-            return SKIPPED
+            return SKIPPED, 0
         if self._collate is not None:
-            return self._collate(rows)
-        return self._format_columns(collect_columns(rows))
+            return self._collate(rows), len(rows)
+        return self._format_columns(collect_columns(rows)), len(rows)
 
     def _format_columns(self, batch: dict[str, Any]) -> dict[str, Any]:
         if self._format != "torch":

@@ -11,16 +11,25 @@ from typing import Any, Literal
 
 import numpy as np
 
-from miniray.checks import check_choice, check_int
+from miniray.checks import check_bool, check_choice, check_int, suggest_options
 from miniray.data.dataset import Dataset
 from miniray.data.loader.batching import TokenBatches
 from miniray.data.loader.blocks import BlockBuffer
 from miniray.data.loader.decode import SKIPPED, Decoder, Format, Skipped
 from miniray.data.loader.stream import BatchStream
+from miniray.data.observers import observers
 from miniray.data.plan.progress import check_state
 from miniray.data.sources.base import select_columns
 
 
+@suggest_options(
+    {
+        "num_workers": "Use decode_workers=.",
+        "max_tokens": "Use batch_by='tokens', and batch_size= for the number of tokens.",
+        "sampler": "Pass rank=, world_size= and shuffle= to the dataset.",
+        "shuffle": "Pass shuffle= to the dataset.",
+    }
+)
 class DataLoader:
     """Batches of a rank's share of ``dataset``, read and decoded ahead in threads of this process.
 
@@ -38,7 +47,8 @@ class DataLoader:
         prefetch: batches made ahead. 0: nothing runs outside of the caller's thread.
         decode_workers: threads that transform. 0: the reading thread does it.
         decode_processes: use processes instead, for transforms that hold the GIL. They are started
-            by ``spawn``, never by fork, so ``transform`` must be picklable (cloudpickle).
+            by ``spawn``, never by fork, so ``transform`` must be picklable (cloudpickle). A process
+            that is lost is replaced, and its rows are transformed again.
         batch_by: ``"tokens"`` makes batches of rows of similar length, cut so that longest × rows
             stays within ``batch_size``. ``length`` is the column with the number of tokens (or
             with the tokens), or a function of a row. ``bucket_rows`` are sorted at a time.
@@ -76,12 +86,12 @@ class DataLoader:
             )
         self.dataset = dataset
         self.batch_size = check_int("batch_size", batch_size, 1)
-        self.drop_last = drop_last
+        self.drop_last = check_bool("drop_last", drop_last)
         self.collate_fn, self.transform = collate_fn, transform
         self.prefetch = check_int("prefetch", prefetch, 0)
         self.decode_workers = check_int("decode_workers", decode_workers, 0)
-        self._decode_processes = decode_processes
-        self._batch_by, self._length = batch_by, length
+        self._decode_processes = check_bool("decode_processes", decode_processes)
+        self.batch_by, self._length = batch_by, length
         self._bucket_rows = check_int("bucket_rows", bucket_rows, 1)
         self._on_error, self._format = on_error, format
         self._check()
@@ -91,12 +101,12 @@ class DataLoader:
         self.skipped = Skipped()
         self._running: weakref.ref[LoaderIterator] | None = None
         self._pool: Any = None
-        if self._batch_by:
+        if self.batch_by:
             dataset.set_chunk_rest(self._find_chunk_rest)
 
     def _check(self) -> None:
         """Refuse what cannot work, before anything is started."""
-        transform, length, batch_by = self.transform, self._length, self._batch_by
+        transform, length, batch_by = self.transform, self._length, self.batch_by
         for name, function in [("transform", transform), ("collate_fn", self.collate_fn)]:
             if function is not None and not callable(function):
                 raise ValueError(f"{name} must be a function, not {function!r}")
@@ -133,8 +143,18 @@ class DataLoader:
         """The epoch under way, from 0; it is counted up when its last batch was taken."""
         return self.dataset.epoch
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the dataset was created with ``rank`` and ``world_size``, or sharded since."""
+        return self.dataset.is_sharded
+
+    @property
+    def has_started(self) -> bool:
+        """Whether iteration has started."""
+        return self.dataset.has_started
+
     def _create_tokens(self) -> TokenBatches | None:
-        if self._batch_by is None:
+        if self.batch_by is None:
             return None
         assert self._length is not None
         return TokenBatches(self.dataset, self.batch_size, self._length, self._bucket_rows)
@@ -167,6 +187,8 @@ class DataLoader:
     def __iter__(self) -> LoaderIterator:
         self._end_iteration(is_displaced=True)
         self.dataset.start_pass()
+        for observer in observers:
+            observer.on_pass_start(self, self.dataset.epoch)
         decoder = Decoder(
             self.dataset.name_rows,
             transform=self.transform,
@@ -179,14 +201,14 @@ class DataLoader:
         stream = BatchStream(
             self.dataset,
             decoder,
-            batch_size=None if self._batch_by else self.batch_size,
+            batch_size=None if self.batch_by else self.batch_size,
             tokens=self._create_tokens(),
             drop_last=self.drop_last,
             prefetch=self.prefetch,
             workers=self.decode_workers,
             memory_budget=self.memory_budget,
         )
-        iterator = LoaderIterator(self, stream, alone=self._batch_by is not None)
+        iterator = LoaderIterator(self, stream, alone=self.batch_by is not None)
         self._running = weakref.ref(iterator)
         return iterator
 
@@ -204,7 +226,7 @@ class DataLoader:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.skipped = Skipped()
-        if self._batch_by:
+        if self.batch_by:
             self.dataset.set_chunk_rest(self._find_chunk_rest)
 
     def _end_iteration(self, is_displaced: bool = False) -> None:
@@ -234,7 +256,7 @@ class DataLoader:
         the run. Elsewhere, and with batches by tokens, keep all and use ``merge_states``.
         """
         state = self.dataset.state_dict()
-        if self._batch_by:
+        if self.batch_by:
             state["batching"] = [self.batch_size, self._bucket_rows]
         return state
 
@@ -242,7 +264,7 @@ class DataLoader:
         """Go on where ``state`` was taken, on any number of ranks; all load the same state."""
         check_state(state)
         self._end_iteration(is_displaced=True)
-        batching = [self.batch_size, self._bucket_rows] if self._batch_by else None
+        batching = [self.batch_size, self._bucket_rows] if self.batch_by else None
         if state.get("batching") != batching:
             raise ValueError(
                 f"the state was taken with batches by tokens {state.get('batching')} (tokens,"
@@ -292,6 +314,10 @@ class LoaderIterator(Iterator[Any]):
             # With one batch fewer than other ranks, the state is valid for this rank only.
             self._alone = self._alone or is_skipped
             self._loader.dataset.record_taken(delivery.taken, self._alone, delivery.is_last)
+            if observers:
+                numbers = self._loader.dataset.number_rows(delivery.locations)
+                for observer in observers:
+                    observer.on_batch(self._loader, numbers, delivery.num_rows)
             if not is_skipped:
                 return delivery.batch
         if self._is_displaced:
@@ -305,6 +331,8 @@ class LoaderIterator(Iterator[Any]):
     def _finish(self) -> None:
         loader = self._loader
         loader.dataset.finish_epoch()
+        for observer in observers:
+            observer.on_pass_end(loader)
         if loader.skipped.count:
             warnings.warn(
                 f"Rows skipped by the end of epoch {self._epoch}: {loader.skipped.count},"

@@ -1,7 +1,7 @@
 """A transform in worker processes, for one that holds the GIL.
 
 Processes are started with ``spawn``: a fork would copy the locks of this process's threads in any
-state. A worker that dies is a ``DataError``; workers end with this process, whatever ends it.
+state. A process that is lost is replaced. All of them end with this process, whatever ends it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import queue
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -21,47 +23,97 @@ import cloudpickle
 from miniray.errors import DataError
 
 _PATIENCE = 3.0  # seconds for workers to end by themselves
+_ATTEMPTS = 2  # Rows that end two processes are the likely reason.
 
 _transform: Callable[[Any], Any] | None = None
 
 
 class ProcessPool:
+    """Apply ``transform`` to rows in ``workers`` processes.
+
+    Each process has a separate executor: an executor that loses a process fails all its tasks.
+    """
+
     def __init__(self, transform: Callable[[Any], Any] | None, workers: int) -> None:
         self.pid = os.getpid()
         self.closed = False
         end, self._end = multiprocessing.Pipe(duplex=False)
-        self._pool = ProcessPoolExecutor(
-            workers,
+        self._arguments = (cloudpickle.dumps(transform), end)
+        self._lock = threading.Lock()
+        self._executors = [self._create_executor() for _ in range(workers)]
+        self._free: queue.SimpleQueue[ProcessPoolExecutor] = queue.SimpleQueue()
+        for executor in self._executors:
+            self._free.put(executor)
+
+    def _create_executor(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(
+            1,
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_begin,
-            initargs=(cloudpickle.dumps(transform), end),
+            initargs=self._arguments,
         )
 
-    def apply(self, rows: list[Any]) -> list[tuple[Any, BaseException | None]]:
-        """(value, error) for each row."""
+    def apply(self, rows: list[Any], file: str, row: int) -> list[tuple[Any, BaseException | None]]:
+        """Return a pair (value, error) for each row.
+
+        If the process is lost, transform the rows again in a new one. Raise ``DataError`` if that
+        is lost too. ``file`` and ``row`` of the error are those of the first row.
+        """
+        executor = self._free.get()
         try:
-            return self._pool.submit(_apply, rows).result()
-        except BrokenProcessPool as error:
-            self.closed = True  # for good: the next pass over the loader needs another
+            for attempt in range(1, _ATTEMPTS + 1):
+                try:
+                    return executor.submit(_apply, rows).result()
+                except BrokenProcessPool as error:
+                    lost = error
+                    executor = self._replace(executor)
+                if self.closed:
+                    break
+                if attempt < _ATTEMPTS:
+                    warnings.warn(
+                        f"a decode process ended while it transformed rows of {file}, from row"
+                        f" {row}. It was killed (out of memory?) or the transform crashed. The rows"
+                        " are transformed again in a new process",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
             raise DataError(
-                "a decode process ended while it transformed rows: it was killed (out of memory?),"
-                " or the transform cannot be loaded there. Scripts that use decode_processes need"
-                " `if __name__ == '__main__':` around what they run"
-            ) from error
+                f"{_ATTEMPTS} decode processes ended while they transformed the same {len(rows)}"
+                f" rows of {file}, from row {row}. They were killed (out of memory?), the transform"
+                " crashes, or it can't be loaded there. Scripts that use decode_processes need"
+                " `if __name__ == '__main__':` around what they run",
+                file,
+                row,
+            ) from lost
+        finally:
+            self._free.put(executor)
+
+    def _replace(self, lost: ProcessPoolExecutor) -> ProcessPoolExecutor:
+        with self._lock:
+            if self.closed:
+                return lost
+            executor = self._create_executor()
+            self._executors[self._executors.index(lost)] = executor
+        lost.shutdown(wait=False)
+        return executor
 
     def close(self, patience: float = _PATIENCE) -> None:
-        """End the workers, after ``patience`` also one whose transform does not come back."""
-        self.closed = True
+        """End the processes, after ``patience`` also one whose transform doesn't return."""
         if self.pid != os.getpid():
-            return  # they are the parent's
-        ending = threading.Thread(
-            target=self._pool.shutdown, kwargs={"cancel_futures": True}, daemon=True
-        )
+            self.closed = True
+            return  # They belong to the parent process.
+        with self._lock:
+            self.closed = True
+        ending = threading.Thread(target=self._shut_down, daemon=True)
         ending.start()
         ending.join(patience)
         if ending.is_alive():
             self._end.send(None)
             ending.join(_PATIENCE)
+
+    def _shut_down(self) -> None:
+        for executor in self._executors:
+            executor.shutdown(cancel_futures=True)
 
 
 def _begin(pickled: bytes, end: connection.Connection) -> None:

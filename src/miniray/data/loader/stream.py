@@ -48,6 +48,8 @@ class Delivery(NamedTuple):
     """A decoded batch, and what the rank has taken after it."""
 
     batch: Any
+    num_rows: int
+    locations: Locations
     taken: Any
     is_last: bool
 
@@ -212,9 +214,9 @@ class BatchStream:
             fill()
             while pending:
                 batch, future = pending.popleft()
-                result = future.result()
+                result, num_rows = future.result()
                 batch_bytes = max(size_of(result), (batch_bytes or 0) * 7 // 8)
-                delivery = Delivery(result, batch.taken, batch.is_last)
+                delivery = Delivery(result, num_rows, batch.locations, batch.taken, batch.is_last)
                 del batch, future, result
                 fill()  # before the consumer is busy with this batch
                 yield delivery

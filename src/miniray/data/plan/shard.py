@@ -6,13 +6,15 @@ Ranks don't communicate, so all of them need the same seed.
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from miniray.checks import check_choice, check_int
+from miniray.checks import check_bool, check_choice, check_int
 from miniray.data.locations import Int64s
 from miniray.data.plan.permutation import MAX_ROWS, Permutation, derive_key
 
@@ -53,6 +55,43 @@ def check_rank(rank: int, world_size: int) -> tuple[int, int]:
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be in 0..{world_size - 1} for world_size {world_size}: {rank}")
     return rank, world_size
+
+
+def find_rank() -> tuple[int, int] | None:
+    """Return rank and world size of this process, or None if it isn't part of a run.
+
+    They come from the process group, or else from the environment that miniray's trainers and
+    torchrun set.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    for prefix in ("MINIRAY_", ""):
+        rank, size = (os.environ.get(f"{prefix}{name}", "") for name in ("RANK", "WORLD_SIZE"))
+        if rank.isdecimal() and size.isdecimal():
+            return int(rank), int(size)
+    return None
+
+
+_has_warned = False
+
+
+def warn_if_several_ranks() -> None:
+    """Warn once if this process is one of several ranks that train on data that isn't sharded."""
+    global _has_warned
+    _, world_size = find_rank() or (0, 1)
+    torch = sys.modules.get("torch")
+    # Ranks that all evaluate on all rows are common and correct.
+    if _has_warned or world_size == 1 or (torch is not None and not torch.is_grad_enabled()):
+        return
+    _has_warned = True
+    warnings.warn(
+        f"Each of the {world_size} ranks reads all rows, because the dataset was created without"
+        " rank= and world_size=. Pass rank= and world_size= to the dataset (rank=0, world_size=1"
+        " if each rank should read all rows).",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 def check_max_samples(max_samples: int) -> int:
@@ -114,6 +153,7 @@ def shard_indices(
     if not 0 <= n <= MAX_ROWS:
         raise ValueError(f"n must be in 0..2**62, not {n}")
     check_choice("mode", mode, ("contiguous", "strided"))
+    check_bool("shuffle", shuffle)
     check_even(even)
     max_samples = check_max_samples(max_samples)
     is_drawn = -1 < max_samples < n

@@ -8,6 +8,7 @@ taken of what is left, so a run gets exactly that many.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset as TorchDataset
 
+from miniray.checks import suggest_options
 from miniray.data.datasets import ParquetDataset
 from miniray.data.loader.loader import DataLoader
 from miniray.data.plan.selection import Selection
@@ -53,6 +55,7 @@ def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return batch
 
 
+@suggest_options({field.name: "Set it in config=." for field in dataclasses.fields(RLHFConfig)})
 class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
     """A rank's prompts, as verl's ``RLHFDataset`` gives them.
 
@@ -84,8 +87,8 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
         processor: Any = None,
         max_samples: int | None = -1,
         *,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> None:
         if not callable(tokenizer):
             raise TypeError(f"tokenizer must be one with Hugging Face's call, not {tokenizer!r}")

@@ -16,22 +16,19 @@ import pyarrow.parquet as pq
 
 from miniray.data.locations import Int64s
 from miniray.data.sources.base import select_columns
+from miniray.data.sources.chunks import ColumnChunk, read_chunks
 from miniray.data.sources.files import FileList, FileSource, Spec, is_remote
 from miniray.data.sources.footers import FileMetadata, MetadataIndex
 from miniray.data.sources.schemas import cast, find_common_types
+from miniray.data.sources.validation import check_batch, create_change_error, get_first_line
 from miniray.errors import DataError
 
 _OPEN_FILES = 4  # per thread
 _TAIL_BYTES = 1 << 14  # read at once; most footers are shorter
-#: Encoded bytes per value below which a text column is read as an Arrow dictionary.
-_DICTIONARY_BYTES = 16
-#: Length of values from which on that saves memory.
-_LONG_VALUE_BYTES = 64
-#: Length of values from which on writers leave them out of the statistics.
-_MAX_STATISTICS_BYTES = 4096
 #: Keys by which object stores distinguish versions of a file.
 _VERSIONS = ("ETag", "etag", "generation", "LastModified", "last_modified", "mtime")
-_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
+#: pyarrow raises UnicodeDecodeError for damaged names.
+_READ_ERRORS = (OSError, UnicodeDecodeError, pa.ArrowException)
 
 
 class ParquetSource(FileSource):
@@ -79,20 +76,23 @@ class ParquetSource(FileSource):
         try:
             metadata, schema = opened.metadata, opened.schema
             rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-            if opened.is_signed:
-                # Reading the metadata of an encrypted column aborts the process.
-                nbytes = [metadata.row_group(i).total_byte_size for i in range(len(rows))]
-                opened.check_readable(self._columns or schema.names)
-                dictionaries: list[str] = []
-            else:
-                leaves = list(_iter_leaves(schema, self._columns, metadata))
-                dictionaries = _find_dictionaries(leaves, metadata)
-                nbytes = [
-                    _estimate_bytes(leaves, metadata, i, dictionaries, opened)
-                    for i in range(len(rows))
-                ]
+            groups = read_chunks(opened.footer)
+            leaves = list(_iter_leaves(schema, self._columns, metadata.num_columns))
+            opened.check_chunks(groups, leaves)
+            dictionaries = _find_dictionaries(leaves, groups)
+            nbytes = [
+                sum(
+                    chunks[leaf.number].estimate_bytes(leaf.name in dictionaries) for leaf in leaves
+                )
+                for chunks in groups
+            ]
             text = schema.remove_metadata().serialize().to_pybytes().hex()
+            is_sound = len(nbytes) == len(rows) and sum(rows) == metadata.num_rows
+            if not is_sound or any(not 0 <= n < 2**62 for n in (*rows, *nbytes)):
+                raise OSError("the sizes of row groups in the footer are damaged")
             return FileMetadata(rows, nbytes, opened.mark, text, dictionaries)
+        except (IndexError, *_READ_ERRORS) as error:
+            raise opened.create_error(error) from error
         finally:
             opened.close()
 
@@ -110,13 +110,14 @@ class ParquetSource(FileSource):
         try:
             opened = self._open(found.file, names)
             batch = opened.read(found.run, first, found.rows, batch_rows)
+            check_batch(batch, path, found.first_row)
             casts = self._casts.get(found.file)
             return batch if casts is None else cast(batch, casts)
         except FileNotFoundError as error:
             raise DataError(f"File {path} no longer exists.", path, found.first_row) from error
-        except (OSError, pa.ArrowException) as error:
+        except _READ_ERRORS as error:
             raise DataError(
-                f"{place}: the row group can't be read: {_first_line(error)}. The file may be"
+                f"{place}: the row group can't be read: {get_first_line(error)}. The file may be"
                 " damaged.",
                 path,
                 found.first_row,
@@ -145,11 +146,7 @@ class ParquetSource(FileSource):
             select_columns(found.schema.names, names, path)
             if found.mark != self._marks[file]:
                 opened.pop(key).close()
-                raise DataError(
-                    f"{path} has changed its size or content since the dataset was created. Don't"
-                    " write to the files of a run.",
-                    path,
-                )
+                raise create_change_error(path)
         opened.move_to_end(key)
         for other, other_file in opened.items():
             if other != key:
@@ -220,7 +217,7 @@ class _OpenFile:
             if footer:  # otherwise pyarrow raises the error
                 end = len(footer).to_bytes(4, "little") + b"PAR1"
                 metadata = pq.read_metadata(pa.BufferReader(footer + end))
-            self.is_signed = metadata is not None and metadata.serialized_size < len(footer)
+            self.footer = footer
             self.reader = pq.ParquetFile(
                 source,
                 metadata=metadata,
@@ -232,12 +229,8 @@ class _OpenFile:
             self.metadata, self.schema = self.reader.metadata, self.reader.schema_arrow
         except FileNotFoundError as error:
             raise DataError(f"File {path} no longer exists.", path) from error
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(
-                f"{path} can't be opened as Parquet: {_first_line(error)}. It may be truncated"
-                " (its writer was interrupted), encrypted, or not a Parquet file.",
-                path,
-            ) from error
+        except _READ_ERRORS as error:
+            raise self.create_error(error) from error
 
     def is_unchanged(self) -> bool:
         """Return whether the file at this path is still the one that was opened."""
@@ -251,17 +244,37 @@ class _OpenFile:
         """Release the decoded rows that are kept for the next block."""
         self._cursor = None
 
-    def check_readable(self, names: Sequence[str]) -> None:
-        """Raise ``DataError`` for the first column that can't be read."""
-        for name in names if self.metadata.num_row_groups else ():
-            try:
-                next(self.reader.iter_batches(1, row_groups=[0], columns=[name]), None)
-            except (OSError, pa.ArrowException) as error:
-                raise DataError(
-                    f"{self.path}: column {name} is encrypted, and keys can't be passed. Select"
-                    " other columns with columns=[...], or write the file without encryption.",
-                    self.path,
-                ) from error
+    def create_error(self, error: Exception) -> DataError:
+        """Return the error for a file that can't be opened because of ``error``."""
+        return DataError(
+            f"{self.path} can't be opened as Parquet: {get_first_line(error)}. It may be"
+            " truncated (its writer was interrupted), damaged, encrypted, or not a Parquet file.",
+            self.path,
+        )
+
+    def check_chunks(
+        self, groups: Sequence[Sequence[ColumnChunk]], leaves: Sequence[_Leaf]
+    ) -> None:
+        """Raise ``DataError`` for an encrypted column or one that ends after the file."""
+        for number, chunks in enumerate(groups):
+            for leaf in leaves:
+                chunk = chunks[leaf.number]
+                if chunk.is_encrypted:
+                    column = self.metadata.schema.column(leaf.number).path
+                    raise DataError(
+                        f"{self.path}: column {column} is encrypted, and keys can't be passed."
+                        " Select other columns with columns=[...], or write the file without"
+                        " encryption.",
+                        self.path,
+                    )
+                if chunk.start + chunk.size > self.size:
+                    column = self.metadata.schema.column(leaf.number).path
+                    raise DataError(
+                        f"{self.path}, row group {number}: column {column} ends at byte"
+                        f" {chunk.start + chunk.size}, but the file ends at {self.size}. The file"
+                        " is truncated or damaged.",
+                        self.path,
+                    )
 
     def read(self, group: int, first: int, rows: int, batch_rows: int) -> Any:
         """Read rows of a row group as one record batch.
@@ -298,9 +311,9 @@ class _Leaf(NamedTuple):
     is_text: bool  # a top-level column of text or bytes
 
 
-def _iter_leaves(schema: Any, names: Sequence[str] | None, metadata: Any) -> Iterator[_Leaf]:
+def _iter_leaves(schema: Any, names: Sequence[str] | None, total: int) -> Iterator[_Leaf]:
     """Yield the leaves of columns. Paths don't identify them: names can contain dots."""
-    number, total = 0, metadata.num_columns
+    number = 0
     found = []
     for field in schema:
         count = _count_leaves(field.type)
@@ -319,72 +332,16 @@ def _count_leaves(kind: Any) -> int:
     return sum(_count_leaves(kind.field(i).type) for i in range(kind.num_fields)) or 1
 
 
-def _find_dictionaries(leaves: Sequence[_Leaf], metadata: Any) -> list[str]:
+def _find_dictionaries(
+    leaves: Sequence[_Leaf], groups: Sequence[Sequence[ColumnChunk]]
+) -> list[str]:
     """Return the text columns that take much less memory as dictionaries in all row groups."""
     names = []
     for leaf in leaves:
-        chunks = [
-            metadata.row_group(i).column(leaf.number)
-            for i in range(metadata.num_row_groups if leaf.is_text else 0)
-        ]
-        if (
-            chunks
-            and all(map(_is_small_dictionary, chunks))
-            and any(_guess_length(chunk) >= _LONG_VALUE_BYTES for chunk in chunks)
-        ):
+        chunks = [chunks[leaf.number] for chunks in groups if leaf.is_text]
+        if chunks and all(c.is_repetitive for c in chunks) and any(c.is_long for c in chunks):
             names.append(leaf.name)
     return names
-
-
-def _is_small_dictionary(chunk: Any) -> bool:
-    """Return whether the values of a text column are encoded in few bytes each."""
-    return bool(
-        chunk.has_dictionary_page
-        and chunk.total_uncompressed_size < _DICTIONARY_BYTES * chunk.num_values
-    )
-
-
-def _guess_length(chunk: Any) -> int:
-    """Guess the length of values from the statistics. Writers leave out long values."""
-    statistics = chunk.statistics
-    if statistics is None or not statistics.has_min_max:
-        is_long = statistics is None or statistics.null_count < chunk.num_values
-        return _MAX_STATISTICS_BYTES if is_long else 0
-    return max(len(statistics.min_raw), len(statistics.max_raw))
-
-
-def _estimate_bytes(
-    leaves: Sequence[_Leaf],
-    metadata: Any,
-    group: int,
-    dictionaries: Sequence[str],
-    opened: _OpenFile,
-) -> int:
-    """Estimate the decoded size of a row group. ``total_byte_size`` is the encoded size."""
-    nbytes = 0
-    for leaf in leaves:
-        chunk = metadata.row_group(group).column(leaf.number)
-        begin = chunk.dictionary_page_offset or chunk.data_page_offset
-        if begin + chunk.total_compressed_size > opened.size:
-            raise DataError(
-                f"{opened.path}, row group {group}: column {chunk.path_in_schema} ends at byte"
-                f" {begin + chunk.total_compressed_size}, but the file ends at {opened.size}. The"
-                " file is truncated or damaged.",
-                opened.path,
-            )
-        width = _WIDTHS.get(chunk.physical_type)
-        if width is None and chunk.physical_type == "FIXED_LEN_BYTE_ARRAY":
-            width = metadata.schema.column(leaf.number).length
-        if width is not None:
-            nbytes += width * chunk.num_values
-        elif leaf.name in dictionaries:
-            nbytes += 4 * chunk.num_values + chunk.total_uncompressed_size
-        else:
-            size = chunk.total_uncompressed_size
-            if _is_small_dictionary(chunk):
-                size = max(size, _guess_length(chunk) * chunk.num_values)
-            nbytes += size + 4 * chunk.num_values
-    return nbytes
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -438,7 +395,3 @@ def _read_footer_bytes(read: Read, size: int) -> bytes:
     if length + 8 > len(tail):
         return read(size - 8 - length, length)
     return tail[-8 - length : -8]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

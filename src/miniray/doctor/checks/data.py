@@ -11,9 +11,16 @@ import itertools
 from collections.abc import Iterator
 
 from miniray.doctor import samples
-from miniray.doctor.dataset_check import EACH_ITS_SHARE, OF_THE_GROUP, ONE_ORDER, SET_EPOCH
+from miniray.doctor.dataset_check import (
+    EACH_ITS_SHARE,
+    OF_THE_GROUP,
+    ONE_ORDER,
+    PASS_RANK,
+    SET_EPOCH,
+)
 from miniray.doctor.facts import Case, Facts
 from miniray.doctor.findings import Finding, Severity, named
+from miniray.doctor.loader_facts import MINIRAY_DATA
 from miniray.doctor.model import NOWHERE, Loader, SamplePass
 
 #: Share of common samples from which on it is said.
@@ -34,7 +41,7 @@ def _overlap(case: Case) -> Iterator[Finding]:
     for one, two in itertools.combinations(list(case)[:_MOST_RANKS], 2):
         for mine, theirs in _comparable(one, two):
             share = samples.overlap(mine, theirs)
-            if share * min(mine.count, theirs.count) <= len(case.world) or share < _OVERLAP:
+            if samples.count_shared(mine, theirs) <= len(case.world) or share < _OVERLAP:
                 continue
             found.append((_average_together(case, one, two), share, one, two, mine, theirs))
     if not found:
@@ -44,7 +51,12 @@ def _overlap(case: Case) -> Iterator[Finding]:
     loader = _loader(one, mine)
     severity = Severity.WRONG
     sampler = loader.sampler if loader is not None else ""
-    if loader is not None and loader.replicas is None:
+    if sampler == MINIRAY_DATA:
+        cause = (
+            "Several ranks read the same rows: the dataset has no rank, or they passed the same."
+        )
+        fix = PASS_RANK
+    elif loader is not None and loader.replicas is None:
         cause = f"The loader uses {sampler}, not a DistributedSampler: every rank gets everything."
         fix = EACH_ITS_SHARE
     else:
@@ -65,7 +77,7 @@ def _overlap(case: Case) -> Iterator[Finding]:
     yield Finding(
         code="same-data",
         severity=severity,
-        title=f"ranks {one.rank} and {two.rank} share {share:.0%} of their samples",
+        title=f"ranks {one.rank} and {two.rank} share {samples.describe_overlap(mine, theirs)}",
         ranks=tuple(sorted(involved)),
         evidence=(
             f"rank {one.rank}: {_first_ids(mine)}",
@@ -103,6 +115,8 @@ def _loader(facts: Facts, given: SamplePass) -> Loader | None:
 
 def _other_contents(a: Loader, b: Loader, mine: SamplePass, theirs: SamplePass) -> bool:
     """Whether equal ids stood for different samples in the first batch both ranks saw."""
+    if a.sampler == b.sampler == MINIRAY_DATA:
+        return a.first_batch != b.first_batch
     size = max(1, a.batch_size or 1)
     if not a.first_batch or not b.first_batch or mine.ids[:size] != theirs.ids[:size]:
         return False
@@ -115,7 +129,9 @@ def _may_be_own_parts(one: Facts, two: Facts, mine: SamplePass, theirs: SamplePa
     assert a is not None
     assert b is not None
     size = max(1, a.batch_size or 1)
-    proven = mine.ids[:size] == theirs.ids[:size] and a.first_batch == b.first_batch != ()
+    proven = a.first_batch == b.first_batch != ()
+    if a.sampler != MINIRAY_DATA:  # whose fingerprints are of all rows
+        proven = proven and mine.ids[:size] == theirs.ids[:size]
     return a.replicas is None and b.replicas is None and not proven
 
 
@@ -156,6 +172,11 @@ def _same_order(case: Case) -> Iterator[Finding]:
     title += "forgotten"
     cause = ONE_ORDER
     fix = SET_EPOCH
+    calls = f"set_epoch called {loader.set_epoch_calls} times in {loader.passes} epochs, "
+    if loader.sampler == MINIRAY_DATA:
+        calls = f"{loader.passes} passes, {loader.finished} of them to the end, "
+        cause = "A loop that ends early, or set_epoch with the same epoch, repeats the epoch."
+        fix = "call loader.set_epoch(epoch) with a different epoch before each pass"
     if not loader.trained:
         title = f"{named(ranks)} took the first batch of {loader.passes} passes, always the same"
         cause = "next(iter(loader)) begins a new pass; without set_epoch it has the same order."
@@ -167,8 +188,7 @@ def _same_order(case: Case) -> Iterator[Finding]:
         ranks=ranks,
         evidence=(
             f"first samples in both: {', '.join(map(str, again.ids[:8]))}, …",
-            f"set_epoch called {loader.set_epoch_calls} times in {loader.passes} epochs, "
-            f"loader at {loader.site}",
+            f"{calls}loader at {loader.site}",
         ),
         cause=cause,
         fix=fix,

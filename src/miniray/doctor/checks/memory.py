@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from miniray.doctor.facts import Case, Facts
 from miniray.doctor.findings import Finding, Severity, named, seconds, size
+from miniray.limits import memory_total
 
 #: Share of the limit from which on it is said.
 _NEAR = 0.92
@@ -25,9 +25,9 @@ def check(case: Case) -> Iterator[Finding]:
 def _near_limit(case: Case) -> Iterator[Finding]:
     live = case.live
     local = [f for f in live if f.record.process.alive]
-    limit = memory_limit()
+    limit = memory_total()
     total = sum(f.record.rss for f in local)
-    if not local or limit is None or total < _NEAR * limit:
+    if not local or total < _NEAR * limit:
         return
     largest = max(local, key=lambda f: f.record.rss)
     yield Finding(
@@ -53,17 +53,15 @@ def _growing(case: Case) -> Iterator[Finding]:
     if not growing:
         return
     facts, worst = max(growing, key=lambda item: item[1].rate)
-    limit = memory_limit()
-    free = None if limit is None else limit - sum(f.record.rss for f in case.live)
-    left = None if free is None else max(0.0, free / sum(g.rate for _, g in growing))
+    free = memory_total() - sum(f.record.rss for f in case.live)
+    left = max(0.0, free / sum(g.rate for _, g in growing))
     age = case.run.read_at - facts.record.attached
     a_step = f"{size(worst.grown / worst.steps)} a step" if worst.steps else "steadily"
-    until = f"; at the limit in {seconds(left)}" if left is not None else ""
     yield Finding(
         code="memory-grows",
-        severity=Severity.SLOW if left is not None and left < 2 * age else Severity.NOTE,
+        severity=Severity.SLOW if left < 2 * age else Severity.NOTE,
         title=f"memory of {named(f.rank for f, _ in growing)} grows since step "
-        f"{worst.since_step} ({a_step}){until}",
+        f"{worst.since_step} ({a_step}); at the limit in {seconds(left)}",
         ranks=tuple(f.rank for f, _ in growing),
         evidence=(f"rank {facts.rank}: {size(worst.grown)} more, {size(facts.record.rss)} now",),
         cause="Something keeps what every step makes: a list of losses with their graphs, a cache, "
@@ -102,24 +100,6 @@ def growth(points: Sequence[Sequence[float]], least_seconds: float = 120.0) -> G
     if slope <= 0 or total == 0 or rest / total > 0.1 or grown < 0.2 * sizes[0]:
         return None
     return Growth(slope, int(late[0][1]), int(late[-1][1] - late[0][1]), round(grown))
-
-
-def memory_limit() -> int | None:
-    """What all processes here may hold: the container's limit, else the machine's memory."""
-    limits = []
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limits.append(int(text))
-    try:
-        first = Path("/proc/meminfo").read_text().split("\n", 1)[0]
-        limits.append(int(first.split()[1]) * 1024)
-    except (OSError, ValueError, IndexError):
-        pass  # not Linux: nothing to compare with
-    return min(limits, default=None)
 
 
 def _much_more(case: Case) -> Iterator[Finding]:

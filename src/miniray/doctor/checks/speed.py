@@ -25,8 +25,10 @@ _IDLE_GPU = 5
 _FACTOR = 1.5
 #: ... and this much longer: a tenth of a step and 2 ms, so that jitter of tiny steps is not one ...
 _SHARE, _LEAST_SECONDS = 0.10, 0.002
-#: ... over at least this many of the newest steps.
+#: ... over at least this many of the newest entries of the history.
 _STEPS = 10
+#: The times of ``Steps``.
+_TIMES = ("seconds", "data", "backward", "collective")
 
 
 def check(case: Case) -> Iterator[Finding]:
@@ -118,7 +120,8 @@ def find_straggler(case: Case) -> Straggler | None:
     """The slowest rank, if it is that much slower; None where all are alike or too few steps."""
     if len(case.ranks) < 2:
         return None
-    by_rank = {f.rank: {s.step: s for s in f.record.steps if s.seconds > 0} for f in case}
+    stride = max((s.count for f in case for s in f.record.steps), default=1)
+    by_rank = {f.rank: _mean_steps(f.record.steps, stride) for f in case}
     common = sorted(set.intersection(*(set(steps) for steps in by_rank.values())))
     if len(common) < _STEPS:
         return None
@@ -132,6 +135,24 @@ def find_straggler(case: Case) -> Straggler | None:
     }
     slowest = max(own, key=lambda rank: statistics.median(own[rank][-_STEPS:]))
     return _judge(slowest, own, by_rank, common)
+
+
+def _mean_steps(history: Sequence[Steps], stride: int) -> dict[int, Steps]:
+    """Return the mean step of each block of ``stride`` steps, by the first step of the block.
+
+    Blocks that aren't complete are left out, and those whose time isn't known.
+    """
+    blocks: dict[int, list[Steps]] = {}
+    for steps in history:
+        blocks.setdefault((steps.step - 1) // stride, []).append(steps)
+    found = {}
+    for block, members in blocks.items():
+        count = sum(s.count for s in members)
+        times = [sum(getattr(s, name) for s in members) / count for name in _TIMES]
+        if count == stride and times[0] > 0:
+            mean = dict(zip(_TIMES, times, strict=True))
+            found[block * stride + 1] = dataclasses.replace(members[-1], count=count, **mean)
+    return found
 
 
 def _judge(
@@ -159,7 +180,8 @@ def _judge(
     )
     where = "data" if data - others_data > (a - b) / 2 else "compute"
     first = common[begin] if begin or common[0] > 1 else 1
-    return Straggler(rank, a / b if b else float("inf"), first, where, a, b, data, steps)
+    count = sum(by_rank[rank][n].count for n in common[begin:])
+    return Straggler(rank, a / b if b else float("inf"), first, where, a, b, data, count)
 
 
 def _begin(mine: Sequence[float], others: Sequence[float]) -> int:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Join
 
+from miniray.doctor import sites
+from miniray.doctor.instrument_training import observe_loss
 from miniray.train import torch_parts as parts
 from miniray.train.ddp.setup import RankSettings
 from miniray.train.ranks.member import check_loss, check_scheduler
@@ -42,11 +44,15 @@ class StepLoop:
         settings: RankSettings,
         pulse: PulseThread,
         device: Any,
+        recorder: Any = None,
     ) -> None:
         self.worker, self.models, self.settings = worker, models, settings
-        self.pulse, self.device = pulse, device
+        self.pulse, self.device, self.recorder = pulse, device, recorder
+        if recorder is not None:
+            recorder.explicit_losses = True  # backward is called on a weighted loss
         self.steps = 0
         self._user_step = parts.step_of(worker.training_step)
+        self._site = sites.definition_site(worker.training_step)
         #: When ``worker.scheduler`` is stepped: after each "epoch" or "step"; None without one.
         self.scheduler_interval = scheduler_interval(worker)
         self._dtype = PRECISIONS[settings.precision]
@@ -106,6 +112,8 @@ class StepLoop:
                 if sum(model.forwards for model in models) == before:
                     self._refuse_parts(next(iter(self.models)))
                 if weight:
+                    if self.recorder is not None:
+                        observe_loss(self.recorder, loss, self._site)
                     self._look_at(loss, number)
                     means.add(metrics, parts.length(batch))
                 pulse.at("backward")

@@ -1,9 +1,9 @@
-"""The model as a DDP worker sees it: torch's DistributedDataParallel that stays out of the way.
+"""The model as a DDP worker sees it: DistributedDataParallel that stays out of the way.
 
-The user's code goes on as written for one process: attributes of the model are there, its
-``state_dict`` has the model's own names, and a forward pass without gradients talks to nobody. That
-last one is a well-known hang with plain DDP: validation on rank 0 broadcasts buffers that no other
-rank expects.
+Code written for one process works unchanged: the model's attributes are available, its
+``state_dict`` has the model's own names, and a forward pass without gradients calls no collective.
+With plain DDP the last one is a well-known hang: validation on rank 0 broadcasts buffers that no
+other rank expects.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
+
+from miniray.train.torch_private import PinnedDDP
 
 
-class SyncedModel(DistributedDataParallel):  # type: ignore[misc]
+class SyncedModel(PinnedDDP):
     """See the module. The backward pass averages gradients over all ranks."""
 
-    forwards = 0  # how often it was called with gradients on
+    forwards = 0  # number of calls with gradients enabled
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -41,6 +42,10 @@ class SyncedModel(DistributedDataParallel):  # type: ignore[misc]
     def __len__(self) -> int:
         return len(self.module)
 
+    def __bool__(self) -> bool:
+        """Return True. torch.compile tests it, and not every model has a ``len``."""
+        return True
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -49,9 +54,9 @@ class SyncedModel(DistributedDataParallel):  # type: ignore[misc]
 
 
 def wrap(module: Any, device: Any, compile: Any, options: Mapping[str, Any]) -> SyncedModel:
-    """``module`` on ``device`` with gradients averaged, compiled first if asked for.
+    """Return ``module`` wrapped for averaged gradients, and compile it if requested.
 
-    A collective: all ranks must call it. All begin with rank 0's weights.
+    A collective: all ranks must call it. All start with rank 0's weights.
     """
     if compile:
         chosen: Any = {"backend": compile} if isinstance(compile, str) else compile

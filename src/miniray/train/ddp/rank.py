@@ -40,6 +40,8 @@ class Rank(Member):
         self._step_counts: dict[str, int] = {}
         if self.has_steps:
             self._take_loader()
+        elif not worker._ddp_sharded and hasattr(worker, "train_loader"):
+            worker.train_loader = data.shard_data(worker.train_loader, rank, world_size)
         self._check_optimizers()
 
     # -- before the ranks meet --------------------------------------------------------------------
@@ -157,7 +159,9 @@ class Rank(Member):
             self._step_counts[name] = 0
             optimizer.register_step_post_hook(self._counter(name))
         if self.has_steps:
-            self.loop = StepLoop(self.worker, synced, settings, self.pulse, self.device)
+            self.loop = StepLoop(
+                self.worker, synced, settings, self.pulse, self.device, self.recorder
+            )
         if self.planned is not None:
             self._windows = self.planned.windows()
         elif counts is not None:

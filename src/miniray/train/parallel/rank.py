@@ -63,6 +63,8 @@ class ModelRank(Member):
             for name in ("distributed.pipelining.schedules", "_subclasses.fake_tensor"):
                 logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
         self.enter(spec, one_machine)
+        if self.recorder is not None:
+            self.recorder.explicit_losses = True  # of the batch, not of a microbatch
         self.pulse.at("building the model")
         self.plan = plan
         self.mesh = make_mesh(self.device, layout.sizes)

@@ -23,6 +23,8 @@ def make_loader(data: Any, argument: str, batch_size: int | None = None) -> Any:
     Without a batch size it is for training: what can be gone through once only is refused.
     """
     made = data() if callable(data) and not isinstance(data, (DataLoader, Dataset)) else data
+    if parts.is_shardable(made) and not made.is_sharded:
+        made = made.shard(0, 1)  # All stages of the pipeline need the same batches.
     rows = isinstance(made, (Dataset, list, tuple, Mapping))
     if rows and batch_size is not None:
         return parts.loader_over(made, SimpleNamespace(batch_size=batch_size))

@@ -1,9 +1,10 @@
 """A rank's data: the worker's loader looked at, checked and cut to the rank's share.
 
-A plain ``DataLoader`` over all samples is replaced by one over the rank's own, of the same class
-and with everything else as the user set it. Other loaders, and those of workers with
-``load_data_shard``, are the user's own work and used as they are. What can be neither cut nor
-trusted is refused: a loader that gives every rank the same samples trains, and is wrong.
+A plain ``DataLoader`` over all samples is replaced by one over the rank's samples, of the same
+class and with everything else as the user set it. Loaders and datasets of miniray.data are sharded
+unless they were created with ``rank`` and ``world_size``. Other loaders, and those of workers with
+``load_data_shard``, are used unchanged. A loader that can be neither sharded nor trusted is an
+error: all ranks would train on the same samples.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from miniray.doctor.handles import check_handles
+from miniray.train import torch_parts as parts
 from miniray.train.ranks.plan import EpochPlan, Window
 
 
@@ -61,12 +63,19 @@ def own_share(
     uneven: str = "join",
     sharded: bool = False,
 ) -> Any:
-    """The rank's loader; ``planned`` unless the batches are the user's own.
+    """Return the rank's loader; ``planned`` unless the batches are the user's own.
 
-    ``sharded``: the worker has cut its data itself. Raises ``ValueError`` for a loader over all
-    samples that cannot be cut.
+    Args:
+        sharded: Whether the worker has sharded its data itself.
+
+    Raises:
+        ValueError: A loader over all samples can't be sharded.
     """
-    if sharded or not isinstance(loader, DataLoader):
+    if sharded:
+        return loader
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        loader = shard_data(loader, rank, world_size)
+    if not isinstance(loader, DataLoader) or parts.is_over_shard(loader):
         return loader
     if any(hasattr(part, "set_epoch") for part in (loader.sampler, loader.batch_sampler)):
         return loader  # it was cut by somebody who knows of ranks: a DistributedSampler
@@ -88,7 +97,22 @@ def own_share(
         drop_last=loader.drop_last,
     )
     shuffle = isinstance(loader.sampler, RandomSampler)
-    return _with_batches(loader, PlannedBatches(plan, rank, shuffle, seed))
+    return _replace_parts(loader, batch_sampler=PlannedBatches(plan, rank, shuffle, seed))
+
+
+def shard_data(loader: Any, rank: int, world_size: int) -> Any:
+    """Return the rank's part of a loader or dataset of miniray.data that isn't sharded yet.
+
+    This includes a torch loader over a ``TorchIterableDataset``. Other loaders are returned
+    unchanged. Raise ``ValueError`` if iteration has started.
+    """
+    is_torch = isinstance(loader, DataLoader)
+    data = loader.dataset if is_torch else loader
+    parts.check_not_started(data, "self.train_loader", world_size)
+    if world_size == 1 or not parts.is_shardable(data) or data.is_sharded:
+        return loader
+    shard = data.shard(rank, world_size)
+    return _replace_parts(loader, dataset=shard) if is_torch else shard
 
 
 def planned(loader: Any) -> PlannedBatches | None:
@@ -115,19 +139,19 @@ def own_way(loader: Any) -> str:
     return f"a sampler of its own ({type(sampler).__qualname__})"
 
 
-def _with_batches(loader: Any, batches: Any) -> Any:
-    """The same loader over other batches; what a subclass does besides loading is kept."""
+def _replace_parts(loader: Any, **changes: Any) -> Any:
+    """Return the same loader with other parts. Keep what a subclass does besides loading."""
     own = copy.copy(loader)
-    # A loader refuses the assignment. Processes that it has running (persistent_workers) are of the
-    # batches before.
-    vars(own).update(batch_sampler=batches, _iterator=None)
+    # A loader doesn't allow the assignment. Its running processes (persistent_workers) have the
+    # old parts.
+    vars(own).update(changes, _iterator=None)
     return own
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell everything that shuffles which epoch it is."""
-    told = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
-    for part in told:
+    """Set the epoch of all parts of a loader that shuffle."""
+    names = ("sampler", "batch_sampler", "dataset")
+    for part in [loader, *(getattr(loader, name, None) for name in names)]:
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
 

@@ -27,6 +27,7 @@ from miniray.errors import (
 )
 from miniray.train.base import BaseTrainer
 from miniray.train.group import GroupHost
+from miniray.train.nodes import NodeLosses
 from miniray.train.ranks.calls import RankGroup
 from miniray.train.ranks.options import check_engine, check_options, choose_backend
 from miniray.train.ranks.watch import Watch
@@ -42,6 +43,8 @@ class RankTrainer(BaseTrainer, ABC):
     """
 
     _kind = "ranks"
+    #: Not ``train_epoch``, which is called with the epoch only.
+    _kwargs_methods: Sequence[str] = ("__init__", "setup", "load_data_shard", "evaluate")
     _process_set_up = "miniray.train.ranks.worker:set_up"
 
     def __init__(
@@ -71,6 +74,7 @@ class RankTrainer(BaseTrainer, ABC):
         unseeded = random.SystemRandom().getrandbits(48)
         self._order_seed = unseeded if self._seed is None else self._seed
         self._host: GroupHost | None = None
+        self._node_losses = NodeLosses()
         self._kept: dict[str, Any] | None = None  # the state to start again from
         self._retrying = False
 
@@ -162,15 +166,17 @@ class RankTrainer(BaseTrainer, ABC):
             return attempt()
         epoch, reason = self._epoch_for_errors(), ""
         while True:
-            self._retrying = True
+            self._retrying, starting = True, bool(reason)
             try:
-                if reason:
+                if starting:
                     self._start_again(epoch, reason)
+                    starting = False
                 return attempt()
             except (ActorDiedError, WorkerTimeoutError) as error:
                 if isinstance(error, TaskError) or getattr(error, "in_init", False):
                     raise
-                self.failures += 1
+                same_failure = starting and self._node_losses.explain_failure()
+                self.failures += not same_failure
                 rank, reason = getattr(error, "rank", None), str(error)
                 self._on_worker_event(
                     {"event": "worker_failed", "worker": rank, "epoch": epoch, "reason": reason}
@@ -184,6 +190,7 @@ class RankTrainer(BaseTrainer, ABC):
         """End all ranks and start them with the state that was kept last."""
         self._ranks.stop()  # whatever they are in
         self._close_host()
+        self._node_losses.settle()
         self._ranks.start()
         self._set_up_ranks()
         for worker_id in range(self.num_workers):

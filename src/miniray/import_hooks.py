@@ -1,7 +1,7 @@
-"""Doing something to a module as soon as it has been imported, by whomever and whenever that is.
+"""Run functions when a module is imported, now or later.
 
-So ``attach`` at the top of a script costs nothing, imports nothing, and still sees everything that
-torch does later.
+``doctor.attach`` at the top of a script imports nothing and still observes what torch does later,
+and a worker's seed reaches NumPy and torch even if the worker imports them late.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _waiting: dict[str, list[Action]] = {}
 
 
 def when_imported(name: str, action: Action) -> None:
-    """Call ``action(module)`` now if the module is there, else right after it was executed.
+    """Call ``action(module)`` now if the module is imported, or else right after its execution.
 
-    "After it was executed" is before anybody else sees it, so names that others import from it are
-    already the changed ones.
+    That is before the ``import`` statement returns, so names imported from the module are already
+    the changed ones.
     """
     module = sys.modules.get(name)
     if module is not None and not _is_being_imported(module):
@@ -38,7 +38,7 @@ def _is_being_imported(module: ModuleType) -> bool:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing by itself: lets the others find, and adds the actions to what they found."""
+    """Lets the other finders find modules, and adds the actions to what they found."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
