@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
-from miniray.data.parquet import ParquetSource
-from miniray.data.rlhf_config import read_config
 
 from miniray import doctor
 from miniray.data import DataLoader, IndexedDataset, shard_indices
+from miniray.data.rlhf.config import read_config
 from miniray.train import CheckpointStore, DataParallelTrainer
 from miniray.train.callbacks import Checkpoint
 
@@ -19,7 +18,6 @@ CALLS = {
     "drop_last": lambda v: DataLoader(IndexedDataset([1, 2]), 1, drop_last=v),
     "decode_processes": lambda v: DataLoader(IndexedDataset([1, 2]), 1, decode_processes=v),
     "shuffle": lambda v: shard_indices(4, 0, 2, shuffle=v),
-    "memory_map": lambda v: ParquetSource("x.parquet", memory_map=v),
     "filter_overlong_prompts": lambda v: read_config({"filter_overlong_prompts": v}),
     "return_raw_chat": lambda v: read_config({"return_raw_chat": v}),
     "tokenize": lambda v: read_config({"tokenize": v}),

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from miniray.checks import check_choice, check_int
 from miniray.data.loader.blocks import BlockBuffer
@@ -176,6 +177,10 @@ class Dataset(ABC):
     @abstractmethod
     def number_rows(self, locations: Locations) -> list[int]:
         """Return the numbers of rows in the dataset, the same on all ranks and in all epochs."""
+
+    @abstractmethod
+    def number_positions(self, positions: Int64s) -> list[int]:
+        """Return the numbers of the rows at ``positions``. Nothing is read."""
 
     @property
     @abstractmethod
@@ -374,7 +379,7 @@ class Dataset(ABC):
     def __len__(self) -> int:
         return self._assign().length
 
-    def find_positions(self, indices: Int64s) -> Int64s:
+    def find_positions(self, indices: npt.ArrayLike) -> Int64s:
         """Return the positions of this rank's rows at ``indices``, padding included."""
         return self._assign().find_positions(np.asarray(indices, dtype=np.int64))
 

@@ -338,7 +338,7 @@ class SourceDataset(Dataset):
 
     def name_ordinals(self, ordinals: Int64s) -> list[RowId]:
         """Return the ids of rows by their ordinal among the selected rows."""
-        return self._name_numbers(self._select().number_rows(ordinals))
+        return self._name_numbers(self.number_ordinals(ordinals))
 
     def name_rows(self, locations: Locations) -> list[RowId]:
         return self._name_numbers(np.array(self.number_rows(locations), dtype=np.int64))
@@ -347,6 +347,13 @@ class SourceDataset(Dataset):
         edges = self.sources[0].list_blocks().edges
         numbers: list[int] = (edges[locations.array[:, 1]] + locations.array[:, 2]).tolist()
         return numbers
+
+    def number_positions(self, positions: Int64s) -> list[int]:
+        return self.number_ordinals(self.find_ordinals(positions)).tolist()  # type: ignore[no-any-return]
+
+    def number_ordinals(self, ordinals: Int64s) -> Int64s:
+        """Return the numbers in the source of rows by their ordinal among the selected rows."""
+        return self._select().number_rows(ordinals)
 
     @property
     def source_rows(self) -> int:

@@ -243,6 +243,14 @@ class Mixture(Dataset):
             for i, location in enumerate(locations)
         ]
 
+    def number_positions(self, positions: Int64s) -> list[int]:
+        starts = cumulate([member.source_rows for member in self._members])
+        ordinals = self.find_ordinals(positions)
+        numbers = np.empty_like(ordinals)
+        for member_number, member, chosen, inside in self._divide(ordinals):
+            numbers[chosen] = starts[member_number] + member.number_ordinals(inside)
+        return numbers.tolist()  # type: ignore[no-any-return]
+
     @property
     def is_persistent(self) -> bool:
         return all(member.is_persistent for member in self._given)

@@ -6,7 +6,7 @@ a tool costs one check per batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -31,6 +31,15 @@ class LoaderObserver(Protocol):
 
 
 observers: list[LoaderObserver] = []
+
+
+def list_row_ids(loader: DataLoader, index: Iterable[int]) -> list[int]:
+    """Return the row numbers in the dataset of the ``index``-th rows that this rank gets.
+
+    They are the same on all ranks and in all epochs.
+    """
+    dataset = loader.dataset
+    return dataset.number_positions(dataset.find_positions(list(index)))
 
 
 def describe(loader: DataLoader) -> dict[str, Any]:

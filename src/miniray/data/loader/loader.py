@@ -27,7 +27,6 @@ from miniray.data.sources.base import select_columns
         "num_workers": "Use decode_workers=.",
         "max_tokens": "Use batch_by='tokens', and batch_size= for the number of tokens.",
         "sampler": "Pass rank=, world_size= and shuffle= to the dataset.",
-        "shuffle": "Pass shuffle= to the dataset.",
     }
 )
 class DataLoader:
