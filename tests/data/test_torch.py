@@ -1,6 +1,7 @@
 """The same plan under torch's own DataLoader, and under frameworks that use it."""
 
 import pickle
+import warnings
 
 import pytest
 
@@ -63,6 +64,33 @@ def test_a_sampler_resumes_on_another_number_of_ranks(whole):
                 stopped = sampler.state_dict()
         state = stopped
     assert sorted(seen) == list(range(237))
+
+
+def test_sampler_state_follows_the_stateful_protocol(whole):
+    """``state_dict`` has no arguments and is exact between any two indices."""
+    data = TorchDataset(whole)
+    sampler = ShardSampler(data, rank=0, world_size=1)
+    indices = iter(sampler)
+    first = [next(indices) for _ in range(50)]
+    other = ShardSampler(data, rank=0, world_size=1)
+    other.load_state_dict(sampler.state_dict())
+    rest = list(other)
+    assert rest == list(indices)
+    assert sorted(first + rest) == list(range(237))
+    assert len(list(other)) == 237  # the next epoch
+    assert other.epoch == 2
+
+
+def test_sampler_state_warns_once_if_workers_read_ahead(whole):
+    made, sampler = loader(whole, 0, 1, num_workers=1)
+    batches = iter(made)
+    next(batches)
+    with pytest.warns(RuntimeWarning, match="StatefulDataLoader"):
+        sampler.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        next(batches)
+        sampler.state_dict()
 
 
 def test_map_style_of_a_mixture_and_of_a_subset(parquet_folder):

@@ -36,6 +36,7 @@ class TorchDataset(torch_data.Dataset[Any]):  # type: ignore[misc]
         self.transform = transform
         #: Set by worker processes of loaders.
         self._has_workers = torch.zeros(1, dtype=torch.bool).share_memory_()
+        self._has_warned = False
 
     def __len__(self) -> int:
         return self.dataset.distinct_rows
@@ -52,8 +53,8 @@ class TorchDataset(torch_data.Dataset[Any]):  # type: ignore[misc]
     def warn_if_ahead(self) -> None:
         """Warn if loader workers have requested indices ahead of the training loop."""
         module = str(sys._getframe(2).f_globals.get("__name__"))
-        if self._has_workers[0] and not module.startswith("torchdata"):
-            self._has_workers[0] = False
+        if self._has_workers[0] and not self._has_warned and not module.startswith("torchdata"):
+            self._has_warned = True
             warnings.warn(
                 "The loader has workers, which request indices ahead, so the state of the sampler"
                 " is ahead of the training loop. Use torchdata.StatefulDataLoader, or"
