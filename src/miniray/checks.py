@@ -73,10 +73,10 @@ _OPTION_OWNERS: Mapping[str, tuple[str, ...]] = {
         *("ModelParallelTrainer", "Checkpoint", "EarlyStopping", "LRSchedule", "CSVLogger"),
         "TensorBoard",
     ),
-    "miniray.data": (
-        *("DataLoader", "Dataset", "ParquetDataset", "JsonlDataset", "ArrowDataset"),
-        *("IndexedDataset", "Mixture"),
+    "miniray.data.datasets": (
+        *("SourceDataset", "ParquetDataset", "JsonlDataset", "ArrowDataset", "IndexedDataset"),
     ),
+    "miniray.data": ("DataLoader", "Mixture"),
     "miniray.rl": ("PPOConfig", "GRPOConfig", "KLPenalty", "Sampling", "PPOTrainer", "GRPOTrainer"),
 }
 
@@ -207,7 +207,7 @@ def _find_owners(option: str) -> str:
             cls = getattr(package, name)
             if option in get_options(cls) and not issubclass(cls, tuple(owners)):
                 owners.append(cls)
-    titles = {"BaseTrainer": "the trainer", "Dataset": "the dataset"}
+    titles = {"BaseTrainer": "the trainer", "SourceDataset": "the dataset"}
     *first, last = [titles.get(cls.__name__, cls.__name__) for cls in owners] or [""]
     return f"{', '.join(first)} or {last}" if first else last
 

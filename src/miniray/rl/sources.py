@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from miniray.data.plan.progress import merge_states
-from miniray.data.plan.shard import part_bounds
+from miniray.data.plan.shard import split_evenly
 from miniray.errors import DataError
 from miniray.rl.config import PROMPTS_PER_STEP
 
@@ -43,7 +43,7 @@ class ListSource:
         epoch, part = divmod(step, math.ceil(count / self._per_step))
         order = np.random.default_rng([seed, epoch]).permutation(count)
         chosen = order[part * self._per_step : (part + 1) * self._per_step]
-        low, high = part_bounds(len(chosen), self._rank, self._world)
+        low, high = split_evenly(len(chosen), self._rank, self._world)
         return _checked([self._rows[i] for i in chosen[low:high].tolist()], "data")
 
     def state_dict(self) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def make_source(data: Any, per_step: int | None, rank: int, world_size: int) -> 
     """
     count = per_step or PROMPTS_PER_STEP
     if callable(data):
-        low, high = part_bounds(count, rank, world_size)
+        low, high = split_evenly(count, rank, world_size)
         return LoaderSource(data(rank, world_size), max(1, high - low), rank, per_step)
     return ListSource(data, count, rank, world_size)
 
@@ -211,7 +211,7 @@ def held_out(data: Any, rank: int, world_size: int) -> Iterator[tuple[int, Row]]
     A list's rows have the same numbers on any number of workers.
     """
     if not callable(data):
-        low, high = part_bounds(len(data), rank, world_size)
+        low, high = split_evenly(len(data), rank, world_size)
         # One by one: a slice of a Hugging Face dataset is a dict of columns, of torch's an error.
         return ((i, data[i]) for i in range(low, high))
     loader = data(rank, world_size)

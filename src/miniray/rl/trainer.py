@@ -15,7 +15,7 @@ from typing import Any
 
 import miniray
 from miniray.checks import check_choice
-from miniray.data.plan.shard import part_bounds
+from miniray.data.plan.shard import split_evenly
 from miniray.errors import (
     ActorDiedError,
     NoTokensError,
@@ -281,7 +281,7 @@ class RLTrainer(Resumable):
         def arguments(i: int) -> tuple[Any, ...]:
             if data is None:
                 return (i, count)
-            low, high = part_bounds(len(data), i, count)
+            low, high = split_evenly(len(data), i, count)
             return (i, count, [data[k] for k in range(low, high)], low)
 
         made = self._group.call("evaluate", arguments, {})

@@ -43,6 +43,15 @@ def _find_row(batch: Any) -> int:
     return next((row for row in rows if _find_error(batch.slice(row, 1)) is not None), 0)
 
 
+def create_change_error(path: str) -> DataError:
+    """Return the error for a file that was changed."""
+    return DataError(
+        f"{path} has changed its size or content since the dataset was created. Don't write to the"
+        " files of a run.",
+        path,
+    )
+
+
 def release_unused() -> None:
     """Return memory that Arrow has freed to the system. Its pool would keep it."""
     import pyarrow as pa

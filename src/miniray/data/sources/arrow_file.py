@@ -16,9 +16,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from miniray.data.footer import has_changed
 from miniray.data.sources.files import is_remote
-from miniray.data.validation import check_batch, get_first_line
+from miniray.data.sources.validation import check_batch, create_change_error, get_first_line
 from miniray.errors import DataError
 
 _ENDS = 1 << 16  # Bytes at each end of a file that identify its content.
@@ -65,7 +64,7 @@ class ArrowFile:
             stamp = self._get_stamp()
             if stamp != self._stamp:
                 if _compute_mark(file) != self.mark:
-                    raise has_changed(self.path)
+                    raise create_change_error(self.path)
                 self._stamp = stamp
             if self._is_stream:
                 batch = self._read_message(file, number, names)
@@ -73,7 +72,7 @@ class ArrowFile:
                 batch = self._open_reader(file, names).get_batch(number)
             check_batch(batch, self.path, first_row)
         if batch.num_rows != self.rows[number]:
-            raise has_changed(self.path)
+            raise create_change_error(self.path)
         return batch.select(list(names))
 
     @contextmanager
@@ -89,15 +88,15 @@ class ArrowFile:
             with opened as file:
                 if file.size() == 0:
                     raise DataError(
-                        f"{self.path} is empty (0 bytes), which isn't an Arrow file", self.path
+                        f"{self.path} is empty (0 bytes) and not an Arrow file.", self.path
                     )
                 yield file
         except FileNotFoundError as error:
-            raise DataError(f"{self.path} does not exist any more", self.path, row) from error
+            raise DataError(f"{self.path} no longer exists", self.path, row) from error
         except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
             raise DataError(
-                f"{self.path} cannot be read as an Arrow file: {get_first_line(error)}. The file"
-                " may be truncated or damaged, or not an Arrow file",
+                f"{self.path} can't be read as an Arrow file: {get_first_line(error)}. The file"
+                " may be truncated or damaged, or not an Arrow file.",
                 self.path,
                 row,
             ) from error
@@ -140,7 +139,7 @@ class ArrowFile:
         for start, end in messages:
             file.seek(start)
             if file.readinto(view[at : at + end - start]) != end - start:
-                raise has_changed(self.path)
+                raise create_change_error(self.path)
             at += end - start
         return self._open_reader(buffer, names).read_next_batch()
 
