@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from miniray.cli import _run, cli, terminal
-from miniray.dashboard.access import Root
+from miniray.dashboard.access import ServedDirectory
 from miniray.report import find_runs
 from tests.dashboard import synthetic
 
@@ -151,7 +151,7 @@ def closed_run():
 
 def test_a_run_of_somebody_else_does_not_hide_ours(closed_run):
     assert [run.name for run in find_runs(closed_run)] == ["open"]
-    assert Root(closed_run).names() == ["open"]
+    assert ServedDirectory(closed_run).names() == ["open"]
 
 
 @pytest.mark.parametrize("words", [["--once"], []])

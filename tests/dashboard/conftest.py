@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from miniray.dashboard import Server
+from miniray.dashboard import DashboardServer
 from tests.doctor.helpers import Ranks
 
 pytest.importorskip("plotly", reason="the dashboard needs plotly: pip install 'miniray[dashboard]'")
@@ -71,7 +71,7 @@ def start():
     servers = []
 
     def start_server(path, **options):
-        server = Server(path, interval=0.1, **options)
+        server = DashboardServer(path, interval=0.1, **options)
         servers.append(server)
         server.start()
         return Client(server)

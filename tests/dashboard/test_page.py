@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from miniray.dashboard import Server
+from miniray.dashboard import DashboardServer
 from tests.dashboard import synthetic
 from tests.dashboard.conftest import Client
 from tests.doctor.helpers import Ranks, wait_until
@@ -92,7 +92,7 @@ def client(root, alive):
     not_finite_run(root)
     talking_run(root)
     long_run(root)
-    server = Server(root, interval=0.3)
+    server = DashboardServer(root, interval=0.3)
     server.start()
     yield Client(server)
     server.close()
@@ -197,9 +197,9 @@ def test_a_hang_and_the_stack_of_the_rank_that_is_to_blame(root, alive, open_pag
     until(page, "document.getElementById('log').innerText.includes('vocabulary')")
     assert page.locator("#log-rank").input_value() == "2"  # whose log one wants to see
     page.wait_for_selector("#runs .state.stuck")
-    page.get_by_role("button", name="stack of rank 2").focus()
+    page.get_by_role("button", name="Stack of rank 2").focus()
     page.keyboard.press("Enter")
-    page.wait_for_selector("#stack li.mine")
+    page.wait_for_selector("#stack li.user-code")
     assert "a_function_that_takes_long" in text(page, "#stack ol")
     page.keyboard.press("Escape")
     page.wait_for_selector("#rank-dialog", state="hidden")
@@ -339,7 +339,7 @@ def test_64_ranks_and_a_million_points(root, client, open_page):
     assert page.locator("#ranks tbody tr").count() == 16
     assert page.locator("#ranks tbody tr").first.get_attribute("data-rank") == "37"  # trouble first
     assert page.locator("#rank-map .chip.failed").all_inner_texts() == ["37"]
-    page.get_by_role("button", name="show all 64 ranks").click()
+    page.get_by_role("button", name="Show all 64 ranks").click()
     until(page, "document.querySelectorAll('#ranks tbody tr').length === 64")
     page.locator(chart("loss", by_rank=True)).scroll_into_view_if_needed()
     page.wait_for_selector(chart("loss", by_rank=True, total=64 * 977))
@@ -370,7 +370,7 @@ def test_a_run_that_is_not_there_shows_nothing_of_another(client, context):
 
 
 def test_the_page_says_when_its_server_is_gone(root, client, context):
-    server = Server(root / "quick", interval=0.3)
+    server = DashboardServer(root / "quick", interval=0.3)
     server.start()
     page = context.new_page()  # its console tells of the lost connection, as it should
     try:
@@ -379,7 +379,9 @@ def test_the_page_says_when_its_server_is_gone(root, client, context):
         server.close()
         page.wait_for_selector(".connection.lost")
         assert "server lost" in text(page, "#connection")
-        server = Server(root / "quick", interval=0.3, port=server.port)  # with its own token
+        server = DashboardServer(
+            root / "quick", interval=0.3, port=server.port
+        )  # with its own token
         server.start()
         page.wait_for_selector("#connection:has-text('started anew')")
     finally:

@@ -1,4 +1,4 @@
-"""The parts below the server: curves, lanes, logs, access."""
+"""The parts below the server: curves, timelines, logs, access."""
 
 import json
 import math
@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from miniray.dashboard import logs
-from miniray.dashboard.access import Gate, NotFoundError, Root, is_ours
-from miniray.dashboard.lanes import KINDS, Lane, window
+from miniray.dashboard.access import Gate, NotFoundError, ServedDirectory, is_same_origin
 from miniray.dashboard.poller import Listing
 from miniray.dashboard.series import Metrics
+from miniray.dashboard.timelines import KINDS, Timeline, get_window
 from miniray.doctor.facts import gather
 from miniray.doctor.model import Phase, Steps
 from tests.doctor.records import NOW, at, call, calling, rank, run
@@ -120,11 +120,11 @@ def test_a_part_of_the_axis_has_more_detail(tmp_path):
     assert part["points"] == 10_000
 
 
-# -- lanes ----------------------------------------------------------------------------------------
+# -- timelines ----------------------------------------------------------------------------------
 
 
-def shares(lane, begin, end, buckets=1):
-    text = lane.shares(np.linspace(begin, end, buckets + 1))
+def shares(timeline, begin, end, buckets=1):
+    text = timeline.shares(np.linspace(begin, end, buckets + 1))
     size = len(KINDS)
     return [
         {k: int(text[i * size + j], 36) for j, k in enumerate(KINDS) if text[i * size + j] != "0"}
@@ -132,48 +132,51 @@ def shares(lane, begin, end, buckets=1):
     ]
 
 
-def look(lane, record, **fields):
+def look(timeline, record, **fields):
     facts = gather(run(record, **fields)).ranks[record.rank]
-    return lane.look(facts)
+    return timeline.update(facts)
 
 
 def test_a_step_is_divided_as_the_rank_measured_it():
-    lane = Lane()
+    timeline = Timeline()
     step = Steps(1, 1, 0, NOW - 90, 10.0, 2.0, 3.0, 1.0, 0.5, 8)
     record = rank(0, attached=NOW - 100, history=(step,), phase=Phase("data", at(1), NOW - 90))
-    assert look(lane, record) == [step]
-    assert look(lane, record) == []
+    assert look(timeline, record) == [step]
+    assert look(timeline, record) == []
     # 35 is all of the time: 4 of 10 s computing, 3 backward, 2 data, 1 collective.
-    assert shares(lane, NOW - 100, NOW - 90) == [
+    assert shares(timeline, NOW - 100, NOW - 90) == [
         {"compute": 14, "backward": round(10.5), "data": 7, "sync": round(3.5)}
     ]
-    assert shares(lane, NOW - 90, NOW) == [{"data": 35}]
+    assert shares(timeline, NOW - 90, NOW) == [{"data": 35}]
 
 
 def test_a_rank_that_waits_is_seen_to_wait():
-    lane = Lane()
+    timeline = Timeline()
     record = calling(0, call(0, ago=60.0, is_open=True), attached=NOW - 100)
-    look(lane, record)
-    assert shares(lane, NOW - 100, NOW, 5) == [{"other": 35}, {"other": 35}] + [{"sync": 35}] * 3
+    look(timeline, record)
+    assert (
+        shares(timeline, NOW - 100, NOW, 5) == [{"other": 35}, {"other": 35}] + [{"sync": 35}] * 3
+    )
 
 
 def test_what_was_seen_gives_way_to_what_the_rank_recorded():
-    lane = Lane()
-    look(lane, rank(0, attached=NOW - 10, phase=Phase("data", at(1), NOW - 10)))
-    assert shares(lane, NOW - 10, NOW) == [{"data": 35}]
+    timeline = Timeline()
+    look(timeline, rank(0, attached=NOW - 10, phase=Phase("data", at(1), NOW - 10)))
+    assert shares(timeline, NOW - 10, NOW) == [{"data": 35}]
     step = Steps(1, 1, 0, NOW, 5.0, 0.0, 0.0, 0.0, None, 8)
-    look(lane, rank(0, attached=NOW - 10, history=(step,), phase=Phase("data", at(1), NOW)))
-    assert shares(lane, NOW - 10, NOW, 2) == [{"data": 35}, {"compute": 35}]
+    look(timeline, rank(0, attached=NOW - 10, history=(step,), phase=Phase("data", at(1), NOW)))
+    assert shares(timeline, NOW - 10, NOW, 2) == [{"data": 35}, {"compute": 35}]
 
 
 def test_old_moments_go_and_the_shares_stay():
-    lane = Lane()
+    timeline = Timeline()
     every = [Steps(n, 1, 0, NOW - 10_000 + n, 1.0, 0.5, 0.0, 0.0, None, 8) for n in range(1, 9001)]
     for first in range(0, 9000, 250):
-        look(lane, rank(0, attached=NOW - 10_000, history=tuple(every[first : first + 250])))
-    assert len(lane._moments) < 5000
-    assert shares(lane, NOW - 10_000, NOW - 1000) == [{"compute": 18, "data": 18}]
-    assert window([lane], 600, 10)[1] - window([lane], 600, 10)[0] == pytest.approx(600)
+        look(timeline, rank(0, attached=NOW - 10_000, history=tuple(every[first : first + 250])))
+    assert len(timeline._moments) < 5000
+    assert shares(timeline, NOW - 10_000, NOW - 1000) == [{"compute": 18, "data": 18}]
+    begin, end, _ = get_window([timeline], 600, 10)
+    assert end - begin == pytest.approx(600)
 
 
 # -- logs -----------------------------------------------------------------------------------------
@@ -187,7 +190,7 @@ def test_a_log_is_read_from_its_end_and_followed(tmp_path):
     with open(path, "ab") as file:
         file.write(b"ee\nfour\n")
     then = logs.tail(path, since=first["end"])
-    assert (then["lines"], then["rest"], then["anew"]) == (["three", "four"], "", False)
+    assert (then["lines"], then["rest"], then["restarted"]) == (["three", "four"], "", False)
     path.write_bytes(b"again\n")
     assert logs.tail(path, since=then["end"])["lines"] == ["again"]
 
@@ -246,7 +249,7 @@ def test_search_finds_the_last_ones_and_counts_all(tmp_path):
     ],
 )
 def test_hosts_and_origins(host, origin, ours):
-    assert is_ours(host, origin) is ours
+    assert is_same_origin(host, origin) is ours
 
 
 def test_the_token_in_the_cookie():
@@ -265,7 +268,7 @@ def test_runs_are_listed_by_when_they_began_wherever_that_was(tmp_path):
     for name, moment in began.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text(json.dumps({"started": moment}))
-    listing = Listing(Root(tmp_path))
+    listing = Listing(ServedDirectory(tmp_path))
     listing.refresh()
     assert [run["name"] for run in listing.runs] == ["second", "first"]
 
@@ -276,12 +279,12 @@ def test_a_root_may_be_one_run(tmp_path):
     (one / "ranks" / "0.box").touch()
     (tmp_path / "notes").mkdir()
     (tmp_path / "loop").symlink_to("loop")
-    assert Root(tmp_path).names() == ["one"]
-    alone = Root(one)
+    assert ServedDirectory(tmp_path).names() == ["one"]
+    alone = ServedDirectory(one)
     assert alone.names() == ["one"]
     assert alone.run("one") == one
     for name in ("two", "..", "ranks", "", "notes", "loop"):
         with pytest.raises(NotFoundError):
             alone.run(name)
         with pytest.raises(NotFoundError):
-            Root(tmp_path).run(name)
+            ServedDirectory(tmp_path).run(name)

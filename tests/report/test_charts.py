@@ -6,13 +6,13 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from miniray.report.charts import HEIGHT, LEFT, RIGHT, WIDTH, lines, round_steps
-from miniray.report.html import short
+from miniray.report.charts import HEIGHT, LEFT, RIGHT, WIDTH, render_svg, round_ticks
+from miniray.report.html import format_number
 from miniray.report.series import Curve
 
 
 def drawn(*curves, **options):
-    return ET.fromstring(lines(curves, "epoch", "a chart", **options))
+    return ET.fromstring(render_svg(curves, "epoch", "a chart", **options))
 
 
 def places(svg):
@@ -93,13 +93,13 @@ def test_the_pointer_finds_the_values():
 def test_many_points_are_a_small_picture():
     points = [(float(i), math.sin(i)) for i in range(10_000)]
     curves = [Curve(f"rank {r}", points) for r in range(10)]
-    text = lines(curves, "step", "loss")
+    text = render_svg(curves, "step", "loss")
     assert len(text) < 150_000
     assert ET.fromstring(text).get("viewBox") == f"0 0 {WIDTH} {HEIGHT}"
 
 
 def test_labels_are_escaped():
-    assert "<b>" not in lines([Curve("<b>", [(0.0, 1.0)])], "<b>", '"<b>')
+    assert "<b>" not in render_svg([Curve("<b>", [(0.0, 1.0)])], "<b>", '"<b>')
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_labels_are_escaped():
     [(0.0, 10.0, [0, 2, 4, 6, 8, 10]), (3.1, 3.2, [3.1, 3.12, 3.14, 3.16, 3.18, 3.2])],
 )
 def test_axis_steps_are_round_numbers(low, high, steps):
-    assert round_steps(low, high, 5) == pytest.approx(steps)
+    assert round_ticks(low, high, 5) == pytest.approx(steps)
 
 
 @pytest.mark.parametrize(
@@ -116,4 +116,4 @@ def test_axis_steps_are_round_numbers(low, high, steps):
      (2.5e-7, "2.5e-07"), (-3.0, "-3"), (math.nan, "nan"), (1e20, "1e+20")],
 )  # fmt: skip
 def test_numbers_are_short(value, text):
-    assert short(value) == text
+    assert format_number(value) == text

@@ -17,7 +17,7 @@ import miniray
 from miniray import doctor, report
 from miniray.doctor.model import Phase
 from miniray.report import render
-from miniray.report.ranks import _spent as time_spent_by_rank
+from miniray.report.ranks import get_phase_seconds
 from miniray.train import DataParallelTrainer
 from tests.doctor import records
 from tests.doctor.helpers import wait_until
@@ -29,13 +29,24 @@ _VOID = {"meta", "br", "hr", "img", "input", "path", "circle", "polyline"}
 
 
 class Checker(html.parser.HTMLParser):
-    """Every tag is closed, in order; collects the text, and headings by themselves."""
+    """Check that all tags are closed in order, and collect the text of the page.
+
+    ``sections`` has the text of each section by id, ``classes`` its CSS classes, and ``headings``
+    the text of h1 and h2 elements.
+    """
 
     def __init__(self):
         super().__init__()
         self.open, self.text, self.headings = [], [], []
+        self.sections, self.classes = {}, {}
+        self._section = ""
 
     def handle_starttag(self, tag, attrs):
+        if tag == "section":
+            self._section = dict(attrs)["id"]
+            assert self._section not in self.sections  # also: one verdict
+            self.sections[self._section] = []
+            self.classes[self._section] = (dict(attrs).get("class") or "").split()
         if tag not in _VOID or (tag == "path" and not self.get_starttag_text().endswith("/>")):
             self.open.append(tag)
 
@@ -44,25 +55,35 @@ class Checker(html.parser.HTMLParser):
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
+        if tag == "section":
+            self._section = ""
 
     def handle_data(self, data):
         if self.open and self.open[-1] != "style":
             self.text.append(data)
+            if self._section:
+                self.sections[self._section].append(data)
             if self.open[-1] in ("h1", "h2"):
                 self.headings.append(data)
 
 
-def checked(page):
-    """The page's text and headings, once it is known to be whole and to fetch nothing."""
+def parse(page):
+    """Check that the page is well-formed and loads nothing, and return its parts."""
     checker = Checker()
-    checker.feed(page.replace("<wbr>", ""))  # where a name may go on in the next line
+    checker.feed(page.replace("<wbr>", ""))  # allows a line break inside a name
     assert checker.open == []
     assert not FETCHES.search(page.replace("data:image", ""))
-    return " ".join(" ".join(checker.text).split()), checker.headings
+    checker.text = join(checker.text)
+    checker.sections = {name: join(parts) for name, parts in checker.sections.items()}
+    return checker
 
 
-def of(folder):
-    return checked(report.write_report(folder).read_text("utf-8"))
+def join(parts):
+    return " ".join(" ".join(parts).split())
+
+
+def write_page(folder):
+    return parse(report.write_report(folder).read_text("utf-8"))
 
 
 # -- real runs ------------------------------------------------------------------------------------
@@ -76,21 +97,20 @@ class CounterTrainer(DataParallelTrainer):
 def test_a_run_writes_its_page_by_itself(tmp_path):
     with CounterTrainer(2, run_dir=tmp_path / "run", progress=False, seed=3) as trainer:
         trainer.train(epochs=3)
-    text, headings = checked((tmp_path / "run" / "report.html").read_text("utf-8"))
-    assert headings[:2] == ["run", "Curves"]
-    for part in ("Parameter sync", "Memory", "Ranks", "Epochs", "Environment"):
-        assert part in headings
-    assert "CounterTrainer · 2 workers · local engine" in text
-    assert "healthy" in text
+    page = parse((tmp_path / "run" / "report.html").read_text("utf-8"))
+    assert list(page.sections)[:2] == ["verdict", "curves"]
+    assert {"sync", "memory", "ranks", "epochs", "environment"} <= set(page.sections)
+    assert "CounterTrainer · 2 workers · local engine" in page.text
+    assert page.classes["verdict"] == ["alert", "good"]
     # Losses are 1/(epoch+1) + worker id: 1.5, 1.0, 0.8333 on average.
-    assert "loss 0.8333 best, epoch 2" in text
-    assert "strategy average" in text
-    assert "syncs 3" in text
-    assert f"miniray {miniray.__version__}" in text
-    # Once more from the files alone, when the workers are gone.
-    text, _ = of(tmp_path / "run")
-    assert "healthy" in text
-    assert "rank 1 finished" in text
+    assert "loss 0.8333 best, epoch 2" in page.text
+    assert "strategy average" in page.sections["sync"]
+    assert "syncs 3" in page.sections["sync"]
+    assert f"miniray {miniray.__version__}" in page.text
+    # Write it again from the files, after the workers have exited.
+    page = write_page(tmp_path / "run")
+    assert page.classes["verdict"] == ["alert", "good"]
+    assert "rank 1 finished" in page.sections["ranks"]
 
 
 @miniray.remote
@@ -108,12 +128,12 @@ def test_a_run_that_fails_has_a_page_with_the_reason(tmp_path):
                             backend="inline") as trainer,
     ):  # fmt: skip
         trainer.train(epochs=3)
-    page = (tmp_path / "run" / "report.html").read_text("utf-8")
-    text, headings = checked(page)
-    assert "failed" in text
-    assert headings[1].startswith("ValueError: row 4711 <script>")  # text, not a tag
-    assert "<script" not in page
-    assert "worker 0" in text
+    text = (tmp_path / "run" / "report.html").read_text("utf-8")
+    page = parse(text)
+    assert page.classes["verdict"] == ["alert", "bad"]
+    assert page.headings[1].startswith("ValueError: row 4711 <script>")  # text, not a tag
+    assert "<script" not in text
+    assert "worker 0" in page.sections["verdict"]
 
 
 def test_a_page_that_cannot_be_written_does_not_fail_the_run(tmp_path, capfd):
@@ -152,9 +172,9 @@ def test_a_killed_run(tmp_path, ranks):
     assert report.read(folder).living == f"process {pid}"
     os.kill(pid, signal.SIGKILL)
     ranks.wait()
-    _, headings = of(folder)
-    assert headings[1] == "The run died"
-    assert "Curves" in headings
+    page = write_page(folder)
+    assert page.classes["verdict"] == ["alert", "bad"]
+    assert "curves" in page.sections
     assert report.read(folder).living == ""
 
 
@@ -172,14 +192,13 @@ def test_a_run_of_another_launcher_has_only_boxes(tmp_path, ranks):
         ranks.start(one_rank, folder, rank)
     assert ranks.wait() == [0, 0]
     (folder / "run.json").unlink(missing_ok=True)
-    text, headings = of(folder)
-    assert "finished" in text
-    assert "loss by step and rank" in text
-    assert "1 value is not finite" in text
-    assert "loss is nan" in text.lower() or "nan" in text
-    assert "32 samples, 32 distinct; no row twice." in text
-    assert "0%" in text  # the ranks share nothing
-    assert {"Doctor", "Time by phase and rank", "Data", "Memory", "Ranks"} <= set(headings)
+    page = write_page(folder)
+    assert "finished" in page.text
+    assert "loss by rank" in page.sections["curves"]
+    assert page.classes["verdict"] == ["alert", "warn"]  # the loss was NaN
+    assert "32 samples, 32 distinct" in page.sections["data"]
+    assert "0%" in page.sections["data"]  # the ranks share nothing
+    assert {"verdict", "time", "data", "memory", "ranks"} <= set(page.sections)
 
 
 def test_ranks_that_share_rows_are_seen(tmp_path, ranks):
@@ -188,10 +207,10 @@ def test_ranks_that_share_rows_are_seen(tmp_path, ranks):
     ranks.wait()
     ranks.start(share_rows, folder)
     ranks.wait()
-    text, _ = of(folder)
+    data = write_page(folder).sections["data"]
     # Ids 0, 2, …, 30 on rank 0; 0, 1, …, 15 on rank 1: 8 of 16 are the same.
-    assert "32 samples, 24 distinct; 8 rows given more than once." in text
-    assert "50%" in text
+    assert "32 samples, 24 distinct; 8 rows" in data
+    assert "50%" in data
 
 
 def share_rows(folder):
@@ -219,15 +238,14 @@ def test_of_numbers_nobody_knows_the_last_are_shown(make_run):
     lines = [{"step": i, "pi": value} for i, value in enumerate((3.2, 3.0, 3.14))]
     page = report.write_report(make_run(metrics=lines)).read_text("utf-8")
     tiles = re.findall(r'<div class="tile"><span>(.*?)</span><b>(.*?)</b><span>(.*?)</span>', page)
-    assert tiles[-1] == ("pi", "3.14", "last")
+    assert tiles[-1][:2] == ("pi", "3.14")
 
 
 def test_what_never_changes_is_said_and_not_drawn(make_run):
     lines = [{"epoch": e, "loss": 1 / (e + 1), "places": 4, "rate": 2.5} for e in range(3)]
     page = report.write_report(make_run(metrics=lines)).read_text("utf-8")
-    assert "The same all the time: places 4, rate 2.5" in checked(page)[0]
-    assert "places by epoch" not in page
-    assert "loss by epoch" in page
+    assert "places 4, rate 2.5" in parse(page).sections["curves"]
+    assert re.findall('aria-label="(.*?)"', page) == ["loss by epoch"]
 
 
 # -- colours --------------------------------------------------------------------------------------
@@ -279,7 +297,7 @@ def test_everything_a_run_says_is_text(make_run):
     tags = {tag for tag in ("<script", "<img") if tag in page}
     assert tags == set()
     checker = Checker()
-    checker.feed(page.replace("<wbr>", ""))  # where a name may go on in the next line
+    checker.feed(page.replace("<wbr>", ""))  # allows a line break inside a name
     assert checker.open == []
     assert "\x07" not in page
 
@@ -293,11 +311,10 @@ def test_damaged_files_are_said_and_the_rest_is_shown(make_run):
     (folder / "run.json").write_text('{"state": "fini')
     (folder / "ranks").mkdir()
     (folder / "ranks" / "0.box").write_bytes(b"no box")
-    text, headings = of(folder)
-    assert "loss 1 best, epoch 1" in text
-    assert headings[-1] == "Could not be read"
-    for said in ("metrics.jsonl : line 2 could not be read", "run.json", "ranks/0.box"):
-        assert said in text
+    page = write_page(folder)
+    assert "loss 1 best, epoch 1" in page.text
+    for file in ("metrics.jsonl : can't read line 2", "run.json", "ranks/0.box"):
+        assert file in page.sections["damaged"]
 
 
 def test_nan_is_marked_and_numbers_are_whole(make_run):
@@ -305,10 +322,9 @@ def test_nan_is_marked_and_numbers_are_whole(make_run):
         metrics=[{"epoch": e, "loss": "NaN" if e == 2 else 1.0 / (e + 1)} for e in range(5)]
     )
     page = report.write_report(folder).read_text("utf-8")
-    text, _ = checked(page)
-    assert "1 value is not finite" in text
+    assert page.count('class="x"') == 1
     assert "loss: nan at epoch 2" in page
-    assert "loss 0.2 best, epoch 4" in text
+    assert "loss 0.2 best, epoch 4" in parse(page).text
 
 
 def test_a_run_with_nan_in_its_metrics_is_not_called_healthy(make_run, ranks):
@@ -317,9 +333,9 @@ def test_a_run_with_nan_in_its_metrics_is_not_called_healthy(make_run, ranks):
     folder = make_run(metrics=[{"epoch": e, "loss": loss} for e, loss in enumerate(losses)])
     ranks.start(rank_without_steps, folder)
     ranks.wait()
-    text, _ = of(folder)
-    assert "healthy" not in text
-    assert "loss was nan in epoch 1. 2 values in metrics.jsonl not finite" in text
+    page = write_page(folder)
+    assert page.classes["verdict"] == ["alert", "warn"]
+    assert "loss was nan in epoch 1" in page.sections["verdict"]
 
 
 def rank_without_steps(folder):
@@ -330,10 +346,10 @@ def test_ranks_without_steps_have_no_bars_of_phases(make_run, ranks):
     folder = make_run(metrics=[{"epoch": e, "seconds": 1.0 + e, "loss": 1.0} for e in range(3)])
     ranks.start(rank_without_steps, folder)
     ranks.wait()
-    text, headings = of(folder)
-    assert "Time" in headings
-    assert "seconds by epoch" in text
-    assert "before the first step" not in text
+    page = report.write_report(folder).read_text("utf-8")
+    assert "time" in parse(page).sections
+    assert 'aria-label="s by epoch"' in page
+    assert "p-start" not in page.partition("</style>")[2]
 
 
 def test_ten_thousand_lines_are_a_small_page(make_run):
@@ -347,8 +363,8 @@ def test_ten_thousand_lines_are_a_small_page(make_run):
 def test_syncs_of_milliseconds_took_some_time(make_run):
     spent = {"collect": 0.0123, "combine": 12.0, "distribute": 0.5}
     folder = make_run("run", metrics=[{"epoch": 0}], sync={"num_syncs": 3, "seconds": spent})
-    text, _ = of(folder)
-    assert "collecting weights 12.3 ms combining 12 s giving them back 500 ms" in text
+    text = write_page(folder).sections["sync"]
+    assert re.findall(r"[\d.]+ m?s\b", text) == ["12.3 ms", "12 s", "500 ms"]
 
 
 def test_events_and_attempts_are_told(make_run):
@@ -360,11 +376,10 @@ def test_events_and_attempts_are_told(make_run):
         attempts=[{"state": "died", "started": "2025-12-31T09:00:00+00:00", "world_size": 4}],
         metrics=[{"epoch": e, "loss": 1.0} for e in range(3)],
     )  # fmt: skip
-    text, headings = of(folder)
-    assert "Failures and restarts" in headings
-    assert "30 s worker failed 2 7 killed by SIGKILL" in text
-    assert "1 2025-12-31 09:00:00 died 4" in text
-    assert "epochs 3 0 to 2, the last attempt in 60 s" in text
+    page = write_page(folder)
+    assert "30 s worker failed 2 7 killed by SIGKILL" in page.sections["failures"]
+    assert "1 2025-12-31 09:00:00 died 4" in page.sections["failures"]
+    assert "epochs 3 0 to 2" in page.text
 
 
 def test_what_workers_do_after_the_end_is_not_the_runs_time(make_run, ranks):
@@ -372,16 +387,16 @@ def test_what_workers_do_after_the_end_is_not_the_runs_time(make_run, ranks):
     ranks.start(one_rank, folder, 0)
     ranks.wait()
     (rank,) = report.read(folder).record
-    spent = time_spent_by_rank(rank, rank.attached)
+    spent = get_phase_seconds(rank, rank.attached)
     assert sum(spent.values()) == pytest.approx(rank.total.ended - rank.attached, abs=0.05)
-    assert sum(time_spent_by_rank(rank, None).values()) >= sum(spent.values())
+    assert sum(get_phase_seconds(rank, None).values()) >= sum(spent.values())
 
 
 def test_a_wait_that_never_ends_is_time_of_a_collective():
     last = dataclasses.replace(calling(0).total, ended=NOW - 300)
     working = calling(0, history=(last,), total=last)
     waiting = calling(0, call(0, ago=300, is_open=True), history=(last,), total=last)
-    before, after = (time_spent_by_rank(rank, NOW) for rank in (working, waiting))
+    before, after = (get_phase_seconds(rank, NOW) for rank in (working, waiting))
     assert after["collective"] == pytest.approx(before["collective"] + 300, abs=1)
     assert after["other"] == pytest.approx(before["other"] - 300, abs=1)
     assert sum(after.values()) == pytest.approx(sum(before.values()))
@@ -397,8 +412,8 @@ def test_a_step_that_never_ended_is_time_of_what_the_rank_was_doing(phase, kind)
     idle = records.rank(0, 2, history=(last,), total=last, phase=since)
     killed = ended("signal", at=idle.heartbeat)
     # One that lives is idle once its run is over; one that was ended, was ended in its step.
-    before = time_spent_by_rank(idle, NOW)
-    after = time_spent_by_rank(dataclasses.replace(idle, exit=killed), NOW)
+    before = get_phase_seconds(idle, NOW)
+    after = get_phase_seconds(dataclasses.replace(idle, exit=killed), NOW)
     grown = {name: round(after[name] - before[name]) for name in after if name != "other"}
     expected = {"start": 0, "data": 0, "compute": 0, "backward": 0, "collective": 0}
     assert grown == (expected if kind == "other" else {**expected, kind: 300})
@@ -414,17 +429,52 @@ def test_a_kept_diagnosis_is_shown_as_of_its_moment(make_run, ranks):
     (folder / "doctor.json").write_text(json.dumps({"findings": [finding], "notes": []}))
     (folder / "doctor.txt").write_text("STUCK: rank 0\n  train.py:28 train\n")
     (folder / "ranks" / "0.log").write_bytes(b"1%\r99%\n\x1b[31mlast words\x1b[0m\n")
-    text, _ = of(folder)
-    assert "last lines of rank 0 99% last words" in text
-    assert "STUCK: rank 0 is blocked at train.py:28" in text
-    assert "train.py:28 train" in text
+    page = write_page(folder)
+    assert page.sections["ranks"].endswith("99% last words")
+    assert page.headings[1] == "STUCK: rank 0 is blocked at train.py:28"
+    assert page.classes["verdict"] == ["alert", "bad"]
+    assert "train.py:28 train" in page.sections["verdict"]
 
 
 def test_an_interrupted_run_is_not_accused(make_run):
     error = {"type": "KeyboardInterrupt", "message": "", "traceback": "Traceback ..."}
-    text, headings = of(make_run(state="interrupted", error=error))
-    assert "Interrupted. by Ctrl-C" in text
-    assert headings == ["by-hand", "Environment"]
+    page = write_page(make_run(state="interrupted", error=error))
+    assert page.classes["verdict"] == ["alert", "warn"]
+    assert list(page.sections) == ["verdict", "environment"]
+
+
+def test_verdict_wording(make_run, ranks, golden):
+    """The verdict of a run that failed, died, was interrupted, or hung and was diagnosed."""
+    error = {"type": "ValueError", "message": "no data"}
+    interrupted = {"type": "KeyboardInterrupt", "message": ""}
+    gone = {"pid": 2**22 + 5, "process_started": 1.0, "host": socket.gethostname()}
+    folders = [
+        make_run("failed", state="failed", error=error),
+        make_run("interrupted", state="interrupted", error=interrupted),
+        make_run("died", state="running", **gone),
+        make_run("hung", state="failed", error=error),
+    ]
+    finding = {"code": "x", "severity": "stuck", "title": "Rank 0 is blocked in `main`"}
+    finding |= {"evidence": ["rank 0: step 0"], "cause": "A lock.", "fix": "Release the `lock`."}
+    (folders[3] / "doctor.json").write_text(json.dumps({"findings": [finding], "notes": []}))
+    (folders[3] / "doctor.txt").write_text("STUCK: Rank 0 is blocked\n")
+    for name, losses in (("healthy", [1.0, 0.5]), ("nan", [1.0, "NaN"])):
+        folders.append(make_run(name, metrics=[{"loss": x} for x in losses]))
+        ranks.start(rank_without_steps, folders[-1])
+        ranks.wait()
+    lines = [f"{folder.name}: {write_page(folder).sections['verdict']}" for folder in folders]
+    golden("verdicts.txt", "\n".join(lines) + "\n")
+
+
+def test_back_quotes_in_findings_become_code(make_run):
+    finding = {"code": "x", "severity": "stuck", "title": "`a<b>` hangs", "evidence": ["in `c`"]}
+    finding |= {"cause": "`x` and a lone `", "fix": "call `d()`"}
+    folder = make_run(state="failed")
+    (folder / "doctor.json").write_text(json.dumps({"findings": [finding], "notes": []}))
+    page = report.write_report(folder).read_text("utf-8")
+    parse(page)
+    codes = re.findall("<code>(.*?)</code>", page)
+    assert codes == ["a&lt;b&gt;", "c", "x", "d()"]
 
 
 def test_a_page_of_somebody_else_is_not_overwritten(make_run, tmp_path):
@@ -447,7 +497,7 @@ def test_what_is_no_file_is_written_to_and_not_replaced(make_run, tmp_path):
     assert report.write_report(folder, pipe) == pipe
     reader.join()
     assert pipe.is_fifo()
-    checked(seen[0])
+    parse(seen[0])
     (tmp_path / "link.html").symlink_to("page.html")
     report.write_report(folder, tmp_path / "link.html")
     assert (tmp_path / "link.html").is_symlink()
@@ -460,12 +510,15 @@ def test_a_run_json_that_is_no_object_is_said(make_run, tmp_path, text):
     (folder / "run.json").write_text(text)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write("[" * 100_000 + "\n")
-    said, headings = of(folder)
-    assert headings[-1] == "Could not be read"
-    assert "run.json" in said
-    assert "metrics.jsonl : line 2 could not be read" in said
+    damaged = write_page(folder).sections["damaged"]
+    assert "run.json" in damaged
+    assert "metrics.jsonl : can't read line 2" in damaged
     (run,) = report.find_runs(tmp_path / "runs")
-    assert (run.state, run.world_size, report.run.is_ours(folder)) == ("unknown", 0, False)
+    assert (run.state, run.world_size, report.run.is_created_by_miniray(folder)) == (
+        "unknown",
+        0,
+        False,
+    )
 
 
 def test_many_ranks_are_a_small_page(make_run):
@@ -506,5 +559,7 @@ def test_counts_of_distinct_rows_are_exact_or_lower_bounds(golden):
         [records.samples(range(10)), records.samples(range(5, 15))],
         [records.samples(range(10_000)), records.samples(range(10_000, 20_000))],
     ]
-    lines = [report.ranks._covered(given, length) for given in passes for length in (None, 20_000)]
+    lines = [
+        report.ranks.format_coverage(given, length) for given in passes for length in (None, 20_000)
+    ]
     golden("coverage.txt", "\n".join(lines) + "\n")
