@@ -1,4 +1,4 @@
-"""The server over HTTP: who is let in, what is never served, what is sent, how it ends."""
+"""The server over HTTP: access, served files, responses, shutdown."""
 
 import http.client
 import os
@@ -21,7 +21,7 @@ PATHS = ("/", "/app.js", "/style.css", "/plotly.min.js", "/api/news", "/api/time
 
 @pytest.fixture
 def run_dir(root):
-    """A run of two ranks that has ended."""
+    """A finished run with two ranks."""
     path = root / "a"
     synthetic.write_run(path, 2, state="finished")
     synthetic.append_metrics(path, *({"epoch": n, "loss": 1.0 / (n + 1)} for n in range(10)))
@@ -31,10 +31,10 @@ def run_dir(root):
     return path
 
 
-# -- who is let in --------------------------------------------------------------------------------
+# -- access --------------------------------------------------------------------------------------
 
 
-def test_without_the_token_nothing_is_served(root, run_dir, start):
+def test_requests_without_token_are_forbidden(root, run_dir, start):
     client = start(root)
     for path in PATHS:
         assert client.ask(path, cookie=False)[0] == 403
@@ -45,7 +45,7 @@ def test_without_the_token_nothing_is_served(root, run_dir, start):
     assert b"miniray dashboard" in body  # what to do
 
 
-def test_only_this_machine_by_its_own_name(root, run_dir, start):
+def test_only_loopback_hosts_are_allowed(root, run_dir, start):
     client = start(root)
     assert client.ask("/", Host="evil.example")[0] == 403
     assert client.ask("/", Host=f"localhost:{client.server.port}")[0] == 200
@@ -56,7 +56,7 @@ def test_only_this_machine_by_its_own_name(root, run_dir, start):
         DashboardServer(root, host="0.0.0.0")
 
 
-def test_the_address_sets_the_cookie(root, run_dir, start):
+def test_address_sets_cookie(root, run_dir, start):
     client = start(root)
     connection = http.client.HTTPConnection("127.0.0.1", client.server.port, timeout=60)
     connection.request("GET", f"/?token={client.server.gate.token}")
@@ -72,10 +72,10 @@ def test_the_address_sets_the_cookie(root, run_dir, start):
         assert client.ask("/", method)[0] == 501
 
 
-# -- what is never served -------------------------------------------------------------------------
+# -- served files --------------------------------------------------------------------------------
 
 
-def test_nothing_outside_of_the_root(root, run_dir, start, tmp_path):
+def test_files_outside_of_the_directory_are_not_served(root, run_dir, start, tmp_path):
     secret = tmp_path / "secret"
     shutil.copytree(run_dir, secret)
     (secret / "ranks" / "0.log").write_text("the secret\n")
@@ -126,10 +126,10 @@ def test_parameters_are_checked(root, run_dir, start):
         assert client.ask(path)[0] == 400, path
 
 
-# -- what is sent ---------------------------------------------------------------------------------
+# -- responses -----------------------------------------------------------------------------------
 
 
-def test_a_run_that_ended(root, run_dir, start):
+def test_state_of_finished_run(root, run_dir, start):
     client = start(root)
     state = client.state("a")
     assert state["verdict"] == "2 ranks finished at step 50"
@@ -151,8 +151,8 @@ def test_a_run_that_ended(root, run_dir, start):
     assert client.ask("/plotly.min.js")[1][:200].count(b"plotly.js") == 1
 
 
-def test_workers_that_their_trainer_ended_have_finished(root, ranks, start):
-    """They are killed when the run is over, and leave no word of their end."""
+def test_workers_killed_after_success_are_finished(root, ranks, start):
+    """The trainer kills them after the run, so they record no exit."""
     path = root / "trained"
     synthetic.write_run(path, 1)
     pid = ranks.start(synthetic.train, path, 0, 1)
@@ -164,7 +164,7 @@ def test_workers_that_their_trainer_ended_have_finished(root, ranks, start):
     assert ranks.wait() == [-signal.SIGKILL]
 
 
-def test_a_rank_that_failed_is_to_blame(root, start):
+def test_failed_rank_is_marked(root, start):
     synthetic.write_run(root / "b", 3, state="failed")
     for rank in range(2):
         synthetic.still_rank(root / "b", rank, 3)
@@ -179,7 +179,7 @@ def test_a_rank_that_failed_is_to_blame(root, start):
     assert state["findings"][0]["ranks"] == [2]
 
 
-def test_a_run_without_ranks_says_what_run_json_says(root, start, golden):
+def test_verdict_without_rank_records(root, start, golden):
     error = {"type": "ValueError", "message": "no data", "traceback": None}
     synthetic.write_run(root / "c", 2, state="failed", error=error)
     synthetic.write_run(root / "d", 2, state="finished")
@@ -187,12 +187,12 @@ def test_a_run_without_ranks_says_what_run_json_says(root, start, golden):
     client = start(root)
     assert client.state("c")["verdict"].endswith("ValueError: no data")
     assert client.state("d")["severity"] == "none"
-    assert client.state("d")["ranks"] == []  # as of `miniray demo`: nothing is wrong with it
+    assert client.state("d")["ranks"] == []  # as for `miniray demo`
     assert (client.state("e")["state"], client.state("e")["severity"]) == ("died", "failed")
     golden("verdicts.txt", "".join(f"{name}: {client.state(name)['verdict']}\n" for name in "cde"))
 
 
-def test_a_truncated_box_is_named_and_the_others_are_shown(root, run_dir, start):
+def test_truncated_record_is_listed_as_damaged(root, run_dir, start):
     os.truncate(run_dir / "ranks" / "1.box", 1000)
     (run_dir / "run.json").write_text('{"state": "fini')
     client = start(root)
@@ -203,7 +203,7 @@ def test_a_truncated_box_is_named_and_the_others_are_shown(root, run_dir, start)
     assert client.ask("/api/stack?run=a&rank=1", "POST")[0] == 409
 
 
-def test_odd_runs_do_not_hide_the_others(root, run_dir, start):
+def test_invalid_runs_do_not_hide_others(root, run_dir, start):
     for name, text in (("deep", '{"a":' * 100_000), ("null", "null"), ("list", "[1]")):
         (root / name).mkdir()
         (root / name / "run.json").write_text(text)
@@ -216,7 +216,7 @@ def test_odd_runs_do_not_hide_the_others(root, run_dir, start):
         assert "run.json" in client.state(name)["damaged"]
 
 
-def test_half_written_lines_wait_for_the_rest(root, run_dir, start):
+def test_incomplete_metrics_line_is_not_damage(root, run_dir, start):
     client = start(root)
     stream = client.news("a")
     points = lambda state: next(c["points"] for c in state["charts"] if not c["by_rank"])  # noqa: E731
@@ -224,7 +224,7 @@ def test_half_written_lines_wait_for_the_rest(root, run_dir, start):
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write('{"epoch": 10, "loss": 0.5')
         file.flush()
-        with open(run_dir / "run.json", "r+") as run:  # something else changes: a state comes
+        with open(run_dir / "run.json", "r+") as run:  # another change triggers a new state
             text = run.read().replace('"finished"', '"interrupted"')
             run.seek(0)
             run.write(text)
@@ -236,28 +236,28 @@ def test_half_written_lines_wait_for_the_rest(root, run_dir, start):
     stream.close()
 
 
-def test_the_list_is_there_before_the_first_look(root, run_dir, start, monkeypatch):
+def test_list_is_available_before_first_poll(root, run_dir, start, monkeypatch):
     monkeypatch.setattr(poller.Poller, "_loop", lambda self: None)
     assert [run["name"] for run in start(root).json("/api/news")["runs"]] == ["a"]
 
 
-def test_a_run_deleted_while_it_is_looked_at(root, run_dir, start):
+def test_run_deleted_while_shown(root, run_dir, start):
     client = start(root)
     stream = client.news("a")
     assert next(value for name, value in stream if name == "state")["state"] == "finished"
-    # In one step: of a run that is half deleted the page shows the ranks that are left.
+    # Delete it atomically, because the page would show the remaining ranks of a partly deleted run.
     shutil.rmtree(run_dir.rename(root.parent / "away"))
     seen = {}
     while seen.get("runs") != [] or seen.get("state", {}).get("state") != "deleted":
         name, value = next(stream)
         seen[name] = value
-    assert len(seen["state"]["ranks"]) == 2  # what was known stays
+    assert len(seen["state"]["ranks"]) == 2  # the last known state remains
     stream.close()
     assert client.ask("/api/log?run=a&rank=0")[0] == 404
     assert client.ask("/api/stack?run=a&rank=0", "POST")[0] == 404
 
 
-def test_the_stack_of_a_rank_that_has_ended_says_so(root, run_dir, start):
+def test_stack_of_ended_rank_is_an_error(root, run_dir, start):
     client = start(root)
     status, body = client.ask("/api/stack?run=a&rank=0", "POST")
     assert status == 409
@@ -265,7 +265,7 @@ def test_the_stack_of_a_rank_that_has_ended_says_so(root, run_dir, start):
     assert client.ask("/api/stack?run=a&rank=9", "POST")[0] == 404
 
 
-def test_a_hang_names_who_waits_for_whom(root, ranks, start):
+def test_hang_lists_waiting_and_missing_ranks(root, ranks, start):
     path = root / "hung"
     synthetic.write_run(path, 3, limit=1.0)
     for rank in range(3):
@@ -288,14 +288,14 @@ def test_a_hang_names_who_waits_for_whom(root, ranks, start):
     synthetic.end(path, ranks)
 
 
-# -- how it ends ----------------------------------------------------------------------------------
+# -- shutdown ------------------------------------------------------------------------------------
 
 
-def test_close_leaves_no_thread_whatever_is_open(root, run_dir):
+def test_close_stops_threads_with_open_connections(root, run_dir):
     before = set(threading.enumerate())
     server = DashboardServer(root, interval=0.1)
     server.start()
-    silent = socket.create_connection(("127.0.0.1", server.port))  # says nothing at all
+    silent = socket.create_connection(("127.0.0.1", server.port))  # never sends a request
     talking = socket.create_connection(("127.0.0.1", server.port))
     cookie = server.gate.cookie().partition(";")[0]
     talking.sendall(
@@ -320,7 +320,7 @@ print("ended well")
 """
 
 
-def test_ctrl_c_ends_it(root, run_dir):
+def test_ctrl_c_stops_the_server(root, run_dir):
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, root], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True,
@@ -338,7 +338,7 @@ def test_ctrl_c_ends_it(root, run_dir):
         process.wait()
 
 
-def test_what_cannot_be_served_is_said_at_once(root, run_dir, monkeypatch):
+def test_invalid_arguments_raise(root, run_dir, monkeypatch):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         DashboardServer(root / "nowhere")
     with pytest.raises(FileNotFoundError, match="no run 'b'"):

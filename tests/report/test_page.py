@@ -1,4 +1,4 @@
-"""The page: from runs that ended well, badly, or not at all; safe to open whatever is in them."""
+"""Reports of finished, failed, killed and running runs, and the escaping of their content."""
 
 import dataclasses
 import html.parser
@@ -94,7 +94,7 @@ class CounterTrainer(DataParallelTrainer):
         return Counter.remote(worker_id)
 
 
-def test_a_run_writes_its_page_by_itself(tmp_path):
+def test_training_run_writes_report(tmp_path):
     with CounterTrainer(2, run_dir=tmp_path / "run", progress=False, seed=3) as trainer:
         trainer.train(epochs=3)
     page = parse((tmp_path / "run" / "report.html").read_text("utf-8"))
@@ -121,7 +121,7 @@ class Broken(Counter.__wrapped__):
         return super().train_epoch(epoch)
 
 
-def test_a_run_that_fails_has_a_page_with_the_reason(tmp_path):
+def test_failed_run_report_shows_the_error(tmp_path):
     with (
         pytest.raises(ValueError, match="row 4711"),
         DataParallelTrainer(1, worker=Broken, run_dir=tmp_path / "run", progress=False,
@@ -136,7 +136,7 @@ def test_a_run_that_fails_has_a_page_with_the_reason(tmp_path):
     assert "worker 0" in page.sections["verdict"]
 
 
-def test_a_page_that_cannot_be_written_does_not_fail_the_run(tmp_path, capfd):
+def test_report_write_error_does_not_fail_the_run(tmp_path, capfd):
     (tmp_path / "run" / "report.html").mkdir(parents=True)
     with DataParallelTrainer(1, worker=Counter, run_dir=tmp_path / "run", progress=False,
                              backend="inline") as trainer:  # fmt: skip
@@ -146,13 +146,13 @@ def test_a_page_that_cannot_be_written_does_not_fail_the_run(tmp_path, capfd):
     assert said.startswith(f"no report of {tmp_path / 'run'}: ")
 
 
-def train_for_ever(folder):
+def train_forever(folder):
     with DataParallelTrainer(1, worker=Counter, run_dir=folder, progress=False,
                              backend="inline") as trainer:  # fmt: skip
         trainer.train(epochs=10**6)
 
 
-def test_a_killed_run_took_as_long_as_its_ranks_lived(make_run, ranks):
+def test_duration_of_killed_run_ends_at_last_heartbeat(make_run, ranks):
     folder = make_run(state="running", started="2026-01-01T10:00:00+00:00", pid=2**22 + 7,
                       process_started=1.0, host=socket.gethostname())  # fmt: skip
     ranks.start(one_rank, folder, 0)
@@ -164,9 +164,9 @@ def test_a_killed_run_took_as_long_as_its_ranks_lived(make_run, ranks):
     assert run.seconds == pytest.approx(run.record.ranks[0].heartbeat - run.started)
 
 
-def test_a_killed_run(tmp_path, ranks):
+def test_killed_run_report(tmp_path, ranks):
     folder = tmp_path / "run"
-    pid = ranks.start(train_for_ever, folder)
+    pid = ranks.start(train_forever, folder)
     wait_until(lambda: report.run.is_run(folder) and report.read(folder).last_metrics())
     assert report.read(folder).state == "running"
     assert report.read(folder).living == f"process {pid}"
@@ -186,7 +186,7 @@ def one_rank(folder, rank):
                     sample_ids=ids, epoch=0)  # fmt: skip
 
 
-def test_a_run_of_another_launcher_has_only_boxes(tmp_path, ranks):
+def test_run_without_run_json_has_rank_sections(tmp_path, ranks):
     folder = tmp_path / "foreign"
     for rank in range(2):
         ranks.start(one_rank, folder, rank)
@@ -201,7 +201,7 @@ def test_a_run_of_another_launcher_has_only_boxes(tmp_path, ranks):
     assert {"verdict", "time", "data", "memory", "ranks"} <= set(page.sections)
 
 
-def test_ranks_that_share_rows_are_seen(tmp_path, ranks):
+def test_overlapping_samples_are_shown(tmp_path, ranks):
     folder = tmp_path / "foreign"
     ranks.start(one_rank, folder, 0)
     ranks.wait()
@@ -209,7 +209,7 @@ def test_ranks_that_share_rows_are_seen(tmp_path, ranks):
     ranks.wait()
     data = write_page(folder).sections["data"]
     # Ids 0, 2, …, 30 on rank 0; 0, 1, …, 15 on rank 1: 8 of 16 are the same.
-    assert "32 samples, 24 distinct; 8 rows" in data
+    assert "32 samples, 24 distinct, 8 " in data
     assert "50%" in data
 
 
@@ -219,10 +219,10 @@ def share_rows(folder):
         doctor.step(loss=1.0, sample_ids=range(4 * step, 4 * step + 4), epoch=0)
 
 
-# -- figures at a glance --------------------------------------------------------------------------
+# -- tiles --------------------------------------------------------------------------------------
 
 
-def test_the_first_figures_are_scores_and_held_out_ones_before_others(make_run):
+def test_tiles_show_held_out_scores_first(make_run):
     lines = [
         {"epoch": e, "loss": -0.1 * e, "reward": 0.1 * e, "val_reward": 0.2 * e, "kept": 7,
          "timing": {"reward": 0.5 - 0.1 * e}}
@@ -234,32 +234,32 @@ def test_the_first_figures_are_scores_and_held_out_ones_before_others(make_run):
     assert "<b>3</b><span>0 to 2" in page  # what "best, epoch 2" counts from
 
 
-def test_of_numbers_nobody_knows_the_last_are_shown(make_run):
+def test_tiles_show_last_value_of_unknown_metrics(make_run):
     lines = [{"step": i, "pi": value} for i, value in enumerate((3.2, 3.0, 3.14))]
     page = report.write_report(make_run(metrics=lines)).read_text("utf-8")
     tiles = re.findall(r'<div class="tile"><span>(.*?)</span><b>(.*?)</b><span>(.*?)</span>', page)
     assert tiles[-1][:2] == ("pi", "3.14")
 
 
-def test_what_never_changes_is_said_and_not_drawn(make_run):
+def test_constant_metrics_are_listed_without_chart(make_run):
     lines = [{"epoch": e, "loss": 1 / (e + 1), "places": 4, "rate": 2.5} for e in range(3)]
     page = report.write_report(make_run(metrics=lines)).read_text("utf-8")
     assert "places 4, rate 2.5" in parse(page).sections["curves"]
     assert re.findall('aria-label="(.*?)"', page) == ["loss by epoch"]
 
 
-# -- colours --------------------------------------------------------------------------------------
+# -- colors ---------------------------------------------------------------------------------------
 
 
 def luminance(colour):
-    """WCAG's, of ``#rrggbb``."""
+    """Return the relative luminance of ``#rrggbb`` as WCAG defines it."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 @pytest.mark.parametrize("sheet", ["report/style.css", "dashboard/static/style.css"])
-def test_words_on_coloured_ground_can_be_read(sheet):
+def test_text_on_colored_background_has_contrast(sheet):
     text = (Path(miniray.__file__).parent / sheet).read_text("utf-8")
     for block in re.findall(r":root \{(.*?)\}", text, re.DOTALL):
         known = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})\b", block))
@@ -272,7 +272,7 @@ def test_words_on_coloured_ground_can_be_read(sheet):
 # -- runs written by hand -------------------------------------------------------------------------
 
 
-def test_what_is_not_a_run_is_refused(tmp_path):
+def test_directory_without_run_raises(tmp_path):
     with pytest.raises(FileNotFoundError):
         report.write_report(tmp_path)
     with pytest.raises(FileNotFoundError):
@@ -280,7 +280,7 @@ def test_what_is_not_a_run_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_everything_a_run_says_is_text(make_run):
+def test_text_from_run_is_escaped(make_run):
     evil = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>\x07\ud800"
     folder = make_run(
         metrics=[{"epoch": 0, evil: 1.0, "loss": evil}, {"epoch": 1, evil: 2.0}],
@@ -302,7 +302,7 @@ def test_everything_a_run_says_is_text(make_run):
     assert "\x07" not in page
 
 
-def test_damaged_files_are_said_and_the_rest_is_shown(make_run):
+def test_damaged_files_are_listed_and_the_rest_is_shown(make_run):
     folder = make_run(metrics=[{"epoch": 0, "loss": 2.0}, {"epoch": 1, "loss": 1.0}])
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text(
@@ -317,7 +317,7 @@ def test_damaged_files_are_said_and_the_rest_is_shown(make_run):
         assert file in page.sections["damaged"]
 
 
-def test_nan_is_marked_and_numbers_are_whole(make_run):
+def test_nan_in_metrics_is_marked(make_run):
     folder = make_run(
         metrics=[{"epoch": e, "loss": "NaN" if e == 2 else 1.0 / (e + 1)} for e in range(5)]
     )
@@ -327,8 +327,8 @@ def test_nan_is_marked_and_numbers_are_whole(make_run):
     assert "loss 0.2 best, epoch 4" in parse(page).text
 
 
-def test_a_run_with_nan_in_its_metrics_is_not_called_healthy(make_run, ranks):
-    """Its ranks recorded no loss: what was not finite is in the metrics alone."""
+def test_nan_in_metrics_is_not_healthy(make_run, ranks):
+    """Without losses in the rank records, NaN is only in metrics.jsonl."""
     losses = (1.0, "NaN", "Infinity", 0.5)
     folder = make_run(metrics=[{"epoch": e, "loss": loss} for e, loss in enumerate(losses)])
     ranks.start(rank_without_steps, folder)
@@ -342,7 +342,7 @@ def rank_without_steps(folder):
     doctor.attach(folder, rank=0, world_size=1, instrumented=False)
 
 
-def test_ranks_without_steps_have_no_bars_of_phases(make_run, ranks):
+def test_ranks_without_steps_have_no_phase_bars(make_run, ranks):
     folder = make_run(metrics=[{"epoch": e, "seconds": 1.0 + e, "loss": 1.0} for e in range(3)])
     ranks.start(rank_without_steps, folder)
     ranks.wait()
@@ -352,7 +352,7 @@ def test_ranks_without_steps_have_no_bars_of_phases(make_run, ranks):
     assert "p-start" not in page.partition("</style>")[2]
 
 
-def test_ten_thousand_lines_are_a_small_page(make_run):
+def test_report_of_ten_thousand_lines_is_small(make_run):
     random = np.random.default_rng(0)
     lines = [{"step": i, "loss": float(x), "lr": 1e-3} for i, x in enumerate(random.random(10_000))]
     page = render(report.read(make_run(metrics=lines)))
@@ -360,14 +360,14 @@ def test_ten_thousand_lines_are_a_small_page(make_run):
     assert "200 of 10,000 lines" in page
 
 
-def test_syncs_of_milliseconds_took_some_time(make_run):
+def test_short_sync_times_are_shown_in_milliseconds(make_run):
     spent = {"collect": 0.0123, "combine": 12.0, "distribute": 0.5}
     folder = make_run("run", metrics=[{"epoch": 0}], sync={"num_syncs": 3, "seconds": spent})
     text = write_page(folder).sections["sync"]
     assert re.findall(r"[\d.]+ m?s\b", text) == ["12.3 ms", "12 s", "500 ms"]
 
 
-def test_events_and_attempts_are_told(make_run):
+def test_events_and_attempts_are_listed(make_run):
     folder = make_run(
         started="2026-01-01T10:00:00+00:00", ended="2026-01-01T10:01:00+00:00",
         events=[{"time": "2026-01-01T10:00:30+00:00", "event": "worker_failed", "worker": 2,
@@ -382,7 +382,7 @@ def test_events_and_attempts_are_told(make_run):
     assert "epochs 3 0 to 2" in page.text
 
 
-def test_what_workers_do_after_the_end_is_not_the_runs_time(make_run, ranks):
+def test_time_after_the_end_of_the_run_is_excluded(make_run, ranks):
     folder = make_run()
     ranks.start(one_rank, folder, 0)
     ranks.wait()
@@ -392,7 +392,7 @@ def test_what_workers_do_after_the_end_is_not_the_runs_time(make_run, ranks):
     assert sum(get_phase_seconds(rank, None).values()) >= sum(spent.values())
 
 
-def test_a_wait_that_never_ends_is_time_of_a_collective():
+def test_unfinished_wait_counts_as_collective_time():
     last = dataclasses.replace(calling(0).total, ended=NOW - 300)
     working = calling(0, history=(last,), total=last)
     waiting = calling(0, call(0, ago=300, is_open=True), history=(last,), total=last)
@@ -406,7 +406,7 @@ def test_a_wait_that_never_ends_is_time_of_a_collective():
     ("phase", "kind"),
     [("compute", "compute"), ("optimizer", "compute"), ("data", "data"), ("between", "other")],
 )
-def test_a_step_that_never_ended_is_time_of_what_the_rank_was_doing(phase, kind):
+def test_unfinished_step_counts_for_its_phase(phase, kind):
     last = dataclasses.replace(calling(0).total, ended=NOW - 300)
     since = Phase(phase, at(1), NOW - 300.5)
     idle = records.rank(0, 2, history=(last,), total=last, phase=since)
@@ -420,7 +420,7 @@ def test_a_step_that_never_ended_is_time_of_what_the_rank_was_doing(phase, kind)
     assert sum(after.values()) == pytest.approx(sum(before.values()))
 
 
-def test_a_kept_diagnosis_is_shown_as_of_its_moment(make_run, ranks):
+def test_saved_diagnosis_takes_precedence(make_run, ranks):
     folder = make_run(state="failed", config={"launcher": "miniray run"})
     ranks.start(one_rank, folder, 0)
     ranks.wait()
@@ -436,7 +436,7 @@ def test_a_kept_diagnosis_is_shown_as_of_its_moment(make_run, ranks):
     assert "train.py:28 train" in page.sections["verdict"]
 
 
-def test_an_interrupted_run_is_not_accused(make_run):
+def test_interrupted_run_has_only_a_warning(make_run):
     error = {"type": "KeyboardInterrupt", "message": "", "traceback": "Traceback ..."}
     page = write_page(make_run(state="interrupted", error=error))
     assert page.classes["verdict"] == ["alert", "warn"]
@@ -477,7 +477,7 @@ def test_back_quotes_in_findings_become_code(make_run):
     assert codes == ["a&lt;b&gt;", "c", "x", "d()"]
 
 
-def test_a_page_of_somebody_else_is_not_overwritten(make_run, tmp_path):
+def test_foreign_report_html_is_not_overwritten(make_run, tmp_path):
     folder = make_run()
     (folder / "report.html").write_text("<p>mine</p>")
     with pytest.raises(FileExistsError):
@@ -489,7 +489,7 @@ def test_a_page_of_somebody_else_is_not_overwritten(make_run, tmp_path):
     report.write_report(folder)  # over its own
 
 
-def test_what_is_no_file_is_written_to_and_not_replaced(make_run, tmp_path):
+def test_pipes_and_links_are_written_to_and_not_replaced(make_run, tmp_path):
     folder, pipe, seen = make_run(), tmp_path / "pipe", []
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: seen.append(pipe.read_text("utf-8")))
@@ -505,7 +505,7 @@ def test_what_is_no_file_is_written_to_and_not_replaced(make_run, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["null", "[1]", '"x"', '{"a":' * 100_000])
-def test_a_run_json_that_is_no_object_is_said(make_run, tmp_path, text):
+def test_invalid_run_json_is_listed_as_damaged(make_run, tmp_path, text):
     folder = make_run(metrics=[{"epoch": 0, "loss": 1.0}])
     (folder / "run.json").write_text(text)
     with open(folder / "metrics.jsonl", "a") as file:
@@ -521,7 +521,7 @@ def test_a_run_json_that_is_no_object_is_said(make_run, tmp_path, text):
     )
 
 
-def test_many_ranks_are_a_small_page(make_run):
+def test_report_of_many_ranks_is_small(make_run):
     lines = [
         {"step": s, "rank": r, "loss": (s * 7 + r) % 11} for s in range(400) for r in range(64)
     ]
@@ -530,7 +530,7 @@ def test_many_ranks_are_a_small_page(make_run):
     assert len(page) < 200_000
 
 
-def test_states_and_order(make_run, tmp_path):
+def test_find_runs_returns_states_newest_first(make_run, tmp_path):
     make_run("old", started="2026-01-01T00:00:00+00:00")
     make_run("new", started="2026-02-01T00:00:00+00:00", state="interrupted")
     make_run("dead", started="2026-01-15T00:00:00+00:00", state="running", pid=2**22 + 5,
@@ -545,7 +545,7 @@ def test_states_and_order(make_run, tmp_path):
     assert report.find_runs(tmp_path / "nowhere") == []
 
 
-def test_the_last_line_is_found_without_reading_all(make_run):
+def test_last_metrics_skips_incomplete_line(make_run):
     folder = make_run(metrics=[{"epoch": i, "loss": 1.0, "x": "y" * 100} for i in range(2000)])
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"epoch": 2000, "lo')
@@ -553,7 +553,7 @@ def test_the_last_line_is_found_without_reading_all(make_run):
 
 
 def test_counts_of_distinct_rows_are_exact_or_lower_bounds(golden):
-    """Wording of the last pass: each row once, rows twice, and 20,000 rows once on two ranks."""
+    """Each sample once, some twice, and 20,000 samples on two ranks."""
     passes = [
         [records.samples(range(10)), records.samples(range(10, 20))],
         [records.samples(range(10)), records.samples(range(5, 15))],

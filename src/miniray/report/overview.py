@@ -124,7 +124,9 @@ def render_verdict(run: Run, diagnosis: Diagnosis, curves: Sequence[Curve]) -> M
         kind = _CLASSES[findings[0].severity]
         rendered = [_render_finding(finding, "h3") for finding in findings[1:]]
         first = _render_finding(findings[0], "h2")
-        details = [tag("p", tag("b", error[1])), *error[2]] if error is not None else []
+        details = []
+        if error is not None:
+            details = [tag("p", tag("b", "Error: "), error[1]), *error[2]]
         inside = [first, *rendered, *details]
     elif error is not None:
         kind, heading, details = error

@@ -221,17 +221,13 @@ def _render_coverage(seen: Sequence[RankRecord]) -> Iterator[Markup]:
 def format_coverage(passes: Sequence[SamplePass], length: int | None) -> str:
     count = sum(given.count for given in passes)
     if not all(given.is_exact for given in passes):
-        return f"{count:,} samples, at least {samples.count_distinct(*passes):,} distinct."
+        return f"{count:,} samples, at least {samples.count_distinct(*passes):,} distinct"
     distinct = samples.count_distinct(*passes)
     text = f"{count:,} samples, {distinct:,} distinct"
     if length:
-        text += f", of {length:,} rows ({distinct / length:.1%})"
-    twice = count - distinct
-    return (
-        f"{text}; {plural(twice, 'row')} given more than once."
-        if twice
-        else f"{text}; no row twice."
-    )
+        text += f" ({distinct / length:.1%} of {length:,} rows)"
+    duplicates = count - distinct
+    return f"{text}, {plural(duplicates, 'duplicate') if duplicates else 'no duplicates'}"
 
 
 def _render_overlaps(seen: Sequence[RankRecord], passes: Sequence[SamplePass]) -> Markup:

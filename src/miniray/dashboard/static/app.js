@@ -433,7 +433,7 @@ class Panel {
     this.key = h("span", { className: "legend" });
     const about = chart.by_rank ? "by rank" : "";
     this.node = h("figure", { className: "chart" },
-      h("figcaption", {}, h("b", { textContent: chart.name }), h("span", { className: "quiet", textContent: about }), this.key, this.bad, this.log), this.plot);
+      h("figcaption", {}, h("b", { textContent: chart.name }), h("span", { className: "quiet", textContent: about }), this.bad, this.log, this.key), this.plot);
     this.node.dataset.chart = `${chart.name}${chart.by_rank ? " by rank" : ""}`;
     this.observer = new IntersectionObserver(([entry]) => { this.visible = entry.isIntersecting; this.refresh(); }, { rootMargin: "300px" });
     this.observer.observe(this.node);
@@ -450,7 +450,7 @@ class Panel {
     const counts = this.runs.map((run) => states.get(run).charts.find(same));
     const bad = counts.reduce((sum, chart) => sum + chart.bad, 0);
     this.bad.textContent = bad ? `${bad} non-finite ${bad === 1 ? "value" : "values"}` : "";
-    const points = JSON.stringify([this.runs, counts.map((chart) => chart.points), this.range]);
+    const points = JSON.stringify([this.runs, compared, counts.map((chart) => chart.points), this.range]);
     if (this.visible && points !== this.points) { this.points = points; this.fetch(); }
   }
 
@@ -468,7 +468,7 @@ class Panel {
 
   draw() {
     if (!this.found || !window.Plotly) return;
-    const several = this.found.length > 1;
+    const several = compared.length > 0;
     const severities = new Map((state().ranks ?? []).map((row) => [row.rank, row.severity]));
     const traces = [], keys = [];
     for (const { run, curves } of this.found) {
@@ -499,7 +499,7 @@ class Panel {
     const axis = { gridcolor: color("line"), zeroline: false, color: color("quiet"), tickfont: { size: 11 },
       exponentformat: high < 1 ? "e" : "SI" };  // 5e-4, not 500μ
     const title = (text) => ({ text: plain(text.length > 30 ? `${text.slice(0, 29)}…` : text), standoff: 8, font: { size: 11 } });
-    const layout = { margin: { l: 60, r: 8, t: 6, b: 42 }, paper_bgcolor: "transparent", plot_bgcolor: "transparent",
+    const layout = { margin: { l: 30, r: 8, t: 6, b: 42 }, paper_bgcolor: "transparent", plot_bgcolor: "transparent",
       font: { color: color("text"), family: "system-ui, sans-serif", size: 11 }, separators: ".", hovermode: traces.length > 8 ? "closest" : "x", uirevision: chosen,
       xaxis: { ...axis, title: title(this.chart.axis), ...(few && { dtick: 1 }), ...(this.range && { range: this.range }) }, yaxis: { ...axis, title: title(this.chart.name), type: this.isLog() ? "log" : "linear", automargin: true, ...(level && { range: [low - margin, low + margin] }) } };
     window.Plotly.react(this.plot, traces, layout, { displayModeBar: false, responsive: true, doubleClick: "reset+autosize" });
@@ -551,10 +551,6 @@ function drawCharts() {
   }
   const loading = state().loading;
   $("loading").textContent = loading == null ? "" : `reading metrics.jsonl: ${Math.floor(loading * 100)} %`;
-  if (changed("compared", [chosen, compared])) {
-    $("compared").replaceChildren(...(compared.length ? [chosen, ...compared] : []).map((run) =>
-      h("li", {}, Object.assign(h("i"), { style: `background:${runColor(run)}` }), run)));
-  }
 }
 
 // -- logs ----------------------------------------------------------------------------------------
