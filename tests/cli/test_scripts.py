@@ -155,11 +155,8 @@ def test_a_missing_extra_is_named(monkeypatch, tmp_path):
     (tmp_path / "runs").mkdir()
     done = invoke("dashboard")
     assert done.exit_code == 1
-    assert "needs plotly" in done.output
-    assert "pip install 'miniray[dashboard]'" in done.output
-    why = "the dashboard needs plotly: pip install 'miniray[dashboard]'"
-    done = invoke("dashboard")
-    assert done.output == f"Error: {why}\n"  # and no second time
+    assert "plotly" in done.output
+    assert done.output.count("pip install 'miniray[dashboard]'") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A server over a temporary directory of runs, and ranks that end with the test."""
+"""Fixtures: a server for a temporary directory of runs, and ranks that end with the test."""
 
 import http.client
 import json
@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from miniray.dashboard import Server
+from miniray.dashboard import DashboardServer
 from tests.doctor.helpers import Ranks
 
 pytest.importorskip("plotly", reason="the dashboard needs plotly: pip install 'miniray[dashboard]'")
 
 
 class Client:
-    """Requests as a program would send them; headers may be anything."""
+    """Send requests with arbitrary headers."""
 
     def __init__(self, server):
         self.server = server
@@ -35,7 +35,7 @@ class Client:
         return json.loads(body)
 
     def news(self, *runs):
-        """What is new, as ("runs" or "state", value), for as long as one asks."""
+        """Yield changes as ("runs" or "state", value)."""
         query, seen = "".join(f"run={name}&" for name in runs), ""
         while True:
             found = self.json(f"/api/news?{query}seen={seen}")
@@ -46,7 +46,7 @@ class Client:
             time.sleep(0.02)
 
     def state(self, run, wanted=lambda state: True):
-        """The first state of the run that is ``wanted``."""
+        """Return the first state of the run for which ``wanted`` is true."""
         return next(v for name, v in self.news(run) if name == "state" and wanted(v))
 
 
@@ -59,7 +59,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def ranks():
-    """Forked before the server starts: a fork should find one thread."""
+    """Ranks that are forked before the server starts its threads."""
     made = Ranks()
     yield made
     made.end()
@@ -67,11 +67,11 @@ def ranks():
 
 @pytest.fixture
 def start():
-    """``start(root)`` gives a client of a new server."""
+    """Return a function that starts a server and returns its client."""
     servers = []
 
     def start_server(path, **options):
-        server = Server(path, interval=0.1, **options)
+        server = DashboardServer(path, interval=0.1, **options)
         servers.append(server)
         server.start()
         return Client(server)

@@ -1,4 +1,4 @@
-"""Runs for the dashboard to show: ranks that train for real in forked processes, and still ones."""
+"""Runs for the dashboard: ranks that train in forked processes, and records of ended ranks."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def site(line, function="main"):
 
 
 def write_run(run_dir, world_size, state="running", **fields):
-    """``run.json`` as the launcher writes it, of this process."""
+    """Write ``run.json`` as the launcher does, with this process as the driver."""
     run_dir.mkdir(parents=True, exist_ok=True)
     runfile.write_run(run_dir, world_size, "miniray run", hang_timeout=fields.pop("limit", 60.0))
     runfile.change_run(run_dir, state=state, **fields)
@@ -37,7 +37,7 @@ def begin(box):
 
 
 def one_step(box, rank, step, pace=0.02, loss=None):
-    """A step of a data-parallel loop: data, compute, backward, a collective."""
+    """Run one step of a data-parallel loop: data, compute, backward, a collective."""
     box.set_phase("data", site(10))
     time.sleep(pace * 0.2)
     box.data_ns += int(pace * 0.2e9)
@@ -56,7 +56,7 @@ def one_step(box, rank, step, pace=0.02, loss=None):
 
 
 def train(run_dir, rank, world_size, pace=0.02):
-    """A rank that goes on until there is a file ``enough``; rank 0 writes the metrics."""
+    """Train until the file ``enough`` exists. Rank 0 writes the metrics."""
     box = recorder.start(run_dir, rank, world_size, heartbeat_interval=0.2)
     box.begin_steps()
     with open(run_dir / "ranks" / f"{rank}.log", "a", buffering=1) as log:
@@ -75,7 +75,7 @@ def a_function_that_takes_long(run_dir):
 
 
 def hang(run_dir, rank, world_size, culprit, steps=10):
-    """All ranks but one wait in a collective; that one is in a function of its own."""
+    """Wait in a collective on all ranks except ``culprit``, which loops in a function."""
     box = recorder.start(run_dir, rank, world_size, heartbeat_interval=0.2)
     box.begin_steps()
     log = open(run_dir / "ranks" / f"{rank}.log", "a", buffering=1)
@@ -94,7 +94,7 @@ def hang(run_dir, rank, world_size, culprit, steps=10):
 
 
 def still_rank(run_dir, rank, world_size, steps=50, losses=None, kind="finished", **exit_fields):
-    """The box of a rank that ended, as it would have left it."""
+    """Write the record of a rank that has ended."""
     folder = run_dir / "ranks"
     folder.mkdir(parents=True, exist_ok=True)
     info = {
@@ -129,7 +129,7 @@ SPIKE = 1234.5
 
 
 def many_points(path: Path, ranks=64, steps=977, names=16):
-    """``metrics.jsonl`` of a million points: a line a rank and step, one spike in the loss."""
+    """Write a million points with one spike in the loss: one line per rank and step."""
     draw = random.Random(0)
     noise = [round(draw.random(), 5) for _ in range(997)]
     words = ["loss", *(f"layer_{number}" for number in range(1, names))]
@@ -144,7 +144,7 @@ def many_points(path: Path, ranks=64, steps=977, names=16):
 
 
 def end(run_dir, ranks):
-    """Let the ranks of ``train`` or ``hang`` end, and see that they did."""
+    """Stop the ranks of ``train`` or ``hang``, and check that they exit."""
     Path(run_dir, "enough").touch()
     assert set(ranks.wait()) == {0}
     assert not any(os.path.exists(f"/proc/{pid}") for pid in ranks.pids)

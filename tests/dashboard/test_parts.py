@@ -1,4 +1,4 @@
-"""The parts below the server: curves, lanes, logs, access."""
+"""The parts below the server: curves, timelines, logs, access."""
 
 import json
 import math
@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from miniray.dashboard import logs
-from miniray.dashboard.access import Gate, NotFoundError, Root, is_ours
-from miniray.dashboard.lanes import KINDS, Lane, window
+from miniray.dashboard.access import Gate, NotFoundError, ServedDirectory, is_same_origin
 from miniray.dashboard.poller import Listing
 from miniray.dashboard.series import Metrics
+from miniray.dashboard.timelines import KINDS, Timeline, get_window
 from miniray.doctor.facts import gather
 from miniray.doctor.model import Phase, Steps
 from tests.doctor.records import NOW, at, call, calling, rank, run
@@ -27,10 +27,10 @@ def values(metrics, name, rank=None):
     return list(series.x), list(series.y)
 
 
-def test_lines_are_read_as_they_come_and_half_ones_wait(tmp_path):
+def test_incomplete_line_is_read_when_finished(tmp_path):
     path = tmp_path / "metrics.jsonl"
     metrics = Metrics(path)
-    assert not metrics.read()  # there is no file yet
+    assert not metrics.read()  # the file doesn't exist yet
     write(path, {"epoch": 0, "loss": 2.0})
     assert metrics.read()
     with open(path, "a") as file:
@@ -45,7 +45,7 @@ def test_lines_are_read_as_they_come_and_half_ones_wait(tmp_path):
     assert metrics.damaged == 0
 
 
-def test_a_file_that_was_cut_or_replaced_is_read_anew(tmp_path):
+def test_truncated_or_replaced_file_is_read_from_start(tmp_path):
     path = tmp_path / "metrics.jsonl"
     metrics = Metrics(path)
     write(path, *({"epoch": n, "loss": float(n)} for n in range(5)))
@@ -60,7 +60,7 @@ def test_a_file_that_was_cut_or_replaced_is_read_anew(tmp_path):
     assert list(metrics.series) == [("accuracy", None)]
 
 
-def test_what_is_no_record_is_counted_and_passed_over(tmp_path):
+def test_invalid_lines_are_counted_and_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(
         '{"step": 1, "loss": 1}\nnonsense\n[1, 2]\n1}, {"a": 2\n\n{"step": 2, "loss": 2}\n'
@@ -71,7 +71,7 @@ def test_what_is_no_record_is_counted_and_passed_over(tmp_path):
     assert metrics.damaged == 3
 
 
-def test_axes_ranks_and_what_is_no_metric(tmp_path):
+def test_axes_ranks_and_non_metrics(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(
         path,
@@ -80,7 +80,7 @@ def test_axes_ranks_and_what_is_no_metric(tmp_path):
         {"loss": 0.125},
         {"step": "NaN", "loss": 8},
         {"step": 10**400, "loss": 4},
-        {"step": 7, "loss": 10**400},  # no float: left out, and what is around it stays together
+        {"step": 7, "loss": 10**400},  # too large for a float: skipped
         {"step": 8, "loss": 2},
         {"step": 9, "timing": {"rollout": 0.5, "range": [0, 1], "time": 1.0}},
     )
@@ -95,7 +95,7 @@ def test_axes_ranks_and_what_is_no_metric(tmp_path):
     assert metrics.series["loss", 1].axis == "step"
 
 
-def test_values_that_are_not_finite_are_marked_where_the_curve_was(tmp_path):
+def test_non_finite_values_are_marked_at_last_finite_value(tmp_path):
     path = tmp_path / "metrics.jsonl"
     losses = ["NaN", 2.0, "Infinity", math.nan, 1.0, "-Infinity", "a word"]
     write(path, *({"step": n, "loss": loss} for n, loss in enumerate(losses)))
@@ -109,7 +109,7 @@ def test_values_that_are_not_finite_are_marked_where_the_curve_was(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_part_of_the_axis_has_more_detail(tmp_path):
+def test_part_of_axis_has_more_detail(tmp_path):
     metrics = Metrics(tmp_path)
     for step in range(10_000):
         metrics.add("loss", None, "step", step, float(step % 7))
@@ -120,11 +120,11 @@ def test_a_part_of_the_axis_has_more_detail(tmp_path):
     assert part["points"] == 10_000
 
 
-# -- lanes ----------------------------------------------------------------------------------------
+# -- timelines ----------------------------------------------------------------------------------
 
 
-def shares(lane, begin, end, buckets=1):
-    text = lane.shares(np.linspace(begin, end, buckets + 1))
+def shares(timeline, begin, end, buckets=1):
+    text = timeline.shares(np.linspace(begin, end, buckets + 1))
     size = len(KINDS)
     return [
         {k: int(text[i * size + j], 36) for j, k in enumerate(KINDS) if text[i * size + j] != "0"}
@@ -132,54 +132,57 @@ def shares(lane, begin, end, buckets=1):
     ]
 
 
-def look(lane, record, **fields):
+def look(timeline, record, **fields):
     facts = gather(run(record, **fields)).ranks[record.rank]
-    return lane.look(facts)
+    return timeline.update(facts)
 
 
-def test_a_step_is_divided_as_the_rank_measured_it():
-    lane = Lane()
+def test_step_time_is_divided_as_recorded():
+    timeline = Timeline()
     step = Steps(1, 1, 0, NOW - 90, 10.0, 2.0, 3.0, 1.0, 0.5, 8)
     record = rank(0, attached=NOW - 100, history=(step,), phase=Phase("data", at(1), NOW - 90))
-    assert look(lane, record) == [step]
-    assert look(lane, record) == []
+    assert look(timeline, record) == [step]
+    assert look(timeline, record) == []
     # 35 is all of the time: 4 of 10 s computing, 3 backward, 2 data, 1 collective.
-    assert shares(lane, NOW - 100, NOW - 90) == [
+    assert shares(timeline, NOW - 100, NOW - 90) == [
         {"compute": 14, "backward": round(10.5), "data": 7, "sync": round(3.5)}
     ]
-    assert shares(lane, NOW - 90, NOW) == [{"data": 35}]
+    assert shares(timeline, NOW - 90, NOW) == [{"data": 35}]
 
 
-def test_a_rank_that_waits_is_seen_to_wait():
-    lane = Lane()
+def test_waiting_rank_is_shown_as_sync():
+    timeline = Timeline()
     record = calling(0, call(0, ago=60.0, is_open=True), attached=NOW - 100)
-    look(lane, record)
-    assert shares(lane, NOW - 100, NOW, 5) == [{"other": 35}, {"other": 35}] + [{"sync": 35}] * 3
+    look(timeline, record)
+    assert (
+        shares(timeline, NOW - 100, NOW, 5) == [{"other": 35}, {"other": 35}] + [{"sync": 35}] * 3
+    )
 
 
-def test_what_was_seen_gives_way_to_what_the_rank_recorded():
-    lane = Lane()
-    look(lane, rank(0, attached=NOW - 10, phase=Phase("data", at(1), NOW - 10)))
-    assert shares(lane, NOW - 10, NOW) == [{"data": 35}]
+def test_step_records_replace_observations():
+    timeline = Timeline()
+    look(timeline, rank(0, attached=NOW - 10, phase=Phase("data", at(1), NOW - 10)))
+    assert shares(timeline, NOW - 10, NOW) == [{"data": 35}]
     step = Steps(1, 1, 0, NOW, 5.0, 0.0, 0.0, 0.0, None, 8)
-    look(lane, rank(0, attached=NOW - 10, history=(step,), phase=Phase("data", at(1), NOW)))
-    assert shares(lane, NOW - 10, NOW, 2) == [{"data": 35}, {"compute": 35}]
+    look(timeline, rank(0, attached=NOW - 10, history=(step,), phase=Phase("data", at(1), NOW)))
+    assert shares(timeline, NOW - 10, NOW, 2) == [{"data": 35}, {"compute": 35}]
 
 
-def test_old_moments_go_and_the_shares_stay():
-    lane = Lane()
+def test_dropping_old_moments_keeps_shares():
+    timeline = Timeline()
     every = [Steps(n, 1, 0, NOW - 10_000 + n, 1.0, 0.5, 0.0, 0.0, None, 8) for n in range(1, 9001)]
     for first in range(0, 9000, 250):
-        look(lane, rank(0, attached=NOW - 10_000, history=tuple(every[first : first + 250])))
-    assert len(lane._moments) < 5000
-    assert shares(lane, NOW - 10_000, NOW - 1000) == [{"compute": 18, "data": 18}]
-    assert window([lane], 600, 10)[1] - window([lane], 600, 10)[0] == pytest.approx(600)
+        look(timeline, rank(0, attached=NOW - 10_000, history=tuple(every[first : first + 250])))
+    assert len(timeline._moments) < 5000
+    assert shares(timeline, NOW - 10_000, NOW - 1000) == [{"compute": 18, "data": 18}]
+    begin, end, _ = get_window([timeline], 600, 10)
+    assert end - begin == pytest.approx(600)
 
 
 # -- logs -----------------------------------------------------------------------------------------
 
 
-def test_a_log_is_read_from_its_end_and_followed(tmp_path):
+def test_log_is_read_from_its_end_and_followed(tmp_path):
     path = tmp_path / "0.log"
     path.write_bytes(b"one\ntwo\nthr")
     first = logs.tail(path)
@@ -187,12 +190,12 @@ def test_a_log_is_read_from_its_end_and_followed(tmp_path):
     with open(path, "ab") as file:
         file.write(b"ee\nfour\n")
     then = logs.tail(path, since=first["end"])
-    assert (then["lines"], then["rest"], then["anew"]) == (["three", "four"], "", False)
+    assert (then["lines"], then["rest"], then["restarted"]) == (["three", "four"], "", False)
     path.write_bytes(b"again\n")
     assert logs.tail(path, since=then["end"])["lines"] == ["again"]
 
 
-def test_a_long_log_is_never_read_whole(tmp_path):
+def test_long_log_is_read_in_pieces(tmp_path):
     path = tmp_path / "0.log"
     line = "x" * 99
     path.write_text("".join(f"{line}{n:08}\n" for n in range(20_000)))
@@ -205,14 +208,14 @@ def test_a_long_log_is_never_read_whole(tmp_path):
     assert sum(len(text) for text in newest["lines"]) < 200_000
 
 
-def test_progress_bars_are_shown_as_a_terminal_does(tmp_path):
+def test_progress_bars_show_their_last_update(tmp_path):
     path = tmp_path / "0.log"
     path.write_bytes(b"10%\r50%\r100%\r\n\xff\xfe\n\x1b[1;31mred\x1b[0m \x1b]8;;x\x07link\x1b[K\n")
     assert logs.tail(path)["lines"] == ["100%", "��", "red link"]
     assert logs.search(path, "link")["found"] == ["red link"]
 
 
-def test_search_finds_the_last_ones_and_counts_all(tmp_path):
+def test_search_returns_last_matches_and_total(tmp_path):
     path = tmp_path / "0.log"
     path.write_text(
         "".join(f"step {n} {'Warning' if n % 2 else 'fine'}\n" for n in range(2000)) + "warning"
@@ -234,7 +237,7 @@ def test_search_finds_the_last_ones_and_counts_all(tmp_path):
         ("127.0.0.1:8000", None, True),
         ("localhost:8000", "http://localhost:8000", True),
         ("[::1]:8000", None, True),
-        ("localhost:9000", "http://localhost:8000", False),  # another program's page
+        ("localhost:9000", "http://localhost:8000", False),  # a page of a different program
         ("evil.example:8000", None, False),
         ("127.0.0.1.evil.example", None, False),
         ("localhost.evil.example:80", None, False),
@@ -245,8 +248,8 @@ def test_search_finds_the_last_ones_and_counts_all(tmp_path):
         ("[", None, False),
     ],
 )
-def test_hosts_and_origins(host, origin, ours):
-    assert is_ours(host, origin) is ours
+def test_is_same_origin(host, origin, ours):
+    assert is_same_origin(host, origin) is ours
 
 
 def test_the_token_in_the_cookie():
@@ -260,28 +263,28 @@ def test_the_token_in_the_cookie():
     assert "SameSite=Strict" in gate.cookie()
 
 
-def test_runs_are_listed_by_when_they_began_wherever_that_was(tmp_path):
+def test_runs_are_sorted_across_time_zones(tmp_path):
     began = {"first": "2026-01-01T12:00:00+02:00", "second": "2026-01-01T10:30:00+00:00"}
     for name, moment in began.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text(json.dumps({"started": moment}))
-    listing = Listing(Root(tmp_path))
+    listing = Listing(ServedDirectory(tmp_path))
     listing.refresh()
     assert [run["name"] for run in listing.runs] == ["second", "first"]
 
 
-def test_a_root_may_be_one_run(tmp_path):
+def test_served_directory_may_be_a_single_run(tmp_path):
     one = tmp_path / "one"
     (one / "ranks").mkdir(parents=True)
     (one / "ranks" / "0.box").touch()
     (tmp_path / "notes").mkdir()
     (tmp_path / "loop").symlink_to("loop")
-    assert Root(tmp_path).names() == ["one"]
-    alone = Root(one)
+    assert ServedDirectory(tmp_path).names() == ["one"]
+    alone = ServedDirectory(one)
     assert alone.names() == ["one"]
     assert alone.run("one") == one
     for name in ("two", "..", "ranks", "", "notes", "loop"):
         with pytest.raises(NotFoundError):
             alone.run(name)
         with pytest.raises(NotFoundError):
-            Root(tmp_path).run(name)
+            ServedDirectory(tmp_path).run(name)

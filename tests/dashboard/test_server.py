@@ -1,4 +1,4 @@
-"""The server over HTTP: who is let in, what is never served, what is sent, how it ends."""
+"""The server over HTTP: access, served files, responses, shutdown."""
 
 import http.client
 import os
@@ -12,17 +12,17 @@ import threading
 
 import pytest
 
-from miniray.dashboard import Server, poller
+from miniray.dashboard import DashboardServer, poller
 from miniray.doctor import runfile
 from tests.dashboard import synthetic
 from tests.doctor.helpers import wait_until
 
-PATHS = ("/", "/app.js", "/style.css", "/plotly.min.js", "/api/news", "/api/lanes?run=a")
+PATHS = ("/", "/app.js", "/style.css", "/plotly.min.js", "/api/news", "/api/timelines?run=a")
 
 
 @pytest.fixture
 def run_dir(root):
-    """A run of two ranks that has ended."""
+    """A finished run with two ranks."""
     path = root / "a"
     synthetic.write_run(path, 2, state="finished")
     synthetic.append_metrics(path, *({"epoch": n, "loss": 1.0 / (n + 1)} for n in range(10)))
@@ -32,10 +32,10 @@ def run_dir(root):
     return path
 
 
-# -- who is let in --------------------------------------------------------------------------------
+# -- access --------------------------------------------------------------------------------------
 
 
-def test_without_the_token_nothing_is_served(root, run_dir, start):
+def test_requests_without_token_are_forbidden(root, run_dir, start):
     client = start(root)
     for path in PATHS:
         assert client.ask(path, cookie=False)[0] == 403
@@ -46,18 +46,18 @@ def test_without_the_token_nothing_is_served(root, run_dir, start):
     assert b"miniray dashboard" in body  # what to do
 
 
-def test_only_this_machine_by_its_own_name(root, run_dir, start):
+def test_only_loopback_hosts_are_allowed(root, run_dir, start):
     client = start(root)
     assert client.ask("/", Host="evil.example")[0] == 403
     assert client.ask("/", Host=f"localhost:{client.server.port}")[0] == 200
     assert client.ask("/", Origin="http://localhost:1")[0] == 403
-    assert client.ask("/api/lanes?run=a&buckets=9", Sec_Fetch_Site="same-site")[0] == 403
+    assert client.ask("/api/timelines?run=a&buckets=9", Sec_Fetch_Site="same-site")[0] == 403
     assert client.ask("/api/stack?run=a&rank=0", "POST", Sec_Fetch_Site="cross-site")[0] == 403
     with pytest.raises(ValueError, match="ssh -L"):
-        Server(root, host="0.0.0.0")
+        DashboardServer(root, host="0.0.0.0")
 
 
-def test_the_address_sets_the_cookie(root, run_dir, start):
+def test_address_sets_cookie(root, run_dir, start):
     client = start(root)
     connection = http.client.HTTPConnection("127.0.0.1", client.server.port, timeout=60)
     connection.request("GET", f"/?token={client.server.gate.token}")
@@ -125,10 +125,10 @@ def test_browser_command_line_does_not_contain_the_token(root, run_dir, tmp_path
         os.close(main)
 
 
-# -- what is never served -------------------------------------------------------------------------
+# -- served files --------------------------------------------------------------------------------
 
 
-def test_nothing_outside_of_the_root(root, run_dir, start, tmp_path):
+def test_files_outside_of_the_directory_are_not_served(root, run_dir, start, tmp_path):
     secret = tmp_path / "secret"
     shutil.copytree(run_dir, secret)
     (secret / "ranks" / "0.log").write_text("the secret\n")
@@ -149,7 +149,7 @@ def test_nothing_outside_of_the_root(root, run_dir, start, tmp_path):
         "/api/log?run=linked&rank=0", "/api/log?run=..&rank=0", "/api/log?run=../secret&rank=0",
         "/api/log?run=%2e%2e%2fsecret&rank=0", "/api/log?run=a%00&rank=0", "/api/log?run=&rank=0",
         "/api/log?run=a&rank=1", "/api/log?run=a&rank=2", "/api/search?run=a&rank=1&q=e",
-        "/api/news?run=linked", "/api/news?run=told", "/api/lanes?run=linked&buckets=5",
+        "/api/news?run=linked", "/api/news?run=told", "/api/timelines?run=linked&buckets=5",
         "/api/chart?run=x&name=l&by_rank=0",
     ):  # fmt: skip
         status, body = client.ask(path)
@@ -170,18 +170,19 @@ def test_nothing_outside_of_the_root(root, run_dir, start, tmp_path):
 def test_parameters_are_checked(root, run_dir, start):
     client = start(root)
     for path in (
-        "/api/lanes?run=a", "/api/lanes?run=a&buckets=0", "/api/lanes?run=a&buckets=1e9",
-        "/api/lanes?run=a&buckets=nan", "/api/chart?run=a&run=a&name=loss&by_rank=0",
+        "/api/timelines?run=a", "/api/timelines?run=a&buckets=0",
+        "/api/timelines?run=a&buckets=1e9",
+        "/api/timelines?run=a&buckets=nan", "/api/chart?run=a&run=a&name=loss&by_rank=0",
         "/api/chart?run=a&name=loss&by_rank=0&from=inf", "/api/search?run=a&rank=0&q=",
         f"/api/search?run=a&rank=0&q={'x' * 201}",
     ):  # fmt: skip
         assert client.ask(path)[0] == 400, path
 
 
-# -- what is sent ---------------------------------------------------------------------------------
+# -- responses -----------------------------------------------------------------------------------
 
 
-def test_a_run_that_ended(root, run_dir, start):
+def test_state_of_finished_run(root, run_dir, start):
     client = start(root)
     state = client.state("a")
     assert state["verdict"] == "2 ranks finished at step 50"
@@ -195,16 +196,16 @@ def test_a_run_that_ended(root, run_dir, start):
     assert curves[0]["y"] == [float(f"{1 / (n + 1):.6g}") for n in range(10)]
     by_rank = client.json("/api/chart?run=a&name=loss&by_rank=1")["curves"]
     assert [curve["rank"] for curve in by_rank] == [0, 1]
-    lanes = client.json("/api/lanes?run=a&buckets=50")
-    assert set(lanes["lanes"]) == {"0", "1"}
-    assert len(lanes["lanes"]["0"]) == 50 * len(lanes["kinds"])
+    timelines = client.json("/api/timelines?run=a&buckets=50")
+    assert set(timelines["timelines"]) == {"0", "1"}
+    assert len(timelines["timelines"]["0"]) == 50 * len(timelines["kinds"])
     assert client.json("/api/log?run=a&rank=1")["lines"] == ["rank 1 says hello"]
     assert client.json("/api/log?run=a&rank=7")["missing"] is True
     assert client.ask("/plotly.min.js")[1][:200].count(b"plotly.js") == 1
 
 
-def test_workers_that_their_trainer_ended_have_finished(root, ranks, start):
-    """They are killed when the run is over, and leave no word of their end."""
+def test_workers_killed_after_success_are_finished(root, ranks, start):
+    """The trainer kills them after the run, so they record no exit."""
     path = root / "trained"
     synthetic.write_run(path, 1)
     pid = ranks.start(synthetic.train, path, 0, 1)
@@ -216,7 +217,7 @@ def test_workers_that_their_trainer_ended_have_finished(root, ranks, start):
     assert ranks.wait() == [-signal.SIGKILL]
 
 
-def test_a_rank_that_failed_is_to_blame(root, start):
+def test_failed_rank_is_marked(root, start):
     synthetic.write_run(root / "b", 3, state="failed")
     for rank in range(2):
         synthetic.still_rank(root / "b", rank, 3)
@@ -227,23 +228,24 @@ def test_a_rank_that_failed_is_to_blame(root, start):
     state = start(root).state("b")
     assert state["severity"] == "failed"
     assert "rank 2" in state["verdict"]
-    assert {row["rank"]: row["blame"] for row in state["ranks"]} == {0: "", 1: "", 2: "failed"}
+    assert {row["rank"]: row["severity"] for row in state["ranks"]} == {0: "", 1: "", 2: "failed"}
     assert state["findings"][0]["ranks"] == [2]
 
 
-def test_a_run_without_ranks_says_what_run_json_says(root, start):
+def test_verdict_without_rank_records(root, start, golden):
     error = {"type": "ValueError", "message": "no data", "traceback": None}
     synthetic.write_run(root / "c", 2, state="failed", error=error)
     synthetic.write_run(root / "d", 2, state="finished")
     synthetic.write_run(root / "e", 2, pid=0)
     client = start(root)
     assert client.state("c")["verdict"].endswith("ValueError: no data")
-    assert client.state("d")["verdict"] == "finished; no rank recorded itself here"
-    assert client.state("d")["ranks"] == []  # as of `miniray demo`: nothing is wrong with it
-    assert client.state("e")["state"] == "died"
+    assert client.state("d")["severity"] == "none"
+    assert client.state("d")["ranks"] == []  # as for `miniray demo`
+    assert (client.state("e")["state"], client.state("e")["severity"]) == ("died", "failed")
+    golden("verdicts.txt", "".join(f"{name}: {client.state(name)['verdict']}\n" for name in "cde"))
 
 
-def test_a_truncated_box_is_named_and_the_others_are_shown(root, run_dir, start):
+def test_truncated_record_is_listed_as_damaged(root, run_dir, start):
     os.truncate(run_dir / "ranks" / "1.box", 1000)
     (run_dir / "run.json").write_text('{"state": "fini')
     client = start(root)
@@ -254,7 +256,7 @@ def test_a_truncated_box_is_named_and_the_others_are_shown(root, run_dir, start)
     assert client.ask("/api/stack?run=a&rank=1", "POST")[0] == 409
 
 
-def test_odd_runs_do_not_hide_the_others(root, run_dir, start):
+def test_invalid_runs_do_not_hide_others(root, run_dir, start):
     for name, text in (("deep", '{"a":' * 100_000), ("null", "null"), ("list", "[1]")):
         (root / name).mkdir()
         (root / name / "run.json").write_text(text)
@@ -267,7 +269,7 @@ def test_odd_runs_do_not_hide_the_others(root, run_dir, start):
         assert "run.json" in client.state(name)["damaged"]
 
 
-def test_half_written_lines_wait_for_the_rest(root, run_dir, start):
+def test_incomplete_metrics_line_is_not_damage(root, run_dir, start):
     client = start(root)
     stream = client.news("a")
     points = lambda state: next(c["points"] for c in state["charts"] if not c["by_rank"])  # noqa: E731
@@ -275,7 +277,7 @@ def test_half_written_lines_wait_for_the_rest(root, run_dir, start):
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write('{"epoch": 10, "loss": 0.5')
         file.flush()
-        with open(run_dir / "run.json", "r+") as run:  # something else changes: a state comes
+        with open(run_dir / "run.json", "r+") as run:  # another change triggers a new state
             text = run.read().replace('"finished"', '"interrupted"')
             run.seek(0)
             run.write(text)
@@ -287,36 +289,36 @@ def test_half_written_lines_wait_for_the_rest(root, run_dir, start):
     stream.close()
 
 
-def test_the_list_is_there_before_the_first_look(root, run_dir, start, monkeypatch):
+def test_list_is_available_before_first_poll(root, run_dir, start, monkeypatch):
     monkeypatch.setattr(poller.Poller, "_loop", lambda self: None)
     assert [run["name"] for run in start(root).json("/api/news")["runs"]] == ["a"]
 
 
-def test_a_run_deleted_while_it_is_looked_at(root, run_dir, start):
+def test_run_deleted_while_shown(root, run_dir, start):
     client = start(root)
     stream = client.news("a")
     assert next(value for name, value in stream if name == "state")["state"] == "finished"
-    # In one step: of a run that is half deleted the page shows the ranks that are left.
+    # Delete it atomically, because the page would show the remaining ranks of a partly deleted run.
     shutil.rmtree(run_dir.rename(root.parent / "away"))
     seen = {}
     while seen.get("runs") != [] or seen.get("state", {}).get("state") != "deleted":
         name, value = next(stream)
         seen[name] = value
-    assert len(seen["state"]["ranks"]) == 2  # what was known stays
+    assert len(seen["state"]["ranks"]) == 2  # the last known state remains
     stream.close()
     assert client.ask("/api/log?run=a&rank=0")[0] == 404
     assert client.ask("/api/stack?run=a&rank=0", "POST")[0] == 404
 
 
-def test_the_stack_of_a_rank_that_has_ended_says_so(root, run_dir, start):
+def test_stack_of_ended_rank_is_an_error(root, run_dir, start):
     client = start(root)
     status, body = client.ask("/api/stack?run=a&rank=0", "POST")
     assert status == 409
-    assert b"rank 0 shows no stack: it has ended" in body
+    assert b"rank 0" in body
     assert client.ask("/api/stack?run=a&rank=9", "POST")[0] == 404
 
 
-def test_a_hang_names_who_waits_for_whom(root, ranks, start):
+def test_hang_lists_waiting_and_missing_ranks(root, ranks, start):
     path = root / "hung"
     synthetic.write_run(path, 3, limit=1.0)
     for rank in range(3):
@@ -324,9 +326,9 @@ def test_a_hang_names_who_waits_for_whom(root, ranks, start):
     client = start(root)
     state = client.state("hung", lambda state: state["severity"] == "stuck")
     assert "rank 1" in state["verdict"]
-    assert {row["rank"]: row["blame"] for row in state["ranks"]} == {0: "", 1: "stuck", 2: ""}
+    assert {row["rank"]: row["severity"] for row in state["ranks"]} == {0: "", 1: "stuck", 2: ""}
     (wait,) = state["waits"]
-    assert wait["in"] == [0, 2]
+    assert wait["waiting"] == [0, 2]
     assert [missing["rank"] for missing in wait["missing"]] == [1]
     assert wait["what"].startswith("all_reduce SUM (4,) float32 at train.py:16")
     found = client.json("/api/stack?run=hung&rank=1", "POST")
@@ -339,14 +341,14 @@ def test_a_hang_names_who_waits_for_whom(root, ranks, start):
     synthetic.end(path, ranks)
 
 
-# -- how it ends ----------------------------------------------------------------------------------
+# -- shutdown ------------------------------------------------------------------------------------
 
 
-def test_close_leaves_no_thread_whatever_is_open(root, run_dir):
+def test_close_stops_threads_with_open_connections(root, run_dir):
     before = set(threading.enumerate())
-    server = Server(root, interval=0.1)
+    server = DashboardServer(root, interval=0.1)
     server.start()
-    silent = socket.create_connection(("127.0.0.1", server.port))  # says nothing at all
+    silent = socket.create_connection(("127.0.0.1", server.port))  # never sends a request
     talking = socket.create_connection(("127.0.0.1", server.port))
     cookie = server.gate.cookie().partition(";")[0]
     talking.sendall(
@@ -371,7 +373,7 @@ print("ended well")
 """
 
 
-def test_ctrl_c_ends_it(root, run_dir):
+def test_ctrl_c_stops_the_server(root, run_dir):
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, root], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True,
@@ -389,16 +391,16 @@ def test_ctrl_c_ends_it(root, run_dir):
         process.wait()
 
 
-def test_what_cannot_be_served_is_said_at_once(root, run_dir, monkeypatch):
+def test_invalid_arguments_raise(root, run_dir, monkeypatch):
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        Server(root / "nowhere")
+        DashboardServer(root / "nowhere")
     with pytest.raises(FileNotFoundError, match="no run 'b'"):
-        Server(root, run="b")
+        DashboardServer(root, run="b")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(OSError, match="in use"):
-            Server(root, port=taken.getsockname()[1])
+            DashboardServer(root, port=taken.getsockname()[1])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"miniray\[dashboard\]"):
-        Server(root)
+        DashboardServer(root)

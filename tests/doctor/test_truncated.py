@@ -11,8 +11,8 @@ import threading
 import pytest
 
 from miniray.cli import top
-from miniray.dashboard.access import Root
-from miniray.dashboard.watch import Watch
+from miniray.dashboard.access import ServedDirectory
+from miniray.dashboard.monitor import RunMonitor
 from miniray.doctor import layout, recorder
 from miniray.doctor.barriers import barrier
 from miniray.doctor.box import Box
@@ -58,7 +58,7 @@ def spoil(path, random):
 
 def read_with_every_tool(run_dir):
     watched = Watched(1, os.getpid(), run_dir / "ranks" / "1.box")
-    page = Watch(Root(run_dir.parent), run_dir.name)
+    page = RunMonitor(ServedDirectory(run_dir.parent), run_dir.name)
     path = run_dir / "ranks" / "1.box"
     threading.Thread(target=spoil, args=(path, random.Random(0)), daemon=True).start()
     before, read = None, 0

@@ -1,13 +1,20 @@
-"""Curves from lines of metrics, and fewer points that draw the same line."""
+"""Curves extracted from metrics, and thinning of their points."""
 
 import math
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from miniray.report.series import Curve, axis, by_rank, curves, spread, thinned
+from miniray.report.series import (
+    Curve,
+    extract_curves,
+    extract_rank_curves,
+    find_axis,
+    sample_evenly,
+    thin_points,
+)
 
-#: A loaded machine is no reason to fail.
+#: Slow examples on a loaded machine must not fail.
 QUICK = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -15,39 +22,39 @@ def named(found):
     return {curve.name: (curve.group, curve.points) for curve in found}
 
 
-def test_held_out_metrics_share_the_chart_of_their_twin():
+def test_held_out_metrics_share_a_chart():
     lines = [{"epoch": 0, "loss": 2, "val_loss": 3, "val_f1": 0.5}, {"epoch": 1, "loss": 1}]
-    assert named(curves(lines)) == {
+    assert named(extract_curves(lines)) == {
         "loss": ("loss", [(0, 2), (1, 1)]),
         "val_loss": ("loss", [(0, 3)]),
-        "val_f1": ("val_f1", [(0, 0.5)]),  # there is no f1 to share one with
+        "val_f1": ("val_f1", [(0, 0.5)]),  # f1 doesn't exist
     }
 
 
-def test_what_is_no_measure_gets_no_curve():
+def test_non_numeric_metric_has_no_curve():
     line = {"epoch": 0, "seconds": 1.0, "num_samples": 8, "synced": True, "note": "x", "loss": 1.0}
-    assert list(named(curves([line]))) == ["loss"]
+    assert list(named(extract_curves([line]))) == ["loss"]
 
 
-def test_nested_metrics_have_dotted_names_and_steps_do_where_there_are_no_epochs():
+def test_nested_metrics_have_dotted_names():
     lines = [{"step": 10, "reward": {"mean": 0.5}}, {"step": 20, "reward": {"mean": 0.75}}]
-    assert named(curves(lines)) == {"reward.mean": ("reward.mean", [(10, 0.5), (20, 0.75)])}
-    assert axis(lines) == "step"
+    assert named(extract_curves(lines)) == {"reward.mean": ("reward.mean", [(10, 0.5), (20, 0.75)])}
+    assert find_axis(lines) == "step"
 
 
-def test_several_lines_of_an_epoch_are_drawn_by_their_steps():
+def test_several_lines_per_epoch_use_step_axis():
     lines = [{"epoch": n // 2, "step": 10 * n, "loss": 4 - n} for n in range(4)]
-    assert named(curves(lines))["loss"][1] == [(0, 4), (10, 3), (20, 2), (30, 1)]
-    assert axis(lines) == "step"
-    once = [{"epoch": n, "step": 7, "loss": n} for n in range(3)]  # so many steps in each
-    assert named(curves(once))["loss"][1] == [(0, 0), (1, 1), (2, 2)]
+    assert named(extract_curves(lines))["loss"][1] == [(0, 4), (10, 3), (20, 2), (30, 1)]
+    assert find_axis(lines) == "step"
+    once = [{"epoch": n, "step": 7, "loss": n} for n in range(3)]  # the number of steps per epoch
+    assert named(extract_curves(once))["loss"][1] == [(0, 0), (1, 1), (2, 2)]
     by_ranks = [{"epoch": e, "step": 5, "rank": r, "loss": e} for e in (0, 1) for r in (0, 1)]
-    assert axis(by_ranks) == "epoch"
+    assert find_axis(by_ranks) == "epoch"
 
 
-def test_a_list_with_a_number_for_each_rank_is_a_curve_a_rank():
+def test_list_per_rank_becomes_curve_per_rank():
     lines = [{"epoch": 0, "loss": [1.0, 2.0], "sizes": [1, 2, 3]}, {"epoch": 1, "loss": [0.5, 1.5]}]
-    found = by_rank(lines, world_size=2)
+    found = extract_rank_curves(lines, world_size=2)
     assert list(found) == ["loss"]
     assert [(c.name, c.points) for c in found["loss"]] == [
         ("rank 0", [(0, 1.0), (1, 0.5)]),
@@ -55,13 +62,13 @@ def test_a_list_with_a_number_for_each_rank_is_a_curve_a_rank():
     ]
 
 
-def test_lines_that_name_their_rank_are_a_curve_a_rank():
+def test_lines_with_rank_become_curve_per_rank():
     lines = [
         {"step": s, "rank": r, "loss": 10 * r + s, "x": {"y": s}} for s in (0, 1) for r in (1, 0)
     ]
     lines.append({"step": 2, "loss": 7})
-    assert named(curves(lines)) == {"loss": ("loss", [(2, 7)])}
-    found = by_rank(lines, world_size=1)
+    assert named(extract_curves(lines)) == {"loss": ("loss", [(2, 7)])}
+    found = extract_rank_curves(lines, world_size=1)
     assert [(c.name, c.points) for c in found["loss"]] == [
         ("rank 0", [(0, 0), (1, 1)]),
         ("rank 1", [(0, 10), (1, 11)]),
@@ -69,22 +76,22 @@ def test_lines_that_name_their_rank_are_a_curve_a_rank():
     assert [c.points for c in found["x.y"]] == [[(0, 0), (1, 1)]] * 2
 
 
-def test_a_loss_that_is_always_nan_is_not_level():
-    assert Curve("loss", [(0.0, 2.0), (1.0, 2.0)]).level
-    assert not Curve("loss", [(0.0, math.nan), (1.0, math.nan)]).level
+def test_constant_nan_is_not_a_constant_curve():
+    assert Curve("loss", [(0.0, 2.0), (1.0, 2.0)]).is_constant
+    assert not Curve("loss", [(0.0, math.nan), (1.0, math.nan)]).is_constant
 
 
-def test_best_is_the_lowest_loss_and_the_highest_accuracy_and_never_nan():
+def test_best_value_depends_on_metric_and_is_never_nan():
     points = [(0.0, math.nan), (1.0, 3.0), (2.0, 1.0), (3.0, 2.0)]
     assert Curve("loss", points).best == (2.0, 1.0)
     assert Curve("val_accuracy", points).best == (1.0, 3.0)
     assert Curve("loss", points[:1]).best is None
 
 
-def test_ten_thousand_points_become_some_hundred_with_every_peak():
+def test_thinning_keeps_peaks():
     points = [(float(i), 1.0) for i in range(10_000)]
     points[1234], points[7777] = (1234.0, 50.0), (7777.0, -50.0)
-    thin = thinned(points, 400)
+    thin = thin_points(points, 400)
     assert len(thin) <= 400
     assert {(1234.0, 50.0), (7777.0, -50.0), points[0], points[-1]} <= set(thin)
 
@@ -93,7 +100,7 @@ def test_ten_thousand_points_become_some_hundred_with_every_peak():
 @given(st.lists(st.integers(-9, 9), min_size=1, max_size=120), st.integers(4, 20))
 def test_thinning_keeps_ends_order_and_extremes(values, most):
     points = [(float(i), float(value)) for i, value in enumerate(values)]
-    thin = thinned(points, most)
+    thin = thin_points(points, most)
     assert len(thin) <= max(most, 4)
     assert [x for x, _ in thin] == sorted(x for x, _ in thin)
     assert (thin[0], thin[-1]) == (points[0], points[-1])
@@ -104,7 +111,7 @@ def test_thinning_keeps_ends_order_and_extremes(values, most):
 
 @QUICK
 @given(st.lists(st.integers(), min_size=1, max_size=60), st.integers(2, 20))
-def test_spread_keeps_both_ends(values, most):
-    found = spread(values, most)
+def test_sample_evenly_keeps_both_ends(values, most):
+    found = sample_evenly(values, most)
     assert len(found) == min(len(values), most)
     assert (found[0], found[-1]) == (values[0], values[-1])

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 from miniray import report
 from miniray.cli import cli, top
-from miniray.dashboard.access import NotFoundError, Root
+from miniray.dashboard.access import NotFoundError, ServedDirectory
+from miniray.dashboard.monitor import RunMonitor
 from miniray.dashboard.poller import Listing
-from miniray.dashboard.watch import Watch
 from miniray.doctor import reader
 from miniray.doctor.diagnose import diagnose
 from miniray.runs import files, listing, run_info
@@ -28,7 +28,7 @@ def look_at(root):
         result = CliRunner().invoke(cli, [*command, "--runs-dir", str(root)])
         assert result.exit_code == 0, result
         assert "intact" in result.output
-    served = Root(root)
+    served = ServedDirectory(root)
     listed = Listing(served)
     listed.refresh()
     assert {entry["name"] for entry in listed.runs} <= found.keys()
@@ -40,7 +40,7 @@ def look_at(root):
         diagnosis.text(80)
         top.frame(reader.read_run(run.path), None, 80)
         try:
-            watch = Watch(served, name)
+            watch = RunMonitor(served, name)
         except NotFoundError:  # a link that leads out of the folder
             continue
         watch.poll()

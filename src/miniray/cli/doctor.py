@@ -21,7 +21,7 @@ from miniray.cli.targets import (
     run_argument,
     runs_dir_option,
 )
-from miniray.cli.terminal import coloured, columns
+from miniray.cli.terminal import columns, supports_color
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -126,7 +126,7 @@ def _show(diagnosis: Diagnosis, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(diagnosis.to_json(), ensure_ascii=False))
         return
-    click.echo(diagnosis.text(int(min(80, columns())), coloured(sys.stdout)))
+    click.echo(diagnosis.text(int(min(80, columns())), supports_color(sys.stdout)))
     sys.stdout.flush()
 
 

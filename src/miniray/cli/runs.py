@@ -103,15 +103,15 @@ def compare(targets: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
 
 
 def _best(run: Run) -> dict[str, Any]:
-    from miniray.report.series import curves
+    from miniray.report.series import extract_curves
 
-    return {c.name: c.best[1] for c in curves(run.metrics) if c.best is not None}
+    return {c.name: c.best[1] for c in extract_curves(run.metrics) if c.best is not None}
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    from miniray.report.series import flat
+    from miniray.report.series import flatten
 
-    found: dict[str, Any] = {f"config.{k}": value for k, value in flat(run.config).items()}
+    found: dict[str, Any] = {f"config.{k}": value for k, value in flatten(run.config).items()}
     versions = run.info.get("versions")
     if isinstance(versions, dict):
         found |= {f"version.{key}": value for key, value in versions.items()}
@@ -148,14 +148,14 @@ def delete(targets: tuple[str, ...], yes: bool, runs_dir: Path) -> None:
 def find_obstacle(path: Path) -> str:
     """Return why ``path`` must not be deleted, or "" if it may be deleted."""
     from miniray.report import read
-    from miniray.report.run import is_ours
+    from miniray.report.run import is_created_by_miniray
     from miniray.runs.listing import is_run
     from miniray.train.rundir import find_holder
 
     if path.is_symlink():
         return "it is a symbolic link"
     resolved = path.resolve()
-    if not is_run(path) or not is_ours(path):
+    if not is_run(path) or not is_created_by_miniray(path):
         return "it isn't a run directory of miniray"
     if Path.cwd().resolve().is_relative_to(resolved):
         return "it contains the current directory"

@@ -1,6 +1,6 @@
-"""Text on a terminal: how wide, in which colours, and runs as tables.
+"""Print to a terminal: width, colors, and tables of runs.
 
-Colours are for terminals only, and none where ``NO_COLOR`` is set. In a pipe everything is whole.
+Colors are only used on terminals, and not if ``NO_COLOR`` is set. Output to a pipe isn't truncated.
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ if TYPE_CHECKING:
     from miniray.report import Run
 
 _HEAD = ["run", "state", "started", "took", "ranks", "epochs", "metrics"]
-#: Which columns give way where a terminal is narrow, the first first. Never the run's own: a name
-#: must be one that can be copied.
-_GIVE_WAY = ["ranks", "took", "started", "epochs"]
-_ROOM = 40  # columns that metrics want, if they fill them
+#: Columns to drop on a narrow terminal, in this order. The name is never dropped, so it can be
+#: copied.
+_DROPPABLE = ["ranks", "took", "started", "epochs"]
+_ROOM = 40  # terminal columns for metrics
 _STATES = {"finished": "green", "running": "cyan", "failed": "red", "died": "red"}
 
 
-def coloured(stream: TextIO) -> bool:
-    """Whether it is a terminal that may show colours."""
+def supports_color(stream: TextIO) -> bool:
+    """Return True if the stream is a terminal that may show colors."""
     dumb = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return stream.isatty() and not dumb
 
 
-def paint(text: str, colour: str | None, stream: TextIO | None = None) -> str:
-    """``text`` in a colour where ``stream`` (standard output) is a terminal that may show one."""
-    wanted = colour is not None and coloured(stream or sys.stdout)
-    return click.style(text, fg=colour) if wanted else text
+def paint(text: str, color: str | None, stream: TextIO | None = None) -> str:
+    """Return ``text`` in a color if ``stream`` (default: standard output) supports colors."""
+    wanted = color is not None and supports_color(stream or sys.stdout)
+    return click.style(text, fg=color) if wanted else text
 
 
 def columns() -> float:
-    """How wide a line may be: the terminal's width, and any in a pipe."""
+    """Return the width of the terminal, or infinity if the output isn't a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
 
 
 def console() -> Console:
-    """rich's, which breaks lines between words on a terminal, and none in a pipe."""
+    """Return a rich console that wraps at words on a terminal, and never in a pipe."""
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else 100_000)
 
 
 def width(text: str) -> int:
-    """Columns it takes: a Chinese character has two."""
+    """Return the number of terminal columns of the text. A Chinese character takes two."""
     return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def printable(text: str) -> str:
-    """Without what would move the cursor, colour the rest, or cannot be written at all."""
+    """Replace control characters, and characters that can't be printed."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def fitted(line: str, used: int = 0) -> str:
-    """The line cut to what the terminal has left after ``used`` columns; whole in a pipe."""
+def truncate_line(line: str, used: int = 0) -> str:
+    """Truncate the line to the columns left after ``used``. In a pipe, return it unchanged."""
     room = columns() - used
     if width(line) <= room:
         return line
@@ -76,24 +76,30 @@ def fitted(line: str, used: int = 0) -> str:
 
 
 def show(runs: list[Run]) -> None:
-    """A line a run. Where that leaves metrics too little room, a second one has them."""
+    """Print one line per run.
+
+    If the terminal is too narrow for the metrics, print them on a second line.
+    """
     rows = [dict(zip(_HEAD, _HEAD, strict=True)), *map(_row, runs)]
     longest = max(width(row["metrics"]) for row in rows)
-    widths = _fitting(rows, _GIVE_WAY, longest) or _fitting(rows, _GIVE_WAY[:2], _ROOM)
+    widths = _fitting(rows, _DROPPABLE, longest) or _fitting(rows, _DROPPABLE[:2], _ROOM)
     if widths:
         for row in rows:
-            click.echo(_line(row, widths, fitted(row["metrics"], _used(widths))))
+            click.echo(_line(row, widths, truncate_line(row["metrics"], _used(widths))))
         return
-    widths = _fitting(rows, _GIVE_WAY, -2) or dict.fromkeys(_HEAD[:2], 0)
+    widths = _fitting(rows, _DROPPABLE, -2) or dict.fromkeys(_HEAD[:2], 0)
     click.echo(_line(rows[0], widths))
     for row in rows[1:]:
-        rest = [f"{k} {row[k]}" for k in reversed(_GIVE_WAY) if k not in widths and row[k]]
-        below = fitted("  ".join(filter(None, [row["metrics"], *rest])), 2)
+        rest = [f"{k} {row[k]}" for k in reversed(_DROPPABLE) if k not in widths and row[k]]
+        below = truncate_line("  ".join(filter(None, [row["metrics"], *rest])), 2)
         click.echo(f"{_line(row, widths)}\n  {below}".rstrip())
 
 
 def _fitting(rows: list[dict[str, str]], spare: list[str], room: float) -> dict[str, int]:
-    """Widths by column, without those of ``spare`` that must go; {} where ``room`` is not left."""
+    """Return widths by column, and drop columns of ``spare`` if needed.
+
+    Return {} if less than ``room`` columns would be left.
+    """
     widths = {name: max(width(row[name]) for row in rows) for name in _HEAD[:-1]}
     for name in spare:
         if _used(widths) + room > columns():
@@ -124,7 +130,7 @@ def _row(run: Run) -> dict[str, str]:
 
 
 def _epochs(run: Run) -> str:
-    """How many are done; they are counted from 0."""
+    """Return the number of completed epochs. Epochs count from 0."""
     last = run.last_metrics().get("epoch")
     return str(last + 1) if isinstance(last, int) else ""
 
@@ -153,14 +159,14 @@ def _metrics(last: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> str:
-    """A number for a table; "" for anything else."""
+    """Format a number for a table. Return "" for other values."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return ""
     return str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
 def compare(runs: list[Run], bests: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
-    """A column a run: last and best value of every metric, and the settings that differ."""
+    """Print one column per run: last and best metrics, and the settings that differ."""
     from rich.table import Table
     from rich.text import Text
 
@@ -190,6 +196,6 @@ def compare(runs: list[Run], bests: list[dict[str, Any]], settings: list[dict[st
 
 
 def _keys(records: list[dict[str, Any]]) -> list[str]:
-    """Numbers of any of the records, in order of appearance."""
+    """Return the names of all numeric fields, in order of appearance."""
     items = [item for record in records for item in record.items()]
     return list(dict.fromkeys(key for key, value in items if _plain(value)))

@@ -1,11 +1,11 @@
-"""The live page over run directories: ``miniray dashboard``.
+"""Serve a live page over run directories, as ``miniray dashboard`` does.
 
 ::
 
     miniray.dashboard.serve(Path("runs"))       # prints its address, serves until Ctrl-C
 
-Reads run directories and nothing else: a run that lives, hangs or died last week is shown alike,
-and its ranks do nothing for it. Needs plotly (``pip install 'miniray[dashboard]'``), and no torch.
+The server only reads run directories, so running, hung and finished runs look the same, and ranks
+have nothing to do for it. Needs plotly (``pip install 'miniray[dashboard]'``), but not torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from miniray.dashboard import access
 from miniray.dashboard.handler import Handler
 from miniray.dashboard.poller import Poller
 
-__all__ = ["Server", "serve"]
+__all__ = ["DashboardServer", "serve"]
 
 
 def serve(
@@ -36,17 +36,21 @@ def serve(
     port: int = 0,
     open_browser: bool = True,
 ) -> None:
-    """Serve the runs under ``root`` (or the one run that ``root`` is) until Ctrl-C.
+    """Serve the runs in ``root``, or the single run at ``root``, until Ctrl-C.
 
-    Prints the address, which holds the token. ``FileNotFoundError`` where there is no such
-    directory or no run of that name, ``ValueError`` for a host other than this machine,
-    ``ImportError`` without plotly, ``OSError`` where the port is taken.
+    Prints the address, which contains the access token.
+
+    Raises:
+        FileNotFoundError: The directory doesn't exist, or contains no run named ``run``.
+        ValueError: ``host`` isn't a loopback address.
+        ImportError: plotly isn't installed.
+        OSError: The port is in use.
     """
-    server = Server(root, run=run, host=host, port=port)
+    server = DashboardServer(root, run=run, host=host, port=port)
     server.start()
     try:
         print(f"miniray dashboard: {server.url}", flush=True)
-        print(f"  runs in {server.root.path}; Ctrl-C ends it", flush=True)
+        print(f"Runs in {server.root.path}. Press Ctrl-C to quit.", flush=True)
         if open_browser and sys.stdout.isatty():
             webbrowser.open(server.new_browser_url())
         threading.Event().wait()
@@ -56,10 +60,10 @@ def serve(
         server.close()
 
 
-class Server:
-    """The dashboard as an object, for tests and for programs: ``start()``, ``url``, ``close()``.
+class DashboardServer:
+    """The dashboard for use in programs: ``start()``, ``url``, ``close()``.
 
-    ``close`` ends every thread the server has started, open pages included.
+    ``close`` stops all threads of the server, even if pages are open.
     """
 
     def __init__(
@@ -73,16 +77,16 @@ class Server:
     ) -> None:
         if not access.is_loopback(host):
             raise ValueError(
-                f"the dashboard is served to this machine only, not on {host!r}; from another one, "
-                "use `ssh -L 8080:localhost:PORT`"
+                f"The dashboard is only served on a loopback address, not on {host!r}. To open it "
+                "from a different machine, use `ssh -L 8080:localhost:PORT`."
             )
         self.plotly = _find_plotly()
-        self.root = access.Root(Path(root))
+        self.root = access.ServedDirectory(Path(root))
         if run is not None:
             try:
                 self.root.run(run)
             except access.NotFoundError:
-                raise FileNotFoundError(f"there is no run {run!r} in {self.root.path}") from None
+                raise FileNotFoundError(f"{self.root.path} contains no run {run!r}.") from None
         self._run = run
         self.poller = Poller(self.root, interval)
         handler = type("DashboardHandler", (Handler,), {"dashboard": self})
@@ -98,13 +102,13 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Without the token."""
+        """The address without the token."""
         host = str(self._http.server_address[0])
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"
 
     @property
     def url(self) -> str:
-        """The address of the page, with the token."""
+        """The address to open in a browser, with the token."""
         return f"{self.address}?token={self.gate.token}{self._run_parameter}"
 
     def new_browser_url(self) -> str:
@@ -120,19 +124,22 @@ class Server:
         self._thread.start()
 
     def close(self) -> None:
-        """End, whatever is open. Harmless when called twice."""
+        """Stop the server. May be called more than once."""
         self.poller.close()
         if self._thread.is_alive():
             self._http.shutdown()
             self._thread.join()
-        self._http.hang_up()
+        self._http.close_connections()
         self._http.server_close()
 
 
 class _Http(ThreadingHTTPServer):
-    """A thread a connection. ``hang_up`` closes all, so that no thread waits for a client."""
+    """An HTTP server with one thread per connection.
 
-    daemon_threads = False  # so that server_close waits for them
+    ``close_connections`` closes all connections, so that no thread keeps waiting for a client.
+    """
+
+    daemon_threads = False  # server_close must wait for them
     block_on_close = True
 
     def __init__(self, address: tuple[str, int], handler: Any) -> None:
@@ -143,7 +150,7 @@ class _Http(ThreadingHTTPServer):
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
-        """Without the look-up of our own name that HTTPServer makes: it may take seconds."""
+        """Bind without the DNS lookup of ``HTTPServer``, which may take seconds."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
@@ -157,25 +164,25 @@ class _Http(ThreadingHTTPServer):
             self._open.discard(request)
         super().shutdown_request(request)
 
-    def hang_up(self) -> None:
+    def close_connections(self) -> None:
         with self._guard:
             for request in self._open:
                 try:
                     request.shutdown(socket.SHUT_RDWR)
-                except OSError:  # the client was quicker
+                except OSError:  # already disconnected
                     continue
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away in mid-answer is no error; everything else is shown."""
+        """Ignore clients that disconnect. Print all other errors."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
 
 def _find_plotly() -> Path:
-    """plotly.js inside of the Python package, which need not be imported for it."""
+    """Return the path of plotly.js in the plotly package, without importing the package."""
     found = importlib.util.find_spec("plotly")
     for folder in (found.submodule_search_locations or ()) if found is not None else ():
         path = Path(folder) / "package_data" / "plotly.min.js"
         if path.is_file():
             return path
-    raise ImportError("the dashboard needs plotly: pip install 'miniray[dashboard]'")
+    raise ImportError("The dashboard needs plotly: pip install 'miniray[dashboard]'")

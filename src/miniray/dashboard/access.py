@@ -1,8 +1,8 @@
-"""Who may look, and at what: the token, the Host header, and files inside the run root only.
+"""Check who may access the dashboard: the token, the Host header, and file paths.
 
-A page of any web site may send requests to 127.0.0.1 from the user's own browser, and one on
-another port of localhost even sends our cookie along. So every request must show the token, name a
-loopback host (a name that somebody pointed at 127.0.0.1 is none) and not come from another origin.
+Any web page can send requests to 127.0.0.1 from the user's browser, and a page on a different port
+of localhost even sends our cookie with them. Every request must therefore contain the token, name a
+loopback host (DNS rebinding uses other names) and not come from a different origin.
 """
 
 from __future__ import annotations
@@ -21,25 +21,28 @@ from miniray.runs.listing import is_run
 
 
 class NotFoundError(LookupError):
-    """No such run or file, or it lies outside of the root: which of the two is not said."""
+    """The run or file doesn't exist, or is outside of the served directory.
+
+    The error doesn't reveal which of the two.
+    """
 
 
 class Gate:
     """Authentication of one server. ``allows`` decides on each request.
 
-    A request shows the token, in the address or in the cookie. The address that opens the browser
-    contains a code instead, because command lines are visible to all users of the machine. The code
-    works once, and is exchanged for the cookie.
+    A request contains the token, in the address or in the cookie. The address that opens the
+    browser contains a code instead, because all users of the machine can see command lines. The
+    code works once, and is exchanged for the cookie.
     """
 
     def __init__(self, port: int) -> None:
         self.token = secrets.token_urlsafe(24)
         self._code: str | None = None
         self._lock = threading.Lock()
-        self.cookie_name = f"miniray_{port}"  # cookies are the same on all ports
+        self.cookie_name = f"miniray_{port}"  # cookies are shared between ports
 
     def allows(self, headers: Mapping[str, str], query_token: str | None) -> bool:
-        """Whether whoever sent this has the token, in the address or in the cookie."""
+        """Return True if the request contains the token, in the address or in the cookie."""
         shown = query_token
         if shown is None:
             cookie: SimpleCookie = SimpleCookie()
@@ -71,7 +74,10 @@ class Gate:
 
 
 def is_loopback(host: str) -> bool:
-    """``127.0.0.1``, ``::1``, ``localhost``; a name that merely resolves to these is none."""
+    """Return True for ``localhost`` and loopback addresses such as ``127.0.0.1`` and ``::1``.
+
+    Names that merely resolve to such an address are rejected.
+    """
     if host.lower() == "localhost":
         return True
     try:
@@ -80,10 +86,10 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def is_ours(host_header: str | None, origin: str | None) -> bool:
-    """Whether a request names us by a loopback name and comes from no other page.
+def is_same_origin(host_header: str | None, origin: str | None) -> bool:
+    """Return True if the request uses a loopback host name and comes from our own page.
 
-    Ports are free: through ``ssh -L`` the browser's differs from ours.
+    The port isn't compared with ours, because it is different behind ``ssh -L``.
     """
     if not host_header:
         return False
@@ -96,27 +102,27 @@ def is_ours(host_header: str | None, origin: str | None) -> bool:
     return host is not None and is_loopback(host)
 
 
-class Root:
-    """The directory that is served: of runs, or one run by itself.
+class ServedDirectory:
+    """The directory that is served: a directory of runs, or a single run.
 
-    Symbolic links are followed only where they stay inside. ``FileNotFoundError`` where there is no
-    such directory.
+    Symbolic links are followed only if they stay inside. Raise ``FileNotFoundError`` if the
+    directory doesn't exist.
     """
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
-            raise FileNotFoundError(f"there is no directory {path}")
+            raise FileNotFoundError(f"Directory {path} doesn't exist.")
         self.path = path.resolve()
         self.is_run = is_run(self.path)
 
     def names(self) -> list[str]:
-        """Names of all runs, in no order."""
+        """Return the names of all runs, unordered."""
         if self.is_run:
             return [self.path.name]
         found = []
         try:
             entries = list(self.path.iterdir())
-        except OSError:  # the root itself was deleted or closed to us: then it holds no runs
+        except OSError:  # the directory was deleted or isn't readable
             return []
         for entry in entries:
             try:
@@ -127,7 +133,7 @@ class Root:
         return found
 
     def run(self, name: str) -> Path:
-        """The directory of a run; ``NotFoundError`` for everything that is none of ours."""
+        """Return the directory of a run. Raise ``NotFoundError`` if it isn't served."""
         if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
             raise NotFoundError(name)
         if self.is_run and name != self.path.name:
@@ -140,10 +146,13 @@ class Root:
         return path
 
     def inside(self, path: Path) -> Path:
-        """``path`` with links followed; ``NotFoundError`` where that is nothing, or outside."""
+        """Return ``path`` with links resolved.
+
+        Raise ``NotFoundError`` if it doesn't exist or is outside of the served directory.
+        """
         try:
             real = path.resolve(strict=True)
-        except (OSError, RuntimeError):  # RuntimeError: links in a circle, before Python 3.13
+        except (OSError, RuntimeError):  # RuntimeError: a symlink loop, before Python 3.13
             raise NotFoundError(str(path)) from None
         if not real.is_relative_to(self.path):
             raise NotFoundError(str(path))

@@ -1,7 +1,6 @@
-"""Requests: who may ask is ``access``, what is answered is ``watch``; here is the way between.
+"""Handle HTTP requests: ``access`` checks them, ``poller`` and ``monitor`` provide the content.
 
-Every request is answered on a connection of its own and every answer says what may be done with it
-(``_HEADERS``). There is one POST, which asks a rank for its stack.
+Each response sets security headers (``_HEADERS``). The only POST requests a stack from a rank.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from urllib.parse import parse_qs, urlsplit
 
 from miniray.dashboard import access, logs
 from miniray.dashboard.access import NotFoundError
-from miniray.dashboard.watch import NoStackError
+from miniray.dashboard.monitor import NoStackError
 
 if TYPE_CHECKING:
-    from miniray.dashboard import Server
+    from miniray.dashboard import DashboardServer
 
 _STATIC = Path(__file__).parent / "static"
 _FILES = {
@@ -30,7 +29,7 @@ _FILES = {
     "/style.css": ("style.css", "text/css; charset=utf-8"),
 }
 _HEADERS = {
-    # plotly sets styles of its elements; scripts come from us alone.
+    # plotly sets inline styles. Scripts are only loaded from this server.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
     "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
@@ -38,34 +37,34 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-_DENIED = (
-    "403: this page needs the address that `miniray dashboard` printed, with the token in it, and "
-    "is served to localhost only.\n"
+_FORBIDDEN = (
+    "403: Open the address that `miniray dashboard` printed, including the token. The dashboard is "
+    "only served to localhost.\n"
 )
-_WORTH_PACKING = 2048
+_MIN_GZIP_BYTES = 2048
 _MOST_COMPARED = 8
 _MOST_BUCKETS = 1000
 _LONGEST_SEARCH = 200
 
 
 class BadRequestError(ValueError):
-    """A parameter is missing or is not what it must be."""
+    """A parameter is missing or invalid."""
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request. ``dashboard`` is set by the server."""
+    """Handle one request. The server sets ``dashboard``."""
 
-    dashboard: Server
+    dashboard: DashboardServer
     server_version = "miniray"
     sys_version = ""
     _entering = False
-    timeout = 30  # of reading a request; a client that says nothing does not hold a thread for ever
+    timeout = 30  # seconds for reading a request, so that a silent client doesn't block a thread
 
     def do_GET(self) -> None:
         routes: dict[str, Callable[[], None]] = {
             "/api/news": self._news,
             "/api/chart": self._chart,
-            "/api/lanes": self._lanes,
+            "/api/timelines": self._timelines,
             "/api/log": self._log,
             "/api/search": self._search,
         }
@@ -79,38 +78,41 @@ class Handler(BaseHTTPRequestHandler):
             url = urlsplit(self.path)
             self._query = parse_qs(url.query, keep_blank_values=True)
         except ValueError:
-            return self._text(400, "400: the address cannot be read\n")
+            return self._text(400, "400: The address is invalid.\n")
         token = self._query.get("token", [None])[0]
-        ours = access.is_ours(self.headers.get("Host"), self.headers.get("Origin"))
-        # Browsers of today say where a request comes from; an address typed in comes from "none".
+        same_origin = access.is_same_origin(self.headers.get("Host"), self.headers.get("Origin"))
+        # Browsers send the origin of a request. It is "none" if the user typed the address.
         site = self.headers.get("Sec-Fetch-Site", "none")
-        ours = ours and (site in ("same-origin", "none") or (reads and url.path == "/"))
+        same_origin = same_origin and (
+            site in ("same-origin", "none") or (reads and url.path == "/")
+        )
         gate, code = self.dashboard.gate, self._query.get("code", [None])[0]
-        # Only the page itself, so that no other request uses up the code.
-        redeemed = ours and reads and url.path == "/" and code is not None and gate.redeem(code)
-        if not ours or not (redeemed or gate.allows(dict(self.headers.items()), token)):
-            return self._text(403, _DENIED)
+        # Only the page itself may redeem the code, so that no other request uses it up.
+        is_page = same_origin and reads and url.path == "/"
+        redeemed = is_page and code is not None and gate.redeem(code)
+        if not same_origin or not (redeemed or gate.allows(dict(self.headers.items()), token)):
+            return self._text(403, _FORBIDDEN)
         try:
             if url.path in routes:
                 routes[url.path]()
             elif reads and url.path in _FILES:
                 name, kind = _FILES[url.path]
-                # The page hides the token or code in its address. The cookie replaces it.
+                # Store the token in a cookie. The page removes token or code from the address.
                 self._entering = token is not None or redeemed
                 self._send(200, (_STATIC / name).read_bytes(), kind, "no-cache")
             elif reads and url.path == "/plotly.min.js":
                 body = self.dashboard.plotly.read_bytes()
                 self._send(200, body, "text/javascript", "private, max-age=86400")
             else:
-                self._text(404, "404: there is no such page\n")
+                self._text(404, "404: Page not found.\n")
         except (NotFoundError, FileNotFoundError):
-            self._text(404, "404: there is no such run or file\n")
+            self._text(404, "404: Run or file not found.\n")
         except BadRequestError as error:
             self._text(400, f"400: {error}\n")
         except NoStackError as error:
             self._text(409, str(error))
         except (BrokenPipeError, ConnectionError, TimeoutError):
-            self.close_connection = True  # whoever asked has gone
+            self.close_connection = True  # the client disconnected
 
     # -- answers ----------------------------------------------------------------------------------
 
@@ -120,15 +122,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def _chart(self) -> None:
         low, high = self._number("from"), self._number("to")
-        watch = self.dashboard.poller.watch(self._one("run"))
-        self._json(watch.chart(self._one("name"), self._one("by_rank") == "1", low, high))
+        monitor = self.dashboard.poller.monitor(self._one("run"))
+        self._json(monitor.chart(self._one("name"), self._one("by_rank") == "1", low, high))
 
-    def _lanes(self) -> None:
+    def _timelines(self) -> None:
         seconds, buckets = self._number("seconds"), self._whole("buckets")
         if buckets is None or not 1 <= buckets <= _MOST_BUCKETS:
-            raise BadRequestError(f"buckets must be from 1 to {_MOST_BUCKETS}")
-        watch = self.dashboard.poller.watch(self._one("run"))
-        self._json(watch.lanes(seconds, buckets))
+            raise BadRequestError(f"buckets must be between 1 and {_MOST_BUCKETS}")
+        monitor = self.dashboard.poller.monitor(self._one("run"))
+        self._json(monitor.timelines(seconds, buckets))
 
     def _log(self) -> None:
         since, before = self._whole("since"), self._whole("before")
@@ -137,10 +139,10 @@ class Handler(BaseHTTPRequestHandler):
         self._json(nothing if path is None else logs.tail(path, since, before))
 
     def _search(self) -> None:
-        """In one rank's log, or in those of all."""
+        """Search the log of one rank or of all ranks."""
         run, rank, text = self._one("run"), self._one("rank"), self._one("q")
         if not 0 < len(text) <= _LONGEST_SEARCH:
-            raise BadRequestError(f"q must have from 1 to {_LONGEST_SEARCH} characters")
+            raise BadRequestError(f"q must have 1 to {_LONGEST_SEARCH} characters")
         folder = self.dashboard.root.run(run) / "ranks"
         names = [file.stem for file in folder.glob("*.log")] if rank == "all" else [rank]
         found = {}
@@ -150,7 +152,7 @@ class Handler(BaseHTTPRequestHandler):
             except NotFoundError:
                 if rank != "all":
                     raise
-                continue  # one that leads out of the root is passed over
+                continue  # a link that leads out of the served directory
             searched = logs.search(path, text) if path is not None else {"total": 0}
             if searched["total"]:
                 found[name] = searched
@@ -160,12 +162,12 @@ class Handler(BaseHTTPRequestHandler):
         rank = self._one("rank")
         if not _is_rank(rank):
             raise BadRequestError("rank must be a number")
-        self._json(self.dashboard.poller.watch(self._one("run")).stack(int(rank)))
+        self._json(self.dashboard.poller.monitor(self._one("run")).stack(int(rank)))
 
     # -- parts ------------------------------------------------------------------------------------
 
     def _log_file(self, run: str, rank: str) -> Path | None:
-        """None where the rank has written none: that is not an error of the page's."""
+        """Return the log of a rank, or None if the rank has no log."""
         if not _is_rank(rank):
             raise BadRequestError("rank must be a number")
         root = self.dashboard.root
@@ -173,14 +175,14 @@ class Handler(BaseHTTPRequestHandler):
         if not os.path.lexists(path):
             return None
         real = root.inside(path)
-        if not real.is_file():  # a pipe would hold us for ever
+        if not real.is_file():  # reading a pipe could block forever
             raise NotFoundError(str(path))
         return real
 
     def _one(self, name: str) -> str:
         values = self._query.get(name, [])
         if len(values) != 1:
-            raise BadRequestError(f"{name} must be given once")
+            raise BadRequestError(f"{name} must be passed exactly once")
         return values[0]
 
     def _number(self, name: str) -> float | None:
@@ -200,7 +202,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _json(self, value: Any) -> None:
         text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        body = text.encode(errors="replace")  # names of files need not be UTF-8
+        body = text.encode(errors="replace")  # file names may not be valid UTF-8
         self._send(200, body, "application/json", "no-store")
 
     def _text(self, status: int, text: str) -> None:
@@ -208,8 +210,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, body: bytes, kind: str, cache: str) -> None:
         takes = "gzip" in (self.headers.get("Accept-Encoding") or "")
-        packed = takes and len(body) > _WORTH_PACKING
-        if packed:  # through ssh it may have a long way
+        packed = takes and len(body) > _MIN_GZIP_BYTES
+        if packed:  # ssh connections may be slow
             body = gzip.compress(body, 1)
         self.send_response(status)
         self.send_header("Content-Type", kind)
@@ -225,7 +227,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the terminal is the user's, and addresses would show the token."""
+        """Don't log requests: their addresses contain the token."""
 
 
 def _is_rank(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""Logs of ranks, read from their end: a screenful at a time, however long the file is."""
+"""Read the logs of ranks from their end, in pieces, so that the size of the file doesn't matter."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from miniray.report.html import on_screen, uncoloured
+from miniray.report.html import render_terminal_line, strip_escapes
 from miniray.runs import files
 
 _PIECE = 128 << 10
 _BLOCK = 1 << 20
 _MOST_FOUND = 300
-#: Of a longer log only the end is searched.
+#: Bytes at the end of a log that are searched.
 _MOST_SEARCHED = 64 << 20
 _LONGEST_SHOWN = 2000
 
 
 def tail(path: Path, since: int | None = None, before: int | None = None) -> dict[str, Any]:
-    """Whole lines: the last ones, those after byte ``since``, or those up to byte ``before``.
+    """Return whole lines: the last ones, those after byte ``since``, or before byte ``before``.
 
-    ``start`` and ``end`` say which bytes they are, for the next request; ``rest`` is a last line
-    that has no end yet. A file that became shorter than ``since`` was begun anew and is read so.
+    ``start`` and ``end`` are their byte positions, for the next request. ``rest`` is an incomplete
+    last line. If the file became shorter than ``since``, it was restarted and is read from its end.
     """
     with files.open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-        anew = since is None or since > size
-        if since is None or anew:
+        restarted = since is None or since > size
+        if since is None or restarted:
             stop = size if before is None else min(before, size)
             start = max(0, stop - _PIECE)
         else:
             start, stop = since, min(size, since + _PIECE)
         file.seek(start)
         data = file.read(stop - start)
-    if anew and start > 0:  # in the middle of a line, which begins before
+    if restarted and start > 0:  # skip the incomplete first line
         cut = data.find(b"\n") + 1
         start, data = start + cut, data[cut:]
     whole = data.rfind(b"\n") + 1
-    if not whole and len(data) >= _PIECE:  # one line longer than all we read
+    if not whole and len(data) >= _PIECE:  # a line longer than the piece
         whole = len(data)
     rest = data[whole:] if stop == size else b""
     return {
@@ -47,12 +47,12 @@ def tail(path: Path, since: int | None = None, before: int | None = None) -> dic
         "start": start,
         "end": start + whole,
         "size": size,
-        "anew": anew,
+        "restarted": restarted,
     }
 
 
 def search(path: Path, text: str) -> dict[str, Any]:
-    """Lines that contain ``text``, letters large or small: the last few hundred of them."""
+    """Return the last few hundred lines that contain ``text``, ignoring case."""
     wanted = text.lower()
     found: deque[str] = deque(maxlen=_MOST_FOUND)
     total = 0
@@ -62,15 +62,15 @@ def search(path: Path, text: str) -> dict[str, Any]:
         rest, block = b"", b"\n"
         while block:
             block = file.read(_BLOCK)
-            *lines, rest = (rest + (block or b"\n")).split(b"\n")  # the last line may have no end
+            *lines, rest = (rest + (block or b"\n")).split(b"\n")  # the last line may be incomplete
             for line in lines:
                 if wanted in (shown := line.decode("utf-8", "replace")).lower():
                     total += 1
-                    found.append(uncoloured(shown)[:_LONGEST_SHOWN])
+                    found.append(strip_escapes(shown)[:_LONGEST_SHOWN])
             if len(rest) > _BLOCK:
                 rest = b""
     return {"found": list(found), "total": total, "whole": size <= _MOST_SEARCHED}
 
 
 def _shown(line: bytes) -> str:
-    return on_screen(line.decode("utf-8", "replace"))[:_LONGEST_SHOWN]
+    return render_terminal_line(line.decode("utf-8", "replace"))[:_LONGEST_SHOWN]

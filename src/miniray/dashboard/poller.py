@@ -1,7 +1,7 @@
-"""The one thread that reads: the list of runs, and every run that somebody looks at.
+"""Read the list of runs and the runs that pages show, in one thread.
 
-It reads as often as a second where that is cheap, and never spends more than a quarter of a core.
-A run that lives is watched on when its page is closed, so that its lanes have no gap.
+The thread polls once per second and uses at most a quarter of a core. It continues to poll running
+runs after their page was closed, so that the timelines have no gaps.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from miniray.dashboard.access import NotFoundError, Root
-from miniray.dashboard.watch import Watch
+from miniray.dashboard.access import NotFoundError, ServedDirectory
+from miniray.dashboard.monitor import RunMonitor
 from miniray.runs.listing import RunEntry, read_entry
 
-#: Seconds between two looks: while somebody looks on, and while nobody does.
-_PAUSE, _LONG_PAUSE = 1.0, 5.0
-#: Seconds after which a run that ended, or nobody's run, is no longer looked at, and forgotten.
+#: Seconds between two polls, with and without open pages.
+_INTERVAL, _IDLE_INTERVAL = 1.0, 5.0
+#: Seconds until a run without viewers is no longer polled if it ended, or is dropped.
 _KEEP = 60.0
-_MOST_WATCHED, _MOST_RUNNING = 16, 4
+_MOST_MONITORS, _MOST_RUNNING = 16, 4
 _MOST_LISTED = 500
 
 
 class Poller:
-    """``start``, ``watch`` a run, ask for ``news`` of it, ``close``."""
+    """Poll runs: ``start``, ``monitor`` a run, get its ``news``, ``close``."""
 
-    def __init__(self, root: Root, interval: float = _PAUSE) -> None:
+    def __init__(self, root: ServedDirectory, interval: float = _INTERVAL) -> None:
         self._root = root
         self._interval = interval
         self._listing = Listing(root)
-        self._watches: dict[str, Watch] = {}
+        self._monitors: dict[str, RunMonitor] = {}
         self._news = threading.Condition()
         self._wake = threading.Event()
         self._stopped = False
-        self._asked = -_LONG_PAUSE  # when anybody last was
+        self._asked = -_IDLE_INTERVAL  # time of the last request
         self._thread = threading.Thread(target=self._loop, name="dashboard-poller", daemon=True)
 
     def start(self) -> None:
-        self._listing.refresh()  # nobody who asks at once is told that there are no runs
+        self._listing.refresh()  # so that the first request doesn't see an empty list
         self._thread.start()
 
     def close(self) -> None:
@@ -53,101 +53,106 @@ class Poller:
             self._thread.join()
 
     def runs(self) -> list[dict[str, Any]]:
-        """All runs; of those that are watched, what the doctor thinks as well."""
-        known = {name: watch.state.get("severity") for name, watch in [*self._watches.items()]}
+        """Return all runs. Runs that are monitored include the doctor's severity."""
+        known = {name: monitor.state.get("severity") for name, monitor in [*self._monitors.items()]}
         return [{**run, "severity": known.get(run["name"])} for run in self._listing.runs]
 
-    def watch(self, name: str) -> Watch:
-        """The watch of a run, polled once at least. ``NotFoundError`` where there is none."""
+    def monitor(self, name: str) -> RunMonitor:
+        """Return the monitor of a run after at least one poll.
+
+        Raise ``NotFoundError`` if the run doesn't exist.
+        """
         with self._news:
-            watch = self._watches.get(name)
-            if watch is None:
-                watch = self._watches[name] = Watch(self._root, name)
+            monitor = self._monitors.get(name)
+            if monitor is None:
+                monitor = self._monitors[name] = RunMonitor(self._root, name)
                 self._wake.set()
-            watch.viewed = time.monotonic()
-            while not watch.state and not self._stopped:
+            monitor.viewed = time.monotonic()
+            while not monitor.state and not self._stopped:
                 self._news.wait(1.0)
-        return watch
+        return monitor
 
     def news(self, names: list[str], seen: str) -> dict[str, Any]:
-        """The list and these runs' states, each whole where it is not as ``seen``.
+        """Return the list of runs and the states of ``names``, except those that haven't changed.
 
-        ``seen`` is the last answer's own, and empty at first. Nothing is waited for: a browser has
-        few connections to one server, for all of its tabs together.
+        ``seen`` is the value from the previous response, or empty. Doesn't wait for changes,
+        because a browser has few connections per server, which all of its tabs share.
         """
-        if not self._looked_at:
+        if not self._has_viewers:
             self._wake.set()
         self._asked = time.monotonic()
-        parts = [self.runs(), *(self.watch(name).state for name in names)]
+        parts = [self.runs(), *(self.monitor(name).state for name in names)]
         now = [f"{zlib.crc32(json.dumps(part).encode()):x}" for part in parts]
         known = zip(parts, now, [*seen.split(","), *[""] * len(now)], strict=False)
         fresh = [None if mark == before else part for part, mark, before in known]
         return {"seen": ",".join(now), "runs": fresh[0], "states": list(filter(None, fresh[1:]))}
 
     @property
-    def _looked_at(self) -> bool:
-        return time.monotonic() - self._asked < _LONG_PAUSE
+    def _has_viewers(self) -> bool:
+        return time.monotonic() - self._asked < _IDLE_INTERVAL
 
     def _loop(self) -> None:
         while not self._stopped:
             self._wake.clear()
             began = time.monotonic()
-            behind = self._look()
+            behind = self._poll_all()
             spent = time.monotonic() - began
             if not behind:
-                least = self._interval if self._looked_at else _LONG_PAUSE
+                least = self._interval if self._has_viewers else _IDLE_INTERVAL
                 self._wake.wait(max(least, 3 * spent))
 
-    def _look(self) -> bool:
-        """Everything once; whether a file was too long to be read at once."""
+    def _poll_all(self) -> bool:
+        """Poll everything once. Return True if a file was too long to read in one poll."""
         self._listing.refresh()
-        if self._looked_at:
-            self._watch_running()
+        if self._has_viewers:
+            self._monitor_running()
         with self._news:
-            watches = list(self._watches.values())
+            monitors = list(self._monitors.values())
         behind = False
-        for watch in watches:
-            idle = time.monotonic() - watch.viewed
-            if watch.state and not watch.live and not watch.behind and idle > _KEEP:
+        for monitor in monitors:
+            idle = time.monotonic() - monitor.viewed
+            if monitor.state and not monitor.live and not monitor.behind and idle > _KEEP:
                 continue
             try:
-                watch.poll()
+                monitor.poll()
             except Exception as error:
-                # A record nobody foresaw must not end the page for all runs: it is told instead.
+                # An unexpected record must not stop the page for all runs. Show the error instead.
                 traceback.print_exc()
-                watch.state = {**watch.state, "name": watch.name, "error": repr(error)}
-            behind = behind or watch.behind
+                monitor.state = {**monitor.state, "name": monitor.name, "error": repr(error)}
+            behind = behind or monitor.behind
             with self._news:
                 self._news.notify_all()
             if self._stopped:
                 return False
         with self._news:
-            self._forget()
+            self._drop_idle_monitors()
         return behind
 
-    def _watch_running(self) -> None:
-        """The list says of runs that go on whether they are stuck: so they are looked at too."""
+    def _monitor_running(self) -> None:
+        """Monitor running runs as well, because the list shows which are stuck."""
         running = [entry["name"] for entry in self._listing.runs if entry["state"] == "running"]
         with self._news:
             for name in running[:_MOST_RUNNING]:
-                if name not in self._watches:
+                if name not in self._monitors:
                     try:
-                        self._watches[name] = Watch(self._root, name)
-                    except NotFoundError:  # deleted since the list was made
+                        self._monitors[name] = RunMonitor(self._root, name)
+                    except NotFoundError:  # deleted after the list was created
                         continue
 
-    def _forget(self) -> None:
-        """Of more runs than can be kept in memory, those go that were looked at longest ago."""
-        spare = sorted(self._watches.values(), key=lambda watch: -watch.viewed)[_MOST_WATCHED:]
-        for watch in spare:
-            if time.monotonic() - watch.viewed > _KEEP:
-                del self._watches[watch.name]
+    def _drop_idle_monitors(self) -> None:
+        """Drop the monitors that were viewed longest ago, if there are too many."""
+        spare = sorted(self._monitors.values(), key=lambda monitor: -monitor.viewed)[
+            _MOST_MONITORS:
+        ]
+        for monitor in spare:
+            if time.monotonic() - monitor.viewed > _KEEP:
+                del self._monitors[monitor.name]
 
 
 class Listing:
-    """All runs under the root, newest first. ``refresh`` reads only files that changed."""
+    """All runs in the directory, newest first. ``refresh`` reads only changed files."""
 
-    def __init__(self, root: Root) -> None:
+    def __init__(self, root: ServedDirectory) -> None:
         self._root = root
         self._read: dict[str, tuple[tuple[int, ...], RunEntry]] = {}
         self.runs: list[dict[str, Any]] = []
@@ -157,7 +162,7 @@ class Listing:
         for name in self._root.names():
             try:
                 found.append(self._entry(name))
-            except (NotFoundError, OSError):  # deleted just now
+            except (NotFoundError, OSError):  # deleted in the meantime
                 self._read.pop(name, None)
         found.sort(key=lambda entry: (entry["changed"], entry["name"]), reverse=True)
         del found[_MOST_LISTED:]

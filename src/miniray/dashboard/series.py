@@ -1,9 +1,9 @@
-"""Curves: ``metrics.jsonl`` read as it grows, a million points kept small, few of them sent.
+"""Read the curves of ``metrics.jsonl`` while the file grows, and send some of their points.
 
-A file is read from where the last reading ended, a bounded piece at a time, and a half-written last
-line waits for its other half. One that was replaced or cut is read from its beginning. Points are
-kept as 16 bytes each; of any number of them the lowest and highest of each stretch are sent, so
-that no spike is lost.
+A file is read from where the last read ended, one bounded piece at a time. An incomplete last line
+is kept until its rest is written. A file that was replaced or truncated is read from the start.
+Each point takes 16 bytes. For each interval, the lowest and the highest point are sent, so that
+spikes remain visible.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 
 import numpy as np
 
-from miniray.report.series import extremes, flat, number
+from miniray.report.series import flatten, select_extremes, to_float
 from miniray.runs import files
 
-#: Bytes of a file read at a time: the page stays live while a large one is taken in.
+#: Bytes read at once, so that the page remains responsive while a large file is read.
 PIECE = 1 << 20
 _LONGEST_LINE = 1 << 20
 _MOST_MARKS = 200
 _MOST_SERIES = 5000
-_LARGEST = 1e307  # of two larger ones plotly cannot tell the distance
+_LARGEST = 1e307  # plotly can't handle the distance of larger values
 _NOT_A_METRIC = frozenset({"epoch", "step", "rank", "time", "timestamp", "world_size"})
 
 
 class Lines:
-    """Whole lines of a growing file. ``read`` gives those that are new."""
+    """Whole lines of a growing file. ``read`` returns the new ones."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,26 +39,29 @@ class Lines:
         self.size = 0
         self._inode = 0
         self._rest = b""
-        self._skipping = False  # in a line too long to be one of ours
+        self._skipping = False  # skipping the rest of an overlong line
 
     @property
     def behind(self) -> bool:
-        """There is more in the file than was read."""
+        """True if the file contains more than was read."""
         return self.offset < self.size
 
     def read(self) -> tuple[bool, list[bytes]]:
-        """(whether the file began anew, its next whole lines); nothing where there is no file."""
+        """Return (whether the file was restarted, its next whole lines).
+
+        Without a file, return no lines.
+        """
         try:
             with files.open_file(self.path) as file:
                 status = os.fstat(file.fileno())
-                anew = status.st_ino != self._inode or status.st_size < self.offset
-                if anew:
+                restarted = status.st_ino != self._inode or status.st_size < self.offset
+                if restarted:
                     self.offset, self._rest, self._skipping = 0, b"", False
                     self._inode = status.st_ino
                 self.size = status.st_size
                 file.seek(self.offset)
                 data = file.read(PIECE)
-        except OSError:  # not there yet, deleted, or not ours to read: no news
+        except OSError:  # missing, deleted or not readable
             self.size = self.offset
             return False, []
         self.offset += len(data)
@@ -68,12 +71,12 @@ class Lines:
             self._skipping = False
         if len(self._rest) > _LONGEST_LINE:
             self._rest, self._skipping = b"", True
-        return anew, lines
+        return restarted, lines
 
 
 @dataclasses.dataclass
 class Series:
-    """One curve. Values that are not finite are kept apart, each with the last one that was."""
+    """One curve. Values that aren't finite are stored separately, with the last finite one."""
 
     axis: str
     x: array[float] = dataclasses.field(default_factory=lambda: array("d"))
@@ -96,7 +99,7 @@ class Series:
         return len(self.x) + self.bad
 
     def to_json(self, most: int, low: float | None, high: float | None) -> dict[str, Any]:
-        """At most ``most`` points between ``low`` and ``high``, and one outside on either side."""
+        """Return at most ``most`` points in the range, and the neighbor on each side."""
         x, y = np.array(self.x), np.array(self.y)
         if len(x) and (low is not None or high is not None):
             seen = np.ones(len(x), bool)
@@ -108,20 +111,20 @@ class Series:
             if len(found):
                 within = slice(max(0, found[0] - 1), found[-1] + 2)
                 x, y = x[within], y[within]
-        drawn = extremes(y, most)
+        drawn = select_extremes(y, most)
         x, y = x[drawn], y[drawn].clip(-_LARGEST, _LARGEST)
         return {
             "axis": self.axis,
             "points": self.points,
             "bad": self.bad,
-            "x": [_short(value) for value in x.tolist()],
-            "y": [_short(value) for value in y.tolist()],
+            "x": [_round(value) for value in x.tolist()],
+            "y": [_round(value) for value in y.tolist()],
             "marks": self.marks,
         }
 
 
 class Metrics:
-    """All curves of one run, by (name, rank); rank is None for those of the whole run."""
+    """All curves of one run by (name, rank). The rank of run-wide curves is None."""
 
     def __init__(self, path: Path) -> None:
         self.lines = Lines(path)
@@ -130,41 +133,41 @@ class Metrics:
         self._count = 0
 
     def read(self) -> bool:
-        """Take in the next piece of ``metrics.jsonl``; whether anything changed."""
-        anew, lines = self.lines.read()
-        if anew:
+        """Read the next piece of ``metrics.jsonl``. Return True if anything changed."""
+        restarted, lines = self.lines.read()
+        if restarted:
             self.series = {}
             self.damaged = self._count = 0
-        for record in _parsed(lines):
+        for record in _parse_lines(lines):
             if isinstance(record, dict):
                 self._take(record)
             else:
                 self.damaged += 1
-        return anew or bool(lines)
+        return restarted or bool(lines)
 
     def _take(self, record: dict[str, Any]) -> None:
         self._count += 1
         axis = "step" if "step" in record else "epoch"
-        at = number(record.get(axis))
+        at = to_float(record.get(axis))
         if at is None or not math.isfinite(at):
             axis, at = "line", self._count
         rank = record.get("rank")
-        whose = rank if type(rank) is int else None
+        owner = rank if type(rank) is int else None
         series = self.series
-        nested = dict in map(type, record.values())  # as in the report: timing.rollout
-        for name, value in (flat(record) if nested else record).items():
+        nested = dict in map(type, record.values())  # dotted names: timing.rollout
+        for name, value in (flatten(record) if nested else record).items():
             if type(value) is str:
                 value = files.NUMBER_WORDS.get(value)
             if (type(value) is not float and type(value) is not int) or name in _NOT_A_METRIC:
                 continue
-            known = series.get((name, whose))
+            known = series.get((name, owner))
             try:
-                if known is not None and value - value == 0:  # finite, as nearly all are
+                if known is not None and value - value == 0:  # finite, the common case
                     known.y.append(value)
                     known.x.append(at)
                 else:
-                    self.add(name, whose, axis, at, float(value))
-            except OverflowError:  # an int that no float can hold
+                    self.add(name, owner, axis, at, float(value))
+            except OverflowError:  # an int too large for a float
                 continue
 
     def add(self, name: str, rank: int | None, axis: str, x: float, y: float) -> None:
@@ -175,19 +178,19 @@ class Metrics:
             series = self.series[name, rank] = Series(axis)
         series.add(x, y)
 
-    def of(self, name: str, by_rank: bool) -> Iterator[tuple[int | None, Series]]:
-        """The curves of one chart, in the order of their ranks."""
+    def get_chart(self, name: str, by_rank: bool) -> Iterator[tuple[int | None, Series]]:
+        """Yield (rank, curve) of one chart, ordered by rank."""
         found = [
             (r, s) for (n, r), s in self.series.items() if n == name and by_rank != (r is None)
         ]
         return iter(sorted(found, key=lambda pair: -1 if pair[0] is None else pair[0]))
 
 
-def _parsed(lines: list[bytes]) -> list[Any]:
-    """What each line holds; None for one that is no JSON."""
+def _parse_lines(lines: list[bytes]) -> list[Any]:
+    """Return the value of each line, or None if the line isn't valid JSON."""
     whole = [line for line in lines if line.strip()]
     try:
-        # All at once is four times as fast, and as strict: a line is one value or none.
+        # Parsing all lines at once is four times faster, and as strict: one value per line.
         found = files.parse_json(b"[" + b",".join(whole) + b"]")
         if len(found) == len(whole):
             return list(found)
@@ -196,6 +199,6 @@ def _parsed(lines: list[bytes]) -> list[Any]:
     return [files.parse_record(line) for line in whole]
 
 
-def _short(value: float) -> float:
-    """Six digits: what a screen can show, in half the bytes."""
+def _round(value: float) -> float:
+    """Round to six digits, which is enough for a screen and halves the bytes."""
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")

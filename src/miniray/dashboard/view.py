@@ -1,4 +1,4 @@
-"""A diagnosis as the page shows it: plain data, worst first, ranks to blame marked."""
+"""Convert a diagnosis to JSON for the page: worst findings first, affected ranks marked."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from miniray.doctor.hang import awaited_by, on_gpu
 from miniray.doctor.model import Site, ThreadStack
 from miniray.doctor.sites import is_users
 
-_STATES_OF_TROUBLE = ("failed", "died", "gone", "stopped", "silent")
+_FAILED_STATES = ("failed", "died", "gone", "stopped", "silent")
 
 
-def of(diagnosis: Diagnosis, run: Mapping[str, Any], state: str) -> dict[str, Any]:
-    """Everything about a run but its curves and lanes."""
-    blame = blamed(diagnosis)
-    severity, verdict = judged(diagnosis, run, state)
+def run_summary(diagnosis: Diagnosis, run: Mapping[str, Any], state: str) -> dict[str, Any]:
+    """Return everything about a run except its curves and timelines."""
+    severities = severity_by_rank(diagnosis)
+    severity, verdict = choose_verdict(diagnosis, run, state)
     case = diagnosis.case
-    # Where none has a record, and none will, nobody records ranks there: that is no failure.
-    absent = case.never_started if diagnosis.readable or state == "running" else ()
+    # A run that ended without any record doesn't record ranks, so its ranks aren't missing.
+    missing = case.never_started if diagnosis.readable or state == "running" else ()
     return {
         "state": state,
         "severity": severity,
@@ -31,9 +31,9 @@ def of(diagnosis: Diagnosis, run: Mapping[str, Any], state: str) -> dict[str, An
         "facts": " ".join(render.facts_line(case).split()) if diagnosis.readable else "",
         "world_size": diagnosis.run.world_size,
         "live": bool(case.live),
-        "ranks": [_row(facts, blame.get(facts.rank, "")) for facts in case]
-        + [_absent(rank) for rank in absent],
-        "waits": waits(case),
+        "ranks": [_rank_row(facts, severities.get(facts.rank, "")) for facts in case]
+        + [_missing_row(rank) for rank in missing],
+        "waits": list_waits(case),
         "findings": [finding.to_json() for finding in diagnosis.findings],
         "notes": [finding.to_json() for finding in diagnosis.notes],
         "damaged": dict(diagnosis.run.damaged),
@@ -41,8 +41,11 @@ def of(diagnosis: Diagnosis, run: Mapping[str, Any], state: str) -> dict[str, An
     }
 
 
-def judged(diagnosis: Diagnosis, run: Mapping[str, Any], state: str) -> tuple[str, str]:
-    """(severity, sentence): the doctor's, or what ``run.json`` says where there is no record."""
+def choose_verdict(diagnosis: Diagnosis, run: Mapping[str, Any], state: str) -> tuple[str, str]:
+    """Return (severity, sentence) of the most severe finding.
+
+    Without rank records, the verdict is the state or the error in ``run.json``.
+    """
     if diagnosis.findings:
         return diagnosis.findings[0].severity.word.lower(), diagnosis.findings[0].title
     error = run.get("error")
@@ -50,26 +53,32 @@ def judged(diagnosis: Diagnosis, run: Mapping[str, Any], state: str) -> tuple[st
         kind = f"{error['type']}: " if error.get("type") else ""
         return "failed", f"{kind}{error.get('message')}"
     if state == "died":
-        return "failed", "the run's process is gone and said nothing of its end"
+        return "failed", (
+            "The process ended without recording an exit status. It was killed, or the machine "
+            "went down."
+        )
     if not diagnosis.readable and not diagnosis.run.damaged and run:
-        return "none", f"{state}; no rank recorded itself here"
+        return "none", f"{state}; this run has no rank records"
     word, _, sentence = diagnosis.verdict.partition(": ")
     return word.lower(), sentence
 
 
-def blamed(diagnosis: Diagnosis) -> dict[int, str]:
-    """Ranks that a finding names, with the worst there is to say of each."""
+def severity_by_rank(diagnosis: Diagnosis) -> dict[int, str]:
+    """Return the worst severity of each rank that a finding names."""
     found: dict[int, str] = {}
     for finding in diagnosis.findings:
-        everybody = len(finding.ranks) == len(diagnosis.case.ranks) > 1
-        if finding.severity is not Severity.NOTE and not everybody:
+        all_ranks = len(finding.ranks) == len(diagnosis.case.ranks) > 1
+        if finding.severity is not Severity.NOTE and not all_ranks:
             for rank in finding.ranks:
                 found.setdefault(rank, finding.severity.word.lower())
     return found
 
 
-def waits(case: Case) -> list[dict[str, Any]]:
-    """What is being waited for now: who is in, since when, who is missing and what those do."""
+def list_waits(case: Case) -> list[dict[str, Any]]:
+    """Return the operations that ranks are waiting in, longest first.
+
+    Each has the waiting ranks, the duration, and the missing ranks with what they do instead.
+    """
     case = on_gpu(case)
     groups: dict[tuple[str, int, str], list[Facts]] = {}
     for facts in case:
@@ -86,9 +95,9 @@ def waits(case: Case) -> list[dict[str, Any]]:
             {
                 "what": first.wait.describe(),
                 "seconds": round(max(0.0, first.now - first.wait.since), 1),
-                "in": sorted(facts.rank for facts in members),
+                "waiting": sorted(facts.rank for facts in members),
                 "missing": [
-                    {"rank": rank, "doing": _doing(case.ranks.get(rank))}
+                    {"rank": rank, "doing": _describe_activity(case.ranks.get(rank))}
                     for rank in sorted(missing - {facts.rank for facts in members})
                 ],
             }
@@ -96,11 +105,11 @@ def waits(case: Case) -> list[dict[str, Any]]:
     return sorted(found, key=lambda wait: -float(str(wait["seconds"])))
 
 
-def _doing(facts: Facts | None) -> str:
-    return "has not started" if facts is None else facts.doing()
+def _describe_activity(facts: Facts | None) -> str:
+    return "hasn't started" if facts is None else facts.doing()
 
 
-def _row(facts: Facts, blame: str) -> dict[str, Any]:
+def _rank_row(facts: Facts, severity: str) -> dict[str, Any]:
     record = facts.record
     phase, since = record.phase.name or "start", record.phase.since
     if facts.wait is not None:
@@ -113,7 +122,7 @@ def _row(facts: Facts, blame: str) -> dict[str, Any]:
     return {
         "rank": record.rank,
         "state": facts.state,
-        "blame": blame or ("failed" if facts.state in _STATES_OF_TROUBLE else ""),
+        "severity": severity or ("failed" if facts.state in _FAILED_STATES else ""),
         "step": record.step,
         "epoch": record.epoch,
         "batch_size": record.batch_size,
@@ -130,33 +139,33 @@ def _row(facts: Facts, blame: str) -> dict[str, Any]:
     }
 
 
-def _absent(rank: int) -> dict[str, Any]:
-    return {"rank": rank, "state": "missing", "blame": "failed", "doing": "has not started"}
+def _missing_row(rank: int) -> dict[str, Any]:
+    return {"rank": rank, "state": "missing", "severity": "failed", "doing": "hasn't started"}
 
 
-def stack(threads: tuple[ThreadStack, ...]) -> list[dict[str, Any]]:
-    """Threads with their frames, innermost first; the user's own lines marked."""
-    main = next((t for t in threads if t.frames and not _is_started(t.frames[-1])), None)
+def stack_to_json(threads: tuple[ThreadStack, ...]) -> list[dict[str, Any]]:
+    """Return threads with their frames, innermost first. User code is marked."""
+    main = next((t for t in threads if t.frames and not _is_secondary_thread(t.frames[-1])), None)
     return [
         {
             "name": thread.name or thread.thread,
             "main": thread is main,
-            "frames": [_frame(frame) for frame in thread.frames],
+            "frames": [_frame_to_json(frame) for frame in thread.frames],
         }
         for thread in sorted(threads, key=lambda thread: thread is not main)
     ]
 
 
-def _is_started(outermost: Site) -> bool:
-    """Every thread but the main one begins in ``threading``."""
+def _is_secondary_thread(outermost: Site) -> bool:
+    """Return True if the thread was started by ``threading``."""
     return outermost.function.startswith("_bootstrap")
 
 
-def _frame(frame: Site) -> dict[str, Any]:
+def _frame_to_json(frame: Site) -> dict[str, Any]:
     return {
         "file": frame.file,
         "short": Path(frame.file).name,
         "line": frame.line,
         "function": frame.function,
-        "mine": is_users(frame.file),
+        "is_user_code": is_users(frame.file),
     }

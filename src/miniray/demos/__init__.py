@@ -1,9 +1,9 @@
-"""What `miniray demo` runs: π by throwing darts, the area of a quarter circle, by parallel actors.
+"""Demo of actors for ``miniray demo``: estimate π by random sampling, with several actors.
 
-A wheel has the scripts of the other demos beside this file. Its readable twin is in ``examples/``.
-Shows the things a parameter server needs later: an actor whose handle is given to other actors,
-calls from actor to actor without the driver in between, and a driver that keeps every worker busy
-with ``wait``. The result depends on the seed only, not on the engine or on who was faster.
+Packages contain the scripts of the other demos in this directory. ``examples/`` has a readable
+version of this demo. It uses what a parameter server needs: handles passed between actors, calls
+from actor to actor, and a driver that keeps all workers busy with ``wait``. The result depends only
+on the seed, not on the engine or the timing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import miniray
 from miniray.report import write_report
-from miniray.report.series import spread
+from miniray.report.series import sample_evenly
 from miniray.train.progress import Steps
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to run. Every actor draws ``batches`` batches of ``batch_size`` points."""
+    """Settings. Each actor draws ``batches`` batches of ``batch_size`` points."""
 
     actors: int
     batches: int
@@ -37,7 +37,7 @@ class Config:
 
 
 @dataclasses.dataclass
-class Tally:
+class CircleCounts:
     """Points drawn and how many fell inside the circle."""
 
     points: int = 0
@@ -49,60 +49,60 @@ class Tally:
 
     @property
     def estimate(self) -> float:
-        """4 × the share of hits."""
+        """The estimate of π: 4 × the share of hits."""
         return 4 * self.hits / self.points
 
     @property
     def error(self) -> float:
-        """One standard deviation of ``estimate``: 4 √(p(1-p)/n), the binomial's."""
+        """The standard error of ``estimate``: 4 √(p(1-p)/n)."""
         share = self.hits / self.points
         return 4 * math.sqrt(share * (1 - share) / self.points)
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run found: one tally an actor, their sum, and how the estimate converged."""
+    """The outcome: counts per actor, their sum, and the convergence of the estimate."""
 
     config: Config
     backend: str
     wall_seconds: float
-    tallies: list[Tally]
-    total: Tally
+    counts: list[CircleCounts]
+    total: CircleCounts
     convergence: list[tuple[int, float, float]]  # points so far, estimate, error
 
 
 class Scoreboard:
-    """An actor that the darts players report to."""
+    """Actor that collects the results of the players."""
 
     def __init__(self, players: int) -> None:
-        self._tallies = [Tally() for _ in range(players)]
-        self._total = Tally()
+        self._counts = [CircleCounts() for _ in range(players)]
+        self._total = CircleCounts()
         self._history: list[tuple[int, float, float]] = []
 
     def add(self, player: int, points: int, hits: int) -> tuple[float, float]:
-        """Count a batch; returns the estimate of all players together, and its error."""
-        self._tallies[player].add(points, hits)
+        """Count a batch, and return the joint estimate of all players and its error."""
+        self._counts[player].add(points, hits)
         total = self._total
         total.add(points, hits)
         self._history.append((total.points, total.estimate, total.error))
         return total.estimate, total.error
 
-    def scores(self) -> tuple[list[Tally], Tally, list[tuple[int, float, float]]]:
-        return self._tallies, self._total, self._history
+    def scores(self) -> tuple[list[CircleCounts], CircleCounts, list[tuple[int, float, float]]]:
+        return self._counts, self._total, self._history
 
 
 class Player:
-    """An actor that draws points. It holds the scoreboard's handle and calls it directly."""
+    """Actor that draws points. It calls the scoreboard directly, through its handle."""
 
     def __init__(self, player: int, seed: int, scoreboard: Any) -> None:
         import numpy as np
 
         self._player = player
         self._scoreboard = scoreboard
-        self._random = np.random.default_rng([seed, player])  # a stream of its own for each actor
+        self._random = np.random.default_rng([seed, player])  # independent stream per actor
 
     def play(self, points: int) -> tuple[float, float]:
-        """Draw a batch, report it, and return the joint estimate so far with its error."""
+        """Draw a batch, report it, and return the joint estimate so far and its error."""
         xy = self._random.random((2, points))
         xy *= xy
         hits = int(((xy[0] + xy[1]) < 1).sum())
@@ -112,7 +112,7 @@ class Player:
 
 
 def run(config: Config, backend: str | None = None) -> Result:
-    """Run it on an engine of its own, with progress on the terminal."""
+    """Run the demo on a new engine, with progress on the terminal."""
     with miniray.init(backend=backend) as session:
         scoreboard = miniray.remote(Scoreboard).remote(config.actors)
         make_player = miniray.remote(Player).remote
@@ -120,12 +120,14 @@ def run(config: Config, backend: str | None = None) -> Result:
         start = time.perf_counter()
         _play(players, config)
         wall_seconds = time.perf_counter() - start
-        tallies, total, history = miniray.get(scoreboard.scores.remote())
-        return Result(config, session.backend, wall_seconds, tallies, total, spread(history, 200))
+        counts, total, history = miniray.get(scoreboard.scores.remote())
+        return Result(
+            config, session.backend, wall_seconds, counts, total, sample_evenly(history, 200)
+        )
 
 
 def _play(players: list[Any], config: Config) -> None:
-    """Keep one batch in flight at every player until each has drawn all of its batches."""
+    """Keep one batch in flight per player until all players have drawn all batches."""
     remaining = [config.batches - 1] * len(players)
     running = {p.play.remote(config.batch_size): i for i, p in enumerate(players)}
     with Steps(config.actors * config.batches, "darts", "batches") as progress:
@@ -139,30 +141,30 @@ def _play(players: list[Any], config: Config) -> None:
             progress.advance(1, f"π ≈ {estimate:.5f} ± {error:.5f}")
 
 
-# -- showing it --------------------------------------------------------------------------------
+# -- output ------------------------------------------------------------------------------------
 
 
 def table(result: Result) -> Table:
-    """The run as a table for the terminal."""
+    """Return the result as a table for the terminal."""
     from rich.table import Table
 
     shown = Table()
     for name in ("actor", "points", "estimate", "± error"):
         shown.add_column(name, justify="left" if name == "actor" else "right")
 
-    def row(name: str, tally: Tally, style: str = "") -> None:
-        cells = f"{tally.points:,}", f"{tally.estimate:.6f}", f"{tally.error:.6f}"
+    def row(name: str, counts: CircleCounts, style: str = "") -> None:
+        cells = f"{counts.points:,}", f"{counts.estimate:.6f}", f"{counts.error:.6f}"
         shown.add_row(name, *cells, style=style)
 
-    for i, tally in enumerate(result.tallies):
-        row(str(i), tally)
+    for i, counts in enumerate(result.counts):
+        row(str(i), counts)
     shown.add_section()
     row("all", result.total, "bold")
     return shown
 
 
 def record(run: RunDirectory, result: Result) -> Path:
-    """Write it as any run is written, so that every tool reads it; returns the report's path."""
+    """Write the result as a run directory, and return the path of the report."""
     config = dataclasses.asdict(result.config)
     run.write_run({"launcher": "miniray demo pi", "backend": result.backend, **config})
     for points, estimate, error in result.convergence:
@@ -171,14 +173,14 @@ def record(run: RunDirectory, result: Result) -> Path:
     ended = datetime.datetime.now(datetime.timezone.utc)
     started = ended - datetime.timedelta(seconds=result.wall_seconds)
     actors = [
-        {**dataclasses.asdict(t), "estimate": t.estimate, "error": t.error} for t in result.tallies
+        {**dataclasses.asdict(t), "estimate": t.estimate, "error": t.error} for t in result.counts
     ]
     run.finish(started=started.isoformat(), world_size=len(actors), actors=actors)
     return write_report(run.path)
 
 
 def headline(result: Result) -> str:
-    """The outcome in one line."""
+    """Return the outcome in one line."""
     total = result.total
     sigmas = abs(total.estimate - math.pi) / total.error if total.error else math.nan
     return (

@@ -1,8 +1,7 @@
-"""A run as one page: ``write_report(run_dir)`` makes ``report.html`` from the files of a run.
+"""Write a run as one HTML page: ``write_report(run_dir)`` creates ``report.html``.
 
-The page needs nothing else: no network, no script, no other file. Whatever of a run is missing or
-damaged (a killed driver, boxes of ``attach`` without a trainer) is left out, and said. Needs no
-torch.
+The page is self-contained: it loads no scripts, no other files and nothing from the network.
+Missing parts of a run are left out, and damaged files are listed. Doesn't import torch.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ from miniray.runs import files
 
 __all__ = ["Run", "find_runs", "read", "write_report"]
 
-#: By this we know a page of ours, and never write over another one.
+#: Identifies pages written by miniray. A ``report.html`` without it is never overwritten.
 _MARK = '<meta name="generator" content="miniray report">'
 
 
 def write_report(
     run_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None = None
 ) -> Path:
-    """Write ``report.html`` into the run's directory, or to ``path``; returns where it is.
+    """Write ``report.html`` into the run directory, or to ``path``, and return its path.
 
-    ``FileNotFoundError`` where there is no run, ``FileExistsError`` where a ``report.html`` is
-    that this did not write. A reader of a file sees the old page or all of the new one.
+    Replaces the file atomically. Raise ``FileNotFoundError`` if there is no run, and
+    ``FileExistsError`` if the run directory contains a ``report.html`` from a different program.
     """
     run = read(run_dir)
     target = run.path / "report.html" if path is None else Path(path)
-    if path is None and target.exists() and _MARK not in _beginning(target):
+    if path is None and target.exists() and _MARK not in _read_start(target):
         raise FileExistsError(
-            f"{target} was written by something else: give another path (--output)"
+            f"{target} wasn't written by miniray. Choose a different path with --output."
         )
     text = render(run)
-    if target.exists() and not target.is_file():  # a pipe, a device: there is nothing to replace
+    if target.exists() and not target.is_file():  # a pipe or a device can't be replaced
         target.write_text(text, encoding="utf-8")
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -48,25 +47,24 @@ def write_report(
 
 
 def render(run: Run) -> str:
-    """The page as text."""
-    lines = series.curves(run.metrics)
-    found = examine(run.record)  # the files alone: nothing is asked of processes that live
+    """Return the page as HTML."""
+    curves = series.extract_curves(run.metrics)
+    diagnosis = examine(run.record)  # reads files, sends no requests to ranks
     parts = [
-        overview.head(run),
-        overview.failure(run),
-        overview.findings(run, found, lines),
-        overview.tiles(run, lines),
-        charts.curves(run, lines),
-        ranks.time_spent(run),
-        story.sync(run),
-        ranks.data(run),
-        ranks.memory(run),
-        ranks.overview(run),
-        story.failures(run),
-        charts.epochs(run),
-        story.environment(run),
-        overview.damaged(run),
-        tag("footer", f"miniray {miniray.__version__} · made from {run.path.absolute()}"),
+        overview.render_header(run),
+        overview.render_verdict(run, diagnosis, curves),
+        overview.render_tiles(run, curves),
+        charts.render_curves(run, curves),
+        ranks.render_time(run),
+        story.render_sync(run),
+        ranks.render_data(run),
+        ranks.render_memory(run),
+        ranks.render_ranks(run),
+        story.render_failures(run),
+        charts.render_epochs(run),
+        story.render_environment(run),
+        overview.render_damaged_files(run),
+        tag("footer", f"miniray {miniray.__version__} · created from {run.path.absolute()}"),
     ]
     body = "\n".join(part for part in parts if part)
     style = Path(__file__).with_name("style.css").read_text("utf-8")
@@ -88,6 +86,6 @@ def render(run: Run) -> str:
 """
 
 
-def _beginning(path: Path) -> str:
+def _read_start(path: Path) -> str:
     with files.open_file(path) as file:
         return file.read(1000).decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Pieces of the page. A plain ``str`` is text and is escaped, ``Markup`` goes in as it is."""
+"""Build HTML elements. A plain ``str`` is escaped, and ``Markup`` is inserted unchanged."""
 
 from __future__ import annotations
 
@@ -8,37 +8,43 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-#: Of terminals: colours and the cursor (CSI), titles and links (OSC).
-_SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
+#: Terminal escape sequences: colors and cursor moves (CSI), titles and links (OSC).
+_ESCAPE_SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """Text that is already HTML."""
 
 
-def uncoloured(text: str) -> str:
-    """Without what colours a terminal or moves its cursor."""
-    return _SEQUENCES.sub("", text)
+def strip_escapes(text: str) -> str:
+    """Return the text without terminal escape sequences, such as colors and cursor moves."""
+    return _ESCAPE_SEQUENCES.sub("", text)
 
 
-def on_screen(line: str) -> str:
-    """A line as a terminal leaves it: of a progress bar what was written last, in no colour."""
-    return uncoloured(line.rstrip("\r").rpartition("\r")[2])
+def render_terminal_line(line: str) -> str:
+    """Return the line as a terminal would leave it, without colors.
+
+    Only the last update of a progress bar remains.
+    """
+    return strip_escapes(line.rstrip("\r").rpartition("\r")[2])
 
 
 def escape(value: Any) -> str:
-    """``value`` as HTML. Control characters, which no page may have, become visible."""
+    """Return ``value`` as HTML.
+
+    Control characters, which HTML doesn't allow, become visible replacement characters.
+    """
     if isinstance(value, Markup):
         return value
     text = "".join(
         c if c >= " " or c in "\n\t" else "\N{REPLACEMENT CHARACTER}"
-        for c in uncoloured(str(value))
+        for c in strip_escapes(str(value))
     )
     return html.escape(text.encode("utf-8", "replace").decode())
 
 
-def short(value: float) -> str:
-    """A number in at most seven characters: ``0.0173``, ``1.44k``, ``2.5e-07``."""
+def format_number(value: float) -> str:
+    """Format a number in at most seven characters: ``0.0173``, ``1.44k``, ``2.5e-07``."""
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
@@ -50,91 +56,97 @@ def short(value: float) -> str:
     return f"{round(value, 12):.4g}"
 
 
+def render_code_spans(text: str) -> Markup:
+    """Escape the text, and render parts in back-quotes as ``<code>`` elements."""
+    return Markup(re.sub(r"`([^`\n]+)`", r"<code>\1</code>", escape(text)))
+
+
 # -- elements -------------------------------------------------------------------------------------
 
 
 def tag(name: str, *inside: Any, **attributes: Any) -> Markup:
-    """``tag("p", "a < b", cls="soft")``"""
-    named = "".join(
+    """Return an element. Example: ``tag("p", "a < b", cls="soft")``."""
+    rendered = "".join(
         f' {"class" if key == "cls" else key}="{escape(value)}"'
         for key, value in attributes.items()
         if value is not None
     )
-    return Markup(f"<{name}{named}>{''.join(map(escape, inside))}</{name}>")
+    return Markup(f"<{name}{rendered}>{''.join(map(escape, inside))}</{name}>")
 
 
 def table(
     head: Sequence[Any], rows: Sequence[Sequence[Any]], *, texts: Sequence[int] = (0,)
 ) -> Markup:
-    """A table that scrolls sideways where it must. ``texts`` are the columns set to the left.
+    """Return a table that scrolls horizontally if it is too wide.
 
-    A column of nothing but None is left out.
+    Columns that contain only None are left out. ``texts`` are the indices of left-aligned columns.
     """
     used = [i for i in range(len(head)) if any(row[i] is not None for row in rows)]
 
     def line(cells: Sequence[Any], kind: str) -> Markup:
         left = ["s" if i in texts else None for i in used]
         return tag(
-            "tr", *(tag(kind, cell(cells[i]), cls=s) for i, s in zip(used, left, strict=True))
+            "tr",
+            *(tag(kind, format_cell(cells[i]), cls=s) for i, s in zip(used, left, strict=True)),
         )
 
     body = tag("tbody", *(line(cells, "td") for cells in rows))
     return tag("div", tag("table", tag("thead", line(head, "th")), body), cls="wide", tabindex="0")
 
 
-def cell(value: Any) -> Any:
-    """A value as a table shows it."""
+def format_cell(value: Any) -> Any:
+    """Return a value as it is shown in a table."""
     if value is None:
         return Markup('<span class="soft">–</span>')
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return short(value) if math.isfinite(value) else tag("b", str(value), cls="bad")
+        return format_number(value) if math.isfinite(value) else tag("b", str(value), cls="bad")
     if isinstance(value, int):
         return f"{value:,}" if abs(value) < 10**15 else str(value)
     return value
 
 
-def facts(pairs: Iterable[tuple[Any, Any]]) -> Markup:
-    """Names and values, side by side; nothing where the value is None."""
+def definition_list(pairs: Iterable[tuple[Any, Any]]) -> Markup:
+    """Return a list of names and values, without the pairs whose value is None."""
     rows = [
-        tag("div", tag("dt", _breakable(name)), tag("dd", cell(value)))
+        tag("div", tag("dt", _add_line_breaks(name)), tag("dd", format_cell(value)))
         for name, value in pairs
         if value is not None
     ]
     return tag("dl", *rows)
 
 
-def _breakable(name: Any) -> Markup:
-    """A name that may go on in the next line after a dot or an underscore."""
+def _add_line_breaks(name: Any) -> Markup:
+    """Allow line breaks after dots and underscores in a name."""
     return Markup(re.sub(r"([._])(?=\w)", r"\1<wbr>", escape(name)))
 
 
-def section(title: str, *inside: Any, note: str = "") -> Markup:
-    """A part of the page; nothing where there is nothing in it."""
+def section(name: str, title: str, *inside: Any, note: str = "") -> Markup:
+    """Return a section with an id and a heading, or nothing if all of its content is empty."""
     if not any(inside):
         return Markup()
-    said = tag("p", note, cls="soft") if note else ""
-    anchor = "".join(c if c.isalnum() else "-" for c in title.lower())
-    return tag("section", tag("h2", title), said, *inside, id=anchor)
+    paragraph = tag("p", note, cls="soft") if note else ""
+    return tag("section", tag("h2", title), paragraph, *inside, id=name)
 
 
-def folded(title: str, inside: Markup) -> Markup:
+def collapsible(title: str, inside: Markup) -> Markup:
+    """Return content that is collapsed under its title."""
     return tag("details", tag("summary", title), inside)
 
 
 def figure(title: Any, drawing: str, legend: Iterable[tuple[str, str, str]] = ()) -> Markup:
-    """A chart under its title; the legend is (colour, name, value) a line."""
+    """Return a chart with a title. The legend has (color, name, value) per curve."""
     keys = [
-        tag("span", Markup(f'<i style="background:{colour}"></i>'), name, " ", tag("b", value))
-        for colour, name, value in legend
+        tag("span", Markup(f'<i style="background:{color}"></i>'), name, " ", tag("b", value))
+        for color, name, value in legend
     ]
     shown = tag("div", *keys, cls="keys") if keys else ""
     return tag("figure", tag("figcaption", title), shown, Markup(drawing))
 
 
 def bar(parts: Sequence[tuple[str, float, str, str]], total: float) -> Markup:
-    """One bar of several parts: (class, size, title, text inside it)."""
+    """Return a stacked bar. Each part is (class, size, tooltip, text inside)."""
     pieces = [
         tag(
             "i",

@@ -1,4 +1,4 @@
-"""The top of the page: what ran, how it ended, figures at a glance, and what is wrong with it."""
+"""The top of the page: name and state, the verdict, and the most important numbers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from collections.abc import Iterator, Sequence
 
 from miniray.doctor.diagnose import Diagnosis
 from miniray.doctor.findings import Finding, Severity, plural, seconds, size
-from miniray.report.html import Markup, folded, section, short, tag
+from miniray.report.html import (
+    Markup,
+    collapsible,
+    format_number,
+    render_code_spans,
+    section,
+    tag,
+)
 from miniray.report.run import Run
-from miniray.report.series import Curve, axis, more_is_better, number
+from miniray.report.series import Curve, find_axis, is_higher_better, to_float
 from miniray.runs import files
 
-_KINDS = {
+_CLASSES = {
     Severity.FAILED: "bad",
     Severity.STUCK: "bad",
     Severity.WRONG: "warn",
@@ -21,147 +28,182 @@ _KINDS = {
 }
 
 
-def head(run: Run) -> Markup:
-    """Name, state, and one line that says what it was."""
+def render_header(run: Run) -> Markup:
+    """Return the name and state of the run, and a line with its kind, size, duration and start."""
     parts = [run.kind]
     if run.world_size:
         parts.append(plural(run.world_size, "worker" if "trainer" in run.config else "rank"))
     backend = run.config.get("backend")
     parts.append(f"{backend} engine" if isinstance(backend, str) else "")
-    taken, started = run.seconds, run.started
-    parts.append(f"{seconds(taken)}" if taken is not None else "")
+    duration, started = run.seconds, run.started
+    parts.append(f"{seconds(duration)}" if duration is not None else "")
     if started is not None:
         moment = datetime.datetime.fromtimestamp(started, datetime.timezone.utc)
         parts.append(f"{moment:%Y-%m-%d %H:%M} UTC")
     badge = tag("span", run.state, cls=f"badge {run.state}")
-    said = [tag("p", " · ".join(part for part in parts if part))]
+    lines = [tag("p", " · ".join(part for part in parts if part))]
     reason = run.info.get("stop_reason")
     if isinstance(reason, str) and reason:
-        said.append(tag("p", f"Stopped early: {reason}"))
-    return tag("header", tag("h1", run.name, badge), *said)
+        lines.append(tag("p", f"Stopped early: {reason}"))
+    return tag("header", tag("h1", run.name, badge), *lines)
 
 
-def tiles(run: Run, curves: Sequence[Curve]) -> Markup:
-    """A handful of figures: scores first, and of a metric with a held-out twin the twin alone."""
-    found: list[tuple[str, str, str]] = []
+# -- tiles ----------------------------------------------------------------------------------------
+
+
+def render_tiles(run: Run, curves: Sequence[Curve]) -> Markup:
+    """Return tiles with the number of epochs, the best scores, steps, throughput and memory.
+
+    If a metric also has a held-out version (``loss`` and ``val_loss``), only that one is shown.
+    """
+    tiles: list[tuple[str, str, str]] = []
     if run.metrics:
         title, count, notes = f"{run.unit}s recorded", len(run.metrics), []
-        if axis(run.metrics) == "epoch":
-            done = {n for record in run.metrics if (n := number(record.get("epoch"))) is not None}
+        if find_axis(run.metrics) == "epoch":
+            epochs = [to_float(record.get("epoch")) for record in run.metrics]
+            done = {epoch for epoch in epochs if epoch is not None}
             title, count = f"{run.unit}s", len(done)
-            # Some count from 0, as trainers do, and some from 1: "best, epoch 7" needs to know.
-            notes = [f"{short(min(done))} to {short(max(done))}"] if count > 1 else []
+            # Trainers count from 0, other scripts from 1. "best, epoch 7" is ambiguous without it.
+            notes = [f"{format_number(min(done))} to {format_number(max(done))}"] * (count > 1)
         if run.seconds is not None:
-            resumed = "the last attempt " if run.info.get("attempts") else ""
-            notes.append(f"{resumed}in {seconds(run.seconds)}")
-        found.append((title, f"{count:,}", ", ".join(notes)))
+            resumed = "last attempt: " if run.info.get("attempts") else ""
+            notes.append(f"{resumed}{seconds(run.seconds)}")
+        tiles.append((title, f"{count:,}", ", ".join(notes)))
     groups = {curve.group for curve in curves if curve.group != curve.name}
     single = [curve for curve in curves if curve.name not in groups]
-    known = [c for c in single if "loss" in c.name.lower() or more_is_better(c.name)]
-    # Fields of a group, as timing.reward, are details whatever they are called.
+    known = [c for c in single if "loss" in c.name.lower() or is_higher_better(c.name)]
+    # Fields of a group, such as timing.reward, are details even if they are named like a score.
     known = [c for c in known if "." not in c.name] or known
-    known.sort(key=lambda c: (c.group == c.name, not more_is_better(c.name)))
+    known.sort(key=lambda c: (c.group == c.name, not is_higher_better(c.name)))
     for curve in known[:3]:
         best = curve.best
         if best is not None:
-            where = f"best, {run.unit} {short(best[0])}"
-            found.append((curve.name, short(best[1]), where))
-    if not known:  # nobody knows what would be good
-        found += [(c.name, short(c.points[-1][1]), "last") for c in single[:3]]
+            note = f"best, {run.unit} {format_number(best[0])}"
+            tiles.append((curve.name, format_number(best[1]), note))
+    if not known:  # it isn't known whether higher or lower is better
+        tiles += [(c.name, format_number(c.points[-1][1]), "last value") for c in single[:3]]
     steps = [rank.step for rank in run.record]
     if any(steps) and run.unit != "step":
         low, high = min(steps), max(steps)
-        shown = f"{low:,}" if low == high else f"{low:,}–{high:,}"
-        found.append(("steps", shown, "a rank"))
-    rate = _rate(run)
+        tiles.append(("steps", f"{low:,}" if low == high else f"{low:,}–{high:,}", "per rank"))
+    rate = _get_throughput(run)
     if rate:
-        found.append(("samples", short(rate), "a second, all ranks"))
+        tiles.append(("samples", format_number(rate), "per second, all ranks"))
     peak = max((rank.peak_rss for rank in run.record), default=0)
     if peak:
-        found.append(("memory", size(peak), "most of a rank"))
-    inside = [
+        tiles.append(("peak memory", size(peak), "largest rank"))
+    elements = [
         tag("div", tag("span", name), tag("b", value), tag("span", note), cls="tile")
-        for name, value, note in found
+        for name, value, note in tiles
     ]
-    return tag("div", *inside, cls="tiles") if inside else Markup()
+    return tag("div", *elements, cls="tiles") if elements else Markup()
 
 
-def _rate(run: Run) -> float | None:
-    """Samples a second over all epochs that say how many they had and how long they took."""
-    total = spent = 0.0
+def _get_throughput(run: Run) -> float | None:
+    """Return samples per second over all epochs that recorded their samples and duration."""
+    samples = duration = 0.0
     for record in run.metrics:
-        count, taken = number(record.get("num_samples")), number(record.get("seconds"))
-        if count and taken and taken > 0:
-            total, spent = total + count, spent + taken
-    return total / spent if spent else None
+        count, spent = to_float(record.get("num_samples")), to_float(record.get("seconds"))
+        if count and spent and spent > 0:
+            samples, duration = samples + count, duration + spent
+    return samples / duration if duration else None
 
 
-def failure(run: Run) -> Markup:
-    """Why the run ended, in its driver's own words."""
+# -- the verdict ----------------------------------------------------------------------------------
+
+
+def render_verdict(run: Run, diagnosis: Diagnosis, curves: Sequence[Curve]) -> Markup:
+    """Return one box with the outcome of the run: the doctor's findings and the recorded error.
+
+    The most severe of the two is the heading. Findings that were saved while the ranks were running
+    take precedence over those that the files show now.
+    """
+    findings = _read_saved_findings(run) or list(_current_findings(run, diagnosis))
+    error = _render_error(run)
+    if findings and (findings[0].severity.ends_run or error is None):
+        kind = _CLASSES[findings[0].severity]
+        rendered = [_render_finding(finding, "h3") for finding in findings[1:]]
+        first = _render_finding(findings[0], "h2")
+        details = []
+        if error is not None:
+            details = [tag("p", tag("b", "Error: "), error[1]), *error[2]]
+        inside = [first, *rendered, *details]
+    elif error is not None:
+        kind, heading, details = error
+        rendered = [_render_finding(finding, "h3") for finding in findings]
+        inside = [tag("h2", heading), *details, *rendered]
+    elif diagnosis.readable and run.state in ("finished", "running"):
+        kind, heading, text = _describe_success(run, diagnosis, curves)
+        inside = [tag("h2", heading), tag("p", text, cls="soft")]
+    else:
+        return Markup()
+    classes = f"alert {kind}".strip()
+    return tag("section", *inside, *_render_saved_text(run), id="verdict", cls=classes)
+
+
+def _render_error(run: Run) -> tuple[str, str, list[Markup]] | None:
+    """Return the class, heading and details of the error that ended the run, or None."""
     error = run.info.get("error")
     if run.state == "died" and not error:
-        text = "Its process is gone and wrote no end: it was killed, or the machine stopped."
-        return tag("section", tag("h2", "The run died"), tag("p", text), cls="alert bad")
+        text = (
+            "The process ended without recording an exit status. It was killed, or the machine "
+            "went down."
+        )
+        return "bad", "The run died", [tag("p", text)]
     if not isinstance(error, dict):
-        return Markup()
+        return None
     kind, message = str(error.get("type") or ""), str(error.get("message") or "").strip()
     if run.state == "interrupted":
-        said = message or "by Ctrl-C"
-        return tag("section", tag("p", tag("b", "Interrupted. "), said), cls="alert warn slim")
+        return "warn", "Interrupted", [tag("p", message or "The run was stopped with Ctrl-C.")]
     lines = message.splitlines() or [""]
     remote = str(error.get("remote_traceback") or "").rstrip()
-    title = ": ".join(part for part in (kind, lines[0]) if part)
+    heading = ": ".join(part for part in (kind, lines[0]) if part)
+    details: list[Markup] = []
     if remote:  # it ends with the exception of the user
-        title = remote.rpartition("\n")[2]
-    inside = [tag("h2", title or "failed")]
-    if remote:
-        inside.append(tag("p", lines[0], cls="soft"))
-        inside.append(folded("traceback of the worker", tag("pre", remote)))
+        heading = remote.rpartition("\n")[2]
+        details.append(tag("p", lines[0], cls="soft"))
+        details.append(collapsible("Traceback of the worker", tag("pre", remote)))
     elif len(lines) > 1:
-        inside.append(tag("pre", "\n".join(lines[1:])))
+        details.append(tag("pre", "\n".join(lines[1:])))
     if error.get("traceback"):
-        inside.append(folded("traceback", tag("pre", str(error["traceback"]).rstrip())))
-    return tag("section", *inside, cls="alert bad")
+        details.append(collapsible("Traceback", tag("pre", str(error["traceback"]).rstrip())))
+    return "bad", heading or "The run failed", details
 
 
-def findings(run: Run, found: Diagnosis, curves: Sequence[Curve]) -> Markup:
-    """What the doctor says: at the moment the run was ended where it was asked then, else now."""
-    if not found.readable:
-        return Markup()
-    shown = _kept(run) or list(_worth(run, found))
-    if not shown and (run.state not in ("finished", "running") or run.info.get("error")):
-        return Markup()  # why it ended stands above, and there is nothing to add
-    if not shown:
-        kind, first = "good", "The doctor says: healthy."
-        text = f" {plural(len(found.case.ranks), 'rank')} looked at, nothing found."
-        broken = [(x, curve.name, y) for curve in curves for x, y in curve.broken]
-        if broken:  # a worker whose steps nobody sees returned it
-            x, name, y = min(broken, key=lambda point: point[0])
-            kind, first = "warn", f"{name} was {y} in {run.unit} {short(x)}."
-            text = f" {plural(len(broken), 'value')} in metrics.jsonl not finite;{text}"
-        said = tag("p", tag("b", first), tag("span", text, cls="soft"))
-        return tag("section", said, *_kept_text(run), cls=f"alert {kind} slim")
-    kind = _KINDS[shown[0].severity]
-    inside = [tag("div", *_finding(finding), cls="finding") for finding in shown]
-    return tag(
-        "section", tag("h2", "Doctor"), *inside, *_kept_text(run), cls=f"alert {kind}".strip()
-    )
+def _describe_success(
+    run: Run, diagnosis: Diagnosis, curves: Sequence[Curve]
+) -> tuple[str, str, str]:
+    """Return the class, heading and text for a run without findings.
+
+    The doctor sees losses only if the ranks record steps, so check the metrics for NaN as well.
+    """
+    ranks = plural(len(diagnosis.case.ranks), "rank")
+    broken = [(x, curve.name, y) for curve in curves for x, y in curve.broken]
+    if not broken:
+        return "good", "Healthy", f"The doctor checked {ranks} and found no problems."
+    x, name, y = min(broken, key=lambda point: point[0])
+    count = plural(len(broken), "non-finite value")
+    heading = f"{name} was {y} in {run.unit} {format_number(x)}"
+    text = f"metrics.jsonl contains {count}. The doctor found no other problems on {ranks}."
+    return "warn", heading, text
 
 
-def _worth(run: Run, found: Diagnosis) -> Iterator[Finding]:
-    over = run.state in ("finished", "failed", "interrupted")
-    for finding in (*found.findings, *found.notes):
-        if over and finding.severity is Severity.STUCK:
-            continue  # its ranks wait for a driver that is done
+def _current_findings(run: Run, diagnosis: Diagnosis) -> Iterator[Finding]:
+    if not diagnosis.readable:
+        return
+    ended = run.state in ("finished", "failed", "interrupted")
+    for finding in (*diagnosis.findings, *diagnosis.notes):
+        if ended and finding.severity is Severity.STUCK:
+            continue  # the ranks wait for a driver that has finished
         yield finding
 
 
-def _kept(run: Run) -> list[Finding]:
-    """Findings of ``doctor.json``, made while the ranks were there; none of an old attempt."""
+def _read_saved_findings(run: Run) -> list[Finding]:
+    """Return the findings in ``doctor.json``, unless they belong to an earlier attempt."""
     if run.state == "finished":
         return []
     try:
-        said = files.read_json(run.path / "doctor.json")[0]
+        saved = files.read_json(run.path / "doctor.json")[0]
         return [
             Finding(
                 code=str(f["code"]),
@@ -171,34 +213,36 @@ def _kept(run: Run) -> list[Finding]:
                 cause=str(f["cause"]),
                 fix=str(f["fix"]),
             )
-            for f in (*said["findings"], *said["notes"])
+            for f in (*saved["findings"], *saved["notes"])
         ]
     except (KeyError, TypeError):
         return []
 
 
-def _finding(finding: Finding) -> Iterator[Markup]:
+def _render_finding(finding: Finding, heading: str) -> Markup:
     word = "" if finding.severity is Severity.NOTE else f"{finding.severity.word}: "
-    yield tag("p", tag("b", f"{word}{finding.title}"))
+    parts = [tag(heading, render_code_spans(f"{word}{finding.title}"))]
     if finding.evidence:
-        yield tag("ul", *(tag("li", line) for line in finding.evidence), cls="soft")
+        lines = (tag("li", render_code_spans(line)) for line in finding.evidence)
+        parts.append(tag("ul", *lines, cls="soft"))
     if finding.cause:
-        yield tag("p", tag("b", "Cause. "), finding.cause)
+        parts.append(tag("p", tag("b", "Cause: "), render_code_spans(finding.cause)))
     if finding.fix:
-        yield tag("p", tag("b", "What to do. "), finding.fix)
+        parts.append(tag("p", tag("b", "Fix: "), render_code_spans(finding.fix)))
+    return tag("div", *parts, cls="finding")
 
 
-def _kept_text(run: Run) -> list[Markup]:
-    """The same as it was printed, with the stacks of the ranks."""
+def _render_saved_text(run: Run) -> list[Markup]:
+    """Return the printed diagnosis, which includes the stack traces of the ranks."""
     try:
         text = files.read_text(run.path / "doctor.txt")
     except OSError:
         return []
-    return [folded("as it was printed, with stacks", tag("pre", text.rstrip()[:40_000]))]
+    return [collapsible("Diagnosis with stack traces", tag("pre", text.rstrip()[:40_000]))]
 
 
-def damaged(run: Run) -> Markup:
-    """Files that could not be read: said, not passed over."""
-    found = {**run.record.damaged, **run.damaged}
-    rows = [tag("li", tag("code", name), f": {why}") for name, why in found.items()]
-    return section("Could not be read", tag("ul", *rows)) if rows else Markup()
+def render_damaged_files(run: Run) -> Markup:
+    """Return a list of the files that can't be read, with reasons."""
+    damaged = {**run.record.damaged, **run.damaged}
+    rows = [tag("li", tag("code", name), f": {why}") for name, why in damaged.items()]
+    return section("damaged", "Unreadable files", tag("ul", *rows)) if rows else Markup()

@@ -1,4 +1,4 @@
-"""What the ranks' black boxes say: where their time went, which rows they saw, what they held."""
+"""Show the rank records: where time was spent, which samples ranks used, and their memory."""
 
 from __future__ import annotations
 
@@ -11,73 +11,80 @@ from miniray.doctor.facts import gather
 from miniray.doctor.findings import plural, seconds, size
 from miniray.doctor.model import Loader, RankRecord, SamplePass
 from miniray.doctor.waiting import wait_of
-from miniray.report.charts import chart
-from miniray.report.html import Markup, bar, folded, on_screen, section, table, tag
+from miniray.report.charts import render_chart
+from miniray.report.html import Markup, bar, collapsible, render_terminal_line, section, table, tag
 from miniray.report.run import Run
-from miniray.report.series import Curve, one
+from miniray.report.series import Curve, get_field_points
 from miniray.runs import files
 
 _MOST_BARS = 64
-_SLIM = 16  #: more bars than this are thin ones
-_MOST_PAIRS = 12  #: ranks in the table of overlaps; pairs grow with the square
+_SLIM = 16  #: if there are more bars than this, they are thin
+_MOST_PAIRS = 12  #: ranks in the table of overlaps, which has a cell per pair
 _PHASES = {
     "start": "before the first step",
     "data": "waiting for data",
-    "compute": "forward, optimizer, own code",
+    "compute": "forward, optimizer, user code",
     "backward": "backward",
     "collective": "collectives and barriers",
-    "other": "outside steps: evaluation, syncs, checkpoints, waiting for the driver",
+    "other": "outside steps: evaluation, sync, checkpoints, waiting for the driver",
 }
-#: Where the time of a step that never ended belongs, by what the rank was doing.
-_OPEN = {"data": "data", "compute": "compute", "forward": "compute", "backward": "backward",
-         "optimizer": "compute"}  # fmt: skip
+#: Bucket for the time of a step that never ended, by the phase that the rank was in.
+_BUCKET_OF_PHASE = {
+    "data": "data",
+    "compute": "compute",
+    "forward": "compute",
+    "backward": "backward",
+    "optimizer": "compute",
+}
 
 
-def time_spent(run: Run) -> Markup:
-    """A bar a rank, coloured by phase, over its whole life; seconds by epoch."""
-    bars = _by_phase(run)
+def render_time(run: Run) -> Markup:
+    """Return a bar per rank with the time in each phase, and the seconds per epoch."""
+    bars = _render_phases(run)
     shown, title = bars, "Time by phase and rank" if bars else "Time"
-    epochs = one(run.metrics, "seconds")
+    epochs = get_field_points(run.metrics, "seconds")
     if len(epochs) > 1:
         word = run.unit
-        drawn = chart(f"seconds by {word}", [Curve("seconds", epochs)], word, from_zero=True)
+        curve = Curve("seconds", epochs)
+        drawn = render_chart(f"Seconds per {word}", [curve], word, y_label="s", from_zero=True)
         split = tag("div", tag("div", *bars), drawn, cls="split")
         shown = [split if bars else tag("div", drawn, cls="charts")]
-    return section(title, *shown)
+    return section("time", title, *shown)
 
 
-def _by_phase(run: Run) -> list[Markup]:
-    """Nothing of ranks that recorded no steps: theirs is one phase from beginning to end."""
-    spent = [(rank, _spent(rank, run.ended)) for rank in run.record]
+def _render_phases(run: Run) -> list[Markup]:
+    """Return the bars, or nothing if no rank recorded steps."""
+    spent = [(rank, get_phase_seconds(rank, run.ended)) for rank in run.record]
     spent = [(rank, parts) for rank, parts in spent if sum(parts.values()) > 0]
     if not any(rank.total.count for rank, _ in spent):
         return []
     total = max(sum(parts.values()) for _, parts in spent)
     inside = [
-        _legend([name for name in _PHASES if any(p[name] > 0 for _, p in spent)]),
-        _bars([_time_bar(rank, parts, total) for rank, parts in spent[:_MOST_BARS]]),
+        _render_legend([name for name in _PHASES if any(p[name] > 0 for _, p in spent)]),
+        _group_bars([_render_time_bar(rank, parts, total) for rank, parts in spent[:_MOST_BARS]]),
     ]
     if len(spent) > _MOST_BARS:
         left = plural(len(spent) - _MOST_BARS, "rank")
-        inside.append(tag("p", f"… and {left} more, in the table", cls="soft"))
+        inside.append(tag("p", f"… and {left} more in the table", cls="soft"))
     rows = [
-        [f"rank {rank.rank}", *parts.values(), _step_time(rank), float(rank.cpu_seconds)]
+        [f"rank {rank.rank}", *parts.values(), _get_step_ms(rank), float(rank.cpu_seconds)]
         for rank, parts in spent
     ]
-    head = ["", *_PHASES, "ms a step", "CPU s"]
-    return [*inside, folded("in seconds", table(head, rows))]
+    head = ["", *_PHASES, "ms per step", "CPU s"]
+    return [*inside, collapsible("Show seconds", table(head, rows))]
 
 
-def _spent(rank: RankRecord, over: float | None) -> dict[str, float]:
-    """Seconds by phase. Steps are timed from the end of the first; what is left is outside.
+def get_phase_seconds(rank: RankRecord, over: float | None) -> dict[str, float]:
+    """Return the seconds that a rank spent in each phase.
 
-    ``over`` is when the run ended: its workers may live on for what the script does after that.
+    Steps are timed from the end of the first one. The remaining time is outside of steps. ``over``
+    is the time when the run ended; its workers may live longer, while the script continues.
     """
     total = rank.total
     end = rank.exit.at if rank.exit is not None and rank.exit.at else rank.heartbeat
     end = end if over is None else min(end, over)
     life = max(0.0, max(end, total.ended) - rank.attached)
-    begun = _first_step(rank)
+    begun = _get_first_step_start(rank)
     start = life if begun is None else min(life, max(0.0, begun - rank.attached))
     inside = total.data + total.compute + total.backward + total.collective
     parts = {
@@ -88,37 +95,37 @@ def _spent(rank: RankRecord, over: float | None) -> dict[str, float]:
         "collective": total.collective,
         "other": max(0.0, life - start - inside),
     }
-    kind, since = _left_in(rank, over is not None)
+    kind, since = _find_open_phase(rank, over is not None)
     last = min(parts["other"], max(0.0, end - since))
     parts["other"] -= last
     parts[kind] += last
     return parts
 
 
-def _left_in(rank: RankRecord, over: bool) -> tuple[str, float]:
-    """What the rank is in, or was when it was ended, and since when: it is in no step's times.
+def _find_open_phase(rank: RankRecord, over: bool) -> tuple[str, float]:
+    """Return the phase that a rank is in, or was in when it ended, and its start time.
 
-    A rank that is through, or whose driver is done, only waits for its end.
+    Times of steps don't include it. A rank that has finished its work only waits to be terminated.
     """
     wait = wait_of(rank)
     if wait is not None:
         return "collective", wait.since
     done = over if rank.exit is None else not rank.exit.failed
-    return "other" if done else _OPEN.get(rank.phase.name, "other"), rank.phase.since
+    return "other" if done else _BUCKET_OF_PHASE.get(rank.phase.name, "other"), rank.phase.since
 
 
-def _first_step(rank: RankRecord) -> float | None:
-    """Return when the first step of this attempt began."""
+def _get_first_step_start(rank: RankRecord) -> float | None:
+    """Return the start time of the first step of this attempt."""
     if not rank.steps:
         return None
     return rank.steps[0].ended - rank.steps[0].seconds
 
 
-def _step_time(rank: RankRecord) -> float | None:
+def _get_step_ms(rank: RankRecord) -> float | None:
     return 1000 * rank.total.seconds / rank.total.count if rank.total.count else None
 
 
-def _time_bar(rank: RankRecord, parts: dict[str, float], total: float) -> Markup:
+def _render_time_bar(rank: RankRecord, parts: dict[str, float], total: float) -> Markup:
     pieces = [
         (f"p-{name}", value, f"{_PHASES[name]}: {seconds(value)}", f"{value:.3g} s")
         for name, value in parts.items()
@@ -128,11 +135,11 @@ def _time_bar(rank: RankRecord, parts: dict[str, float], total: float) -> Markup
                cls="rank")  # fmt: skip
 
 
-def _bars(rows: Sequence[Markup]) -> Markup:
+def _group_bars(rows: Sequence[Markup]) -> Markup:
     return tag("div", *rows, cls="slim-bars" if len(rows) > _SLIM else None)
 
 
-def _legend(names: Sequence[str]) -> Markup:
+def _render_legend(names: Sequence[str]) -> Markup:
     keys = [tag("span", Markup(f'<i class="p-{name}"></i>'), _PHASES[name]) for name in names]
     return tag("div", *keys, cls="keys")
 
@@ -140,30 +147,42 @@ def _legend(names: Sequence[str]) -> Markup:
 # -- rows -----------------------------------------------------------------------------------------
 
 
-def data(run: Run) -> Markup:
-    """Rows a rank, how much they share, and how much of the data one pass saw."""
+def render_data(run: Run) -> Markup:
+    """Return the samples per rank, how many the ranks share, and the coverage of one pass."""
     seen = [rank for rank in run.record if rank.samples]
     if not seen:
         return Markup()
     inside: list[Markup] = []
     counts = {rank.samples for rank in seen}
     if len(seen) > 4 and len(counts) == 1:
-        inside.append(tag("p", f"{seen[0].samples:,} samples on each of {len(seen)} ranks."))
+        inside.append(tag("p", f"{seen[0].samples:,} samples on each of {len(seen)} ranks"))
     else:
-        inside.append(_bars([_row_bar(rank, max(counts)) for rank in seen[:_MOST_BARS]]))
-    inside += _coverage(seen)
+        inside.append(
+            _group_bars([_render_sample_bar(rank, max(counts)) for rank in seen[:_MOST_BARS]])
+        )
+    inside += _render_coverage(seen)
     loaders = [
         [f"rank {r.rank}", ld.dataset, ld.length, ld.batch_size, ld.sampler, ld.num_workers,
          ld.set_epoch_calls, ld.finished, str(ld.site) if ld.site.file else None]
         for r in seen for ld in _distinct_loaders(r)
     ]  # fmt: skip
     if loaders:
-        head = ["", "dataset", "rows", "batch", "sampler", "processes", "set_epoch", "passes", "at"]
-        inside.append(folded("loaders", table(head, loaders, texts=(0, 1, 4, 8))))
-    return section("Data", *inside, note="Samples that each rank took, over all epochs.")
+        head = [
+            "",
+            "dataset",
+            "rows",
+            "batch size",
+            "sampler",
+            "workers",
+            "set_epoch",
+            "passes",
+            "location",
+        ]
+        inside.append(collapsible("Show loaders", table(head, loaders, texts=(0, 1, 4, 8))))
+    return section("data", "Data", *inside, note="Samples that each rank used, over all epochs")
 
 
-def _row_bar(rank: RankRecord, most: int) -> Markup:
+def _render_sample_bar(rank: RankRecord, most: int) -> Markup:
     text = f"{rank.samples:,}"
     drawn = bar([("p-rows", rank.samples, f"{text} samples", text)], most)
     batches = plural(rank.batches, "batch") if rank.batches else ""
@@ -171,7 +190,7 @@ def _row_bar(rank: RankRecord, most: int) -> Markup:
 
 
 def _distinct_loaders(rank: RankRecord) -> Iterator[Loader]:
-    """A trainer that makes a loader an epoch has many alike: each kind once."""
+    """Yield each kind of loader once, as trainers may create one per epoch."""
     known = set()
     for loader in rank.loaders:
         kind = (loader.dataset, loader.length, loader.batch_size, loader.sampler, loader.site)
@@ -180,8 +199,8 @@ def _distinct_loaders(rank: RankRecord) -> Iterator[Loader]:
             yield loader
 
 
-def _coverage(seen: Sequence[RankRecord]) -> Iterator[Markup]:
-    """The newest pass that all ranks made: what they share, and what of the data was seen."""
+def _render_coverage(seen: Sequence[RankRecord]) -> Iterator[Markup]:
+    """Yield the coverage and the overlaps of the last pass that all ranks made."""
     passes = [{(p.loader, p.epoch): p for p in rank.passes if p.count} for rank in seen]
     common = set(passes[0]).intersection(*passes[1:]) if passes else set()
     trained = {
@@ -193,29 +212,25 @@ def _coverage(seen: Sequence[RankRecord]) -> Iterator[Markup]:
     key = max(trained, key=lambda key: (key[1], -key[0]))
     chosen = [found[key] for found in passes]
     length = next((ld.length for ld in seen[0].loaders if ld.index == key[0]), None)
-    yield tag("h3", "The last pass over the data")
-    yield tag("p", _covered(chosen, length))
+    yield tag("h3", "Last pass over the data")
+    yield tag("p", format_coverage(chosen, length))
     if 1 < len(chosen) <= _MOST_PAIRS:
-        yield _overlaps(seen, chosen)
+        yield _render_overlaps(seen, chosen)
 
 
-def _covered(passes: Sequence[SamplePass], length: int | None) -> str:
+def format_coverage(passes: Sequence[SamplePass], length: int | None) -> str:
     count = sum(given.count for given in passes)
     if not all(given.is_exact for given in passes):
-        return f"{count:,} samples, at least {samples.count_distinct(*passes):,} distinct."
+        return f"{count:,} samples, at least {samples.count_distinct(*passes):,} distinct"
     distinct = samples.count_distinct(*passes)
     text = f"{count:,} samples, {distinct:,} distinct"
     if length:
-        text += f", of {length:,} rows ({distinct / length:.1%})"
-    twice = count - distinct
-    return (
-        f"{text}; {plural(twice, 'row')} given more than once."
-        if twice
-        else f"{text}; no row twice."
-    )
+        text += f" ({distinct / length:.1%} of {length:,} rows)"
+    duplicates = count - distinct
+    return f"{text}, {plural(duplicates, 'duplicate') if duplicates else 'no duplicates'}"
 
 
-def _overlaps(seen: Sequence[RankRecord], passes: Sequence[SamplePass]) -> Markup:
+def _render_overlaps(seen: Sequence[RankRecord], passes: Sequence[SamplePass]) -> Markup:
     shares = {
         (i, j): samples.overlap(passes[i], passes[j])
         for i, j in itertools.combinations(range(len(passes)), 2)
@@ -223,17 +238,19 @@ def _overlaps(seen: Sequence[RankRecord], passes: Sequence[SamplePass]) -> Marku
     rows = []
     for i, rank in enumerate(seen):
         cells = [
-            tag("td", "·", cls="soft") if i == j else _shared(shares[min(i, j), max(i, j)])
+            tag("td", "·", cls="soft")
+            if i == j
+            else _render_overlap_cell(shares[min(i, j), max(i, j)])
             for j in range(len(seen))
         ]
         rows.append(tag("tr", tag("td", f"rank {rank.rank}", cls="s"), *cells))
     exact = all(given.is_exact for given in passes)
-    head = "shared" if exact else f"shared, of the first {layout.PASS_IDS:,}"
+    head = "overlap" if exact else f"overlap of the first {layout.PASS_IDS:,}"
     top = tag("tr", tag("th", head, cls="s"), *(tag("th", str(rank.rank)) for rank in seen))
     return tag("div", tag("table", top, *rows, cls="heat", style="min-width:0"), cls="wide")
 
 
-def _shared(share: float) -> Markup:
+def _render_overlap_cell(share: float) -> Markup:
     strength = 0 if share < 0.005 else 12 + round(60 * share)
     style = f"background:color-mix(in srgb,var(--bad) {strength}%,transparent)"
     return tag("td", f"{share:.0%}", style=style)
@@ -242,8 +259,8 @@ def _shared(share: float) -> Markup:
 # -- memory, the table ----------------------------------------------------------------------------
 
 
-def memory(run: Run) -> Markup:
-    """Resident memory over each rank's life, and its peak."""
+def render_memory(run: Run) -> Markup:
+    """Return the resident memory of each rank over time, and its peak."""
     found = []
     for rank in run.record:
         points = rank.notes.get("memory")
@@ -251,25 +268,27 @@ def memory(run: Run) -> Markup:
             line = [(float(p[0]), p[2] / 1e6) for p in points if len(p) == 3]
             found.append(Curve(f"rank {rank.rank}", line))
     rows = [
-        [f"rank {r.rank}", size(r.peak_rss), size(r.rss), _gpu(r)] for r in run.record if r.peak_rss
+        [f"rank {r.rank}", size(r.peak_rss), size(r.rss), _format_gpu_memory(r)]
+        for r in run.record
+        if r.peak_rss
     ]
     if not rows:
         return Markup()
-    drawn = chart("resident memory, MB", found, "seconds") if found else ""
+    drawn = render_chart("Resident memory", found, "seconds", y_label="MB") if found else ""
     shown = table(["", "peak", "last", "GPU (torch)"], rows)
-    return section("Memory", tag("div", drawn, shown, cls="charts"))
+    return section("memory", "Memory", tag("div", drawn, shown, cls="charts"))
 
 
-def _gpu(rank: RankRecord) -> str | None:
+def _format_gpu_memory(rank: RankRecord) -> str | None:
     if rank.gpu is None:
         return None
     return f"{size(rank.gpu.process_memory)} of {size(rank.gpu.memory_total)}"
 
 
-def overview(run: Run) -> Markup:
-    """One line a rank, and the last words of ranks that failed, else of rank 0."""
-    head = ["", "state", "epoch", "step", "samples", "loss", "last phase", "restarts", "memory",
-            "process"]  # fmt: skip
+def render_ranks(run: Run) -> Markup:
+    """Return one line per rank, and the last log lines of failed ranks or of rank 0."""
+    head = ["", "state", "epoch", "step", "samples", "loss", "last phase", "restarts",
+            "peak memory",             "process"]  # fmt: skip
     rows: list[list[Any]] = []
     every = list(gather(run.record))
     over = run.state not in ("running", "unknown")
@@ -277,7 +296,7 @@ def overview(run: Run) -> Markup:
         rank = facts.record
         state = tag("b", facts.state, cls="bad") if facts.failed else facts.state
         if over and rank.alive:
-            state = "idle"  # its driver is done and keeps it, for the next train()
+            state = "idle"  # the driver keeps it for the next train()
         loss = None if rank.loss is None else float(rank.loss)
         phase = rank.section.name if rank.section is not None else rank.phase.name
         epoch = None if rank.epoch < 0 else rank.epoch
@@ -291,7 +310,9 @@ def overview(run: Run) -> Markup:
     logs = []
     for facts in [facts for facts in every if facts.failed][:4] or every[:1]:
         lines = files.read_last_lines(run.path / "ranks" / f"{facts.rank}.log", 4000)
-        text = "\n".join(on_screen(line.decode(errors="replace")) for line in lines).rstrip()
+        text = "\n".join(
+            render_terminal_line(line.decode(errors="replace")) for line in lines
+        ).rstrip()
         if text:
-            logs.append(folded(f"last lines of rank {facts.rank}", tag("pre", text)))
-    return section("Ranks", table(head, rows, texts=(0, 1, 6, 9)), *logs)
+            logs.append(collapsible(f"Last log lines of rank {facts.rank}", tag("pre", text)))
+    return section("ranks", "Ranks", table(head, rows, texts=(0, 1, 6, 9)), *logs)

@@ -19,12 +19,12 @@ from miniray.doctor import runfile
 from miniray.doctor.layout import MAGIC
 from miniray.doctor.model import RankRecord, RunRecord
 from miniray.doctor.reader import read_run
-from miniray.report.series import axis
+from miniray.report.series import find_axis
 from miniray.runs import files
 from miniray.runs.listing import RunEntry, find_records, is_run, list_runs, read_entry
 from miniray.runs.run_info import parse_time
 
-_NO_KIND = ("", "given")  #: ``attach`` calls it so where the script itself stated its place
+_NO_KIND = ("", "given")  #: recorded by ``attach`` if the script passed the rank itself
 _TAIL_BYTES = 65536  #: bytes at the end of metrics.jsonl that contain its last lines
 
 
@@ -47,10 +47,10 @@ class Run(RunEntry):
 
     @cached_property
     def record(self) -> RunRecord:
-        """The ranks' black boxes.
+        """The records of all ranks.
 
-        A trainer ends its workers when it is done or has failed: that nobody saw such a rank end
-        says nothing against it.
+        A trainer kills its workers after success and failure, so a rank without an exit record
+        isn't a failure by itself.
         """
         found = read_run(self.path)
         over = self.info.get("state") in ("failed", "interrupted") and "trainer" in self.config
@@ -81,19 +81,19 @@ class Run(RunEntry):
 
     @property
     def ended(self) -> float | None:
-        """When it said that it had ended; None of one that runs, or was killed."""
+        """Unix time of the end. None if the run is in progress or was killed."""
         return parse_time(self.info.get("ended"))
 
     @property
     def seconds(self) -> float | None:
-        """How long it took, or has been taking; of one that died, up to its last sign of life."""
+        """Duration so far. If the run died, up to its last heartbeat or file change."""
         started = self.started
         if started is None:
             return None
         ended = self.ended
         if ended is None and self.state == "running":
             ended = datetime.datetime.now().timestamp()
-        if ended is None:  # what a rank writes into its box is no change of the file
+        if ended is None:  # heartbeats don't change the mtime of the record
             ended = max([self.changed, *(rank.heartbeat for rank in self.record)])
         return max(0.0, ended - started)
 
@@ -104,9 +104,9 @@ class Run(RunEntry):
 
     @property
     def unit(self) -> str:
-        """What a line of metrics is, in words: a trainer may call its epochs steps."""
-        word, said = axis(self.metrics), self.config.get("unit")
-        return said if word == "epoch" and isinstance(said, str) else word
+        """The name of one line of metrics, such as "epoch". A trainer may call its epochs steps."""
+        axis, unit = find_axis(self.metrics), self.config.get("unit")
+        return unit if axis == "epoch" and isinstance(unit, str) else axis
 
     @property
     def world_size(self) -> int:
@@ -114,7 +114,7 @@ class Run(RunEntry):
 
     @property
     def kind(self) -> str:
-        """What started it: a trainer's name, a launcher's, or the command's."""
+        """The trainer, launcher or command that started the run."""
         for name in (*map(self.config.get, ("trainer", "launcher")), self.info.get("kind")):
             if isinstance(name, str) and name not in _NO_KIND:
                 return name
@@ -122,13 +122,13 @@ class Run(RunEntry):
         return next((name for name in launchers if name not in _NO_KIND), "")
 
     def last_metrics(self) -> dict[str, Any]:
-        """The newest line of ``metrics.jsonl``, without reading all of a long file."""
+        """Return the last line of ``metrics.jsonl`` without reading the whole file."""
         lines = files.read_last_lines(self.path / "metrics.jsonl", _TAIL_BYTES)
         return next((found for line in reversed(lines) if (found := files.parse_record(line))), {})
 
     @property
     def living(self) -> str:
-        """Which of its processes live, in words; "" where none is known to."""
+        """A description of the processes that are running, or "" if none is known to run."""
         pids = [rank.pid for rank in self.record if rank.process.alive]
         here = self.info.get("host") == socket.gethostname()
         if self.state == "running" and here and "pid" in self.info:
@@ -139,7 +139,7 @@ class Run(RunEntry):
         elsewhere = [r for r in self.record if r.process.alive is None and r.alive]
         fresh = datetime.datetime.now().timestamp() - self.changed < 300
         if fresh and (elsewhere or self.state == "running"):
-            return f"on {self.info.get('host') or elsewhere[0].host}, as far as its files tell"
+            return f"on {self.info.get('host') or elsewhere[0].host}, according to its files"
         return ""
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
@@ -152,7 +152,7 @@ class Run(RunEntry):
             return []
         if bad:
             shown = ", ".join(map(str, bad[:5])) + ", …" * (len(bad) > 5)
-            self.damaged[name] = f"line{'s' * (len(bad) > 1)} {shown} could not be read"
+            self.damaged[name] = f"can't read line{'s' * (len(bad) > 1)} {shown}"
         return found
 
 
@@ -160,16 +160,16 @@ def read(run_dir: str | os.PathLike[str]) -> Run:
     """Return the run at ``run_dir``. Raise ``FileNotFoundError`` if there is none."""
     path = Path(run_dir)
     if not path.is_dir():
-        raise FileNotFoundError(f"there is no run directory {path}")
+        raise FileNotFoundError(f"Run directory {path} doesn't exist.")
     if not is_run(path):
         raise FileNotFoundError(
-            f"{path} is not a run directory: it has no run.json, metrics.jsonl or ranks/*.box"
+            f"{path} isn't a run directory: it contains no run.json, metrics.jsonl or ranks/*.box."
         )
     return _from_entry(read_entry(path))
 
 
 def find_runs(root: str | os.PathLike[str] = "runs") -> list[Run]:
-    """Return all runs in ``root``, newest first; [] if there is no such folder."""
+    """Return all runs in ``root``, newest first; [] if the directory doesn't exist."""
     return [_from_entry(entry) for entry in list_runs(root)]
 
 
@@ -177,8 +177,8 @@ def _from_entry(entry: RunEntry) -> Run:
     return Run(entry.path, entry.info, entry.problem)
 
 
-def is_ours(path: Path) -> bool:
-    """Return whether miniray wrote the run. Only such runs may be deleted."""
+def is_created_by_miniray(path: Path) -> bool:
+    """Return True if miniray wrote the run. Only such runs may be deleted."""
     for record in find_records(path):
         try:
             with files.open_file(record) as file:

@@ -1,6 +1,7 @@
-"""From lines of metrics to curves: which numbers there are, what belongs together, how many points.
+"""Extract curves from lines of metrics, and reduce their number of points.
 
-A curve is a list of (x, y); y may be NaN or infinite, which a chart marks instead of drawing it.
+A curve is a list of (x, y). y may be NaN or infinite; charts mark such points instead of drawing
+them.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ if TYPE_CHECKING:
 
 Points = list[tuple[float, float]]
 
-#: Words in a metric's name that mean more is better. Everything else is taken for a loss.
+#: Words in a metric's name that mean more is better. Every other metric is treated as a loss.
 _MORE_IS_BETTER = re.compile(
     r"acc|accuracy|auc|auroc|bleu|correct|dice|f1|iou|map|precision|psnr|r2|recall|returns?"
     r"|rewards?|rouge|scores?|speedup|ssim|success|throughput|top\d+"
 )
-#: Numbers of every line that are no measure of the training.
+#: Numeric fields that don't measure the quality of training.
 NOT_A_SCORE = frozenset(
     {"epoch", "step", "global_step", "rank", "seconds", "time", "num_samples", "val_num_samples",
      "synced"}
@@ -32,7 +33,7 @@ _PLACES = ("epoch", "step", "global_step")
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """One line of a chart. ``group`` is the chart it belongs in."""
+    """One line of a chart. Curves with the same ``group`` share a chart."""
 
     name: str
     points: Points
@@ -47,25 +48,26 @@ class Curve:
         return [(x, y) for x, y in self.points if not math.isfinite(y)]
 
     @property
-    def level(self) -> bool:
-        """Whether several points all have one finite value: nothing that a chart would show."""
+    def is_constant(self) -> bool:
+        """True if the curve has several points with the same finite value."""
         heights = {y for _, y in self.points}
         return len(self.points) > 1 and len(heights) == 1 and math.isfinite(heights.pop())
 
     @property
     def best(self) -> tuple[float, float] | None:
-        """The best point: the lowest, or the highest where the name says that more is better."""
-        sign = -1 if more_is_better(self.name) else 1
+        """The lowest point, or the highest if the name suggests that higher is better."""
+        sign = -1 if is_higher_better(self.name) else 1
         return min(self.finite, key=lambda point: (sign * point[1], point[0]), default=None)
 
 
-def more_is_better(metric: str) -> bool:
+def is_higher_better(metric: str) -> bool:
+    """Return True if the name of the metric suggests that higher is better."""
     words = re.findall(r"[a-z]+[0-9]*", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", metric).lower())
     return any(_MORE_IS_BETTER.fullmatch(word) for word in words)
 
 
-def number(value: Any) -> float | None:
-    """A number as a float; booleans, texts and numbers beyond floats are none."""
+def to_float(value: Any) -> float | None:
+    """Return a number as a float, or None for booleans, text and numbers too large for it."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -74,42 +76,47 @@ def number(value: Any) -> float | None:
         return None
 
 
-def curves(metrics: Sequence[Mapping[str, Any]]) -> list[Curve]:
-    """A curve for every number in the lines, in order of appearance; nested ones by dotted names.
+def extract_curves(metrics: Sequence[Mapping[str, Any]]) -> list[Curve]:
+    """Return a curve for each numeric field, in order of appearance.
 
-    ``val_loss`` belongs in the chart of ``loss`` where there is one. Lines of single ranks have
-    curves of their own (``by_rank``).
+    Nested fields get dotted names. ``val_loss`` shares the chart of ``loss`` if that exists. Lines
+    that belong to one rank are left out; see ``extract_rank_curves``.
     """
     found: dict[str, Points] = {}
-    word = axis(metrics)
+    word = find_axis(metrics)
     for i, record in enumerate(metrics):
-        if _rank(record) is None:
-            x = _position(record, i, word)
-            for key, value in _scores(record):
+        if _get_rank(record) is None:
+            x = _get_x(record, i, word)
+            for key, value in _iter_scores(record):
                 found.setdefault(key, []).append((x, value))
-    return [Curve(name, points, _group(name, found)) for name, points in found.items()]
+    return [Curve(name, points, _find_group(name, found)) for name, points in found.items()]
 
 
-def _scores(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for key, value in flat(record).items():
-        plain = number(value)
+def _iter_scores(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for key, value in flatten(record).items():
+        plain = to_float(value)
         if plain is not None and key.rpartition(".")[2] not in NOT_A_SCORE:
             yield key, plain
 
 
-def _rank(record: Mapping[str, Any]) -> int | None:
-    """Whose line it is; None for one of the whole run."""
+def _get_rank(record: Mapping[str, Any]) -> int | None:
+    """Return the rank that wrote the line, or None for a line of the whole run."""
     rank = record.get("rank")
     return rank if type(rank) is int else None
 
 
-def by_rank(metrics: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, list[Curve]]:
-    """A curve a rank: of lines that name their rank, and of lists with a number for each."""
+def extract_rank_curves(
+    metrics: Sequence[Mapping[str, Any]], world_size: int
+) -> dict[str, list[Curve]]:
+    """Return curves per metric and rank.
+
+    Sources are lines with a ``rank`` field, and lists with one number per rank.
+    """
     found: dict[str, dict[int, Points]] = {}
-    word = axis(metrics)
+    word = find_axis(metrics)
     for i, record in enumerate(metrics):
-        x = _position(record, i, word)
-        for key, rank, value in _told_by_rank(record, world_size):
+        x = _get_x(record, i, word)
+        for key, rank, value in _split_by_rank(record, world_size):
             found.setdefault(key, {}).setdefault(rank, []).append((x, value))
     return {
         key: [Curve(f"rank {rank}", lines[rank]) for rank in sorted(lines)]
@@ -117,66 +124,69 @@ def by_rank(metrics: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, 
     }
 
 
-def _told_by_rank(record: Mapping[str, Any], world_size: int) -> Iterator[tuple[str, int, float]]:
-    whose = _rank(record)
-    if whose is not None:
-        yield from ((key, whose, value) for key, value in _scores(record))
+def _split_by_rank(record: Mapping[str, Any], world_size: int) -> Iterator[tuple[str, int, float]]:
+    rank = _get_rank(record)
+    if rank is not None:
+        yield from ((key, rank, value) for key, value in _iter_scores(record))
         return
     for key, values in record.items():
         if world_size > 1 and isinstance(values, list) and len(values) == world_size:
-            numbers = [value for value in map(number, values) if value is not None]
+            numbers = [value for value in map(to_float, values) if value is not None]
             if len(numbers) == world_size:
                 yield from ((key, rank, value) for rank, value in enumerate(numbers))
 
 
-def one(metrics: Sequence[Mapping[str, Any]], key: str) -> Points:
-    """The curve of one field, whatever its name."""
-    word = axis(metrics)
-    pairs = ((_position(r, i, word), number(r.get(key))) for i, r in enumerate(metrics))
+def get_field_points(metrics: Sequence[Mapping[str, Any]], key: str) -> Points:
+    """Return the points of one field, even if it isn't a score."""
+    word = find_axis(metrics)
+    pairs = ((_get_x(r, i, word), to_float(r.get(key))) for i, r in enumerate(metrics))
     return [(x, y) for x, y in pairs if y is not None]
 
 
-def _position(record: Mapping[str, Any], index: int, word: str) -> float:
-    """Where a line stands: on its axis, else by what else it says, else its place in the file."""
+def _get_x(record: Mapping[str, Any], index: int, word: str) -> float:
+    """Return the x value of a line: its axis field, a similar field, or its line index."""
     for key in (word, *_PLACES):
-        value = number(record.get(key))
+        value = to_float(record.get(key))
         if value is not None and math.isfinite(value):
             return value
     return float(index)
 
 
-def axis(metrics: Sequence[Mapping[str, Any]]) -> str:
-    """What curves are drawn over: epochs, or steps where an epoch has several lines."""
+def find_axis(metrics: Sequence[Mapping[str, Any]]) -> str:
+    """Return the x axis of the curves: epochs, or steps if an epoch has several lines."""
     first = metrics[0] if metrics else {}
     known = [key for key in _PLACES if key in first]
     if len(known) > 1:
-        epochs = {(_rank(record), number(record.get(known[0]))) for record in metrics}
+        epochs = {(_get_rank(record), to_float(record.get(known[0]))) for record in metrics}
         known = known[len(epochs) < len(metrics) :]
     return known[0] if known else "line"
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested fields as one level of dotted names."""
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested fields as one dict with dotted names."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            found.update(flat(value, f"{prefix}{key}."))
+            found.update(flatten(value, f"{prefix}{key}."))
         else:
             found[f"{prefix}{key}"] = value
     return found
 
 
-def thinned(points: Points, most: int) -> Points:
-    """At most ``most`` points that draw the same line, as ``extremes`` chooses them."""
+def thin_points(points: Points, most: int) -> Points:
+    """Return at most ``most`` points that draw the same line. See ``select_extremes``."""
     if len(points) <= most:
         return points
     import numpy as np
 
-    return [points[i] for i in extremes(np.array([y for _, y in points]), most)]
+    return [points[i] for i in select_extremes(np.array([y for _, y in points]), most)]
 
 
-def extremes(heights: np.ndarray, most: int) -> np.ndarray:
-    """Which ``most`` of the points to draw: both ends, and each stretch's lowest and highest."""
+def select_extremes(heights: np.ndarray, most: int) -> np.ndarray:
+    """Return the indices of at most ``most`` points to draw.
+
+    Contains both ends, and the lowest and highest point of each interval, so spikes remain visible.
+    """
     import numpy as np
 
     count = len(heights)
@@ -189,14 +199,14 @@ def extremes(heights: np.ndarray, most: int) -> np.ndarray:
     return np.unique(np.minimum(np.concatenate(found), count - 1))
 
 
-def spread(values: Sequence[Any], most: int) -> list[Any]:
-    """At most ``most`` of the values, evenly, with both ends."""
+def sample_evenly(values: Sequence[Any], most: int) -> list[Any]:
+    """Return at most ``most`` evenly spaced values, including the first and the last."""
     if len(values) <= most:
         return list(values)
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
-def _group(name: str, known: Iterable[str]) -> str:
+def _find_group(name: str, known: Iterable[str]) -> str:
     for prefix in _HELD_OUT:
         if name.startswith(prefix) and name.removeprefix(prefix) in known:
             return name.removeprefix(prefix)

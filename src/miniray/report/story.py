@@ -1,4 +1,4 @@
-"""Syncs, failures and restarts, and what the run was made with."""
+"""Show syncs, failures, restarts and the environment of a run."""
 
 from __future__ import annotations
 
@@ -8,76 +8,90 @@ from typing import Any
 
 from miniray.doctor import runfile
 from miniray.doctor.findings import plural, seconds, size
-from miniray.report.html import Markup, facts, folded, section, short, table, tag
+from miniray.report.html import (
+    Markup,
+    collapsible,
+    definition_list,
+    format_number,
+    section,
+    table,
+    tag,
+)
 from miniray.report.run import Run
-from miniray.report.series import flat, number, spread
+from miniray.report.series import flatten, sample_evenly, to_float
 from miniray.runs.run_info import parse_time
 
 _MOST_EVENTS = 100
 _PHASES = {
     "collect": "collecting weights",
-    "combine": "combining",
-    "distribute": "giving them back",
+    "combine": "combining weights",
+    "distribute": "distributing weights",
 }
 
 
-def sync(run: Run) -> Markup:
-    """What the parameter server counted over the run."""
+def render_sync(run: Run) -> Markup:
+    """Return the statistics of the parameter server."""
     stats = run.info.get("sync")
     if not isinstance(stats, Mapping) or not stats.get("num_syncs"):
         done = [record for record in run.metrics if record.get("synced") is True]
         if not done:
             return Markup()
-        text = f"Synced after {len(done)} of {len(run.metrics)} {run.unit}s."
-        return section("Parameter sync", tag("p", text))
+        text = f"Weights were synced after {len(done)} of {len(run.metrics)} {run.unit}s."
+        return section("sync", "Parameter sync", tag("p", text))
     pairs: list[tuple[str, Any]] = [
         ("strategy", run.config.get("sync_strategy")),
-        ("every", _interval(run)),
+        ("interval", _format_sync_interval(run)),
         ("syncs", stats.get("num_syncs")),
         ("failed syncs", stats.get("failed_syncs")),
-        ("bytes moved", _bytes(stats.get("bytes"))),
-        ("bytes a sync", _bytes(stats.get("last_bytes"))),
+        ("bytes transferred", _format_bytes(stats.get("bytes"))),
+        ("bytes per sync", _format_bytes(stats.get("last_bytes"))),
         ("last change (norm)", stats.get("last_change_norm")),
     ]
     apart, spent = stats.get("divergence"), stats.get("seconds")
     if isinstance(apart, Mapping):
-        pairs.append(("workers apart, at most", apart.get("max")))
+        pairs.append(("largest divergence", apart.get("max")))
     if isinstance(spent, Mapping):
-        taken = ((text, number(spent.get(name))) for name, text in _PHASES.items())
-        pairs += [(text, _spent(value)) for text, value in taken if value is not None]
+        taken = ((text, to_float(spent.get(name))) for name, text in _PHASES.items())
+        pairs += [(text, _format_duration(value)) for text, value in taken if value is not None]
     if stats.get("skipped"):
-        pairs.append(("syncs a worker missed", _short(stats["skipped"])))
+        pairs.append(("missed syncs per worker", _shorten(stats["skipped"])))
     pairs.append(("last error", stats.get("last_error") or None))
-    return section("Parameter sync", facts(pairs))
+    return section("sync", "Parameter sync", definition_list(pairs))
 
 
-def failures(run: Run) -> Markup:
-    """Attempts, events, restarts: what happened besides training."""
+def render_failures(run: Run) -> Markup:
+    """Return earlier attempts and all events, such as failures and restarts."""
     inside: list[Markup] = []
     attempts = run.info.get("attempts")
     if isinstance(attempts, list) and attempts:
         rows = [
-            [i + 1, _moment(a.get("started")), a.get("state"), a.get("world_size"), _error(a)]
+            [
+                i + 1,
+                _format_time(a.get("started")),
+                a.get("state"),
+                a.get("world_size"),
+                _format_error(a),
+            ]
             for i, a in enumerate(attempts)
             if isinstance(a, Mapping)
         ]
-        head = ["attempt", "began", "ended as", "ranks", "error"]
+        head = ["attempt", "started", "state", "ranks", "error"]
         inside += [tag("h3", "Earlier attempts"), table(head, rows, texts=(0, 1, 2, 4))]
     if run.events:
-        kept = spread(run.events, _MOST_EVENTS)
+        kept = sample_evenly(run.events, _MOST_EVENTS)
         rows = [
-            [_after(run, e), str(e.get("event", "?")).replace("_", " "), e.get("worker"),
-             e.get("epoch"), _rest(e)]
+            [_format_elapsed(run, e), str(e.get("event", "?")).replace("_", " "), e.get("worker"),
+             e.get("epoch"), _format_event_details(e)]
             for e in kept
         ]  # fmt: skip
         title = plural(len(run.events), "event")
-        inside += [tag("h3", title), table(["after", "what", "worker", run.unit, "why"], rows,
+        inside += [tag("h3", title), table(["time", "event", "worker", run.unit, "reason"], rows,
                                            texts=(0, 1, 4))]  # fmt: skip
-    return section("Failures and restarts", *inside)
+    return section("failures", "Failures and restarts", *inside)
 
 
-def environment(run: Run) -> Markup:
-    """Versions, machine, command, seed, configuration."""
+def render_environment(run: Run) -> Markup:
+    """Return versions, host, command, seed and configuration."""
     info = run.info
     versions = info.get("versions")
     pairs: list[tuple[str, Any]] = []
@@ -87,53 +101,56 @@ def environment(run: Run) -> Markup:
         if info.get(key) is not None:
             pairs.append((key, str(info[key])))
     for key in ("started", "ended"):
-        if _moment(info.get(key)) is not None:
-            pairs.append((f"{key} (UTC)", _moment(info[key])))
+        if _format_time(info.get(key)) is not None:
+            pairs.append((f"{key} (UTC)", _format_time(info[key])))
     records = list(run.record)
-    if not pairs and records:  # a run of `attach` alone: what its boxes say
+    if not pairs and records:  # without run.json, the rank records have the environment
         first = records[0]
         pairs += [("host", first.host), ("launcher", first.launcher)]
         pairs += [(key, value) for key, value in first.notes.items() if isinstance(value, str)]
-    inside = [facts(pairs)] if pairs else []
+    inside = [definition_list(pairs)] if pairs else []
     command = info.get("command") or next((rank.command for rank in records), "")
     if command:
         inside += [tag("h3", "Command"), tag("pre", runfile.mask_command(str(command)))]
-    config = flat(run.config)
+    config = flatten(run.config)
     if config:
-        rows = [(key, _short(value)) for key, value in config.items()]
-        inside += [tag("h3", "Configuration"), facts(rows)]
+        rows = [(key, _shorten(value)) for key, value in config.items()]
+        inside += [tag("h3", "Configuration"), definition_list(rows)]
     checkpoints = sorted(p.name for p in run.path.glob("checkpoints/*") if p.is_dir())
     files = sorted(p.name for p in run.path.iterdir() if p.is_file() and p.name[0] != ".")
     if checkpoints:
         shown = ", ".join(checkpoints[-8:])
-        inside.append(folded(plural(len(checkpoints), "checkpoint"), tag("p", shown)))
-    inside.append(folded(plural(len(files), "file"), tag("p", ", ".join(files))))
-    return section("Environment", *inside)
+        inside.append(collapsible(plural(len(checkpoints), "checkpoint"), tag("p", shown)))
+    inside.append(collapsible(plural(len(files), "file"), tag("p", ", ".join(files))))
+    return section("environment", "Environment", *inside)
 
 
-def _spent(value: float) -> str:
-    """Of all syncs together, which may take a millisecond."""
-    return seconds(value) if value >= 1 else f"{short(1000 * value)} ms"
+def _format_duration(value: float) -> str:
+    """Format the total time of all syncs, which may be milliseconds."""
+    return seconds(value) if value >= 1 else f"{format_number(1000 * value)} ms"
 
 
-def _interval(run: Run) -> str | None:
-    plain = number(run.config.get("sync_interval"))
+def _format_sync_interval(run: Run) -> str | None:
+    plain = to_float(run.config.get("sync_interval"))
     if plain is None:
         return None
-    return run.unit if plain == 1 else f"{plain:.0f} {run.unit}s"
+    return f"every {run.unit}" if plain == 1 else f"every {plain:.0f} {run.unit}s"
 
 
-def _after(run: Run, event: Mapping[str, Any]) -> str | None:
-    """Since the run began; an event of an earlier attempt shows its date."""
+def _format_elapsed(run: Run, event: Mapping[str, Any]) -> str | None:
+    """Format the time since the start of the run.
+
+    Events of an earlier attempt show their date.
+    """
     at, began = parse_time(event.get("time")), run.started
     if at is None:
         return None
     if began is None or at < began:
-        return _moment(event["time"])
+        return _format_time(event["time"])
     return seconds(at - began)
 
 
-def _rest(event: Mapping[str, Any]) -> str:
+def _format_event_details(event: Mapping[str, Any]) -> str:
     for key in ("reason", "message", "path"):
         if event.get(key):
             return _first_line(str(event[key]))
@@ -146,25 +163,25 @@ def _first_line(text: str, most: int = 160) -> str:
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
-def _error(attempt: Mapping[str, Any]) -> str | None:
+def _format_error(attempt: Mapping[str, Any]) -> str | None:
     error = attempt.get("error")
     if not isinstance(error, Mapping):
         return None
     return _first_line(f"{error.get('type') or 'error'}: {error.get('message')}")
 
 
-def _moment(value: Any) -> str | None:
+def _format_time(value: Any) -> str | None:
     try:
         return f"{datetime.datetime.fromisoformat(value):%Y-%m-%d %H:%M:%S}"
     except (TypeError, ValueError):
         return None
 
 
-def _bytes(value: Any) -> str | None:
-    plain = number(value)
+def _format_bytes(value: Any) -> str | None:
+    plain = to_float(value)
     return None if plain is None else size(plain)
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
     return text if len(text) <= 200 else f"{text[:199]}…"

@@ -1,21 +1,21 @@
-// The page of one run. The server is asked every second what is new of the list and of the runs that
-// are shown; curves, lanes, logs and stacks are fetched when they are needed. All text goes in as text, never
-// as HTML: what a run prints cannot become part of the page.
+// The page of one run. It polls the server every second for the list of runs and the state of the
+// shown runs, and fetches curves, timelines, logs and stacks when they are visible. All text is
+// inserted as text, never as HTML, so the output of a run can't inject elements.
 
 const $ = (id) => document.getElementById(id);
-const REST = { compute: "compute", backward: "backward", data: "waits for data", sync: "waits for ranks", other: "other" };
+const KINDS = { compute: "compute", backward: "backward", data: "waiting for data", sync: "waiting for ranks", other: "other" };
 const PALETTE = ["#4c86ea", "#e8833a", "#3aa76d", "#b05fd3", "#d6549a", "#2aa5b8", "#a08a1f", "#7c8aa0"];
-const WINDOWS = [["1 min", 60], ["10 min", 600], ["1 h", 3600], ["all", null]];
+const WINDOWS = [["1 min", 60], ["10 min", 600], ["1 h", 3600], ["All", null]];
 const MOST_LINES = 3000;    // of a log
-const MANY = 16;            // ranks that a table shows without being asked
+const MANY = 16;            // ranks that the table shows by default
 
 let runs = [];
-let chosen = null;          // the run that is shown
-let compared = [];          // further runs, for their curves
-let states = new Map();     // run -> what the server last said of it
-let asking = 0;             // counts what `connect` was called for: the last one is answered
-let seconds = 600;          // of the lanes
-let lanes = null;
+let chosen = null;          // name of the shown run
+let compared = [];          // other runs whose curves are shown
+let states = new Map();     // run -> its last known state
+let asking = 0;             // counts calls of `connect`; only the last one continues
+let seconds = 600;          // range of the timelines
+let timelines = null;           // timelines of all ranks
 let allRanks = false;
 
 // -- small tools ---------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ async function ask(path, query, method = "GET") {
   throw Object.assign(new Error(await answer.text()), { status: answer.status });
 }
 
-// Calls made while one is under way become one more call after it.
+// Merge calls made during a running call into one more call after it.
 function oneAtATime(work, pause = 0) {
   let busy = false, again = false;
   return async function run() {
@@ -48,7 +48,7 @@ function oneAtATime(work, pause = 0) {
   };
 }
 
-function duration(value) {  // with spaces that do not break
+function duration(value) {  // with non-breaking spaces
   if (value < 9.95) return `${value.toFixed(1)}\u00a0s`;
   if (value < 120) return `${Math.round(value)}\u00a0s`;
   if (value < 7200) return `${Math.floor(value / 60)}\u00a0min`;
@@ -56,30 +56,37 @@ function duration(value) {  // with spaces that do not break
 }
 const bytes = (n) => (n < 1e9 ? `${Math.round(n / 1e6)} MB` : `${(n / 1e9).toFixed(1)} GB`);
 const clock = (t) => new Date(t * 1000).toLocaleTimeString();
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-const put = (node, text) => { if (node.textContent !== text) node.textContent = text; };  // or it is read out again
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const put = (node, text) => { if (node.textContent !== text) node.textContent = text; };  // so that screen readers don't repeat it
+// Text with its parts in back-quotes as <code> elements.
+const withCode = (text) => text.split(/`([^`\n]+)`/).map((part, index) => (index % 2 ? h("code", { textContent: part }) : part));
+function putWithCode(node, text) {
+  if (node.dataset.text === text) return;
+  node.dataset.text = text;
+  node.replaceChildren(...withCode(text));
+}
 const state = () => states.get(chosen) ?? {};
 const rankRow = (rank) => (state().ranks ?? []).find((row) => row.rank === rank);
 
 function chip(rank) {
   const row = rankRow(rank);
-  const button = h("button", { type: "button", className: `chip ${row?.blame ?? ""}`, textContent: rank,
+  const button = h("button", { type: "button", className: `chip ${row?.severity ?? ""}`, textContent: rank,
     title: row ? `rank ${rank} ${row.doing}` : `rank ${rank}` });
   button.onclick = () => openRank(rank);
   return button;
 }
 
-// -- which run -----------------------------------------------------------------------------------
+// -- choice of runs --------------------------------------------------------------------------------
 
-// The address says which; whoever wants to see others changes it.
+// The address contains the shown runs.
 function address(run, others) {
   return `#${new URLSearchParams([["run", run], ...others.map((name) => ["with", name])])}`;
 }
 
 function followAddress() {
-  const said = new URLSearchParams(location.hash.slice(1)), before = chosen;
-  chosen = said.get("run") ?? chosen;
-  compared = said.getAll("with").filter((name) => name !== chosen).slice(0, 7);
+  const params = new URLSearchParams(location.hash.slice(1)), before = chosen;
+  chosen = params.get("run") ?? chosen;
+  compared = params.getAll("with").filter((name) => name !== chosen).slice(0, 7);
   if (chosen !== before) forgetPage();
   connect();
   drawRuns();
@@ -87,20 +94,20 @@ function followAddress() {
 }
 
 async function connect() {
-  const mine = ++asking, names = [chosen, ...compared].filter(Boolean);
-  for (let seen = null; mine === asking; await new Promise((done) => setTimeout(done, 1000))) {
+  const current = ++asking, names = [chosen, ...compared].filter(Boolean);
+  for (let seen = null; current === asking; await new Promise((done) => setTimeout(done, 1000))) {
     try {
       const news = await ask("api/news", [...names.map((name) => ["run", name]), ["seen", seen]]);
-      if (mine !== asking) return;
+      if (current !== asking) return;
       seen = news.seen;
-      queueMicrotask(() => takeNews(news));  // what fails there is no failure of the server
+      queueMicrotask(() => takeNews(news));  // an error there isn't a lost connection
     } catch (error) {
-      if (mine !== asking) return;
-      if (error.status) {  // it answers, and will say the same again
-        connection("lost", error.status === 403 ? "server started anew: open the address it printed" : "no such run");
+      if (current !== asking) return;
+      if (error.status) {  // the server responded, so retrying is useless
+        connection("lost", error.status === 403 ? "server restarted: open the address it printed" : "run not found");
         return;
       }
-      if (!$("connection").classList.contains("lost")) connection("lost", `server lost at ${new Date().toLocaleTimeString()}`);
+      if (!$("connection").classList.contains("lost")) connection("lost", `connection lost at ${new Date().toLocaleTimeString()}`);
     }
   }
 }
@@ -109,7 +116,7 @@ function takeNews(news) {
   if (news.runs) {
     runs = news.runs;
     if (!chosen && runs.length) location.replace(address(runs[0].name, []));
-    else if (!chosen) $("sentence").textContent = "There is no run in this directory yet. The first one is shown as soon as it starts.";
+    else if (!chosen) putWithCode($("sentence"), "This directory contains no runs yet. The first run appears here when it starts.");
     drawRuns();
   }
   for (const found of news.states) states.set(found.name, found);
@@ -125,7 +132,7 @@ function connection(kind, text) {
 }
 
 function forgetPage() {
-  lanes = null;
+  timelines = null;
   allRanks = false;
   $("ranks").tBodies[0].replaceChildren();
   $("rank-map").replaceChildren();
@@ -174,32 +181,32 @@ function drawState() {
   const word = now.error ? "failed" : now.state === "deleted" ? "none" : now.severity ?? "none";
   $("verdict").className = `verdict ${word}`;
   $("severity").textContent = word === "none" ? "" : word;
-  const sentence = now.error ? `this run could not be read: ${now.error}`
-    : now.state === "deleted" ? "this run was deleted; the page shows what was last known of it" : now.verdict ?? "";
-  put($("sentence"), sentence);
+  const sentence = now.error ? `Can't read this run: ${now.error}`
+    : now.state === "deleted" ? "This run was deleted. The page shows its last known state." : now.verdict ?? "";
+  putWithCode($("sentence"), sentence);
   document.title = `${["stuck", "failed", "wrong"].includes(word) ? `${word.toUpperCase()} · ` : ""}${chosen} · miniray`;
   drawFindings(now);
   drawWaits(now);
   drawRanks(now);
   drawLogChoice(now);
-  fetchLanes();
+  fetchTimelines();
   followLog();
 }
 
 function parts(finding) {
   return [
-    finding.evidence.length ? h("ul", {}, ...finding.evidence.map((text) => h("li", { textContent: text }))) : null,
+    finding.evidence.length ? h("ul", {}, ...finding.evidence.map((text) => h("li", {}, ...withCode(text)))) : null,
     finding.cause || finding.fix ? h("dl", {},
-      ...[["cause", finding.cause], ["fix", finding.fix]].filter(([, text]) => text)
-        .flatMap(([name, text]) => [h("dt", { textContent: name }), h("dd", { textContent: text })])) : null,
+      ...[["Cause", finding.cause], ["Fix", finding.fix]].filter(([, text]) => text)
+        .flatMap(([name, text]) => [h("dt", { textContent: name }), h("dd", {}, ...withCode(text))])) : null,
   ];
 }
 
 function folded(title, ...children) {
-  return h("details", { className: "finding" }, h("summary", { textContent: title }), ...children);
+  return h("details", { className: "finding" }, h("summary", {}, ...withCode(title)), ...children);
 }
 
-// Redrawn only when something changed: an opened finding stays open.
+// Redraw only changed elements, so that an opened finding stays open.
 const seen = new Map();
 function changed(key, value) {
   const text = JSON.stringify(value);
@@ -214,13 +221,13 @@ function drawFindings(now) {
     const [first, ...rest] = findings;
     $("finding").replaceChildren(
       ...(first ? [h("div", { className: "finding" },
-        first.ranks.length && first.ranks.length < now.world_size ? h("p", {}, "look at rank ", ...first.ranks.slice(0, 32).map(chip)) : null,
+        first.ranks.length && first.ranks.length < now.world_size ? h("p", {}, "Affected ranks: ", ...first.ranks.slice(0, 32).map(chip)) : null,
         ...parts(first))] : []),
       ...rest.map((finding) => folded(`${finding.severity.toUpperCase()}: ${finding.title}`, ...parts(finding))));
   }
   const more = [
     ...(now.notes ?? []).map((note) => folded(note.title, ...parts(note))),
-    ...Object.entries(now.damaged ?? {}).map(([file, why]) => h("p", { textContent: `could not be read: ${file}: ${why}` })),
+    ...Object.entries(now.damaged ?? {}).map(([file, why]) => h("p", { textContent: `Can't read ${file}: ${why}` })),
     ...(now.gpus ?? []).map((line) => h("p", { textContent: line })),
   ];
   if (changed("more", [now.name, now.notes, now.damaged, now.gpus])) $("more").replaceChildren(...more);
@@ -228,18 +235,18 @@ function drawFindings(now) {
 }
 
 function drawWaits(now) {
-  // A wait of a moment is how training works; what lasts, or is named by the doctor, is shown.
+  // Short waits are a normal part of training. Show only those that last.
   const lasting = (now.waits ?? []).filter((wait) => wait.seconds >= 1 && now.live);
   $("waits-section").hidden = !lasting.length;
   if (!changed("waits", [now.name, lasting])) return;
   const focused = $("waits").contains(document.activeElement) ? document.activeElement.textContent : null;
   $("waits").replaceChildren(...lasting.map((wait) => h("div", { className: "wait" },
-    h("div", {}, h("p", {}, `${wait.in.length === 1 ? "rank" : "ranks"} `, ...wait.in.map(chip)),
+    h("div", {}, h("p", {}, `${wait.waiting.length === 1 ? "Rank" : "Ranks"} `, ...wait.waiting.map(chip)),
       h("p", { className: "quiet" }, "in ", h("code", { textContent: wait.what }), `, ${duration(wait.seconds)}`)),
     h("div", { className: "arrow", textContent: "→" }),
     wait.missing.length
       ? h("ul", {}, ...sameDoing(wait.missing).map(([doing, ranks]) => h("li", {}, ...ranks.map(chip), ` ${doing}`)))
-      : h("p", { className: "quiet", textContent: "every rank has come; it is under way" }))));
+      : h("p", { className: "quiet", textContent: "all ranks have entered the call, which is in progress" }))));
   if (focused) [...$("waits").querySelectorAll("button")].find((node) => node.textContent === focused)?.focus();
 }
 
@@ -249,23 +256,23 @@ function sameDoing(missing) {
   return [...groups];
 }
 
-// -- ranks and their lanes -----------------------------------------------------------------------
+// -- ranks and timelines ------------------------------------------------------------------------
 
-// A worker without torch has no steps of its own: how far it is, is the trainer's epoch.
+// Workers without torch don't count steps. Their progress is the epoch of the trainer.
 function inEpochs(row) { return !row.step && row.epoch >= 0; }
 
-const CELLS = ["rank", "how", "step", "loss", "lane", "doing", "memory", "cpu", "ask"];
+const CELLS = ["rank", "how", "step", "loss", "timeline", "doing", "memory", "cpu", "request"];
 const NUMBERS = new Set(["step", "loss", "memory", "cpu"]);
 
 function drawRanks(now) {
   const rows = [...(now.ranks ?? [])];
   $("ranks-section").hidden = !rows.length;
   const many = rows.length > MANY;
-  const trouble = (row) => ["failed", "stuck", "wrong", "slow"].indexOf(row.blame || "x") >>> 0;
+  const trouble = (row) => ["failed", "stuck", "wrong", "slow"].indexOf(row.severity || "x") >>> 0;
   rows.sort((a, b) => (many ? trouble(a) - trouble(b) : 0) || a.rank - b.rank);
   drawRankMap(now, many);
   $("all-ranks").hidden = !many;
-  $("all-ranks").textContent = allRanks ? `show ${MANY} ranks only` : `show all ${rows.length} ranks`;
+  $("all-ranks").textContent = allRanks ? `Show only ${MANY} ranks` : `Show all ${rows.length} ranks`;
   if (many && !allRanks) rows.splice(MANY);
   const body = $("ranks").tBodies[0];
   const byRank = new Map([...body.rows].map((row) => [Number(row.dataset.rank), row]));
@@ -288,16 +295,16 @@ function newRow(rank) {
   canvas.onmousemove = (event) => showTip(event, rank);
   canvas.onmouseleave = () => { $("tip").hidden = true; };
   line.cells[4].append(canvas);
-  const button = h("button", { type: "button", textContent: "stack", ariaLabel: `stack of rank ${rank}` });
+  const button = h("button", { type: "button", textContent: "Stack", ariaLabel: `Stack of rank ${rank}` });
   button.onclick = () => openRank(rank);
   line.cells[8].append(button);
   return line;
 }
 
 function fillRow(line, row) {
-  line.className = row.blame ?? "";
+  line.className = row.severity ?? "";
   const word = line.cells[1].firstChild;
-  const how = row.blame === "stuck" && row.state !== "waiting" ? "stuck" : row.state;  // "running" would mislead
+  const how = row.severity === "stuck" && row.state !== "waiting" ? "stuck" : row.state;  // "running" would be misleading
   word.className = `state ${how}`;
   put(word, how);
   line.cells[2].classList.toggle("epochs", inEpochs(row));
@@ -309,35 +316,35 @@ function fillRow(line, row) {
   line.cells[5].title = row.doing;
   put(line.cells[6], row.rss ? bytes(row.rss) : "");
   put(line.cells[7], row.cpu == null ? "" : `${Math.round(row.cpu * 100)} %`);
-  line.cells[8].firstChild.hidden = row.state === "missing";  // there is nobody to ask
+  line.cells[8].firstChild.hidden = row.state === "missing";  // there is no process
 }
 
 function drawRankMap(now, many) {
   $("rank-map").hidden = !many;
-  if (many && changed("map", [now.name, now.ranks.map((row) => [row.rank, row.blame, row.state])])) {
+  if (many && changed("map", [now.name, now.ranks.map((row) => [row.rank, row.severity, row.state])])) {
     $("rank-map").replaceChildren(...now.ranks.map((row) => chip(row.rank)));
   }
 }
 
-const fetchLanes = oneAtATime(async () => {
+const fetchTimelines = oneAtATime(async () => {
   const canvas = document.querySelector("#ranks canvas");
   if (!canvas || !chosen) return;
   const run = chosen;
   const buckets = Math.max(20, Math.min(1000, Math.floor(canvas.clientWidth / 3)));
   try {
-    const found = await ask("api/lanes", { run, seconds, buckets });
-    if (run === chosen) { lanes = found; drawLanes(); }
-  } catch (error) { if (error.status !== 404) throw error; }  // 404: deleted, and the page says so
+    const found = await ask("api/timelines", { run, seconds, buckets });
+    if (run === chosen) { timelines = found; drawTimelines(); }
+  } catch (error) { if (error.status !== 404) throw error; }  // 404: the run was deleted
 }, 400);
 
-function drawLanes() {
-  if (!lanes) return;
-  const kinds = lanes.kinds, colours = kinds.map(colour);
-  const length = lanes.end - lanes.begin;
-  $("lane-begin").textContent = clock(lanes.begin);
-  $("lane-end").textContent = state().live ? `now (${duration(length)})` : clock(lanes.end);
+function drawTimelines() {
+  if (!timelines) return;
+  const kinds = timelines.kinds, colors = kinds.map(color);
+  const length = timelines.end - timelines.begin;
+  $("timeline-begin").textContent = clock(timelines.begin);
+  $("timeline-end").textContent = state().live ? `now (${duration(length)})` : clock(timelines.end);
   for (const line of $("ranks").tBodies[0].rows) {
-    const shares = lanes.lanes[line.dataset.rank];
+    const shares = timelines.timelines[line.dataset.rank];
     const canvas = line.cells[4].firstChild;
     if (!shares) continue;
     const scale = window.devicePixelRatio || 1;
@@ -349,7 +356,7 @@ function drawLanes() {
       let top = height;
       for (let kind = 0; kind < kinds.length; kind++) {
         const share = parseInt(shares[bucket * kinds.length + kind], 36) / 35 * height;
-        brush.fillStyle = colours[kind];
+        brush.fillStyle = colors[kind];
         brush.fillRect(left, top - share, right - left, share);
         top -= share;
       }
@@ -361,18 +368,18 @@ function drawLanes() {
 function summary(shares, kinds) {
   const sums = kinds.map((_, kind) => { let sum = 0; for (let i = kind; i < shares.length; i += kinds.length) sum += parseInt(shares[i], 36); return sum; });
   const whole = sums.reduce((a, b) => a + b, 0) || 1;
-  return kinds.map((kind, i) => [REST[kind], sums[i] / whole]).filter(([, share]) => share >= 0.01)
+  return kinds.map((kind, i) => [KINDS[kind], sums[i] / whole]).filter(([, share]) => share >= 0.01)
     .map(([name, share]) => `${name} ${Math.round(share * 100)} %`).join(", ");
 }
 
 function showTip(event, rank) {
-  const shares = lanes?.lanes[rank];
+  const shares = timelines?.timelines[rank];
   if (!shares) return;
-  const size = lanes.kinds.length, count = shares.length / size;
+  const size = timelines.kinds.length, count = shares.length / size;
   const bucket = Math.min(count - 1, Math.floor(event.offsetX / event.target.clientWidth * count));
   const here = shares.slice(bucket * size, (bucket + 1) * size);
   const tip = $("tip");
-  tip.textContent = `rank ${rank} at ${clock(lanes.begin + (bucket + 0.5) / count * (lanes.end - lanes.begin))}\n${summary(here, lanes.kinds).replaceAll(", ", "\n") || "not running"}`;
+  tip.textContent = `rank ${rank} at ${clock(timelines.begin + (bucket + 0.5) / count * (timelines.end - timelines.begin))}\n${summary(here, timelines.kinds).replaceAll(", ", "\n") || "not running"}`;
   tip.hidden = false;
   tip.style.left = `${Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 8)}px`;
   tip.style.top = `${event.clientY + 14}px`;
@@ -388,19 +395,19 @@ async function openRank(rank) {
   $("dialog-title").textContent = `Rank ${rank}`;
   $("dialog-facts").textContent = row ? [row.state, row.doing, row.pid && `pid ${row.pid} on ${row.host}`,
     row.batch_size && `batch ${row.batch_size}`, row.samples && `${row.samples} samples`].filter(Boolean).join(" · ") : "";
-  $("stack").replaceChildren(h("p", { className: "quiet", textContent: "asking for its stack…" }));
+  $("stack").replaceChildren(h("p", { className: "quiet", textContent: "Requesting the stack…" }));
   if (!$("rank-dialog").open) $("rank-dialog").showModal();
   let shown;
   try {
     const found = await ask("api/stack", { run: chosen, rank }, "POST");
-    shown = [h("p", { className: "quiet", textContent: found.note || "innermost call first" }),
+    shown = [h("p", { className: "quiet" }, ...withCode(found.note || "Innermost call first")),
       ...found.threads.map((thread) => {
-        const list = h("ol", {}, ...thread.frames.map((frame) => h("li", { className: frame.mine ? "mine" : "", title: frame.file,
+        const list = h("ol", {}, ...thread.frames.map((frame) => h("li", { className: frame.is_user_code ? "user-code" : "", title: frame.file,
           textContent: `${frame.short}:${frame.line}  ${frame.function}` })));
-        return thread.main ? list : h("details", {}, h("summary", { className: "quiet", textContent: `thread ${thread.name}` }), list);
+        return thread.main ? list : h("details", {}, h("summary", { className: "quiet", textContent: `Thread ${thread.name}` }), list);
       })];
   } catch (error) {
-    shown = [h("p", { textContent: error.message })];
+    shown = [h("p", {}, ...withCode(error.message))];
   }
   if (asked === rank) $("stack").replaceChildren(...shown);
 }
@@ -416,7 +423,7 @@ class Panel {
     this.points = "";
     this.visible = false;
     this.plot = h("div", { className: "plot" });
-    this.log = h("button", { type: "button", textContent: "log", title: "logarithmic scale" });
+    this.log = h("button", { type: "button", textContent: "Log", title: "Logarithmic scale" });
     this.log.setAttribute("aria-pressed", "false");
     this.log.onclick = () => {
       this.log.setAttribute("aria-pressed", String(!this.isLog()));
@@ -424,9 +431,9 @@ class Panel {
     };
     this.bad = h("span", { className: "nan" });
     this.key = h("span", { className: "legend" });
-    const about = chart.by_rank ? "by rank" : `by ${chart.axis}`;
+    const about = chart.by_rank ? "by rank" : "";
     this.node = h("figure", { className: "chart" },
-      h("figcaption", {}, h("b", { textContent: chart.name }), h("span", { className: "quiet", textContent: about }), this.key, this.bad, this.log), this.plot);
+      h("figcaption", {}, h("b", { textContent: chart.name }), h("span", { className: "quiet", textContent: about }), this.bad, this.log, this.key), this.plot);
     this.node.dataset.chart = `${chart.name}${chart.by_rank ? " by rank" : ""}`;
     this.observer = new IntersectionObserver(([entry]) => { this.visible = entry.isIntersecting; this.refresh(); }, { rootMargin: "300px" });
     this.observer.observe(this.node);
@@ -435,15 +442,15 @@ class Panel {
 
   isLog() { return this.log.getAttribute("aria-pressed") === "true"; }
 
-  // Fetch when it is on the screen and there is more than it shows.
+  // Fetch if the chart is visible and has new points.
   refresh() {
     const key = { name: this.chart.name, by_rank: this.chart.by_rank };
     const same = (chart) => chart.name === key.name && chart.by_rank === key.by_rank;
     this.runs = [chosen, ...compared].filter((run) => (states.get(run)?.charts ?? []).some(same));
     const counts = this.runs.map((run) => states.get(run).charts.find(same));
     const bad = counts.reduce((sum, chart) => sum + chart.bad, 0);
-    this.bad.textContent = bad ? `${bad} not finite` : "";
-    const points = JSON.stringify([this.runs, counts.map((chart) => chart.points), this.range]);
+    this.bad.textContent = bad ? `${bad} non-finite ${bad === 1 ? "value" : "values"}` : "";
+    const points = JSON.stringify([this.runs, compared, counts.map((chart) => chart.points), this.range]);
     if (this.visible && points !== this.points) { this.points = points; this.fetch(); }
   }
 
@@ -452,7 +459,7 @@ class Panel {
     const [from, to] = this.range ?? [null, null];
     const found = await Promise.all(this.runs.map((run) =>
       ask("api/chart", { run, name, by_rank: by_rank ? 1 : 0, from, to }).catch((error) => {
-        if (error.status === 404) return { run, curves: [] };  // the run was deleted meanwhile
+        if (error.status === 404) return { run, curves: [] };  // the run was deleted
         throw error;
       })));
     this.found = found;
@@ -461,38 +468,40 @@ class Panel {
 
   draw() {
     if (!this.found || !window.Plotly) return;
-    const several = this.found.length > 1;
-    const blamed = new Map((state().ranks ?? []).map((row) => [row.rank, row.blame]));
+    const several = compared.length > 0;
+    const severities = new Map((state().ranks ?? []).map((row) => [row.rank, row.severity]));
     const traces = [], keys = [];
     for (const { run, curves } of this.found) {
       const many = curves.length > 8;
       curves.forEach((curve, index) => {
-        const guilty = this.chart.by_rank && !several && ["stuck", "failed", "wrong", "slow"].includes(blamed.get(curve.rank));
-        const line = several ? runColour(run) : guilty && many ? colour("bad") : many ? colour("compute") : PALETTE[index % PALETTE.length];
+        const affected = this.chart.by_rank && !several && ["stuck", "failed", "wrong", "slow"].includes(severities.get(curve.rank));
+        const line = several ? runColor(run) : affected && many ? color("bad") : many ? color("compute") : PALETTE[index % PALETTE.length];
         const label = [several || !this.chart.by_rank ? run : null, curve.rank == null ? null : `rank ${curve.rank}`].filter(Boolean).join(", ");
-        if (this.chart.by_rank && !several && !many) keys.push(h("span", {}, Object.assign(h("i"), { style: `background:${line}` }), String(curve.rank)));
+        if (several && index === 0) keys.push(h("span", {}, Object.assign(h("i"), { style: `background:${line}` }), run));
+        if (this.chart.by_rank && !several && !many) keys.push(h("span", {}, Object.assign(h("i"), { style: `background:${line}` }), `rank ${curve.rank}`));
         traces.push({ x: curve.x, y: curve.y, name: label, type: "scatter", mode: curve.x.length < 30 ? "lines+markers" : "lines",
-          marker: { size: 4 }, line: { color: line, width: guilty ? 2.5 : many ? 1 : 1.8 }, opacity: many && !guilty ? 0.45 : 1,
+          marker: { size: 4 }, line: { color: line, width: affected ? 2.5 : many ? 1 : 1.8 }, opacity: many && !affected ? 0.45 : 1,
           showlegend: false, hovertemplate: `%{y:.5g}<extra>${plain(label)}</extra>` });
         if (curve.marks.length) {
-          traces.push({ x: curve.marks.map((m) => m[0]), y: curve.marks.map((m) => m[1] ?? 0), name: `${label} not finite`, type: "scatter", mode: "markers",
-            marker: { symbol: "x", size: 9, color: colour("bad"), line: { width: 1, color: colour("card") } }, showlegend: false,
+          traces.push({ x: curve.marks.map((m) => m[0]), y: curve.marks.map((m) => m[1] ?? 0), name: `${label} non-finite`, type: "scatter", mode: "markers",
+            marker: { symbol: "x", size: 9, color: color("bad"), line: { width: 1, color: color("card") } }, showlegend: false,
             text: curve.marks.map((m) => m[2]), hovertemplate: `%{text} at %{x}<extra>${plain(label)}</extra>` });
         }
       });
     }
     this.key.replaceChildren(...keys);
     const ends = traces.flatMap(({ x }) => [x[0], x.at(-1)]);
-    const few = Math.max(...ends) - Math.min(...ends) < 8;  // there is no epoch 1.5
+    const few = Math.max(...ends) - Math.min(...ends) < 8;  // no tick at epoch 1.5
     const heights = traces.flatMap(({ y }) => y);
     const low = heights.reduce((a, b) => Math.min(a, b), Infinity), high = heights.reduce((a, b) => Math.max(a, b), -Infinity);
-    // Left alone, plotly shows one value within 1 above and below it: a learning rate of 0.001 as 0.
+    // By default, plotly shows a constant with a margin of 1: a learning rate of 0.001 would look like 0.
     const margin = Math.abs(low) / 10 || 0.5, level = low === high && !this.isLog();
-    const axis = { gridcolor: colour("line"), zeroline: false, color: colour("quiet"), tickfont: { size: 11 },
+    const axis = { gridcolor: color("line"), zeroline: false, color: color("quiet"), tickfont: { size: 11 },
       exponentformat: high < 1 ? "e" : "SI" };  // 5e-4, not 500μ
-    const layout = { margin: { l: 48, r: 8, t: 6, b: 30 }, paper_bgcolor: "transparent", plot_bgcolor: "transparent",
-      font: { color: colour("text"), family: "system-ui, sans-serif", size: 11 }, separators: ".", hovermode: traces.length > 8 ? "closest" : "x", uirevision: chosen,
-      xaxis: { ...axis, ...(few && { dtick: 1 }), ...(this.range && { range: this.range }) }, yaxis: { ...axis, type: this.isLog() ? "log" : "linear", automargin: true, ...(level && { range: [low - margin, low + margin] }) } };
+    const title = (text) => ({ text: plain(text.length > 30 ? `${text.slice(0, 29)}…` : text), standoff: 8, font: { size: 11 } });
+    const layout = { margin: { l: 30, r: 8, t: 6, b: 42 }, paper_bgcolor: "transparent", plot_bgcolor: "transparent",
+      font: { color: color("text"), family: "system-ui, sans-serif", size: 11 }, separators: ".", hovermode: traces.length > 8 ? "closest" : "x", uirevision: chosen,
+      xaxis: { ...axis, title: title(this.chart.axis), ...(few && { dtick: 1 }), ...(this.range && { range: this.range }) }, yaxis: { ...axis, title: title(this.chart.name), type: this.isLog() ? "log" : "linear", automargin: true, ...(level && { range: [low - margin, low + margin] }) } };
     window.Plotly.react(this.plot, traces, layout, { displayModeBar: false, responsive: true, doubleClick: "reset+autosize" });
     if (!this.listens) {
       this.listens = true;
@@ -504,7 +513,7 @@ class Panel {
     this.node.dataset.total = this.found.reduce((sum, run) => sum + run.curves.reduce((part, curve) => part + curve.points, 0), 0);
   }
 
-  // Of a part, the server has more points than it sent for the whole.
+  // For a part of the axis, the server sends more points.
   zoom() {
     const { autorange, range } = this.plot.layout.xaxis;
     this.range = autorange ? null : range.map(Number);
@@ -518,9 +527,9 @@ class Panel {
   }
 }
 
-// plotly reads a little HTML in labels, and a run may have any name.
+// plotly interprets some HTML in labels, and a run may have any name.
 const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll("%{", "% {");
-const runColour = (run) => PALETTE[[chosen, ...compared].indexOf(run) % PALETTE.length];
+const runColor = (run) => PALETTE[[chosen, ...compared].indexOf(run) % PALETTE.length];
 
 function drawCharts() {
   const wanted = new Map();
@@ -542,16 +551,12 @@ function drawCharts() {
   }
   const loading = state().loading;
   $("loading").textContent = loading == null ? "" : `reading metrics.jsonl: ${Math.floor(loading * 100)} %`;
-  if (changed("compared", [chosen, compared])) {
-    $("compared").replaceChildren(...(compared.length ? [chosen, ...compared] : []).map((run) =>
-      h("li", {}, Object.assign(h("i"), { style: `background:${runColour(run)}` }), run)));
-  }
 }
 
 // -- logs ----------------------------------------------------------------------------------------
 
-// The one that is shown: its rank, the bytes that were read, whether it is what a search `found`,
-// and whether the user `picked` it. An answer that was asked for another one comes too late.
+// The shown log: its rank, the bytes that were read, whether it shows search results (`found`), and
+// whether the user `picked` it. Responses for a different log are dropped.
 let log = {};
 
 function drawLogChoice(now) {
@@ -561,8 +566,8 @@ function drawLogChoice(now) {
     $("log-rank").replaceChildren(...ranks.map((rank) => h("option", { value: rank, textContent: `rank ${rank}` })));
     showLog(ranks[0]);
   }
-  const guilty = now.findings?.[0]?.ranks?.[0];  // whose log one wants to see, unless one chose another
-  if (!log.picked && !log.found && guilty !== log.rank && ranks.includes(guilty)) showLog(guilty);
+  const affected = now.findings?.[0]?.ranks?.[0];  // show its log unless the user picked a different one
+  if (!log.picked && !log.found && affected !== log.rank && ranks.includes(affected)) showLog(affected);
 }
 
 function pickLog(rank) {
@@ -579,20 +584,20 @@ function showLog(rank, picked = log.picked) {
 }
 
 const readLog = oneAtATime(async () => {
-  const mine = log, { rank } = log;
+  const current = log, { rank } = log;
   if (rank == null || log.found) return;
   try {
     const piece = await ask("api/log", { run: chosen, rank, since: log.end });
-    if (mine !== log || log.found) return;
-    if (piece.anew) { $("log").replaceChildren(); log.start = piece.start; }
+    if (current !== log || log.found) return;
+    if (piece.restarted) { $("log").replaceChildren(); log.start = piece.start; }
     log.end = piece.end;
     addLines(piece);
     $("log").hidden = Boolean(piece.missing);
-    $("log-note").textContent = piece.missing ? `rank ${rank} has no log in this run` : log.end ? "" : "nothing written yet";
-    if (piece.lines.length && piece.end < piece.size && !piece.anew) readLog();  // there is more by now
+    $("log-note").textContent = piece.missing ? `Rank ${rank} has no log in this run` : log.end ? "" : "The log is empty";
+    if (piece.lines.length && piece.end < piece.size && !piece.restarted) readLog();  // there is more to read
   } catch (error) {
     if (error.status !== 404) throw error;
-    if (mine === log) $("log-note").textContent = "this run is gone";
+    if (current === log) $("log-note").textContent = "This run was deleted";
   }
 }, 300);
 
@@ -605,7 +610,7 @@ function addLines(piece) {
   if (piece.rest) box.append(h("div", { className: "rest quiet", textContent: piece.rest }));
   while (box.children.length > MOST_LINES) { box.firstChild.remove(); log.start = null; }
   if (log.start && !box.querySelector(".older")) {
-    const older = h("button", { type: "button", className: "older", textContent: "older lines" });
+    const older = h("button", { type: "button", className: "older", textContent: "Show older lines" });
     older.onclick = readOlder;
     box.prepend(older);
   }
@@ -613,9 +618,9 @@ function addLines(piece) {
 }
 
 async function readOlder() {
-  const mine = log;
+  const current = log;
   const piece = await ask("api/log", { run: chosen, rank: log.rank, before: log.start });
-  if (mine !== log || log.found) return;
+  if (current !== log || log.found) return;
   const box = $("log"), below = box.scrollHeight - box.scrollTop;
   $("log-follow").checked = false;
   box.querySelector(".older").after(...piece.lines.map((line) => h("div", { textContent: line || "\u00a0" })));
@@ -629,14 +634,14 @@ const searchLog = oneAtATime(async () => {
   if (!text) { showLog(log.rank); return; }
   log.found = true;
   $("log").hidden = false;
-  const mine = log, rank = $("log-everywhere").checked ? "all" : log.rank;
+  const current = log, rank = $("log-everywhere").checked ? "all" : log.rank;
   const found = await ask("api/search", { run: chosen, rank, q: text });
-  if (mine !== log || text !== $("log-search").value) return;
+  if (current !== log || text !== $("log-search").value) return;
   const total = Object.values(found).reduce((sum, one) => sum + one.total, 0);
   const cut = Object.values(found).some((one) => !one.whole);
   $("log-note").textContent = `${total} line${total === 1 ? "" : "s"}${cut ? ", in the last 64 MB" : ""}`;
   $("log").replaceChildren(...Object.entries(found).flatMap(([rank, one]) => one.found.map((line) => {
-    const from = h("button", { type: "button", className: "from", textContent: `rank ${rank}`, title: "show this log" });
+    const from = h("button", { type: "button", className: "from", textContent: `rank ${rank}`, title: "Show this log" });
     from.onclick = () => pickLog(Number(rank));
     return h("div", {}, from, ...marked(line, text));
   })));
@@ -651,22 +656,22 @@ function marked(line, text) {
   return [...found, line.slice(at)];
 }
 
-// -- beginning -----------------------------------------------------------------------------------
+// -- start ----------------------------------------------------------------------------------------
 
 function begin() {
   const given = new URLSearchParams(location.search);
   if (given.has("run") && !location.hash) location.hash = new URLSearchParams({ run: given.get("run") });
-  if (given.has("token") || given.has("code")) history.replaceState(null, "", `/${location.hash}`);  // the cookie replaces it
+  if (given.has("token") || given.has("code")) history.replaceState(null, "", `/${location.hash}`);  // stored in a cookie
   $("window").append(...WINDOWS.map(([name, value]) => {
     const input = h("input", { type: "radio", name: "window", checked: value === seconds });
-    input.onchange = () => { seconds = value; fetchLanes(); };
+    input.onchange = () => { seconds = value; fetchTimelines(); };
     return h("label", {}, input, h("span", { textContent: name }));
   }));
-  $("legend").append(...Object.entries(REST).map(([kind, name]) =>
+  $("legend").append(...Object.entries(KINDS).map(([kind, name]) =>
     h("li", {}, Object.assign(h("i"), { style: `background:var(--${kind})` }), name)));
   if (matchMedia("(max-width: 800px)").matches) $("runs-box").open = false;
   $("runs-filter").oninput = drawRuns;
-  $("all-ranks").onclick = () => { allRanks = !allRanks; drawRanks(state()); drawLanes(); };
+  $("all-ranks").onclick = () => { allRanks = !allRanks; drawRanks(state()); drawTimelines(); };
   $("dialog-close").onclick = () => $("rank-dialog").close();
   $("dialog-again").onclick = () => openRank(asked);
   $("dialog-log").onclick = () => { $("rank-dialog").close(); pickLog(asked); $("logs-section").scrollIntoView(); };
@@ -675,8 +680,8 @@ function begin() {
   $("log-everywhere").onchange = searchLog;
   $("log-follow").onchange = followLog;
   addEventListener("hashchange", followAddress);
-  addEventListener("resize", () => { drawLanes(); fetchLanes(); });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawLanes(); panels.forEach((panel) => panel.draw()); });
+  addEventListener("resize", () => { drawTimelines(); fetchTimelines(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawTimelines(); panels.forEach((panel) => panel.draw()); });
   addEventListener("keydown", (event) => {
     if (event.key === "/" && !/^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement.tagName)) { event.preventDefault(); $("log-search").focus(); }
   });

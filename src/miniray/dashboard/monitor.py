@@ -1,7 +1,7 @@
-"""One run, watched: read again and again, and kept ready for whoever looks at it.
+"""Monitor one run: poll its files, and keep its state ready for requests.
 
-Nothing here fails because of what it reads. A box that is damaged or cut short is named in the
-state, a run that was deleted is said to be gone, and what was known of it stays on the page.
+Damaged input never raises here. Damaged or truncated records are listed in the state. If a run is
+deleted, the page keeps showing its last known state.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from miniray.dashboard import lanes, view
-from miniray.dashboard.access import NotFoundError, Root
+from miniray.dashboard import timelines, view
+from miniray.dashboard.access import NotFoundError, ServedDirectory
 from miniray.dashboard.series import Metrics
 from miniray.doctor import stacks
 from miniray.doctor.diagnose import Diagnosis, examine
@@ -23,37 +23,37 @@ from miniray.doctor.reader import read_box, read_run
 from miniray.errors import BoxError, MinirayError
 from miniray.runs.run_info import get_state
 
-#: Seconds between the first two readings of a run that lives: one alone cannot tell who moves.
+#: Seconds between the first two polls of a running run. Progress needs two polls to be visible.
 _GAP = 0.5
-#: Seconds for reading metrics in one look; the rest of a long file comes with the next ones.
+#: Seconds for reading metrics per poll. The next polls read the rest of a long file.
 _READING = 0.25
 #: Points of one curve, and of all curves of one chart.
 _MOST_POINTS, _MOST_IN_CHART = 2000, 40_000
 
 
 class NoStackError(MinirayError):
-    """The rank cannot be asked for its stack, and has never shown one."""
+    """The rank can't send a stack, and hasn't saved one."""
 
 
-class Watch:
-    """The state of one run. ``poll`` is called by one thread, everything else by any."""
+class RunMonitor:
+    """The state of one run. One thread calls ``poll``, any thread calls the other methods."""
 
-    def __init__(self, root: Root, name: str) -> None:
+    def __init__(self, root: ServedDirectory, name: str) -> None:
         self.name = name
         self.state: dict[str, Any] = {}
         self.viewed = time.monotonic()
         self._root = root
         self._path = root.run(name)
-        self._lock = threading.Lock()  # of all below, between the poller and the requests
+        self._lock = threading.Lock()  # guards the fields below, between poller and requests
         self._metrics = Metrics(self._path / "metrics.jsonl")
-        self._lanes: dict[int, lanes.Lane] = {}
-        self._losses = Metrics(self._path)  # from the ranks' boxes; no file is read for it
+        self._timelines: dict[int, timelines.Timeline] = {}
+        self._losses = Metrics(self._path)  # from the rank records, not from a file
         self._ended: dict[Path, tuple[tuple[int, ...], RankRecord]] = {}
         self._before: RunRecord | None = None
         self._last_stacks: dict[Path, tuple[ThreadStack, ...]] = {}
         self._shown: dict[int, tuple[float, tuple[ThreadStack, ...]]] = {}
 
-    # -- the poller's -----------------------------------------------------------------------------
+    # -- polling -----------------------------------------------------------------------------------
 
     @property
     def live(self) -> bool:
@@ -61,11 +61,11 @@ class Watch:
 
     @property
     def behind(self) -> bool:
-        """More of ``metrics.jsonl`` is there than was read."""
+        """True if ``metrics.jsonl`` contains more than was read."""
         return self._metrics.lines.behind
 
     def poll(self) -> None:
-        """Read what is new."""
+        """Read what has changed."""
         try:
             self._root.run(self.name)
             record = read_run(self._path, self._read_box)
@@ -77,26 +77,26 @@ class Watch:
             self.state = {**self.state, "name": self.name, "state": "deleted", "live": False}
             return
         state = get_state(record.run)
-        diagnosis = examine(record, self._before, self._fresh_stacks(record))
+        diagnosis = examine(record, self._before, self._valid_stacks(record))
         with self._lock:
-            self._look(diagnosis)
+            self._update_timelines(diagnosis)
             self._read_metrics()
-            found = view.of(diagnosis, record.run, state)
+            found = view.run_summary(diagnosis, record.run, state)
             found.update(name=self.name, charts=self._charts(), loading=self._loading())
             if self._metrics.damaged:
-                why = f"{self._metrics.damaged} lines are no JSON objects and were passed over"
+                why = f"skipped {self._metrics.damaged} lines that aren't JSON objects"
                 found["damaged"]["metrics.jsonl"] = why
         self._before, self.state = record, found
 
     def _read_box(self, file: Path) -> RankRecord:
-        """A box inside of the root; that of a rank which has ended is read once."""
+        """Return a rank record. The record of a rank that has ended is read once."""
         seen = file.with_suffix(".exit")
         try:
             real = self._root.inside(file)
             if os.path.lexists(seen):
                 self._root.inside(seen)
         except NotFoundError:
-            raise BoxError("it leads out of the directory that is served") from None
+            raise BoxError("the link leads out of the served directory") from None
         status = real.stat()
         stamp = (status.st_ino, status.st_size, status.st_mtime_ns, int(seen.exists()))
         known = self._ended.get(file)
@@ -107,10 +107,10 @@ class Watch:
             self._ended[file] = (stamp, record)
         return record
 
-    def _look(self, diagnosis: Diagnosis) -> None:
+    def _update_timelines(self, diagnosis: Diagnosis) -> None:
         for facts in diagnosis.case:
-            lane = self._lanes.setdefault(facts.rank, lanes.Lane())
-            for steps in lane.look(facts):
+            timeline = self._timelines.setdefault(facts.rank, timelines.Timeline())
+            for steps in timeline.update(facts):
                 if steps.loss is not None:
                     self._losses.add("loss", facts.rank, "step", steps.step, steps.loss)
 
@@ -123,8 +123,8 @@ class Watch:
         while self._metrics.read() and self.behind and time.monotonic() - began < _READING:
             continue
 
-    def _fresh_stacks(self, run: RunRecord) -> dict[int, tuple[ThreadStack, ...]]:
-        """Stacks that were asked for and still hold: their ranks have done nothing since."""
+    def _valid_stacks(self, run: RunRecord) -> dict[int, tuple[ThreadStack, ...]]:
+        """Return stacks that are still valid, as their ranks have made no progress since."""
         with self._lock:
             shown = dict(self._shown)
         found = {}
@@ -134,13 +134,13 @@ class Watch:
                 found[rank] = threads
         for record in run:
             if not record.alive:
-                if record.path not in self._last_stacks:  # it will show no other
-                    self._last_stacks[record.path] = self._old_stack(record.path)
+                if record.path not in self._last_stacks:  # it won't send a new one
+                    self._last_stacks[record.path] = self._read_last_stack(record.path)
                 if old := self._last_stacks[record.path]:
                     found[record.rank] = old
         return found
 
-    def _old_stack(self, box: Path) -> tuple[ThreadStack, ...]:
+    def _read_last_stack(self, box: Path) -> tuple[ThreadStack, ...]:
         try:
             self._root.inside(stacks.stack_file(box))
         except NotFoundError:
@@ -150,17 +150,17 @@ class Watch:
     # -- curves -----------------------------------------------------------------------------------
 
     def _sources(self, name: str, by_rank: bool) -> Metrics:
-        """The file's curves, or those from the boxes where the file has none by rank."""
-        if by_rank and not any(self._metrics.of(name, True)):
+        """Return the curves of the file, or those of the rank records if it has none."""
+        if by_rank and not any(self._metrics.get_chart(name, True)):
             return self._losses
         return self._metrics
 
     def _charts(self) -> list[dict[str, Any]]:
-        """Which charts there are, with how many points each: what changes tells what to fetch."""
+        """Return all charts with their number of points, which tells the page what to fetch."""
         found: dict[tuple[str, bool], dict[str, Any]] = {}
         keys = [*self._metrics.series, *self._losses.series]
         for name, by_rank in dict.fromkeys((name, rank is not None) for name, rank in keys):
-            curves = [s for _, s in self._sources(name, by_rank).of(name, by_rank)]
+            curves = [s for _, s in self._sources(name, by_rank).get_chart(name, by_rank)]
             found[name, by_rank] = {
                 "name": name,
                 "by_rank": by_rank,
@@ -168,19 +168,22 @@ class Watch:
                 "points": sum(series.points for series in curves),
                 "bad": sum(series.bad for series in curves),
             }
-        return sorted(found.values(), key=_by_interest)
+        return sorted(found.values(), key=_chart_order)
 
     def _loading(self) -> float | None:
-        """How much of ``metrics.jsonl`` is read, while that is less than all."""
+        """Return the share of ``metrics.jsonl`` that was read, or None if it is complete."""
         lines = self._metrics.lines
         return round(lines.offset / lines.size, 3) if lines.behind else None
 
     def chart(
         self, name: str, by_rank: bool, low: float | None = None, high: float | None = None
     ) -> dict[str, Any]:
-        """The curves of one chart, thinned; ``low`` and ``high`` are what is seen of its axis."""
+        """Return the curves of one chart with a limited number of points.
+
+        ``low`` and ``high`` are the visible range of the x axis.
+        """
         with self._lock:
-            curves = list(self._sources(name, by_rank).of(name, by_rank))
+            curves = list(self._sources(name, by_rank).get_chart(name, by_rank))
             most = min(_MOST_POINTS, _MOST_IN_CHART // max(1, len(curves)))
             return {
                 "name": name,
@@ -191,19 +194,21 @@ class Watch:
                 ],
             }
 
-    # -- lanes, stacks ----------------------------------------------------------------------------
+    # -- timelines, stacks ------------------------------------------------------------------------
 
-    def lanes(self, seconds: float | None, buckets: int) -> dict[str, Any]:
-        """Shares of each kind of time, in ``buckets`` equal intervals of the last ``seconds``."""
+    def timelines(self, seconds: float | None, buckets: int) -> dict[str, Any]:
+        """Return the share of each kind of time, in ``buckets`` equal intervals."""
         with self._lock:
-            begin, end, edges = lanes.window(list(self._lanes.values()), seconds, buckets)
-            shares = {rank: lane.shares(edges) for rank, lane in self._lanes.items()}
-        return {"kinds": lanes.KINDS, "begin": begin, "end": end, "lanes": shares}
+            every = list(self._timelines.values())
+            begin, end, edges = timelines.get_window(every, seconds, buckets)
+            shares = {rank: timeline.shares(edges) for rank, timeline in self._timelines.items()}
+        return {"kinds": timelines.KINDS, "begin": begin, "end": end, "timelines": shares}
 
     def stack(self, rank: int) -> dict[str, Any]:
-        """Ask the rank for its stack, or give its last one. ``NoStackError``: why there is none.
+        """Request the stack of a rank, or return the last one it sent.
 
-        This is the one thing the dashboard does to a run: a signal that the recorder answers.
+        This is the only thing the dashboard does to a run: it sends a signal, which the recorder of
+        the rank handles. Raise ``NoStackError`` with the reason if there is no stack.
         """
         file = self._path / "ranks" / f"{rank}.box"
         self._root.inside(file)
@@ -212,32 +217,32 @@ class Watch:
         try:
             record = read_box(file)
         except BoxError as error:
-            raise NoStackError(f"the box of rank {rank} cannot be read: {error}") from None
+            raise NoStackError(f"Can't read the record of rank {rank}: {error}") from None
         found = stacks.ask({rank: record}).get(rank)
         if found:
             with self._lock:
                 self._shown[rank] = (time.time(), found)
-            return {"rank": rank, "threads": view.stack(found), "note": ""}
-        why = _why_not(record)
-        old = self._old_stack(file)
+            return {"rank": rank, "threads": view.stack_to_json(found), "note": ""}
+        why = _explain_missing_stack(record)
+        old = self._read_last_stack(file)
         if not old:
-            raise NoStackError(f"rank {rank} shows no stack: {why}")
-        note = f"{why}; this is the stack it showed when it was last asked"
-        return {"rank": rank, "threads": view.stack(old), "note": note}
+            raise NoStackError(f"No stack of rank {rank}: {why}.")
+        note = f"Last saved stack, because {why}."
+        return {"rank": rank, "threads": view.stack_to_json(old), "note": note}
 
 
-def _why_not(record: RankRecord) -> str:
+def _explain_missing_stack(record: RankRecord) -> str:
     if record.process.stopped:
-        return f"its process is stopped; `kill -CONT {record.pid}` lets it go on"
+        return f"the process is stopped (resume it with `kill -CONT {record.pid}`)"
     if not record.alive:
-        return "it has ended"
+        return "the rank has ended"
     if record.process.alive is None:
-        return f"it runs on another machine ({record.host})"
-    return "it did not answer in 3 s"
+        return f"the rank runs on a different machine ({record.host})"
+    return "the rank didn't respond within 3 s"
 
 
-def _by_interest(chart: dict[str, Any]) -> tuple[Any, ...]:
-    """Losses first, then what the user measures, then how long it took; layer 2 before layer 10."""
+def _chart_order(chart: dict[str, Any]) -> tuple[Any, ...]:
+    """Sort losses first, then metrics, then durations. Numbers in names sort as numbers."""
     name = str(chart["name"])
     natural = [(part.isdigit(), part.zfill(12)) for part in re.split(r"(\d+)", name)]
     return "loss" not in name, not chart["by_rank"], name in ("seconds", "num_samples"), natural
