@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import miniray
-from miniray.cli.runs import refusal
+from miniray.cli.runs import find_obstacle
 from miniray.doctor import runfile
 from miniray.errors import RunLockedError
 from miniray.train import BaseTrainer, RunDirectory
@@ -112,7 +112,7 @@ def test_locked_run_is_not_deleted():
     run = RunDirectory.open(name="x")
     run.write_run({})
     run.finish("finished")
-    assert refusal(run.path) == ""
+    assert find_obstacle(run.path) == ""
     process = start(
         """
         import sys
@@ -126,10 +126,10 @@ def test_locked_run_is_not_deleted():
     )
     try:
         process.stdout.readline()
-        assert "node3" in refusal(run.path)
+        assert "node3" in find_obstacle(run.path)
     finally:
         end(process)
-    assert refusal(run.path) == ""
+    assert find_obstacle(run.path) == ""
 
 
 @pytest.mark.parametrize("file", [None, "notes.txt"])

@@ -64,10 +64,17 @@ def test_a_run_that_failed_before_its_first_epoch_is_taken_up():
         RunDirectory.open(name="x")
 
 
-def test_an_empty_directory_may_be_used(tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").touch()
-    RunDirectory.open(tmp_path / "mine")
+@pytest.mark.parametrize("files", [[], ["notes.txt"]])
+def test_open_accepts_a_directory_without_a_run(tmp_path, files):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name in files:
+        (folder / name).write_text("mine")
+    run = RunDirectory.open(folder)
+    assert run.path == folder
+    run.append_metrics({"epoch": 0})
+    assert [record["epoch"] for record in run.read_metrics()] == [0]
+    assert {name: (folder / name).read_text() for name in files} == dict.fromkeys(files, "mine")
 
 
 def test_looking_at_nothing_makes_nothing(tmp_path):

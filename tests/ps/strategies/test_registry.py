@@ -6,7 +6,7 @@ import pytest
 import miniray
 from miniray.ps import Strategy, check_strategy, register_strategy, strategy_names
 from miniray.ps.strategies.average import Average
-from miniray.ps.strategies.base import _strategies
+from miniray.ps.strategies.base import _strategies, make_strategy
 from tests.ps.helpers import call, error_text, weights_of, workers
 
 BUILT_IN = [
@@ -62,8 +62,9 @@ def test_wrong_names_and_options_raise(name, options, error, golden):
 
 
 def test_options_may_be_numpys_numbers():
-    check_strategy("momentum", {"momentum": np.float32(0.5), "lr": np.int64(1)})
-    check_strategy("krum", {"num_byzantine": np.int64(1)})
+    momentum = make_strategy("momentum", {"momentum": np.float32(0.5), "lr": np.int64(1)})
+    assert (momentum.momentum, momentum.lr) == (0.5, 1)
+    assert make_strategy("krum", {"num_byzantine": np.int64(1)}).num_byzantine == 1
 
 
 def test_only_strategies_can_be_registered():
