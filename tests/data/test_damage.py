@@ -1,5 +1,6 @@
 """Damaged and truncated files raise ``DataError`` with file and row and never end the process."""
 
+import json
 import os
 import subprocess
 import sys
@@ -53,6 +54,16 @@ def test_random_damage_is_a_data_error_with_the_file(tmp_path, form):
     found = read_damaged(write(tmp_path, form), "random", 120)
     assert len(found) == 120
     assert set(found) == {"DataError True", f"rows {ROWS}"}
+
+
+def test_random_damage_of_json_lines_is_a_data_error_with_the_file(tmp_path):
+    """Damaged line ends change the number of rows."""
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"id": i, "text": "é" * i}) + "\n" for i in range(ROWS)))
+    found = read_damaged(path, "random", 120)
+    assert len(found) == 120
+    assert "DataError True" in found
+    assert all(line == "DataError True" or line.startswith("rows ") for line in found)
 
 
 def test_damaged_footer_of_parquet_is_a_data_error_with_the_file(tmp_path):

@@ -284,6 +284,7 @@ class _OpenFile:
         cursor, self._cursor = self._cursor, None
         if cursor is None or cursor.group != group or cursor.row > first:
             cursor = None  # release its pages before the next ones are decoded
+            batch_rows = max(1, batch_rows // 4)
             batches = self.reader.iter_batches(
                 batch_rows, row_groups=[group], columns=self._names, use_threads=False
             )
