@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import mmap
 import threading
 import uuid
 import weakref
@@ -35,6 +36,16 @@ from miniray.errors import ActorDiedError, SessionEndedError
 Returned = ObjectRef[Any] | list[ObjectRef[Any]] | ObjectRefGenerator | None
 
 
+@dataclasses.dataclass(frozen=True)
+class PlainMemory:
+    """The memory of a ``SharedBuffer``: its processes are all this one."""
+
+    mapping: mmap.mmap
+
+    def map(self) -> mmap.mmap:
+        return self.mapping
+
+
 class InlineEngine(Engine):
     name = "inline"
     capabilities = Capabilities(
@@ -42,6 +53,7 @@ class InlineEngine(Engine):
         concurrent=False,
         zero_copy=False,
         object_store_limit=False,
+        shared_memory=True,
         multi_node=False,
     )
 
@@ -199,6 +211,10 @@ class InlineEngine(Engine):
     def put(self, value: Any) -> ObjectRef[Any]:
         self._check_open()
         return InlineRef(self, self._new_id(), Stored(value, "value"))
+
+    def allocate_shared(self, size: int) -> PlainMemory:
+        self._check_open()
+        return PlainMemory(mmap.mmap(-1, size))
 
     def get(self, refs: Sequence[ObjectRef[Any]], timeout: float | None) -> list[Any]:
         self._check_open()

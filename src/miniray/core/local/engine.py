@@ -21,6 +21,7 @@ from miniray.core.local.mapped import Stored
 from miniray.core.local.node import Node
 from miniray.core.local.objects import BLOB, FAILED, PENDING, PLAIN, Blob, Entry, LocalRef
 from miniray.core.local.peers import DRIVER, RECALL
+from miniray.core.local.shared_memory import SharedMemory
 from miniray.core.local.tasks import TaskClient
 from miniray.core.machine import Resources
 from miniray.core.options import Options
@@ -34,7 +35,12 @@ class LocalEngine(Engine):
 
     name = "local"
     capabilities = Capabilities(
-        processes=True, concurrent=True, zero_copy=True, object_store_limit=True, multi_node=False
+        processes=True,
+        concurrent=True,
+        zero_copy=True,
+        object_store_limit=True,
+        shared_memory=True,
+        multi_node=False,
     )
 
     def __init__(
@@ -136,6 +142,10 @@ class LocalEngine(Engine):
         self._check()
         memory = [bytes_of(hole) for hole in holes]
         return self._store(Blob.of(self.node, value, holes=memory, fill=fill))
+
+    def allocate_shared(self, size: int) -> SharedMemory:
+        self._check()
+        return SharedMemory.allocate(self.node, next(self.node.ids), size)
 
     def _store(self, blob: Blob) -> LocalRef:
         entry = Entry(self.node, next(self.node.ids))
