@@ -84,7 +84,7 @@ def holders(number):
 
 
 def test_content_survives_a_writer_killed_in_a_write(engine):
-    """Of two slots, the one that the header names is complete; a restarted actor continues."""
+    """The slot that the header names is complete, and a restarted actor finds it."""
     buffer = SharedBuffer(8 * (1 + WORDS))
     words = np.frombuffer(buffer.map(), np.int64)
     writer = Writer.options(max_restarts=1).remote(buffer)
@@ -140,20 +140,20 @@ def test_memory_is_freed_when_its_holders_are_killed(engine):
 def test_a_view_keeps_the_memory_after_shutdown(engine):
     buffer = SharedBuffer(8 * WORDS)
     writer = Writer.remote(buffer)
-    ref = writer.count.remote()
-    words = np.frombuffer(buffer.map(), np.int64)
-    eventually(lambda: words[0] > 0)
-    del ref
-    miniray.shutdown()
-    assert holders(inode(buffer)) == {os.getpid()}
-    assert np.frombuffer(buffer.map(), np.int64)[0] == words[0] > 0
+    writer.count.remote()
+    view = buffer.map().cast("q")
+    eventually(lambda: view[0])
     number = inode(buffer)
+    miniray.shutdown()
+    assert holders(number) == {os.getpid()}
+    assert buffer.map().cast("q")[0] == view[0] > 0
     miniray.init(num_workers=1)
     other = Writer.remote()
     with pytest.raises(SessionEndedError):
         other.hold.remote(buffer)
-    del words
     buffer.close()
+    assert holders(number) == {os.getpid()}
+    view.release()
     assert not holders(number)
 
 

@@ -152,12 +152,13 @@ class InlineEngine(Engine):
     def _construct(self, actor: InlineActor) -> None:
         """Make the user's object. What ``__init__`` raises is the actor's death, met at calls."""
         assert actor.init_args is not None
+        spec = actor.spec
         made: list[Any] = []
 
         def construct(*args: Any, **kwargs: Any) -> None:
-            made.append(startup.construct(actor.spec.cls, args, kwargs))
+            made.append(startup.construct(spec.cls, args, kwargs, spec.wrapper))
 
-        frame = self._actor_frame(actor, f"{actor.spec.cls.__name__}.__init__")
+        frame = self._actor_frame(actor, f"{spec.cls.__name__}.__init__")
         (outcome,) = self._execute(frame, construct, actor.init_args, 1, actor.loop)
         if isinstance(outcome, Failure):
             outcome.seen = True

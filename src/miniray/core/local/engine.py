@@ -26,8 +26,9 @@ from miniray.core.local.tasks import TaskClient
 from miniray.core.machine import Resources
 from miniray.core.options import Options
 from miniray.core.refs import ActorHandle, ObjectRef, ObjectRefGenerator
+from miniray.core.serialize import pack
 from miniray.core.specs import ClassSpec, FunctionSpec
-from miniray.errors import GetTimeoutError, SessionEndedError, TaskError
+from miniray.errors import GetTimeoutError, NotSerializableError, SessionEndedError, TaskError
 
 
 class LocalEngine(Engine):
@@ -81,7 +82,7 @@ class LocalEngine(Engine):
         if cached is None:
             spec.cache.clear()  # what an earlier session left
             info_bytes = pickle.dumps(spec.info, 5)
-            cached = spec.cache[node] = (Blob.of(node, spec.cls, f"class {spec.name}"), info_bytes)
+            cached = spec.cache[node] = (_pack_class(node, spec), info_bytes)
         blob, info_bytes = cached
         call = Call(0, None, f"{spec.name}.__init__", 1)
         fill_arguments(node, call, args, kwargs)
@@ -317,6 +318,15 @@ class LocalEngine(Engine):
 
     def shutdown(self) -> None:
         self.close()
+
+
+def _pack_class(node: Node, spec: ClassSpec) -> Blob:
+    name = f"class {spec.name}"
+    try:
+        return Blob.of(node, (spec.cls, spec.wrapper), name)
+    except NotSerializableError:
+        pack(spec.cls, name)  # its error names the attribute
+        raise
 
 
 def _after_fork_in_child() -> None:
