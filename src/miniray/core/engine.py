@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from miniray.core.options import Options
     from miniray.core.refs import ActorHandle, ObjectRef, ObjectRefGenerator
+    from miniray.core.shared_buffer import SharedMemory
 from miniray.core.specs import ClassSpec, FunctionSpec
 
 #: Part of the memory that objects may use by default.
@@ -39,6 +40,8 @@ class Capabilities:
     zero_copy: bool
     #: ``object_store_memory`` is enforced, with spilling to disk.
     object_store_limit: bool
+    #: ``SharedBuffer`` works: memory that the driver and all actors map read-write.
+    shared_memory: bool
     #: The engine may span several machines.
     multi_node: bool
 
@@ -212,6 +215,13 @@ class Engine(abc.ABC):
         """
         fill([bytes_of(hole) for hole in holes])
         return self.put(value)
+
+    def allocate_shared(self, size: int) -> SharedMemory:
+        """Reserve zeroed memory for a ``SharedBuffer``, if ``capabilities.shared_memory``.
+
+        Raises ``OSError`` if there isn't enough memory.
+        """
+        raise NotImplementedError(f"the {self.name} engine has no shared memory")
 
     @abc.abstractmethod
     def get(self, refs: Sequence[ObjectRef[Any]], timeout: float | None) -> list[Any]:

@@ -253,7 +253,8 @@ class ActorHandle(Generic[T]):
             if name.startswith("__") or "_info" not in self.__dict__:
                 raise AttributeError(name) from None  # copy, pickle and friends probe for these
             info: ActorInfo = self.__dict__["_info"]
-            known = ", ".join(sorted(m for m in info.methods if not m.startswith("_"))) or "none"
+            public = sorted(m for m in info.list_methods() if not m.startswith("_"))
+            known = ", ".join(public) or "none"
             raise AttributeError(
                 f"actor {info.class_name} has no method {name!r}; its methods are: {known}"
             ) from None
@@ -273,7 +274,7 @@ class ActorHandle(Generic[T]):
         return f"ActorHandle({self._info.class_name}, {self._actor_id})"
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self._info.methods]
+        return [*super().__dir__(), *self._info.list_methods()]
 
     def __copy__(self) -> ActorHandle[T]:
         return self

@@ -111,6 +111,23 @@ class ActorClass(Generic[T, P]):
         """The same class with some options changed."""
         return ActorClass(self._spec, self._options.merged("class", changes))
 
+    def wrap_with(self, wrapper: type) -> ActorClass[T, P]:
+        """Return the same class with actors that also hold ``wrapper(instance)``.
+
+        Arguments, handles and names in errors are those of the user's class. If ``wrapper`` defines
+        a method, calls of it go to the wrapper, even if the user's class has a method of that name.
+        All other calls go to the instance. If ``wrapper(instance)`` raises, it is an error in
+        ``__init__``.
+
+        Raises:
+            TypeError: ``wrapper`` isn't a class, or this class has a wrapper already.
+        """
+        if not inspect.isclass(wrapper):
+            raise TypeError(f"wrapper must be a class, not {wrapper!r}")
+        if self._spec.wrapper is not None:
+            raise TypeError(f"{self!r} is already wrapped with {self._spec.wrapper.__qualname__}")
+        return ActorClass(ClassSpec(self._spec.cls, wrapper), self._options)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         name = self.__name__
         raise TypeError(
@@ -128,7 +145,7 @@ class ActorClass(Generic[T, P]):
         return f"ActorClass({self.__name__})"
 
     def __reduce__(self) -> Any:
-        return _rebuild_class, (self._spec.cls, self._options)
+        return _rebuild_class, (self._spec.cls, self._options, self._spec.wrapper)
 
 
 class Actor:
@@ -199,8 +216,8 @@ def _rebuild_function(function: Callable[..., Any], options: Options) -> RemoteF
     return RemoteFunction(FunctionSpec(function), options)
 
 
-def _rebuild_class(cls: type, options: Options) -> ActorClass[Any]:
-    return ActorClass(ClassSpec(cls), options)
+def _rebuild_class(cls: type, options: Options, wrapper: type | None) -> ActorClass[Any]:
+    return ActorClass(ClassSpec(cls, wrapper), options)
 
 
 # Functions that give a stream give a generator of refs, and so do their typed calls.

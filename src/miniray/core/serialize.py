@@ -4,8 +4,8 @@
 yet), and the refs and handles found inside. ``unpack`` rebuilds the value over memory that holds
 the buffers. How that memory travels is the engine's business.
 
-Refs and handles are not in the stream: it holds an index into ``Packed.refs``. So an engine can
-forward a value without unpickling it and still know which refs travel with it.
+Refs, handles and shared memory are not in the stream: it holds an index into ``Packed.refs``. So an
+engine can forward a value without unpickling it and still know which of them travel with it.
 
 A torch tensor's buffer is marked *private*: the engine hands ``unpack`` writable memory nobody else
 sees, or read-only memory, which is then copied. A CUDA tensor is copied to the host through pinned
@@ -28,6 +28,7 @@ from typing import Any
 import cloudpickle
 
 from miniray.core.refs import ActorHandle, ObjectRef
+from miniray.core.shared_buffer import SharedBuffer
 from miniray.errors import NotSerializableError
 
 
@@ -35,7 +36,8 @@ from miniray.errors import NotSerializableError
 class Packed:
     """A pickled value. ``buffers[i]`` must be private memory at the receiver where ``private[i]``.
 
-    ``refs`` are the ObjectRefs and ActorHandles inside, in the order the stream counts them.
+    ``refs`` are the ObjectRefs, ActorHandles and the memory of SharedBuffers inside, in the order
+    in which the stream counts them.
     """
 
     data: bytes | memoryview
@@ -62,6 +64,11 @@ _loading = _Loading()
 def take_ref(index: int) -> Any:
     """Called by the pickle stream: the ref or handle at ``index`` of the value being loaded."""
     return _loading.refs[index]
+
+
+def take_buffer(index: int, size: int) -> SharedBuffer:
+    """Return a buffer over the memory at ``index`` of the value that is being loaded."""
+    return SharedBuffer._over(_loading.refs[index], size)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -92,6 +99,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, (ObjectRef, ActorHandle)):
             self.refs.append(obj)
             return take_ref, (len(self.refs) - 1,)
+        if isinstance(obj, SharedBuffer):
+            self.refs.append(obj._open_memory())
+            return take_buffer, (len(self.refs) - 1, obj.size)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, getattr(torch, "Tensor", ())):
             reduced = self._reduce_tensor(torch, obj)

@@ -124,10 +124,15 @@ class FunctionSpec:
 
 
 class ClassSpec:
-    """A user's class, its methods, and what engines cache about it."""
+    """A user's class, its methods, and what engines cache about it.
 
-    def __init__(self, cls: type) -> None:
+    With a ``wrapper``, actors hold ``wrapper(instance)`` and the instance (see ``startup``). Names
+    in messages stay those of the user's class.
+    """
+
+    def __init__(self, cls: type, wrapper: type | None = None) -> None:
         self.cls = cls
+        self.wrapper = wrapper
         self.cache: dict[Any, Any] = {}
 
     @functools.cached_property
@@ -140,16 +145,12 @@ class ClassSpec:
 
     @functools.cached_property
     def info(self) -> ActorInfo:
-        cls = self.cls
-        return ActorInfo(
-            cls.__name__,
-            {
-                name: _method_spec(cls, name, function)
-                for name, function in inspect.getmembers(cls, callable)
-                if not (name.startswith("__") and name != "__call__")
-                and not getattr(function, NOT_A_METHOD, False)
-            },
-        )
+        name = self.cls.__name__
+        methods = _method_specs(self.cls, name)
+        if self.wrapper is None:
+            return ActorInfo(name, methods)
+        own = _method_specs(self.wrapper, name)
+        return ActorInfo(name, {**methods, **own}, frozenset(own.keys() - methods.keys()))
 
     @functools.cached_property
     def is_async(self) -> bool:
@@ -165,10 +166,23 @@ def _constructor(cls: type) -> Callable[..., Any]:
     return init  # type: ignore[no-any-return]
 
 
-def _method_spec(cls: type, name: str, function: Callable[..., Any]) -> CallSpec:
-    raw = inspect.getattr_static(cls, name)
-    unbound = not isinstance(raw, (staticmethod, classmethod))
-    return CallSpec.of(function, f"{cls.__name__}.{name}", bound=unbound)
+def get_methods(cls: type) -> dict[str, Callable[..., Any]]:
+    """Return the methods that callers of an actor of this class may call."""
+    return {
+        name: function
+        for name, function in inspect.getmembers(cls, callable)
+        if not (name.startswith("__") and name != "__call__")
+        and not getattr(function, NOT_A_METHOD, False)
+    }
+
+
+def _method_specs(cls: type, class_name: str) -> dict[str, CallSpec]:
+    specs = {}
+    for name, function in get_methods(cls).items():
+        raw = inspect.getattr_static(cls, name)
+        unbound = not isinstance(raw, (staticmethod, classmethod))
+        specs[name] = CallSpec.of(function, f"{class_name}.{name}", bound=unbound)
+    return specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,3 +191,9 @@ class ActorInfo:
 
     class_name: str
     methods: dict[str, CallSpec]
+    #: Methods of the wrapper only. They can be called, but aren't listed.
+    unlisted: frozenset[str] = frozenset()
+
+    def list_methods(self) -> list[str]:
+        """Return the names of the user's methods."""
+        return [name for name in self.methods if name not in self.unlisted]

@@ -16,11 +16,10 @@ import os
 import random
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
+from miniray.core.specs import get_methods
 from miniray.import_hooks import when_imported
-
-T = TypeVar("T")
 
 SEED = "MINIRAY_SEED"
 #: Not the workers' own but one for the whole run; every process of it has it in its environment.
@@ -69,18 +68,40 @@ def unset_run_seed() -> None:
         _own_run_seed = False
 
 
-def construct(cls: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-    """Seed the process, set it up and create the user's object. An error fails the actor."""
+class WrappedObject:
+    """An actor's instance if its class has a wrapper: the wrapper's methods, then the user's.
+
+    The wrapper's class decides, because its object may have an attribute of a user method's name.
+    """
+
+    __slots__ = ("__names", "__user_object", "__wrapper")
+
+    def __init__(self, wrapper: Any, user_object: Any) -> None:
+        self.__wrapper = wrapper
+        self.__user_object = user_object
+        self.__names = frozenset(get_methods(type(wrapper)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__wrapper if name in self.__names else self.__user_object, name)
+
+    def __repr__(self) -> str:
+        return repr(self.__user_object)
+
+
+def construct(
+    cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], wrapper: type | None
+) -> Any:
+    """Seed the process, set it up and create the actor's instance. An error fails the actor."""
     _seed()
     where = os.environ.get(SET_UP)
     after: Callable[[Any], None] | None = None
     if where is not None:
         module, _, function = where.partition(":")
         after = getattr(importlib.import_module(module), function)()
-    made = cls(*args, **kwargs)
+    instance = cls(*args, **kwargs)
     if after is not None:
-        after(made)
-    return made
+        after(instance)
+    return instance if wrapper is None else WrappedObject(wrapper(instance), instance)
 
 
 def _seed() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import mmap
 import threading
 import uuid
 import weakref
@@ -35,6 +36,16 @@ from miniray.errors import ActorDiedError, SessionEndedError
 Returned = ObjectRef[Any] | list[ObjectRef[Any]] | ObjectRefGenerator | None
 
 
+@dataclasses.dataclass(frozen=True)
+class PlainMemory:
+    """The memory of a ``SharedBuffer``: its processes are all this one."""
+
+    mapping: mmap.mmap
+
+    def map(self) -> mmap.mmap:
+        return self.mapping
+
+
 class InlineEngine(Engine):
     name = "inline"
     capabilities = Capabilities(
@@ -42,6 +53,7 @@ class InlineEngine(Engine):
         concurrent=False,
         zero_copy=False,
         object_store_limit=False,
+        shared_memory=True,
         multi_node=False,
     )
 
@@ -140,12 +152,13 @@ class InlineEngine(Engine):
     def _construct(self, actor: InlineActor) -> None:
         """Make the user's object. What ``__init__`` raises is the actor's death, met at calls."""
         assert actor.init_args is not None
+        spec = actor.spec
         made: list[Any] = []
 
         def construct(*args: Any, **kwargs: Any) -> None:
-            made.append(startup.construct(actor.spec.cls, args, kwargs))
+            made.append(startup.construct(spec.cls, args, kwargs, spec.wrapper))
 
-        frame = self._actor_frame(actor, f"{actor.spec.cls.__name__}.__init__")
+        frame = self._actor_frame(actor, f"{spec.cls.__name__}.__init__")
         (outcome,) = self._execute(frame, construct, actor.init_args, 1, actor.loop)
         if isinstance(outcome, Failure):
             outcome.seen = True
@@ -199,6 +212,10 @@ class InlineEngine(Engine):
     def put(self, value: Any) -> ObjectRef[Any]:
         self._check_open()
         return InlineRef(self, self._new_id(), Stored(value, "value"))
+
+    def allocate_shared(self, size: int) -> PlainMemory:
+        self._check_open()
+        return PlainMemory(mmap.mmap(-1, size))
 
     def get(self, refs: Sequence[ObjectRef[Any]], timeout: float | None) -> list[Any]:
         self._check_open()

@@ -21,12 +21,14 @@ from miniray.core.local.mapped import Stored
 from miniray.core.local.node import Node
 from miniray.core.local.objects import BLOB, FAILED, PENDING, PLAIN, Blob, Entry, LocalRef
 from miniray.core.local.peers import DRIVER, RECALL
+from miniray.core.local.shared_memory import SharedMemory
 from miniray.core.local.tasks import TaskClient
 from miniray.core.machine import Resources
 from miniray.core.options import Options
 from miniray.core.refs import ActorHandle, ObjectRef, ObjectRefGenerator
+from miniray.core.serialize import pack
 from miniray.core.specs import ClassSpec, FunctionSpec
-from miniray.errors import GetTimeoutError, SessionEndedError, TaskError
+from miniray.errors import GetTimeoutError, NotSerializableError, SessionEndedError, TaskError
 
 
 class LocalEngine(Engine):
@@ -34,7 +36,12 @@ class LocalEngine(Engine):
 
     name = "local"
     capabilities = Capabilities(
-        processes=True, concurrent=True, zero_copy=True, object_store_limit=True, multi_node=False
+        processes=True,
+        concurrent=True,
+        zero_copy=True,
+        object_store_limit=True,
+        shared_memory=True,
+        multi_node=False,
     )
 
     def __init__(
@@ -75,7 +82,7 @@ class LocalEngine(Engine):
         if cached is None:
             spec.cache.clear()  # what an earlier session left
             info_bytes = pickle.dumps(spec.info, 5)
-            cached = spec.cache[node] = (Blob.of(node, spec.cls, f"class {spec.name}"), info_bytes)
+            cached = spec.cache[node] = (_pack_class(node, spec), info_bytes)
         blob, info_bytes = cached
         call = Call(0, None, f"{spec.name}.__init__", 1)
         fill_arguments(node, call, args, kwargs)
@@ -136,6 +143,10 @@ class LocalEngine(Engine):
         self._check()
         memory = [bytes_of(hole) for hole in holes]
         return self._store(Blob.of(self.node, value, holes=memory, fill=fill))
+
+    def allocate_shared(self, size: int) -> SharedMemory:
+        self._check()
+        return SharedMemory.allocate(self.node, next(self.node.ids), size)
 
     def _store(self, blob: Blob) -> LocalRef:
         entry = Entry(self.node, next(self.node.ids))
@@ -307,6 +318,15 @@ class LocalEngine(Engine):
 
     def shutdown(self) -> None:
         self.close()
+
+
+def _pack_class(node: Node, spec: ClassSpec) -> Blob:
+    name = f"class {spec.name}"
+    try:
+        return Blob.of(node, (spec.cls, spec.wrapper), name)
+    except NotSerializableError:
+        pack(spec.cls, name)  # its error names the attribute
+        raise
 
 
 def _after_fork_in_child() -> None:

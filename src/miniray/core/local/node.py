@@ -11,6 +11,7 @@ from typing import Any
 from miniray.core.local.actors import ActorEntry
 from miniray.core.local.objects import PENDING, PLAIN, Blob, Entry, Wire
 from miniray.core.local.peers import DEAD, ID_BITS, RETURNS, Peers, Reply
+from miniray.core.local.shared_memory import SharedMemory
 from miniray.core.local.spawner import SessionInfo
 from miniray.core.local.store import Lease, Store, Usage
 from miniray.errors import MinirayError, ObjectLostError, SessionEndedError
@@ -75,7 +76,7 @@ class Node(Peers):
         have mapped outlives it.
         """
         with self.lock:
-            if any(not isinstance(item, Lease) for item in self.shared.values()):
+            if any(not isinstance(item, (Lease, SharedMemory)) for item in self.shared.values()):
                 return False
         channels = [channel for each in list(self.channels.values()) for channel in list(each)]
         return not (
@@ -195,6 +196,19 @@ class Node(Peers):
                 raise
             self.borrowed[id] = lease
         return lease
+
+    def receive_memory(self, id: int, size: int, fd: int, proc: int) -> SharedMemory:
+        """Return the memory that ``proc`` sent with a descriptor; -1 if that was lost."""
+        with self.lock:
+            known = self.find(id)
+            if known is not None:
+                assert isinstance(known, SharedMemory)
+                known.take_descriptor(fd)
+                self.give_back(proc, id)
+                return known
+            memory = SharedMemory(self, id, proc, fd, size)
+            self.borrowed[id] = memory
+        return memory
 
     # -- death ------------------------------------------------------------------------------------
 

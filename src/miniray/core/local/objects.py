@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from miniray.core.local.mapped import unreadable, view_of, write
+from miniray.core.local.shared_memory import SharedMemory
 from miniray.core.local.sharing import Shared
 from miniray.core.local.store import Lease
 from miniray.core.refs import ObjectRef, later, say_unseen
@@ -227,7 +228,7 @@ class Blob:
 
     def to_wire(self, node: Node, proc: int, fds: list[int]) -> Wire:
         """What to send to ``proc``: gives it credits on all that is inside. Raises ``Closed``."""
-        refs = [_describe(node, r, proc) for r in self.refs] if self.refs else ()
+        refs = [_describe(node, r, proc, fds) for r in self.refs] if self.refs else ()
         if self.lease is None:
             return refs, self.private, self.data, self.buffers
         node.give(self.lease, proc)
@@ -238,7 +239,7 @@ class Blob:
     @classmethod
     def from_wire(cls, node: Node, wire: Wire, proc: int, fds: Iterator[int]) -> Blob:
         """The blob that ``proc`` sent; takes over its credits."""
-        refs = [_receive(node, r, proc) for r in wire[0]] if wire[0] else ()
+        refs = [_receive(node, r, proc, fds) for r in wire[0]] if wire[0] else ()
         if len(wire) == 4:
             return cls(wire[2], wire[3], wire[1], refs)
         _, private, lease_id, segment_id, size, layout = wire
@@ -279,8 +280,16 @@ class Failure(Blob):
 
 
 def entry_of(node: Node, public: Any) -> Shared:
-    """What ``node`` knows of a ref or handle. Raises ``SessionEndedError`` if it is of another."""
-    entry = public._entry if isinstance(public, LocalRef) else getattr(public, "_actor", None)
+    """Return what ``node`` knows of a ref, a handle or shared memory.
+
+    Raise ``SessionEndedError`` if it belongs to a different session, and ``OSError`` if this
+    process has no descriptor of the memory to pass on.
+    """
+    if isinstance(public, SharedMemory):
+        public.check_descriptor()
+        entry: Any = public
+    else:
+        entry = public._entry if isinstance(public, LocalRef) else getattr(public, "_actor", None)
     if not isinstance(entry, Shared) or entry.sharing is not node:
         # Ids begin anew in each session: it would be taken for something else.
         raise SessionEndedError(f"{public!r} belongs to another session, which has ended")
@@ -290,15 +299,22 @@ def entry_of(node: Node, public: Any) -> Shared:
 def _public(node: Node, entry: Shared) -> Any:
     if isinstance(entry, Entry):
         return LocalRef(entry)
-    return node.engine.handle(entry)
+    return entry if isinstance(entry, SharedMemory) else node.engine.handle(entry)
 
 
-def _describe(node: Node, entry: Shared, proc: int) -> Wire:
+def _describe(node: Node, entry: Shared, proc: int, fds: list[int]) -> Wire:
     node.give(entry, proc)
     if isinstance(entry, Entry):
         return (entry.id,)
+    if isinstance(entry, SharedMemory):
+        fds.append(entry.fd)
+        return entry.id, entry.size
     return entry.describe()  # type: ignore[attr-defined, no-any-return]
 
 
-def _receive(node: Node, wire: Wire, proc: int) -> Shared:
-    return node.receive_ref(wire[0], proc) if len(wire) == 1 else node.receive_actor(wire, proc)
+def _receive(node: Node, wire: Wire, proc: int, fds: Iterator[int]) -> Shared:
+    if len(wire) == 1:
+        return node.receive_ref(wire[0], proc)
+    if len(wire) == 2:
+        return node.receive_memory(*wire, next(fds), proc)
+    return node.receive_actor(wire, proc)

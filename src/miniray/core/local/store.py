@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -29,7 +28,6 @@ from miniray.errors import ObjectStoreFullError
 
 _PAGE = mmap.PAGESIZE
 _ALIGN = 64
-_NO_DUP: dict[str, bool] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 #: A segment unused for this long is given back to the system.
 IDLE_SECONDS = 10.0
@@ -56,7 +54,7 @@ class Segment:
         self.kept: mmap.mmap | None = None
         self.doubtful = False
         prot = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-        self.map = mmap.mmap(fd, size, mmap.MAP_SHARED, prot, **_NO_DUP)
+        self.map = mmap.mmap(fd, size, mmap.MAP_SHARED, prot, **system.NO_DUP)
 
     def private_map(self) -> mmap.mmap:
         """Another mapping whose writes nobody else sees (copy on write).
@@ -68,7 +66,7 @@ class Segment:
         if kept is not None:
             return kept
         prot = mmap.PROT_READ | mmap.PROT_WRITE
-        return mmap.mmap(self.fd, self.size, mmap.MAP_PRIVATE, prot, **_NO_DUP)
+        return mmap.mmap(self.fd, self.size, mmap.MAP_PRIVATE, prot, **system.NO_DUP)
 
     def __del__(self) -> None:
         if hasattr(self, "fd"):

@@ -31,6 +31,9 @@ CLOEXEC_FLAG: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 IN = select.EPOLLIN if LINUX else selectors.EVENT_READ
 OUT = select.EPOLLOUT if LINUX else selectors.EVENT_WRITE
 
+#: For ``mmap``: don't duplicate the descriptor, which stays open beside the mapping.
+NO_DUP: dict[str, bool] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+
 
 def anonymous_memory(size: int) -> int:
     """A file descriptor of ``size`` bytes of shared memory that no name leads to.

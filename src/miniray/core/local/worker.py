@@ -158,11 +158,11 @@ class Server:
         make: Any = None
 
         def construct() -> Any:
-            cls = spec.load(self.node)
+            cls, wrapper = spec.load(self.node)
             nonlocal label
             label = cls.__name__
             args, kwargs = arguments(self.node, blobs, meta["places"])
-            return startup.construct(cls, args, kwargs)
+            return startup.construct(cls, args, kwargs, wrapper)
 
         try:
             if meta["is_async"]:

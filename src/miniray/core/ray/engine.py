@@ -53,6 +53,7 @@ class RayEngine(Engine):
         concurrent=True,
         zero_copy=True,
         object_store_limit=True,
+        shared_memory=False,
         multi_node=True,
     )
 

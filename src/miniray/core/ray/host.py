@@ -116,12 +116,12 @@ _host_class_name: str | None = None  # of the one actor in this process
 
 def host_class(spec: ClassSpec, enter: Callable[[], Any]) -> type:
     """A class for ``ray.remote`` whose instances hold one of the user's objects."""
-    user_class, name = spec.cls, spec.cls.__name__
+    user_class, wrapper, name = spec.cls, spec.wrapper, spec.cls.__name__
     has_own_repr = inspect.getattr_static(user_class, "__repr__") is not object.__repr__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         enter()
-        _start_actor(self, user_class, args, kwargs)
+        _start_actor(self, user_class, wrapper, args, kwargs)
 
     def __repr__(self: Any) -> str:  # noqa: N807
         # Ray puts this in front of every line the actor prints.
@@ -144,11 +144,11 @@ def host_class(spec: ClassSpec, enter: Callable[[], Any]) -> type:
     return type(name, (), members)
 
 
-def _start_actor(host: Any, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _start_actor(host: Any, cls: type, wrapper: type | None, args: Any, kwargs: Any) -> None:
     global _host_class_name
     _host_class_name = cls.__name__
     try:
-        host.__dict__[_USER_OBJECT] = startup.construct(cls, args, kwargs)
+        host.__dict__[_USER_OBJECT] = startup.construct(cls, args, kwargs, wrapper)
     except Exception as error:
         error.__traceback__ = _without_own_frames(error.__traceback__)
         raise ActorInitError("".join(traceback.format_exception(error))) from None
