@@ -382,7 +382,7 @@ class TaskError(MinirayError):
     def capture(cls, exc: BaseException, function: str, actor: str, pid: int) -> TaskError:
         """Create the error that reports ``exc``, the exception being handled, to the caller.
 
-        If ``exc`` came from a further process (one actor calls another), its remote traceback
+        If ``exc`` came from another process, because an actor called an actor, its remote traceback
         comes first, so the message shows the whole chain. Attributes that can't be pickled are
         dropped. If the type can't be pickled, ``cause`` is None, and the traceback still shows type
         and message.

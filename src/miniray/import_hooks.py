@@ -6,12 +6,13 @@ and a worker's seed reaches NumPy and torch even if the worker imports them late
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import importlib.machinery
 
 Action = Callable[[Any], None]
 
@@ -37,7 +38,7 @@ def _is_being_imported(module: ModuleType) -> bool:
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _Finder:
     """Lets the other finders find modules, and adds the actions to what they found."""
 
     def find_spec(

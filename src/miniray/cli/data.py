@@ -33,7 +33,7 @@ def data() -> None:
 @click.option("--ranks", type=click.IntRange(1), default=1, help="Number of ranks.")
 @json_option
 def inspect(files: tuple[str, ...], columns: tuple[str, ...], ranks: int, as_json: bool) -> None:
-    """Show row groups, sizes and the costs of each order, with advice."""
+    """Show row groups, sizes and the cost of each order, and suggest improvements."""
     from miniray.data.tools.inspection import inspect_files
 
     report = inspect_files(list(files), list(columns) or None, ranks)

@@ -24,7 +24,7 @@ On several machines, set MINIRAY_RUN_TOKEN to the same secret for each launcher.
 
 
 class _NumRanks(click.IntRange):
-    """A number of ranks, or ``gpu``, ``cpu`` or ``auto`` as for torchrun."""
+    """A number of ranks, or ``gpu``, ``cpu`` or ``auto``, as in torchrun."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
         if value not in ("gpu", "cpu", "auto"):

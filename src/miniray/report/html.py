@@ -22,7 +22,7 @@ def strip_escapes(text: str) -> str:
 
 
 def render_terminal_line(line: str) -> str:
-    """Return the line as a terminal would leave it, without colors.
+    """Return what a terminal shows of the line, without colors.
 
     Only the last update of a progress bar remains.
     """

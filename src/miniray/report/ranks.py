@@ -77,8 +77,8 @@ def _render_phases(run: Run) -> list[Markup]:
 def get_phase_seconds(rank: RankRecord, over: float | None) -> dict[str, float]:
     """Return the seconds that a rank spent in each phase.
 
-    Steps are timed from the end of the first one. The remaining time is outside of steps. ``over``
-    is the time when the run ended; its workers may live longer, while the script continues.
+    Steps are timed from the end of the first one. The remaining time is spent outside of steps.
+    Time after ``over``, the end of the run, isn't counted, even if the workers keep running.
     """
     total = rank.total
     end = rank.exit.at if rank.exit is not None and rank.exit.at else rank.heartbeat
@@ -200,7 +200,7 @@ def _distinct_loaders(rank: RankRecord) -> Iterator[Loader]:
 
 
 def _render_coverage(seen: Sequence[RankRecord]) -> Iterator[Markup]:
-    """Yield the coverage and the overlaps of the last pass that all ranks made."""
+    """Yield coverage and overlap of the last pass over the data that all ranks completed."""
     passes = [{(p.loader, p.epoch): p for p in rank.passes if p.count} for rank in seen]
     common = set(passes[0]).intersection(*passes[1:]) if passes else set()
     trained = {

@@ -79,8 +79,8 @@ def to_float(value: Any) -> float | None:
 def extract_curves(metrics: Sequence[Mapping[str, Any]]) -> list[Curve]:
     """Return a curve for each numeric field, in order of appearance.
 
-    Nested fields get dotted names. ``val_loss`` shares the chart of ``loss`` if that exists. Lines
-    that belong to one rank are left out; see ``extract_rank_curves``.
+    Nested fields get dotted names. ``val_loss`` is drawn in the chart of ``loss`` if both exist.
+    Lines that belong to one rank are left out; see ``extract_rank_curves``.
     """
     found: dict[str, Points] = {}
     word = find_axis(metrics)
@@ -100,7 +100,7 @@ def _iter_scores(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _get_rank(record: Mapping[str, Any]) -> int | None:
-    """Return the rank that wrote the line, or None for a line of the whole run."""
+    """Return the rank that wrote the line, or None if the line describes the whole run."""
     rank = record.get("rank")
     return rank if type(rank) is int else None
 
@@ -174,7 +174,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def thin_points(points: Points, most: int) -> Points:
-    """Return at most ``most`` points that draw the same line. See ``select_extremes``."""
+    """Thin the curve to at most ``most`` points and keep its shape. See ``select_extremes``."""
     if len(points) <= most:
         return points
     import numpy as np
