@@ -126,11 +126,24 @@ def run_script(_mother):
     return _mother.run
 
 
+def pytest_itemcollected(item):
+    """Mark the Ray variant of tests with ``slow_on_ray`` as slow.
+
+    An actor on Ray takes about a second to start. ``make test`` runs on Ray what passes through
+    the code of our Ray engine: options, names, errors, refs, streams. ``make test-slow`` and
+    ``--engine ray`` run everything.
+    """
+    if item.get_closest_marker("slow_on_ray") and not item.config.getoption("engine"):
+        params = getattr(item, "callspec", None) and item.callspec.params
+        if params and "ray" in (params.get("backend"), params.get("engine")):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(trylast=True)  # after the suites' own marks and order
 def pytest_collection_modifyitems(config, items):
-    """A file stays together, and so does all that needs Ray: never are there two of it at once.
+    """Keep a file in one process, and all tests on Ray in one process, so that one Ray runs.
 
-    With several processes the longest groups come first: one that starts last is waited for.
+    With several processes, the longest groups come first, because the last one to start ends last.
     """
     if not config.pluginmanager.hasplugin("xdist"):
         return

@@ -1,9 +1,10 @@
-"""What the documentation shows is run, and where it leads is there.
+"""Run the code of the documentation and check its links.
 
-Every Python block runs in a process of its own on the default engine in an empty folder; equal
-blocks run once. A block that names torch finds it loaded, which saves most of its time.
-``<!-- no-run -->`` on the line before leaves one out. ``<!-- output -->`` before a block that
-follows says what the Python block above it prints (``...`` stands for anything).
+Each Python block runs on the default engine in an empty folder; equal blocks run once. Blocks
+without torch run in a new interpreter. Blocks that need torch share one process per page, in
+order, because loading torch and transformers takes most of their time. ``<!-- no-run -->`` on the
+line before a block skips it. ``<!-- output -->`` before the block that follows marks the expected
+output of the Python block above it (``...`` matches anything).
 """
 
 import ast
@@ -19,6 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+RUNNER = Path(__file__).with_name("scripts") / "run_blocks.py"
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
 PAGES = [
     README,
@@ -82,9 +84,16 @@ def once(blocks):
 BLOCKS = once([block for page in PAGES for block in blocks_of(page, page.read_text("utf-8"))])
 
 
-def interpreter(script, **options):
+WITH_TORCH = {
+    page: blocks
+    for page in PAGES
+    if (blocks := [b for b in BLOCKS if b.page == page and "torch" in b.code])
+}
+
+
+def run_interpreter(script, *arguments, **options):
     return subprocess.run(
-        [sys.executable, script],
+        [sys.executable, script, *arguments],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -93,24 +102,42 @@ def interpreter(script, **options):
     )
 
 
-def run(block, folder, start=interpreter):
-    script = folder / "block.py"
-    # Empty lines in front: line numbers in a traceback are those of the page.
-    script.write_text("\n" * (block.line - 1) + block.code, "utf-8")
+def run(blocks, folder, start=run_interpreter):
+    """Run blocks in one process and compare what each prints with its expected output."""
+    folders = []
+    for number, block in enumerate(blocks):
+        folders.append(folder / str(number))
+        folders[-1].mkdir()
+        # Empty lines in front: line numbers in a traceback are those of the page.
+        (folders[-1] / "block.py").write_text("\n" * (block.line - 1) + block.code, "utf-8")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MINIRAY_")}
-    done = start(script.name, cwd=folder, env=environment, timeout=LIMIT)
+    done = start(RUNNER, *folders, cwd=folder, env=environment, timeout=LIMIT * len(blocks))
+    started = [
+        (block, *((place / name).read_text("utf-8") for name in ("out", "err")))
+        for block, place in zip(blocks, folders, strict=True)
+        if (place / "err").exists()
+    ]
     if done.returncode != 0:
-        raise AssertionError(f"{block} exits with {done.returncode}\n{done.stdout}\n{done.stderr}")
-    if block.output is not None:
-        flags = doctest.ELLIPSIS
-        if not doctest.OutputChecker().check_output(block.output, done.stdout, flags):
-            raise AssertionError(f"{block} should print\n{block.output}\nbut prints\n{done.stdout}")
+        block, out, err = started[-1] if started else (blocks[0], done.stdout, done.stderr)
+        raise AssertionError(f"{block} exits with {done.returncode}\n{out}\n{err}")
+    assert len(started) == len(blocks), f"the process ended in {started[-1][0]}"
+    checker = doctest.OutputChecker()
+    for block, out, _ in started:
+        expected = block.output
+        if expected is not None and not checker.check_output(expected, out, doctest.ELLIPSIS):
+            raise AssertionError(f"{block} should print\n{expected}\nbut prints\n{out}")
 
 
 @pytest.mark.timeout(LIMIT + 20)
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_block_runs(block, tmp_path, run_script):
-    run(block, tmp_path, run_script if "torch" in block.code else interpreter)
+@pytest.mark.parametrize("block", [b for b in BLOCKS if "torch" not in b.code], ids=str)
+def test_block_runs(block, tmp_path):
+    run([block], tmp_path)
+
+
+@pytest.mark.timeout(2 * LIMIT)
+@pytest.mark.parametrize("page", WITH_TORCH, ids=lambda page: os.path.relpath(page, ROOT))
+def test_blocks_with_torch_run(page, tmp_path, run_script):
+    run(WITH_TORCH[page], tmp_path, run_script)
 
 
 def test_the_guides_have_blocks():
@@ -327,7 +354,7 @@ def test_equal_blocks_are_run_once():
 )
 def test_a_block_that_is_wrong_fails(code, output, complaint, tmp_path):
     with pytest.raises(AssertionError, match=complaint):
-        run(Block(Path("page.md"), 7, code, output), tmp_path)
+        run([Block(Path("page.md"), 7, code, output)], tmp_path)
 
 
 def test_output_without_a_block_is_an_error():

@@ -65,7 +65,6 @@ def test_every_public_name_of_the_reference_has_a_docstring():
 INHERITED = {
     "miniray.train.BaseTrainer": "workers save_checkpoint load_checkpoint save_final_model "
     "model_weights evaluate shutdown",
-    "miniray.data.Dataset": "set_epoch state_dict load_state_dict row_ids",
     "miniray.rl.PPOTrainer": "train evaluate load_checkpoint",
 }
 

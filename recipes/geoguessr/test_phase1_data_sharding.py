@@ -8,7 +8,6 @@ Also by pytest. Runs beside a training: low priority, one process, a few hundred
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from byte_tokenizer import ByteTokenizer
 from geoguessr_dataset_distributed import GeoguessrRLHFDatasetDistributed
 
 from miniray.data import shard_indices
+from miniray.errors import DataError
 
 
 def shards(files: list[str], world_size: int, max_samples: int = -1, **config: Any) -> list[Any]:
@@ -69,14 +69,17 @@ def check_rows(files: list[str], total: int) -> str:
 
 
 def check_filter(files: list[str], total: int) -> str:
-    """Prompts are measured once: a second start reads the answer."""
+    """Filter prompts once: a second start reads the answers. Dropping all rows is an error."""
     start = time.monotonic()
     assert sum(len(part) for part in shards(files, 2)) == total
     taken = time.monotonic() - start
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no row is left
-        shorter_than_any = shards(files, 2, max_prompt_length=20)
-        assert sum(len(part) for part in shorter_than_any) == 0
+    for part in shards(files, 2, max_prompt_length=20):
+        message = ""
+        try:
+            part.prepare()
+        except DataError as error:
+            message = str(error)
+        assert f"all {total} rows" in message
     return f"filter answered from its index in {1000 * taken:.0f} ms"
 
 

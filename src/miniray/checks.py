@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import inspect
 import operator
 import os
@@ -13,37 +14,70 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-#: Options that users know from other libraries or expect on a different class, and what to do.
+#: Options of other libraries and the option of miniray that does the same.
+RENAMED_OPTIONS: Mapping[str, str] = {
+    "accumulate_grad_batches": "accumulate",
+    "bf16": "precision",
+    "check_val_every_n_epoch": "eval_interval",
+    "ckpt_path": "resume",
+    "default_root_dir": "run_dir",
+    "devices": "num_workers",
+    "every_n_epochs": "every",
+    "every_n_train_steps": "every",
+    "fp16": "precision",
+    "gradient_accumulation_steps": "accumulate",
+    "gradient_clip_val": "clip_norm",
+    "learning_rate": "lr",
+    "max_epochs": "epochs",
+    "max_grad_norm": "clip_norm",
+    "max_steps": "steps",
+    "max_tokens": "max_new_tokens",
+    "mixed_precision": "precision",
+    "nproc_per_node": "num_workers",
+    "num_epochs": "epochs",
+    "num_generations": "rollouts",
+    "num_nodes": "num_workers",
+    "num_replicas": "world_size",
+    "num_train_epochs": "epochs",
+    "log_dir": "directory",
+    "output_dir": "run_dir",
+    "prefetch_factor": "prefetch",
+    "resume_from_checkpoint": "resume",
+    "strategy": "sync_strategy",
+    "val_check_interval": "eval_interval",
+    "world_size": "num_workers",
+}
+
+#: Hints for options of other libraries.
 FOREIGN_OPTIONS: Mapping[str, str] = {
     "max_epochs": "Pass train(epochs=...).",
     "num_epochs": "Pass train(epochs=...).",
     "num_train_epochs": "Pass train(epochs=...).",
     "epochs": "Pass train(epochs=...).",
-    "max_steps": "Pass train(...); its length is counted in epochs.",
-    "devices": "Use num_workers=.",
-    "num_nodes": "Use num_workers= and backend='ray'.",
-    "world_size": "Use num_workers=.",
-    "nproc_per_node": "Use num_workers=.",
+    "max_steps": "Pass train(epochs=...), or train(steps=...) to a trainer of miniray.rl.",
+    "steps": "Pass train(epochs=...), or train(steps=...) to a trainer of miniray.rl.",
     "accelerator": "Reserve GPUs with resources_per_worker={'num_gpus': 1}.",
-    "strategy": "Choose a trainer class, such as DDPTrainer.",
+    "strategy": "The trainer class is the strategy, such as DDPTrainer or ModelParallelTrainer.",
     "every_n_train_steps": "Pass callbacks=Checkpoint(every=...).",
     "every_n_epochs": "Pass callbacks=Checkpoint(every=...).",
-    "save_top_k": "Pass keep_best=(metric, 'min') and keep_last=.",
     "save_steps": "Pass callbacks=Checkpoint(every=...).",
-    "gradient_accumulation_steps": "Use accumulate=.",
-    "accumulate_grad_batches": "Use accumulate=.",
-    "gradient_clip_val": "Use clip_norm=.",
-    "max_grad_norm": "Use clip_norm=.",
-    "mixed_precision": "Use precision=.",
-    "bf16": "Use precision='bf16'.",
-    "fp16": "Use precision='fp16'.",
-    "logger": "Pass callbacks=.",
-    "val_check_interval": "Use eval_interval=.",
-    "check_val_every_n_epoch": "Use eval_interval=.",
-    "default_root_dir": "Use run_dir=.",
-    "output_dir": "Use run_dir=.",
-    "ckpt_path": "Use resume=.",
-    "resume_from_checkpoint": "Use resume=.",
+    "save_top_k": "Pass keep_best=(metric, 'min') and keep_last=.",
+    "logger": "Pass callbacks=CSVLogger() or callbacks=TensorBoard().",
+}
+
+#: Classes in which a missing option is searched. Base classes come first: an option that a class
+#: inherits is named with its base class only.
+_OPTION_OWNERS: Mapping[str, tuple[str, ...]] = {
+    "miniray.train": (
+        *("BaseTrainer", "DataParallelTrainer", "DDPTrainer", "PipelineParallelTrainer"),
+        *("ModelParallelTrainer", "Checkpoint", "EarlyStopping", "LRSchedule", "CSVLogger"),
+        "TensorBoard",
+    ),
+    "miniray.data.datasets": (
+        *("SourceDataset", "ParquetDataset", "JsonlDataset", "ArrowDataset", "IndexedDataset"),
+    ),
+    "miniray.data": ("DataLoader", "Mixture"),
+    "miniray.rl": ("PPOConfig", "GRPOConfig", "KLPenalty", "Sampling", "PPOTrainer", "GRPOTrainer"),
 }
 
 
@@ -111,28 +145,96 @@ def check_path(name: str, value: Any) -> str:
 
 
 def unknown_option(
-    owner: str, name: str, known: Iterable[str], hints: Mapping[str, str] | None = None
-) -> TypeError:
+    owner: str,
+    name: str,
+    known: Iterable[str],
+    hints: Mapping[str, str] | None = None,
+    error: type[Exception] = TypeError,
+    *,
+    search: bool = True,
+) -> Exception:
     """Create the error for an option that ``owner`` doesn't have.
 
-    The error contains the hint for a name from a different library or class, or else the option
-    with the most similar name.
+    The message contains the hint for the name, or else the option with the most similar name, the
+    class or call that the option belongs to, or all options of ``owner``.
 
     Args:
         owner: Class or call, such as ``"DDPTrainer"`` or ``"train()"``.
         name: The option that was passed.
         known: Options of ``owner``.
-        hints: Hints that take precedence over ``FOREIGN_OPTIONS``.
+        hints: Hints of ``owner``. They take precedence.
+        error: Type of the error.
+        search: Search the option in the other classes of miniray.
     """
-    known = sorted(known)
+    known = sorted(set(known) - {name})
     hint = (hints or {}).get(name)
-    if hint is None and name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-        hint = f"Did you mean {near[0]!r}?" if near else FOREIGN_OPTIONS.get(name)
+    if hint is None and RENAMED_OPTIONS.get(name) in known:
+        hint = f"Use {RENAMED_OPTIONS[name]}=."
     if hint is None:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-        hint = f"Did you mean {near[0]!r}?" if near else f"Its options are {', '.join(known)}."
-    return TypeError(f"{owner} has no option {name!r}. {hint}")
+        near = find_similar(name, known, 0.8)
+        hint = f"Did you mean {near!r}?" if near else _find_hint(name, search)
+    if hint is None:
+        near = find_similar(name, known, 0.6)
+        options = f"Its options are {', '.join(known)}." if known else "It has no options."
+        hint = f"Did you mean {near!r}?" if near else options
+    return error(f"{owner} has no option {name!r}. {hint}")
+
+
+def find_similar(name: str, known: Iterable[str], cutoff: float) -> str | None:
+    """Return the most similar name in ``known`` if their similarity (0 to 1) reaches ``cutoff``."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return near[0] if near else None
+
+
+def _find_hint(name: str, search: bool) -> str | None:
+    """Return the hint of a foreign option, or name the classes of miniray that have the option."""
+    if name in FOREIGN_OPTIONS:
+        return FOREIGN_OPTIONS[name]
+    renamed = RENAMED_OPTIONS.get(name)
+    if search and (owners := _find_owners(name)):
+        return f"Pass it to {owners}."
+    if search and renamed is not None and (owners := _find_owners(renamed)):
+        return f"Use {renamed}= of {owners}."
+    return None
+
+
+def _find_owners(option: str) -> str:
+    """Return the classes of miniray that have ``option``, as text."""
+    owners: list[type] = []
+    for module, names in _OPTION_OWNERS.items():
+        package = importlib.import_module(module)  # only here: they import this module
+        for name in names:
+            cls = getattr(package, name)
+            if option in get_options(cls) and not issubclass(cls, tuple(owners)):
+                owners.append(cls)
+    titles = {"BaseTrainer": "the trainer", "SourceDataset": "the dataset"}
+    *first, last = [titles.get(cls.__name__, cls.__name__) for cls in owners] or [""]
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def get_options(cls: type) -> frozenset[str]:
+    """Return the keyword arguments that ``cls(...)`` accepts.
+
+    If ``__init__`` has ``**kwargs``, the options of the base class are included, except arguments
+    that the base class requires: ``cls`` passes these itself.
+    """
+    options: set[str] = set()
+    inherited = False
+    for base in cls.__mro__:
+        init = vars(base).get("__init__")
+        if init is None or base is object:
+            continue
+        parameters = list(inspect.signature(init).parameters.values())[1:]
+        options |= {
+            p.name
+            for p in parameters
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+            and not (inherited and p.default is p.empty)
+        }
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+        inherited = True
+    return frozenset(options)
 
 
 def check_options(
@@ -140,12 +242,13 @@ def check_options(
     given: Iterable[str],
     known: Iterable[str],
     hints: Mapping[str, str] | None = None,
+    error: type[Exception] = TypeError,
 ) -> None:
-    """Raise ``TypeError`` for the first name in ``given`` that isn't in ``known``."""
+    """Raise ``error`` for the first name in ``given`` that isn't in ``known``."""
     known = set(known)
     for name in given:
         if name not in known:
-            raise unknown_option(owner, name, known, hints)
+            raise unknown_option(owner, name, known, hints, error)
 
 
 def suggest_options(
@@ -153,21 +256,24 @@ def suggest_options(
 ) -> Callable[[type[T]], type[T]]:
     """Decorate a class so that unknown keyword arguments raise the error of ``unknown_option``.
 
-    Without it, Python's ``TypeError`` names only the keyword. The signature stays explicit, so type
-    checkers and editors still see every option.
+    Without it, Python's ``TypeError`` names only the keyword, and with ``**kwargs`` it comes from a
+    base class. The signature doesn't change, so type checkers and editors still see every option.
+
+    Args:
+        hints: Hints for names that aren't options of the class, even if a base class has them.
     """
 
     def decorate(cls: type[T]) -> type[T]:
         init: Any = vars(cls)["__init__"]
-        parameters = list(inspect.signature(init).parameters.values())[1:]
-        if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            raise ValueError(f"{cls.__name__}.__init__ accepts any keyword")
-        known = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+        known = get_options(cls) - set(hints or ())
 
         @functools.wraps(init)
         def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
             if not known.issuperset(kwargs):
-                check_options(type(self).__name__, kwargs, known, hints)
+                # A subclass may have further options, which only its own __init__ accepts.
+                name = next(name for name in kwargs if name not in known)
+                options = known | get_options(type(self))
+                raise unknown_option(type(self).__name__, name, options, hints)
             init(self, *args, **kwargs)
 
         cls.__init__ = checked_init  # type: ignore[method-assign]

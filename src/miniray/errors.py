@@ -37,7 +37,9 @@ __all__ = [
     "RewardError",
     "RewardTimeoutError",
     "RowError",
+    "RunLockedError",
     "SessionEndedError",
+    "StrategyError",
     "SyncError",
     "TaskCancelledError",
     "TaskError",
@@ -227,6 +229,10 @@ class CheckpointError(MinirayError):
     """
 
 
+class RunLockedError(MinirayError, RuntimeError):
+    """A different process is writing to the run directory. ``pid`` and ``host`` name it."""
+
+
 class DataError(MinirayError, ValueError):
     """Data can't be read or sharded.
 
@@ -293,6 +299,21 @@ class NonFiniteWeightsError(MinirayError, ValueError):
     def __init__(self, message: str = "", workers: tuple[Any, ...] = (), **fields: Any) -> None:
         super().__init__(message, **fields)
         self.workers = workers
+
+
+class StrategyError(MinirayError, RuntimeError):
+    """``combine`` of a parameter server's strategy raised. The server's weights are unchanged.
+
+    ``__cause__`` is the original error. ``entry`` names the weight that was being combined, or the
+    first one if several small weights are combined together.
+
+    Attributes:
+        strategy: Name of the strategy.
+    """
+
+    def __init__(self, message: str = "", strategy: str = "", **fields: Any) -> None:
+        super().__init__(message, **fields)
+        self.strategy = strategy
 
 
 class SyncError(MinirayError, RuntimeError):

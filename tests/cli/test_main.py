@@ -47,7 +47,7 @@ def test_version(miniray_cli, option):
 
 @pytest.mark.parametrize("name", list(COMMANDS))
 def test_every_command_has_help_with_an_example(name):
-    with click.Context(cli) as ctx:
+    with click.Context(cli, **cli.context_settings) as ctx:
         command = cli.get_command(ctx, name)
         assert command.name == name
         text = command.get_help(click.Context(command, parent=ctx, info_name=name))
@@ -59,14 +59,14 @@ def test_every_command_has_help_with_an_example(name):
 def test_help_pages(golden):
     pages = [(), *((name,) for name in COMMANDS)]
     for name in ("runs", "doctor", "demo"):
-        with click.Context(cli) as ctx:
+        with click.Context(cli, **cli.context_settings) as ctx:
             names = cli.get_command(ctx, name).list_commands(ctx)
         pages += [(name, sub) for sub in names if sub not in demo.SCRIPTS]
     golden("help.txt", "\n\n".join(f"$ miniray {' '.join(p)} --help\n{help_of(*p)}" for p in pages))
 
 
 def help_of(*words):
-    with click.Context(cli, info_name="miniray") as ctx:
+    with click.Context(cli, info_name="miniray", **cli.context_settings) as ctx:
         for word in words:
             command = ctx.command.get_command(ctx, word)
             ctx = click.Context(command, parent=ctx, info_name=word)
@@ -75,7 +75,7 @@ def help_of(*words):
 
 @pytest.mark.parametrize("group", ["runs", "doctor", "demo"])
 def test_the_commands_of_a_command_have_an_example_too(group):
-    with click.Context(cli) as ctx:
+    with click.Context(cli, **cli.context_settings) as ctx:
         command = cli.get_command(ctx, group)
         names = set(command.list_commands(ctx)) - set(demo.SCRIPTS)  # their help is the script's
     assert names

@@ -223,7 +223,8 @@ def test_compare_in_a_pipe_has_names_whole_and_on_one_line(run_cli, make_run):
 def test_compare_of_what_is_no_run_is_wrong_usage(run_cli, three, tmp_path):
     (tmp_path / "empty").mkdir()
     done = run_cli("runs", "compare", "new", "empty")
-    assert (done.exit_code, "empty" in done.output) == (2, True)
+    assert done.exit_code == 2
+    assert done.output.startswith("Error: empty ")
 
 
 @pytest.mark.parametrize("command", [["doctor"], ["top", "--once"]])
@@ -243,8 +244,7 @@ def test_a_folder_of_runs_is_said_to_be_one(run_cli, three, command):
 def test_a_folder_of_the_same_name_does_not_hide_a_run(run_cli, three, tmp_path):
     (tmp_path / "middle").mkdir()
     assert run_cli("report", "middle").output.startswith("Report: runs/middle/")
-    done = run_cli("report", "./middle")
-    assert (done.exit_code, "middle" in done.output) == (2, True)
+    assert run_cli("report", "./middle").exit_code == 2
 
 
 def test_a_name_that_is_nearly_right_is_offered(run_cli, three):

@@ -155,9 +155,8 @@ def test_a_missing_extra_is_named(monkeypatch, tmp_path):
     (tmp_path / "runs").mkdir()
     done = invoke("dashboard")
     assert done.exit_code == 1
-    assert "needs plotly" in done.output
-    assert "pip install 'miniray[dashboard]'" in done.output
-    assert done.output.count("plotly") == done.output.count("\n") == 1  # printed once
+    assert "plotly" in done.output
+    assert done.output.count("pip install 'miniray[dashboard]'") == 1
 
 
 @pytest.mark.parametrize(

@@ -29,20 +29,12 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("backend", chosen, indirect=True, scope="package")
 
 
-def pytest_collection_modifyitems(config, items):
-    """Mark the Ray variant of tests with ``slow_on_ray`` as slow.
-
-    An actor on Ray takes about a second to start. ``make test`` runs on Ray what passes through
-    the code of our Ray engine: options, names, errors, refs, streams. ``make test-slow`` and
-    ``--engine ray`` run everything.
-    """
-    if config.getoption("engine"):
-        return
-    for item in items:
-        if item.path.parent == HERE and item.get_closest_marker("slow_on_ray"):
-            callspec = getattr(item, "callspec", None)
-            if callspec is not None and callspec.params.get("backend") == "ray":
-                item.add_marker(pytest.mark.slow)
+def pytest_collection_modifyitems(items):
+    """Run tests that shut their engine down after all others: Ray takes seconds to start again."""
+    places = [place for place, item in enumerate(items) if item.path.parent == HERE]
+    ours = sorted((items[p] for p in places), key=lambda item: "no_engine" in item.fixturenames)
+    for place, item in zip(places, ours, strict=True):
+        items[place] = item
 
 
 @pytest.fixture(scope="package")

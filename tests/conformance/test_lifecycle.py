@@ -180,11 +180,14 @@ def test_calls_after_kill_fail(engine):
 
 
 @pytest.mark.slow_on_ray
-def test_killing_twice_is_harmless(engine):
-    actor = Actor.remote()
-    miniray.get(actor.call.remote())
+def test_kill_of_a_killed_actor_changes_nothing(engine):
+    actor, other = Actor.remote(), Actor.remote()
+    miniray.get([actor.call.remote(), other.call.remote()])
     miniray.kill(actor)
     miniray.kill(actor)
+    with pytest.raises(ActorDiedError):
+        miniray.get(actor.call.remote())
+    assert miniray.get(other.call.remote()) == 2
 
 
 @pytest.mark.slow_on_ray

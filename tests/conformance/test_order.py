@@ -1,10 +1,15 @@
-"""Order: calls from one caller to one actor run in the order they were made."""
+"""Order: calls from one caller run in submission order if the actor runs one call at a time.
 
+On async and threaded actors, calls overtake those that wait for an argument.
+"""
+
+import asyncio
 import threading
 
 import pytest
 
 import miniray
+from miniray.errors import ActorDiedError, TaskCancelledError
 from tests.conformance.helpers import Gate, needs
 
 
@@ -21,8 +26,46 @@ class Log:
 
 
 @miniray.remote
+class AsyncDoor:
+    def __init__(self):
+        self.opened = asyncio.Event()
+
+    async def wait(self):
+        await self.opened.wait()
+        return "through"
+
+    async def open(self):
+        self.opened.set()
+
+    async def take(self, value):
+        return value
+
+
+@miniray.remote(max_concurrency=2)
+class ThreadedDoor:
+    def __init__(self):
+        self.opened = threading.Event()
+
+    def wait(self):
+        self.opened.wait()
+        return "through"
+
+    def open(self):
+        self.opened.set()
+
+    def take(self, value):
+        return value
+
+
+@miniray.remote
 def identity(value):
     return value
+
+
+@miniray.remote
+def late(gate):
+    gate.wait()
+    return "late"
 
 
 @pytest.mark.slow_on_ray
@@ -49,16 +92,9 @@ def test_calls_made_before_the_actor_is_up_run_in_order(engine):
 
 def test_a_call_waiting_for_its_argument_holds_up_those_after_it(engine, tmp_path):
     needs(engine, "concurrent")
-    gate = Gate(tmp_path)
-
-    @miniray.remote
-    def late():
-        gate.wait()
-        return "late"
-
-    log = Log.remote()
+    gate, log = Gate(tmp_path), Log.remote()
     log.add.remote("first")
-    log.add.remote(late.remote())
+    log.add.remote(late.remote(gate))
     log.add.remote("last")
     entries = log.read.remote()
     assert miniray.wait([entries], timeout=0.1)[0] == []
@@ -127,3 +163,76 @@ def test_large_and_small_arguments_keep_the_order(engine):
         log.add.remote(i if i % 2 else [i] * 50_000)
     entries = miniray.get(log.read.remote())
     assert [entry if isinstance(entry, int) else entry[0] for entry in entries] == list(range(20))
+
+
+concurrent_actors = pytest.mark.parametrize("Door", [AsyncDoor, ThreadedDoor])
+
+
+@concurrent_actors
+def test_a_later_call_produces_the_argument_of_an_earlier_one(engine, Door):
+    needs(engine, "concurrent")
+    door = Door.remote()
+    taken = door.take.remote(door.wait.remote())
+    door.open.remote()
+    assert miniray.get(taken, timeout=30) == "through"
+
+
+@concurrent_actors
+def test_calls_overtake_one_that_waits_for_its_argument(engine, tmp_path, Door):
+    needs(engine, "concurrent")
+    gate, door = Gate(tmp_path), Door.remote()
+    waiting = [door.take.remote(late.remote(gate)) for _ in range(3)]
+    assert miniray.get([door.take.remote(i) for i in range(10)], timeout=30) == list(range(10))
+    assert miniray.wait(waiting, timeout=0)[0] == []
+    gate.open()
+    assert miniray.get(waiting) == ["late"] * 3
+
+
+@concurrent_actors
+def test_overtaken_calls_fail_with_their_argument(engine, Door):
+    @miniray.remote
+    def fail():
+        raise ValueError("no")
+
+    door = Door.remote()
+    failing, passing = door.take.remote(fail.remote()), door.take.remote(1)
+    assert miniray.get(passing) == 1
+    with pytest.raises(ValueError, match="no"):
+        miniray.get(failing)
+
+
+@concurrent_actors
+def test_cancelling_an_overtaken_call(engine, tmp_path, Door):
+    needs(engine, "concurrent")
+    gate, door = Gate(tmp_path), Door.remote()
+    argument = late.remote(gate)
+    waiting = door.take.remote(argument)
+    assert miniray.get(door.take.remote(1)) == 1
+    miniray.cancel(waiting)
+    with pytest.raises(TaskCancelledError):
+        miniray.get(waiting, timeout=30)
+    gate.open()
+    assert miniray.get(door.take.remote(argument)) == "late"
+
+
+@concurrent_actors
+def test_an_actor_that_is_killed_fails_overtaken_calls(engine, tmp_path, Door):
+    needs(engine, "concurrent")
+    gate, door = Gate(tmp_path), Door.remote()
+    waiting = door.take.remote(late.remote(gate))
+    assert miniray.get(door.take.remote(1)) == 1
+    miniray.kill(door)
+    with pytest.raises(ActorDiedError):
+        miniray.get(waiting, timeout=30)
+    gate.open()
+
+
+@concurrent_actors
+def test_an_overtaken_call_keeps_its_actor_alive(engine, tmp_path, Door):
+    needs(engine, "concurrent")
+    gate, door = Gate(tmp_path), Door.remote()
+    waiting = door.take.remote(late.remote(gate))
+    assert miniray.get(door.take.remote(1)) == 1
+    del door
+    gate.open()
+    assert miniray.get(waiting, timeout=30) == "late"

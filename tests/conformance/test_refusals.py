@@ -76,7 +76,7 @@ def test_attributes_of_the_object_are_not_reachable(engine):
 def test_an_unknown_option_names_those_there_are(engine):
     with pytest.raises(ValueError, match=r"'cpus'.*num_cpus"):
         add.options(cpus=1)
-    with pytest.raises(ValueError, match=r"'num_returns'.*max_restarts"):
+    with pytest.raises(ValueError, match="'num_returns'"):
         Greeter.options(num_returns=2)
     with pytest.raises(ValueError, match="max_retries"):
         miniray.method(max_retries=1)

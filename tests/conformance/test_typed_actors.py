@@ -55,7 +55,7 @@ def test_options_and_names():
     counter = Counter.options(name="typed").remote(7)
     assert miniray.get_actor("typed") == counter
     assert miniray.get(miniray.get_actor("typed").add.remote(0)) == 7
-    with pytest.raises(ValueError, match="unknown option 'cpus'"):
+    with pytest.raises(ValueError, match="'cpus'"):
         Counter.options(cpus=1)
 
 
@@ -75,7 +75,7 @@ def test_a_decorator_makes_it_an_actor_class():
 def test_what_starts_it_is_no_method_of_it():
     counter = Counter.remote()
     for name in ("remote", "options"):
-        with pytest.raises(AttributeError, match=f"no method '{name}'; its methods are: add, both"):
+        with pytest.raises(AttributeError, match=f"'{name}'.*add, both"):
             getattr(counter, name)
 
 

@@ -60,6 +60,6 @@ def test_fractions_fill_one_gpu_before_the_next():
 
 
 def test_what_can_never_fit_is_told_with_what_there_is():
-    with pytest.raises(ActorUnschedulableError, match=r"f asks for 5 CPUs.*has 4 CPUs and 1 GPU "):
+    with pytest.raises(ActorUnschedulableError, match=r"\bf\b.*5 CPU.*4 CPU.*1 GPU "):
         Resources(4, 1).check("f", 5, 0)
     Resources(4, 1).check("f", 4, 1)

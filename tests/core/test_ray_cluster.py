@@ -16,17 +16,22 @@ import miniray
 from miniray import errors
 from tests.conformance.helpers import eventually
 
-ray = pytest.importorskip("ray")
-cluster_utils = pytest.importorskip("ray.cluster_utils")
-
 pytestmark = pytest.mark.timeout(180)  # starting three raylets on a busy machine takes its time
 
 STORE = 100 * 1024 * 1024
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _import_ray() -> None:
+    """Import Ray here, because test processes that collect this file may not run it."""
+    global ray
+    ray = pytest.importorskip("ray")
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster(_import_ray: None) -> Iterator[Any]:
     """Three nodes with one CPU each."""
+    cluster_utils = pytest.importorskip("ray.cluster_utils")
     cluster = cluster_utils.Cluster(
         initialize_head=True,
         head_node_args={
@@ -129,6 +134,7 @@ def test_refs_travel_between_nodes_nested_and_resolved() -> None:
     assert miniray.get(refs[0]).sum() == 200_000
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("session")
 def test_one_actor_collects_from_workers_on_all_nodes() -> None:
     workers = _workers(3)
@@ -150,7 +156,7 @@ def test_an_error_names_the_actor_on_the_other_node() -> None:
 @pytest.mark.usefixtures("session")
 def test_a_request_no_single_node_can_meet_is_refused_at_once() -> None:
     started = time.monotonic()
-    with pytest.raises(errors.ActorUnschedulableError, match=r"asks for 2 CPU.*1 CPU"):
+    with pytest.raises(errors.ActorUnschedulableError, match=r"2 CPU.*1 CPU"):
         Worker.options(num_cpus=2).remote()
     assert time.monotonic() - started < 5
 
@@ -285,6 +291,7 @@ def test_shutdown_ends_waits_in_other_threads_and_all_refs() -> None:
     assert not ray.is_initialized()
 
 
+@pytest.mark.slow  # a Ray by itself, for a window of microseconds
 def test_a_get_that_comes_too_late_for_ray_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     miniray.init(backend="ray", num_cpus=1, object_store_memory=STORE)
     ref = miniray.put(1)

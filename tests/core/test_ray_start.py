@@ -5,12 +5,17 @@ import threading
 
 import pytest
 
-pytest.importorskip("ray")
-
 from miniray import limits
-from miniray.core import ray as ray_engine
 from miniray.core.engine import InitConfig
-from miniray.core.ray import liveness
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _import_ray():
+    """Import Ray here, because test processes that collect this file may not run it."""
+    global liveness, ray_engine
+    pytest.importorskip("ray")
+    from miniray.core import ray as ray_engine
+    from miniray.core.ray import liveness
 
 
 @pytest.mark.parametrize(

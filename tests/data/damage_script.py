@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from miniray.data import ArrowDataset, ParquetDataset
+from miniray.data import ArrowDataset, JsonlDataset, ParquetDataset
 from miniray.errors import DataError
 
 
@@ -29,7 +29,8 @@ def damage_footer(content: bytes, step: int) -> Iterator[bytes]:
 
 def main(path: Path, way: str, number: int) -> None:
     content = path.read_bytes()
-    dataset = ParquetDataset if path.suffix == ".parquet" else ArrowDataset
+    kinds = {".parquet": ParquetDataset, ".jsonl": JsonlDataset, ".arrow": ArrowDataset}
+    dataset = kinds[path.suffix]
     copies = {"random": damage_randomly, "footer": damage_footer}[way](content, number)
     for copy, damaged in enumerate(copies):
         path.write_bytes(damaged)

@@ -1,5 +1,6 @@
 """Damaged and truncated files raise ``DataError`` with file and row and never end the process."""
 
+import json
 import os
 import subprocess
 import sys
@@ -55,6 +56,16 @@ def test_random_damage_is_a_data_error_with_the_file(tmp_path, form):
     assert set(found) == {"DataError True", f"rows {ROWS}"}
 
 
+def test_random_damage_of_json_lines_is_a_data_error_with_the_file(tmp_path):
+    """Damaged line ends change the number of rows."""
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"id": i, "text": "é" * i}) + "\n" for i in range(ROWS)))
+    found = read_damaged(path, "random", 120)
+    assert len(found) == 120
+    assert "DataError True" in found
+    assert all(line == "DataError True" or line.startswith("rows ") for line in found)
+
+
 def test_damaged_footer_of_parquet_is_a_data_error_with_the_file(tmp_path):
     """Arrow ends the process when it is asked for damaged metadata of a column."""
     path = tmp_path / "x.parquet"
@@ -89,7 +100,7 @@ def test_file_that_shrinks_during_an_epoch_is_a_data_error(tmp_path, form):
 import os, sys
 from miniray.data import ArrowDataset, DataLoader
 from miniray.errors import DataError
-loader = DataLoader(ArrowDataset({str(tmp_path)!r}, memory_budget="1MB"), 10, prefetch=0)
+loader = DataLoader(ArrowDataset({str(tmp_path)!r}, memory_budget="3MB"), 10, prefetch=0)
 batches = iter(loader)
 assert next(batches)["id"][0] == 0
 os.truncate(sys.argv[1], 5000)
@@ -111,7 +122,7 @@ except DataError as error:
 @pytest.mark.parametrize("form", ["file", "stream"])
 def test_arrow_file_replaced_during_an_epoch_is_a_data_error(tmp_path, form):
     path = write(tmp_path, form)
-    batches = iter(DataLoader(ArrowDataset(path, memory_budget="1KB"), 10, prefetch=0))
+    batches = iter(DataLoader(ArrowDataset(path, memory_budget="5KB"), 10, prefetch=0))
     next(batches)
     other = tmp_path / "other"
     other.write_bytes(path.read_bytes().replace(b"<037>", b"<O37>"))
@@ -122,10 +133,11 @@ def test_arrow_file_replaced_during_an_epoch_is_a_data_error(tmp_path, form):
 
 
 @pytest.mark.parametrize("form", ["file", "stream", "compressed"])
-def test_parts_of_large_record_batches(tmp_path, form):
-    """A budget far below a record batch: it is read in parts, and columns are chosen."""
+def test_parts_of_large_record_batches(tmp_path, form, monkeypatch):
+    """Record batches larger than a block are read in parts, and columns are selected."""
+    monkeypatch.setattr("miniray.data.sources.files.BLOCK_BYTES", 100)
     path = write(tmp_path, form)
-    dataset = ArrowDataset(path, columns=["kind", "id"], memory_budget="100")
+    dataset = ArrowDataset(path, columns=["kind", "id"])
     assert list(dataset) == TABLE.select(["kind", "id"]).to_pylist()
     assert [dataset[i]["id"] for i in (59, 0, 25)] == [59, 0, 25]
     assert Path(path).stat().st_size > 1000

@@ -22,7 +22,6 @@ import pytest
 
 from miniray.data import (
     ArrowDataset,
-    DataLoader,
     IndexedDataset,
     JsonlDataset,
     Mixture,
@@ -31,8 +30,8 @@ from miniray.data import (
 from miniray.data.filter import run as filtering
 from miniray.data.filter import store as index
 from miniray.data.filter import work as filter_parts
-from miniray.data.filter.fingerprint import filter_identity
-from miniray.data.sources.base import Blocks
+from miniray.data.filter.fingerprint import fingerprint_callable
+from miniray.data.locations import Blocks
 from miniray.errors import DataError, RowError
 from tests.data.conftest import write_parquet
 
@@ -47,7 +46,7 @@ def multiple_of_three(row):
 @pytest.fixture(autouse=True)
 def _count(monkeypatch):
     calls.clear()
-    monkeypatch.setattr(filter_parts, "_LEAST_ROWS", 20)
+    monkeypatch.setattr(filter_parts, "_MIN_ROWS", 20)
 
 
 def filtered(folder, function=multiple_of_three, **options):
@@ -63,7 +62,7 @@ def test_it_runs_once_and_the_second_start_only_reads(parquet_folder):
     assert ids(filtered(parquet_folder)) == list(range(0, 237, 3))
     assert sorted(calls) == list(range(237))
     assert sorted(os.listdir(parquet_folder / ".miniray")) == [
-        f"filter-{filter_identity(multiple_of_three, 'three', 'parquet', ['id'])}.{kind}"
+        f"filter-{fingerprint_callable(multiple_of_three, 'three', 'parquet', ['id'])}.{kind}"
         for kind in ("idx", "lock")
     ]
     calls.clear()
@@ -113,8 +112,8 @@ def test_ranks_at_the_same_time_split_the_work(parquet_folder, groups):
 @pytest.mark.parametrize("rows", [[0], [31], [237], [10, 10, 10], [64, 3, 40, 0, 5], [5] * 9])
 def test_parts_have_every_row_once_and_in_order(rows):
     files = [0] * (len(rows) // 2) + [1] * (len(rows) - len(rows) // 2)
-    blocks = Blocks(["a", "b"], files, range(len(rows)), rows, rows, rows)
-    parts = filter_parts.cut(blocks, 1)
+    blocks = Blocks(files, range(len(rows)), rows, rows, rows)
+    parts = filter_parts.cut_work(blocks, 1)
     pieces = [piece for part in parts for piece in part.pieces]
     assert [(block, row) for block, start, stop in pieces for row in range(start, stop)] == [
         (block, row) for block, count in enumerate(rows) for row in range(count)
@@ -239,7 +238,7 @@ def test_other_users_may_read_the_index(parquet_folder):
 
 def test_a_column_that_is_not_there_is_named(parquet_folder):
     dataset = ParquetDataset(parquet_folder, filter=multiple_of_three, filter_columns=["id", "no"])
-    with pytest.raises(DataError, match=r"part-0.parquet has no column 'no', which filter_columns"):
+    with pytest.raises(DataError, match=r"part-0.parquet has no column 'no'"):
         len(dataset)
     assert calls == []
 
@@ -302,7 +301,7 @@ class Below:
 
 def test_what_makes_another_filter(monkeypatch):
     def identity(function):
-        return filter_identity(function, None)
+        return fingerprint_callable(function, None)
 
     filters = {
         "object": lambda: Below(3),
@@ -342,7 +341,7 @@ def test_what_makes_another_filter(monkeypatch):
 def test_the_same_filter_is_the_same_in_another_process():
     code = """
         import dataclasses, re, torch
-        from miniray.data.filter.fingerprint import filter_identity
+        from miniray.data.filter.fingerprint import fingerprint_callable
         words = {"a", "b", "c", "d"}
         pattern = re.compile("a+")
         def keep(row, limit=3, *, more=(1, 2.5)):
@@ -355,7 +354,7 @@ def test_the_same_filter_is_the_same_in_another_process():
                 self.layer = torch.nn.Linear(2, 1)
             def __call__(self, row):
                 return pattern.match(row["text"]) and row["text"] in self.words
-        print([filter_identity(f, None, "parquet") for f in (keep, Keep({"a": words}))])
+        print([fingerprint_callable(f, None, "parquet") for f in (keep, Keep({"a": words}))])
     """
     found = {
         subprocess.run(
@@ -391,11 +390,14 @@ def test_a_row_that_makes_it_raise_is_named(parquet_folder):
     assert len(filtered(parquet_folder, lambda row: row["id"] != 120)) > 0
 
 
-def test_a_filter_that_keeps_nothing(parquet_folder):
-    dataset = filtered(parquet_folder, lambda row: False, shuffle=True, seed=1)
-    with pytest.warns(RuntimeWarning, match="the filter keeps none of 237 rows"):
-        assert len(dataset) == 0
-    assert list(DataLoader(dataset, 3)) == []
+def test_filter_that_drops_all_rows_raises(parquet_folder):
+    def keep_none(row):
+        return False
+
+    for options in ({"filter_id": None}, {"filter_id": "none"}, {"rank": 1, "world_size": 2}):
+        dataset = filtered(parquet_folder, keep_none, shuffle=True, seed=1, **options)
+        with pytest.raises(DataError, match=r"Filter (keep_none|none|three) dropped all 237 rows"):
+            dataset.prepare()
 
 
 def test_a_folder_that_is_not_writable_falls_back_to_the_cache(parquet_folder, tmp_path):
@@ -513,7 +515,7 @@ import os, random, signal, sys, time
 sys.path.insert(0, sys.argv[3])
 from miniray.data import ParquetDataset
 from miniray.data.filter import work as filter_parts
-filter_parts._LEAST_ROWS = 20
+filter_parts._MIN_ROWS = 20
 
 def keep(row):
     time.sleep(0.0002)

@@ -1,4 +1,4 @@
-"""What a rank really holds, as the system counts it."""
+"""What a rank holds, as the system counts it, on files as their writers write them."""
 
 import subprocess
 import sys
@@ -11,49 +11,83 @@ import pytest
 
 MEASURE = """
     import sys
-    import psutil
-    process = psutil.Process()
-    bare = process.memory_full_info().uss
+    import threading
+
+    def read_anonymous_mb():
+        with open("/proc/self/status") as file:
+            (line,) = (line for line in file if line.startswith("RssAnon"))
+        return int(line.split()[1]) / 1000
+
     from miniray.data import ArrowDataset, DataLoader, ParquetDataset
 
+    peak, done = 0, threading.Event()
+
+    def watch():
+        global peak
+        while not done.wait(0.005):
+            peak = max(peak, read_anonymous_mb())
+
+    threading.Thread(target=watch).start()
     kind = ParquetDataset if sys.argv[1].endswith(".parquet") else ArrowDataset
-    dataset = kind(sys.argv[1], shuffle=True, seed=1, memory_budget=sys.argv[2])
-    peak, rows = 0, 0
-    for number, batch in enumerate(DataLoader(dataset, 32)):
-        rows += len(batch["id"])
-        if number % 4 == 0:
-            peak = max(peak, process.memory_full_info().uss)
-    print(rows, (peak - bare) // 10**6)
+    shuffle = {"False": False}.get(sys.argv[2], sys.argv[2])
+    rows = 0
+    try:
+        dataset = kind(
+            sys.argv[1], shuffle=shuffle, seed=1, memory_budget=sys.argv[3], window_bytes="16MB"
+        )
+        for batch in DataLoader(dataset, 32):
+            rows += len(batch["id"])
+    finally:
+        done.set()
+    print(rows, int(peak))
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("form", "rows_in_a_group"),
-    [("parquet", 200), ("parquet", 1000), ("parquet", 6000), ("arrow", 200), ("arrow", 1000)],
-)
-def test_a_rank_stays_within_its_budget_and_100_megabytes(tmp_path, form, rows_in_a_group):
-    """6000 rows of 30 KB, 180 MB, read with a budget of 64 MB.
-
-    Parquet pages are of a megabyte. Arrow's writer makes them of 1024 rows unless told otherwise,
-    and two pages that are being decoded come on top of the budget.
-    """
-    random = np.random.default_rng(0)
-    table = pa.table({"id": range(6000), "image": [random.bytes(30_000) for _ in range(6000)]})
-    path = tmp_path / f"x.{form}"
-    if form == "parquet":
-        pq.write_table(table, path, row_group_size=rows_in_a_group, write_batch_size=32)
-    else:
-        with pa.ipc.new_stream(path, table.schema) as writer:
-            writer.write_table(table, rows_in_a_group)
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(MEASURE), str(path), "64MB"],
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-    )
+def measure(path, shuffle, budget):
+    """Return the number of rows and the peak of anonymous memory in MB."""
+    command = [sys.executable, "-c", textwrap.dedent(MEASURE), str(path), shuffle, budget]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
     assert done.returncode == 0, done.stderr
     rows, megabytes = map(int, done.stdout.split())
+    return rows, megabytes
+
+
+@pytest.fixture(scope="module")
+def images():
+    """6000 rows of 30 KB, 180 MB."""
+    random = np.random.default_rng(0)
+    return pa.table({"id": range(6000), "image": [random.bytes(30_000) for _ in range(6000)]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shuffle", ["False", "window", "global"])
+@pytest.mark.parametrize("form", ["pandas", "hugging face", "small pages", "stream"])
+def test_anonymous_memory_stays_within_budget_and_60_mb(tmp_path, images, form, shuffle):
+    """The first pass of a global order includes building the row cache."""
+    path = tmp_path / ("x.arrow" if form == "stream" else "x.parquet")
+    if form == "pandas":
+        pq.write_table(images, path)
+    elif form == "hugging face":
+        pq.write_table(images, path, row_group_size=1000)
+    elif form == "small pages":
+        pq.write_table(images, path, row_group_size=200, write_batch_size=32)
+    else:
+        with pa.ipc.new_stream(path, images.schema) as writer:
+            writer.write_table(images, 200)
+    rows, megabytes = measure(path, shuffle, "192MB")
     assert rows == 6000
-    assert megabytes <= 164
+    assert megabytes <= 192 + 60
+    if shuffle == "global":
+        assert measure(path, shuffle, "192MB")[1] <= 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shuffle", ["False", "window", "global"])
+def test_repeated_text_stays_small(tmp_path, shuffle):
+    """200 MB of two distinct values."""
+    path = tmp_path / "x.parquet"
+    table = pa.table({"s": ["a" * 1000, "b" * 1000] * 100_000, "id": range(200_000)})
+    pq.write_table(table, path)
+    rows, megabytes = measure(path, shuffle, "64MB")
+    assert rows == 200_000
+    assert megabytes <= 64 + 60

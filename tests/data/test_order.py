@@ -1,34 +1,40 @@
-"""Orders are bijections, and ranks meet only at their borders."""
+"""Orders are bijections, windows hold few bytes, and nothing depends on budget or world size."""
 
 import itertools
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miniray.data.locations import Blocks
 from miniray.data.plan.groups import GroupedOrder
 from miniray.data.plan.order import GlobalOrder, SequentialOrder, WindowOrder
-from miniray.data.plan.shard import part_bounds
+from miniray.data.plan.selection import Selection, join_bits
+from miniray.data.plan.shard import split_evenly
 
-blocks = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 500)), min_size=1, max_size=30)
-
-
-def split(blocks):
-    return [rows for rows, _ in blocks], [rows * each for rows, each in blocks]
-
-
-def all_places(order):
-    return list(zip(*order.places(range(order.n)), strict=True))
+#: (rows, bytes per row, whether the block is of the same row group as the one before).
+block_lists = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(1, 500), st.booleans()), min_size=1, max_size=30
+)
 
 
-def expected(sizes):
-    return [(block, row) for block, size in enumerate(sizes) for row in range(size)]
+def make_blocks(described):
+    rows = [rows for rows, _, _ in described]
+    runs = np.cumsum([not same for _, _, same in described])
+    nbytes = [rows * each for rows, each, _ in described]
+    return Blocks([0] * len(rows), runs, [0] * len(rows), rows, nbytes)
+
+
+def ordinals_of(order):
+    return order.map_positions(np.arange(order.n)).tolist()
 
 
 @given(st.integers(0, 500), st.integers(1, 40))
 def test_parts_are_disjoint_complete_and_even(n, world):
     rows, sizes = [], []
     for rank in range(world):
-        low, high = part_bounds(n, rank, world)
+        low, high = split_evenly(n, rank, world)
         rows += range(low, high)
         sizes.append(high - low)
     assert rows == list(range(n))
@@ -36,57 +42,128 @@ def test_parts_are_disjoint_complete_and_even(n, world):
 
 
 @settings(max_examples=150, deadline=None)
-@given(blocks, st.integers(), st.integers(0, 3), st.integers(1, 20_000), st.integers(1, 12))
-def test_every_place_once(blocks, seed, epoch, window, world):
-    sizes, nbytes = split(blocks)
-    assert all_places(SequentialOrder(sizes)) == expected(sizes)
-    assert sorted(all_places(GlobalOrder(sizes, seed, epoch))) == expected(sizes)
-    order = WindowOrder(sizes, nbytes, seed, epoch, window, world)
-    places = all_places(order)
-    assert sorted(places) == expected(sizes)
-    touched = []
-    for rank in range(world):
-        start, end = part_bounds(order.n, rank, world)
-        touched += {block for block, _ in places[start:end]}
-    assert len(touched) <= sum(size > 0 for size in sizes) + world - 1
+@given(block_lists, st.integers(), st.integers(0, 3), st.integers(1, 20_000), st.integers(0, 200))
+def test_orders_have_every_row_once(described, seed, epoch, window_bytes, most):
+    blocks = make_blocks(described)
+    selection = Selection.from_all_rows(blocks).draw(most, seed)
+    n = min(most, blocks.total_rows)
+    assert selection.count == n
+    for order in [
+        SequentialOrder(blocks, selection, window_bytes),
+        WindowOrder(blocks, selection, seed, epoch, window_bytes),
+        GlobalOrder(n, seed, epoch),
+    ]:
+        assert sorted(ordinals_of(order)) == list(range(n))
+        ranges = list(order.iter_ranges(0, n))
+        assert [p for low, high in ranges for p in range(low, high)] == list(range(n))
+    assert ordinals_of(SequentialOrder(blocks, selection, window_bytes)) == list(range(n))
+    locations = selection.locate(np.arange(n))
+    places = [(location.block, location.row) for location in locations]
+    assert places == sorted(set(places))
+    assert all(row < blocks[block].rows for block, row in places)
 
 
 @settings(max_examples=150, deadline=None)
-@given(blocks, st.integers(1, 20_000), st.integers(1, 8))
-def test_little_is_held_at_a_time(blocks, window, world):
-    """Between the first and the last row of a block there are no more bytes than a window has."""
-    sizes, nbytes = split(blocks)
-    order = WindowOrder(sizes, nbytes, 1, 0, window, world)
-    block = order.places(range(order.n))[0]
-    for start, end in itertools.pairwise(order._edges):
-        inside = set(block[start:end])
-        if len(inside) > 1:
-            assert sum(nbytes[block] for block in inside) <= window
+@given(block_lists, st.integers(1, 20_000))
+def test_windows_hold_few_bytes_and_blocks_are_read_once(described, window_bytes):
+    blocks = make_blocks(described)
+    selection = Selection.from_all_rows(blocks)
+    order = WindowOrder(blocks, selection, 1, 0, window_bytes)
+    seen = []
+    for low, high in order.iter_ranges(0, order.n):
+        ordinals = order.map_positions(np.arange(low, high))
+        found = np.unique(selection.locate(ordinals).array[:, 1])
+        if len(found) > 1:
+            assert blocks.nbytes[found].sum() <= window_bytes
+        seen += order.sort_blocks(found).tolist()
+    assert sorted(seen) == [b for b in range(len(blocks)) if blocks.rows[b]]
+    # The blocks of a row group are read in order, one after the other.
+    for _, run in itertools.groupby(seen, lambda block: int(blocks.run[block])):
+        run = list(run)
+        assert run == sorted(run)
+    runs = [run for run, _ in itertools.groupby(seen, lambda block: int(blocks.run[block]))]
+    assert len(runs) == len(set(runs))
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    blocks,
+    block_lists,
     st.integers(1, 9),
     st.integers(1, 20_000),
     st.sampled_from([None, "window", "global"]),
     st.data(),
 )
-def test_groups_stay_whole(blocks, largest, window, shuffle, data):
-    sizes, nbytes = split(blocks)
-    n = sum(sizes)
+def test_groups_stay_whole(described, largest, window_bytes, shuffle, data):
+    blocks = make_blocks(described)
+    n = blocks.total_rows
     starts = [0] if n else []
     while starts and starts[-1] + largest < n:
         starts.append(starts[-1] + data.draw(st.integers(1, largest)))
-    order = GroupedOrder(sizes, nbytes, starts, shuffle, 3, 1, window)
-    places = all_places(order)
-    assert sorted(places) == expected(sizes)
-    natural = {place: i for i, place in enumerate(expected(sizes))}
-    rows = [natural[place] for place in places]
+    selection = Selection.from_all_rows(blocks)
+    order = GroupedOrder(blocks, selection, starts, shuffle, 3, 1, window_bytes)
+    rows = ordinals_of(order)
+    assert sorted(rows) == list(range(n))
     begins = set(starts)
     assert all(b == a + 1 or b in begins for a, b in itertools.pairwise(rows))
     for position in range(n):
-        snapped = order.snap(position)
-        assert snapped == n or rows[snapped] in begins
-        assert snapped >= position
-        assert not begins & set(rows[position:snapped])
+        start = order.find_group_start(position)
+        assert start == n or rows[start] in begins
+        assert start >= position
+        assert not begins & set(rows[position:start])
+
+
+# -- selections ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, 40), max_size=12), st.integers(0, 400), st.integers(), st.data())
+def test_selection_of_a_filter_then_a_subset(rows, most, seed, data):
+    n = sum(rows)
+    kept = np.array(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)), dtype=bool)
+    zeros = [0] * len(rows)
+    blocks = Blocks(zeros, zeros, zeros, rows, zeros)
+    cut = data.draw(st.integers(0, n))
+    parts = [np.packbits(part, bitorder="little") for part in (kept[:cut], kept[cut:])]
+    whole = Selection.from_bits(blocks, join_bits(parts, [cut, n - cut]))
+    numbers = np.flatnonzero(kept).tolist()
+    assert whole.number_rows(np.arange(whole.count)).tolist() == numbers
+    first = whole.take_first(most)
+    assert first.number_rows(np.arange(first.count)).tolist() == numbers[:most]
+    drawn = whole.draw(most, seed)
+    subset = drawn.number_rows(np.arange(drawn.count)).tolist()
+    assert len(subset) == min(most, len(numbers))
+    assert set(subset) <= set(numbers)
+    assert subset == sorted(subset)
+    # The same rows if the data is cut into different blocks.
+    other = drawn.for_blocks(Blocks([0], [0], [0], [n], [0]))
+    assert other.number_rows(np.arange(other.count)).tolist() == subset
+    assert other.digest == drawn.digest
+
+
+def test_selection_digest_distinguishes_rows():
+    blocks = Blocks([0], [0], [0], [100], [0])
+    whole = Selection.from_all_rows(blocks)
+    digests = [whole.digest, *(whole.draw(50, seed).digest for seed in (1, 2))]
+    assert len(set(digests)) == 3
+    assert whole.draw(100, 1).digest == "all"
+
+
+@pytest.mark.parametrize("rank", [0, 8191, 16383])
+def test_billion_rows_on_16384_ranks_need_one_entry_per_block(rank):
+    count, rows = 25_000, 40_000
+    zeros = np.zeros(count, dtype=np.int64)
+    blocks = Blocks(
+        zeros,
+        np.arange(count),
+        np.arange(count) * rows,
+        np.full(count, rows),
+        np.full(count, 8_000_000),
+    )
+    selection = Selection.from_all_rows(blocks)
+    assert selection.count == 10**9
+    order = WindowOrder(blocks, selection, 1, 0, 32_000_000)
+    start, stop = split_evenly(10**9, rank, 16384)
+    ranges = list(order.iter_ranges(start, stop))
+    assert len(ranges) <= 2
+    found = selection.locate(order.map_positions(np.arange(start, start + 64)))
+    assert len({location.block for location in found}) <= 4

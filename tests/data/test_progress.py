@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miniray.data import DataLoader, IndexedDataset, JsonlDataset, merge_states
-from miniray.data.plan.progress import after, extended, portion, positions_at, remaining, size
+from miniray.data import DataLoader, IndexedDataset, merge_states
+from miniray.data.plan.progress import Progress
+from miniray.data.plan.split import (
+    Contiguous,
+    Interleaved,
+    IntervalSet,
+    count_positions,
+    find_remaining,
+)
 from miniray.errors import DataError
 
 
@@ -27,40 +34,107 @@ def ids(batch):
 # -- intervals -----------------------------------------------------------------------------------
 
 
-def test_what_three_ranks_leave():
+def test_rest_of_three_ranks():
     # 10 rows: [0:4] [4:7] [7:10], two taken from each.
-    assert after(remaining(10, []), [3, 2], "exact") == [(2, 4), (6, 7), (9, 10)]
-    assert after(remaining(10, []), [3, [0, 3, 9]], "exact") == [(0, 4)]
+    assert find_remaining(10, [[3, 2]], Contiguous()) == [(2, 4), (6, 7), (9, 10)]
+    assert find_remaining(10, [[3, [0, 3, 9]]], Contiguous()) == [(0, 4)]
+    assert find_remaining(10, [[3, 2]], Interleaved()) == [(6, 10)]
+    # Rank 0 took 0, rank 1 took 1, 4 and 7, rank 2 took 2.
+    assert find_remaining(10, [[3, [1, 3, 1]]], Interleaved()) == [(3, 4), (5, 7), (8, 10)]
 
 
-def test_portions_and_positions():
-    intervals = [(2, 4), (6, 7), (9, 12)]
-    assert size(intervals) == 6
-    assert portion(intervals, 1, 5) == [(3, 4), (6, 7), (9, 11)]
-    assert positions_at(intervals, [0, 2, 5]) == [2, 6, 11]
-    assert portion(intervals, 3, 3) == []
+def test_intervals_are_numbered():
+    intervals = IntervalSet([(2, 4), (6, 7), (9, 12)])
+    assert intervals.total == 6
+    assert list(intervals.slice(1, 5)) == [(3, 4), (6, 7), (9, 11)]
+    assert intervals.find_positions(np.array([0, 2, 5])).tolist() == [2, 6, 11]
+    assert list(intervals.slice(3, 3)) == []
+    assert [intervals.find_number(p) for p in (2, 3, 6, 9, 11)] == [0, 1, 2, 3, 5]
+
+
+splits = st.sampled_from([Contiguous, Interleaved])
+evens = st.sampled_from(["exact", "drop", "pad"])
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     st.integers(0, 300),
     st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40)), max_size=5),
-    st.sampled_from(["exact", "drop", "pad"]),
+    evens,
+    splits,
 )
-def test_joined_histories_leave_what_separate_ones_leave(n, stages, even):
-    joined = []
+def test_joined_histories_leave_what_separate_ones_leave(n, stages, even, split):
+    progress = Progress(n, split(even))
+    separate = [[world, taken] for world, taken in stages if taken]
     for stage in stages:
-        joined = extended(joined, stage, n)
-    stages = [list(stage) for stage in stages if stage[1]]
-    assert len(joined) <= len(stages)
-    assert remaining(n, joined, even) == remaining(n, stages, even)
+        progress = progress.extend(stage)
+    assert len(progress.history) <= len(separate)
+    assert progress.remaining.intervals == find_remaining(n, separate, split(even))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(0, 300),
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 9)), max_size=5),
+    st.integers(1, 9),
+    splits,
+)
+def test_every_position_once_over_any_history(n, stages, last_world, split):
+    """Ranks take some steps, and resume with a different world size and batch size."""
+    seen, progress = [], Progress(n, split())
+    for world, batch, steps in [*stages, (last_world, 1, n + 1)]:
+        remaining = progress.remaining
+        shares = [progress.split.assign_positions(remaining, r, world) for r in range(world)]
+        counts = progress.split.count_step_rows(remaining, world, batch)
+        for rank, share in enumerate(shares):
+            own = share.find_positions(np.arange(min(share.count, steps * batch))).tolist()
+            seen += own
+            assert len(own) == sum(rows[rank] for rows in counts[:steps])
+        progress = progress.extend([world, steps * batch])
+    assert sorted(seen) == list(range(n))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 400), st.sampled_from([(1, 24), (2, 12), (4, 6), (8, 3)]), st.integers(0, 5))
+def test_interleaved_steps_do_not_depend_on_world_size(n, shape, done):
+    """If ``world_size × batch_size`` is constant, also after a resume."""
+
+    def steps(world, batch):
+        progress = Progress(n, Interleaved()).extend([4, done * 6])
+        ranks = range(world)
+        found = [progress.split.assign_positions(progress.remaining, r, world) for r in ranks]
+        for start in range(0, -(-progress.remaining.total // world), batch):
+            rows = [
+                share.find_positions(np.arange(start, min(share.count, start + batch))).tolist()
+                for share in found
+                if start < share.count
+            ]
+            yield sorted(itertools.chain(*rows))
+
+    assert list(steps(*shape)) == list(steps(1, 24))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 60), st.lists(st.integers(0, 9), min_size=1, max_size=6), splits)
+def test_ranks_that_took_different_numbers_of_rows(n, taken, split):
+    progress = Progress(n, split())
+    seen = []
+    for rank, count in enumerate(taken):
+        share = progress.split.assign_positions(progress.remaining, rank, len(taken))
+        seen += share.find_positions(np.arange(min(share.count, count))).tolist()
+    rest = progress.extend([len(taken), taken]).remaining
+    assert sorted([*seen, *rest.find_positions(np.arange(rest.total)).tolist()]) == list(range(n))
+    assert count_positions(rest.intervals) == rest.total
 
 
 def test_a_run_restarted_often_has_a_short_history():
-    history = []
-    for _ in range(500):
-        history = extended(history, [64, 128], 10**9)
-    assert history == [[64, 64_000]]
+    progress = Progress(10**9, Contiguous())
+    interleaved = Progress(10**9, Interleaved())
+    for world in range(1, 501):
+        progress = progress.extend([64, 128])
+        interleaved = interleaved.extend([world, 128])
+    assert progress.history == [[64, 64_000]]
+    assert interleaved.history == [[1, 128 * sum(range(1, 501))]]
 
 
 # -- loaders -------------------------------------------------------------------------------------
@@ -69,14 +143,22 @@ histories = st.lists(st.tuples(st.integers(1, 7), st.integers(0, 6)), min_size=1
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.integers(0, 120), histories, st.integers(1, 7), st.booleans(), st.integers(0, 3))
-def test_exactly_once_over_any_history(n, history, batch, shuffle, epoch):
+@given(
+    st.integers(0, 120),
+    histories,
+    st.integers(1, 7),
+    st.booleans(),
+    st.integers(0, 3),
+    st.sampled_from(["contiguous", "interleaved"]),
+)
+def test_exactly_once_over_any_history(n, history, batch, shuffle, epoch, split):
     """A run is stopped after so many steps, again and again, and goes on with other ranks."""
     seen, state = [], None
     for number, (world, steps) in enumerate([*history, (3, None)]):
         loaders = []
         for rank in range(world):
-            loader = DataLoader(dataset(n, rank, world, shuffle=shuffle), batch, prefetch=0)
+            shard = dataset(n, rank, world, shuffle=shuffle, split=split)
+            loader = DataLoader(shard, batch, prefetch=0)
             loader.set_epoch(epoch)
             if state is not None:
                 loader.load_state_dict(json.loads(json.dumps(state)))
@@ -231,32 +313,36 @@ def states_of(world, n=20):
 
 def test_a_missing_rank_is_named():
     states = states_of(4)
-    with pytest.raises(DataError, match=r"ranks \[1, 3\] are missing \(2 of 4 given\)"):
+    with pytest.raises(DataError, match=r"ranks \[1, 3\] are missing \(2 of 4 passed\)"):
         merge_states([states[0], states[2]])
 
 
 def test_states_of_different_runs_are_not_merged():
-    with pytest.raises(DataError, match="n is 20 on rank 0 and 21 on rank 1"):
+    with pytest.raises(DataError, match=r"fingerprint is .* on rank 0 and .* on rank 1"):
         merge_states([states_of(2)[0], states_of(2, n=21)[1]])
     with pytest.raises(DataError, match="takes a list with the states of all ranks"):
         merge_states(states_of(2)[0])
     with pytest.raises(DataError, match="epoch is 1 on rank 0 and 0 on rank 1"):
         merge_states([{**states_of(2)[0], "epoch": 1, "taken": 2}, states_of(2)[1]])
-    with pytest.raises(DataError, match="got none"):
+    with pytest.raises(DataError, match="list is empty"):
         merge_states([])
-    with pytest.raises(DataError, match="merged already"):
+    with pytest.raises(DataError, match="result of merge_states"):
         merge_states([merge_states(states_of(2))])
-    with pytest.raises(DataError, match="two states of rank 0 differ"):
+    with pytest.raises(DataError, match="Two states of rank 0 differ"):
         merge_states([states_of(1)[0], {**states_of(1)[0], "taken": 3}])
 
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"n": 21}, "other data"),
-        ({"shuffle": True}, "taken with shuffle=False, and this dataset has shuffle='global'"),
-        ({"even": "pad"}, "even='exact'"),
-        ({"max_samples": 7}, "max_samples=-1"),
+        ({"n": 21}, "the data fingerprint"),
+        ({"shuffle": True}, r"the order \(.*\) \['sequential'\], not \['global'\]"),
+        ({"even": "pad"}, "even= 'exact', not 'pad'"),
+        ({"split": "interleaved"}, "split= 'contiguous', not 'interleaved'"),
+        ({"seed": 6}, "seed= 5, not 6"),
+        ({"max_samples": 7}, r"the selected rows \(.*\) 'all'"),
+        ({"even": "pad", "seed": 6}, "seed= 5, not 6"),
+        ({"even": "pad", "seed": 6}, "even= 'exact', not 'pad'"),
     ],
 )
 def test_a_state_of_something_else_is_refused(options, complaint):
@@ -265,16 +351,15 @@ def test_a_state_of_something_else_is_refused(options, complaint):
         dataset(**{"n": 20, **options}).load_state_dict(state)
 
 
-def test_a_state_that_knew_files_by_their_sizes_is_refused_with_the_reason(tmp_path):
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"a": 1}\n' * 20)
-    lines = JsonlDataset(path)
-    # As it was made before: of names, rows and sizes.
-    earlier = {"version": 1, "fingerprint": lines.sources[0].blocks.fingerprint([180])}
-    with pytest.raises(DataError, match=r"an earlier version of miniray.*begin the epoch with"):
-        lines.load_state_dict({**lines.state_dict(), **earlier})
-    objects = dataset(3)  # known as they always were
-    objects.load_state_dict({**objects.state_dict(), "version": 1})
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_state_of_an_earlier_version_raises_the_reason(version):
+    state = {"version": version, "kind": "indexed", "n": 20, "taken": 4}
+    with pytest.raises(DataError) as caught:
+        dataset(20).load_state_dict(state)
+    assert str(caught.value) == (
+        f"The state was saved by miniray 0.1 (state version {version}), which used a different row"
+        " order. Finish the epoch with that version, or start the epoch without the state."
+    )
 
 
 @pytest.mark.parametrize(
@@ -282,9 +367,9 @@ def test_a_state_that_knew_files_by_their_sizes_is_refused_with_the_reason(tmp_p
     [
         (None, "not None"),
         ([], r"not \[\]"),
-        ({}, "a state has 'version'; this has only"),
-        ({"model": 1, "loader": {}}, "a state has 'version'; this has only model, loader"),
-        ({"version": 2, "kind": "indexed"}, "a state has 'n'; this has only version, kind"),
+        ({}, "it has only no keys"),
+        ({"model": 1, "loader": {}}, "it has only model, loader"),
+        ({"version": 3, "n": 3}, "has no 'fingerprint'. It has only version, n"),
     ],
 )
 def test_what_is_no_state_is_refused(state, complaint):

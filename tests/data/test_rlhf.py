@@ -454,7 +454,6 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("config", "message"),
         [
-            ({"max_promt_length": 5}, "'max_prompt_length' is meant"),
             ({"truncation": "top"}, "'left', 'right', 'middle', not 'top'"),
             ({"max_prompt_length": 0}, "an int >= 1"),
             ({"tool_config_path": "tools.yaml"}, "apply_chat_template_kwargs"),
@@ -463,6 +462,10 @@ class TestConfig:
     def test_mistakes(self, config: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             read_config(config)
+
+    def test_misspelled_key(self) -> None:
+        with pytest.raises(TypeError, match="'max_prompt_length'"):
+            read_config({"max_promt_length": 5})
 
 
 def test_an_image_of_16_bits_is_scaled_and_not_cut_off():

@@ -1,6 +1,7 @@
 """The same plan under torch's own DataLoader, and under frameworks that use it."""
 
 import pickle
+import warnings
 
 import pytest
 
@@ -32,7 +33,7 @@ def whole(parquet_folder):
 
 def loader(whole, rank, world, **options):
     data = TorchDataset(whole, transform=only_id)
-    sampler = ShardSampler(data, rank=rank, world_size=world, batch_size=10)
+    sampler = ShardSampler(data, rank=rank, world_size=world)
     return TorchLoader(data, batch_size=10, sampler=sampler, **options), sampler
 
 
@@ -60,8 +61,36 @@ def test_a_sampler_resumes_on_another_number_of_ranks(whole):
                 sampler.load_state_dict(state)
             for _, batch in zip(range(steps), made, strict=False):
                 seen += batch["id"].tolist()
-        state = sampler.state_dict(batches=steps)
+                stopped = sampler.state_dict()
+        state = stopped
     assert sorted(seen) == list(range(237))
+
+
+def test_sampler_state_follows_the_stateful_protocol(whole):
+    """``state_dict`` has no arguments and is exact between any two indices."""
+    data = TorchDataset(whole)
+    sampler = ShardSampler(data, rank=0, world_size=1)
+    indices = iter(sampler)
+    first = [next(indices) for _ in range(50)]
+    other = ShardSampler(data, rank=0, world_size=1)
+    other.load_state_dict(sampler.state_dict())
+    rest = list(other)
+    assert rest == list(indices)
+    assert sorted(first + rest) == list(range(237))
+    assert len(list(other)) == 237  # the next epoch
+    assert other.epoch == 2
+
+
+def test_sampler_state_warns_once_if_workers_read_ahead(whole):
+    made, sampler = loader(whole, 0, 1, num_workers=1)
+    batches = iter(made)
+    next(batches)
+    with pytest.warns(RuntimeWarning, match="StatefulDataLoader"):
+        sampler.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        next(batches)
+        sampler.state_dict()
 
 
 def test_map_style_of_a_mixture_and_of_a_subset(parquet_folder):

@@ -1,4 +1,4 @@
-"""Values cut from Arrow's buffers are those Arrow itself gives, for every type and slice."""
+"""Rows and columns that are gathered from record batches, for every type and slice."""
 
 import datetime
 import decimal
@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miniray.data.arrow_rows import ArrowRows, rows_of
-from miniray.data.loader.columns import from_parts
-from miniray.data.sources.base import Slabs
+from miniray.data.loader.blocks import BlockBuffer
+from miniray.data.loader.columns import to_columns, to_rows
+from miniray.data.locations import Locations
+from miniray.data.sources.arrow import ArrowSource
 
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -60,29 +61,36 @@ TYPES = {
 }
 
 
-@pytest.mark.parametrize("copied", [False, True])
+def gather(array, index, parts=1):
+    """Gather rows of a table of several record batches by their index."""
+    rows = max(1, -(-len(array) // parts))
+    batches = pa.table({"x": array}).to_batches(max_chunksize=rows)
+    source = ArrowSource(pa.Table.from_batches(batches, pa.schema({"x": array.type})))
+    index = np.array(index, dtype=np.int64)
+    edges = source.list_blocks().edges
+    blocks = np.searchsorted(edges, index, side="right") - 1
+    locations = Locations.from_columns(0, blocks, index - edges[blocks])
+    return BlockBuffer([source], 1 << 20).gather(locations)
+
+
 @pytest.mark.parametrize("name", TYPES)
-def test_values_are_those_of_arrow(name, copied):
+def test_rows_are_those_of_arrow(name):
     kind, values = TYPES[name]
 
     @settings(max_examples=12, deadline=None)
-    @given(st.lists(optional | values, max_size=40), st.integers(0, 9), st.integers(1, 20))
-    def check(items, skip, chunk):
+    @given(st.lists(optional | values, min_size=1, max_size=40), st.integers(1, 9))
+    def check(items, parts):
         array = pa.array(items, kind)
-        batches = pa.table({name: array}).slice(skip).to_batches(max_chunksize=chunk)
-        rows = rows_of(batches, 0, Slabs(1 << 20) if copied else None)
-        expected = array.slice(skip).to_pylist()
-        assert rows.num_rows == len(expected)
-        backwards = range(len(expected))[::-1]
-        assert [row[name] for row in rows.rows(backwards)] == expected[::-1]
+        expected = array.to_pylist()
+        for index in (range(len(expected)), range(len(expected))[::-1], range(0, len(expected), 3)):
+            found = [row["x"] for row in to_rows(gather(array, index, parts))]
+            assert found == [expected[i] for i in index]
 
     check()
 
 
 def column(array, index, parts=1):
-    batches = pa.table({"x": array}).to_batches(max_chunksize=max(1, -(-len(array) // parts)))
-    rows = ArrowRows(batches, 0)
-    return from_parts([(rows, index, range(len(index)))], rows.layout)["x"]
+    return to_columns(gather(array, index, parts))["x"]
 
 
 @pytest.mark.parametrize("kind", [pa.int64(), pa.uint8(), pa.float32(), pa.bool_()])
@@ -116,14 +124,11 @@ def test_vectors_make_an_array_of_two_dimensions():
     assert found.tolist() == [[5, 6], [1, 2]]
 
 
-def test_what_is_made_shares_no_memory_with_the_slab():
-    slabs = Slabs(1 << 20)
-    batch = pa.table({"n": [1, 2, 3], "b": [b"one", b"two", b"three"]}).to_batches()[0]
-    rows = rows_of([batch], 0, slabs)
-    found = from_parts([(rows, range(3), range(3))], rows.layout)
-    del rows
-    (slab,) = slabs._free
-    slab[:] = b"\xff" * len(slab)
-    assert found["n"].tolist() == [1, 2, 3]
-    assert found["b"] == [b"one", b"two", b"three"]
-    assert slabs.take(100) is slab  # and is used again
+def test_columns_share_no_memory_with_blocks():
+    array = pa.array([1, 2, 3])
+    found = gather(array, [0, 1, 2])
+    numbers = to_columns(found)["x"]
+    assert numbers.flags.writeable
+    assert found.column(0).buffers()[1].address != array.buffers()[1].address
+    numbers[:] = 0
+    assert array.to_pylist() == found.column(0).to_pylist() == [1, 2, 3]

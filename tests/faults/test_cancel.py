@@ -6,6 +6,7 @@ import signal
 import pytest
 
 import miniray
+from miniray.core import session
 from miniray.errors import TaskCancelledError
 from tests.conformance.helpers import Gate
 from tests.faults.helpers import eventually, pids
@@ -63,6 +64,9 @@ def test_force_ends_no_task_that_is_before_the_cancelled_one(tmp_path):
     refs = [work.remote(i == 0) for i in range(10)]
     eventually(gate.arrived)
     miniray.cancel(refs[-1], force=True)
+    node = session.engine().node
+    (worker,) = node.channels
+    node.ask_and_wait(worker, "value", 0)  # answered after it has read the request to cancel
     gate.open()
     assert miniray.get(refs[:-1], timeout=20) == [pid] * 9
     with pytest.raises(TaskCancelledError):

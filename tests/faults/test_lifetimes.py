@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import miniray
-from miniray.errors import ActorDiedError, GetTimeoutError
+from miniray.errors import ActorDiedError, GetTimeoutError, TaskCancelledError
+from tests.conformance.helpers import Gate
 from tests.faults.helpers import counts, eventually, fails_soon, is_process, pids, settles_to, used
 from tests.faults.workers import Worker
 
@@ -98,6 +99,33 @@ def test_an_actor_ends_with_its_last_handle(engine):
     del ref
     gc.collect()
     eventually(lambda: not is_process(pid), 5)
+
+
+@pytest.mark.parametrize("how", ["failed", "cancelled"])
+def test_an_actor_ends_after_a_call_that_was_never_sent(engine, tmp_path, how):
+    gate = Gate(tmp_path)
+
+    @miniray.remote
+    def late():
+        gate.wait()
+        raise KeyError("no")
+
+    worker = Worker.remote()
+    pid = miniray.get(worker.pid.remote())
+    argument = late.remote()
+    ref = worker.echo.remote(argument)
+    if how == "cancelled":
+        miniray.cancel(ref)
+    else:
+        gate.open()
+    with pytest.raises((KeyError, TaskCancelledError)):
+        miniray.get(ref, timeout=20)
+    del worker, ref
+    gc.collect()
+    eventually(lambda: not is_process(pid), 5)
+    gate.open()
+    with pytest.raises(KeyError):
+        miniray.get(argument, timeout=20)
 
 
 def test_an_actor_whose_handle_is_dropped_at_once(engine):

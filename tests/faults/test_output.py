@@ -330,6 +330,6 @@ def test_a_breakpoint_says_where_it_would_work(engine):
     def stops_with(debugger):
         return stops.options(runtime_env={"env_vars": {"PYTHONBREAKPOINT": debugger}})
 
-    with pytest.raises(RuntimeError, match=r"no terminal: .* MINIRAY_BACKEND=inline"):
+    with pytest.raises(RuntimeError, match="MINIRAY_BACKEND=inline"):
         miniray.get(stops_with("").remote())
     miniray.get(stops_with("os.getpid").remote())  # another debugger

@@ -10,7 +10,12 @@ from tests.rl.models_for_tests import rows
 from tests.rl.trainers_for_tests import make
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _import_transformers():
+    """Import it here, because test processes that collect this file may not run it."""
+    return pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, PPOTrainer])

@@ -378,7 +378,7 @@ def test_arguments_of_a_pipeline_that_make_no_sense(options, message):
 def test_arguments_of_a_split_model_that_make_no_sense(options, message):
     with pytest.raises(ValueError, match=message):
         ModelParallelTrainer(**{**PARTS, **options})
-    with pytest.raises(TypeError, match="does not know uneven"):
+    with pytest.raises(TypeError, match=r"no option 'uneven'.*DDPTrainer"):
         ModelParallelTrainer(**PARTS, uneven="pad")
 
 
@@ -395,7 +395,7 @@ def test_arguments_of_a_split_model_that_make_no_sense(options, message):
         ({"memory_limit": "1GB"}, "memory_limit= must be a number of bytes"),
         ({"metrics": [loss]}, r'metrics= must be a dict like \{"accuracy": f\}'),
         ({"plan": ["fc1"]}, r'plan= must be a dict like \{"fc1": "colwise"\}'),
-        ({"schedule": "1f1b"}, "ModelParallelTrainer\\(\\) has no schedule"),
+        ({"schedule": "1f1b"}, "no option 'schedule'.*PipelineParallelTrainer"),
     ],
 )
 def test_parts_of_the_wrong_kind_are_refused_at_once(options, message):
@@ -407,7 +407,7 @@ def test_a_part_that_is_missing_or_misspelled():
     without = {name: part for name, part in PARTS.items() if name != "data"}
     with pytest.raises(TypeError, match=r"PipelineParallelTrainer\(\) needs data="):
         PipelineParallelTrainer(**without)
-    with pytest.raises(TypeError, match=r"PipelineParallelTrainer\(\) does not know train_data"):
+    with pytest.raises(TypeError, match=r"no option 'train_data'.*data="):
         PipelineParallelTrainer(**without, train_data=PARTS["data"])
-    with pytest.raises(TypeError, match="no option 'micro_batches'; did you mean 'microbatches'"):
+    with pytest.raises(TypeError, match=r"no option 'micro_batches'.*'microbatches'"):
         PipelineParallelTrainer(**PARTS, micro_batches=4)

@@ -25,6 +25,7 @@ from tests.parallel.split_for_tests import (  # noqa: E402
     make_model,
     one_process,
 )
+from tests.time_scale import with_real_limits  # noqa: E402
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -216,10 +217,12 @@ def test_an_error_in_a_layer_is_the_error_of_the_run_and_says_where(engine):
     assert "Connection" not in str(error.value)
 
 
-def test_a_stage_that_hangs_is_named_with_its_microbatch(engine):
+@with_real_limits
+def test_a_stage_that_hangs_is_named_with_its_microbatch(engine, scale):
     engine()
+    options = {"layers_per_stage": [4, 5], "hang_timeout": 4 * scale}
     with pytest.raises(WorkerTimeoutError, match=r"stage 1 \(layers 4-8\)") as error:
-        pipeline(model=faulty("hang", 10), layers_per_stage=[4, 5], hang_timeout=4).train(1)
+        pipeline(model=faulty("hang", 10), **options).train(1)
     assert "stage 1 fwd mb" in str(error.value)
     assert error.value.rank == 1
 

@@ -47,3 +47,9 @@ def weights_of(handles):
 
 def call(server, method, *args):
     return miniray.get(getattr(server, method).remote(*args))
+
+
+def error_text(error):
+    """Return type and message of an error, without the traceback of the remote process."""
+    cause = getattr(error, "cause", None) or error
+    return f"{type(cause).__name__}: {cause}\n"

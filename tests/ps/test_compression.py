@@ -98,13 +98,14 @@ def test_nan_is_found_behind_compression(engine):
     client = Client(server, "a")
     client.pull()
     client.push([np.array([0, np.nan, 1])])
-    with pytest.raises(NonFiniteWeightsError, match="worker a"):
+    with pytest.raises(NonFiniteWeightsError) as caught:
         client.pull()
+    assert caught.value.workers == ("a",)
 
 
 def test_a_parcel_for_a_server_without_weights(engine):
     server = create_parameter_server()
-    with pytest.raises(ValueError, match="no weights yet"):
+    with pytest.raises(ValueError, match="first push"):
         call(server, "push_weights", 0, Compressed("bf16", []))
 
 
@@ -114,5 +115,5 @@ def test_weights_unlike_those_pulled_are_refused_before_they_travel(engine, weig
     call(server, "set_weights", [np.zeros(3)])
     client = Client(server, "a")
     client.pull()
-    with pytest.raises(WeightsMismatchError, match=r"^worker a: .*, the server has "):
+    with pytest.raises(WeightsMismatchError):
         client.push(weights)

@@ -126,8 +126,9 @@ def test_a_broken_entry_of_a_run_is_named(engine, strategy, bad):
     miniray.get(strict.sync_from_workers.remote(handles))
     miniray.get(strict.sync_from_workers.remote(handles))
     miniray.get(handles[2].set_weights.remote(make(bad)))
-    with pytest.raises(miniray.errors.NonFiniteWeightsError, match=r"worker 2: entry \['b'\]"):
+    with pytest.raises(miniray.errors.NonFiniteWeightsError) as caught:
         call(strict, "sync_from_workers", handles)
+    assert (caught.value.workers, caught.value.entry) == ((2,), "['b']")
     assert call(strict, "get_stats")["num_syncs"] == 2
 
 
@@ -138,9 +139,9 @@ def test_weights_of_another_kind_in_between(engine):
     for _ in range(3):
         call(server, "sync_from_workers", handles)
     miniray.get(handles[1].set_weights.remote([torch.ones(LARGE), torch.ones(3)]))
-    message = r"worker 1: entry \[1\] has shape \(3,\), worker 0 has shape \(4,\)"
-    with pytest.raises(miniray.errors.WeightsMismatchError, match=message):
+    with pytest.raises(miniray.errors.WeightsMismatchError) as caught:
         call(server, "sync_from_workers", handles)
+    assert (caught.value.worker, caught.value.entry) == (1, "[1]")
     # Known by other means: a parameter instead of a tensor, and the same numbers.
     again = [torch.nn.Parameter(torch.full((LARGE,), 2.0)), torch.ones(4)]
     miniray.get(handles[1].set_weights.remote(again))

@@ -1,6 +1,7 @@
 """Weights read from a process's own memory: the same numbers as from copies, bit for bit."""
 
 import ctypes
+import errno
 import os
 
 import numpy as np
@@ -86,8 +87,9 @@ def ready(engine, strategy="average", on_nonfinite="error", like=None):
 def test_what_is_not_finite_is_found_where_it_lies(engine, strategy, bad):
     weights = [[torch.full((LARGE,), v), torch.full((5,), v)] for v in (1.0, 2.0, 3.0)]
     weights[1][1][4] = bad
-    with pytest.raises(NonFiniteWeightsError, match=r"worker 1: entry \[1\] has NaN or Inf"):
+    with pytest.raises(NonFiniteWeightsError) as caught:
         synced(engine, ready(engine, strategy), weights, read=True)
+    assert (caught.value.workers, caught.value.entry) == ((1,), "[1]")
     model = ready(engine, strategy, "skip")
     assert synced(engine, model, weights, read=True).skipped == [1]
     expected = {"average": (1.0 * 1 + 0.5 * 3) / 1.5, "median": 2.0}[strategy]
@@ -108,7 +110,7 @@ def test_a_worker_that_lies_otherwise_makes_reading_impossible(engine):
     model = ready(engine)
     other = [torch.nn.Parameter(torch.ones(LARGE)), torch.ones(5)]
     some = [far(model, 0, [torch.ones(LARGE), torch.ones(5)]), Given(1, other)]
-    with pytest.raises(UnreadableError, match="lie otherwise"):
+    with pytest.raises(UnreadableError):
         model.combined(some, [1.0, 1.0])
 
 
@@ -121,13 +123,13 @@ def test_a_structure_that_is_not_known_is_not_located(engine):
 
 def test_memory_that_is_not_there():
     memory = Memory(os.getpid())
-    with pytest.raises(UnreadableError, match="Bad address"):
+    with pytest.raises(UnreadableError, match=os.strerror(errno.EFAULT)):
         memory.read_bytes(4096, 8)
     child = os.fork()
     if not child:
         os._exit(0)
     os.waitpid(child, 0)
-    with pytest.raises(UnreadableError, match="No such process"):
+    with pytest.raises(UnreadableError, match=os.strerror(errno.ESRCH)):
         Memory(child).read_bytes(4096, 8)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import miniray
 from miniray.ps import ParameterServer, create_parameter_server
-from tests.ps.helpers import Worker, call, weights_of, workers
+from tests.ps.helpers import Worker, call, error_text, weights_of, workers
 
 
 def test_a_sync_gives_all_workers_the_mean(engine):
@@ -71,44 +71,36 @@ def test_stats(engine):
         assert after["seconds"][phase] >= after["last_seconds"][phase] > 0
 
 
-def test_the_norms_of_large_weights_are_estimates(engine):
-    server = ParameterServer.remote()
-    call(server, "set_weights", [np.zeros(5_000_000, np.float32)])
-    handles = workers(*([np.full(5_000_000, v, np.float32)] for v in (1, 3)))
-    report = call(server, "sync_from_workers", handles)
-    assert report["change_norm"] == pytest.approx(2 * 5_000_000**0.5, rel=1e-6)
-    assert report["divergence"]["max"] == pytest.approx(5_000_000**0.5, rel=1e-6)
-
-
-def test_worker_weights(engine):
+def test_worker_weights(engine, golden):
     server = create_parameter_server("weighted")
     handles = workers([np.array([0.0])], [np.array([8.0])], [np.array([100.0])])
     call(server, "set_worker_weight", 1, np.int64(3))
     call(server, "set_worker_weight", 2, np.float32(0))
     assert call(server, "sync_from_workers", handles)["num_workers"] == 3
     assert [w[0].tolist() for w in weights_of(handles)] == [[6], [6], [6]]
-    with pytest.raises(ValueError, match="worker 1 must be at least 0"):
+    with pytest.raises(ValueError, match="worker 1"):
         call(server, "set_worker_weight", 1, -1)
     for i in (0, 1):
         call(server, "set_worker_weight", i, 0)
-    with pytest.raises(ValueError, match="weights of all workers are 0"):
+    with pytest.raises(ValueError, match="workers") as caught:
         call(server, "sync_from_workers", handles)
+    golden("no_worker_weight.txt", error_text(caught.value))
 
 
 def test_worker_weights_need_a_strategy_that_uses_them(engine):
     server = create_parameter_server("average")
-    with pytest.raises(ValueError, match="'average' counts all workers the same"):
+    with pytest.raises(ValueError, match="average"):
         call(server, "set_worker_weight", 0, 2)
 
 
 def test_set_and_get(engine):
     server = ParameterServer.remote()
-    with pytest.raises(ValueError, match="no weights yet"):
+    with pytest.raises(ValueError, match="set_weights"):
         call(server, "get_weights")
     assert call(server, "set_weights", [np.arange(3.0)]) == 1
     assert call(server, "get_weights")[0].tolist() == [0, 1, 2]
     assert call(server, "pull_weights")[0].tolist() == [0, 1, 2]
-    with pytest.raises(TypeError, match="must be a list, tuple or dict"):
+    with pytest.raises(TypeError):
         call(server, "set_weights", "abc")
 
 
@@ -147,7 +139,7 @@ def test_a_server_with_a_name(engine):
     del server
 
 
-def test_wrong_workers_are_refused(engine):
+def test_wrong_workers_are_refused(engine, golden):
     server = ParameterServer.remote()
 
     @miniray.remote
@@ -155,14 +147,18 @@ def test_wrong_workers_are_refused(engine):
         def get_weights(self):
             return [np.zeros(1)]
 
-    for wrong, error, text in (
-        ([], ValueError, "no workers"),
-        ("abc", TypeError, "must be a list of actor handles"),
-        ([Worker.remote([np.zeros(1)]), 3], TypeError, "worker 1 is not an actor handle but int"),
-        ([Halfway.remote()], TypeError, "has no method set_weights"),
+    texts = []
+    for wrong, error in (
+        ([], ValueError),
+        ("abc", TypeError),
+        ([Worker.remote([np.zeros(1)]), 3], TypeError),
     ):
-        with pytest.raises(error, match=text):
+        with pytest.raises(error) as caught:
             call(server, "sync_from_workers", wrong)
+        texts.append(error_text(caught.value))
+    golden("wrong_workers.txt", "".join(texts))
+    with pytest.raises(TypeError, match="set_weights"):
+        call(server, "sync_from_workers", [Halfway.remote()])
     assert "set_weights" in call(server, "get_stats")["last_error"]
 
 

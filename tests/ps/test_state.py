@@ -1,12 +1,14 @@
 """State for checkpoints: complete, plain, and refused where it does not belong."""
 
-from collections import OrderedDict
+import json
+from collections import OrderedDict, namedtuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from miniray.ps import create_parameter_server
-from tests.ps.helpers import call, weights_of, workers
+from miniray.ps import Strategy, create_parameter_server
+from tests.ps.helpers import call, error_text, weights_of, workers
 
 PLAIN = (dict, list, str, int, float, bool, type(None), np.ndarray)
 
@@ -69,16 +71,120 @@ def test_an_empty_server(engine):
     assert call(server, "get_stats")["version"] == 0
 
 
-def test_what_is_not_its_state_is_refused(engine):
-    server = create_parameter_server("momentum")
+INVALID = {
+    "format": {"format": 99},
+    "strategy": {"strategy": "ema"},
+    "version": {"version": "new"},
+    "no_buffers": {"buffers": {}},
+    "buffer_length": {"buffers": {"momentum": [np.zeros(2)] * 3}},
+    "strategy_state": {"strategy_state": {"step": 3}},
+    "worker_weight": {"worker_weights": [[0, -1]]},
+    "too_few_arrays": {"weights": [np.zeros(3)]},
+    "too_many_arrays": {"weights": [np.zeros(3)] * 5},
+    "structure": {"structure": {"kind": "dict"}},
+}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_invalid_state_raises_and_changes_nothing(engine, mode, golden):
+    server = create_parameter_server("momentum", mode=mode)
     call(server, "set_weights", weights(1))
+    call(server, "sync_from_workers", workers(weights(3)))
+    call(server, "set_worker_weight", 1, 5)
+    before = call(server, "get_state")
+    other = create_parameter_server("momentum", mode=mode)
+    call(other, "set_weights", weights(8))
+    state = call(other, "get_state")
+    invalid = [{**state, **change} for change in INVALID.values()]
+    invalid += [{k: v for k, v in state.items() if k != missing} for missing in state]
+    texts = []
+    for each in invalid:
+        with pytest.raises(ValueError, match=r"\w") as caught:
+            call(server, "set_state", each)
+        texts.append(error_text(caught.value))
+        assert_equal_states(call(server, "get_state"), before)
+    golden("invalid_states.txt", "".join(texts))
+
+
+def assert_equal_states(one, other):
+    plain = [{k: v for k, v in s.items() if k not in ("weights", "buffers")} for s in (one, other)]
+    assert plain[0] == plain[1]
+    for name in ("momentum", "sums"):
+        for a, b in zip(one["buffers"].get(name, ()), other["buffers"].get(name, ()), strict=True):
+            assert np.array_equal(a, b)
+    for a, b in zip(one["weights"], other["weights"], strict=True):
+        assert np.array_equal(a, b)
+
+
+class Picky(Strategy):
+    """Counts syncs, and rejects a state after it took over a part of it."""
+
+    name = "picky"
+
+    def __init__(self):
+        self.seen = []
+
+    def combine(self, global_weights, worker_weights, weights):
+        return self.mean(worker_weights, weights, self.out)
+
+    def state_dict(self):
+        return {"seen": list(self.seen), "rest": 1}
+
+    def load_state_dict(self, state):
+        self.seen[:] = state["seen"]
+        if state["rest"] != 1:
+            raise ValueError("the rest must be 1")
+
+
+def test_strategy_that_rejects_its_state_is_unchanged(engine):
+    server = create_parameter_server(Picky())
+    call(server, "set_weights", weights(1))
+    before = call(server, "get_state")
+    wrong = {**before, "version": 9, "strategy_state": {"seen": [1, 2], "rest": 2}}
+    with pytest.raises(ValueError, match="rest"):
+        call(server, "set_state", {**wrong, "weights": [np.full(3, 9.0), 9.0, np.float32(9), None]})
+    assert_equal_states(call(server, "get_state"), before)
+    call(server, "set_state", {**before, "strategy_state": {"seen": [1, 2], "rest": 1}})
+    assert call(server, "get_state")["strategy_state"]["seen"] == [1, 2]
+
+
+class Pair(NamedTuple):
+    w: np.ndarray
+    b: float
+
+    def total(self):
+        return float(self.w.sum()) + self.b
+
+
+def test_named_tuples_stay_named_tuples(engine):
+    """In JSON the state has neither tuples nor types."""
+    local = namedtuple("Local", ["u", "v"])
+    server = create_parameter_server()
+    call(server, "set_weights", {"a": Pair(np.ones(2), 3.0), "b": [local(np.float32(1), None)]})
     state = call(server, "get_state")
-    for change, text in (
-        ({"format": 99}, "not the state of a parameter server"),
-        ({"strategy": "ema"}, "the state is of strategy 'ema', this server has 'momentum'"),
-        ({"buffers": {}}, r"the state has buffers \[\], strategy 'momentum' has \['momentum'\]"),
-        ({"buffers": {"momentum": [np.zeros(2)]}}, "does not fit its weights"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            call(server, "set_state", {**state, **change})
-    assert call(server, "get_weights")["w"][0].tolist() == [1, 1, 1]
+    assert_plain(state)
+    state["structure"] = json.loads(json.dumps(state["structure"]))
+    other = create_parameter_server()
+    call(other, "set_state", state)
+    got = call(other, "get_weights")
+    assert (type(got["a"]).__name__, got["a"].w.tolist(), got["a"].b) == ("Pair", [1, 1], 3.0)
+    assert got["a"].total() == 5
+    assert (got["b"][0].u, got["b"][0].v, len(got["b"][0])) == (1.0, None, 2)
+    handles = workers(got, got)
+    call(other, "sync_from_workers", handles)
+    assert weights_of(handles)[0]["a"].total() == 5
+
+
+def test_tuple_ids_survive_json(engine):
+    ids = [("node", 3), ("node", ("a", 1)), "b", 4]
+    server = create_parameter_server("weighted")
+    call(server, "set_weights", {("layer", 0): np.ones(2)})
+    for i, worker in enumerate(ids):
+        call(server, "set_worker_weight", worker, i)
+    state = call(server, "get_state")
+    for key in ("worker_weights", "structure"):
+        state[key] = json.loads(json.dumps(state[key]))
+    other = create_parameter_server("weighted")
+    call(other, "set_state", state)
+    assert call(other, "get_stats")["worker_weights"] == {w: i for i, w in enumerate(ids)}
+    assert list(call(other, "get_weights")) == [("layer", 0)]

@@ -177,7 +177,7 @@ def test_a_worker_killed_while_it_is_read(size):
     server = create_parameter_server(strategy, threads=1, transport="read")
     reading(server, holders)
     before = call(server, "get_state")
-    with pytest.raises(WorkerLostError, match="worker 1: get_weights failed") as caught:
+    with pytest.raises(WorkerLostError) as caught:
         call(server, "sync_from_workers", holders)
     assert (caught.value.workers, caught.value.phase) == ((1,), "collect")
     assert "SIGKILL" in str(caught.value)
@@ -289,8 +289,9 @@ def test_an_error_in_get_weights_lets_the_others_go():
     holders = [Holder.remote(v, SMALL) for v in (1, 2, 3)]
     server = reading(create_parameter_server(transport="read"), holders)
     miniray.get(holders[1].ask.remote("nobody"))
-    with pytest.raises(SyncError, match="worker 1: get_weights failed") as caught:
+    with pytest.raises(SyncError) as caught:
         call(server, "sync_from_workers", holders)
+    assert (caught.value.workers, caught.value.phase) == ((1,), "collect")
     assert "Holder.get_weights" in str(caught.value)
     miniray.get(holders[1].ask.remote(None), timeout=30)
     assert miniray.get([h.pid.remote() for h in holders], timeout=30)
@@ -312,8 +313,9 @@ def test_weights_whose_structure_changes():
     holders = [Holder.remote(v, SMALL) for v in (1, 3)]
     server = reading(create_parameter_server(transport="read"), holders)
     other = Holder.remote(5, SMALL + 1)
-    with pytest.raises(miniray.errors.WeightsMismatchError, match="worker 1: entry"):
+    with pytest.raises(miniray.errors.WeightsMismatchError) as caught:
         call(server, "sync_from_workers", [holders[0], other])
+    assert caught.value.worker == 1
     call(server, "sync_from_workers", holders)
     assert transport(server) == ["read"] * 2
 
@@ -339,5 +341,5 @@ def test_the_usual_way():
 
 
 def test_transport_must_be_one_of_them():
-    with pytest.raises(ValueError, match="transport must be one of 'auto', 'copy', 'read'"):
+    with pytest.raises(ValueError, match="transport"):
         create_parameter_server(transport="fly")

@@ -436,6 +436,30 @@ def test_saved_diagnosis_takes_precedence(make_run, ranks):
     assert "train.py:28 train" in page.sections["verdict"]
 
 
+TRACE = "Traceback (most recent call last):\n  File 'a.py'\nKeyError: 'the row'"
+
+
+@pytest.mark.parametrize(
+    ("error", "heading"),
+    [
+        (
+            {
+                "type": "TaskError(KeyError)",
+                "message": f"f\n{TRACE}",
+                "remote_traceback": TRACE,
+            },
+            "KeyError: 'the row'",
+        ),
+        # Text of the user that looks like the traceback of a worker.
+        ({"type": "ValueError", "message": f"bad output\n{TRACE}"}, "ValueError: bad output"),
+    ],
+)
+def test_error_is_shown_as_the_user_raised_it(make_run, error, heading):
+    page = write_page(make_run(state="failed", error=error))
+    assert heading in page.headings
+    assert "File 'a.py'" in page.sections["verdict"]
+
+
 def test_interrupted_run_has_only_a_warning(make_run):
     error = {"type": "KeyboardInterrupt", "message": "", "traceback": "Traceback ..."}
     page = write_page(make_run(state="interrupted", error=error))

@@ -145,8 +145,10 @@ def test_a_reward_function_that_raises_or_hangs():
     def raises(row, text):
         raise LookupError(row["prompt"])
 
-    with pytest.raises(RewardError, match=r"worker 0, step 0, sequence 0: .*LookupError"):
+    with pytest.raises(RewardError, match=r"sequence 0: .*LookupError") as caught:
         make(reward=raises).train(steps=1)
+    error = caught.value
+    assert (error.worker, error.step, error.epoch) == (0, 0, None)
 
     def hangs(row, text):
         while True:

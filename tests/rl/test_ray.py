@@ -6,8 +6,6 @@ import torch
 from miniray.rl import GRPOConfig, GRPOTrainer, KLPenalty, Sampling
 from tests.rl.models_for_tests import TOKENIZER, Momentum, digits, make_model, rows
 
-pytest.importorskip("ray")
-
 
 def run(backend, workers):
     config = GRPOConfig(prompts_per_step=4, rollouts=2, mini_batches=2, kl=KLPenalty(0.1))
@@ -24,6 +22,7 @@ def run(backend, workers):
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_two_workers_on_ray_make_the_update_that_one_makes_here():
+    pytest.importorskip("ray")
     there, weights = run("ray", 2)
     here, wanted = run("inline", 1)
     for name in ("reward", "loss", "kl", "grad_norm", "val_reward"):

@@ -330,16 +330,13 @@ def test_the_seed_is_that_of_datasets_made_in_workers_too(monkeypatch):
 
     monkeypatch.setenv("MINIRAY_RUN_SEED", "77")
     for seed, wanted in [(5, 5), (None, 77)]:
-        with make(data=make_loader, reward=reward, seed=seed) as trainer:
+        config = GRPOConfig(rollouts=4)
+        with make(data=make_loader, reward=reward, seed=seed, config=config) as trainer:
             assert trainer.train(steps=1)["seen"] == wanted
 
 
-def test_steps_must_be_said_once():
+def test_evaluate_before_train_raises():
     trainer = make()
-    with pytest.raises(TypeError, match="steps=100"):
-        trainer.train()
-    with pytest.raises(TypeError, match="steps=100"):
-        trainer.train(3, steps=3)
     with pytest.raises(RuntimeError, match="before train"):
         trainer.evaluate()
 
@@ -352,8 +349,8 @@ def test_gradients_need_workers_that_run_at_the_same_time():
 @pytest.mark.parametrize(
     ("option", "complaint"),
     [
-        ({"lr": 3}, r"GRPOTrainer.train\(\) has no option 'lr': it is one of GRPOConfig"),
-        ({"top_k": 3}, "'top_k': it is one of Sampling"),
+        ({"lr": 3}, r"train\(\) has no option 'lr'.*GRPOConfig"),
+        ({"top_k": 3}, "'top_k'.*Sampling"),
         ({"data": rows(3)}, "has no option 'data'"),
     ],
 )
@@ -382,10 +379,10 @@ def test_hooks_and_methods_of_a_subclass_get_what_train_is_given():
 @pytest.mark.parametrize(
     ("option", "complaint"),
     [
-        ({"sync_interval": 2}, "'sync_interval'; options of syncing weights go with sync="),
-        ({"momentum": 0.9}, "'momentum'; options of syncing weights"),
-        ({"num_worker": 2}, "did you mean 'num_workers'"),
-        ({"rollouts": 2}, "'rollouts': it is one of GRPOConfig"),
+        ({"sync_interval": 2}, "'sync_interval'.*sync=\"weights\""),
+        ({"momentum": 0.9}, "'momentum'.*sync=\"weights\".*sync_strategy='diloco' or 'momentum'"),
+        ({"num_worker": 2}, "'num_workers'"),
+        ({"rollouts": 2}, r"'rollouts'.*GRPOConfig\("),
         ({"max_steps": 2}, "no option 'max_steps'"),
     ],
 )

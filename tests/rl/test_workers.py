@@ -22,6 +22,7 @@ from miniray.rl import (
     Sampling,
 )
 from tests.rl.models_for_tests import TOKENIZER, Momentum, digits, make_model, rows
+from tests.rl.trainers_for_tests import Batches
 
 pytestmark = pytest.mark.timeout(240)  # many processes, and the machine may be busy
 
@@ -120,7 +121,10 @@ def make(workers=2, *, worker_class=RLWorker, data=None, reward=digits, **more):
     settings = {
         "tokenizer": TOKENIZER,
         "config": GRPOConfig(
-            prompts_per_step=4, rollouts=2, epochs=2, kl=KLPenalty(0.1, target=0.01, horizon=50)
+            prompts_per_step=None if callable(data) else 4,  # loaders yield batches
+            rollouts=2,
+            epochs=2,
+            kl=KLPenalty(0.1, target=0.01, horizon=50),
         ),
         "sampling": Sampling(max_new_tokens=6),
         "optimizer": Momentum,
@@ -267,6 +271,20 @@ def test_a_step_takes_few_bytes_through_the_driver_whatever_rows_carry(local_eng
         seen.clear()
         trainer.model_weights()  # or nothing was counted
         assert sum(seen) > 5000
+
+
+def test_prompts_per_step_must_match_the_loaders(local_engine):
+    def make_trainer(prompts_per_step):
+        config = GRPOConfig(prompts_per_step=prompts_per_step, rollouts=2, kl=KLPenalty(0))
+        return make(data=lambda rank, world_size: Batches(2, 8, declared=False), config=config)
+
+    with make_trainer(64) as trainer, pytest.raises(ValueError) as caught:
+        trainer.train(steps=1)
+    assert "prompts_per_step=64" in str(caught.value)
+    assert "16 prompts" in str(caught.value)
+    assert trainer.epoch == 0
+    with make_trainer(16) as trainer:
+        assert trainer.train(steps=1)["counts"]["prompts"] == 16
 
 
 def test_parquet_is_read_by_the_workers_and_the_rest_of_an_epoch_shared_out_anew(local_engine):

@@ -23,6 +23,18 @@ def make(kind=GRPOTrainer, *, policy=make_model, reward=digits, data=None, confi
     return kind(policy, reward, data or rows(12), **settings)
 
 
+class Batches:
+    """Lists of rows; with ``batch_size`` as other loaders have it, if ``declared``."""
+
+    def __init__(self, count, size, declared):
+        self.batches = [rows(size)] * count
+        if declared:
+            self.batch_size = size
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
 class Bandit(torch.nn.Module):
     """Chooses one of three arms by a table of logits; rows carry bytes that it decodes itself."""
 

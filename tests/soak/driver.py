@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from miniray.data import DataLoader, ParquetDataset
-from miniray.data.plan.progress import remaining, size
+from miniray.data.plan.split import Contiguous, count_positions, find_remaining
 from miniray.train import Callback, Checkpoint, DataParallelTrainer
 from tests.soak import slowdisk
 
@@ -48,7 +48,8 @@ class Regression:
         state = self.loader.state_dict()
         if not state["taken"]:  # a new pass, or the trainer has shared out anew what is left
             self.batches = iter(self.loader)
-        left = size(remaining(state["n"], state["history"])) - state["taken"] * self.world_size
+        rest = find_remaining(state["n"], state["history"], Contiguous())
+        left = count_positions(rest) - state["taken"] * self.world_size
         # All workers must agree on whether the pass ends in this round: by the largest share.
         ends = -(-left // self.world_size) <= BATCH * BATCHES
         rows, loss = [], 0.0

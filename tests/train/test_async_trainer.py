@@ -10,6 +10,7 @@ import pytest
 
 import miniray
 from miniray.train import Callback, Checkpoint, DataParallelTrainer
+from tests.time_scale import TIME_SCALE
 
 pytestmark = pytest.mark.usefixtures("_light_workers")
 
@@ -146,7 +147,12 @@ def test_a_worker_that_hangs_between_two_epochs_is_named_and_replaced(tmp_path):
                     hung.touch()
                     time.sleep(100)
 
-    options = {"backend": "local", "mode": "async", "worker_timeout": 5.0, "max_failures": 1}
+    options = {
+        "backend": "local",
+        "mode": "async",
+        "worker_timeout": 5 * TIME_SCALE,
+        "max_failures": 1,
+    }
     with DataParallelTrainer(2, worker=Stuck, progress=False, **options) as trainer:
         history = trainer.train(epochs=3, folder=str(tmp_path)).history
     assert [record["loss"] for record in history] == [0.0, 1.0, 2.0]

@@ -322,8 +322,9 @@ def test_a_background_failure_surfaces_once_and_loses_nothing(tmp_path):
     store.wait()
     (tmp_path / "c" / f".partial-epoch-00000001-{os.getpid()}").write_text("in the way")
     store.save(1, state(1))
-    with pytest.raises(CheckpointError, match="epoch-00000001 could not be written"):
+    with pytest.raises(CheckpointError, match="could not be written") as caught:
         store.save(2, state(2))
+    assert caught.value.entry == str(tmp_path / "c" / "epoch-00000001")
     assert [e["event"] for e in events] == ["checkpoint_failed"]
     store.close()
     assert store.load()[0] == 0

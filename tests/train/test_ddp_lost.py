@@ -117,16 +117,22 @@ def undisturbed_shards(tmp_path_factory):
     return train_undisturbed(tmp_path_factory.mktemp("undisturbed"), "full")
 
 
-#: With ``max_failures`` rank 0 is asked for its weights after setting up (1), the epoch (2),
-#: set_lr (3), met (4), for the checkpoint (5) and the model (6), and so on; all are for their
-#: state, but not for the model, and after evaluations.
-PLACES = [
-    *[("init", 1, victim) for victim in (0, 1)],
-    *[("evaluate", 1, victim) for victim in (0, 1)],
-    *[("set_lr", 1, 0), ("met", 1, 1), ("met", 2, 0)],
-    *[("weights", when, 0) for when in (1, 5, 6)],
-    *[("state", when, 1) for when in (1, 3, 6)],
-]
+def with_slow(fast, slow):
+    """Return parameters for ``make test``, one per code path, and more for ``make test-slow``."""
+    return [*fast, *(pytest.param(*values, marks=pytest.mark.slow) for values in slow)]
+
+
+#: With ``max_failures``, rank 0 returns its weights after setup (1), the epoch (2), set_lr (3) and
+#: met (4), for the checkpoint (5) and the model (6), and so on. All ranks return their state then,
+#: except for the model, and also after evaluations.
+PLACES = with_slow(
+    [("init", 1, 1), ("evaluate", 1, 1), ("met", 2, 0), ("weights", 5, 0)],
+    [
+        *[("init", 1, 0), ("evaluate", 1, 0), ("set_lr", 1, 0), ("met", 1, 1)],
+        *[("weights", when, 0) for when in (1, 6)],
+        *[("state", when, 1) for when in (1, 3, 6)],
+    ],
+)
 
 
 @pytest.mark.parametrize(("where", "when", "victim"), PLACES)
@@ -137,7 +143,10 @@ def test_all_goes_on_with_the_same_bits(undisturbed, capfd, where, when, victim)
 
 @pytest.mark.parametrize(
     ("where", "when", "victim"),
-    [("evaluate", 1, 1), ("met", 2, 0), ("weights", 2, 1), ("weights", 5, 0), ("state", 3, 1)],
+    with_slow(
+        [("weights", 2, 1)],
+        [("evaluate", 1, 1), ("met", 2, 0), ("weights", 5, 0), ("state", 3, 1)],
+    ),
 )
 def test_where_each_holds_a_part_of_the_model_too(undisturbed_shards, capfd, where, when, victim):
     """All are asked for the weights then, and wait for each other."""
@@ -156,10 +165,13 @@ def check_same(shard, expected, where, when, victim):
 
 @pytest.mark.parametrize(
     ("shard", "where", "when", "victim"),
-    [
-        *[("none", where, 1, 1) for where in ("init", "evaluate", "set_lr", "met", "state")],
-        *[("none", "weights", 1, 0), ("full", "weights", 1, 1), ("full", "weights", 2, 0)],
-    ],
+    with_slow(
+        [("none", "met", 1, 1)],
+        [
+            *[("none", where, 1, 1) for where in ("init", "evaluate", "set_lr", "state")],
+            *[("none", "weights", 1, 0), ("full", "weights", 1, 1), ("full", "weights", 2, 0)],
+        ],
+    ),
 )
 def test_without_failures_to_spare_the_one_error_is_the_lost_ranks(
     capfd, shard, where, when, victim
@@ -182,6 +194,7 @@ class LookAgain(Callback):
             self.heard.append(trainer.call_workers("met", 1))
 
 
+@pytest.mark.slow
 def test_what_is_lost_while_ranks_start_again_is_a_failure_more(undisturbed):
     """The first dies in an evaluation; of those started again one dies in a callback's call."""
 
@@ -210,6 +223,17 @@ def test_what_is_lost_while_ranks_start_again_is_a_failure_more(undisturbed):
     assert all(torch.equal(weights[key], value) for key, value in undisturbed[1].items())
 
 
+def test_a_rank_killed_after_the_run_is_replaced_in_the_next_call():
+    with Busy(2, max_failures=1, worker=Mortal, seed=SEED, progress=False) as trainer:
+        trainer.train(epochs=1)
+        weights = trainer.model_weights()
+        os.kill(trainer.call_workers("pid")[0], signal.SIGKILL)
+        again = trainer.model_weights()
+        assert trainer.failures == 1
+    assert all(torch.equal(again[key], value) for key, value in weights.items())
+
+
+@pytest.mark.slow
 def test_after_the_run_too(undisturbed):
     """Killed or stopped while nothing is asked of them; a call then goes on with others."""
     options = {"worker": Mortal, "seed": SEED, "progress": False, "eval_interval": 1}
@@ -271,6 +295,7 @@ class Refusing(Mortal):
             raise ValueError("the data is gone")
 
 
+@pytest.mark.slow
 def test_what_code_raises_is_not_tried_again():
     options = {"worker": Refusing, "seed": SEED, "progress": False, "eval_interval": 1}
     with DDPTrainer(2, max_failures=5, **options) as trainer:

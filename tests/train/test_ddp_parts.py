@@ -40,7 +40,9 @@ def test_a_barrier_names_who_is_missing_and_where(host):
         assert "barrier 'before-iteration' of epoch 4 waited 0.2 s in vain for rank 1 of 2" in text
         assert re.search(r"rank 1 is in forward, epoch 4, step 3, for ([5-9]|[1-9]\d) s", text)
         assert "test_ddp_parts.py" in text  # its stack: here, one thread is both
-        assert failure.value.missing == (1,)
+        error = failure.value
+        assert (error.name, error.missing) == ("before-iteration", (1,))
+        assert (error.rank, error.epoch, error.step) == (0, 4, None)
         second.barrier("before-iteration")  # rank 0 has been there
         second.post()
         assert read_places(host.store, host.spec)[1].phase == "after barrier 'before-iteration'"

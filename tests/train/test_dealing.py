@@ -142,5 +142,5 @@ def test_what_cannot_be_sharded_is_refused():
 
 def test_other_data_than_the_checkpoints_is_refused(run):
     run(1, 1, numbers(), save=True, batches=2)
-    with pytest.raises(DataError, match="other data"):
+    with pytest.raises(DataError, match="different data"):
         run(1, 1, IndexedDataset([{"x": 0}] * 3), resume=True)

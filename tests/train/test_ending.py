@@ -10,6 +10,7 @@ from miniray.doctor import read_run
 from miniray.doctor.diagnose import diagnose
 from miniray.errors import ActorDiedError, WorkerTimeoutError
 from miniray.train import DataParallelTrainer
+from tests.time_scale import TIME_SCALE
 from tests.train.workers_for_tests import Counter
 
 pytestmark = pytest.mark.usefixtures("_light_workers")
@@ -67,9 +68,11 @@ def test_a_death_too_many_is_named_by_how_it_died(tmp_path, how, verdict):
 
 
 def test_one_that_hung_is_said_to_have_given_no_result(tmp_path):
-    (_, guilty), judgement = run(tmp_path, WorkerTimeoutError, "stop", worker_timeout=5.0)
+    (_, guilty), judgement = run(
+        tmp_path, WorkerTimeoutError, "stop", worker_timeout=5 * TIME_SCALE
+    )
     assert guilty.type == "WorkerTimeoutError"
-    assert "worker 1, train_epoch() in epoch 1: gave no result in 5 s" in guilty.message
+    assert "worker 1, train_epoch() in epoch 1: gave no result in 2 s" in guilty.message
     assert judgement.verdict.startswith("FAILED: rank 1 raised WorkerTimeoutError")
 
 

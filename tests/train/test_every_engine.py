@@ -120,6 +120,7 @@ class Everything(DataParallelTrainer):
         self.model_file = self.save_final_model()
 
 
+@pytest.mark.slow_on_ray
 def test_hooks_arguments_weights_own_aggregation_and_saving(tmp_path):
     trainer = Everything(3, sync_strategy="weighted", progress=False, run_dir=tmp_path / "run")
     trainer.set_worker_weight(2, 2.0)
@@ -140,6 +141,7 @@ def test_hooks_arguments_weights_own_aggregation_and_saving(tmp_path):
     assert result.checkpoint == trainer.checkpoints.newest()
 
 
+@pytest.mark.slow_on_ray
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path):
     def run(name, epochs, resume=False):
         trainer = DataParallelTrainer(
@@ -165,6 +167,7 @@ class Judge(Counter.__wrapped__):
         return self.worker_id * x
 
 
+@pytest.mark.slow_on_ray
 def test_evaluation_and_epochs_without_a_barrier():
     """Ten samples cut 4, 3, 3 are ten samples; and nobody's epoch is lost with mode="async"."""
     with DataParallelTrainer(3, worker=Judge, mode="async", progress=False) as trainer:
@@ -176,6 +179,7 @@ def test_evaluation_and_epochs_without_a_barrier():
     assert [r["loss"] for r in result.history] == pytest.approx([2.0, 1.5, 4 / 3])
 
 
+@pytest.mark.slow_on_ray
 def test_a_loop_of_ones_own_on_the_base_trainer():
     class Custom(BaseTrainer):
         def create_worker(self, worker_id, **kwargs):
@@ -190,7 +194,14 @@ def test_a_loop_of_ones_own_on_the_base_trainer():
     assert miniray.is_initialized()  # it was there before
 
 
-@pytest.mark.parametrize("options", [{"strategy": "momentum"}, {"num_servers": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "momentum"},
+        pytest.param({"num_servers": 2}, marks=pytest.mark.slow_on_ray),
+    ],
+    ids=str,
+)
 def test_a_parameter_server_by_itself(engine, options):
     server = create_parameter_server(**options)
     workers = ps.workers([torch.zeros(200_000)], [torch.full((200_000,), 2.0)])

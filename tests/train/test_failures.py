@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ import miniray
 from miniray.errors import ActorDiedError, GetTimeoutError, WorkerTimeoutError
 from miniray.ps import Strategy
 from miniray.train import DataParallelTrainer, LRSchedule
+from tests.time_scale import TIME_SCALE, with_real_limits
 from tests.train.workers_for_tests import Counter, Mortal
 
 pytestmark = pytest.mark.usefixtures("_light_workers")
@@ -44,7 +46,14 @@ def events_of(trainer):
     return [json.loads(line) for line in lines]
 
 
-@pytest.mark.parametrize(("how", "options"), [("kill", {}), ("stop", {"worker_timeout": 5.0})])
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [
+        ("kill", {}),
+        ("stop", {"worker_timeout": 5 * TIME_SCALE}),
+        pytest.param("stop", {"worker_timeout": 5.0}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_lost_worker_is_replaced_and_the_others_do_not_repeat_their_work(tmp_path, how, options):
     schedule = LRSchedule(lambda epoch: 10 - epoch)
     with make(tmp_path, how, max_failures=1, callbacks=[schedule], **options) as trainer:
@@ -64,7 +73,9 @@ def test_a_lost_worker_is_replaced_and_the_others_do_not_repeat_their_work(tmp_p
     events = events_of(trainer)
     assert [e["event"] for e in events] == ["worker_failed", "worker_replaced"]
     assert (events[0]["worker"], events[0]["epoch"]) == (1, 2)
-    assert ("SIGKILL" if how == "kill" else "5 s") in events[0]["reason"]
+    assert ("SIGKILL" if how == "kill" else f"{options['worker_timeout']:g} s") in events[0][
+        "reason"
+    ]
 
 
 def test_a_replacement_is_said_aloud(tmp_path, capfd):
@@ -79,8 +90,16 @@ def test_a_replacement_is_said_aloud(tmp_path, capfd):
 def test_without_failures_to_spare_the_run_ends_with_one_error_and_no_process(tmp_path):
     before = processes()
     trainer = make(tmp_path, "kill")
-    with pytest.raises(ActorDiedError, match=r"worker 1, train_epoch\(\) in epoch 2.*SIGKILL"):
+    with pytest.raises(ActorDiedError, match=r"worker 1, train_epoch\(\) in epoch 2.*SIGKILL") as e:
         trainer.train(epochs=4)
+    error = e.value
+    assert (error.worker, error.epoch, error.signal, error.exit_code) == (1, 2, "SIGKILL", None)
+    assert (error.host, error.in_init) == (socket.gethostname(), False)
+    recorded = json.loads((trainer.run.path / "run.json").read_text())["error"]
+    assert recorded["type"] == "ActorDiedError"
+    assert {name: recorded[name] for name in ("code", "worker", "signal", "pid")} == {
+        "code": "actor-died", "worker": 1, "signal": "SIGKILL", "pid": error.pid
+    }  # fmt: skip
     assert not miniray.is_initialized()
     assert processes() <= before
     assert json.loads((trainer.run.path / "run.json").read_text())["state"] == "failed"
@@ -88,7 +107,7 @@ def test_without_failures_to_spare_the_run_ends_with_one_error_and_no_process(tm
 
 def test_a_worker_that_hangs_is_named(tmp_path):
     before = processes()
-    trainer = make(tmp_path, "stop", worker_timeout=5.0)
+    trainer = make(tmp_path, "stop", worker_timeout=5 * TIME_SCALE)
     with pytest.raises(WorkerTimeoutError, match=r"worker 1, train_epoch\(\) in epoch 2"):
         trainer.train(epochs=4)
     assert processes() <= before
@@ -196,10 +215,12 @@ class Stopped(Strategy):
         psutil.Process().suspend()
 
 
-def test_a_parameter_server_that_hangs_is_named():
-    options = {"worker_timeout": 2.0, "backend": "local", "progress": False}
+@with_real_limits
+def test_a_parameter_server_that_hangs_is_named(scale):
+    options = {"worker_timeout": 2.5 * scale, "backend": "local", "progress": False}
     trainer = DataParallelTrainer(2, worker=Counter, sync_strategy=Stopped(), **options)
-    with pytest.raises(GetTimeoutError, match=r"the parameter server has not ended a sync in 4 s"):
+    message = f"the parameter server has not ended a sync in {5 * scale:g} s"
+    with pytest.raises(GetTimeoutError, match=message):
         trainer.train(epochs=1)
 
 

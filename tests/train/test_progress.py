@@ -56,13 +56,16 @@ def test_numbers_only_and_nan_shows():
     )
 
 
-def test_a_closed_stream_does_not_end_the_run():
+def test_progress_counts_on_after_its_stream_is_closed():
     stream = io.StringIO()
-    progress = Progress(0, 2, stream=stream)
-    stream.close()
+    progress = Progress(0, 3, stream=stream)
     progress.update(0, {})
+    assert stream.getvalue().startswith("epoch 1/3")
+    stream.close()
     progress.update(1, {})
+    progress.update(2, {})
     progress.close()
+    assert progress.done == 3
 
 
 def test_counts_that_nobody_watches_are_left_out():

@@ -15,8 +15,6 @@ import pytest
 
 from tests.conformance.helpers import eventually
 
-cluster_utils = pytest.importorskip("ray.cluster_utils")
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 STORE = 100 * 1024 * 1024
@@ -61,9 +59,16 @@ if __name__ == "__main__":
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _import_ray():
+    """Import Ray here, because test processes that collect this file may not run it."""
+    return pytest.importorskip("ray")
+
+
 @pytest.fixture
 def cluster():
     """A head without CPUs and two nodes with one each; notices a lost node within seconds."""
+    cluster_utils = pytest.importorskip("ray.cluster_utils")
     cluster = cluster_utils.Cluster(
         initialize_head=True,
         head_node_args={

@@ -89,10 +89,14 @@ def test_simplified_is_what_a_record_would_give_back():
     assert found["where"] == 0.5
 
 
-def test_a_record_inside_itself_ends():
-    record = {}
+def test_to_json_replaces_a_record_inside_itself_by_text():
+    record = {"loss": 1.0}
     record["self"] = record
-    json.dumps(to_json(record))
+    found, depth = json.loads(json.dumps(to_json(record))), 0
+    while isinstance(found["self"], dict):
+        found, depth = found["self"], depth + 1
+    assert found == {"loss": 1.0, "self": repr(record)}
+    assert 10 < depth < 100
 
 
 def test_a_torn_last_line_is_passed_over_and_the_next_begins_anew(tmp_path):

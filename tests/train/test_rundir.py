@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import miniray
+from miniray.errors import ActorDiedError, RunLockedError, TaskError
 from miniray.train import RunDirectory
 
 
@@ -63,10 +64,17 @@ def test_a_run_that_failed_before_its_first_epoch_is_taken_up():
         RunDirectory.open(name="x")
 
 
-def test_an_empty_directory_may_be_used(tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").touch()
-    RunDirectory.open(tmp_path / "mine")
+@pytest.mark.parametrize("files", [[], ["notes.txt"]])
+def test_open_accepts_a_directory_without_a_run(tmp_path, files):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name in files:
+        (folder / name).write_text("mine")
+    run = RunDirectory.open(folder)
+    assert run.path == folder
+    run.append_metrics({"epoch": 0})
+    assert [record["epoch"] for record in run.read_metrics()] == [0]
+    assert {name: (folder / name).read_text() for name in files} == dict.fromkeys(files, "mine")
 
 
 def test_looking_at_nothing_makes_nothing(tmp_path):
@@ -119,6 +127,21 @@ def test_the_end_is_written_with_its_error():
     assert told["error"]["message"] == "bad batch"
     assert "test_rundir.py" in told["error"]["traceback"]
     assert told["ended"] >= told["started"]
+    assert told["error"].keys() == {"type", "message", "traceback"}
+
+
+def test_fields_of_an_error_are_recorded():
+    run = RunDirectory.open(name="x")
+    run.write_run({})
+    run.finish("failed", error=ActorDiedError("gone", worker=1, epoch=0, signal="SIGKILL"))
+    error = run.read_run()["error"]
+    assert (error["code"], error["worker"], error["signal"]) == ("actor-died", 1, "SIGKILL")
+    assert error["epoch"] == 0
+    assert "exit_code" not in error
+    trace = "Traceback (most recent call last):\nKeyError: 3\n"
+    run.finish("failed", error=TaskError("f", "W", 7, trace))
+    error = run.read_run()["error"]
+    assert (error["remote_traceback"], error["pid"]) == (trace, 7)
 
 
 def test_a_run_taken_up_again_remembers_its_attempts():
@@ -155,8 +178,9 @@ def test_a_killed_run_reads_as_died_and_a_running_one_cannot_be_taken():
     assert process.stdout.readline() == "ready\n"
     run = RunDirectory("runs/x")
     assert run.status() == "running"
-    with pytest.raises(RuntimeError, match=f"still going on, in process {process.pid}"):
+    with pytest.raises(RunLockedError) as caught:
         RunDirectory.reopen("runs/x")
+    assert (caught.value.pid, caught.value.host) == (process.pid, socket.gethostname())
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert run.status() == "died"

@@ -272,8 +272,9 @@ def test_what_has_no_form_is_refused_with_the_way_to_it(odd):
 def test_a_state_inside_itself_is_refused():
     state = {"a": [1]}
     state["a"].append(state)
-    with pytest.raises(CheckpointError, match=r"state\['a'\]\[1\].*contains itself"):
+    with pytest.raises(CheckpointError, match="contains itself") as caught:
         through(state)
+    assert caught.value.entry == "state['a'][1]"
 
 
 def test_a_state_too_deep_is_refused():
@@ -284,11 +285,11 @@ def test_a_state_too_deep_is_refused():
         through(state)
 
 
-def test_a_state_of_fair_depth_is_not():
+def test_a_state_of_sixty_levels_comes_back_equal():
     state = 1
     for i in range(60):
         state = {i: (state,)} if i % 2 else [state]
-    through(state)
+    assert through(state) == state
 
 
 def test_the_same_container_twice_is_no_cycle():
@@ -301,8 +302,9 @@ def test_pickle_only_by_choice():
     assert through({"d": date}, allow_pickle=True) == {"d": date}
     encoder = Encoder(allow_pickle=True)
     skeleton = encoder.encode({"d": date}, "g")
-    with pytest.raises(CheckpointError, match=r"d was stored with pickle.*allow_pickle=True"):
+    with pytest.raises(CheckpointError, match=r"stored with pickle.*allow_pickle=True") as caught:
         decode(skeleton, {})
+    assert caught.value.entry == "d"
 
 
 def test_what_pickle_cannot_store_either_is_said_so():

@@ -38,6 +38,7 @@ GROUPS = {
         "doctor": "Diagnose a run, its data or its speedup.",
     },
     "Other": {
+        "data": "Inspect and repack data files, manage the row cache.",
         "bench": "Run a benchmark from a checkout.",
         "completion": "Print a shell completion script.",
     },

@@ -192,7 +192,7 @@ def pi(backend: str | None, name: str | None, runs_dir: Path, **config: int) -> 
     try:
         result = demos.run(demos.Config(**config), backend=backend)
     except BaseException:
-        folder.path.rmdir()  # Nothing has been written to it.
+        folder.discard_if_empty()
         raise
     report = demos.record(folder, result)
     shown = console()

@@ -150,6 +150,7 @@ def find_obstacle(path: Path) -> str:
     from miniray.report import read
     from miniray.report.run import is_created_by_miniray
     from miniray.runs.listing import is_run
+    from miniray.train.rundir import find_holder
 
     if path.is_symlink():
         return "it is a symbolic link"
@@ -164,7 +165,12 @@ def find_obstacle(path: Path) -> str:
     if inner is not None:
         return f"it contains a different run, {inner.name}"
     living = read(path).living
-    return f"the run is still in progress ({living})" if living else ""
+    if living:
+        return f"the run is still in progress ({living})"
+    holder = find_holder(resolved)
+    if holder is not None:
+        return f"process {holder.get('pid', '?')} on host {holder.get('host', '?')} has locked it"
+    return ""
 
 
 def _remove(path: Path) -> None:

@@ -188,8 +188,9 @@ class Engine(abc.ABC):
     ) -> ObjectRef[Any] | list[ObjectRef[Any]] | ObjectRefGenerator | None:
         """Call a method on ``actor``, the engine's own state from an ``ActorHandle``.
 
-        Calls from one caller to one actor run in the order they were made. Arguments as in
-        ``submit``. Raises only for bad arguments; a dead actor surfaces at ``get``.
+        Calls from one caller to one actor run in submission order. On async and threaded actors,
+        calls overtake those that wait for an argument. Arguments as in ``submit``. Raises only for
+        bad arguments; a dead actor surfaces at ``get``.
         """
 
     # -- objects --------------------------------------------------------------------------------

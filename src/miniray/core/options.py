@@ -12,7 +12,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from miniray.checks import check_int
+from miniray.checks import check_int, check_options
 
 #: Options by what they are applied to. Order is the order of the error message.
 ALLOWED: dict[str, tuple[str, ...]] = {
@@ -30,6 +30,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "runtime_env",
     ),
     "method": ("num_returns",),
+}
+
+_OTHER_KIND = {
+    name: f"It belongs to a remote {kind}." for kind, names in ALLOWED.items() for name in names
 }
 
 
@@ -73,15 +77,11 @@ class Options:
 
     def merged(self, kind: str, changes: Mapping[str, Any]) -> Options:
         """These options with ``changes`` applied. Raises on an unknown option or a bad value."""
-        allowed = ALLOWED[kind]
-        checked = {}
-        for key, value in changes.items():
-            if key not in allowed:
-                raise ValueError(
-                    f"unknown option {key!r} for a remote {kind}; "
-                    f"valid options are {', '.join(allowed)}"
-                )
-            checked[key] = getattr(Options, key) if value is None else _checked(key, value)
+        check_options(f"a remote {kind}", changes, ALLOWED[kind], _OTHER_KIND, ValueError)
+        checked = {
+            key: getattr(Options, key) if value is None else _checked(key, value)
+            for key, value in changes.items()
+        }
         merged = dataclasses.replace(self, **checked)
         if merged.get_if_exists and merged.name is None:
             raise ValueError("get_if_exists=True needs a name=")

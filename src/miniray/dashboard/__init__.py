@@ -52,7 +52,7 @@ def serve(
         print(f"miniray dashboard: {server.url}", flush=True)
         print(f"Runs in {server.root.path}. Press Ctrl-C to quit.", flush=True)
         if open_browser and sys.stdout.isatty():
-            webbrowser.open(server.url)
+            webbrowser.open(server.new_browser_url())
         threading.Event().wait()
     except KeyboardInterrupt:
         print()
@@ -109,8 +109,15 @@ class DashboardServer:
     @property
     def url(self) -> str:
         """The address to open in a browser, with the token."""
-        chosen = f"&run={quote(self._run, safe='')}" if self._run is not None else ""
-        return f"{self.address}?token={self.gate.token}{chosen}"
+        return f"{self.address}?token={self.gate.token}{self._run_parameter}"
+
+    def new_browser_url(self) -> str:
+        """Return an address that works once and doesn't contain the token."""
+        return f"{self.address}?code={self.gate.new_code()}{self._run_parameter}"
+
+    @property
+    def _run_parameter(self) -> str:
+        return f"&run={quote(self._run, safe='')}" if self._run is not None else ""
 
     def start(self) -> None:
         self.poller.start()

@@ -11,6 +11,7 @@ import hmac
 import ipaddress
 import os
 import secrets
+import threading
 from collections.abc import Mapping
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
@@ -27,10 +28,17 @@ class NotFoundError(LookupError):
 
 
 class Gate:
-    """The access token of one server."""
+    """Authentication of one server. ``allows`` decides on each request.
+
+    A request contains the token, in the address or in the cookie. The address that opens the
+    browser contains a code instead, because all users of the machine can see command lines. The
+    code works once, and is exchanged for the cookie.
+    """
 
     def __init__(self, port: int) -> None:
         self.token = secrets.token_urlsafe(24)
+        self._code: str | None = None
+        self._lock = threading.Lock()
         self.cookie_name = f"miniray_{port}"  # cookies are shared between ports
 
     def allows(self, headers: Mapping[str, str], query_token: str | None) -> bool:
@@ -44,6 +52,22 @@ class Gate:
                 return False
             shown = cookie[self.cookie_name].value if self.cookie_name in cookie else ""
         return hmac.compare_digest(shown.encode(), self.token.encode())
+
+    def new_code(self) -> str:
+        """Return a code that can be redeemed once. Earlier codes become invalid."""
+        with self._lock:
+            self._code = secrets.token_urlsafe(24)
+            return self._code
+
+    def redeem(self, code: str) -> bool:
+        """Return True if ``code`` is valid. It isn't afterwards."""
+        with self._lock:
+            valid = self._code is not None and hmac.compare_digest(
+                code.encode(), self._code.encode()
+            )
+            if valid:
+                self._code = None
+            return valid
 
     def cookie(self) -> str:
         return f"{self.cookie_name}={self.token}; Path=/; HttpOnly; SameSite=Strict"

@@ -86,15 +86,19 @@ class Handler(BaseHTTPRequestHandler):
         same_origin = same_origin and (
             site in ("same-origin", "none") or (reads and url.path == "/")
         )
-        if not same_origin or not self.dashboard.gate.allows(dict(self.headers.items()), token):
+        gate, code = self.dashboard.gate, self._query.get("code", [None])[0]
+        # Only the page itself may redeem the code, so that no other request uses it up.
+        is_page = same_origin and reads and url.path == "/"
+        redeemed = is_page and code is not None and gate.redeem(code)
+        if not same_origin or not (redeemed or gate.allows(dict(self.headers.items()), token)):
             return self._text(403, _FORBIDDEN)
         try:
             if url.path in routes:
                 routes[url.path]()
             elif reads and url.path in _FILES:
                 name, kind = _FILES[url.path]
-                # Store the token in a cookie. The page removes it from the address.
-                self._entering = token is not None
+                # Store the token in a cookie. The page removes token or code from the address.
+                self._entering = token is not None or redeemed
                 self._send(200, (_STATIC / name).read_bytes(), kind, "no-cache")
             elif reads and url.path == "/plotly.min.js":
                 body = self.dashboard.plotly.read_bytes()

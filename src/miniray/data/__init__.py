@@ -1,12 +1,13 @@
-"""Data for training: every rank reads its own rows, exactly once, in bounded memory.
+"""Data for training: every rank reads its rows exactly once, in bounded memory.
 
-Needs nothing else of miniray, so it works in a torchrun, Lightning or Accelerate script. What a
-name needs (numpy, pyarrow, torch) is imported when the name is used.
+Independent of the rest of miniray, so it works in a torchrun, Lightning or Accelerate script.
+NumPy, pyarrow and torch are imported when a name that requires them is used.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from miniray import lazy
 
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
     from miniray.data.plan.progress import merge_states
     from miniray.data.plan.shard import shard_indices
     from miniray.data.rlhf.dataset import RLHFDataset
+    from miniray.data.sources.row_cache import CacheFullError, RowCache
 
 __all__ = [
     "ArrowDataset",
+    "CacheFullError",
     "DataLoader",
     "Dataset",
     "IndexedDataset",
@@ -28,12 +31,15 @@ __all__ = [
     "Mixture",
     "ParquetDataset",
     "RLHFDataset",
+    "RowCache",
+    "ShardableData",
     "merge_states",
     "shard_indices",
 ]
 
 _WHERE = {
     "ArrowDataset": ".datasets",
+    "CacheFullError": ".sources.row_cache",
     "DataLoader": ".loader.loader",
     "Dataset": ".dataset",
     "IndexedDataset": ".datasets",
@@ -41,8 +47,41 @@ _WHERE = {
     "Mixture": ".mixture",
     "ParquetDataset": ".datasets",
     "RLHFDataset": ".rlhf",
+    "RowCache": ".sources.row_cache",
     "merge_states": ".plan.progress",
     "shard_indices": ".plan.shard",
 }
 
 __getattr__, __dir__ = lazy.names(__name__, _WHERE)
+
+
+@runtime_checkable
+class ShardableData(Protocol):
+    """Data that a trainer can shard and resume. Datasets and loaders of this package implement it.
+
+    Other libraries can implement it as well.
+    """
+
+    def shard(self, rank: int, world_size: int) -> ShardableData:
+        """Return the data of a rank."""
+        ...
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch, unless it is the current one."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the progress of the epoch."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a state, on any number of ranks."""
+        ...
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the rest of the epoch."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of items of the rest of the epoch."""
+        ...

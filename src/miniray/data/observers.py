@@ -22,7 +22,8 @@ class LoaderObserver(Protocol):
     def on_batch(self, loader: DataLoader, row_ids: Sequence[int], num_rows: int) -> None:
         """Called when a batch of ``num_rows`` rows is delivered.
 
-        If all rows of a batch are skipped, ``num_rows`` is 0 and the batch isn't delivered.
+        ``row_ids`` are numbers of rows in the dataset, the same on all ranks and in all epochs. If
+        all rows of a batch are skipped, ``num_rows`` is 0 and the batch isn't delivered.
         """
 
     def on_pass_end(self, loader: DataLoader) -> None:
@@ -37,7 +38,8 @@ def list_row_ids(loader: DataLoader, index: Iterable[int]) -> list[int]:
 
     They are the same on all ranks and in all epochs.
     """
-    return loader.dataset.ordinals(loader.dataset.positions(list(index)))
+    dataset = loader.dataset
+    return dataset.number_positions(dataset.find_positions(list(index)))
 
 
 def describe(loader: DataLoader) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def describe(loader: DataLoader) -> dict[str, Any]:
     content of the data isn't known. ``batches`` are those of the current pass.
     """
     dataset = loader.dataset
-    known = all(source.lasting for source in dataset.sources)
+    known = dataset.is_persistent
     return {
         "dataset": type(dataset).__name__,
         "rows": dataset.total_rows,

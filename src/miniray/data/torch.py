@@ -1,4 +1,4 @@
-"""The same plan for torch's own loader: Lightning, Accelerate, plain DDP.
+"""Datasets and samplers for torch's loader: Lightning, Accelerate, plain DDP.
 
 - ``TorchDataset`` and ``ShardSampler``: map style, in place of ``DistributedSampler``.
 - ``TorchIterableDataset``: for loaders with worker processes, which share the rank's rows.
@@ -7,26 +7,36 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils.data as torch_data
 
-from miniray.data.dataset import ROWS_AT_A_TIME, Dataset, checked_indices
+from miniray.checks import suggest_options
+from miniray.data.dataset import Dataset, check_indices
 from miniray.data.loader.loader import DataLoader
 from miniray.data.plan.shard import find_rank
 
+_ROWS_AT_A_TIME = 256
 
+
+@suggest_options()
 class TorchDataset(torch_data.Dataset[Any]):  # type: ignore[misc]
-    """All rows of a dataset in map style, in the order of the data and whatever its rank is.
+    """All selected rows of a dataset in map style, in data order.
 
-    Which rank gets which of them when is the sampler's business (``ShardSampler``).
+    ``ShardSampler`` assigns them to ranks.
     """
 
     def __init__(self, dataset: Dataset, transform: Any = None) -> None:
         self.dataset = dataset.shard(0, 1)
         self.transform = transform
+        #: Set by worker processes of loaders.
+        self._has_workers = torch.zeros(1, dtype=torch.bool).share_memory_()
+        self._has_warned = False
 
     def __len__(self) -> int:
         return self.dataset.distinct_rows
@@ -35,37 +45,52 @@ class TorchDataset(torch_data.Dataset[Any]):  # type: ignore[misc]
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        asked = checked_indices(indices, len(self))
-        rows = self.dataset.rows_at(self.dataset.places_of_ordinals(asked))
+        if torch_data.get_worker_info() is not None:
+            self._has_workers[0] = True
+        rows = self.dataset.read_ordinals(check_indices(indices, len(self)))
         return rows if self.transform is None else [self.transform(row) for row in rows]
 
+    def warn_if_ahead(self) -> None:
+        """Warn if loader workers have requested indices ahead of the training loop."""
+        module = str(sys._getframe(2).f_globals.get("__name__"))
+        if self._has_workers[0] and not self._has_warned and not module.startswith("torchdata"):
+            self._has_warned = True
+            warnings.warn(
+                "The loader has workers, which request indices ahead, so the state of the sampler"
+                " is ahead of the training loop. Use torchdata.StatefulDataLoader, or"
+                " num_workers=0.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
+
+@suggest_options()
 class ShardSampler(torch_data.Sampler[int]):  # type: ignore[misc]
-    """In place of ``DistributedSampler``: a rank's rows, exactly once, resumable on other ranks.
+    """A rank's rows, exactly once, resumable on any number of ranks, instead of a sampler of torch.
 
-    ``data`` is a ``TorchDataset``. As with torch's, call ``set_epoch`` for each epoch. By default,
-    rank and world size are those of the process group, or else those that miniray's trainers and
-    torchrun set in the environment. State and epochs are
-    as of a dataset of ``miniray.data``; ``batch_size`` must be the loader's for the state to speak
-    for other ranks, and ``state_dict(batches=...)`` says how many batches the training loop has
-    had: a loader with workers asks for indices ahead of time.
+    Follows the ``Stateful`` protocol of torchdata. With ``torchdata.StatefulDataLoader``, the state
+    is exact for any number of loader workers. A ``torch.utils.data.DataLoader`` with workers
+    requests indices ahead, so the state is exact only with ``num_workers=0``. As with
+    ``DistributedSampler``, call ``set_epoch`` for each epoch; a pass to the end starts the next
+    epoch.
+
+    Args:
+        data: Dataset in map style.
+        rank: Rank of this process; defaults to that of the process group, or else of the run in
+            the environment that miniray's trainers and torchrun set.
+        world_size: Number of ranks, with the same defaults.
     """
 
     def __init__(
-        self,
-        data: TorchDataset,
-        *,
-        rank: int | None = None,
-        world_size: int | None = None,
-        batch_size: int = 1,
+        self, data: TorchDataset, *, rank: int | None = None, world_size: int | None = None
     ) -> None:
-        rank, world_size = _process_group(rank, world_size)
+        rank, world_size = _find_process_group(rank, world_size)
+        self._data = data
         self._shard = data.dataset.shard(rank, world_size)
-        self._batch_size = batch_size
 
     @property
     def epoch(self) -> int:
-        """The epoch under way, from 0."""
+        """Current epoch, from 0."""
         return self._shard.epoch
 
     def __len__(self) -> int:
@@ -73,31 +98,38 @@ class ShardSampler(torch_data.Sampler[int]):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[int]:
         shard = self._shard
+        shard.start_pass()
         count = len(shard)
         for start in range(0, count, 4096):
-            index = range(start, min(count, start + 4096))
-            yield from shard.ordinals(shard.positions(index))
+            indices = np.arange(start, min(count, start + 4096))
+            ordinals = shard.find_ordinals(shard.find_positions(indices)).tolist()
+            for number, ordinal in enumerate(ordinals, start + 1):
+                # The shares of other ranks can be one row longer.
+                shard.record_taken(number + (number == count), complete=number == count)
+                yield ordinal
+        shard.finish_epoch()
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; nothing happens where that is the current one."""
+        """Go to the start of an epoch. Does nothing within it or after loading its state."""
         self._shard.set_epoch(int(epoch))
 
-    def state_dict(self, batches: int) -> dict[str, Any]:
-        """The state after the loop has had so many batches since the epoch was begun or loaded."""
-        self._shard.record(batches * self._batch_size)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the progress of the epoch: the indices that were requested so far."""
+        self._data.warn_if_ahead()
         return self._shard.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a ``state_dict``, also one taken on another number of ranks."""
+        """Resume from a ``state_dict`` of any number of ranks."""
         self._shard.load_state_dict(state)
 
 
+@suggest_options()
 class TorchIterableDataset(torch_data.IterableDataset[Any]):  # type: ignore[misc]
-    """A rank's rows in order, split over the worker processes of a torch ``DataLoader``.
+    """A rank's rows in order, divided among the worker processes of a torch ``DataLoader``.
 
-    Each worker reads a contiguous part of the rank's rows. Without workers an epoch follows the
-    other; with them call ``set_epoch`` for each, as with torch's samplers. State is exact without
-    workers; with ``torchdata.StatefulDataLoader`` it is, with the same number of workers.
+    Each worker reads a contiguous part of the rank's rows. Without workers, a pass to the end
+    starts the next epoch; with workers, call ``set_epoch`` for each epoch. The state is exact
+    without workers, and with the same number of workers of ``torchdata.StatefulDataLoader``.
     """
 
     def __init__(self, dataset: Dataset, transform: Any = None) -> None:
@@ -105,7 +137,7 @@ class TorchIterableDataset(torch_data.IterableDataset[Any]):  # type: ignore[mis
         self.transform = transform
         self._taken = 0
         self._skip = 0
-        # How often ``set_epoch`` was called, and with what: persistent workers were made before.
+        # Number of calls of ``set_epoch`` and the last epoch, for persistent workers.
         self._calls = 0
         self._last_call = torch.zeros(2, dtype=torch.int64).share_memory_()
 
@@ -131,7 +163,7 @@ class TorchIterableDataset(torch_data.IterableDataset[Any]):  # type: ignore[mis
         return len(self.dataset)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; nothing happens where that is the current one."""
+        """Go to the start of an epoch. Does nothing within it or after loading its state."""
         self.dataset.set_epoch(epoch)
         self._calls += 1
         self._last_call.copy_(torch.tensor([self._calls, epoch]))
@@ -140,7 +172,7 @@ class TorchIterableDataset(torch_data.IterableDataset[Any]):  # type: ignore[mis
         info = torch_data.get_worker_info()
         calls, epoch = self._last_call.tolist()
         if info is None:
-            self.dataset.restart()
+            self.dataset.start_pass()
         elif calls != self._calls:
             self._calls = calls
             self.dataset.set_epoch(epoch)
@@ -149,38 +181,38 @@ class TorchIterableDataset(torch_data.IterableDataset[Any]):  # type: ignore[mis
         start = count * number // workers + self._skip
         stop = count * (number + 1) // workers
         self._taken, self._skip = self._skip, 0
-        for begin in range(start, stop, ROWS_AT_A_TIME):
-            index = range(begin, min(stop, begin + ROWS_AT_A_TIME))
-            for row in self.dataset.rows_at(self.dataset.places(index)):
+        for begin in range(start, stop, _ROWS_AT_A_TIME):
+            for row in self.dataset[begin : min(stop, begin + _ROWS_AT_A_TIME)]:
                 self._taken += 1
                 if info is None:
-                    self.dataset.record(self._taken, complete=self._taken == count)
+                    self.dataset.record_taken(self._taken, complete=self._taken == count)
                 yield row if self.transform is None else self.transform(row)
         self._taken = 0
         if info is None:
             self.dataset.finish_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the epoch is; inside a worker process of a loader, how far that worker is."""
+        """Return the progress of the epoch, or of a worker in a worker process of a loader."""
         info = torch_data.get_worker_info()
         if info is None:
             return self.dataset.state_dict()
         return {"worker": info.id, "workers": info.num_workers, "taken": self._taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a ``state_dict``; ``ValueError`` for one of another worker."""
+        """Resume from a ``state_dict``. Raises ``ValueError`` for that of a different worker."""
         info = torch_data.get_worker_info()
         if info is None:
             self.dataset.load_state_dict(state)
             return
         if (state["worker"], state["workers"]) != (info.id, info.num_workers):
             raise ValueError(
-                f"the state is of worker {state['worker']} of {state['workers']}, and this is"
-                f" {info.id} of {info.num_workers}: resume with as many worker processes"
+                f"The state is of worker {state['worker']} of {state['workers']}, but this is"
+                f" worker {info.id} of {info.num_workers}. Resume with the same number of workers."
             )
         self._skip = int(state["taken"])
 
 
+@suggest_options()
 class LightningLoader:
     """A ``miniray.data.DataLoader`` for Lightning, which then resumes in mid-epoch exactly.
 
@@ -223,7 +255,7 @@ class LightningLoader:
         self._before = self._delivered = int(state["epoch"]), int(state["batches"])
 
 
-def _process_group(rank: int | None, world_size: int | None) -> tuple[int, int]:
+def _find_process_group(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         raise ValueError("give both rank and world_size, or none of them")
     if rank is not None and world_size is not None:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from miniray.checks import check_bool
 from miniray.doctor import (
     instrument,
     leaving,
@@ -53,6 +54,7 @@ def attach(
     ``ValueError`` for an environment that contradicts itself, ``OSError`` where the run directory
     cannot be written.
     """
+    check_bool("instrumented", instrumented)
     current = recorder.current()
     if current is not None:
         return current

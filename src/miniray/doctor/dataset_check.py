@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from miniray.checks import check_bool
 from miniray.doctor import samples
 from miniray.doctor.dataset_shares import Setup, Share, Taken, dealt, of_loader, share_of
 from miniray.doctor.findings import Finding, Severity, by_weight, named, plural
@@ -104,6 +105,7 @@ def check_dataset(
     that rank's share is shown; all are compared. ``TypeError`` for a dataset without a length, and
     for a loader whose sampler gives no numbers.
     """
+    check_bool("drop_last", drop_last)
     world = _world_size() if world_size is None else world_size
     if world < 1:
         raise ValueError(f"world_size must be at least 1, not {world}")

@@ -63,7 +63,8 @@ class _Launch:
         self.folder = self.run_dir / "ranks"
         if any(self.folder.glob("*.box")):
             raise MinirayError(f"{self.run_dir} already holds a run: choose another directory")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        runfile.make_private(self.run_dir)
+        self.folder.mkdir(exist_ok=True)
         self.run_id = secrets.token_hex(4)
         self._told = 0.0
         self._was_running = True
@@ -79,7 +80,7 @@ class _Launch:
             options.world_size,
             "miniray run",
             self.seed,
-            command=list(options.command),
+            command=runfile.mask_arguments(options.command),
             nproc=options.nproc,
             nnodes=options.nnodes,
             hang_timeout=options.hang_timeout,

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from miniray.doctor import heartbeat, in_flight, model, processes, sites, stacks
+from miniray.doctor import heartbeat, in_flight, model, processes, runfile, sites, stacks
 from miniray.doctor.box import Box
 from miniray.doctor.model import Steps
 from miniray.doctor.tally import Tally
@@ -199,7 +199,8 @@ def start(
             f"this process already records rank {_current.rank} in {_current.run_dir}"
         )
     ranks = ranks.absolute()
-    ranks.mkdir(parents=True, exist_ok=True)
+    runfile.make_private(ranks.parent)
+    ranks.mkdir(exist_ok=True)
     with _alone(ranks):
         path, earlier = _free_path(ranks, rank)
         recorder = Recorder(
@@ -213,7 +214,7 @@ def start(
                 "started": processes.start_ticks(os.getpid()),
                 "host": socket.gethostname(),
                 "launcher": launcher,
-                "command": " ".join(sys.orig_argv)[:500],
+                "command": " ".join(runfile.mask_arguments(sys.orig_argv))[:500],
                 "attempt": attempt,
                 "box": str(path),
                 "heartbeat_interval": heartbeat_interval,

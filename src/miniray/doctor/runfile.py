@@ -12,18 +12,23 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from miniray import __version__
+from miniray.files import replace_atomically
 from miniray.runs import files
 
 FORMAT = 1
+#: Stands for a secret in ``run.json`` and in reports.
+MASK = "***"
+_SECRETS = ("password", "secret", "token", "key")
 
 
 def write_run(
@@ -50,14 +55,47 @@ def beginning(
         "error": None,
         "seed": seed,
         "world_size": world_size,
-        "config": dict(config),
+        "config": mask_secrets(dict(config)),
         "versions": versions(),
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "pid": os.getpid(),
         "process_started": psutil.Process().create_time(),
-        "command": shlex.join(sys.orig_argv),
+        "command": shlex.join(mask_arguments(sys.orig_argv)),
     }
+
+
+def mask_secrets(value: Any, name: str = "") -> Any:
+    """Return ``value`` with the strings replaced whose name ends in a word such as "token"."""
+    if isinstance(value, Mapping):
+        return {key: mask_secrets(item, str(key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [mask_secrets(item, name) for item in value]
+    return MASK if isinstance(value, str) and value and _is_secret(name) else value
+
+
+def mask_command(command: str) -> str:
+    """Return a command line with its secrets masked."""
+    return " ".join(mask_arguments(command.split(" ")))
+
+
+def mask_arguments(arguments: Sequence[str]) -> list[str]:
+    """Mask the value of ``--name=value`` and ``--name value`` if the name is that of a secret."""
+    masked: list[str] = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        name, equals, value = argument.partition("=")
+        if equals and value and _is_secret(name):
+            argument = f"{name}={MASK}"
+        elif before.startswith("-") and not argument.startswith("-") and _is_secret(before):
+            argument = MASK
+        masked.append(argument)
+    return masked
+
+
+def _is_secret(name: str) -> bool:
+    """Return True for ``hf_token``, ``secretKey`` and ``API_KEY``, but not for ``tokenizer``."""
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+", name)
+    return bool(words) and words[-1].lower() in _SECRETS
 
 
 def change_run(run_dir: Path, **fields: Any) -> None:
@@ -85,13 +123,20 @@ def new_directory(root: Path, prefix: str) -> Path:
     while True:
         path = root / (base if attempt == 1 else f"{base}-{attempt}")
         try:
-            path.mkdir(parents=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700)
         except FileExistsError:
             if not path.is_dir():
                 raise
             attempt += 1  # mkdir is what decides between two processes in one second
         else:
             return path
+
+
+def make_private(path: Path) -> None:
+    """Create a run directory for this user only. Leave an existing directory as it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
 
 
 def now() -> str:
@@ -110,14 +155,8 @@ def versions() -> dict[str, str | None]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """A reader sees the old content or all of the new one."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    """Replace a file. Readers see the old content or all of the new one."""
+    replace_atomically(path, text.encode(), sync=False)
 
 
 def _as_json(value: Mapping[str, Any]) -> str:

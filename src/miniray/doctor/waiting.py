@@ -28,6 +28,7 @@ _CONSEQUENCE_TYPES = {
     "DistBackendError",
     "DistNetworkError",
     "DistStoreError",
+    "PeerLostError",
 }
 _CONSEQUENCE_TEXT = re.compile(
     r"closed by peer|connection (reset|refused|closed|was )|broken pipe|timed? ?out"

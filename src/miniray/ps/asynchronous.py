@@ -154,24 +154,25 @@ class AsyncServer(Server):
 class MovingModel(Model):
     """A model that can also be moved towards one worker's weights."""
 
-    #: The current weights where they are memory of our own and not part of an object in the store.
+    #: The current weights if this object owns their memory, instead of the object store.
     _own_sources: Sequence[Source] | None = None
+    #: Memory for the next weights, of the same size.
+    _spare: Sequence[Source]
 
     def moved(self, worker: Hashable, weights: Any, rate: float) -> Tally | None:
-        """Move the current weights towards one worker's, in place. The first become the current.
+        """Move the current weights towards one worker's. The first become the current.
 
-        Returns None when they are not finite and are to be skipped. What raises changes nothing,
-        unless numbers become too large on the way: then the current weights are of no more use.
+        Return None if they aren't finite and ``on_nonfinite`` is ``"skip"``. An error leaves the
+        current weights and the strategy's buffers unchanged.
         """
         given = Given(worker, weights)
         workers = self._checked([given])
-        # Looked at first: once the current weights are partly overwritten it would be too late.
         where = self._broken(given, workers[0])
         if where is not None:
             if self._on_nonfinite == "skip":
                 return None
             raise NonFiniteWeightsError(
-                f"{given.who}: entry {where} has NaN or Inf", (given.worker,)
+                f"{given.who}: entry {where} has NaN or Inf", (given.worker,), entry=where
             )
         if not self.has_weights:
             self._own(weights)
@@ -181,28 +182,35 @@ class MovingModel(Model):
         assert self._sources is not None
         tally = Tally(0.0, np.zeros(1))
         for combiner in (self._small, self._large):
-            targets = [self._sources[r.leaf] for r in combiner.ranges]
+            targets = [self._spare[r.leaf] for r in combiner.ranges]
             try:
                 tally += combiner.combine(self._sources, workers, [1.0], targets, rate)
             except NotFiniteError as error:
                 raise NonFiniteWeightsError(
-                    f"the server's weights are not finite any more, in entry {error.place}: "
-                    "numbers became too large; go on from the last get_state() or set_weights()"
+                    f"The push of {given.who} would make entry {error.place} of the server's "
+                    "weights NaN or Inf: numbers became too large. The server's weights are "
+                    "unchanged. Lower the learning rate of the strategy or of the worker.",
+                    entry=error.place,
                 ) from None
-            combiner.commit()
         for i in self._counts:
             both = [self._sources[i], workers[0][i]]
-            self._sources[i][:] = combine_counts(both, [1 - rate, rate])
+            self._spare[i][:] = combine_counts(both, [1 - rate, rate])
+        self._small.commit()
+        self._large.commit()
+        self._spare, self._sources = self._sources, self._spare
+        self._own_sources = self._sources
         self._show()
         return tally
 
     def _own(self, weights: Any) -> None:
-        """Make ``weights`` the current ones, as memory of our own that may be written to."""
+        """Make a copy of ``weights`` the current ones, and reserve memory for the next."""
         assert self.layout is not None
-        self._sources = self._own_sources = [
-            s.copy() if isinstance(s, np.ndarray) else s.clone()
-            for s in self.layout.extract(weights, "the server", "the server")
-        ]
+        sources = self.layout.extract(weights, "the server", "the server")
+        self._sources, self._spare = (
+            [s.copy() if isinstance(s, np.ndarray) else s.clone() for s in sources]
+            for _ in range(2)
+        )
+        self._own_sources = self._sources
         self._show()
 
     def _show(self) -> None:

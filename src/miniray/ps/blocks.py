@@ -8,8 +8,7 @@ each operation, so threads do run at the same time.
 
 from __future__ import annotations
 
-import threading
-from collections import deque
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -97,13 +96,16 @@ def split(ranges: list[Range], leaves: list[Leaf], parts: int) -> list[list[Rang
 
 
 class Crew:
-    """Threads that work through pieces. Made when first needed, kept for the next time."""
+    """Run a function on pieces with several threads.
+
+    The threads are started when they are first needed, and kept for later runs.
+    """
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or min(cpu_count(), 8)
         self._pool: ThreadPoolExecutor | None = None
-        #: Room for intermediate results, for each thread: fresh memory costs ten times warm one.
-        self._rooms: deque[Scratch] = deque()
+        #: Intermediate results, one per thread. Kept because fresh memory is ten times slower.
+        self._scratches: list[Scratch] = []
 
     def run(
         self,
@@ -111,49 +113,40 @@ class Crew:
         work: Callable[[Piece, Scratch], None],
         most: int | None = None,
     ) -> None:
-        """Call ``work`` for every piece, in at most so many threads.
+        """Call ``work`` for every piece, in at most ``most`` threads.
 
-        The first exception stops all and is raised.
+        If a call raises, start no further ones, wait for the running ones, and raise its exception,
+        whatever its type.
         """
         total = sum(p.stop - p.start for p in pieces)
         threads = self.threads if most is None else min(self.threads, most)
-        helpers = 0 if total < _WORTH_THREADS else min(threads, len(pieces)) - 1
-        left = deque(pieces)
-        failed = threading.Event()
+        threads = 1 if total < _WORTH_THREADS else min(threads, len(pieces))
+        while len(self._scratches) < threads:
+            self._scratches.append(Scratch())
+        queue = iter(pieces)  # shared by the threads: each takes the next piece
+        errors: list[BaseException] = []
 
-        def drain() -> None:
+        def run_pieces(scratch: Scratch) -> None:
             try:
-                scratch = self._rooms.pop()
-            except IndexError:
-                scratch = Scratch()
-            try:
-                # Overflow and NaN are looked for in the results; this setting is the thread's own.
+                # The results are checked for overflow and NaN. The setting is per thread.
                 with np.errstate(all="ignore"):
-                    while not failed.is_set():
-                        work(left.popleft(), scratch)
-            except IndexError:
-                if left:  # not the queue's own
-                    failed.set()
-                    raise
-            except BaseException:
-                failed.set()
-                raise
-            finally:
-                self._rooms.append(scratch)
+                    for piece in queue:
+                        work(piece, scratch)
+                        if errors:
+                            break
+            except BaseException as error:
+                errors.append(error)
 
-        if helpers and self._pool is None:
+        if threads > 1 and self._pool is None:
             self._pool = ThreadPoolExecutor(self.threads, "miniray-ps")
-        futures = [self._pool.submit(drain) for _ in range(helpers)] if self._pool else []
+        helpers = self._pool.map(run_pieces, self._scratches[1:threads]) if self._pool else ()
+        run_pieces(self._scratches[0])
+        list(helpers)  # wait for them
         try:
-            drain()
+            if errors:
+                raise errors[0]
         finally:
-            errors = [f.exception() for f in futures]
-        try:
-            for error in errors:
-                if error is not None:
-                    raise error
-        finally:
-            errors, error = [], None  # a cycle with the traceback would keep all memory in it
+            errors.clear()  # a reference cycle with the traceback would keep the weights in memory
 
 
 class Scratch:
@@ -258,8 +251,7 @@ def _entries(arrays: list[Array], runs: Sequence[Run]) -> list[Array]:
 
 
 def all_finite(block: Array) -> bool:
-    """Whether there is neither NaN nor infinity in ``block``."""
-    # A sum of squares is finite only if all are; it is five times faster than asking each number,
-    # and merely overflows for numbers beyond 1e19, which are then looked at one by one.
-    total = float(np.dot(block, block))
-    return total - total == 0 or bool(np.isfinite(block).all())
+    """Return True if ``block`` contains neither NaN nor infinity."""
+    # The sum of squares is five times faster than np.isfinite, and finite only if all numbers are.
+    # It overflows for finite numbers above 1e19, which need the slow check.
+    return math.isfinite(np.dot(block, block)) or bool(np.isfinite(block).all())

@@ -7,11 +7,13 @@ them. Nothing it does is final until ``commit``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from miniray.errors import StrategyError
 from miniray.ps.blocks import (
     Buffers,
     Crew,
@@ -27,13 +29,17 @@ from miniray.ps.places import Run
 from miniray.ps.reading import FarRun
 from miniray.ps.strategies.base import Context, Strategy
 
-#: Up to this many numbers norms are exact; beyond, an eighth of every eighth piece is looked at.
-EXACT = 4_000_000
-_SAMPLE = 8
+#: Sums of squares below this are computed in float64: squares of float32 may have become 0.
+_TINY = 1e-25
+#: Numbers that are summed in their own type.
+_ROW = 4096
 
 
 class NotFiniteError(Exception):
-    """The result is not finite, or a worker's weights are not; ``place`` is an entry with one."""
+    """The result or a worker's weights contain NaN or Inf.
+
+    ``place`` is such an entry, or empty if only a distance between workers overflows.
+    """
 
     def __init__(self, place: str) -> None:
         super().__init__(place)
@@ -42,10 +48,7 @@ class NotFiniteError(Exception):
 
 @dataclasses.dataclass
 class Tally:
-    """Sums of squares: of the change, and of each worker's distance to the mean of the workers.
-
-    Above ``EXACT`` numbers they are estimates from the first eighth of every eighth piece.
-    """
+    """Squared norm of the change, and squared distance of each worker to the workers' mean."""
 
     change: float
     distances: Array
@@ -77,11 +80,7 @@ class Combiner:
         #: For each piece, where in it are numbers that are no entry's.
         self._gaps = [_gaps_in(piece, leaves[piece.leaf].gaps) for piece in self._pieces]
         self._crew = crew
-        total = sum(self._numbers(p, p.stop - p.start) for p in self._pieces)
         self._nbytes = sum((r.stop - r.start) * leaves[r.leaf].compute.itemsize for r in ranges)
-        self._sample = 1 if total <= EXACT else _SAMPLE
-        measured = sum(self._numbers(p, self._measured(p)) for p in self._pieces)
-        self._scale = total / measured if measured else 1.0
 
     def distances(self, workers: Sequence[Sequence[Source]]) -> Array:
         """Squared distances of each two workers, over these ranges."""
@@ -93,8 +92,7 @@ class Combiner:
             gap = scratch.get("gap", piece.stop - piece.start, blocks[0].dtype)
             for i in range(count):
                 for j in range(i):
-                    np.subtract(blocks[i], blocks[j], out=gap)
-                    square = _square(self._cleared(piece, gap))
+                    square = self._square(piece, blocks[i], blocks[j], gap)
                     found[piece.number, i, j] = found[piece.number, j, i] = square
 
         self._run(measure, workers)
@@ -109,12 +107,14 @@ class Combiner:
         targets: Sequence[Source],
         rate: float | None = None,
     ) -> Tally:
-        """Write the new weights to ``targets``, a flat array for each range.
+        """Write the new weights to ``targets``, which has a flat array for each range.
 
-        With ``rate``, one worker's weights go in only to that part, and a target may be the
-        current weights themselves. Raises ``NotFiniteError``; then the targets hold rubbish.
+        With ``rate``, move the current weights only by this fraction towards one worker's weights.
+        Raise ``NotFiniteError`` or ``StrategyError``; the contents of ``targets`` are then
+        undefined.
         """
         count = len(workers)
+        equal = [1 / count] * count
         change = np.zeros(len(self._pieces))
         apart = np.zeros((len(self._pieces), count))
         strategy = self._strategy
@@ -128,43 +128,43 @@ class Combiner:
             if current is not None:
                 old = read(current[piece.leaf], piece.start, piece.stop, leaf.compute)
             target, at = targets[piece.range], piece.start - piece.base
-            direct = rate is None and getattr(target, "dtype", None) == leaf.compute
+            direct = getattr(target, "dtype", None) == leaf.compute
             out = target[at : at + size] if direct else scratch.get("out", size, leaf.compute)
-            if not strategy.shows_nonfinite:
-                for block in blocks:
-                    self._check(piece, block)
-            part = self._measured(piece)
-            gap = scratch.get("gap", part, leaf.compute)
-            if part and count > 1:
-                parts = [block[:part] for block in blocks]
-                for i, difference in enumerate(_differences(parts, gap)):
-                    apart[piece.number, i] = _square(self._cleared(piece, difference))
             if rate is not None:
                 blocks = [_towards(old, blocks[0], rate, scratch.get("rate", size, leaf.compute))]
-            strategy.enter(Context(out, scratch, *self.buffers.of(piece)))
+            context = Context(out, scratch, *self.buffers.of(piece))
+            strategy.enter(context)
+            gap = scratch.get("gap", size, leaf.compute)
+            if count > 1:
+                center = strategy.mean(blocks, equal, scratch.get("center", size, leaf.compute))
+                squares = [self._square(piece, block, center, gap) for block in blocks]
+                if not math.isfinite(sum(squares)):  # the sum of finite weights may overflow
+                    wide = np.asarray(np.mean(blocks, axis=0, dtype=np.float64))
+                    squares = [self._square(piece, block, wide, gap) for block in blocks]
+                apart[piece.number] = squares
+                context.blocks, context.center = blocks, center
+            # Finite distances prove that the weights are finite.
+            known_finite = count > 1 and math.isfinite(apart[piece.number].sum())
+            if not strategy.shows_nonfinite and not known_finite:
+                for block in blocks:
+                    self._check(piece, block)
             if only_mean:
-                result = strategy.mean(blocks, weights, out)
+                strategy.mean(blocks, weights, out)
                 self.buffers.keep(piece)
             else:
-                result = strategy.combine(old, blocks, weights)
-            if result is not out:
-                if result.shape != out.shape:
-                    raise ValueError(
-                        f"strategy {strategy.name!r} gave an array of shape {result.shape} for a "
-                        f"piece of shape {out.shape}"
-                    )
-                np.copyto(out, result)
-            self._check(piece, self._cleared(piece, out))
-            if part and old is not None:
-                np.subtract(out[:part], old[:part], out=gap)
-                change[piece.number] = _square(self._cleared(piece, gap))
-            if not direct:  # last: the target may be the current weights
+                self._apply(piece, old, blocks, weights, out)
+            self._cleared(piece, out)
+            if old is not None:
+                change[piece.number] = self._square(piece, out, old, gap)
+            if old is None or not math.isfinite(change[piece.number]):
+                self._check(piece, out)
+            if not direct:
                 write(target, at, out)
                 if _is_half(target):  # what fits float32 may be too large for it
                     self._check(piece, target[at : at + size].astype(leaf.compute))
 
         self._run(work, workers)
-        return Tally(float(change.sum()) * self._scale, apart.sum(axis=0) * self._scale)
+        return Tally(float(change.sum()), apart.sum(axis=0))
 
     def broken(self, sources: Sequence[Source]) -> str | None:
         """The first entry of one worker's that holds NaN or infinity; None if there is none."""
@@ -209,10 +209,42 @@ class Combiner:
             blocks.append(block)
         return blocks
 
-    def _measured(self, piece: Piece) -> int:
-        """How many numbers of a piece are looked at for the norms, from its start."""
-        size = piece.stop - piece.start
-        return 0 if piece.number % self._sample else max(1, size // self._sample)
+    def _apply(
+        self,
+        piece: Piece,
+        old: Array | None,
+        blocks: Sequence[Array],
+        weights: Sequence[float],
+        out: Array,
+    ) -> None:
+        """Write the strategy's result for ``piece`` to ``out``. Raise ``StrategyError``."""
+        name = self._strategy.name
+        try:
+            result = self._strategy.combine(old, blocks, weights)
+            if result is not out:
+                if np.shape(result) != out.shape:
+                    raise ValueError(
+                        f"combine must return an array of shape {out.shape}, not {np.shape(result)}"
+                    )
+                np.copyto(out, result)
+        except Exception as error:  # user code may raise anything
+            entry = self._leaves[piece.leaf].entry_at(piece.start)
+            raise StrategyError(
+                f"Strategy {name!r} failed in entry {entry}: {type(error).__name__}: {error}. "
+                "The server's weights are unchanged.",
+                strategy=name,
+                entry=entry,
+            ) from error
+
+    def _square(self, piece: Piece, one: Array, other: Array, room: Array) -> float:
+        """Return the squared distance of two blocks of ``piece``. Overwrite ``room``."""
+        difference = self._cleared(piece, np.subtract(one, other, out=room))
+        total = _sum_of_squares(difference)
+        if _TINY < total < math.inf or not difference.any():
+            return total
+        # Squares of float32 numbers overflow above 1e19, and are 0 below 1e-23.
+        wide = self._cleared(piece, np.subtract(one, other, dtype=np.float64))
+        return _sum_of_squares(wide)
 
     def _check(self, piece: Piece, block: Array) -> None:
         """Raise ``NotFiniteError`` if an entry has NaN or infinity in this piece."""
@@ -225,15 +257,11 @@ class Combiner:
             raise NotFiniteError(self._leaves[piece.leaf].entry_at(place))
 
     def _cleared(self, piece: Piece, block: Array) -> Array:
-        """``block``, the start of a piece or all of it, with 0 where no entry is."""
+        """Return ``block`` after setting the numbers between entries to 0."""
         gaps = self._gaps[piece.number]
         if len(gaps):
-            block[gaps[: np.searchsorted(gaps, len(block))]] = 0
+            block[gaps] = 0
         return block
-
-    def _numbers(self, piece: Piece, size: int) -> int:
-        """How many of the first ``size`` numbers of a piece are an entry's."""
-        return size - int(np.searchsorted(self._gaps[piece.number], size))
 
 
 def _is_half(target: Source) -> bool:
@@ -246,18 +274,15 @@ def _gaps_in(piece: Piece, gaps: Array) -> Array:
     return inside
 
 
-def _differences(blocks: list[Array], gap: Array) -> Iterator[Array]:
-    """Each worker's difference to the plain mean of all, in the memory of ``gap``."""
-    center = np.add(blocks[0], blocks[1])
-    for block in blocks[2:]:
-        np.add(center, block, out=center)
-    np.multiply(center, 1 / len(blocks), out=center)
-    for block in blocks:
-        yield np.subtract(block, center, out=gap)
+def _sum_of_squares(block: Array) -> float:
+    """Return the sum over rows of a few thousand numbers, which keeps float32 rounding below 1e-5.
 
-
-def _square(block: Array) -> float:
-    return float(np.dot(block, block))
+    One ``matmul`` for all rows is as fast as one ``dot``.
+    """
+    body = block[: len(block) // _ROW * _ROW].reshape(-1, _ROW)
+    rest = block[body.size :]
+    rows = np.matmul(body[:, None, :], body[:, :, None])
+    return float(rows.sum(dtype=np.float64)) + float(np.dot(rest, rest))
 
 
 def _towards(old: Array | None, new: Array, rate: float, out: Array) -> Array:

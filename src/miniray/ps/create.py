@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from typing import Any
 
@@ -99,19 +98,9 @@ class ServerClass(ActorClass[Server, ...]):
 
 
 _SIGNATURE = inspect.signature(create_parameter_server)
+_SERVER_OPTIONS = [n for n in _SIGNATURE.parameters if n not in ("strategy", "strategy_kwargs")]
 
 ParameterServer = ServerClass(Options())
-
-
-def _strategy(strategy: str | Strategy, options: dict[str, Any]) -> Strategy:
-    try:
-        return make_strategy(strategy, options)
-    except TypeError as error:
-        # What is no option of the server is taken for one of the strategy: a slip looks like that.
-        for name in options:
-            for meant in difflib.get_close_matches(name, _SIGNATURE.parameters, 1, 0.7):
-                raise TypeError(f"{error}; did you mean {meant!r}?") from None
-        raise
 
 
 def _checked(*args: Any, **kwargs: Any) -> tuple[type[Server], dict[str, Any]]:
@@ -119,7 +108,9 @@ def _checked(*args: Any, **kwargs: Any) -> tuple[type[Server], dict[str, Any]]:
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    made = given["strategy"] = _strategy(given["strategy"], given.pop("strategy_kwargs"))
+    made = given["strategy"] = make_strategy(
+        given["strategy"], given.pop("strategy_kwargs"), _SERVER_OPTIONS
+    )
     for name, allowed in _CHOICES.items():
         check_choice(name, given[name], allowed)
     for name, low in _LOWEST.items():

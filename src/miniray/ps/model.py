@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from miniray.core import session
-from miniray.errors import NonFiniteWeightsError
+from miniray.errors import NonFiniteWeightsError, WeightsMismatchError
 from miniray.ps.blocks import Range
 from miniray.ps.combine import Combiner, NotFiniteError, Tally, typed
 from miniray.ps.current import Current
@@ -104,7 +104,11 @@ class Model(Current):
             return given.far
         if self.knows(given.stored):
             return self._places.view(given.stored)
-        return self._extracted(given.weights, given.stored, given.who, reference)
+        try:
+            return self._extracted(given.weights, given.stored, given.who, reference)
+        except WeightsMismatchError as error:
+            error.add_fields(worker=given.worker)
+            raise
 
     def _combine(
         self,
@@ -225,21 +229,32 @@ class Model(Current):
         chosen: Sequence[int],
         place: str,
     ) -> list[int]:
-        """Which workers are not finite. Raises unless they may and can be left out."""
+        """Return the workers to skip because they aren't finite.
+
+        Raise ``NonFiniteWeightsError`` if none may be skipped, or if the workers aren't the cause.
+        """
         broken = {i: where for i in chosen if (where := self._broken(given[i], workers[i]))}
+        if not broken and not place:
+            raise NonFiniteWeightsError(
+                f"Strategy {self.strategy.name!r} compares workers by their squared distances, "
+                "which overflow float64, although the weights of every worker are finite. Some "
+                "weights are above 1e150: lower the learning rate."
+            )
         if not broken:
             raise NonFiniteWeightsError(
                 f"the combined weights are not finite in entry {place}, although those of every "
-                "worker are: numbers became too large"
+                "worker are: numbers became too large",
+                entry=place,
             )
         text = "; ".join(f"{given[i].who}: entry {p} has NaN or Inf" for i, p in broken.items())
         names = tuple(given[i].worker for i in broken)
+        entry = next(iter(broken.values()))
         if self._on_nonfinite == "error":
             raise NonFiniteWeightsError(
-                f'{text} (on_nonfinite="skip" leaves such workers out)', names
+                f'{text} (on_nonfinite="skip" leaves such workers out)', names, entry=entry
             )
         if len(broken) == len(chosen):
-            raise NonFiniteWeightsError(f"no worker has finite weights: {text}", names)
+            raise NonFiniteWeightsError(f"no worker has finite weights: {text}", names, entry=entry)
         return list(broken)
 
     def _broken(self, given: Given, sources: Sequence[Source]) -> str | None:

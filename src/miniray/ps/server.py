@@ -15,12 +15,12 @@ from typing import Any
 
 import miniray
 from miniray.core.remote import ActorHandle
-from miniray.ps import current
 from miniray.ps.collect import Collector, Round, failure
 from miniray.ps.combine import Tally
 from miniray.ps.compression import Compressed
 from miniray.ps.model import Combined, Given, Model
 from miniray.ps.reading import UnreadableError
+from miniray.ps.state import load_state, save_state
 from miniray.ps.strategies.base import Strategy, at_least
 
 #: After one worker did not take the weights, how long to wait to learn about the others.
@@ -272,12 +272,15 @@ class Server:
         }
 
     def get_state(self) -> dict[str, Any]:
-        """All that a checkpoint needs: dicts and lists of arrays, numbers and strings."""
-        return current.save(self._model, self._version, self._worker_weights)
+        """Return the state for a checkpoint: dicts and lists of arrays, numbers and strings."""
+        return save_state(self._model, self._version, self._worker_weights)
 
     def set_state(self, saved: dict[str, Any]) -> None:
-        """Go on from ``get_state``. Raises ``ValueError`` when it is another strategy's."""
-        self._version, self._worker_weights = current.load(self._model, saved)
+        """Continue from ``get_state``.
+
+        Raise ``ValueError`` if it isn't a valid state of this strategy; nothing changes then.
+        """
+        self._version, self._worker_weights = load_state(self._model, saved)
 
     def _adopt(self, new: Combined, workers: int, seconds: dict[str, float], moved: int) -> None:
         first = not self._model.has_weights

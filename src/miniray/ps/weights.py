@@ -179,7 +179,13 @@ def mean(weights: Sequence[Any]) -> Any:
     Raises ``WeightsMismatchError`` naming the worker by its position.
     """
     layout = Layout(weights[0], "worker 0")
-    workers = [layout.extract(w, f"worker {i}", "worker 0") for i, w in enumerate(weights)]
+    workers: list[list[Source]] = []
+    for i, each in enumerate(weights):
+        try:
+            workers.append(layout.extract(each, f"worker {i}", "worker 0"))
+        except WeightsMismatchError as error:
+            error.add_fields(worker=i)
+            raise
     values: list[Any] = []
     for i, leaf in enumerate(layout.leaves):
         sources = [worker[i] for worker in workers]
@@ -263,7 +269,9 @@ def _mismatch(
     who: str, path: str, mine: str, reference: str, theirs: str, extra: str = ""
 ) -> WeightsMismatchError:
     place = f"entry {path}" if path else "the whole"
-    return WeightsMismatchError(f"{who}: {place} has {mine}, {reference} has {theirs}{extra}")
+    return WeightsMismatchError(
+        f"{who}: {place} has {mine}, {reference} has {theirs}{extra}", entry=path or None
+    )
 
 
 def _difference(node: Any, keys: list[Any] | None) -> str:

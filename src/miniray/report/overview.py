@@ -156,13 +156,13 @@ def _render_error(run: Run) -> tuple[str, str, list[Markup]] | None:
     if run.state == "interrupted":
         return "warn", "Interrupted", [tag("p", message or "The run was stopped with Ctrl-C.")]
     lines = message.splitlines() or [""]
-    remote = any(line.startswith("Traceback (most") for line in lines)
-    # The text of a remote error ends with the user's exception, which is the best heading.
-    heading = lines[-1] if remote else ": ".join(part for part in (kind, lines[0]) if part)
+    remote = str(error.get("remote_traceback") or "").rstrip()
+    heading = ": ".join(part for part in (kind, lines[0]) if part)
     details: list[Markup] = []
-    if remote:
+    if remote:  # it ends with the exception of the user
+        heading = remote.rpartition("\n")[2]
         details.append(tag("p", lines[0], cls="soft"))
-        details.append(collapsible("Traceback of the worker", tag("pre", "\n".join(lines[1:]))))
+        details.append(collapsible("Traceback of the worker", tag("pre", remote)))
     elif len(lines) > 1:
         details.append(tag("pre", "\n".join(lines[1:])))
     if error.get("traceback"):

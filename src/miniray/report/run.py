@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from miniray.doctor import runfile
 from miniray.doctor.layout import MAGIC
 from miniray.doctor.model import RankRecord, RunRecord
 from miniray.doctor.reader import read_run
@@ -98,7 +99,8 @@ class Run(RunEntry):
 
     @property
     def config(self) -> Mapping[str, Any]:
-        return self.info.get("config") or {}
+        config: Mapping[str, Any] = runfile.mask_secrets(self.info.get("config") or {})
+        return config
 
     @property
     def unit(self) -> str:

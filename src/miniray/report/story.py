@@ -6,6 +6,7 @@ import datetime
 from collections.abc import Mapping
 from typing import Any
 
+from miniray.doctor import runfile
 from miniray.doctor.findings import plural, seconds, size
 from miniray.report.html import (
     Markup,
@@ -110,7 +111,7 @@ def render_environment(run: Run) -> Markup:
     inside = [definition_list(pairs)] if pairs else []
     command = info.get("command") or next((rank.command for rank in records), "")
     if command:
-        inside += [tag("h3", "Command"), tag("pre", str(command))]
+        inside += [tag("h3", "Command"), tag("pre", runfile.mask_command(str(command)))]
     config = flatten(run.config)
     if config:
         rows = [(key, _shorten(value)) for key, value in config.items()]

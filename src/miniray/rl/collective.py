@@ -48,7 +48,9 @@ class Together:
         except RuntimeError as error:
             raise PeerLostError(
                 f"worker {self.rank} of {self.size}: the sum of {what} over all workers did not "
-                f"complete ({error}); look for the worker that failed first"
+                f"complete ({error}); look for the worker that failed first",
+                worker=self.rank,
+                rank=self.rank,
             ) from error
         if staged is not tensor:
             tensor.copy_(staged)

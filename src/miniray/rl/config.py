@@ -12,12 +12,24 @@ import numbers
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from miniray.checks import check_choice, check_int
+from miniray.checks import check_choice, check_int, suggest_options
 
 #: How losses of tokens become one; how the distance to the reference is estimated. See ``losses``.
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
 KL_KINDS = ("k1", "k2", "k3")
-_COUNTS = ("prompts_per_step", "rollouts", "epochs", "mini_batches", "micro_batch_tokens")
+_COUNTS = ("rollouts", "epochs", "mini_batches", "micro_batch_tokens")
+#: Prompts of a step if neither the config nor the loaders set their number.
+PROMPTS_PER_STEP = 64
+#: Hints for names that aren't options of a config.
+_CONFIG_HINTS = {
+    **dict.fromkeys(("steps", "max_steps", "max_epochs", "num_epochs"), "Pass train(steps=...)."),
+    "batch_size": "Use prompts_per_step=.",
+    "clip_norm": "Use max_grad_norm=.",
+    "gradient_clip_val": "Use max_grad_norm=.",
+    "beta": "Use kl=KLPenalty(coef=...).",
+    "kl_coef": "Use kl=KLPenalty(coef=...).",
+    "on_error": "Pass it to the trainer.",
+}
 
 
 def in_range(
@@ -35,6 +47,7 @@ def above(name: str, value: Any, low: float, high: float = math.inf) -> None:
     in_range(name, value, low, high, sign=">")
 
 
+@suggest_options()
 @dataclasses.dataclass(frozen=True)
 class KLPenalty:
     """How the policy is held to its reference, which is what it was at the start.
@@ -106,8 +119,9 @@ class Algorithm:
     """What PPO and GRPO have in common.
 
     Args:
-        prompts_per_step: of all workers together. With a ``make_loader`` whose loaders yield
-            batches, the size of these counts instead.
+        prompts_per_step: Prompts per step, of all workers together. Default: the sum of the
+            workers' batch sizes if a ``make_loader`` returns loaders that yield batches, else 64.
+            If both are set, they must be equal.
         rollouts: responses sampled for each prompt.
         epochs: how often the responses of a step are used.
         mini_batches: updates in each of these epochs.
@@ -119,7 +133,7 @@ class Algorithm:
         kl: see ``KLPenalty``.
     """
 
-    prompts_per_step: int = 64
+    prompts_per_step: int | None = None
     rollouts: int = 8
     epochs: int = 1
     mini_batches: int = 1
@@ -136,6 +150,8 @@ class Algorithm:
     def __post_init__(self) -> None:
         for name in _COUNTS:
             check_int(name, getattr(self, name), 1)
+        if self.prompts_per_step is not None:
+            check_int("prompts_per_step", self.prompts_per_step, 1)
         for name in ("lr", "clip_low", "clip_high", "entropy_coef"):
             in_range(name, getattr(self, name), 0)
         above("max_grad_norm", self.max_grad_norm, 0)
@@ -146,6 +162,7 @@ class Algorithm:
             raise TypeError(f"kl must be a KLPenalty, not {self.kl!r}")
 
 
+@suggest_options(_CONFIG_HINTS)
 @dataclasses.dataclass(frozen=True)
 class GRPOConfig(Algorithm):
     """Group relative policy optimisation: a response against the others of its prompt.
@@ -167,6 +184,7 @@ class GRPOConfig(Algorithm):
             )
 
 
+@suggest_options(_CONFIG_HINTS)
 @dataclasses.dataclass(frozen=True)
 class PPOConfig(Algorithm):
     """Proximal policy optimisation: a response against what the value head expected.
@@ -197,6 +215,7 @@ class PPOConfig(Algorithm):
                 in_range(name, getattr(self, name), 0)
 
 
+@suggest_options()
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How responses are generated.

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from miniray.data.plan.progress import merge_states
-from miniray.data.plan.shard import part_bounds
+from miniray.data.plan.shard import split_evenly
 from miniray.errors import DataError
+from miniray.rl.config import PROMPTS_PER_STEP
 
 Row = Mapping[str, Any]
 
@@ -42,7 +43,7 @@ class ListSource:
         epoch, part = divmod(step, math.ceil(count / self._per_step))
         order = np.random.default_rng([seed, epoch]).permutation(count)
         chosen = order[part * self._per_step : (part + 1) * self._per_step]
-        low, high = part_bounds(len(chosen), self._rank, self._world)
+        low, high = split_evenly(len(chosen), self._rank, self._world)
         return _checked([self._rows[i] for i in chosen[low:high].tolist()], "data")
 
     def state_dict(self) -> dict[str, Any]:
@@ -57,29 +58,57 @@ class LoaderSource:
 
     It yields batches, each a step's prompts of this worker: lists of rows, or, of a loader with a
     ``batch_size``, dicts of columns. Or it yields single rows, of which ``per_step`` make a step.
+    If ``all_per_step`` is set, the batches of all workers must have that many rows altogether.
     At its end it gives nothing until the loaders of all workers are at theirs, so that an epoch has
     each row once; then it is iterated again, after ``set_epoch(epoch)`` if it has that. Without
     ``state_dict`` and ``load_state_dict``, or in the place of a worker that died, it gets where it
     was by reading the steps before and dropping them, which is exact if it is deterministic.
     """
 
-    def __init__(self, loader: Any, per_step: int, rank: int) -> None:
+    def __init__(
+        self, loader: Any, per_step: int, rank: int, all_per_step: int | None = None
+    ) -> None:
         if not hasattr(loader, "__iter__"):
             raise TypeError(f"make_loader() must return something to iterate over, not {loader!r}")
         self._loader = loader
         self._per_step = per_step
+        self._all_per_step = all_per_step
         self._name = f"the loader of worker {rank}"
         self._epoch = 0
         self._used = 0  # items taken in this epoch
         self._ended = False  # no more of them
         self._step = 0  # the step that comes next
+        self._yields_rows = False
         self._iterator: Iterator[Any] | None = None
 
     def rows(self, step: int, seed: int, total: Total = int) -> list[Row]:
         for _ in range(step - self._step):
             self._take(int)  # catching up, while the others wait
         self._step = step + 1
-        return self._take(total)
+        rows = self._take(total)
+        if self._all_per_step is not None:
+            self._check_step_size(self._all_per_step, len(rows) if step == 0 else 0, total)
+            self._all_per_step = None
+        return rows
+
+    def _check_step_size(self, wanted: int, first_batch: int, total: Total) -> None:
+        """Raise ``ValueError`` if the batches of a step don't have ``wanted`` rows altogether.
+
+        All workers make the same calls of ``total``, whatever their loaders are.
+        """
+        declared = getattr(self._loader, "batch_size", None)
+        size = declared if isinstance(declared, int) else first_batch
+        size = self._per_step if self._yields_rows else size
+        is_sum = total(1) > 1  # else the worker learns on its own, or alone
+        expected, found = (wanted if is_sum else self._per_step), total(size)
+        # The size is unknown if the run is resumed, perhaps at the shorter last batch of an epoch.
+        is_unknown = total(int(size == 0)) > 0
+        if found != expected and not is_unknown:
+            raise ValueError(
+                f"prompts_per_step={wanted}, but the batches of {'all' if is_sum else 'one'} "
+                f"worker{'s' * is_sum} add up to {found} prompts per step, not {expected}. Change "
+                "the batch_size of the loaders, or leave out prompts_per_step"
+            )
 
     def _take(self, total: Total) -> list[Row]:
         rows = self._rows_left()
@@ -95,6 +124,7 @@ class LoaderSource:
         for item in self._items():
             if not _is_row(item, self._loader):
                 return _checked(rows_of(item), self._name)
+            self._yields_rows = True
             rows.append(item)
             if len(rows) == self._per_step:
                 break
@@ -158,12 +188,21 @@ def place_of_all(places: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return place
 
 
-def make_source(data: Any, per_step: int, rank: int, world_size: int) -> Source:
-    """This worker's source of ``data``, which is a list of rows or a ``make_loader``."""
+def make_source(data: Any, per_step: int | None, rank: int, world_size: int) -> Source:
+    """Create this worker's source of ``data``, which is a list of rows or a ``make_loader``.
+
+    ``per_step`` is the number of prompts per step of all workers, or None for the default.
+    """
+    count = per_step or PROMPTS_PER_STEP
     if callable(data):
-        own = part_bounds(per_step, rank, world_size)
-        return LoaderSource(data(rank, world_size), own[1] - own[0], rank)
-    return ListSource(data, per_step, rank, world_size)
+        low, high = split_evenly(count, rank, world_size)
+        return LoaderSource(data(rank, world_size), max(1, high - low), rank, per_step)
+    return ListSource(data, count, rank, world_size)
+
+
+def steps_per_pass(data: Sequence[Any], per_step: int | None) -> int:
+    """Return the number of steps of one pass over a list of rows."""
+    return math.ceil(len(data) / (per_step or PROMPTS_PER_STEP))
 
 
 def held_out(data: Any, rank: int, world_size: int) -> Iterator[tuple[int, Row]]:
@@ -172,7 +211,7 @@ def held_out(data: Any, rank: int, world_size: int) -> Iterator[tuple[int, Row]]
     A list's rows have the same numbers on any number of workers.
     """
     if not callable(data):
-        low, high = part_bounds(len(data), rank, world_size)
+        low, high = split_evenly(len(data), rank, world_size)
         # One by one: a slice of a Hugging Face dataset is a dict of columns, of torch's an error.
         return ((i, data[i]) for i in range(low, high))
     loader = data(rank, world_size)

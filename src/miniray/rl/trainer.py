@@ -7,16 +7,15 @@ their numbers, adapts the KL coefficient, and keeps the run's directory.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import miniray
 from miniray.checks import check_choice
-from miniray.data.plan.shard import part_bounds
+from miniray.data.plan.shard import split_evenly
 from miniray.errors import (
     ActorDiedError,
     NoTokensError,
@@ -25,27 +24,22 @@ from miniray.errors import (
 )
 from miniray.rl.calls import Setup, Worker
 from miniray.rl.config import (
+    PROMPTS_PER_STEP,
     AdaptiveKL,
     Algorithm,
     GRPOConfig,
-    KLPenalty,
     PPOConfig,
     Sampling,
 )
 from miniray.rl.metrics import pool, record
+from miniray.rl.options import check_trainer_kwargs, get_hints
 from miniray.rl.resuming import Resumable
-from miniray.rl.sources import check_rows
-from miniray.train.arguments import check_spelling
+from miniray.rl.sources import check_rows, steps_per_pass
 from miniray.train.base import BaseTrainer
 from miniray.train.results import TrainResult
 from miniray.train.saving import NO_WORKERS
-from miniray.train.workers import accepted, in_context
+from miniray.train.workers import in_context
 
-#: Methods of a subclass or a callback that may take what train() is given beside its own.
-_TAKING = (
-    "create_worker", "train_epoch", "evaluate",
-    "on_train_start", "on_epoch_start", "on_epoch_end", "on_train_end",
-)  # fmt: skip
 #: Seconds after which a worker that is alive has answered, unless it is busy.
 _PATIENCE = 5.0
 
@@ -92,6 +86,8 @@ class RLTrainer(Resumable):
     _preloaded = ("miniray.train.dynamo", "miniray.rl.worker")
     _unit = "step"
     _kind = "rl"
+    _option_hints = _train_hints = get_hints(Algorithm)
+    _kwargs_methods = ()  # workers get none of train()'s keyword arguments
 
     def __init__(
         self,
@@ -140,14 +136,15 @@ class RLTrainer(Resumable):
             device=device,
             precision=precision,
         )
-        if sync == "grad":
-            known = ("mode", *inspect.signature(BaseTrainer.__init__).parameters)
-            self._refuse([name for name in kwargs if name not in known], config)
+        check_trainer_kwargs(type(self), sync, kwargs, self._option_hints)
         super().__init__(num_workers, seed=seed, **kwargs)
-        if config.prompts_per_step < num_workers:
+        prompts = config.prompts_per_step
+        if prompts is None and not callable(data):
+            prompts = PROMPTS_PER_STEP
+        if prompts is not None and prompts < num_workers:
             raise ValueError(
-                f"prompts_per_step={config.prompts_per_step} is less than the {num_workers} "
-                "workers: some would have nothing to do in any step"
+                f"prompts_per_step={prompts} is less than the {num_workers} workers: some would "
+                "have nothing to do in any step"
             )
         if sync == "grad" and self._max_failures:
             raise ValueError(
@@ -185,32 +182,32 @@ class RLTrainer(Resumable):
         resume: bool | str | Path | None = None,
         **kwargs: Any,
     ) -> TrainResult:
-        """Train for so many more steps. ``epochs`` is the same thing by its general name.
+        """Train for ``steps`` more steps and return the result of the run.
 
-        ``kwargs`` are for methods of a subclass and hooks; ``TypeError`` for what none takes.
+        Args:
+            epochs: Not supported: the length of a run is its number of steps, each of which samples
+                new responses. The error says how many steps make one pass over the prompts.
+            steps: Number of steps to train, in addition to those already trained.
+            resume: See ``BaseTrainer.train``.
+            **kwargs: Passed to the hooks, and to ``create_worker`` of a subclass, that accept them.
+
+        Raises:
+            TypeError: ``steps`` is missing, ``epochs`` is set, or nothing accepts a name in
+                ``kwargs``.
         """
-        wanted = [count for count in (epochs, steps) if count is not None]
-        if len(wanted) != 1:
-            raise TypeError("train() takes the number of steps: train(steps=100)")
-        if kwargs:
-            taken: set[str] = set()
-            for owner in (self, *self.callbacks):
-                for method in (getattr(owner, name, None) for name in _TAKING):
-                    if method is not None and not method.__module__.startswith("miniray."):
-                        taken |= accepted(inspect.signature(method), kwargs).keys()
-            self._refuse([name for name in kwargs if name not in taken], self.config, ".train()")
-        return super().train(wanted[0], resume=resume, **kwargs)
+        if steps is None or epochs is not None:
+            raise TypeError(
+                f"{type(self).__name__}.train() counts steps: pass train(steps=...). "
+                f"{self._describe_pass()}"
+            )
+        return super().train(steps, resume=resume, **kwargs)
 
-    def _refuse(self, names: Sequence[str], config: Algorithm, method: str = "") -> None:
-        """``TypeError`` for options that would be ignored, saying where they belong."""
-        for name in names:
-            where = "" if method else '; options of syncing weights go with sync="weights"'
-            if not method and name not in inspect.signature(Resumable.__init__).parameters:
-                check_spelling(self, [name])
-            for owner in (type(config), KLPenalty, Sampling):
-                if name in {field.name for field in dataclasses.fields(owner)}:
-                    where = f": it is one of {owner.__name__}"
-            raise TypeError(f"{type(self).__name__}{method} has no option {name!r}{where}")
+    def _describe_pass(self) -> str:
+        data = self._setup.data
+        if callable(data):
+            return "One pass over the prompts takes one step per batch of a worker's loader."
+        steps = steps_per_pass(data, self.config.prompts_per_step)
+        return f"One pass over the {len(data)} prompts takes {steps} step{'s' * (steps > 1)}."
 
     def create_worker(self, worker_id: int, **kwargs: Any) -> Any:
         """An actor of ``worker_class``, with everything the trainer was told."""
@@ -238,7 +235,8 @@ class RLTrainer(Resumable):
             raise NoTokensError(
                 f"step {epoch} has no token to learn from on any worker: all prompts were left out "
                 f"(max_prompt_tokens={self.sampling.max_prompt_tokens}), or all responses are "
-                'empty; on_error="skip" goes on to the next step'
+                'empty; on_error="skip" goes on to the next step',
+                step=epoch,
             )
         line["tokens_per_second"] = line["counts"]["tokens"] / (time.perf_counter() - began)
         if self.config.kl.coef > 0:
@@ -283,7 +281,7 @@ class RLTrainer(Resumable):
         def arguments(i: int) -> tuple[Any, ...]:
             if data is None:
                 return (i, count)
-            low, high = part_bounds(len(data), i, count)
+            low, high = split_evenly(len(data), i, count)
             return (i, count, [data[k] for k in range(low, high)], low)
 
         made = self._group.call("evaluate", arguments, {})
@@ -314,6 +312,7 @@ class PPOTrainer(RLTrainer):
     """
 
     config_class = PPOConfig
+    _option_hints = _train_hints = get_hints(PPOConfig)
 
 
 class GRPOTrainer(RLTrainer):
@@ -323,3 +322,4 @@ class GRPOTrainer(RLTrainer):
     """
 
     config_class = GRPOConfig
+    _option_hints = _train_hints = get_hints(GRPOConfig)

@@ -24,7 +24,7 @@ from miniray.doctor import recorder
 from miniray.rl.batch import Generated, Rollouts
 from miniray.rl.calls import OWN_RATE, Setup, Worker
 from miniray.rl.collective import Alone, Collective, Together
-from miniray.rl.config import PPOConfig, Sampling
+from miniray.rl.config import PROMPTS_PER_STEP, PPOConfig, Sampling
 from miniray.rl.experience import add_advantages, drop_bad, look_back
 from miniray.rl.generation import row_seed
 from miniray.rl.metrics import Metrics, Quad
@@ -207,7 +207,8 @@ class RLWorker(Worker):
     def sequences_per_step(self) -> int:
         """About as many as this worker has at a time in a step; at least one."""
         config = self.config
-        return max(1, config.prompts_per_step * config.rollouts // self.setup.num_workers)
+        prompts = config.prompts_per_step or PROMPTS_PER_STEP
+        return max(1, prompts * config.rollouts // self.setup.num_workers)
 
     def evaluate(
         self, shard_id: int, num_shards: int, data: Sequence[Row] | None = None, first: int = 0

@@ -69,7 +69,5 @@ def list_runs(root: str | os.PathLike[str] = "runs") -> list[RunEntry]:
     """Return all runs in ``root``, newest first; [] if there is no such folder."""
     root = Path(root)
     folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-    found = [
-        read_entry(path) for path in folders if not path.name.startswith(".") and is_run(path)
-    ]
+    found = [read_entry(path) for path in folders if not path.name.startswith(".") and is_run(path)]
     return sorted(found, key=lambda entry: entry.order, reverse=True)

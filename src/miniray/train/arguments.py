@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-import difflib
+import ast
 import inspect
 import sys
+import textwrap
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
 import miniray
+from miniray.checks import get_options, unknown_option
 from miniray.core.remote import ActorClass
 from miniray.doctor.sites import is_users
 
-#: Methods of workers, and of trainers and callbacks, that get train()'s arguments.
-_TAKING = ("__init__", "setup", "load_data_shard", "train_epoch", "evaluate")
+#: Methods of trainers and callbacks that get the keyword arguments of train().
 _HOOKS = ("train_epoch", "on_train_start", "on_epoch_start", "on_epoch_end", "on_train_end")
 #: What these get besides.
 _OURS = ("worker_id", "shard_id", "num_shards", "epoch", "result", "history")
+
+
+#: Hints for names that aren't options of a trainer that runs worker classes.
+WORKER_HINTS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("batch_size", "lr", "learning_rate", "dataset"),
+        "Pass it to train(), which passes it to workers and hooks.",
+    ),
+    "max_tokens": "Use miniray.data.DataLoader(batch_by='tokens', batch_size=...) in the worker.",
+    "model": "Set self.model in the worker.",
+    "optimizer": "Set self.optimizer in the worker.",
+    "lr_scheduler": "Set self.scheduler in the worker.",
+    "train_loader": "Set self.train_loader in the worker.",
+    "val_loader": "Set self.val_loader in the worker.",
+}
 
 
 def warn(text: str) -> None:
@@ -47,23 +63,6 @@ def check_seconds(name: str, value: Any) -> Any:
     return value
 
 
-def check_spelling(trainer: object, given: Iterable[str], more: Iterable[str] = ()) -> None:
-    """``TypeError`` for a name in ``given`` that is nearly an option of the trainer's class.
-
-    For options that are refused anyway: who mistypes ``sync_interval`` should not have to read
-    about options of strategies.
-    """
-    known = set(more)
-    for cls in type(trainer).__mro__[:-1]:
-        if "__init__" in vars(cls):
-            known |= set(inspect.signature(vars(cls)["__init__"]).parameters)
-    for name in given:
-        for meant in difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7):
-            raise TypeError(
-                f"{type(trainer).__name__} has no option {name!r}; did you mean {meant!r}?"
-            )
-
-
 def worker_class(worker: Any, resources: Mapping[str, Any] | None) -> ActorClass[Any] | None:
     """The class to make workers of, decorated or not; None where ``create_worker`` makes them."""
     if inspect.isclass(worker):
@@ -78,26 +77,101 @@ def worker_class(worker: Any, resources: Mapping[str, Any] | None) -> ActorClass
     return None if worker is None else worker.options(**(resources or {}))
 
 
-def warn_of_unused(
-    worker: ActorClass[Any], owners: Iterable[object], kwargs: Mapping[str, Any]
+def check_train_kwargs(
+    trainer: Any,
+    kwargs: Iterable[str],
+    worker_methods: Iterable[Any],
+    options: Iterable[str],
+    hints: Mapping[str, str],
 ) -> None:
-    """Warn of arguments of ``train()`` that neither the worker's methods nor hooks take.
+    """Raise ``TypeError`` for a keyword argument of ``train()`` that would have no effect.
 
-    A ``**kwargs`` of the user's takes them all, one of miniray's own none.
+    A name is accepted if a worker method, ``create_worker``, a hook or a callback has a parameter
+    of that name. A ``**kwargs`` of a worker method or of ``create_worker`` accepts every name.
+    Hooks always need a ``**kwargs``, so theirs counts only if it is used for more than calling
+    ``super()``. The ``**kwargs`` of methods of miniray don't count: they are only passed on.
+
+    Args:
+        trainer: The trainer, with its ``callbacks``.
+        kwargs: Names that ``train()`` received.
+        worker_methods: Functions, or signatures, of worker methods that get the keyword arguments.
+        options: Parameters of ``train()`` itself.
+        hints: See ``unknown_option``.
     """
-    cls = worker._spec.cls
-    methods = [getattr(cls, name, None) for name in _TAKING]
-    hooks = [getattr(owner, name, None) for owner in owners for name in _HOOKS]
-    functions = [function for function in (*methods, *hooks) if callable(function)]
-    unused = [name for name in kwargs if not any(_takes(f, name) for f in functions)]
-    if unused:
-        names = ", ".join(unused)
-        warn(f"train() was given {names}, which no method of {cls.__name__} and no hook takes")
+    receivers = [*worker_methods, *_get_overrides(trainer, ["create_worker"])]
+    hooks = [
+        hook
+        for owner in (trainer, *trainer.callbacks)
+        for hook in _get_overrides(owner, [*_HOOKS, "evaluate"])
+    ]
+    unaccepted = [
+        name
+        for name in kwargs
+        if not any(_accepts(receiver, name) for receiver in receivers)
+        and not any(_accepts(hook, name, _uses_kwargs) for hook in hooks)
+    ]
+    if unaccepted:
+        named = {name for function in (*receivers, *hooks) for name in _get_parameters(function)}
+        known = {*named, *options} - {"self", "trainer", *_OURS}
+        others = dict.fromkeys(
+            get_options(type(trainer)) - known, f"Pass it to {type(trainer).__name__}."
+        )
+        raise unknown_option("train()", unaccepted[0], known, {**others, **hints}, search=False)
 
 
-def _takes(function: Any, name: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    if name in parameters:
+def _get_overrides(owner: Any, names: Iterable[str]) -> list[Any]:
+    """Return the user's definitions of these methods, in all base classes of ``owner``."""
+    found = [vars(base).get(name) for base in type(owner).__mro__ for name in names]
+    found += [getattr(owner, "__dict__", {}).get(name) for name in names]
+    return [function for function in found if callable(function) and not _is_ours(function)]
+
+
+def _is_ours(function: Any) -> bool:
+    # Methods that are written in C, such as object.__init__, have no module.
+    return (getattr(function, "__module__", None) or "miniray").partition(".")[0] == "miniray"
+
+
+def _get_parameters(receiver: Any) -> dict[str, inspect.Parameter]:
+    signature = receiver
+    if not isinstance(receiver, inspect.Signature):
+        signature = inspect.signature(receiver)
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {name: p for name, p in signature.parameters.items() if p.kind in kinds}
+
+
+def _accepts(
+    receiver: Any, name: str, uses_kwargs: Callable[[Any, str], bool] = lambda *_: True
+) -> bool:
+    """Return whether a function, or a signature, accepts a keyword argument."""
+    signature = receiver
+    if not isinstance(receiver, inspect.Signature):
+        signature = inspect.signature(receiver)
+    if name in _get_parameters(signature):
         return True
-    own = (getattr(function, "__module__", None) or "miniray").partition(".")[0] == "miniray"
-    return not own and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    kwargs = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+    return bool(kwargs) and not _is_ours(receiver) and uses_kwargs(receiver, kwargs[0])
+
+
+def _uses_kwargs(function: Any, kwargs: str) -> bool:
+    """Return whether a function does more with its ``**kwargs`` than pass them to ``super()``."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):  # no source, or part of a line
+        return True
+    passed_on = {
+        id(keyword.value)
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and _is_super_method(call.func)
+        for keyword in call.keywords
+    }
+    return any(
+        isinstance(node, ast.Name) and node.id == kwargs and id(node) not in passed_on
+        for node in ast.walk(tree)
+    )
+
+
+def _is_super_method(function: ast.expr) -> bool:
+    if not isinstance(function, ast.Attribute) or not isinstance(function.value, ast.Call):
+        return False
+    called = function.value.func
+    return isinstance(called, ast.Name) and called.id == "super"

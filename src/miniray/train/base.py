@@ -13,18 +13,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from miniray.checks import check_int
+from miniray.checks import check_int, suggest_options
 from miniray.core import session, startup
-from miniray.train.arguments import check_names, check_seconds, warn_of_unused, worker_class
+from miniray.train.arguments import (
+    WORKER_HINTS,
+    check_names,
+    check_seconds,
+    check_train_kwargs,
+    worker_class,
+)
 from miniray.train.averaging import aggregate
 from miniray.train.callbacks import Callback
 from miniray.train.launching import environment
 from miniray.train.progress import Progress
 from miniray.train.results import TrainResult
 from miniray.train.saving import NO_WORKERS, Saving
-from miniray.train.workers import WorkerGroup, accepted, made, setting_up
+from miniray.train.workers import (
+    WorkerGroup,
+    accepted,
+    create_worker_actor,
+    method_spec,
+    setting_up,
+)
 
 
+@suggest_options(WORKER_HINTS)
 class BaseTrainer(Saving):
     """Runs ``train_epoch`` on several workers, epoch after epoch. Subclasses say how to make one.
 
@@ -54,6 +67,13 @@ class BaseTrainer(Saving):
     required_methods: Sequence[str] = ()
     #: What all workers import: loaded once, where the engine can.
     _preloaded: Sequence[str] = ()
+    #: Worker methods that get the keyword arguments of ``train()``.
+    _kwargs_methods: Sequence[str] = (
+        *("__init__", "setup", "load_data_shard", "train_epoch", "evaluate"),
+    )
+    #: Hints for names that aren't options of the trainer, or parameters of ``train()``.
+    _option_hints: Mapping[str, str] = WORKER_HINTS
+    _train_hints: Mapping[str, str] = {}
     #: Called in a worker's process before the worker is created; see ``startup.SET_UP``.
     _process_set_up = "miniray.doctor.actors:set_up"
     #: What its progress counts.
@@ -102,16 +122,18 @@ class BaseTrainer(Saving):
     # -- what users override ----------------------------------------------------------------------
 
     def create_worker(self, worker_id: int, **kwargs: Any) -> Any:
-        """Make one worker: ``return MyWorker.remote(worker_id)``. Subclasses must implement it.
+        """Create one worker: ``return MyWorker.remote(worker_id)``. Subclasses must implement it.
 
-        With ``worker=`` the class is used, with those of ``kwargs`` that its ``__init__`` takes.
+        With ``worker=``, create an instance of that class with the ``kwargs`` that its ``__init__``
+        accepts. The id is passed to the parameter named ``worker_id``, ``rank`` or ``id``, or else
+        to the first parameter if that has no default.
         """
         if self._worker_class is None:
             raise NotImplementedError(
                 f"{type(self).__name__} must implement create_worker(self, worker_id, **kwargs), "
                 "returning MyWorker.remote(worker_id); or pass worker=MyWorker"
             )
-        return made(self._worker_class, worker_id, kwargs)
+        return create_worker_actor(self._worker_class, worker_id, kwargs)
 
     def train_epoch(self, epoch: int, **kwargs: Any) -> dict[str, Any]:
         """One epoch on all workers; returns their results aggregated. May be overridden."""
@@ -138,14 +160,24 @@ class BaseTrainer(Saving):
     def train(
         self, epochs: int, *, resume: bool | str | Path | None = None, **kwargs: Any
     ) -> TrainResult:
-        """Train for ``epochs`` more epochs.
+        """Train for ``epochs`` more epochs and return the result of the run.
 
-        ``kwargs`` reach ``create_worker``, the workers' ``load_data_shard`` and the hooks.
-        ``resume=True`` goes on from the newest intact checkpoint of this run (or of the newest run
-        of this trainer and worker), a path from that one. After ``shutdown``, or a run that failed,
-        there is nothing else to go on from: ``RuntimeError`` without it.
+        Args:
+            epochs: Number of epochs to train, in addition to those already trained.
+            resume: ``True`` restores the newest intact checkpoint of this run, or of the most
+                recent run of this trainer and worker class. A path restores that checkpoint.
+            **kwargs: Passed to ``create_worker``, to the workers' ``__init__``, ``setup``,
+                ``load_data_shard``, ``train_epoch`` and ``evaluate``, and to the hooks of the
+                trainer and of callbacks. Each gets the names that its signature accepts.
+
+        Raises:
+            TypeError: Nothing accepts a name in ``kwargs``. A ``**kwargs`` of ``create_worker`` or
+                of a worker method accepts every name. A ``**kwargs`` of a hook does if it is used
+                for more than calling ``super()``.
+            RuntimeError: The workers were stopped by ``shutdown`` or an error, so their weights are
+                gone, and ``resume`` isn't set.
         """
-        epochs = check_int("epochs", epochs, 0)
+        epochs = check_int(f"{self._unit}s", epochs, 0)
         check_names(kwargs)
         if not hasattr(self, "_resume"):
             raise RuntimeError(
@@ -162,6 +194,7 @@ class BaseTrainer(Saving):
         self.should_stop, self.stop_reason = False, ""
         self._in_epoch = False
         self._kwargs = kwargs
+        self._check_kwargs()
         began = time.monotonic()
         try:
             self._start(wanted)
@@ -268,6 +301,26 @@ class BaseTrainer(Saving):
 
     # -- workers ----------------------------------------------------------------------------------
 
+    def _check_kwargs(self) -> None:
+        """Raise ``TypeError`` for keyword arguments of ``train()`` that would have no effect.
+
+        Without a worker class, the methods of the workers are known once these are created.
+        """
+        methods: list[Any]
+        names = self._kwargs_methods
+        if not names:
+            methods = []
+        elif self._worker_class is not None:
+            cls = self._worker_class._spec.cls
+            methods = [getattr(cls, name) for name in names if hasattr(cls, name)]
+        elif self._group is not None:
+            specs = [method_spec(self._group.handles[0], name) for name in names]
+            methods = [spec.signature for spec in specs if spec is not None]
+        else:
+            return
+        options = (f"{self._unit}s", "resume")
+        check_train_kwargs(self, self._kwargs, methods, options, self._train_hints)
+
     def call_workers(
         self, method: str, /, *args: Any, epoch: int | None = None, **kwargs: Any
     ) -> list[Any]:
@@ -290,8 +343,6 @@ class BaseTrainer(Saving):
             assert self.run is not None
             print(f"resuming {self.run.path} after {self._unit} {self.epoch}", file=sys.stderr)
         if self._group is None:
-            if self._worker_class is not None:
-                warn_of_unused(self._worker_class, (self, *self.callbacks), self._kwargs)
             required = list(self.required_methods)
             if type(self).train_epoch is BaseTrainer.train_epoch:
                 required.append("train_epoch")
@@ -308,6 +359,7 @@ class BaseTrainer(Saving):
                 self._unit,
             )
             self._group.start()
+            self._check_kwargs()
             self._set_up_all()
         if self._loaded is not None:
             self._take_up(self._loaded)

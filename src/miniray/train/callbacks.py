@@ -16,7 +16,7 @@ from types import EllipsisType
 from typing import Any
 
 import miniray
-from miniray.checks import check_int
+from miniray.checks import check_bool, check_int, suggest_options
 from miniray.train import records
 from miniray.train.arguments import warn
 from miniray.train.results import better_direction
@@ -59,6 +59,12 @@ class Callback:
         """What ``get_state`` gave when the checkpoint was written; before the first epoch."""
 
 
+@suggest_options(
+    {
+        "save_top_k": "Use keep_best=True and keep_last=.",
+        "dirpath": "Checkpoints are in the run directory. Pass run_dir= to the trainer.",
+    }
+)
 class Checkpoint(Callback):
     """Saves a checkpoint every ``every`` epochs, and after the last one.
 
@@ -81,7 +87,11 @@ class Checkpoint(Callback):
     ) -> None:
         self.every = check_int("every", every, 1)
         self.keep_last = keep_last
-        self.keep_best = (monitor, better_direction(monitor, mode)) if keep_best else None
+        self.keep_best = (
+            (monitor, better_direction(monitor, mode))
+            if check_bool("keep_best", keep_best)
+            else None
+        )
         self._saved: int | None = None
         self._last: int | None = None
 
@@ -108,6 +118,7 @@ class Checkpoint(Callback):
             _warn_unless_seen("Checkpoint kept no best one", self.keep_best[0], trainer.history)
 
 
+@suggest_options()
 class EarlyStopping(Callback):
     """Ends the run after ``patience`` epochs in which ``monitor`` has not improved.
 
@@ -178,6 +189,7 @@ class EarlyStopping(Callback):
         self.best, self.waited, self._seen = state["best"], state["waited"], state.get("seen")
 
 
+@suggest_options()
 class LRSchedule(Callback):
     """Calls ``set_lr(schedule(epoch))`` on every worker before each epoch.
 
@@ -211,6 +223,7 @@ class LRSchedule(Callback):
             miniray.get(trainer.workers[worker_id].set_lr.remote(self.lr))
 
 
+@suggest_options()
 class CSVLogger(Callback):
     """Writes a table with a row an epoch (default: ``metrics.csv`` in the run directory).
 
@@ -247,6 +260,7 @@ class CSVLogger(Callback):
         records.replace_text(path, text.getvalue())
 
 
+@suggest_options()
 class TensorBoard(Callback):
     """Writes the numbers of every epoch as TensorBoard scalars (default: in the run directory).
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from miniray.checks import check_int
+from miniray.checks import check_bool, check_int, check_path
 from miniray.errors import CheckpointError
 from miniray.train.arguments import warn
 from miniray.train.checkpoint_dir import (
@@ -76,9 +76,9 @@ class CheckpointStore:
         allow_pickle: bool = False,
         on_event: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
-        self.directory = Path(directory)
-        self.background = background
-        self.allow_pickle = allow_pickle
+        self.directory = Path(check_path("directory", directory))
+        self.background = check_bool("background", background)
+        self.allow_pickle = check_bool("allow_pickle", allow_pickle)
         self.on_event = on_event
         self.loaded: Path | None = None
         self.configure(keep_last=keep_last, keep_best=keep_best)
@@ -169,7 +169,8 @@ class CheckpointStore:
                 free = shutil.disk_usage(self.directory).free if self.directory.is_dir() else 0
                 reason += f" (it takes {size:,} bytes; {free:,} are free)"
         return CheckpointError(
-            f"checkpoint {path} could not be written: {reason}; earlier ones are as they were"
+            f"checkpoint {path} could not be written: {reason}; earlier ones are as they were",
+            entry=str(path),
         )
 
     def _prune(self, newest: Path) -> None:
@@ -226,7 +227,8 @@ class CheckpointStore:
         if str(path) != "latest":
             chosen = inspect_checkpoint(Path(path))
             if isinstance(chosen, str):
-                raise CheckpointError(f"{path} is no intact checkpoint: {chosen}{self._intact()}")
+                text = f"{path} isn't an intact checkpoint: {chosen}{self._intact()}"
+                raise CheckpointError(text, entry=str(path))
             return self._read(chosen)
         for _ in range(_TRIES):  # what was just found may be deleted; then there is a newer one
             found, damaged = self._scan()
@@ -252,10 +254,12 @@ class CheckpointStore:
         try:
             state = read_checkpoint(checkpoint, allow_pickle=self.allow_pickle)
         except CheckpointError as error:
-            raise CheckpointError(f"{checkpoint.path}: {error}") from None
+            raise CheckpointError(f"{checkpoint.path}: {error}", entry=error.entry) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"checkpoint {checkpoint.path} is damaged: {error}{self._intact()}"
+                f"checkpoint {checkpoint.path} is damaged: {error}{self._intact()}",
+                entry=str(checkpoint.path),
+                epoch=checkpoint.epoch,
             ) from error
         self.loaded = checkpoint.path
         return checkpoint.epoch, state

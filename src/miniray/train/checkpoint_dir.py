@@ -6,22 +6,28 @@ Which ones to write, keep and read is the business of ``checkpoint``.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import io
 import json
 import os
 import re
 import shutil
+import stat
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miniray.checks import check_int
+from miniray.files import sync_directory
 from miniray.train import records, tensorfile
 from miniray.train.structure import Encoder, decode
 
 FORMAT = "miniray-checkpoint-1"
 _PIECE = 1 << 20  # bytes read at a time
+_LARGEST_MANIFEST = 1 << 26
 
 #: Temporary directories that this process is writing now.
 _writing: set[Path] = set()
@@ -101,14 +107,14 @@ def write_checkpoint(path: Path, contents: Contents) -> None:
         (partial / "manifest.json").write_bytes(_manifest(contents, sums))
         for name in (*names, "manifest.json"):
             records.flush(partial / name)
-        records.sync_directory(partial)
+        sync_directory(partial)
         os.rename(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     finally:
         _writing.discard(partial)
-    records.sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 def _measured(path: Path) -> dict[str, Any]:
@@ -116,7 +122,7 @@ def _measured(path: Path) -> dict[str, Any]:
     checksum = hashlib.blake2b(digest_size=32)
     size = 0
     piece = memoryview(bytearray(_PIECE))
-    with open(path, "rb", buffering=0) as file:
+    with _open_regular(path) as file:
         while count := file.readinto(piece):
             checksum.update(piece[:count])
             size += count
@@ -206,13 +212,24 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo | str:
     Sizes of files are compared too; their bytes are not read.
     """
     try:
-        content = json.loads((path / "manifest.json").read_bytes())
+        with _open_regular(path / "manifest.json") as file:
+            content = json.loads(file.read(_LARGEST_MANIFEST))
         if content.pop("checksum", None) != _checksum(content):
             return "manifest.json does not match its checksum"
         if content["format"] != FORMAT:
             return f"its format is {content['format']!r}, and this version reads {FORMAT!r}"
+        for name in ("epoch", "serial"):
+            check_int(name, content[name], 0)
+        if "state.json" not in content["files"]:
+            return "its manifest lists no state.json"
         for name, entry in content["files"].items():
-            size = (path / name).stat().st_size
+            if name != os.path.basename(name) or name in ("", ".", ".."):
+                return f"its manifest names {name!r}, which isn't a file of the checkpoint"
+            try:
+                with _open_regular(path / name) as file:
+                    size = os.fstat(file.fileno()).st_size
+            except ValueError as error:
+                return str(error)
             if size != entry["bytes"]:
                 return f"{name} has {size} bytes and not {entry['bytes']}"
     except FileNotFoundError as error:
@@ -224,6 +241,21 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo | str:
     )
 
 
+def _open_regular(path: Path) -> io.FileIO:
+    """Open a file of a checkpoint. Raise ``ValueError`` for links, devices and pipes."""
+    # Opening a pipe would wait for its writer, and following a link leave the checkpoint.
+    try:
+        file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC))
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError(f"{path.name} is a link, not a file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ValueError(f"{path.name} isn't a regular file")
+    return file
+
+
 def read_checkpoint(checkpoint: CheckpointInfo, *, allow_pickle: bool) -> dict[str, Any]:
     """The state, every byte checked.
 
@@ -231,7 +263,8 @@ def read_checkpoint(checkpoint: CheckpointInfo, *, allow_pickle: bool) -> dict[s
     ``CheckpointError`` for a pickled part without ``allow_pickle``.
     """
     _check_files(checkpoint)
-    body = json.loads((checkpoint.path / "state.json").read_bytes())
+    with _open_regular(checkpoint.path / "state.json") as file:
+        body = json.loads(file.readall())
     with contextlib.ExitStack() as stack:
         groups = {
             name.removesuffix(".safetensors"): stack.enter_context(

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import miniray
-from miniray.checks import check_int
+from miniray.checks import check_bool, check_int, check_options, get_options
 from miniray.core import session
 from miniray.core.remote import adapting
 from miniray.errors import MinirayError
-from miniray.ps import Strategy, check_strategy, create_parameter_server
+from miniray.ps import Strategy, create_parameter_server
 from miniray.ps.create import check_parameter_server
-from miniray.ps.strategies.base import at_least
-from miniray.train.arguments import check_spelling
+from miniray.ps.strategies.base import at_least, strategy_names, strategy_options
 from miniray.train.asynchronous import AsyncEpochs, check_mode
 from miniray.train.averaging import aggregate
 from miniray.train.base import BaseTrainer
@@ -24,9 +22,6 @@ from miniray.train.results import TrainResult
 from miniray.train.saving import NO_WORKERS
 from miniray.train.syncing import begin_with, sync
 from miniray.train.workers import REQUIRED_METHODS, end
-
-#: Options of the parameter server besides its strategy's.
-_SERVER_OPTIONS = ("num_servers", "compression", "on_nonfinite", "staleness_power")
 
 
 class DataParallelTrainer(BaseTrainer):
@@ -65,25 +60,29 @@ class DataParallelTrainer(BaseTrainer):
         mode: str = "sync",
         staleness: int | None = None,
         data: Shardable | None = None,
+        num_servers: int = 1,
+        on_nonfinite: str = "error",
+        staleness_power: float = 0.0,
+        compression: str | None = None,
         **kwargs: Any,
     ) -> None:
         self.sync_interval = check_int("sync_interval", sync_interval, 1)
         check_mode(mode, staleness, data)
-        names = inspect.signature(BaseTrainer.__init__).parameters
+        check_trainer_options(type(self), sync_strategy, kwargs, self._option_hints)
+        names = get_options(BaseTrainer)
         super().__init__(num_workers, **{k: v for k, v in kwargs.items() if k in names})
         rest = {k: v for k, v in kwargs.items() if k not in names}
-        server = {k: rest.pop(k) for k in _SERVER_OPTIONS if k in rest}
-        self._server_options = {**server, "strategy": sync_strategy, "mode": mode}
+        self._server_options: dict[str, Any] = {
+            "num_servers": num_servers,
+            "on_nonfinite": on_nonfinite,
+            "staleness_power": staleness_power,
+            "compression": compression,
+            "strategy": sync_strategy,
+            "mode": mode,
+        }
         if mode == "async":
             self._server_options["num_workers"] = self.num_workers
         self._strategy_options = rest
-        try:
-            check_strategy(sync_strategy, rest)
-        except TypeError as error:  # the strategy cannot know that it was not meant
-            check_spelling(self, rest, _SERVER_OPTIONS)
-            raise TypeError(
-                f"{error}. What workers and hooks are to get is given to train(), not here"
-            ) from None
         workers = {"num_workers": self.num_workers}
         made = check_parameter_server(**{**self._server_options, **workers}, **rest)
         self.sync_strategy = made.name or type(made).__name__
@@ -92,7 +91,7 @@ class DataParallelTrainer(BaseTrainer):
         self.staleness = staleness
         self.param_server: Any = None
         self._server_ready = False  # whether it has weights
-        self._initial_sync = initial_sync
+        self._initial_sync = check_bool("initial_sync", initial_sync)
         self._worker_weights: dict[int, float] = {}
         self._in_sync = False
         self._made_good = False
@@ -174,7 +173,8 @@ class DataParallelTrainer(BaseTrainer):
         self._in_sync = stats["num_syncs"] > self._syncs_seen or self._made_good
         self._syncs_seen, self._made_good = stats["num_syncs"], False
         if stats["last_error"] and stats["failed_syncs"] > self._failures_seen:
-            raise MinirayError(f"sync in epoch {epoch} failed: {stats['last_error']}")
+            text = f"sync in epoch {epoch} failed: {stats['last_error']}"
+            raise MinirayError(text, epoch=epoch)
         in_turn = (epoch + 1) % self.sync_interval == 0
         result["synced"] = self._in_sync if self._async is None else in_turn
         if self._dealer is not None:
@@ -308,3 +308,28 @@ class DataParallelTrainer(BaseTrainer):
         super().shutdown()
         if server is not None:
             end(server)
+
+
+def check_trainer_options(
+    trainer: type, strategy: str | Strategy, given: Mapping[str, Any], hints: Mapping[str, str]
+) -> None:
+    """Raise ``TypeError`` for an option that neither the trainer nor its strategy has."""
+    options = strategy_options(strategy)
+    if options is None:  # it accepts any option, or doesn't exist
+        return
+    known = (get_options(DataParallelTrainer) | get_options(trainer)) - set(hints) | options
+    unknown = [name for name in given if name not in known]
+    check_options(trainer.__name__, unknown, known, {**find_strategies(unknown), **hints})
+
+
+def find_strategies(options: Iterable[str]) -> dict[str, str]:
+    """Return for each option that a strategy has, how to select this strategy."""
+    having = {
+        option: [name for name in strategy_names() if option in (strategy_options(name) or ())]
+        for option in options
+    }
+    return {
+        option: f"Use sync_strategy={' or '.join(map(repr, names))}."
+        for option, names in having.items()
+        if names
+    }

@@ -19,29 +19,26 @@ from typing import Any
 
 from miniray.doctor import layout, runfile, sites
 from miniray.doctor.box import Box
-from miniray.errors import TaskError
+from miniray.errors import MinirayError, TaskError
 
 _FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.M)
-_DEATH = re.compile(r"was killed by (?P<signal>SIG\w+)|exited with code (?P<code>\d+)")
 
 
 def record_ends(ranks: Path, error: BaseException) -> None:
     """Write down for every box in ``ranks`` how its process ended in a run that ``error`` ended."""
-    guilty = getattr(error, "rank", None)
-    if guilty is None:
-        guilty = getattr(error, "worker", None)
+    fields = vars(error) if isinstance(error, MinirayError) else {}
+    guilty = fields.get("rank", fields.get("worker"))
+    signal, code = fields.get("signal"), fields.get("exit_code")
     for path in ranks.glob("*.box"):
         if not path.stem.isdigit():
             continue
         if int(path.stem) != guilty:
             _note(path, signal="SIGKILL", by_launcher=True)
             continue
-        died = None if isinstance(error, TaskError) else _DEATH.search(str(error))
-        if died is not None:
-            code = None if died["code"] is None else int(died["code"])
-            _note(path, signal=died["signal"] or "", code=code, by_launcher=False)
-        else:
+        if isinstance(error, TaskError) or (signal is None and code is None):
             _write(path, _exception(error))
+        else:
+            _note(path, signal=signal or "", code=code, by_launcher=False)
 
 
 def users_part(trace: TracebackType | None) -> TracebackType | None:
@@ -73,10 +70,10 @@ def _exception(error: BaseException) -> dict[str, Any]:
     kind, message = type(cause).__qualname__, str(cause)
     if isinstance(cause, TaskError):
         kind, _, message = last.partition(": ")
-    epoch = getattr(error, "epoch", None)
-    if isinstance(error, TaskError) and epoch is not None:
+    if isinstance(error, TaskError):
+        where = [f"{n} {vars(error)[n]}" for n in ("epoch", "step") if n in vars(error)]
         first, line_break, rest = message.partition("\n")
-        message = f"{first} (in epoch {epoch}){line_break}{rest}"
+        message = f"{first} (in {', '.join(where)}){line_break}{rest}" if where else message
     return {
         "kind": "exception",
         "at": time.time(),

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from miniray.data.plan.shard import part_bounds
+from miniray.data.plan.shard import split_evenly
 
 if TYPE_CHECKING:
     from miniray.train.workers import WorkerGroup
@@ -29,7 +29,7 @@ def cut(data: Any, shard_id: int, num_shards: int) -> tuple[Any, int]:
         lengths = {key: len(column) for key, column in columns.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"the columns of data differ in length: {lengths}")
-        low, high = part_bounds(next(iter(lengths.values()), 0), shard_id, num_shards)
+        low, high = split_evenly(next(iter(lengths.values()), 0), shard_id, num_shards)
         parts = {key: _slice(column, low, high) for key, column in columns.items()}
         return parts if isinstance(data, Mapping) else tuple(parts.values()), high - low
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
@@ -38,7 +38,7 @@ def cut(data: Any, shard_id: int, num_shards: int) -> tuple[Any, int]:
             f"data must have len() and [], as a list, an array or a dataset has; it is a "
             f"{type(data).__name__}{hint}"
         )
-    low, high = part_bounds(len(data), shard_id, num_shards)
+    low, high = split_evenly(len(data), shard_id, num_shards)
     return _slice(data, low, high), high - low
 
 

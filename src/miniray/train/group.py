@@ -152,14 +152,15 @@ def join(spec: ProcessGroupSpec, rank: int) -> Any:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     store = spec.connect()
     if store.add(f"{spec.name}/claims/{rank}", 1) > 1:
-        raise GroupError(f"two processes claim rank {rank} of {spec.name}")
+        raise GroupError(f"two processes claim rank {rank} of {spec.name}", rank=rank)
     store.set(f"{spec.name}/here/{rank}", f"{socket.gethostname()}:{os.getpid()}")
     missing = absent(store, f"{spec.name}/here", spec.world_size, spec.timeout)
     if missing:
         ranks = ", ".join(map(str, missing))
         raise GroupError(
             f"rank {rank} of {spec.name} waited {spec.timeout:g} s in vain for "
-            f"rank{'s' if len(missing) > 1 else ''} {ranks} of {spec.world_size}"
+            f"rank{'s' if len(missing) > 1 else ''} {ranks} of {spec.world_size}",
+            rank=rank,
         )
     options: dict[str, Any] = {}
     if spec.backend == "nccl":
@@ -177,7 +178,7 @@ def join(spec: ProcessGroupSpec, rank: int) -> Any:
         )
     except (RuntimeError, ValueError) as error:
         leave()
-        raise GroupError(f"rank {rank} could not join {spec.name}: {error}") from error
+        raise GroupError(f"rank {rank} could not join {spec.name}: {error}", rank=rank) from error
     return store
 
 

@@ -35,7 +35,8 @@ def save_model(path: str | os.PathLike[str], weights: Any) -> Path:
     except OSError as error:
         size = sum(entry.nbytes for entry in entries.values())
         raise CheckpointError(
-            f"model file {path} of {size:,} bytes could not be written: {error.strerror}"
+            f"model file {path} of {size:,} bytes could not be written: {error.strerror}",
+            entry=str(path),
         ) from error
     return path
 
@@ -60,4 +61,5 @@ def load_model(path: str | os.PathLike[str]) -> Any:
             f"model file {path} has tensors of torch, which is not installed: pip install torch"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"model file {path} cannot be read: {error}") from error
+        text = f"model file {path} cannot be read: {error}"
+        raise CheckpointError(text, entry=str(path)) from error

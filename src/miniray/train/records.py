@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from miniray.files import replace_atomically, sync_directory
 from miniray.runs import files
 from miniray.runs.files import from_json
 
@@ -182,8 +183,8 @@ def replace_path(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def replace_text(path: Path, text: str) -> Path:
-    """``replace_path`` with a text, as UTF-8."""
-    replace_path(path, lambda aside: aside.write_text(text, "utf-8"))
+    """Replace a file with ``text``, encoded as UTF-8. Return the path."""
+    replace_atomically(path, text.encode())
     return path
 
 
@@ -192,16 +193,5 @@ def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames in ``path`` survive a power cut; a file system that cannot is let off."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:  # some network file systems refuse this on directories
-        pass
     finally:
         os.close(descriptor)

@@ -7,6 +7,7 @@
       metrics.jsonl     a line an epoch or step
       events.jsonl      failures, restarts, truncations: what happened and when
       checkpoints/…     see ``checkpoint``
+      .lock             locked by the process that trains; contains its pid and host
 
 ``run.json`` is replaced whole. The ``.jsonl`` files grow by one ``write(2)`` a line and follow the
 rules of ``records`` (NaN is ``"NaN"``). Nothing here needs the run's process to read: a run whose
@@ -16,17 +17,30 @@ process was killed still says ``"state": "running"``, and ``status()`` tells tha
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
+import socket
+import time
 import traceback
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from miniray.doctor import runfile
+from miniray.errors import MinirayError, RunLockedError, TaskError
+from miniray.files import FileLock, is_locked, replace_atomically
+from miniray.runs import files
 from miniray.runs.run_info import get_state, read_run_info
 from miniray.train import records
+
+LOCK = ".lock"
+#: How long to wait until the process that holds a lock has written its name.
+_HOLDER_TIMEOUT_S = 1.0
+#: Locks of this process, by directory. Objects for the same directory share one.
+_locks: weakref.WeakValueDictionary[Path, FileLock] = weakref.WeakValueDictionary()
 
 #: Ends of a run that may have left nothing behind.
 _FAILED = ("failed", "interrupted", "died")
@@ -35,10 +49,14 @@ _ATTEMPT = ("started", "ended", "state", "error", "pid", "host", "world_size", "
 
 
 class RunDirectory:
-    """One run's directory. ``open`` makes a new one, ``reopen`` goes on with one that is there.
+    """The directory of one run. ``open`` creates a new one, ``reopen`` continues an existing one.
 
-    ``RunDirectory(path)`` is for reading: it makes nothing and raises ``FileNotFoundError`` where
-    there is no such directory. One process writes at a time.
+    ``RunDirectory(path)`` is for reading. It creates nothing, and raises ``FileNotFoundError`` if
+    the directory doesn't exist.
+
+    One process writes at a time. ``open``, ``reopen``, ``write_run`` and ``truncate_metrics`` lock
+    the directory for this process. ``finish`` releases the lock, and so does the end of the
+    process, however it ends. If a different process holds it, they raise ``RunLockedError``.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -49,6 +67,8 @@ class RunDirectory:
         self.metrics_file = self.path / "metrics.jsonl"
         self.events_file = self.path / "events.jsonl"
         self.checkpoints = self.path / "checkpoints"
+        self.lock_file = self.path / LOCK
+        self._lock: FileLock | None = None
 
     @classmethod
     def open(
@@ -72,12 +92,15 @@ class RunDirectory:
         if name is not None:
             return cls._claim(Path(root) / name)
         clean = re.sub(r"[^\w.-]+", "_", prefix).lstrip(".-") or "run"
-        return cls(runfile.new_directory(Path(root), clean))
+        run = cls(runfile.new_directory(Path(root), clean))
+        run._acquire()
+        return run
 
     @classmethod
     def _claim(cls, path: Path) -> RunDirectory:
-        path.mkdir(parents=True, exist_ok=True)
+        runfile.make_private(path)
         run = cls(path)
+        run._acquire()
         trained = run.metrics_file.exists() or run.checkpoints.exists()
         if trained or (run.run_file.exists() and not run._failed()):
             raise FileExistsError(
@@ -94,15 +117,41 @@ class RunDirectory:
 
     @classmethod
     def reopen(cls, path: str | os.PathLike[str]) -> RunDirectory:
-        """Go on with the run at ``path``; ``RuntimeError`` while another process runs it.
+        """Continue the run at ``path``. Raise ``RunLockedError`` while a different process runs it.
 
-        Only a process of this machine can be seen to run.
+        On a file system without locks, only processes of this host are noticed.
         """
         run = cls(path)
-        if run.status() == "running" and run.read_run().get("pid") != os.getpid():
-            pid = run.read_run().get("pid")
-            raise RuntimeError(f"the run {path} is still going on, in process {pid}")
+        run._acquire()
+        info = run.read_run()
+        if run.status() == "running" and info.get("pid") != os.getpid():
+            raise _locked(run.path, info)
         return run
+
+    def _acquire(self) -> None:
+        """Lock the directory, unless this process has locked it."""
+        key = self.path.resolve()
+        self._lock = _locks.get(key, self._lock)
+        if self._lock is not None and self._lock.held:
+            return
+        deadline = time.monotonic() + _HOLDER_TIMEOUT_S
+        while True:
+            try:
+                lock = FileLock(self.lock_file, wait=False)
+                break
+            except BlockingIOError:
+                holder = _read_holder(self.path)
+                # A process that just locked it is about to write its name, and one that only
+                # looks whether it is locked releases it at once.
+                if holder or time.monotonic() > deadline:
+                    raise _locked(self.path, holder) from None
+                time.sleep(0.01)
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                    raise
+                return  # a file system without locks
+        lock.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+        self._lock = _locks[key] = lock
 
     # -- run.json ---------------------------------------------------------------------------------
 
@@ -112,6 +161,7 @@ class RunDirectory:
         ``seed`` and ``world_size`` (or ``num_workers``) are taken from ``config``. Where the run
         was written before, that attempt is kept under ``attempts``, with how it ended.
         """
+        self._acquire()
         before = self.read_run()
         attempts = before.pop("attempts", [])
         if before:
@@ -137,9 +187,10 @@ class RunDirectory:
     def finish(
         self, state: str = "finished", error: BaseException | str | None = None, **fields: Any
     ) -> None:
-        """Say how the run ended: ``finished``, ``failed`` or ``interrupted``, and why.
+        """Record how the run ended: ``finished``, ``failed`` or ``interrupted``, and why.
 
-        ``fields`` are added to ``run.json``. An error's type, text and traceback are kept.
+        Record type, message and traceback of ``error``, and the fields of a ``MinirayError``. Add
+        ``fields`` to ``run.json``.
         """
         run = self.read_run()
         run.update(fields)
@@ -149,10 +200,21 @@ class RunDirectory:
                 "type": type(error).__qualname__,
                 "message": str(error),
                 "traceback": "".join(traceback.format_exception(error)),
+                **_get_error_fields(error),
             }
         elif error is not None:
             run["error"] = {"type": None, "message": error, "traceback": None}
         self._write(run)
+        if self._lock is not None:
+            self._lock.release()
+
+    def discard_if_empty(self) -> None:
+        """Delete the directory unless a run, this one or an earlier one, left files in it."""
+        if {path.name for path in self.path.iterdir()} <= {LOCK}:
+            self.lock_file.unlink(missing_ok=True)
+            self.path.rmdir()
+        if self._lock is not None:
+            self._lock.release()
 
     def read_run(self) -> dict[str, Any]:
         """Return the fields of ``run.json``; {} if it doesn't exist.
@@ -173,7 +235,7 @@ class RunDirectory:
 
     def _write(self, run: Mapping[str, Any]) -> None:
         text = json.dumps(records.to_json(run), indent=2, ensure_ascii=False, allow_nan=False)
-        records.replace_text(self.run_file, text + "\n")
+        replace_atomically(self.run_file, (text + "\n").encode())
 
     # -- metrics.jsonl, events.jsonl --------------------------------------------------------------
 
@@ -192,6 +254,7 @@ class RunDirectory:
         says what happened. Lines without an epoch stay. Returns how many went. A process killed in
         here leaves ``metrics.jsonl`` as it was, or truncated; never in between.
         """
+        self._acquire()
         kept: list[dict[str, Any]] = []
         dropped: list[dict[str, Any]] = []
         for record in self.read_metrics():
@@ -202,7 +265,7 @@ class RunDirectory:
         for record in dropped:
             records.append_record(self.path / "metrics.discarded.jsonl", record)
         lines = b"".join(records.dump_line(record) for record in kept)
-        records.replace_path(self.metrics_file, lambda aside: aside.write_bytes(lines))
+        replace_atomically(self.metrics_file, lines)
         self.append_event({"event": "metrics_truncated", "epoch": epoch, "lines": len(dropped)})
         return len(dropped)
 
@@ -218,7 +281,46 @@ class RunDirectory:
         return f"RunDirectory({str(self.path)!r})"
 
 
+def _locked(path: Path, holder: Mapping[str, Any]) -> RunLockedError:
+    pid, host = holder.get("pid"), holder.get("host")
+    where = "a different process" if pid is None else f"process {pid} on host {host}"
+    return RunLockedError(
+        f"The run {path} is still running, in {where}. Wait until it ends, or use a different "
+        "name= or run_dir=.",
+        pid=pid if isinstance(pid, int) else None,
+        host=host if isinstance(host, str) else None,
+    )
+
+
+def find_holder(path: Path) -> Mapping[str, Any] | None:
+    """Return pid and host of the process that locks the run at ``path``, or None.
+
+    The result is empty if the process hasn't written them yet.
+    """
+    return _read_holder(path) if is_locked(path / LOCK) else None
+
+
+def _read_holder(path: Path) -> dict[str, Any]:
+    """Return the process named in the lock file, or {} if there is none or it is gone."""
+    import psutil
+
+    holder, _ = files.read_json(path / LOCK)
+    pid = holder.get("pid")
+    here = holder.get("host") == socket.gethostname()
+    is_valid = isinstance(pid, int) and not (here and not psutil.pid_exists(pid))
+    return holder if is_valid else {}
+
+
 def check_name(name: str | None) -> None:
     """``ValueError`` for what cannot be the name of a run."""
     if name is not None and (name in ("", ".", "..") or Path(name).name != name):
         raise ValueError(f"{name!r} cannot be the name of a run: it must be a plain folder name")
+
+
+def _get_error_fields(error: BaseException) -> dict[str, Any]:
+    if not isinstance(error, MinirayError):
+        return {}
+    fields = {name: getattr(error, name) for name in error.FIELDS}
+    if isinstance(error, TaskError):
+        fields["remote_traceback"] = error.remote_traceback
+    return {name: value for name, value in fields.items() if value is not None}

@@ -195,7 +195,8 @@ def decode(value: Any, groups: Mapping[str, TensorFile], *, allow_pickle: bool =
             if not allow_pickle:
                 raise CheckpointError(
                     f"{content[1]} was stored with pickle, which can run any code when read; "
-                    "if you trust where it comes from, pass allow_pickle=True"
+                    "if you trust where it comes from, pass allow_pickle=True",
+                    entry=content[1],
                 )
             return pickle.loads(groups[content[0]].numpy(content[1]).tobytes())
         if tag in ("$dict", "$ordered"):
@@ -282,4 +283,4 @@ def _is_plain_tensor(value: Any) -> bool:
 def _refused(path: tuple[Any, ...], why: str, value: Any = None) -> CheckpointError:
     where = "state" + "".join(f"[{step!r}]" for step in path)
     kind = "" if value is None else f" ({type(value).__module__}.{type(value).__qualname__})"
-    return CheckpointError(f"{where}{kind} cannot go into a checkpoint: {why}")
+    return CheckpointError(f"{where}{kind} cannot go into a checkpoint: {why}", entry=where)

@@ -23,6 +23,7 @@ import miniray
 from miniray.errors import (
     ActorDiedError,
     GetTimeoutError,
+    MinirayError,
     NonFiniteWeightsError,
     SyncError,
     TaskError,
@@ -89,7 +90,10 @@ def _told(error: Exception, group: WorkerGroup, epoch: int | None) -> Exception:
     cause = getattr(error, "cause", None)
     if isinstance(cause, (NonFiniteWeightsError, WeightsMismatchError)):
         error = cause
-    return located(error, "sync" if epoch is None else f"sync in {group.unit} {epoch}")
+    told = located(error, "sync" if epoch is None else f"sync in {group.unit} {epoch}")
+    if isinstance(told, MinirayError):
+        told.add_fields(**{group.unit: epoch})
+    return told
 
 
 def _replaced(group: WorkerGroup, before: Sequence[Any], epoch: int | None) -> list[int]:

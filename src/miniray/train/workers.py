@@ -32,6 +32,9 @@ from miniray.train.nodes import NodeLosses
 #: What every worker must have; ``load_data_shard`` and others may be absent.
 REQUIRED_METHODS = ("train_epoch", "get_weights", "set_weights")
 
+#: Parameters of a worker's ``__init__`` that get its id.
+_ID_NAMES = ("worker_id", "rank", "id")
+
 #: Before the name of a method that calls the user's own of that name, and does something more.
 WRAPPED = "_dealt_"
 
@@ -51,24 +54,31 @@ def accepted(parameters: inspect.Signature | None, kwargs: Mapping[str, Any]) ->
     return {k: v for k, v in kwargs.items() if kinds.get(k) in named}
 
 
-def made(cls: ActorClass[Any], worker_id: int, kwargs: Mapping[str, Any]) -> Handle:
-    """A worker of this class, with what of ``kwargs`` its ``__init__`` takes."""
-    init = cls._spec.init
-    own = (worker_id,) if _takes_id(cls, kwargs) else ()
-    return cls.remote(*own, **accepted(init.signature, kwargs))
+def create_worker_actor(cls: ActorClass[Any], worker_id: int, kwargs: Mapping[str, Any]) -> Handle:
+    """Create a worker of this class with its id and the ``kwargs`` that its ``__init__`` accepts.
 
-
-def _takes_id(cls: ActorClass[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Its first parameter is the id, unless ``train()`` has it, or by its default it is another.
-
-    An ``__init__(self, lr=0.1)`` does without: its workers would train with rates of 0 and 1.
+    The id is passed to the parameter named ``worker_id``, ``rank`` or ``id``, or else to the first
+    parameter if that has no default. Parameters in ``kwargs`` keep the user's value.
     """
-    init = cls._spec.init
-    if not init.max_positional or init.signature is None:
-        return init.signature is None
-    first = next(iter(init.signature.parameters))
-    default = inspect.signature(cls._spec.cls).parameters[first].default
-    return first not in kwargs and (default is inspect.Parameter.empty or type(default) is int)
+    signature = cls._spec.init.signature
+    taken = accepted(signature, kwargs)
+    if signature is None:  # written in C: it may accept anything
+        return cls.remote(worker_id, **taken)
+    parameters = signature.parameters.values()
+    named = [p for p in parameters if p.name in _ID_NAMES and p.name not in kwargs]
+    for p in named:
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+            return cls.remote(**{p.name: worker_id}, **taken)
+    first = next(iter(parameters), None)
+    is_id = first is not None and (
+        first.kind is first.VAR_POSITIONAL
+        or (
+            first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
+            and first.default is first.empty
+            and first.name not in kwargs
+        )
+    )
+    return cls.remote(*((worker_id,) if is_id else ()), **taken)
 
 
 def method_spec(worker: Handle, name: str) -> CallSpec | None:
@@ -292,7 +302,7 @@ def in_context(
     call = "" if isinstance(error, TaskError) else f", {method.removeprefix(WRAPPED)}()"
     told = located(error, f"worker {worker_id}{call}{when}")
     if isinstance(told, MinirayError):
-        told.add_fields(worker=worker_id, epoch=epoch)
+        told.add_fields(worker=worker_id, **{unit: epoch})
     return told
 
 

@@ -5,8 +5,9 @@ import pytest
 
 import miniray
 from miniray.ps import Strategy, check_strategy, register_strategy, strategy_names
-from miniray.ps.strategies.base import _strategies
-from tests.ps.helpers import call, weights_of, workers
+from miniray.ps.strategies.average import Average
+from miniray.ps.strategies.base import _strategies, make_strategy
+from tests.ps.helpers import call, error_text, weights_of, workers
 
 BUILT_IN = [
     *("average", "diloco", "ema", "fedadagrad", "fedadam", "fedyogi", "krum", "median"),
@@ -42,41 +43,32 @@ def test_a_strategy_of_ones_own(engine, midrange):
     assert call(server, "get_state")["buffers"]["seen"][0].tolist() == [2, 2]
 
 
-def test_a_wrong_shape_is_reported(engine):
-    @register_strategy("short")
-    class Short(Strategy):
-        def combine(self, global_weights, worker_weights, weights):
-            return worker_weights[0][:1]
-
-    try:
-        server = miniray.ps.create_parameter_server("short")
-        with pytest.raises(ValueError, match=r"'short' gave an array of shape \(1,\)"):
-            call(server, "sync_from_workers", workers([np.zeros(3)]))
-    finally:
-        del _strategies["short"]
-
-
-def test_an_unknown_name_is_refused_with_the_valid_ones():
-    with pytest.raises(ValueError, match=r"'avrage'; there are average, diloco, .*weighted"):
-        check_strategy("avrage", {})
-
-
-def test_an_unknown_option_is_refused_with_the_valid_ones():
-    with pytest.raises(TypeError, match="no option 'beta'; it takes momentum, lr"):
-        check_strategy("momentum", {"beta": 1})
-    with pytest.raises(TypeError, match="no option 'momentum'; it takes none"):
-        check_strategy("average", {"momentum": 0.9})
+@pytest.mark.parametrize(
+    ("name", "options", "error"),
+    [
+        ("avrage", {}, ValueError),
+        ("momentum", {"beta": 1}, TypeError),
+        ("momentum", {"mometum": 0.9}, TypeError),
+        ("average", {"momentum": 0.9}, TypeError),
+        ("momentum", {"momentum": True}, ValueError),
+        (Average(), {"lr": 1}, TypeError),
+    ],
+)
+def test_wrong_names_and_options_raise(name, options, error, golden):
+    with pytest.raises(error) as caught:
+        check_strategy(name, options)
+    label = "-".join([name if isinstance(name, str) else "object", *options])
+    golden(f"strategy_{label}.txt", error_text(caught.value))
 
 
 def test_options_may_be_numpys_numbers():
-    check_strategy("momentum", {"momentum": np.float32(0.5), "lr": np.int64(1)})
-    check_strategy("krum", {"num_byzantine": np.int64(1)})
-    with pytest.raises(ValueError, match="momentum must be a number"):
-        check_strategy("momentum", {"momentum": True})
+    momentum = make_strategy("momentum", {"momentum": np.float32(0.5), "lr": np.int64(1)})
+    assert (momentum.momentum, momentum.lr) == (0.5, 1)
+    assert make_strategy("krum", {"num_byzantine": np.int64(1)}).num_byzantine == 1
 
 
 def test_only_strategies_can_be_registered():
-    with pytest.raises(TypeError, match="subclass"):
+    with pytest.raises(TypeError):
         register_strategy("x")(dict)
     with pytest.raises(ValueError, match="name"):
         register_strategy("")

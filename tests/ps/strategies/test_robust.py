@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from miniray.ps.strategies.median import sorted_rows
+from tests.ps.helpers import error_text
 from tests.ps.strategies.helpers import Run
 
 
@@ -24,9 +25,19 @@ def test_trimmed_mean():
     assert Run("trimmed_mean")([1], [2], [3], [0], [77]) == [2]
 
 
-def test_trimmed_mean_needs_enough_workers():
-    with pytest.raises(ValueError, match="leaves none of 2 workers"):
+@pytest.mark.parametrize(("trim", "count", "cut"), [(0.14, 50, 7), (0.28, 25, 7)])
+def test_trimmed_mean_cut_is_not_rounded_up_by_an_ulp(trim, count, cut):
+    """``trim * count`` is 7.000000000000001."""
+    squares = [i**2 for i in range(count)]
+    kept = squares[cut : count - cut]
+    run = Run("trimmed_mean", trim=trim)
+    assert run(*([s] for s in squares)) == pytest.approx([sum(kept) / len(kept)])
+
+
+def test_trimmed_mean_needs_enough_workers(golden):
+    with pytest.raises(ValueError, match="trimmed_mean") as caught:
         Run("trimmed_mean")([1], [2])
+    golden("trimmed_mean_workers.txt", error_text(caught.value))
 
 
 @pytest.mark.parametrize("trim", [0, 0.5, -1])
@@ -44,11 +55,12 @@ def test_multi_krum():
     assert Run("krum", num_selected=2)([0], [1], [3], [10], [50]) == [0.5]
 
 
-def test_krum_needs_enough_workers():
-    with pytest.raises(ValueError, match="needs at least 5 workers, not 4"):
+def test_krum_needs_enough_workers(golden):
+    with pytest.raises(ValueError, match="krum") as too_few:
         Run("krum")([0], [1], [2], [3])
-    with pytest.raises(ValueError, match="cannot select 5 of 5"):
+    with pytest.raises(ValueError, match="krum") as too_many:
         Run("krum", num_selected=5)([0], [1], [2], [3], [4])
+    golden("krum_workers.txt", error_text(too_few.value) + error_text(too_many.value))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 16, 17, 20])

@@ -1,16 +1,17 @@
-"""Handles of actors in one process, and the client that sends their calls in order."""
+"""Handles of actors in one process, and the client that sends their calls."""
 
 from __future__ import annotations
 
 import pickle
 import threading
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from miniray.core.local.calls import Call, fill_arguments, make_sink, set_origin
 from miniray.core.local.channel import Channel
 from miniray.core.local.objects import Blob, Failure
-from miniray.core.local.peers import CANCEL, DRIVER
+from miniray.core.local.peers import DRIVER
 from miniray.core.local.sharing import Shared
 from miniray.core.local.wire import Closed
 from miniray.core.specs import ActorInfo
@@ -70,11 +71,15 @@ class ActorEntry(Shared):
 
 
 class ActorClient:
-    """Sends calls to one actor, in order, wherever its process currently is.
+    """Send the calls of this process to one actor, even if the actor's process changes.
 
-    While a call waits for an argument, or the actor is being restarted, later calls queue behind
-    it. When the process dies, calls in flight fail with ``ActorDiedError``, or are sent again if
-    they have retries left and the actor comes back.
+    A ``sequential`` actor (one call at a time, not async) gets its calls in submission order: if
+    a call waits for an argument, later calls queue behind it. Other actors run calls concurrently,
+    so calls with ready arguments overtake it. Without that, an actor would deadlock if a later
+    call produces the argument. While the actor restarts, all calls wait.
+
+    When the process dies, calls in flight fail with ``ActorDiedError``, or are sent again if they
+    have retries left and the actor restarts.
     """
 
     def __init__(self, node: Node, id: int, proc: int, retries: int, sequential: bool) -> None:
@@ -85,6 +90,8 @@ class ActorClient:
         self.sequential = sequential
         self._lock = threading.RLock()
         self._queue: deque[Call] = deque()
+        #: Calls that later ones may overtake, until their arguments are ready.
+        self._overtakable: dict[int, Call] = {}
         self._channel: Channel | None = None
         self._locating = False
         self._death: Blob | None = None
@@ -117,15 +124,28 @@ class ActorClient:
                     self._queue.append(call)
                     channel.lost()
                     return result
-            self._queue.append(call)
-        for entry in call.pending_deps():
+            waiting = call.pending_deps()
+            if waiting and not self.sequential and self._death is None:
+                self._overtakable[call.id] = call
+            else:
+                self._queue.append(call)
+        for entry in waiting:
             node.fetch(entry)
-            entry.add_waiter(self._pump)
+            entry.add_waiter(partial(self._on_argument, call))
         self._pump()
         return result
 
+    def _on_argument(self, call: Call) -> None:
+        """Send ``call`` if this was its last missing argument, and the calls queued behind it."""
+        if call.pending_deps():
+            return
+        with self._lock:
+            if self._overtakable.pop(call.id, None) is not None:
+                self._queue.append(call)
+        self._pump()
+
     def _pump(self) -> None:
-        """Send queued calls as far as they are ready."""
+        """Send queued calls until one isn't ready."""
         with self._lock:
             while self._queue and not self._locating:
                 call = self._queue[0]
@@ -154,12 +174,18 @@ class ActorClient:
                     text = f"{call.label} could not be sent: {error.strerror}"
                     call.fail(self.node, OSError(error.errno, text))
                 self._queue.popleft()
+            self._release_if_idle()
 
     def took(self, channel: Channel) -> None:
         if not channel.pending:
             with self._lock:
-                if not channel.pending and not self._queue:
-                    self._keep = None
+                self._release_if_idle()
+
+    def _release_if_idle(self) -> None:
+        """Stop keeping the actor alive if no call is queued or unanswered."""
+        unanswered = self._channel is not None and self._channel.pending
+        if not (self._queue or self._overtakable or self._locating or unanswered):
+            self._keep = None
 
     def lost(self, channel: Channel, calls: list[Call]) -> None:
         with self._lock:
@@ -190,8 +216,9 @@ class ActorClient:
                     cause = Blob.of(self.node, ActorDiedError(str(answer)))
                 if not alive:
                     self._death = cause
-                    calls.extend(self._queue)
+                    calls.extend([*self._queue, *self._overtakable.values()])
                     self._queue.clear()
+                    self._overtakable.clear()
                 failed = []
                 for call in reversed(calls):
                     if alive and call.cancelled:
@@ -207,22 +234,23 @@ class ActorClient:
                     call.fail(self.node, cause)
                 self._locating = False
             self._pump()
-            if not self._queue:
-                self._keep = None
 
         self.node.ask(DRIVER, "actor_lost", (self.id, proc), [], then)
 
     def cancel(self, call: Call, recursive: bool) -> None:
-        """Cancel a call: dropped if queued here, else its worker is told."""
+        """Drop a call that is queued here; otherwise send the request to its worker."""
         call.cancelled = True
         with self._lock:
+            queued = self._overtakable.pop(call.id, None) is not None
             if call in self._queue:
                 self._queue.remove(call)
+                queued = True
+            if queued:
                 call.fail_cancelled(self.node)
-                self._pump()  # those behind it need not wait for its arguments
+                self._pump()  # calls behind it no longer wait for its arguments
                 return
         self.node.flush_calls()
-        self.node.tell(self.proc, CANCEL, (call.id, recursive))
+        call.request_cancel(self.node, self.proc, recursive)
 
     def retire(self) -> None:
         with self._lock:

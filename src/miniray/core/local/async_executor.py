@@ -78,11 +78,11 @@ class AsyncExecutor(Executor):
 
     def _done(self, job: Job, task: asyncio.Task[None]) -> None:
         self._tasks.pop(job.id, None)
+        self.cancelled.discard(job.id)
         if task.cancelled():  # before its first step: `_run` knows nothing of it
             self._was_cancelled(job)
 
     def _was_cancelled(self, job: Job) -> None:
-        self.cancelled.discard(job.id)
         self.fail(job, TaskCancelledError(f"{self.label(job)} was cancelled"))
 
     async def _run(self, job: Job) -> None:
@@ -128,3 +128,7 @@ class AsyncExecutor(Executor):
                 self.cancelled.add(id)  # the call itself comes on another connection: not there yet
 
         self._loop.call_soon_threadsafe(cancel)
+
+    def forget(self, id: int) -> None:
+        # In the loop: after the request itself.
+        self._loop.call_soon_threadsafe(self.cancelled.discard, id)

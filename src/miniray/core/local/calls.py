@@ -1,7 +1,7 @@
 """A call on its way to a worker: what is sent, what it waits for before, where its result goes.
 
-That is a sink: one object, several, or a stream. Each has ``resolve(state, value)``, as an
-``Entry`` has.
+That is a sink: one object, several, or a stream. Each has ``resolve(state, value)`` and
+``add_waiter(callback)``, as an ``Entry`` has.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from miniray.core.local.objects import (
     entry_of,
     is_plain,
 )
+from miniray.core.local.peers import CANCEL, FORGET
 from miniray.core.local.waiting import LONGEST_SLEEP
 from miniray.core.local.wire import frame
 from miniray.core.refs import ObjectRefGenerator, announced
@@ -70,6 +71,19 @@ class Call:
 
     def fail_cancelled(self, node: Node) -> None:
         self.fail(node, TaskCancelledError(f"{self.label} was cancelled"))
+
+    def request_cancel(self, node: Node, proc: int, recursive: bool) -> None:
+        """Ask worker ``proc`` to cancel the call, and to forget the request when the call ends.
+
+        Only this side knows that: a worker can't tell a call that has ended from one that hasn't
+        arrived yet.
+        """
+
+        def forget() -> None:
+            node.tell(proc, FORGET, self.id)
+
+        if node.tell(proc, CANCEL, (self.id, recursive)):
+            self.sink.add_waiter(forget)
 
     @property
     def label(self) -> str:
@@ -127,6 +141,11 @@ class Many:
         for entry, each in zip(self.entries, values, strict=True):
             entry.resolve(state, each)
 
+    def add_waiter(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when the call has ended; never if it has no return values."""
+        for entry in self.entries[:1]:
+            entry.add_waiter(callback)
+
 
 class StreamState:
     """The sink of a streaming call: items as they come, then an end.
@@ -147,6 +166,7 @@ class StreamState:
         self._known = 0  # items that this run is still to repeat
         self._lock = threading.Lock()
         self._waiters: list[Callable[[], None]] = []
+        self._end_waiters: list[Callable[[], None]] = []
 
     def begin(self) -> None:
         """The call is sent, for the first time or again."""
@@ -172,11 +192,21 @@ class StreamState:
                 entry = Entry(self.node, next(self.node.ids))
                 entry.resolve(state, value)
                 self.items.append(entry)
+            waiters, self._waiters = self._waiters, []
             if end:
                 self.ended, self.origin = True, None
-            waiters, self._waiters = self._waiters, []
+                waiters += self._end_waiters
+                self._end_waiters = []
         for callback in waiters:
             callback()
+
+    def add_waiter(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` at the end of the stream; immediately if it has ended."""
+        with self._lock:
+            if not self.ended:
+                self._end_waiters.append(callback)
+                return
+        callback()
 
     def fail(self, error: BaseException) -> None:
         self.resolve(FAILED, Blob.of(self.node, error))

@@ -20,7 +20,7 @@ from miniray.core.local.logs import LogReader
 from miniray.core.local.node import Node
 from miniray.core.local.objects import Blob
 from miniray.core.local.peers import BLOCKED, DEAD, DRIVER, RECALL, Reply
-from miniray.core.local.processes import Processes, Worker, describe
+from miniray.core.local.processes import Processes, Worker, describe, exit_fields, omp_threads
 from miniray.core.local.spawner import Zygote
 from miniray.core.local.tasks import Demand
 from miniray.core.machine import Grant, Resources
@@ -45,12 +45,17 @@ class Control:
 
     @contextlib.contextmanager
     def locked(self) -> Any:
-        """Hold the lock; run the actions collected under it afterwards."""
-        with self.lock:
-            yield
-            actions, self._do = self._do, []
-        for action in actions:
-            action()
+        """Hold the lock; afterwards run the actions that this caller has collected under it.
+
+        All of them run, even if the caller or one of the actions raises: each tells a process of a
+        change that has been made, and that process may be waiting for it.
+        """
+        with contextlib.ExitStack() as actions, self.lock:
+            try:
+                yield
+            finally:
+                while self._do:
+                    actions.callback(self._do.pop())  # the last callback runs first
 
     def later(self, action: Callable[[], object]) -> None:
         """Run ``action`` when the lock is released."""
@@ -86,10 +91,11 @@ class Control:
             actor = worker.actor
             by_us = actor is not None and bool(actor.leaving)
             text = why or describe(worker.name, worker.pid, status, lines, log_path, by_us)
+            fields = {} if why else exit_fields(worker.pid, status)
             if actor is not None:
-                self.actors.exited(actor, text, for_good=bool(why))
+                self.actors.exited(actor, text, fields, for_good=bool(why))
             else:
-                self.pool.exited(worker, text)
+                self.pool.exited(worker, text, fields)
             self.pool.drop_submitter(worker.proc)
             others = self.processes.running()
             self.later(lambda: self.announce(worker.proc, others))
@@ -128,7 +134,8 @@ def _plain(action: Callable[..., None]) -> Callable[[int, Any, list[Blob], Reply
 class Pool:
     """Task workers: leased to submitters in the order they asked, as far as resources go.
 
-    At most ``size`` tasks run at once, not counting waiting ones.
+    At most ``size`` tasks run at once, not counting waiting ones. Of the workers that have nothing
+    to run, ``size`` stay; the others are stopped as soon as no other process depends on them.
     """
 
     def __init__(self, control: Control, size: int) -> None:
@@ -136,7 +143,7 @@ class Pool:
         self._processes = control.processes
         self.node = control.node
         self.num_workers = size
-        self._idle: list[Worker] = []
+        self._idle: list[Worker] = []  # the longest idle first
         self._asks: deque[tuple[int, Demand, Reply]] = deque()
         self._crashes: dict[int, Blob] = {}
         self.node.messages[BLOCKED] = lambda proc, blocked, _: self._blocked(proc, blocked)
@@ -190,21 +197,23 @@ class Pool:
                 self._control.later(partial(reply, refusal, ()))
                 continue
             worker.holder = proc
+            worker.leases += 1
             self._control.later(partial(reply, worker.proc, ()))
 
     def _pool_worker(self, demand: Demand, grant: Grant) -> Worker:
         env = dict(demand.env)
-        # GPUs and threads are fixed when a process starts: those workers serve once.
-        reused = not demand.gpus and demand.cpus <= 1
-        if reused:
-            for worker in reversed(self._idle):
-                if worker.env == env:
-                    self._idle.remove(worker)
-                    worker.grant = grant
-                    return worker
+        # The number of threads is fixed when a process starts. GPUs are, too, and their memory is
+        # free only when it ends: those workers serve once.
+        threads = omp_threads(demand.cpus)
+        for worker in () if demand.gpus else reversed(self._idle):
+            if worker.env == env and worker.threads == threads and not worker.single_use:
+                self._idle.remove(worker)
+                worker.grant = grant
+                return worker
         worker = self._processes.reserve("worker")
-        worker.reused = reused
         worker.env = env
+        worker.threads = threads
+        worker.single_use = bool(demand.gpus)
         worker.grant = grant
         self._processes.launch(worker)
         return worker
@@ -217,13 +226,40 @@ class Pool:
             worker.holder = None
             worker.recalled = False
             self._control.free(worker)
-            surplus: Worker | None = worker
-            if worker.reused:
-                self._idle.append(worker)
-                surplus = self._idle.pop(0) if len(self._idle) > self.num_workers else None
-            if surplus is not None:
-                self._processes.kill(surplus)
+            self._idle.append(worker)
+            for surplus in self._surplus():
+                self._stop_when_idle(surplus)
             self._control.place()
+
+    def _surplus(self) -> list[Worker]:
+        """Return the idle workers to stop."""
+        reusable = [worker for worker in self._idle if not worker.single_use]
+        return [worker for worker in self._idle if worker not in reusable[-self.num_workers :]]
+
+    def _stop_when_idle(self, worker: Worker) -> None:
+        """Stop a surplus worker when no other process depends on it.
+
+        It may get another lease before it answers. Then the answer may be out of date.
+        """
+        if worker.stopping:
+            return
+        worker.stopping = True
+        leases = worker.leases
+
+        def then(ok: bool, _: Any, __: list[Blob]) -> None:
+            with self._control.locked():
+                worker.stopping = False
+                if not ok or worker not in self._surplus():
+                    return
+                if worker.leases == leases:
+                    self._idle.remove(worker)
+                    self._processes.kill(worker)
+                else:
+                    self._stop_when_idle(worker)
+
+        self._control.later(
+            partial(self.node.ask, worker.proc, "when_idle", None, [], then),
+        )
 
     def _blocked(self, proc: int, blocked: bool) -> None:
         """A task waits in ``get``: its CPU may serve others meanwhile, or nested tasks deadlock."""
@@ -237,11 +273,11 @@ class Pool:
             if blocked:
                 self._control.place()
 
-    def exited(self, worker: Worker, text: str) -> None:
-        """A worker ended: its submitter asks why."""
+    def exited(self, worker: Worker, text: str, fields: dict[str, Any]) -> None:
+        """Keep the error for the submitter of a worker that ended, which asks for it."""
         if worker in self._idle:
             self._idle.remove(worker)
-        self._crashes[worker.proc] = Blob.of(self.node, WorkerCrashedError(text))
+        self._crashes[worker.proc] = Blob.of(self.node, WorkerCrashedError(text, **fields))
         if len(self._crashes) > 1000:
             del self._crashes[next(iter(self._crashes))]
 

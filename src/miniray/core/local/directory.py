@@ -194,32 +194,33 @@ class ActorDirectory:
                 worker.actor.leaving = "It ended itself with sys.exit()."
         reply(None, ())
 
-    def exited(self, actor: Actor, text: str, for_good: bool) -> None:
+    def exited(self, actor: Actor, text: str, fields: dict[str, Any], for_good: bool) -> None:
         if actor.failure:
             self._bury(actor, actor.failure, in_init=True)
         elif actor.leaving or for_good or not actor.restarts_left:
-            self._bury(actor, f"{text}\n{actor.leaving}" if actor.leaving else text)
+            text = f"{text}\n{actor.leaving}" if actor.leaving else text
+            self._bury(actor, text, **fields)
         else:
             actor.restarts_left -= actor.restarts_left > 0
             actor.restarts += 1
-            actor.cause = self._died(text, restarting=True)
+            actor.cause = self._died(text, restarting=True, **fields)
             actor.launched = False
             env = actor.worker.env
             try:
                 actor.worker = self._processes.reserve(actor.name)
             except OSError as error:  # no descriptor left
-                self._bury(actor, f"{text}\nIt could not be restarted: {error}")
+                self._bury(actor, f"{text}\nIt could not be restarted: {error}", **fields)
                 return
             actor.worker.env = env
             actor.worker.actor = actor
             self._unplaced.append(actor)
             self._answer_waiting(actor)
 
-    def _bury(self, actor: Actor, text: str, in_init: bool = False) -> None:
+    def _bury(self, actor: Actor, text: str, **fields: Any) -> None:
         """The actor is dead for good."""
         actor.dead = True
         actor.arguments = None
-        actor.cause = self._died(text, in_init=in_init)
+        actor.cause = self._died(text, **fields)
         if actor in self._unplaced:
             self._unplaced.remove(actor)
         if actor.worker.listener is not None:  # never launched
@@ -232,13 +233,13 @@ class ActorDirectory:
             self.actors.pop(actor.id, None)
             self._unseen(actor.failure)
 
-    def _died(self, text: str, restarting: bool = False, in_init: bool = False) -> Blob:
-        """The error callers get."""
+    def _died(self, text: str, restarting: bool = False, **fields: Any) -> Blob:
+        """Create the error that callers get."""
         if restarting:
             text += (
                 "\nIt is being restarted; this call was not retried (max_task_retries is used up)."
             )
-        return Blob.of(self.node, ActorDiedError(text, in_init=in_init))
+        return Blob.of(self.node, ActorDiedError(text, **{"in_init": False, **fields}))
 
     def _free_name(self, actor: Actor) -> None:
         if actor.key is not None and self._names.get(actor.key) is actor:

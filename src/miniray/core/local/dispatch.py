@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from miniray.core.local.calls import FUNCTION, Call, sink_entries
 from miniray.core.local.objects import Blob, Failure
-from miniray.core.local.peers import CANCEL, DRIVER, STEAL
+from miniray.core.local.peers import DRIVER, STEAL
 from miniray.core.local.tasks import Demand, Function, Lane, Leased
 from miniray.core.local.wire import Closed
 
@@ -290,6 +290,9 @@ class Dispatcher:
                     # One behind another has not started: no reason to end what runs there.
                     if force and call.id == sent[0]:
                         self._tell_driver("kill_worker", proc)
-                    else:
-                        self.node.tell(proc, CANCEL, (call.id, recursive))
-                    return
+                        return
+                    break
+            else:
+                return
+        # Without the lock: if the call has just ended, this runs what waits for it.
+        call.request_cancel(self.node, proc, recursive)

@@ -62,6 +62,7 @@ class Executor:
         self.class_name = ""
         #: By id: (name, pickled, loaded on first use).
         self.functions: dict[int, tuple[str, Blob, Any]] = {}
+        #: Calls to cancel that run or have not started yet.
         self.cancelled: set[int] = set()
         self.running: int | None = None  # the call, where there is one at a time
 
@@ -94,6 +95,7 @@ class Executor:
             self.reply(job, value)
         finally:
             current_call.reset(token)
+            self.cancelled.discard(id)
             del job
             flush_output()
 
@@ -160,7 +162,6 @@ class Executor:
 
     def reply_error(self, job: Job, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt) and job.id in self.cancelled:
-            self.cancelled.discard(job.id)
             failure: MinirayError = TaskCancelledError(f"{self.label(job)} was cancelled")
         else:
             failure = TaskError.capture(error, self.label(job), self.name, os.getpid())
@@ -200,6 +201,10 @@ class Executor:
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, signal.SIGINT)
+
+    def forget(self, id: int) -> None:
+        """Forget the request to cancel a call that has ended, in case it arrived after the end."""
+        self.cancelled.discard(id)
 
     def interrupted(self) -> bool:
         """Whether the running call, here and now, is one to interrupt."""

@@ -43,7 +43,9 @@ class Node(Peers):
                 DEAD: lambda _, meta, __: self.declare_dead(meta),
             }
         )
+        self._asked_when_idle: list[Reply] = []
         self.answers["value"] = self._answer_value
+        self.answers["when_idle"] = lambda _, __, ___, reply: self._asked_when_idle.append(reply)
 
     def crashed(self, error: MinirayError) -> None:
         """Nothing works any more: whoever waits gets ``error``. A worker just ends."""
@@ -51,7 +53,7 @@ class Node(Peers):
         self.fail_awaited(error)
 
     def patience(self) -> float | None:
-        return _TRIM_SECONDS if self.store.watched else None
+        return _TRIM_SECONDS if self.store.watched or self._asked_when_idle else None
 
     def turn(self) -> None:
         """Give back the credits that are not needed any more, and now and then memory."""
@@ -60,6 +62,27 @@ class Node(Peers):
         if self.store.watched and (now := time.monotonic()) >= self._trim_at:
             self.store.trim()
             self._trim_at = now + _TRIM_SECONDS
+        if self._asked_when_idle and self._is_idle():
+            replies, self._asked_when_idle = self._asked_when_idle, []
+            for reply in replies:
+                reply(None, ())
+
+    def _is_idle(self) -> bool:
+        """Return whether this process could end without a loss for any other process.
+
+        It can't while another process holds an object of it, or an object or actor it passed on,
+        or while calls it made are unanswered or wait for an argument. Memory that other processes
+        have mapped outlives it.
+        """
+        with self.lock:
+            if any(not isinstance(item, Lease) for item in self.shared.values()):
+                return False
+        channels = [channel for each in list(self.channels.values()) for channel in list(each)]
+        return not (
+            self.asked
+            or any(isinstance(item, Entry) for item in list(self.awaited))
+            or any(channel.pending for channel in channels)
+        )
 
     def _return(self, parent: int, returned: list[tuple[int, int]]) -> None:
         if parent == self.proc:

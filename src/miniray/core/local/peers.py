@@ -35,7 +35,7 @@ _HELLO = struct.Struct("<32sII")
 CALLS, CONTROL = 1, 2  # what a new connection is for
 
 # Kinds of control message.
-RETURNS, DEAD, ASK, ANSWER, INIT, EXIT, CANCEL, STEAL, RECALL, BLOCKED = range(1, 11)
+RETURNS, DEAD, ASK, ANSWER, INIT, EXIT, CANCEL, FORGET, STEAL, RECALL, BLOCKED = range(1, 12)
 
 Reply = Callable[[Any, Sequence[Blob]], None]
 

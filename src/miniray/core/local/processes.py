@@ -39,7 +39,10 @@ class Worker:
     actor: Any = None  # the directory's record, if it is an actor's
     holder: int | None = None  # the pool's: the submitter that leases it
     recalled: bool = False
-    reused: bool = True
+    threads: int = 0  # OpenMP's, if not the default
+    single_use: bool = False  # not leased a second time
+    leases: int = 0  # until now
+    stopping: bool = False  # the driver waits for its answer to "when_idle"
 
 
 class Processes:
@@ -102,8 +105,9 @@ class Processes:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(
                 names[i] if i < len(names) else str(i) for i in worker.grant.gpus
             )
-        if worker.grant is not None and worker.grant.cpus > 1 and "OMP_NUM_THREADS" not in env:
-            env["OMP_NUM_THREADS"] = str(int(worker.grant.cpus))
+        threads = 0 if worker.grant is None else omp_threads(worker.grant.cpus)
+        if threads:
+            env.setdefault("OMP_NUM_THREADS", str(threads))
         request = {
             "proc": worker.proc,
             "slot": worker.slot,
@@ -194,12 +198,25 @@ class Processes:
         self.logs.close()
 
 
+def omp_threads(cpus: float) -> int:
+    """Return how many OpenMP threads a worker with this many CPUs gets; 0 for the default."""
+    return int(cpus) if cpus > 1 else 0
+
+
 def _cwd() -> str:
     """Where the driver is; nowhere if somebody removed that directory."""
     try:
         return os.getcwd()
     except FileNotFoundError:
         return ""
+
+
+def exit_fields(pid: int, status: int) -> dict[str, Any]:
+    """Return the fields of an error about a process that ended with this wait status."""
+    fields: dict[str, Any] = {"pid": pid, "host": socket.gethostname()}
+    if os.WIFSIGNALED(status):
+        return {**fields, "signal": _signal_name(os.WTERMSIG(status))}
+    return {**fields, "exit_code": os.WEXITSTATUS(status)}
 
 
 def describe(

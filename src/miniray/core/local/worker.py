@@ -32,7 +32,7 @@ from miniray.core.local.engine import LocalEngine
 from miniray.core.local.executors import Executor, Job, ThreadExecutor, arguments
 from miniray.core.local.node import Node, owner_of
 from miniray.core.local.objects import Blob
-from miniray.core.local.peers import BLOCKED, CANCEL, DRIVER, EXIT, INIT, STEAL
+from miniray.core.local.peers import BLOCKED, CANCEL, DRIVER, EXIT, FORGET, INIT, STEAL
 from miniray.core.local.spawner import SessionInfo
 from miniray.core.local.wire import Closed, Stream, frame
 from miniray.errors import TaskError
@@ -115,6 +115,7 @@ class Server:
         node.messages[EXIT] = lambda *_: self._exit()
         node.messages[INIT] = lambda _, meta, blobs: self._init.put((meta, blobs))
         node.messages[CANCEL] = lambda _, meta, __: self._cancel(*meta)
+        node.messages[FORGET] = lambda _, id, __: self.executor.forget(id)
         node.messages[STEAL] = lambda proc, thief, _: self._give_back(proc, thief)
         if not is_actor:
             engine.on_block = self._on_block
@@ -227,7 +228,9 @@ class Server:
                 if fd == self._waker.fd:
                     self._waker.clear()
                     continue
-                backlog.extend(self._read(self._connections[fd]))
+                stream = self._connections.get(fd)
+                if stream is not None:  # otherwise the I/O thread has just dropped it
+                    backlog.extend(self._read(stream))
 
     def _read(self, stream: Stream) -> list[Job]:
         """Calls that arrived on ``stream``; a caller that is gone is dropped."""
@@ -235,13 +238,7 @@ class Server:
             with stream.read_lock:
                 frames = stream.read()
         except Closed:
-            self._poller.set(stream.fd, system.IN, 0)
-            del self._connections[stream.fd]
-            self.node.rewatch(stream, remove=stream.events)
-            stream.handler = None
-            stream.close()
-            if self._async is not None:
-                self._async.remove(stream)
+            self._disconnect(stream)
             return []
         jobs = []
         for kind, body, fds in frames:
@@ -256,6 +253,20 @@ class Server:
                 (blob,) = self.node.decode([wire], stream.peer, fds)
                 self.executor.functions[id] = (name, blob, None)
         return jobs
+
+    def _disconnect(self, stream: Stream) -> None:
+        """Drop a connection, once: both threads that read calls may see its end.
+
+        Its descriptor stays open, and so isn't reused, as long as one of them has the stream.
+        """
+        if self._connections.pop(stream.fd, None) is None:
+            return
+        self._poller.set(stream.fd, system.IN, 0)
+        self.node.rewatch(stream, remove=stream.events)
+        stream.handler = None
+        stream.close()
+        if self._async is not None:
+            self._async.remove(stream)
 
     def _cancel(self, id: int, recursive: bool) -> None:
         self.executor.cancel(id)

@@ -661,7 +661,7 @@ function marked(line, text) {
 function begin() {
   const given = new URLSearchParams(location.search);
   if (given.has("run") && !location.hash) location.hash = new URLSearchParams({ run: given.get("run") });
-  if (given.has("token")) history.replaceState(null, "", `/${location.hash}`);  // stored in a cookie
+  if (given.has("token") || given.has("code")) history.replaceState(null, "", `/${location.hash}`);  // stored in a cookie
   $("window").append(...WINDOWS.map(([name, value]) => {
     const input = h("input", { type: "radio", name: "window", checked: value === seconds });
     input.onchange = () => { seconds = value; fetchTimelines(); };

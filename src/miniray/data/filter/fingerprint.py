@@ -22,11 +22,11 @@ from miniray.errors import DataError
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
 
 
-def filter_identity(function: Callable[..., Any], given: str | None, *more: Any) -> str:
-    """16 hexadecimal digits; of ``given`` alone where the user names the filter."""
+def fingerprint_callable(function: Callable[..., Any], filter_id: str | None, *more: Any) -> str:
+    """Return 16 hexadecimal digits that identify a filter, by ``filter_id`` if there is one."""
     digest = hashlib.blake2b(digest_size=8)
-    if given is not None:
-        digest.update(f"id {given}".encode())
+    if filter_id is not None:
+        digest.update(f"id {filter_id}".encode())
     else:
         _Describer(digest.update, _modules_of(function)).add(function)
     digest.update(repr(more).encode())

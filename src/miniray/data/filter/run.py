@@ -1,9 +1,9 @@
-"""A filter that runs once for the whole run, split over its ranks, and is remembered.
+"""Evaluate a filter once per run, divided among its ranks, and keep the answers.
 
-Ranks do not talk: the rows are cut into parts, and whoever holds a part's lock works on it. A rank
-that is killed lets go of its lock, and another takes its part, as it does the part of a rank that
-is stuck; finished parts stay. When all parts are there, one rank joins them to the index that every
-later start reads in milliseconds.
+Ranks don't communicate: the rows are cut into work items, and the rank that holds the lock of an
+item evaluates it. If a rank is killed, the kernel releases its lock and a different rank takes the
+item, as it takes those of a rank that hangs. Finished items are kept. When all are finished, one
+rank joins them to the index, which every later start reads in milliseconds.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from miniray.data.filter import store as index
+from miniray.data.filter import store
 from miniray.data.filter.store import Bits
-from miniray.data.filter.work import Part, RowFilter, cut
-from miniray.data.plan.selection import Kept
+from miniray.data.filter.work import RowFilter, WorkItem, cut_work
+from miniray.data.plan.selection import join_bits
 from miniray.data.sources.base import Source
 from miniray.errors import DataError
 
@@ -31,10 +31,10 @@ _PATIENCE = 10.0  # seconds without that after which another rank does the part 
 
 
 class FilterRun:
-    """A filter on all files of a source.
+    """Evaluates a filter on all files of a source.
 
-    ``name`` stands for its answers; without one they are neither remembered nor shared, and every
-    rank filters for itself.
+    ``name`` identifies its answers. Without a name, they are neither kept nor shared, and every
+    rank evaluates all rows.
     """
 
     def __init__(
@@ -51,37 +51,37 @@ class FilterRun:
         self._source = source
         self._filter = RowFilter(source, function, columns)
         self._rank, self._world_size, self._threads = rank, world_size, threads
-        self._blocks = source.blocks
+        self._blocks = source.list_blocks()
         self._name = name
         self._bar: FilterBar | None = None
         self._beats: dict[Path, tuple[int, float]] = {}  # of others: the last, and when it was new
         self._path = self._parts_folder = Path()  # once it is known that something must be written
         self._looked: tuple[tuple[int, int] | None, bool] = None, False  # at the index
-        files = range(len(self._blocks.files))
-        self._identities = [source.identity(file) for file in files]
+        files = range(len(source.files))
+        self._identities = [source.identify_file(file) for file in files]
         self._names = [identity.partition("-")[0] for identity in self._identities]
         self._rows = [0] * len(files)
-        for file, rows in zip(self._blocks.file, self._blocks.rows, strict=True):
+        for file, rows in zip(self._blocks.file.tolist(), self._blocks.rows.tolist(), strict=True):
             self._rows[file] += rows
 
-    def result(self) -> Kept:
-        """The answer, from the index or by doing what nobody has done yet."""
+    def compute_mask(self) -> Bits:
+        """Return one bit per row of the source, from the index or by evaluating what is missing."""
         known: dict[int, Bits] = {}
         if self._name is not None:
-            beside = self._source.folder(0) if self._names else None
-            for folder in index.known_folders(beside):
+            beside = self._source.find_folder(0) if self._names else None
+            for folder in store.known_folders(beside):
                 known.update(self._known(folder / f"{self._name}.idx"))
             if len(known) < len(self._names):
-                folder = index.index_folder(beside)
+                folder = store.index_folder(beside)
                 self._path = folder / f"{self._name}.idx"
                 self._parts_folder = folder / f"{self._name}.parts"
         if len(known) < len(self._names):
             known = self._run(known)
-        return Kept(self._blocks, [known[file] for file in range(len(self._names))])
+        return join_bits([known[file] for file in range(len(self._names))], self._rows)
 
     def _known(self, path: Path | None = None) -> dict[int, Bits]:
         """Files whose answers are in an index; those that have changed since are not."""
-        entries = index.read(path or self._path)
+        entries = store.read(path or self._path)
         known = {}
         for file, (name, identity) in enumerate(zip(self._names, self._identities, strict=True)):
             entry = entries.get(name)
@@ -93,10 +93,10 @@ class FilterRun:
 
     def _run(self, known: dict[int, Bits]) -> dict[int, Bits]:
         workers = self._world_size * self._threads
-        todo = [part for part in cut(self._blocks, workers) if part.file not in known]
+        todo = [part for part in cut_work(self._blocks, workers) if part.file not in known]
         bar = FilterBar(sum(part.rows for part in todo)) if self._rank == 0 else None
         self._bar = bar
-        done: dict[Part, Bits] = {}
+        done: dict[WorkItem, Bits] = {}
         counted = 0
         try:
             while len(done) < len(todo):
@@ -140,7 +140,7 @@ class FilterRun:
             self._looked = stamp, len(self._known()) == len(self._names)
         return self._looked[1]
 
-    def _pass(self, todo: list[Part], done: dict[Part, Bits]) -> int:
+    def _pass(self, todo: list[WorkItem], done: dict[WorkItem, Bits]) -> int:
         """Do or find parts, beginning at a place of this rank's own; returns rows done here."""
         start = self._rank * len(todo) // self._world_size
         open_parts = [part for part in todo[start:] + todo[:start] if part not in done]
@@ -153,25 +153,25 @@ class FilterRun:
                 self._filter.stopped = True
                 raise
 
-    def _try(self, part: Part, done: dict[Part, Bits]) -> int:
+    def _try(self, part: WorkItem, done: dict[WorkItem, Bits]) -> int:
         if self._name is None:
-            self._note(part, self._filter(part, None), done)
+            self._note(part, self._filter.evaluate(part, None), done)
             return part.rows
         block, start, _ = part.pieces[0]
         path = self._parts_folder / f"{self._identities[part.file]}-{block}-{start}.part"
         if self._find(part, path, done):
             return 0
         lock = path.with_suffix(".lock")
-        with index.claim(lock) as ours:
+        with store.claim(lock) as ours:
             if not ours and not self._is_stuck(lock):
                 return 0
             # Done between the look and the lock, or even joined and removed.
             if self._find(part, path, done) or self._is_joined():
                 return 0
-            bits = self._filter(part, lock)
+            bits = self._filter.evaluate(part, lock)
             try:
                 entry = self._identities[part.file], part.rows, bits
-                index.write(path, {"part": entry}, durable=False)
+                store.write(path, {"part": entry}, durable=False)
             except DataError as error:
                 # Where the folder is gone, another rank has all parts and joined them.
                 if not isinstance(error.__cause__, FileNotFoundError):
@@ -190,19 +190,19 @@ class FilterRun:
             seen = self._beats[lock] = beat, time.monotonic()
         return time.monotonic() - seen[1] > _PATIENCE
 
-    def _find(self, part: Part, path: Path, done: dict[Part, Bits]) -> bool:
-        entry = index.read(path).get("part")
+    def _find(self, part: WorkItem, path: Path, done: dict[WorkItem, Bits]) -> bool:
+        entry = store.read(path).get("part")
         if entry is None or entry[:2] != (self._identities[part.file], part.rows):
             return False
         self._note(part, entry[2], done)
         return True
 
-    def _note(self, part: Part, bits: Bits, done: dict[Part, Bits]) -> None:
+    def _note(self, part: WorkItem, bits: Bits, done: dict[WorkItem, Bits]) -> None:
         done[part] = bits
         if self._bar is not None:
             self._bar.update(part.rows)
 
-    def _joined(self, parts: Sequence[Part], done: dict[Part, Bits]) -> dict[int, Bits]:
+    def _joined(self, parts: Sequence[WorkItem], done: dict[WorkItem, Bits]) -> dict[int, Bits]:
         by_file: dict[int, list[np.ndarray[Any, Any]]] = {}
         for part in parts:
             unpacked = np.unpackbits(done[part], count=part.rows, bitorder="little")
@@ -219,14 +219,14 @@ class FilterRun:
 
     def _save(self, found: dict[int, Bits]) -> None:
         """Join the answers to the index, which may have those of other files, and clean up."""
-        with index.claim(self._path.with_suffix(".lock"), wait=True):
-            index.remove_unfinished(self._path)
+        with store.claim(self._path.with_suffix(".lock"), wait=True):
+            store.remove_unfinished(self._path)
             if len(self._known()) < len(self._names):
-                entries = index.read(self._path)
+                entries = store.read(self._path)
                 for file, bits in found.items():
                     entry = (self._identities[file], self._rows[file], bits)
                     entries[self._names[file]] = entry
-                index.write(self._path, entries)
+                store.write(self._path, entries)
         self._remove_parts()
 
     def _remove_parts(self) -> None:

@@ -1,116 +1,68 @@
-"""Which rows make a batch: so many rows, or as many as a number of tokens allows.
-
-Plans are functions of the dataset's part alone, so a loader that starts again makes the same
-batches.
-"""
+"""Group rows into batches: a fixed number of rows, or as many as a number of tokens allows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from miniray.data.dataset import Dataset
-from miniray.data.loader.blocks import BlockCache
+import numpy as np
+
+from miniray.data.loader.columns import is_record_batch, to_rows
+from miniray.data.locations import Int64s, Locations
 from miniray.data.plan.permutation import Permutation, derive_key
 from miniray.errors import RowError
 
-
-@dataclass(frozen=True)
-class Batch:
-    """Rows of a rank's part, and what the rank has taken once they are delivered."""
-
-    index: Sequence[int]
-    taken: Any
-    last: bool
-
-
-class FixedBatches:
-    """``size`` rows each; the last may have fewer, or is left out."""
-
-    alone = False  # whether other ranks may make batches of other sizes at the same step
-
-    def __init__(self, dataset: Dataset, size: int, drop_last: bool) -> None:
-        self._rows, self._size, self._drop_last = len(dataset), size, drop_last
-
-    def __len__(self) -> int:
-        return self._rows // self._size if self._drop_last else -(-self._rows // self._size)
-
-    def __iter__(self) -> Iterator[Batch]:
-        for number in range(len(self)):
-            start = number * self._size
-            stop = min(self._rows, start + self._size)
-            # Not the rows this rank took but what a full batch has: with this, a rank whose part is
-            # shorter speaks for those whose part is longer.
-            yield Batch(range(start, stop), start + self._size, number + 1 == len(self))
+if TYPE_CHECKING:
+    from miniray.data.dataset import Dataset
 
 
 class TokenBatches:
-    """Batches of rows of similar length, at most ``tokens`` of them once padded to the longest.
+    """Cuts chunks of rows into batches of at most ``tokens`` after padding to the longest row.
 
-    The part is taken in chunks of ``chunk`` rows; each is sorted by length, cut into batches, and
-    these come in a keyed random order. ``length`` names a column or is a function of a row.
+    The rows of a chunk are sorted by length, cut into batches, and these come in random order.
+    ``length`` is a column with the number of tokens or the tokens, or a function of a row.
     """
 
-    alone = True
-
     def __init__(
-        self,
-        dataset: Dataset,
-        tokens: int,
-        length: str | Callable[[Any], int],
-        chunk: int,
+        self, dataset: Dataset, tokens: int, length: str | Callable[[Any], int], chunk_rows: int
     ) -> None:
-        self._dataset, self._tokens, self._length, self._chunk = dataset, tokens, length, chunk
-        self._count: int | None = None
+        self._dataset, self._tokens, self._length = dataset, tokens, length
+        self.chunk_rows = chunk_rows
 
-    def __len__(self) -> int:
-        if self._count is None:
-            self._count = sum(1 for _ in self)
-        return self._count
+    @property
+    def columns(self) -> list[str] | None:
+        """Columns that are needed to find out the lengths, or None for all."""
+        return [self._length] if isinstance(self._length, str) else None
 
-    def __iter__(self) -> Iterator[Batch]:
-        total, cache = len(self._dataset), self._length_cache()
-        for start in range(0, total, self._chunk):
-            index = range(start, min(total, start + self._chunk))
-            found = self.cut(self._dataset.positions(index), cache)
-            for number, inside in enumerate(found, 1):
-                after = index[-1] + 1 if number == len(found) else [start, number]
-                yield Batch([index[i] for i in inside], after, after == total)
-
-    def _length_cache(self) -> BlockCache:
-        columns = [self._length] if isinstance(self._length, str) else None
-        return self._dataset.new_cache(max(1, self._dataset.memory_budget // 4), columns)
-
-    def cut(self, positions: Sequence[int], cache: BlockCache | None = None) -> list[list[int]]:
-        """The batches of one chunk, as indices into ``positions``."""
-        cache = cache or self._length_cache()
-        lengths = self._lengths(positions, cache)
-        found: list[list[int]] = []
-        # Ascending, so that the newest row is the longest.
-        for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-            if found and (len(found[-1]) + 1) * lengths[i] <= self._tokens:
-                found[-1].append(i)
-            else:
-                found.append([i])
-        seed, epoch = self._dataset.seed or 0, self._dataset.epoch
-        key = derive_key(seed, "tokens", epoch, positions[0], len(positions))
-        return [found[i] for i in Permutation(len(found), key).rows(range(len(found)))]
-
-    def _lengths(self, positions: Sequence[int], cache: BlockCache) -> list[int]:
-        places = self._dataset.places_of(positions)
-        if isinstance(self._length, str):
-            values = cache.columns(places)[self._length]
-            lengths = [len(v) if hasattr(v, "__len__") else int(v) for v in values]
-        else:
-            lengths = [int(self._length(row)) for row in cache.rows(places)]
-        longest = lengths.index(max(lengths))
+    def cut(self, rows: Any, positions: Int64s, locations: Locations) -> list[list[int]]:
+        """Return the batches of a chunk as indices into its rows."""
+        lengths = self._find_lengths(rows)
+        longest = int(np.argmax(lengths))
         if lengths[longest] > self._tokens:
-            file, row = self._dataset.name_rows(places[longest : longest + 1])[0]
+            file, row = self._dataset.name_rows(locations[longest : longest + 1])[0]
             raise RowError(
-                f"{file}, row {row} has {lengths[longest]} tokens, more than a batch may have"
-                f" ({self._tokens}). Filter or truncate such rows, or allow larger batches",
+                f"{file}, row {row} has {lengths[longest]} tokens, but a batch can have at most"
+                f" {self._tokens}. Filter or truncate such rows, or use larger batches.",
                 file,
                 row,
             )
-        return lengths
+        batches: list[list[int]] = []
+        # Ascending, so that the newest row is the longest.
+        for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+            if batches and (len(batches[-1]) + 1) * lengths[i] <= self._tokens:
+                batches[-1].append(i)
+            else:
+                batches.append([i])
+        seed, epoch = self._dataset.seed or 0, self._dataset.epoch
+        key = derive_key(seed, "tokens", epoch, int(positions[0]), len(positions))
+        order = Permutation(len(batches), key).map_positions(np.arange(len(batches)))
+        return [batches[i] for i in order.tolist()]
+
+    def _find_lengths(self, rows: Any) -> list[int]:
+        if not isinstance(self._length, str):
+            return [int(self._length(row)) for row in to_rows(rows)]
+        if is_record_batch(rows):
+            values: Sequence[Any] = rows.column(self._length).to_pylist()
+        else:
+            values = [row[self._length] for row in rows]
+        return [len(value) if hasattr(value, "__len__") else int(value) for value in values]

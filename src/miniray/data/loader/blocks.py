@@ -1,184 +1,177 @@
-"""Rows from many blocks put together, with the blocks held in memory under a limit of bytes."""
+"""Blocks in memory under a byte limit, and rows gathered from them."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from miniray.data.loader.columns import Part, columns_of, from_parts
-from miniray.data.sources.base import Blocks, Rows, Slabs, Source
+import numpy as np
 
-Piece = tuple[int, int, int]  # source, block, slice of the block
+from miniray.data.loader.columns import is_record_batch, merge_rows, take_rows
+from miniray.data.locations import BlockKey, Locations
+from miniray.data.sources.base import Source
+from miniray.errors import DataError
 
-
-@dataclass(frozen=True)
-class Places:
-    """Where rows are: for each the source, the block and the row within the block."""
-
-    source: Sequence[int]
-    block: Sequence[int]
-    row: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.row)
-
-    def __getitem__(self, index: slice) -> Places:
-        return Places(self.source[index], self.block[index], self.row[index])
+#: Null bitmaps and padding, which estimates don't include.
+_TOLERANCE_BYTES = 1_000_000
 
 
-def slice_rows(blocks: Blocks, largest: int) -> list[int]:
-    """Rows that are read at a time, by block; blocks above ``largest`` bytes are read in slices.
+class BlockBuffer:
+    """Blocks of a window and of the next one, at most ``limit_bytes`` of them.
 
-    These have a quarter of that.
-    """
-    found = []
-    for rows, nbytes in zip(blocks.rows, blocks.nbytes, strict=True):
-        count = -(-nbytes // max(1, largest // 4)) if nbytes > largest else 1
-        found.append(max(1, -(-rows // max(1, count))))
-    return found
-
-
-class BlockCache:
-    """Pieces of blocks in memory: those in use, and as many of the others as the budget allows.
-
-    A piece in use is never dropped, so the budget is exceeded where one batch alone needs more.
+    Actual sizes are counted, not estimates. Sources with random access are read directly.
     """
 
     def __init__(
-        self,
-        sources: Sequence[Source],
-        budget: int,
-        largest: int,
-        columns: Sequence[str] | None = None,
+        self, sources: Sequence[Source], limit_bytes: int, columns: Sequence[str] | None = None
     ) -> None:
-        self._sources = sources
-        self._columns = columns
-        self._slices = [slice_rows(source.blocks, largest) for source in sources]
-        self._blocks = [source.blocks for source in sources]
-        self._budget = budget
-        self._slabs = Slabs(budget)
-        self.pid = os.getpid()
-        self._held: OrderedDict[Piece, Rows] = OrderedDict()
+        self._sources, self._limit, self._columns = sources, limit_bytes, columns
+        self._blocks: dict[BlockKey, Any] = {}  # in order of use
+        self._sizes: dict[BlockKey, int] = {}
+        self._errors: dict[BlockKey, Exception] = {}
         self._lock = threading.Lock()
+        self.pid = os.getpid()
+        self._has_garbage = False
         self.nbytes = 0
-        #: The most that was ever held.
+        #: Largest number of bytes held so far.
         self.peak = 0
 
-    def pieces(self, places: Places) -> list[Piece]:
-        """What must be read for these rows, in the order of first use."""
-        return list(dict.fromkeys(self._pieces(places)))
+    def load(self, blocks: Iterable[BlockKey], ahead: bool = False) -> bool:
+        """Read blocks that aren't held. An error is raised by the first row that needs its block.
 
-    def _pieces(self, places: Places) -> list[Piece]:
-        slices = self._slices
-        return [
-            (source, block, row // slices[source][block])
-            for source, block, row in zip(places.source, places.block, places.row, strict=True)
-        ]
-
-    def expected(self, piece: Piece) -> int:
-        """About how many bytes a piece will take."""
-        source, block, _ = piece
-        blocks = self._blocks[source]
-        part = min(blocks.rows[block], self._slices[source][block])
-        return blocks.nbytes[block] * part // max(1, blocks.rows[block])
-
-    def holds(self, piece: Piece) -> bool:
-        return piece in self._held
-
-    def get(self, piece: Piece, keep: Iterable[Piece] = ()) -> Rows:
-        """The piece, read if need be; makes room by dropping the longest unused but ``keep``."""
-        with self._lock:
-            found = self._held.get(piece)
-            if found is not None:
-                self._held.move_to_end(piece)
-                return found
-            self._make_room(self.expected(piece), {piece, *keep})
-        source, block, number = piece
-        size, rows = self._slices[source][block], self._blocks[source].rows[block]
-        start = 0 if size >= rows else number * size
-        read = self._sources[source].read(
-            block, start, min(rows, start + size), self._columns, self._slabs
-        )
-        with self._lock:
-            if piece not in self._held:  # another thread may have been quicker
-                self._held[piece] = read
-                self.nbytes += read.nbytes
+        With ``ahead``, stop when a block doesn't fit besides those that are held, and return False.
+        """
+        if self._has_garbage:
+            # In the thread that reads: allocators release only what their thread allocated.
+            self._has_garbage = False
+            release_memory()
+        for key in blocks:
+            if key in self._blocks or key in self._errors:
+                continue
+            estimate = int(self._sources[key.source].list_blocks().nbytes[key.block])
+            if ahead and self.nbytes + estimate > self._limit:
+                return False
+            try:
+                rows = self._sources[key.source].read_block(key.block, self._columns)
+            except Exception as error:  # files and user code can raise anything
+                self._errors[key] = error
+                continue
+            size = int(getattr(rows, "nbytes", 0))
+            with self._lock:
+                self._blocks[key], self._sizes[key] = rows, size
+                self.nbytes += size
                 self.peak = max(self.peak, self.nbytes)
-            return self._held[piece]
+            if not ahead and self.nbytes > self._limit + _TOLERANCE_BYTES:
+                self._errors[key] = self._create_limit_error(key)
+                self._drop([key])
+        return True
 
-    def _make_room(self, needed: int, keep: set[Piece]) -> None:
-        for piece in list(self._held):
-            if self.nbytes + needed <= self._budget:
-                return
-            if piece not in keep:
-                self.nbytes -= self._held.pop(piece).nbytes
+    def _create_limit_error(self, key: BlockKey) -> DataError:
+        source = self._sources[key.source]
+        block = source.list_blocks()[key.block]
+        path = source.files[block.file]
+        estimate = sum(
+            int(self._sources[held.source].list_blocks().nbytes[held.block])
+            for held in self._blocks
+        )
+        return DataError(
+            f"{path}, row {block.first_row}: a window takes {_format_mb(self.nbytes)} or more when"
+            f" decoded (estimated {_format_mb(estimate)}), but half of memory_budget is"
+            f" {_format_mb(self._limit)}. Pass a smaller window_bytes= or a larger memory_budget=,"
+            " or rewrite the file with `miniray data repack`.",
+            path,
+            block.first_row,
+        )
 
-    def room_for(self, piece: Piece, keep: Container[Piece]) -> bool:
-        """Whether ``piece`` can be read without dropping any of ``keep``."""
+    def keep_only(self, blocks: Iterable[BlockKey]) -> None:
+        """Release all other blocks and return their memory to the system."""
+        keep = set(blocks)
         with self._lock:
-            kept = sum(rows.nbytes for held, rows in self._held.items() if held in keep)
-        return kept + self.expected(piece) <= self._budget
+            unused = [key for key in self._blocks if key not in keep]
+            self._errors = {key: error for key, error in self._errors.items() if key in keep}
+        self._drop(unused)
+
+    def _drop(self, keys: Iterable[BlockKey]) -> None:
+        with self._lock:
+            dropped = [self._blocks.pop(key) for key in keys]
+            self.nbytes = self.nbytes - sum(self._sizes.pop(key) for key in keys)
+        self._has_garbage = self._has_garbage or any(map(is_record_batch, dropped))
+
+    def gather(self, rows: Locations) -> Any:
+        """Return rows in order, as a record batch or a list of Python objects."""
+        array = rows.array
+        # Consecutive rows of a block are one slice.
+        follows = np.zeros(len(array), dtype=bool)
+        follows[1:] = (np.diff(array, axis=0) == (0, 0, 1)).all(axis=1)
+        starts = np.flatnonzero(~follows)
+        counts = np.diff(starts, append=len(array))
+        pieces = []
+        for (source, block, row), count in zip(
+            array[starts].tolist(), counts.tolist(), strict=True
+        ):
+            pieces.append(self._slice(BlockKey(source, block), row, count))
+        return merge_rows(pieces, [self._sources[i] for i in array[starts, 0].tolist()])
+
+    def _slice(self, key: BlockKey, row: int, count: int) -> Any:
+        held = self._blocks.get(key)
+        if held is None:
+            if key in self._errors:
+                raise self._errors.pop(key)
+            source = self._sources[key.source]
+            assert source.random_access
+            if hasattr(source, "read_rows"):
+                return source.read_rows(key.block, row, count)
+            held = source.read_block(key.block, self._columns)
+        return held.slice(row, count) if is_record_batch(held) else held[row : row + count]
+
+    def read_rows(self, rows: Locations) -> Any:
+        """Read and gather rows anywhere in the data. Keeps the blocks that were used last."""
+        pairs, which = np.unique(rows.array[:, :2], axis=0, return_inverse=True)
+        keys = [BlockKey(source, block) for source, block in pairs.tolist()]
+        held = [key for key in keys if not self._sources[key.source].random_access]
+        for key in held:
+            if key in self._blocks:
+                self._blocks[key] = self._blocks.pop(key)  # now the last one to be dropped
+        if self._make_room(held):
+            self.load(held)
+            return self.gather(rows)
+        # The rows need more blocks than fit: read one block after the other.
+        parts, indices = [], []
+        for number, key in enumerate(keys):
+            self._make_room([key])
+            self.load([key] if key in held else [])
+            indices += np.flatnonzero(which.reshape(-1) == number).tolist()
+            inside = rows.take(indices[-int((which == number).sum()) :])
+            parts.append(self.gather(inside))
+        merged = merge_rows(parts, [self._sources[key.source] for key in keys])
+        return take_rows(merged, np.argsort(indices).tolist())
+
+    def _make_room(self, keys: Sequence[BlockKey]) -> bool:
+        """Drop the least recently used blocks until ``keys`` fit. Return whether they do."""
+        missing = [key for key in keys if key not in self._blocks]
+        needed = sum(
+            int(self._sources[key.source].list_blocks().nbytes[key.block]) for key in missing
+        )
+        for key in [key for key in self._blocks if key not in keys]:
+            if self.nbytes + needed <= self._limit:
+                break
+            self._drop([key])
+        return self.nbytes + needed <= self._limit or len(keys) <= 1
 
     def clear(self) -> None:
-        with self._lock:
-            self._held.clear()
-            self.nbytes = 0
+        """Release all blocks."""
+        self._drop(list(self._blocks))
+        self._errors.clear()
 
-    # -- rows ------------------------------------------------------------------------------------
 
-    def _parts(self, places: Places, held: dict[Piece, Rows] | None) -> list[Part]:
-        """(rows of a piece, which of them, where they go) for each piece."""
-        found: dict[Piece, tuple[list[int], list[int]]] = {}
-        for place, (piece, row) in enumerate(zip(self._pieces(places), places.row, strict=True)):
-            part = found.get(piece)
-            if part is None:
-                part = found[piece] = ([], [])
-            part[0].append(row)
-            part[1].append(place)
-        if held is None:
-            held = {piece: self.get(piece, keep=found) for piece in found}
-        parts: list[Part] = []
-        for piece, (index, inside) in found.items():
-            rows = held[piece]
-            if rows.start:
-                index = [row - rows.start for row in index]
-            parts.append((rows, index, inside))
-        return parts
+def release_memory() -> None:
+    """Return memory that pyarrow has freed to the system."""
+    import pyarrow as pa
 
-    def columns(self, places: Places, held: dict[Piece, Rows] | None = None) -> dict[str, Any]:
-        """The rows at ``places`` as columns; ``held`` has their pieces where they are read."""
-        parts = self._parts(places, held)
-        layout = parts[0][0].layout
-        types = None if layout is None else dict(layout)
-        # Rows that are Python objects, or a mixture of different sources.
-        if layout is None or any(dict(rows.layout or ()) != types for rows, _, _ in parts):
-            return columns_of(self._rows(parts, len(places)))
-        return from_parts(parts, layout)
+    pa.default_memory_pool().release_unused()
 
-    def rows(self, places: Places, held: dict[Piece, Rows] | None = None) -> list[Any]:
-        """The rows at ``places`` as Python objects."""
-        return self._rows(self._parts(places, held), len(places))
 
-    @staticmethod
-    def _rows(parts: Sequence[Part], count: int) -> list[Any]:
-        out: list[Any] = [None] * count
-        for rows, index, inside in parts:
-            for place, row in zip(inside, rows.rows(index), strict=True):
-                out[place] = row
-        return out
-
-    def arrow(self, places: Places, held: dict[Piece, Rows] | None = None) -> Any:
-        """The rows at ``places`` as an Arrow table."""
-        import pyarrow as pa
-
-        parts = self._parts(places, held)
-        tables = [rows.arrow(index) for rows, index, _ in parts]
-        # Sources of a mixture may differ in the order of columns, files in what may be missing.
-        table = pa.concat_tables(tables, promote_options="permissive")
-        order = [place for _, _, inside in parts for place in inside]
-        back = sorted(range(len(order)), key=order.__getitem__)
-        return table.take(pa.array(back, pa.int64())).combine_chunks()
+def _format_mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.3g} MB"

@@ -1,110 +1,169 @@
-"""Columns of a batch: a numpy array for numbers and equal arrays, a list for everything else.
+"""Rows and columns of a batch.
 
-numpy is imported for a column that needs it; images and text do not.
+Encoded rows are a ``pyarrow.RecordBatch`` or a sequence of Python objects. Columns are NumPy arrays
+for numbers and equal arrays, and lists for everything else.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
-from miniray.data.sources.base import Layout, Rows
+import numpy as np
 
-#: (rows of a block, which of them, where they go in the batch)
-Part = tuple[Rows, Sequence[int], Sequence[int]]
+from miniray.errors import DataError
+
+if TYPE_CHECKING:
+    from miniray.data.sources.base import Source
 
 _FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
 _INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
-#: numpy's types of numbers by Arrow's. ``to_pandas_dtype`` would import pandas, before version 26.
-NUMBERS = {**_FLOATS, "bool": "bool", **{name: name for name in _INTEGERS}}
+#: NumPy types of numbers by Arrow type.
+_NUMBERS = {**_FLOATS, "bool": "bool", **{name: name for name in _INTEGERS}}
 
 
-def columns_of(rows: Sequence[Any]) -> dict[str, Any]:
-    """Dicts as one dict of columns; keys that some rows lack are ``None`` there.
+def is_record_batch(rows: Any) -> bool:
+    """Return whether rows are a record batch, without importing pyarrow."""
+    pa = sys.modules.get("pyarrow")
+    return pa is not None and isinstance(rows, pa.RecordBatch)
 
-    Rows that are not dicts make one column named ``item``.
+
+def merge_rows(parts: Sequence[Any], sources: Sequence[Source]) -> Any:
+    """Concatenate encoded rows, which are copied; ``sources`` are those of the parts.
+
+    Returns a record batch if all parts have the same schema, otherwise a sequence.
+    """
+    if parts and all(map(is_record_batch, parts)):
+        import pyarrow as pa
+
+        first = parts[0].schema
+        is_same = all(part.schema is first or part.schema.equals(first) for part in parts)
+        if not is_same:
+            parts = [source.normalize(p) for p, source in zip(parts, sources, strict=True)]
+            first = parts[0].schema
+            is_same = all(part.schema.equals(first) for part in parts)
+        if is_same:
+            # The concatenation of one part isn't a copy and would keep its block in memory.
+            merged = pa.concat_batches([*parts, parts[-1].slice(0, 0)])
+            return sources[0].normalize(merged)
+    return JoinedRows([(part, i) for part in parts for i in range(len(part))])
+
+
+class JoinedRows(Sequence[Any]):
+    """Rows of several sequences, which parse or read them when they are accessed."""
+
+    def __init__(self, places: Sequence[tuple[Any, int]]) -> None:
+        self._places = places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> JoinedRows: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return JoinedRows(self._places[index])
+        part, i = self._places[index]
+        return part.slice(i, 1).to_pylist()[0] if is_record_batch(part) else part[i]
+
+
+def take_rows(rows: Any, indices: Sequence[int]) -> Any:
+    """Return encoded rows at ``indices``."""
+    if not is_record_batch(rows):
+        return JoinedRows([(rows, i) for i in indices])
+    import pyarrow as pa
+
+    return pa.concat_batches([rows.slice(i, 1) for i in indices])
+
+
+def to_rows(rows: Any) -> list[Any]:
+    """Return encoded rows as Python objects."""
+    return rows.to_pylist() if is_record_batch(rows) else list(rows)
+
+
+def to_table(rows: Any) -> Any:
+    """Return encoded rows as an Arrow table."""
+    import pyarrow as pa
+
+    if is_record_batch(rows):
+        return pa.Table.from_batches([rows])
+    rows = list(rows)
+    if not all(isinstance(row, Mapping) for row in rows):
+        raise DataError("format='arrow' requires rows that are dicts.")
+    return pa.Table.from_pylist(rows)
+
+
+def to_columns(rows: Any) -> dict[str, Any]:
+    """Return encoded rows as columns."""
+    if not is_record_batch(rows):
+        return collect_columns(list(rows))
+    return {
+        name: _convert_column(column)
+        for name, column in zip(rows.schema.names, rows.columns, strict=True)
+    }
+
+
+def _convert_column(column: Any) -> Any:
+    """Convert an Arrow column. Missing numbers are NaN, unless a float can't hold the others."""
+    kind = str(column.type)
+    if kind in _NUMBERS:
+        if not column.null_count:
+            return _copy_numbers(column)
+        values = column.to_pylist()
+        if "64" in kind and any(v is not None and abs(v) > 1 << 53 for v in values):
+            return values
+        missing = [np.nan if value is None else value for value in values]
+        return np.array(missing, dtype=_NUMBERS[kind] if kind in _FLOATS else np.float64)
+    if kind.startswith("fixed_size_list<") and not column.null_count:
+        flat = column.flatten()
+        if str(flat.type) in _NUMBERS and not flat.null_count:
+            return _copy_numbers(flat).reshape(len(column), -1)
+    return column.to_pylist()
+
+
+def _copy_numbers(column: Any) -> Any:
+    """Return a copy of numbers without nulls. ``to_numpy`` would import pandas."""
+    data, offset = column.buffers()[1], column.offset
+    if str(column.type) == "bool":
+        bits = np.frombuffer(data or b"", dtype=np.uint8)
+        unpacked = np.unpackbits(bits, count=offset + len(column), bitorder="little")
+        return unpacked[offset:].astype(bool)
+    values = np.frombuffer(data or b"", dtype=_NUMBERS[str(column.type)])
+    return values[offset : offset + len(column)].copy()
+
+
+def collect_columns(rows: Sequence[Any]) -> dict[str, Any]:
+    """Return dicts as one dict of columns. Keys that some rows lack are ``None`` there.
+
+    Rows that aren't dicts make one column named ``item``.
     """
     if not all(isinstance(row, Mapping) for row in rows):
-        return {"item": from_rows(rows)}
+        return {"item": collect_values(rows)}
     names = list(dict.fromkeys(name for row in rows for name in row))
-    return {name: from_rows([row.get(name) for row in rows]) for name in names}
+    return {name: collect_values([row.get(name) for row in rows]) for name in names}
 
 
-def from_rows(rows: Sequence[Any]) -> Any:
-    """One column from Python values: numpy for numbers and equal arrays, a list otherwise."""
-    first = rows[0] if rows else None
-    if not isinstance(first, (bool, int, float)) and "numpy" not in sys.modules:
-        return list(rows)  # then nothing can be numpy's either
-    import numpy as np
-
+def collect_values(values: Sequence[Any]) -> Any:
+    """Return a column of Python values: an array of numbers or equal arrays, otherwise a list."""
+    first = values[0] if len(values) else None
     if isinstance(first, (bool, int, float, np.number, np.bool_)):
         try:
-            packed = np.asarray(rows)
+            packed = np.asarray(values)
         except (ValueError, OverflowError):
-            return list(rows)
+            return list(values)
         kind = packed.dtype.kind
-        if kind == "f" and not any(isinstance(row, (float, np.floating)) for row in rows):
-            return list(rows)  # integers of which no type holds all: as floats, ids would be others
-        return packed if kind in "biuf" and packed.ndim == 1 else list(rows)
+        if kind == "f" and not any(isinstance(value, (float, np.floating)) for value in values):
+            return list(values)  # integers that no integer type holds; floats would change ids
+        return packed if kind in "biuf" and packed.ndim == 1 else list(values)
     if isinstance(first, np.ndarray):
-        same = all(
-            isinstance(row, np.ndarray) and row.shape == first.shape and row.dtype == first.dtype
-            for row in rows
+        is_same = all(
+            isinstance(value, np.ndarray)
+            and value.shape == first.shape
+            and value.dtype == first.dtype
+            for value in values
         )
-        return np.stack(rows) if same else list(rows)
-    return list(rows)
-
-
-def from_parts(parts: Sequence[Part], layout: Layout) -> dict[str, Any]:
-    """Rows of blocks that have ``layout``, put together as columns.
-
-    Numbers make numpy arrays; missing ones are NaN there, and integers and booleans then float64.
-    Lists of a fixed number of numbers make an array of two dimensions. All else makes lists.
-    """
-    total = sum(len(index) for _, index, _ in parts)
-    found: dict[str, Any] = {}
-    for name, kind in layout:
-        if kind in NUMBERS and total >= 8 * len(parts):
-            array = _numbers(parts, name, kind, total)
-            if array is not None:
-                found[name] = array
-                continue
-        values: list[Any] = [None] * total
-        for rows, index, places in parts:
-            get = rows.getter(name)
-            for place, i in zip(places, index, strict=True):
-                values[place] = get(i)
-        found[name] = _as_column(values, kind)
-    return found
-
-
-def _numbers(parts: Sequence[Part], name: str, kind: str, total: int) -> Any:
-    import numpy as np
-
-    array = np.empty(total, dtype=NUMBERS[kind])
-    for rows, index, places in parts:
-        some = rows.numbers(name, index)
-        if some is None:
-            return None
-        array[places] = some
-    return array
-
-
-def _as_column(values: list[Any], kind: str) -> Any:
-    vector = ""  # of what kind of numbers lists of a fixed length are
-    if kind.startswith("fixed_size_list<"):
-        vector = kind.split(": ", 1)[1].split(">", 1)[0].removesuffix(" not null")
-    if kind not in NUMBERS and vector not in NUMBERS:
-        return values
-    import numpy as np
-
-    if vector:
-        complete = all(value is not None and None not in value for value in values)
-        return np.array(values, dtype=NUMBERS[vector]) if complete else values
-    if None not in values:
-        return np.array(values, dtype=NUMBERS[kind])
-    if "64" in kind and any(value is not None and abs(value) > 1 << 53 for value in values):
-        return values  # numbers that a float does not hold, ids for one
-    missing = [np.nan if value is None else value for value in values]
-    return np.array(missing, dtype=NUMBERS[kind] if kind in _FLOATS else np.float64)
+        return np.stack(values) if is_same else list(values)
+    return list(values)

@@ -1,7 +1,7 @@
-"""From rows in blocks to the batch a user gets: columns, or transformed rows put together.
+"""Convert encoded rows to the batch that a user gets: columns, or transformed and collated rows.
 
-This is where encoded bytes become pixels, as late as possible: in the threads of the loader, for
-the batches next in line only.
+Encoded bytes become pixels as late as possible: in the threads of the loader, for the next batches
+only.
 """
 
 from __future__ import annotations
@@ -11,48 +11,30 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from miniray.data.dataset import Dataset
-from miniray.data.loader.batching import Batch
-from miniray.data.loader.blocks import BlockCache, Piece, Places
-from miniray.data.loader.columns import columns_of
-from miniray.data.plan.shard import part_bounds
-from miniray.data.share import RowId
-from miniray.data.sources.base import Rows
+from miniray.data.loader.columns import collect_columns, to_columns, to_rows, to_table
+from miniray.data.loader.threads import DaemonPool
+from miniray.data.locations import Locations
+from miniray.data.plan.shard import split_evenly
 from miniray.errors import RowError
 
 if TYPE_CHECKING:
     from miniray.data.loader.processes import ProcessPool
 
 Format = Literal["numpy", "torch", "arrow"]
+RowId = tuple[str, int]
 
-#: Marks a row that was left out because it could not be transformed.
-_SKIPPED = object()
-
-
-@dataclass
-class Task:
-    """One batch on its way."""
-
-    batch: Batch
-    places: Places
-    pieces: list[Piece]
-    held: dict[Piece, Rows] = field(default_factory=dict)
-    parts: list[Any] = field(default_factory=list)
-    missing: int = 1  # parts still to be decoded
-    result: Any = None
-    num_rows: int = 0  # in the result
-    error: BaseException | None = None
-    done: bool = False
-    nbytes: int = 0
+#: Marks a row, or a batch, that is left out because of an error in the transform.
+SKIPPED = object()
 
 
 class Skipped:
     """Rows that were left out: how many, which (the first thousand), and why."""
 
-    _MOST = 1000
+    _MAX_ROWS = 1000
 
     def __init__(self) -> None:
         self.count = 0
@@ -60,32 +42,35 @@ class Skipped:
         self._lock = threading.Lock()
 
     def add(self, row: RowId, error: BaseException) -> None:
+        """Count a row. The first one is reported with a warning."""
         text = f"{type(error).__name__}: {error}"
         with self._lock:
             self.count += 1
-            if len(self.rows) < self._MOST:
+            if len(self.rows) < self._MAX_ROWS:
                 self.rows[row] = text
-            first = self.count == 1
-        if first:
+            is_first = self.count == 1
+        if is_first:
             warnings.warn(
                 f"{row[0]}, row {row[1]} is skipped: {text}. Further rows are counted in"
-                " loader.skipped",
+                " loader.skipped.",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
     def by_file(self) -> dict[str, int]:
-        """How many of the rows listed are of each file."""
+        """Return the number of the listed rows per file."""
         return dict(Counter(file for file, _ in self.rows))
 
 
 class Decoder:
-    """Makes batches of rows that are in memory. May be used by several threads at once."""
+    """Makes batches of encoded rows. Thread-safe.
+
+    ``name_rows`` returns the ids of rows for errors.
+    """
 
     def __init__(
         self,
-        dataset: Dataset,
-        cache: BlockCache,
+        name_rows: Callable[[Locations], list[RowId]],
         *,
         transform: Callable[[Any], Any] | None,
         collate_fn: Callable[[list[Any]], Any] | None,
@@ -94,98 +79,121 @@ class Decoder:
         skipped: Skipped,
         pool: ProcessPool | None = None,
     ) -> None:
-        self._dataset, self._cache = dataset, cache
+        self._name_rows = name_rows
         self._transform, self._collate, self._format = transform, collate_fn, format
         self._skip, self._skipped, self._pool = on_error == "skip", skipped, pool
 
-    def split(self, task: Task, workers: int) -> Sequence[range]:
-        """The parts of a batch that threads may work on at the same time."""
-        count = len(task.places)
-        if self._transform is None or count < 2:
-            return [range(count)]
-        bounds = (part_bounds(count, worker, workers) for worker in range(workers))
-        return [range(start, end) for start, end in bounds if start < end]
+    def start_batch(self, rows: Any, locations: Locations, threads: DaemonPool) -> Future[Any]:
+        """Decode a batch in threads, which divide its rows if there is a transform."""
+        count, workers = len(locations), len(threads.threads)
+        if self._transform is None or count < 2 or workers < 2:
+            return threads.submit(partial(self.decode_batch, rows, locations))
+        bounds = [split_evenly(count, worker, min(count, workers)) for worker in range(workers)]
+        ranges = [range(*bound) for bound in bounds[: min(count, workers)]]
+        return _Parts(self, rows, locations, ranges, threads).result
 
-    def part(self, task: Task, index: range) -> Any:
-        """One part: columns or a table where nothing is done to rows, else a list of rows."""
-        places, held = task.places[index.start : index.stop], task.held
+    def decode_batch(self, rows: Any, locations: Locations) -> tuple[Any, int]:
+        """Decode a batch in this thread. Return it with the number of its rows."""
         if self._transform is None and self._collate is None:
             if self._format == "arrow":
-                return self._cache.arrow(places, held)
-            return self._cache.columns(places, held)
-        rows = self._cache.rows(places, held)
+                return to_table(rows), len(locations)
+            return self._format_columns(to_columns(rows)), len(locations)
+        return self.join_parts([self.decode_part(rows, locations, range(len(locations)))])
+
+    def decode_part(self, rows: Any, locations: Locations, part: range) -> list[Any]:
+        """Transform some rows of a batch."""
+        decoded = to_rows(rows[part.start : part.stop])
         if self._transform is None:
-            return rows
+            return decoded
         if self._pool is not None:
-            file, row = self._dataset.name_rows(places[:1])[0]
-            outcomes = self._pool.apply(rows, file, row)
-            return [self._outcome(task, i, *o) for i, o in zip(index, outcomes, strict=True)]
+            file, row = self._name_rows(locations[part.start : part.start + 1])[0]
+            outcomes = self._pool.apply(decoded, file, row)
+            return [
+                value if error is None else self._handle_error(locations[i : i + 1], error)
+                for i, (value, error) in zip(part, outcomes, strict=True)
+            ]
         found = []
-        for i, row in zip(index, rows, strict=True):
+        for i, row in zip(part, decoded, strict=True):
             try:
                 found.append(self._transform(row))
-            except Exception as error:  # the user's code may raise anything
-                found.append(self._outcome(task, i, None, error))
+            except Exception as error:  # user code can raise anything
+                found.append(self._handle_error(locations[i : i + 1], error))
         return found
 
-    def _outcome(self, task: Task, index: int, value: Any, error: BaseException | None) -> Any:
-        if error is None:
-            return value
-        file, row = self._dataset.name_rows(task.places[index : index + 1])[0]
+    def _handle_error(self, location: Locations, error: BaseException) -> Any:
+        file, row = self._name_rows(location)[0]
         if self._skip:
             self._skipped.add((file, row), error)
-            return _SKIPPED
+            return SKIPPED
         raise RowError(
             f"{file}, row {row}: the transform raised {type(error).__name__}: {error}", file, row
         ) from error
 
-    def join(self, task: Task) -> None:
-        """Put the parts together. An error is kept for the one who takes the batch."""
-        if task.error is not None:
-            return
-        try:
-            task.result = self._joined(task)
-        except BaseException as error:  # the user's collate_fn may raise anything
-            task.error = error
-
-    def _joined(self, task: Task) -> Any:
-        if self._transform is None and self._collate is None:
-            task.num_rows = len(task.places)
-            return self._formatted(task.parts[0])
-        rows = [row for part in task.parts for row in part if row is not _SKIPPED]
-        task.num_rows = len(rows)
+    def join_parts(self, parts: Sequence[list[Any]]) -> tuple[Any, int]:
+        """Collate transformed rows. Return the batch with the number of its rows."""
+        rows = [row for part in parts for row in part if row is not SKIPPED]
         if not rows:
-            return _SKIPPED
+            return SKIPPED, 0
         if self._collate is not None:
-            return self._collate(rows)
-        return self._formatted(columns_of(rows))
+            return self._collate(rows), len(rows)
+        return self._format_columns(collect_columns(rows)), len(rows)
 
-    def _formatted(self, batch: Any) -> Any:
+    def _format_columns(self, batch: dict[str, Any]) -> dict[str, Any]:
         if self._format != "torch":
             return batch
-        return {name: _as_tensor(column) for name, column in batch.items()}
-
-    def whole(self, task: Task) -> None:
-        """A batch from beginning to end, in this thread."""
-        try:
-            task.parts = [self.part(task, range(len(task.places)))]
-        except BaseException as error:  # raised where the batch is taken
-            task.error = error
-        self.join(task)
+        return {name: _to_tensor(column) for name, column in batch.items()}
 
     def give_up(self) -> None:
-        """End the processes that transform, if it is those: one of them does not come back."""
+        """End the processes that transform, because one of them doesn't return."""
         if self._pool is not None:
             self._pool.close(patience=0)
 
 
-def is_skipped(batch: Any) -> bool:
-    """Whether all rows of a batch were skipped."""
-    return batch is _SKIPPED
+class _Parts:
+    """A batch whose rows are divided among threads. The last one collates it."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        rows: Any,
+        locations: Locations,
+        ranges: Sequence[range],
+        threads: DaemonPool,
+    ) -> None:
+        self.result: Future[Any] = Future()
+        self._decoder = decoder
+        self._parts: list[Any] = [None] * len(ranges)
+        self._missing = len(ranges)
+        self._lock = threading.Lock()
+        for number, part in enumerate(ranges):
+            threads.submit(partial(self._decode, number, rows, locations, part)).add_done_callback(
+                self._cancel
+            )
+
+    def _cancel(self, future: Future[Any]) -> None:
+        if future.cancelled():
+            self.result.cancel()
+
+    def _decode(self, number: int, rows: Any, locations: Locations, part: range) -> None:
+        error: BaseException | None = None
+        try:
+            self._parts[number] = self._decoder.decode_part(rows, locations, part)
+        except BaseException as raised:  # raised by ``result``
+            error = raised
+        with self._lock:
+            self._missing -= 1
+            is_last = self._missing == 0
+            if error is not None and not self.result.done():
+                self.result.set_exception(error)
+        if is_last and not self.result.done():
+            try:
+                self.result.set_result(self._decoder.join_parts(self._parts))
+            except BaseException as raised:
+                self.result.set_exception(raised)
 
 
-def _as_tensor(column: Any) -> Any:
-    """Numbers, and tensors of one shape, as a tensor; all else as it is."""
+def _to_tensor(column: Any) -> Any:
+    """Return numbers, and tensors of one shape, as a tensor, and other columns unchanged."""
     import numpy as np
     import torch
 
@@ -197,10 +205,10 @@ def _as_tensor(column: Any) -> Any:
 
 
 def size_of(value: Any) -> int:
-    """About how many bytes a batch takes; long lists are judged by some of their items."""
+    """Estimate the size of a batch. Some items of long lists are sampled."""
     try:
         return _size(value, 0)
-    except Exception:  # the user's objects may raise anything: sparse tensors have no ``nbytes``
+    except Exception:  # objects can raise anything: sparse tensors have no ``nbytes``
         return sys.getsizeof(value, 64)
 
 

@@ -9,16 +9,26 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-from miniray.checks import check_choice, check_int
+import numpy as np
+
+from miniray.checks import check_bool, check_choice, check_int, suggest_options
 from miniray.data.dataset import Dataset
-from miniray.data.loader.batching import FixedBatches, TokenBatches
-from miniray.data.loader.decode import Decoder, Format, Skipped, is_skipped
-from miniray.data.observers import list_row_ids, observers
-from miniray.data.pipeline import Pipeline
-from miniray.data.plan.progress import check_whole
-from miniray.data.sources.base import wanted
+from miniray.data.loader.batching import TokenBatches
+from miniray.data.loader.blocks import BlockBuffer
+from miniray.data.loader.decode import SKIPPED, Decoder, Format, Skipped
+from miniray.data.loader.stream import BatchStream
+from miniray.data.observers import observers
+from miniray.data.plan.progress import check_state
+from miniray.data.sources.base import select_columns
 
 
+@suggest_options(
+    {
+        "num_workers": "Use decode_workers=.",
+        "max_tokens": "Use batch_by='tokens', and batch_size= for the number of tokens.",
+        "sampler": "Pass rank=, world_size= and shuffle= to the dataset.",
+    }
+)
 class DataLoader:
     """Batches of a rank's share of ``dataset``, read and decoded ahead in threads of this process.
 
@@ -75,11 +85,11 @@ class DataLoader:
             )
         self.dataset = dataset
         self.batch_size = check_int("batch_size", batch_size, 1)
-        self.drop_last = drop_last
+        self.drop_last = check_bool("drop_last", drop_last)
         self.collate_fn, self.transform = collate_fn, transform
         self.prefetch = check_int("prefetch", prefetch, 0)
         self.decode_workers = check_int("decode_workers", decode_workers, 0)
-        self._decode_processes = decode_processes
+        self._decode_processes = check_bool("decode_processes", decode_processes)
         self.batch_by, self._length = batch_by, length
         self._bucket_rows = check_int("bucket_rows", bucket_rows, 1)
         self._on_error, self._format = on_error, format
@@ -91,7 +101,7 @@ class DataLoader:
         self._running: weakref.ref[LoaderIterator] | None = None
         self._pool: Any = None
         if self.batch_by:
-            dataset.set_chunks(self._chunk_left)
+            dataset.set_chunk_rest(self._find_chunk_rest)
 
     def _check(self) -> None:
         """Refuse what cannot work, before anything is started."""
@@ -118,7 +128,7 @@ class DataLoader:
         if batch_by is None and length is not None:
             raise ValueError("length= is for batch_by='tokens'")
         if isinstance(length, str) and (names := self.dataset.column_names) is not None:
-            wanted(names, [length], "the data")
+            select_columns(names, [length], "the data")
         if batch_by == "tokens" and self.drop_last:
             raise ValueError("drop_last has no meaning for batches by tokens: all differ in rows")
 
@@ -142,50 +152,62 @@ class DataLoader:
         """Whether iteration has started."""
         return self.dataset.has_started
 
-    def _plan(self) -> FixedBatches | TokenBatches:
+    def _create_tokens(self) -> TokenBatches | None:
         if self.batch_by is None:
-            return FixedBatches(self.dataset, self.batch_size, self.drop_last)
+            return None
         assert self._length is not None
         return TokenBatches(self.dataset, self.batch_size, self._length, self._bucket_rows)
 
-    def _chunk_left(self, positions: Any, batches: int) -> Any:
-        """Of a chunk of an earlier run, the positions that were not in its first batches."""
-        plan = self._plan()
-        assert isinstance(plan, TokenBatches)
-        left = plan.cut(positions)[batches:]
-        return sorted(positions[i] for batch in left for i in batch)
+    def _find_chunk_rest(self, positions: Any, batches: int) -> Any:
+        """Return the positions of a chunk of an earlier run that weren't in its first batches."""
+        tokens = self._create_tokens()
+        assert tokens is not None
+        dataset, array = self.dataset, np.asarray(positions, dtype=np.int64)
+        locations = dataset.locate(array)
+        buffer = BlockBuffer(dataset.sources, self.memory_budget // 2, tokens.columns)
+        rest = tokens.cut(buffer.read_rows(locations), array, locations)[batches:]
+        return sorted(positions[i] for batch in rest for i in batch)
 
     def __len__(self) -> int:
-        """Batches that iterating gives now: of the epoch, or of what a loaded state left of it."""
-        return len(self._plan())
+        """Number of batches of the epoch, or of the rest of it after ``load_state_dict``."""
+        tokens = self._create_tokens()
+        if tokens is None:
+            rows = len(self.dataset)
+            return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
+        count, total = 0, len(self.dataset)
+        buffer = BlockBuffer(self.dataset.sources, self.memory_budget // 2, tokens.columns)
+        for start in range(0, total, tokens.chunk_rows):
+            indices = np.arange(start, min(total, start + tokens.chunk_rows))
+            positions = self.dataset.find_positions(indices)
+            locations = self.dataset.locate(positions)
+            count += len(tokens.cut(buffer.read_rows(locations), positions, locations))
+        return count
 
     def __iter__(self) -> LoaderIterator:
-        self._end_iteration(displaced=True)
-        dataset = self.dataset
-        dataset.restart()
+        self._end_iteration(is_displaced=True)
+        self.dataset.start_pass()
         for observer in observers:
-            observer.on_pass_start(self, dataset.epoch)
-        plan, cache = self._plan(), dataset.new_cache()
+            observer.on_pass_start(self, self.dataset.epoch)
         decoder = Decoder(
-            dataset,
-            cache,
+            self.dataset.name_rows,
             transform=self.transform,
             collate_fn=self.collate_fn,
             format=self._format,
             on_error=self._on_error,
             skipped=self.skipped,
-            pool=self._process_pool(),
+            pool=self._open_process_pool(),
         )
-        pipeline = Pipeline(
-            dataset,
-            iter(plan),
-            cache,
+        stream = BatchStream(
+            self.dataset,
             decoder,
+            batch_size=None if self.batch_by else self.batch_size,
+            tokens=self._create_tokens(),
+            drop_last=self.drop_last,
             prefetch=self.prefetch,
             workers=self.decode_workers,
-            budget=self.memory_budget // 2,
+            memory_budget=self.memory_budget,
         )
-        iterator = LoaderIterator(self, pipeline, plan.alone)
+        iterator = LoaderIterator(self, stream, alone=self.batch_by is not None)
         self._running = weakref.ref(iterator)
         return iterator
 
@@ -204,15 +226,15 @@ class DataLoader:
         self.__dict__.update(state)
         self.skipped = Skipped()
         if self.batch_by:
-            self.dataset.set_chunks(self._chunk_left)
+            self.dataset.set_chunk_rest(self._find_chunk_rest)
 
-    def _end_iteration(self, displaced: bool = False) -> None:
+    def _end_iteration(self, is_displaced: bool = False) -> None:
         running = None if self._running is None else self._running()
         if running is not None:
-            running.close(displaced)
+            running.close(is_displaced)
         self._running = None
 
-    def _process_pool(self) -> Any:
+    def _open_process_pool(self) -> Any:
         pool = self._pool
         if self._decode_processes and (pool is None or pool.closed or pool.pid != os.getpid()):
             from miniray.data.loader.processes import ProcessPool
@@ -223,7 +245,7 @@ class DataLoader:
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; nothing happens where that is the current one."""
         if not self.dataset.is_at(epoch):
-            self._end_iteration(displaced=True)
+            self._end_iteration(is_displaced=True)
             self.dataset.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -239,8 +261,8 @@ class DataLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken, on any number of ranks; all load the same state."""
-        check_whole(state)
-        self._end_iteration(displaced=True)
+        check_state(state)
+        self._end_iteration(is_displaced=True)
         batching = [self.batch_size, self._bucket_rows] if self.batch_by else None
         if state.get("batching") != batching:
             raise ValueError(
@@ -258,47 +280,50 @@ class DataLoader:
 
 
 class LoaderIterator(Iterator[Any]):
-    """One pass over a loader's batches: takes them, and records what was delivered.
+    """One pass over the batches of a loader. Records what was delivered.
 
-    ``alone``: other ranks may make batches of other sizes.
+    ``alone``: other ranks can take batches of different sizes, so that states must be merged.
     """
 
-    def __init__(self, loader: DataLoader, pipeline: Pipeline, alone: bool) -> None:
+    def __init__(self, loader: DataLoader, stream: BatchStream, alone: bool) -> None:
         self._loader, self._alone = loader, alone
-        self._pipeline: Pipeline | None = pipeline
+        self._stream: BatchStream | None = stream
         self._epoch = loader.epoch
-        self._displaced = False
-        # The threads know the pipeline and not this object: once nobody has it, they end.
-        self._finalizer = weakref.finalize(self, Pipeline.close, pipeline)
+        self._is_displaced = False
+        # The threads don't refer to this object, so it is collected when the loop drops it.
+        self._finalizer = weakref.finalize(self, BatchStream.close, stream)
 
     def __iter__(self) -> LoaderIterator:
         return self
 
     def __next__(self) -> Any:
-        while self._pipeline is not None:
+        while self._stream is not None:
             try:
-                task = self._pipeline.take()
+                delivery = self._stream.take()
             except BaseException:
                 self.close()
                 raise
-            if task is None:
+            if delivery is None:
+                is_complete = not self._is_displaced and self._stream is not None
                 self.close()
-                self._finish()
+                if is_complete:
+                    self._finish()
                 break
-            # A batch less than other ranks: from here on they are apart.
-            self._alone = self._alone or is_skipped(task.result)
-            self._loader.dataset.record(task.batch.taken, self._alone, task.batch.last)
+            is_skipped = delivery.batch is SKIPPED
+            # With one batch fewer than other ranks, the state is valid for this rank only.
+            self._alone = self._alone or is_skipped
+            self._loader.dataset.record_taken(delivery.taken, self._alone, delivery.is_last)
             if observers:
-                row_ids = list_row_ids(self._loader, task.batch.index)
+                numbers = self._loader.dataset.number_rows(delivery.locations)
                 for observer in observers:
-                    observer.on_batch(self._loader, row_ids, task.num_rows)
-            if not is_skipped(task.result):
-                return task.result
-        if self._displaced:
+                    observer.on_batch(self._loader, numbers, delivery.num_rows)
+            if not is_skipped:
+                return delivery.batch
+        if self._is_displaced:
             raise RuntimeError(
-                "this loop cannot go on: the loader was iterated again, or had set_epoch or"
-                " load_state_dict called, meanwhile. Use loader.shard(rank, world_size) for a"
-                " second loader over the same rows"
+                "This loop can't continue: a new loop over the loader was started, or set_epoch or"
+                " load_state_dict was called. Use loader.shard(rank, world_size) for a second"
+                " loader over the same rows."
             )
         raise StopIteration
 
@@ -309,7 +334,7 @@ class LoaderIterator(Iterator[Any]):
             observer.on_pass_end(loader)
         if loader.skipped.count:
             warnings.warn(
-                f"rows skipped by epoch {self._epoch}'s end: {loader.skipped.count},"
+                f"Rows skipped by the end of epoch {self._epoch}: {loader.skipped.count},"
                 f" {loader.skipped.by_file()}",
                 RuntimeWarning,
                 stacklevel=3,
@@ -318,12 +343,11 @@ class LoaderIterator(Iterator[Any]):
     def __len__(self) -> int:
         return len(self._loader)
 
-    def close(self, displaced: bool = False) -> None:
-        """End the threads. What was delivered stays delivered.
+    def close(self, is_displaced: bool = False) -> None:
+        """End the threads. Rows that were delivered stay delivered.
 
-        ``displaced``: not at the end of the epoch, and unknown to the loop, which must not take it
-        for the end.
+        ``is_displaced``: The loop doesn't expect this and must not take it for the end.
         """
-        self._displaced = displaced and self._pipeline is not None
-        self._pipeline = None
+        self._is_displaced = is_displaced and self._stream is not None
+        self._stream = None
         self._finalizer()

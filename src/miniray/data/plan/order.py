@@ -1,159 +1,185 @@
-"""The order of an epoch: which row of which block is at a position.
+"""Order of an epoch: the row at each position.
 
-All three orders are bijections between ``0 .. n-1`` and the rows, computed where asked for.
+An order maps positions ``0 .. n-1`` to *ordinals*, the numbers of the selected rows in data order.
+It depends on the data, the selection, the seed, the epoch and ``window_bytes``. It doesn't depend
+on the memory budget or the number of ranks.
 
-- ``SequentialOrder``: as the data lies.
-- ``WindowOrder``: blocks in a random order, rows in a random order within windows of consecutive
-  blocks. Each block is read once, and only a window of them is held.
-- ``GlobalOrder``: all rows in one random order. Every row may be in another block, so each costs
-  the reading of its block unless that is still in memory: for data that fits into the memory
-  budget, or sources that give single rows.
+- ``SequentialOrder``: data order.
+- ``WindowOrder``: row groups in random order, rows mixed within windows of consecutive blocks. Each
+  block is read once, and only the blocks of a window are held.
+- ``GlobalOrder``: one random order of all rows, for sources with random access.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from miniray.checks import check_choice
+import numpy as np
+
+from miniray.data.locations import BlockKey, Blocks, Int64s, Locations, cumulate
 from miniray.data.plan.permutation import Permutation, derive_key
-from miniray.data.plan.shard import part_bounds
-from miniray.data.sources.base import Blocks, Source
+from miniray.data.plan.selection import Selection
 
 Shuffle = bool | Literal["window", "global"]
 
+#: Bytes of consecutive blocks that are read together in data order.
+SEQUENTIAL_BYTES = 8_000_000
+#: Default of ``window_bytes``.
+WINDOW_BYTES = 32_000_000
+#: Rows per window if the source has random access and no blocks are held.
+RANDOM_ACCESS_ROWS = 4096
 
-class Order(ABC):
-    """``sizes`` are the blocks' rows; a place is (block, row among those of the block)."""
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.n = sum(sizes)
+class Window(NamedTuple):
+    """Rows in delivery order and the blocks to hold for them, in reading order."""
+
+    blocks: Sequence[BlockKey]
+    rows: Locations
+
+
+class EpochOrder(ABC):
+    """A bijection from positions to ordinals of the ``n`` selected rows."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
 
     @abstractmethod
-    def places(self, positions: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Blocks, and rows within them, at ``positions``."""
+    def map_positions(self, positions: Int64s) -> Int64s:
+        """Return the ordinals at ``positions``."""
+
+    def find_window_end(self, position: int) -> int:
+        """Return the end of the window that contains ``position``."""
+        return min(self.n, (position // RANDOM_ACCESS_ROWS + 1) * RANDOM_ACCESS_ROWS)
+
+    def sort_blocks(self, blocks: Int64s) -> Int64s:
+        """Return ``blocks`` in the order in which they should be read."""
+        return np.sort(blocks)
+
+    @property
+    def max_window_bytes(self) -> int:
+        """Estimated size of the largest window."""
+        return 0
+
+    def iter_ranges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the parts of ``range(start, stop)`` that belong to one window each."""
+        while start < stop:
+            end = min(stop, self.find_window_end(start))
+            yield start, end
+            start = end
 
 
-class SequentialOrder(Order):
-    def __init__(self, sizes: Sequence[int]) -> None:
-        super().__init__(sizes)
-        self._starts = starts_of(sizes)
+class SequentialOrder(EpochOrder):
+    """Blocks in a fixed sequence, cut into windows of whole blocks.
 
-    def places(self, positions: Sequence[int]) -> tuple[list[int], list[int]]:
-        starts = self._starts
-        # Of blocks that start at the same row, all but the last are empty.
-        blocks = [bisect_right(starts, position) - 1 for position in positions]
-        return blocks, [p - starts[block] for p, block in zip(positions, blocks, strict=True)]
-
-
-class GlobalOrder(SequentialOrder):
-    def __init__(self, sizes: Sequence[int], seed: int, epoch: int) -> None:
-        super().__init__(sizes)
-        self._rows = Permutation(self.n, derive_key(seed, "order", epoch))
-
-    def places(self, positions: Sequence[int]) -> tuple[list[int], list[int]]:
-        return super().places(self._rows.rows(positions))
-
-
-class WindowOrder(Order):
-    """Blocks permuted, then rows within windows of at most ``window`` bytes (or one block).
-
-    A block larger than that is cut: its windows follow each other, so that it is read through once.
-    Windows end where the part of a rank ends, of the ``world_size`` ranks that began the epoch: a
-    rank reads its own blocks and at most the two it shares with its neighbours.
+    The base class of ``WindowOrder``; by itself, the data order.
     """
 
     def __init__(
         self,
-        sizes: Sequence[int],
-        nbytes: Sequence[int],
-        seed: int,
-        epoch: int,
-        window: int,
-        world_size: int,
+        blocks: Blocks,
+        selection: Selection,
+        window_bytes: int,
+        sequence: Int64s | None = None,
     ) -> None:
-        super().__init__(sizes)
+        super().__init__(selection.count)
+        if sequence is None:
+            sequence = np.arange(len(blocks), dtype=np.int64)
+        self._sequence = sequence = sequence[selection.sizes[sequence] > 0]
+        self._ordinals = selection.edges
+        self._starts = cumulate(selection.sizes[sequence])
+        self._ranks = np.full(len(blocks), len(blocks), dtype=np.int64)
+        self._ranks[sequence] = np.arange(len(sequence))
+        nbytes = blocks.nbytes[sequence]
+        edges = _find_window_edges(nbytes, window_bytes)
+        self._edges = self._starts[edges]
+        totals = cumulate(nbytes)[edges]
+        self._max_window_bytes = int(np.diff(totals).max(initial=0))
+
+    @property
+    def max_window_bytes(self) -> int:
+        return self._max_window_bytes
+
+    def find_window_end(self, position: int) -> int:
+        return int(self._edges[np.searchsorted(self._edges, position, side="right")])
+
+    def sort_blocks(self, blocks: Int64s) -> Int64s:
+        return blocks[np.argsort(self._ranks[blocks], kind="stable")]
+
+    def map_positions(self, positions: Int64s) -> Int64s:
+        places = np.searchsorted(self._starts, positions, side="right") - 1
+        return self._ordinals[self._sequence[places]] + positions - self._starts[places]
+
+
+class WindowOrder(SequentialOrder):
+    """Row groups permuted, then rows permuted within windows of at most ``window_bytes``.
+
+    The blocks of a row group stay in order, so that a reader moves forward only.
+    """
+
+    def __init__(
+        self, blocks: Blocks, selection: Selection, seed: int, epoch: int, window_bytes: int
+    ) -> None:
+        sequence = permute_runs(blocks, derive_key(seed, "blocks", epoch))
+        super().__init__(blocks, selection, window_bytes, sequence)
         self._key = (seed, "rows", epoch)
-        shuffle = Permutation(len(sizes), derive_key(seed, "blocks", epoch))
-        self._blocks = shuffle.rows(range(len(sizes)))
-        self._natural = SequentialOrder([sizes[block] for block in self._blocks])
-        parts = [part_bounds(self.n, rank, world_size)[0] for rank in range(world_size)]
-        ordered = [(sizes[block], nbytes[block]) for block in self._blocks]
-        self._edges = sorted({*_window_edges(ordered, window, parts), *parts, self.n})
-        self._permutation = lru_cache(maxsize=16)(self._make_permutation)
+        self._permutation = lru_cache(maxsize=8)(self._create_permutation)
 
-    def _make_permutation(self, start: int, size: int) -> Permutation:
-        return Permutation(size, derive_key(*self._key, start))
+    def _create_permutation(self, window: int) -> Permutation:
+        size = int(self._edges[window + 1] - self._edges[window])
+        return Permutation(size, derive_key(*self._key, window))
 
-    def places(self, positions: Sequence[int]) -> tuple[list[int], list[int]]:
-        rows: list[int] = []
-        at = 0
-        while at < len(positions):
-            window = bisect_right(self._edges, positions[at]) - 1
-            start, end = self._edges[window], self._edges[window + 1]
-            inside = []
-            while at < len(positions) and start <= positions[at] < end:
-                inside.append(positions[at] - start)
-                at += 1
-            shuffle = self._permutation(start, end - start)
-            rows += [start + row for row in shuffle.rows(inside)]
-        which, rows = self._natural.places(rows)
-        return [self._blocks[block] for block in which], rows
+    def map_positions(self, positions: Int64s) -> Int64s:
+        windows = np.searchsorted(self._edges, positions, side="right") - 1
+        mixed = np.empty_like(positions)
+        for window in np.unique(windows).tolist():
+            inside = windows == window
+            start = self._edges[window]
+            mixed[inside] = start + self._permutation(window).map_positions(
+                positions[inside] - start
+            )
+        return super().map_positions(mixed)
 
 
-def starts_of(sizes: Sequence[int]) -> list[int]:
-    """Where each of things of these sizes begins that come one after the other."""
-    return list(accumulate(sizes, initial=0))[:-1]
+class GlobalOrder(EpochOrder):
+    """One random order of all rows."""
+
+    def __init__(self, n: int, seed: int, epoch: int) -> None:
+        super().__init__(n)
+        self._permutation = Permutation(n, derive_key(seed, "order", epoch))
+
+    def map_positions(self, positions: Int64s) -> Int64s:
+        return self._permutation.map_positions(positions)
 
 
-def _window_edges(
-    blocks: Sequence[tuple[int, int]], window: int, parts: Sequence[int]
-) -> list[int]:
-    """Where windows begin: as many whole blocks as fit, or a part of one that does not.
+class DataOrder(EpochOrder):
+    """Data order of a source with random access: no blocks are held."""
 
-    ``blocks`` are (rows, bytes) in their order. The first windows of a rank's part are an eighth, a
-    quarter and a half of the others: a window is read before its first row comes.
-    """
-    starts = starts_of([rows for rows, _ in blocks])
-    ends = list(accumulate(nbytes for _, nbytes in blocks))
-    # Blocks in which parts begin; the end of the data after the last.
-    begins = [*(bisect_right(starts, part) - 1 for part in parts), len(blocks)]
-    edges: list[int] = []
-    block, part, limit = 0, 0, window
-    while block < len(blocks):
-        while begins[part] <= block:
-            part, limit = part + 1, max(1, window // 8)
-        (rows, size), start = blocks[block], starts[block]
-        if size > limit:
-            pieces = -(-size // limit)
-            edges += [start + rows * piece // pieces for piece in range(pieces)]
-            block += 1
-        else:
-            edges.append(start)
-            fitting = bisect_right(ends, ends[block] - size + limit)
-            block = min(max(block + 1, fitting), begins[part])
-        limit = min(window, 2 * limit)
+    def map_positions(self, positions: Int64s) -> Int64s:
+        return positions
+
+
+def permute_runs(blocks: Blocks, key: int) -> Int64s:
+    """Return the blocks with their runs in random order and the blocks of a run in order."""
+    if not len(blocks):
+        return np.empty(0, dtype=np.int64)
+    is_first = (np.diff(blocks.file, prepend=-1) != 0) | (np.diff(blocks.run, prepend=-1) != 0)
+    starts = np.flatnonzero(is_first)
+    lengths = np.diff(starts, append=len(blocks))
+    shuffled = Permutation(len(starts), key).map_positions(np.arange(len(starts)))
+    lengths = lengths[shuffled]
+    offsets = cumulate(lengths)[:-1]
+    return np.repeat(starts[shuffled] - offsets, lengths) + np.arange(len(blocks))
+
+
+def _find_window_edges(nbytes: Int64s, window_bytes: int) -> list[int]:
+    """Return the edges of windows of as many blocks as fit into ``window_bytes``, at least one."""
+    totals = np.cumsum(nbytes)
+    edges, total = [0], 0
+    while edges[-1] < len(nbytes):
+        end = int(np.searchsorted(totals, total + window_bytes, side="right"))
+        edges.append(max(end, edges[-1] + 1))
+        total = int(totals[edges[-1] - 1])
     return edges
-
-
-def window_bytes(budget: int, blocks: Blocks) -> int:
-    """Bytes of the blocks among which rows are mixed.
-
-    An eighth of the budget; up to a quarter where less than four blocks would fit. Two windows are
-    held at times.
-    """
-    ordered = sorted(blocks.nbytes)
-    half = len(ordered) // 2
-    typical = (ordered[half] + ordered[~half]) // 2 if ordered else 0
-    return max(1, min(budget // 4, max(budget // 8, 4 * typical)))
-
-
-def shuffle_kind(shuffle: Shuffle, source: Source) -> Literal["window", "global"] | None:
-    check_choice("shuffle", shuffle, (None, True, False, "window", "global"))
-    if isinstance(shuffle, str) or not shuffle:
-        return shuffle or None
-    return "global" if source.random_access else "window"

@@ -1,91 +1,152 @@
-"""Which rows of each block take part: those the filter keeps, and of these a subset.
+"""Selected rows of an epoch: those that the filter keeps, and a subset of them.
 
-Holds a number a block (and a bit a row where there is a filter), whatever the number of rows drawn.
+Uses one bit per row, and only if not all rows are selected.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
-from functools import lru_cache
-from itertools import accumulate
-from typing import TYPE_CHECKING
+import hashlib
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
+
+from miniray.data.locations import Blocks, Int64s, Locations, cumulate
 from miniray.data.plan.permutation import Permutation, derive_key
-from miniray.data.sources.base import Blocks
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+Bits = npt.NDArray[np.uint8]
 
-_CHUNK = 1 << 16
-
-
-class Kept:
-    """The answer of a filter: a bit a row, packed, for each file."""
-
-    def __init__(self, blocks: Blocks, bits: Sequence[npt.NDArray[np.uint8]]) -> None:
-        self._blocks, self._bits = blocks, bits
-        self.sizes = [len(self(block)) for block in range(len(blocks))]
-
-    def __call__(self, block: int) -> list[int]:
-        """The rows of a block that are kept."""
-        import numpy as np
-
-        start, count = self._blocks.first[block], self._blocks.rows[block]
-        first, last = start // 8, -(-(start + count) // 8)
-        packed = self._bits[self._blocks.file[block]][first:last]
-        unpacked = np.unpackbits(packed, bitorder="little")
-        found = np.flatnonzero(unpacked[start - 8 * first : start - 8 * first + count])
-        return found.tolist()  # type: ignore[no-any-return]
+_CHUNK_ROWS = 1 << 20  # unpacked at a time; a multiple of 8
 
 
 class Selection:
-    """``sizes``: rows of each block that take part, after ``seed`` drew ``max_samples``."""
+    """Rows of a source that take part in the epochs, numbered in data order.
 
-    def __init__(
-        self,
-        rows: Sequence[int],
-        kept: Kept | None,
-        max_samples: int,
-        seed: int | None,
-    ) -> None:
-        self._kept = kept
-        self._available = rows if kept is None else kept.sizes
-        self._seed = seed
-        self._drawn = -1 < max_samples < sum(self._available)
-        self.sizes = self._draw(max_samples) if self._drawn else self._available
-        self.n = sum(self.sizes)
-        self.everything = kept is None and not self._drawn
-        self._chosen = lru_cache(maxsize=256)(self._choose)
+    ``sizes`` has the number of selected rows per block, ``edges`` its running totals.
+    """
 
-    def _draw(self, max_samples: int) -> list[int]:
-        """How many of each block: as a draw of single rows without replacement would give."""
-        ends = list(accumulate(self._available))
-        total = ends[-1]
-        draw = Permutation(total, derive_key(self._seed, "subset"))
-        # Whichever is less is drawn: those in, or those out.
-        count = min(max_samples, total - max_samples)
-        counts = [0] * len(ends)
-        for start in range(0, count, _CHUNK):
-            for row in draw.rows(range(start, min(count, start + _CHUNK))):
-                counts[bisect_right(ends, row)] += 1
-        if count == max_samples:
-            return counts
-        return [have - out for have, out in zip(self._available, counts, strict=True)]
+    def __init__(self, blocks: Blocks, bits: Bits | None) -> None:
+        self._blocks, self._bits = blocks, bits
+        if bits is None:
+            self.sizes, self.edges = blocks.rows, blocks.edges
+        else:
+            counts = [len(self.select_rows(block)) for block in range(len(blocks))]
+            self.sizes = np.array(counts, dtype=np.int64)
+            self.edges = cumulate(self.sizes)
 
-    def _choose(self, block: int) -> Sequence[int]:
-        chosen: Sequence[int] = range(self.sizes[block])
-        if self._drawn:
-            draw = Permutation(self._available[block], derive_key(self._seed, "subset", block))
-            chosen = sorted(draw.rows(chosen))
-        if self._kept is None:
-            return chosen
-        kept = self._kept(block)
-        return [kept[row] for row in chosen]
+    @classmethod
+    def from_all_rows(cls, blocks: Blocks) -> Selection:
+        """Select all rows."""
+        return cls(blocks, None)
 
-    def rows(self, blocks: Sequence[int], places: Sequence[int]) -> Sequence[int]:
-        """From places among the chosen rows of blocks to rows of the blocks."""
-        if self.everything:
-            return places
-        return [self._chosen(block)[place] for block, place in zip(blocks, places, strict=True)]
+    @classmethod
+    def from_bits(cls, blocks: Blocks, bits: Bits) -> Selection:
+        """Select the rows whose bit is set (little-endian bit order, rows in data order)."""
+        return cls(blocks, bits)
+
+    @property
+    def count(self) -> int:
+        """Number of selected rows."""
+        return int(self.edges[-1])
+
+    @cached_property
+    def digest(self) -> str:
+        """Identifier of the selected rows in states."""
+        if self._bits is None:
+            return "all"
+        return hashlib.blake2b(self._bits.tobytes(), digest_size=8).hexdigest()
+
+    def for_blocks(self, blocks: Blocks) -> Selection:
+        """Return the same rows for a copy of the data that is cut into different blocks."""
+        return Selection(blocks, self._bits)
+
+    def draw(self, count: int, seed: int | None) -> Selection:
+        """Return a random subset of ``count`` rows, or all if there are no more."""
+        if count >= self.count:
+            return self
+        permutation = Permutation(self.count, derive_key(seed, "subset"))
+        chosen = np.zeros(-(-self.count // 8), dtype=np.uint8)
+        fewer = min(count, self.count - count)  # draw the rows to keep, or those to leave out
+        for start in range(0, fewer, _CHUNK_ROWS):
+            drawn = permutation.map_positions(np.arange(start, min(fewer, start + _CHUNK_ROWS)))
+            np.bitwise_or.at(chosen, drawn >> 3, np.left_shift(1, drawn & 7).astype(np.uint8))
+        return self._narrow(chosen if fewer == count else ~chosen)
+
+    def take_first(self, count: int) -> Selection:
+        """Return the first ``count`` rows in data order."""
+        if count >= self.count:
+            return self
+        chosen = np.zeros(-(-self.count // 8), dtype=np.uint8)
+        chosen[: count // 8] = 255
+        if count % 8:
+            chosen[count // 8] = (1 << count % 8) - 1
+        return self._narrow(chosen)
+
+    def _narrow(self, chosen: Bits) -> Selection:
+        """Keep the selected rows whose bit in ``chosen`` is set."""
+        bits = np.zeros(-(-self._blocks.total_rows // 8), dtype=np.uint8)
+        done = 0
+        for start, rows in self._unpack():
+            selected = np.flatnonzero(rows)
+            keep = _unpack(chosen, done, done + len(selected))
+            done += len(selected)
+            rows[selected] = keep
+            packed = np.packbits(rows, bitorder="little")
+            bits[start // 8 : start // 8 + len(packed)] = packed
+        return Selection(self._blocks, bits)
+
+    def _unpack(self) -> Iterator[tuple[int, Bits]]:
+        """Yield the first row of each chunk and one byte per row."""
+        total = self._blocks.total_rows
+        for start in range(0, total, _CHUNK_ROWS):
+            stop = min(total, start + _CHUNK_ROWS)
+            if self._bits is None:
+                yield start, np.ones(stop - start, dtype=np.uint8)
+            else:
+                yield start, _unpack(self._bits, start, stop)
+
+    def select_rows(self, block: int) -> Int64s:
+        """Return the selected rows of a block."""
+        start, stop = int(self._blocks.edges[block]), int(self._blocks.edges[block + 1])
+        if self._bits is None:
+            return np.arange(stop - start, dtype=np.int64)
+        return np.flatnonzero(_unpack(self._bits, start, stop))
+
+    def locate(self, ordinals: Int64s, source: int = 0) -> Locations:
+        """Return the locations of selected rows by their ordinal among the selected rows."""
+        blocks = np.searchsorted(self.edges, ordinals, side="right") - 1
+        rows = ordinals - self.edges[blocks]
+        if self._bits is not None:
+            for block in np.unique(blocks).tolist():
+                inside = blocks == block
+                rows[inside] = self.select_rows(block)[rows[inside]]
+        return Locations.from_columns(source, blocks, rows)
+
+    def number_rows(self, ordinals: Int64s) -> Int64s:
+        """Return the numbers of selected rows among all rows of the source."""
+        if self._bits is None:
+            return ordinals
+        array = self.locate(ordinals).array
+        return self._blocks.edges[array[:, 1]] + array[:, 2]
+
+
+def join_bits(parts: Sequence[Bits], rows: Sequence[int]) -> Bits:
+    """Join bitmaps with the given numbers of rows into one."""
+    joined = np.zeros(-(-sum(rows) // 8), dtype=np.uint8)
+    start = 0
+    for bits, count in zip(parts, rows, strict=True):
+        for first in range(0, count, _CHUNK_ROWS):
+            chunk = _unpack(bits, first, min(count, first + _CHUNK_ROWS))
+            at, shift = divmod(start + first, 8)
+            packed = np.packbits(np.pad(chunk, (shift, 0)), bitorder="little")
+            joined[at : at + len(packed)] |= packed
+        start += count
+    return joined
+
+
+def _unpack(bits: Bits, start: int, stop: int) -> Bits:
+    """Return one byte per bit of ``bits[start:stop]``."""
+    first = start // 8
+    packed = bits[first : -(-stop // 8)]
+    return np.unpackbits(packed, bitorder="little")[start - 8 * first : stop - 8 * first]

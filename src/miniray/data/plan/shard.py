@@ -1,8 +1,6 @@
-"""Who gets which rows: pure arithmetic, no I/O, nothing that grows with the number of rows.
+"""Shards of a range of rows. Each rank computes its shard from the same few numbers.
 
-Every rank computes its own part from the same few numbers, so ranks agree without talking, on the
-one condition that they have the same seed. Where they have no way to agree on one, that is refused.
-Only ``shard_indices`` needs numpy, and imports it when rows are asked for.
+Ranks don't communicate, so all of them need the same seed.
 """
 
 from __future__ import annotations
@@ -11,26 +9,27 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
-from miniray.checks import check_choice, check_int
-from miniray.data.plan.permutation import MOST_ROWS, Permutation, Positions, derive_key
+import numpy as np
+import numpy.typing as npt
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from miniray.checks import check_bool, check_choice, check_int
+from miniray.data.locations import Int64s
+from miniray.data.plan.permutation import MAX_ROWS, Permutation, derive_key
 
-_BLOCK = 65536  # rows computed at a time in iteration
+_ITERATION_ROWS = 65536  # computed at a time in iteration
 
-#: The environment variable by which an engine or launcher gives all ranks of a run one seed.
+#: Environment variable in which an engine or launcher passes the seed of the run to all ranks.
 RUN_SEED = "MINIRAY_RUN_SEED"
 
 Even = Literal["exact", "pad", "drop"]
 
 
-def resolve_seed(seed: int | None, world_size: int, needed_for: str) -> int:
-    """``seed``, or the run's, or a fresh one where there is only one rank.
+def resolve_seed(seed: int | None, world_size: int, purpose: str) -> int:
+    """Return ``seed``, the seed of the run, or a random seed if there is only one rank.
 
-    Raises ``ValueError`` where several ranks would each draw their own: their shards would overlap.
+    Raises ``ValueError`` if several ranks would each draw a different seed.
     """
     if seed is not None:
         return check_int("seed", seed)
@@ -45,15 +44,13 @@ def resolve_seed(seed: int | None, world_size: int, needed_for: str) -> int:
 
         return secrets.randbits(48)
     raise ValueError(
-        f"{needed_for} on {world_size} ranks needs one seed for all of them, and they have none:"
-        f" with seed=None each rank would draw its own and rows would repeat across ranks. Pass"
-        f" seed=... (any int, the same on every rank), or set {RUN_SEED} for the run, as miniray's"
-        f" own launcher and engines do."
+        f"{purpose} on {world_size} ranks requires the same seed on all ranks. Pass seed=... (any"
+        f" int), or set {RUN_SEED} for the run, as miniray's launcher and engines do."
     )
 
 
-def checked_rank(rank: int, world_size: int) -> tuple[int, int]:
-    """Both as ints; a rank outside of ``range(world_size)`` is refused."""
+def check_rank(rank: int, world_size: int) -> tuple[int, int]:
+    """Return both as ints. ``rank`` must be in ``range(world_size)``."""
     rank, world_size = check_int("rank", rank), check_int("world_size", world_size, 1)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be in 0..{world_size - 1} for world_size {world_size}: {rank}")
@@ -89,16 +86,16 @@ def warn_if_several_ranks() -> None:
         return
     _has_warned = True
     warnings.warn(
-        f"each of the {world_size} ranks reads all rows, because the dataset was created without"
+        f"Each of the {world_size} ranks reads all rows, because the dataset was created without"
         " rank= and world_size=. Pass rank= and world_size= to the dataset (rank=0, world_size=1"
-        " if each rank should read all rows)",
+        " if each rank should read all rows).",
         RuntimeWarning,
         stacklevel=4,
     )
 
 
-def checked_samples(max_samples: int) -> int:
-    """``max_samples`` as an int: -1, which is all rows, or a number of them."""
+def check_max_samples(max_samples: int) -> int:
+    """Return ``max_samples`` as an int: -1 for all rows, or a number of rows."""
     number = check_int("max_samples", max_samples)
     if number < -1:
         raise ValueError(f"max_samples must be -1 (all rows) or at least 0, not {max_samples}")
@@ -106,11 +103,12 @@ def checked_samples(max_samples: int) -> int:
 
 
 def check_even(even: Even) -> None:
+    """Raise ``ValueError`` unless ``even`` is one of its three values."""
     check_choice("even", even, ("exact", "pad", "drop"))
 
 
-def part_bounds(n: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Start and end of a rank's contiguous part; sizes differ by at most 1, longer ones first."""
+def split_evenly(n: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Return the bounds of a contiguous shard. Sizes differ by at most 1, larger shards first."""
     size, longer = divmod(n, world_size)
     start = rank * size + min(rank, longer)
     return start, start + size + (rank < longer)
@@ -128,47 +126,52 @@ def shard_indices(
     epoch: int = 0,
     even: Even = "exact",
 ) -> ShardIndices:
-    """The rows of ``range(n)`` that ``rank`` of ``world_size`` gets, as a lazy sequence.
+    """Return the rows of ``range(n)`` that ``rank`` of ``world_size`` gets, as a lazy sequence.
 
-    Over all ranks each row comes exactly once, and sizes differ by at most 1, whatever ``n`` and
-    ``world_size`` are; ranks beyond the rows get none. 10**12 rows cost what 10**3 cost.
+    Over all ranks, each row comes exactly once and sizes differ by at most 1 for any ``n`` and
+    ``world_size``. Ranks beyond the rows get none. 10**12 rows cost as much as 10**3.
 
     Args:
-        mode: ``contiguous``: 2099 rows on 2 ranks are ``[0:1050]`` and ``[1050:2099]``.
-            ``strided``: rank 0 of 4 gets 0, 4, 8, ...
-        max_samples: a subset of this size, drawn once for the whole run (it depends on ``n`` and
-            ``seed`` alone) and then sharded. -1, or anything above ``n``: all rows. The subset
-            comes in the order in which it was drawn.
-        seed: ``None`` takes the run's seed from ``MINIRAY_RUN_SEED``. Without one, more than one
-            rank and something to draw, a ``ValueError`` says what to do.
-        shuffle: another order each ``epoch``, the same on all ranks.
-        even: ``exact`` leaves sizes as they are. ``pad`` makes all equal by repeating at most one
-            row a rank (``.padded`` names them); with no rows at all there is nothing to repeat.
-            ``drop`` leaves out the least, fewer than ``world_size`` rows (``.dropped``).
+        n: Number of rows.
+        rank: Rank of the shard.
+        world_size: Number of ranks.
+        mode: ``"contiguous"``: 2099 rows on 2 ranks are ``[0:1050]`` and ``[1050:2099]``.
+            ``"strided"``: rank 0 of 4 gets 0, 4, 8, ...
+        max_samples: Size of a subset that is drawn once for the run, from ``n`` and ``seed``, and
+            then sharded. -1, or a number above ``n``, selects all rows. The subset comes in the
+            order in which it was drawn.
+        seed: ``None`` uses the run's seed from ``MINIRAY_RUN_SEED``. Without one, drawing on more
+            than one rank raises ``ValueError``.
+        shuffle: Use a different order in each ``epoch``, the same on all ranks.
+        epoch: Number of the epoch, from 0.
+        even: ``"exact"`` keeps the sizes. ``"pad"`` makes all sizes equal by repeating at most one
+            row per rank (see ``.padded``), unless there are no rows. ``"drop"`` leaves out fewer
+            than ``world_size`` rows (see ``.dropped``).
     """
-    rank, world_size = checked_rank(rank, world_size)
+    rank, world_size = check_rank(rank, world_size)
     n, epoch = check_int("n", n), check_int("epoch", epoch)
-    if not 0 <= n <= MOST_ROWS:
+    if not 0 <= n <= MAX_ROWS:
         raise ValueError(f"n must be in 0..2**62, not {n}")
     check_choice("mode", mode, ("contiguous", "strided"))
+    check_bool("shuffle", shuffle)
     check_even(even)
-    max_samples = checked_samples(max_samples)
-    drawn = -1 < max_samples < n
-    if drawn or shuffle:
-        seed = resolve_seed(seed, world_size, "max_samples" if drawn else "shuffling")
-    subset = Permutation(n, derive_key(seed, "subset")) if drawn else None
-    count = max_samples if drawn else n
+    max_samples = check_max_samples(max_samples)
+    is_drawn = -1 < max_samples < n
+    if is_drawn or shuffle:
+        seed = resolve_seed(seed, world_size, "max_samples" if is_drawn else "shuffling")
+    subset = Permutation(n, derive_key(seed, "subset")) if is_drawn else None
+    count = max_samples if is_drawn else n
     order = Permutation(count, derive_key(seed, "order", epoch)) if shuffle else None
     return ShardIndices(count, rank, world_size, mode == "strided", even, order, subset, seed)
 
 
 class ShardIndices(Sequence[int]):
-    """What ``shard_indices`` returns: ``len``, ``[i]``, slices, iteration, ``numpy.asarray``.
+    """Rows of a shard: supports ``len``, ``[i]``, slices, iteration and ``numpy.asarray``.
 
     Attributes:
-        seed: the seed used, or ``None`` where nothing was drawn.
-        padded: rows this rank repeats, at most one.
-        dropped: rows no rank gets, fewer than ``world_size``; the same on all ranks.
+        seed: Seed that was used, or ``None`` if nothing was drawn.
+        padded: Rows that this rank repeats, at most one.
+        dropped: Rows that no rank gets, fewer than ``world_size``; the same on all ranks.
     """
 
     def __init__(
@@ -176,7 +179,7 @@ class ShardIndices(Sequence[int]):
         count: int,
         rank: int,
         world_size: int,
-        strided: bool,
+        is_strided: bool,
         even: Even,
         order: Permutation | None,
         subset: Permutation | None,
@@ -185,38 +188,37 @@ class ShardIndices(Sequence[int]):
         self.seed = seed
         self._order, self._subset = order, subset
         shared = count - count % world_size if even == "drop" else count
-        if strided:
+        if is_strided:
             self._start, self._step = rank, world_size
-            self._own = max(0, -(-(shared - rank) // world_size))
+            self._shard_rows = max(0, -(-(shared - rank) // world_size))
         else:
-            self._start, end = part_bounds(shared, rank, world_size)
-            self._step, self._own = 1, end - self._start
-        self._length = -(-count // world_size) if even == "pad" else self._own
-        # The first row of its own part, or any where it has none: it is at most one.
-        self._pad = self._start if self._own else rank % max(count, 1)
+            self._start, end = split_evenly(shared, rank, world_size)
+            self._step, self._shard_rows = 1, end - self._start
+        self._length = -(-count // world_size) if even == "pad" else self._shard_rows
+        # At most one row is padded: the shard's first row, or any row if the shard is empty.
+        self._pad = self._start if self._shard_rows else rank % max(count, 1)
         self._dropped_positions = range(shared, count)
 
-    def _rows(self, index: Positions) -> Positions:
+    def _find_rows(self, index: Int64s) -> Int64s:
         positions = self._start + index * self._step
-        positions[index >= self._own] = self._pad
-        return self._map(positions)
+        positions[index >= self._shard_rows] = self._pad
+        return self._map_positions(positions)
 
-    def _map(self, positions: Positions) -> Positions:
+    def _map_positions(self, positions: Int64s) -> Int64s:
         if self._order is not None:
-            positions = self._order(positions)
+            positions = self._order.map_positions(positions)
         if self._subset is not None:
-            positions = self._subset(positions)
+            positions = self._subset.map_positions(positions)
         return positions
 
     @property
     def padded(self) -> list[int]:
-        return [self[i] for i in range(self._own, self._length)]
+        return [self[i] for i in range(self._shard_rows, self._length)]
 
     @property
     def dropped(self) -> list[int]:
-        import numpy as np
-
-        return [int(x) for x in self._map(np.asarray(self._dropped_positions, dtype=np.int64))]
+        positions = np.asarray(self._dropped_positions, dtype=np.int64)
+        return [int(row) for row in self._map_positions(positions)]
 
     def __len__(self) -> int:
         return self._length
@@ -226,29 +228,25 @@ class ShardIndices(Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> Any: ...
     def __getitem__(self, index: int | slice) -> Any:
-        """A row, or for a slice an array of rows."""
-        import numpy as np
-
+        """Return a row, or an array of rows for a slice."""
         if isinstance(index, slice):
             start, stop, step = index.indices(self._length)
-            return self._rows(np.arange(start, stop, step, dtype=np.int64))
+            return self._find_rows(np.arange(start, stop, step, dtype=np.int64))
         number = int(index)
         if number < 0:
             number += self._length
         if not 0 <= number < self._length:
             raise IndexError(f"index {index} of a shard of {self._length} rows")
-        return int(self._rows(np.array([number], dtype=np.int64))[0])
+        return int(self._find_rows(np.array([number], dtype=np.int64))[0])
 
     def __iter__(self) -> Iterator[int]:
-        for start in range(0, self._length, _BLOCK):
-            yield from self[start : start + _BLOCK].tolist()
+        for start in range(0, self._length, _ITERATION_ROWS):
+            yield from self[start : start + _ITERATION_ROWS].tolist()
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Any:
-        import numpy as np
-
         if copy is False:
-            raise ValueError("a lazy shard has no array to share; leave copy out")
-        rows = self._rows(np.arange(self._length, dtype=np.int64))
+            raise ValueError("A lazy shard has no array to share. Leave out copy=.")
+        rows = self._find_rows(np.arange(self._length, dtype=np.int64))
         return rows if dtype is None else rows.astype(dtype)
 
     def __eq__(self, other: object) -> bool:

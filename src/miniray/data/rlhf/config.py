@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from miniray.checks import check_choice, check_int
+from miniray.checks import (
+    check_bool,
+    check_choice,
+    check_int,
+    find_similar,
+    suggest_options,
+    unknown_option,
+)
 
 Truncation = Literal["error", "left", "right", "middle"]
 
@@ -17,6 +23,7 @@ Truncation = Literal["error", "left", "right", "middle"]
 _ELSEWHERE = {"tokenizer"}
 
 
+@suggest_options()
 @dataclass(frozen=True)
 class RLHFConfig:
     """verl's keys and their defaults, and three of ours at the end.
@@ -64,6 +71,10 @@ class RLHFConfig:
         for name in ("max_prompt_length", "filter_overlong_prompts_workers"):
             if (value := getattr(self, name)) is not None:
                 check_int(name, value, 1)
+        for field_ in dataclasses.fields(self):
+            value = getattr(self, field_.name)
+            if field_.type == "bool" or (field_.type == "bool | None" and value is not None):
+                check_bool(field_.name, value)
         if self.tool_config_path or self.function_tool_path:
             raise ValueError(
                 "tool_config_path and function_tool_path are read by verl's tool registry. Give the"
@@ -72,19 +83,18 @@ class RLHFConfig:
 
 
 def read_config(config: Any) -> RLHFConfig:
-    """From a dict, a dataclass, a namespace, an OmegaConf node, an ``RLHFConfig`` or None.
+    """Create an ``RLHFConfig`` from a dict, a dataclass, a namespace, an OmegaConf node or None.
 
-    Keys of verl's that concern others are passed over. One that nearly is one of ours is refused:
-    misspelt, it would change nothing and say nothing.
+    Keys that verl reads elsewhere are ignored. A key that is similar to one of ours is a
+    misspelling and raises ``TypeError``, because it would have no effect.
     """
     if isinstance(config, RLHFConfig):
         return config
     given = _as_dict(config)
     known = {f.name: f for f in dataclasses.fields(RLHFConfig)}
     for key in set(given) - set(known) - _ELSEWHERE:
-        close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.85)
-        if close:
-            raise ValueError(f"unknown key {key!r} in the configuration; {close[0]!r} is meant?")
+        if find_similar(str(key), known, 0.85):
+            raise unknown_option("RLHFConfig", str(key), known)
     # None is how YAML files say "the default"; where it is a value of its own, it is the default.
     chosen = {key: given[key] for key in known if given.get(key) is not None}
     if "tokenize" not in chosen and "custom_cls" in given and _verl_tokenizes():

@@ -8,6 +8,7 @@ taken of what is left, so a run gets exactly that many.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,13 +18,13 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset as TorchDataset
 
+from miniray.checks import suggest_options
 from miniray.data.datasets import ParquetDataset
 from miniray.data.loader.loader import DataLoader
-from miniray.data.plan.order import starts_of
 from miniray.data.plan.selection import Selection
 from miniray.data.rlhf.config import RLHFConfig, read_config
 from miniray.data.rlhf.prompt import PromptEncoder, build_messages, cut, lazy_image, rgb
-from miniray.data.sources.base import wanted
+from miniray.data.sources.base import select_columns
 from miniray.errors import DataError, RowError
 
 __all__ = ["RLHFConfig", "RLHFDataset", "collate_fn"]
@@ -54,6 +55,7 @@ def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return batch
 
 
+@suggest_options({field.name: "Set it in config=." for field in dataclasses.fields(RLHFConfig)})
 class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
     """A rank's prompts, as verl's ``RLHFDataset`` gives them.
 
@@ -97,10 +99,10 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
         self._tokenize = self.config.tokenize is not False
         shuffled = self.config.shuffle
         order = self.config.row_order or ("window" if shuffled else "file")
-        self._first_ones = not shuffled and max_samples >= 0
         seed = self.config.seed
-        if self._first_ones and order == "file" and seed is None:
-            seed = 0  # nothing is drawn, so there is nothing ranks would have to agree on
+        self._takes_first = not shuffled
+        if not shuffled and max_samples >= 0 and order == "file" and seed is None:
+            seed = 0  # nothing is drawn
         filters = self.config.filter_overlong_prompts
         super().__init__(
             data_files if isinstance(data_files, (str, os.PathLike)) else list(data_files),
@@ -115,7 +117,7 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
             filter_workers=self.config.filter_overlong_prompts_workers or 1,
             memory_budget=self.config.memory_budget,
         )
-        wanted(self.column_names or [], [self.config.prompt_key], "prompt_key: the data")
+        select_columns(self.column_names or [], [self.config.prompt_key], "prompt_key: the data")
 
     # -- for subclasses --------------------------------------------------------------------------
 
@@ -248,15 +250,11 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
         # Without a processor an image takes no tokens, and its bytes need not be read.
         return [self.config.prompt_key] if self.processor is None else None
 
-    def prepare(self) -> RLHFDataset:
-        if self._selection is None and self._first_ones:
-            kept = self._kept()
-            chosen = Selection(self._source.blocks.rows, kept, -1, None)
-            left = [self._max_samples - before for before in starts_of(chosen.sizes)]
-            chosen.sizes = [max(0, min(a, b)) for a, b in zip(left, chosen.sizes, strict=True)]
-            chosen.n = sum(chosen.sizes)
-            self._selection = chosen
-        return super().prepare()
+    def _take_samples(self, selection: Selection) -> Selection:
+        """Return the first rows if there is no shuffling, as verl does."""
+        if self._takes_first:
+            return selection.take_first(self._max_samples)
+        return super()._take_samples(selection)
 
     # -- what verl's rollout asks of the class ---------------------------------------------------
 

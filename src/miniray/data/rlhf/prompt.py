@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from miniray.data.filter.fingerprint import filter_identity
+from miniray.data.filter.fingerprint import fingerprint_callable
 from miniray.data.rlhf.config import RLHFConfig
 from miniray.errors import DataError
 
@@ -146,7 +146,7 @@ class PromptEncoder:
     def identity(self, *made_by: Callable[..., Any]) -> str:
         """A name for the answers of ``length``: it changes with whatever changes them."""
         parts = [
-            *(filter_identity(function, None) for function in made_by),
+            *(fingerprint_callable(function, None) for function in made_by),
             identity_of(self.tokenizer),
             identity_of(self.processor),
             self.config.prompt_key,

@@ -1,7 +1,4 @@
-"""Which files, and what all sources over files share: looked at once, and known by their content.
-
-Globs, folders, lists and fsspec addresses are made a list that pickles small.
-"""
+"""Resolve paths, and the base class of sources that read files."""
 
 from __future__ import annotations
 
@@ -11,33 +8,32 @@ import os
 import threading
 import zlib
 from abc import abstractmethod
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, chain
 from typing import Any
 
-from miniray.data.plan.permutation import derive_key
-from miniray.data.sources.base import Blocks, Source, column_list
+import numpy as np
+
+from miniray.data.locations import Blocks, cumulate
+from miniray.data.sources.base import BLOCK_BYTES, Source, check_column_list
+from miniray.data.sources.footers import FileMetadata
 from miniray.errors import DataError
 
 Spec = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-#: A list that is longer than this when compressed is pickled as its place among its folders' files.
-_LARGEST_LIST = 6000
+#: Compressed size above which a list is pickled as a bitmap over the files of its folders.
+_MAX_LIST_BYTES = 6000
 
 
 def is_remote(path: str) -> bool:
-    """Whether ``path`` is an address for fsspec (``s3://...``) and no file of this machine."""
+    """Return whether ``path`` is an fsspec URL (``s3://...``) instead of a local file."""
     return "://" in path and not path.startswith("file://")
 
 
 class FileList:
-    """The files a user named, in order: sorted within a glob or folder, else as given.
+    """Paths of files, directories, globs and fsspec URLs: sorted within a glob or directory.
 
-    A pickled list of thousands of files stays under 10 KB: what does not compress is looked up
-    again where it is unpickled, and ``DataError`` says so if the folder's content has changed in
-    between.
+    A pickled list of thousands of files stays under 10 KB. A list that doesn't compress is listed
+    again when it is unpickled; ``DataError`` is raised if the directory has changed.
     """
 
     def __init__(self, spec: Spec, suffixes: Sequence[str]) -> None:
@@ -47,9 +43,14 @@ class FileList:
     def _resolve(self, spec: Spec) -> list[str]:
         if isinstance(spec, Mapping) or not isinstance(spec, (str, bytes, os.PathLike, Iterable)):
             raise TypeError(f"files must be a path, a glob or a list of these, not {spec!r}")
+        if hasattr(spec, "__arrow_c_stream__") or hasattr(spec, "iloc"):
+            raise TypeError(
+                f"files must be paths, not {type(spec).__name__}. Use ArrowDataset(df), or write"
+                " it with df.to_parquet(path)."
+            )
         given = [spec] if isinstance(spec, (str, bytes, os.PathLike)) else list(spec)
         if not given:
-            raise DataError("no files given: the list is empty")
+            raise DataError("files= is empty. Pass at least one path.")
         paths: list[str] = []
         for item in given:
             paths += self._resolve_one(os.fsdecode(item))
@@ -63,26 +64,26 @@ class FileList:
             found = sorted(self._within(item))
             if not found:
                 kinds = " or ".join(f"*{s}" for s in self._suffixes)
-                raise DataError(f"folder {item} has no {kinds} file, nor has any folder in it")
+                raise DataError(f"Directory {item} contains no {kinds} files.")
             return found
         if glob.has_magic(item) and not os.path.exists(item):
             found = sorted(p for p in glob.glob(item, recursive=True) if os.path.isfile(p))
             if not found:
-                raise DataError(f"no file matches {item}")
+                raise DataError(f"No file matches {item}.")
             return found
         if not os.path.exists(item):
-            raise DataError(f"file {item} does not exist")
+            raise DataError(f"File {item} doesn't exist.")
         return [item]
 
     def _within(self, folder: str) -> Iterable[str]:
         seen: set[str] = set()
         for where, folders, names in os.walk(folder, followlinks=True):
             real = os.path.realpath(where)
-            if real in seen:  # by another link, maybe in a circle
+            if real in seen:  # through a different link, possibly in a cycle
                 folders.clear()
                 continue
             seen.add(real)
-            # Hidden ones, of which our own index folder is one, and those of unfinished writers.
+            # Skip hidden directories, such as .miniray, and those of unfinished writers.
             folders[:] = sorted(f for f in folders if not f.startswith((".", "_")))
             for name in names:
                 if name.endswith(self._suffixes) and not name.startswith((".", "_")):
@@ -100,21 +101,21 @@ class FileList:
         else:
             return [item]
         if not found:
-            raise DataError(f"no file matches {item}")
+            raise DataError(f"No file matches {item}.")
         return [f"{protocol}://{p}" for p in found]
 
     # -- pickling --------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         packed = zlib.compress("\n".join(self.paths).encode(), 9)
-        if len(packed) <= _LARGEST_LIST:
+        if len(packed) <= _MAX_LIST_BYTES:
             return {"packed": packed, "suffixes": self._suffixes}
         folders = list(dict.fromkeys(os.path.dirname(path) for path in self.paths))
         listing = [path for folder in folders for path in self._listing(folder)]
         place = {path: i for i, path in enumerate(listing)}
         chosen = [place.get(path, -1) for path in self.paths]
         if len(set(chosen)) != len(chosen) or -1 in chosen or chosen != sorted(chosen):
-            # Not simply some of the folders' files in their order: nothing shorter describes it.
+            # Not a subsequence of the listing.
             return {"packed": packed, "suffixes": self._suffixes}
         bits = bytearray(len(listing))
         for i in chosen:
@@ -136,8 +137,8 @@ class FileList:
         self.paths = [path for path, bit in zip(listing, bits, strict=False) if bit]
         if len(bits) != len(listing) or self._digest(self.paths) != state["digest"]:
             raise DataError(
-                f"the content of {state['folders'][0]} has changed since the dataset was pickled,"
-                " or differs on this machine; files must not be added or removed while a run starts"
+                f"The files of {state['folders'][0]} have changed since the dataset was pickled, or"
+                " differ on this machine. Don't add or remove files while a run starts."
             )
 
     @staticmethod
@@ -157,116 +158,121 @@ class FileList:
 # -- sources ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class FileBlocks:
-    """What a look into one file tells: its blocks' rows and bytes, and what changes when it does.
-
-    ``mark`` is the same for a copy of the file. There is none of a table in memory.
-    """
-
-    rows: Sequence[int]
-    nbytes: Sequence[int]
-    mark: str = ""
-
-
 class FileSource(Source):
-    """Subclasses say how to look into files (``_look``) and how to read.
+    """Base class of sources that read files. Subclasses read the metadata and the blocks.
 
-    Pickled without what was looked up; files that have changed when it is looked up again are a
-    ``DataError``. ``files`` is None for data that is no file, under the name ``table``.
+    Pickled without metadata. ``DataError`` is raised if the files have changed when the metadata is
+    read again. ``files`` is None for data in memory, which is named ``table``.
     """
 
-    #: Attributes that are pickled, beside what is expected of the files.
-    _kept: tuple[str, ...] = ("_list", "_columns")
+    #: Attributes that are pickled, besides the expected fingerprint.
+    _pickled: tuple[str, ...] = ("_list", "_columns")
+    #: Whether runs are cut into blocks.
+    _cuts_runs = True
 
     def __init__(self, files: FileList | None, columns: Sequence[str] | None) -> None:
         self._list = files
-        self._columns = column_list("columns", columns)
+        self._columns = check_column_list("columns", columns)
         self._expected: str | None = None
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._blocks: Blocks | None = None
         self._marks: list[str] = []
         self._fingerprint = ""
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: self.__dict__[name] for name in self._kept}
-        return {**kept, "_expected": self._fingerprint or self._expected}
+        state = {name: self.__dict__[name] for name in self._pickled}
+        return {**state, "_expected": self._fingerprint or self._expected}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._forget()
+        self._reset()
 
     @property
-    def paths(self) -> list[str]:
+    def files(self) -> list[str]:
         return ["table"] if self._list is None else self._list.paths
 
-    @abstractmethod
-    def _look(self) -> list[FileBlocks]:
-        """Look into all files, in the order of ``paths``. Raises ``DataError`` for bad ones."""
-
     @property
-    def blocks(self) -> Blocks:
-        if self._blocks is None:  # a lock that is not needed cannot be left held by a fork
+    def is_persistent(self) -> bool:  # type: ignore[override]
+        return self._list is not None
+
+    @abstractmethod
+    def _read_metadata(self) -> list[FileMetadata]:
+        """Read the metadata of all files. Raises ``DataError`` for unusable ones."""
+
+    def list_blocks(self) -> Blocks:
+        if self._blocks is None:  # without the lock, which a fork could copy in the locked state
             with self._lock:
                 if self._blocks is None:
-                    self._put_together(self._look())
+                    self._create_blocks(self._read_metadata())
         assert self._blocks is not None
         return self._blocks
 
-    def _put_together(self, found: Sequence[FileBlocks]) -> None:
-        paths, counts = self.paths, [len(file.rows) for file in found]
-        blocks = Blocks(
-            files=paths,
-            file=_joined([number] * count for number, count in enumerate(counts)),
-            number=_joined(range(count) for count in counts),
-            first=_joined(accumulate([0, *file.rows[:-1]]) for file in found if file.rows),
-            rows=_joined(file.rows for file in found),
-            nbytes=_joined(file.nbytes for file in found),
-        )
-        marks = [file.mark for file in found]
-        fingerprint = blocks.fingerprint(marks)
+    def _create_blocks(self, metadata: Sequence[FileMetadata]) -> None:
+        blocks = cut_blocks(metadata, BLOCK_BYTES if self._cuts_runs else None)
+        digest = hashlib.blake2b(digest_size=8)
+        for path, file in zip(self.files, metadata, strict=True):
+            name = path.replace("\\", "/").rsplit("/", 1)[-1]
+            digest.update(f"{name}\0{file.mark}\0{list(file.rows)}\0".encode())
+        fingerprint = digest.hexdigest()
         if self._expected not in (None, fingerprint):
             raise DataError(
-                f"the files (the first is {paths[0]}) are not those the dataset was made with:"
-                " names, sizes, rows or content differ. Make the dataset again"
+                f"The files ({self.files[0]}, ...) have changed since the dataset was created:"
+                " names, sizes, rows or content differ. Create the dataset again.",
+                self.files[0],
             )
-        self._marks, self._fingerprint, self._blocks = marks, fingerprint, blocks
+        self._marks = [file.mark for file in metadata]
+        self._fingerprint, self._blocks = fingerprint, blocks
 
-    @property
-    def fingerprint(self) -> str:
-        self.blocks  # noqa: B018
+    def compute_fingerprint(self) -> str:
+        self.list_blocks()
         return self._fingerprint
 
-    def identity(self, file: int) -> str:
-        self.blocks  # noqa: B018
-        path = self.paths[file]
-        changed = _last_change(path) if self.lasting else ""
-        return f"{derive_key(path):x}-{self._marks[file]}-{changed}"
+    def identify_file(self, file: int) -> str:
+        self.list_blocks()
+        path = self.files[file]
+        changed = _find_last_change(path) if self.is_persistent else ""
+        digest = hashlib.blake2b(path.encode(), digest_size=8).hexdigest()
+        return f"{digest}-{self._marks[file]}-{changed}"
 
-    @property
-    def lasting(self) -> bool:
-        return self._list is not None
-
-    def folder(self, file: int) -> str | None:
-        path = self.paths[file]
+    def find_folder(self, file: int) -> str | None:
+        path = self.files[file]
         return None if self._list is None or is_remote(path) else os.path.dirname(path)
 
 
-def _last_change(path: str) -> str:
-    """What tells that a file was written to, as far as its file system can say."""
+def cut_blocks(metadata: Sequence[FileMetadata], block_bytes: int | None) -> Blocks:
+    """Cut runs into blocks of about ``block_bytes``, with equal rows except in the last one."""
+    runs = np.array([len(file.rows) for file in metadata], dtype=np.int64)
+    rows = np.array([n for file in metadata for n in file.rows], dtype=np.int64)
+    nbytes = np.array([n for file in metadata for n in file.nbytes], dtype=np.int64)
+    first = cumulate(rows)[:-1] - np.repeat(cumulate(rows)[cumulate(runs)[:-1]], runs)
+    file = np.repeat(np.arange(len(metadata)), runs)
+    run = np.arange(len(rows)) - np.repeat(cumulate(runs)[:-1], runs)
+    # Empty runs have no block.
+    count = np.minimum(rows, 1 if block_bytes is None else np.maximum(1, -(-nbytes // block_bytes)))
+    size = -(-rows // np.maximum(1, count))
+    count = -(-rows // np.maximum(1, size))
+    place = np.arange(count.sum()) - np.repeat(cumulate(count)[:-1], count)
+
+    def spread(values: Any) -> Any:
+        return np.repeat(values, count)
+
+    begin = place * spread(size)
+    block_rows = np.minimum(spread(size), spread(rows) - begin)
+    decoded_bytes = -(-spread(nbytes) * block_rows // np.maximum(1, spread(rows)))
+    return Blocks(spread(file), spread(run), spread(first) + begin, block_rows, decoded_bytes)
+
+
+def _find_last_change(path: str) -> str:
+    """Return an identifier of the last modification, as the file system reports it."""
     try:
         if not is_remote(path):
             return str(os.stat(path).st_mtime_ns)
         import fsspec
 
         system, inside = fsspec.core.url_to_fs(path)
-        return f"{derive_key(system.ukey(inside)):x}"
+        return hashlib.blake2b(str(system.ukey(inside)).encode(), digest_size=8).hexdigest()
     except FileNotFoundError as error:
-        raise DataError(f"{path} does not exist any more") from error
-
-
-def _joined(parts: Iterable[Iterable[int]]) -> Sequence[int]:
-    return array("q", chain.from_iterable(parts))
+        raise DataError(f"File {path} no longer exists.", path) from error

@@ -1,209 +1,398 @@
-"""Parquet files read in place: row groups are the blocks, and only the wanted columns are read."""
+"""Parquet files, read with pyarrow in blocks of about 8 MB by cursors that move forward."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
 
-from miniray.data.footer import LONGEST, Footer, has_changed, read_chunks, read_footer
-from miniray.data.plain import PlainFile
-from miniray.data.sources.base import Rows, Slabs, wanted
-from miniray.data.sources.files import FileBlocks, FileList, FileSource, Spec, is_remote
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from miniray.data.locations import Int64s
+from miniray.data.sources.base import select_columns
+from miniray.data.sources.chunks import ColumnChunk, read_chunks
+from miniray.data.sources.files import FileList, FileSource, Spec, is_remote
+from miniray.data.sources.footers import FileMetadata, MetadataIndex
+from miniray.data.sources.schemas import cast, find_common_types
+from miniray.data.sources.validation import check_batch, create_change_error, get_first_line
 from miniray.errors import DataError
 
-if TYPE_CHECKING:
-    from miniray.data.arrow_rows import ArrowRows
-    from miniray.data.parquet_file import Looked, OpenParquet
-
-_OPEN_FILES = 16  # a thread keeps open
-_READERS = 16  # threads that read footers
+_OPEN_FILES = 4  # per thread
+_TAIL_BYTES = 1 << 14  # read at once; most footers are shorter
+#: Keys by which object stores distinguish versions of a file.
+_VERSIONS = ("ETag", "etag", "generation", "LastModified", "last_modified", "mtime")
+#: pyarrow raises UnicodeDecodeError for damaged names.
+_READ_ERRORS = (OSError, UnicodeDecodeError, pa.ArrowException)
 
 
 class ParquetSource(FileSource):
+    """Rows of Parquet files."""
+
     kind = "parquet"
 
     def __init__(self, files: Spec, columns: Sequence[str] | None = None) -> None:
         super().__init__(FileList(files, (".parquet", ".pq")), columns)
 
-    def _forget(self) -> None:
-        super()._forget()
+    def _reset(self) -> None:
+        super()._reset()
         self._names: list[str] = []
-        self._plain: list[Footer] = []  # if all files can be read without Arrow
-        self._casts: dict[int, dict[str, Any]] = {}  # of files: the types of columns to be read as
-        self._looked: dict[str, Looked] = {}  # some files
+        self._casts: dict[int, dict[str, Any]] = {}  # by file, if its types differ
+        self._dictionaries: list[str] = []
         self._local = threading.local()
         self._pid = os.getpid()
 
     # -- metadata --------------------------------------------------------------------------------
 
-    def column_names(self) -> list[str]:
-        self.blocks  # noqa: B018
-        return wanted(self._names, self._columns, self.paths[0])
+    def list_columns(self) -> list[str]:
+        self.list_blocks()
+        return select_columns(self._names, self._columns, self.files[0])
 
-    def _look(self) -> list[FileBlocks]:
-        """Read all footers, and refuse files that do not belong together."""
-        self._plain = self._look_plainly()
-        if self._plain:
-            self._names = [column.name for column in self._plain[0].columns]
-            return [FileBlocks(found.rows, found.nbytes, found.mark) for found in self._plain]
-        from miniray.data.sources.schemas import common_types
-
-        paths = self.paths
-        if len(paths) == 1:
-            footers = [self._footer(paths[0])]
-        else:
-            from concurrent.futures import ThreadPoolExecutor
-
-            with ThreadPoolExecutor(min(_READERS, len(paths))) as pool:
-                footers = list(pool.map(self._footer, paths))
-        # Files without rows may have any columns: writers may know no types where nothing is.
-        filled = {n: schema for n, (schema, found) in enumerate(footers) if any(found.rows)}
-        schemas = [(paths[number], schema) for number, schema in filled.items()]
-        self._names = (schemas[0][1] if schemas else footers[0][0]).names
-        types = common_types(schemas, self._columns) if schemas else {}
-        for number, schema in filled.items():
+    def _read_metadata(self) -> list[FileMetadata]:
+        key = [self.kind, pa.__version__, self._columns]
+        metadata = MetadataIndex().load(self.files, key, self._read_footer)
+        schemas = {text: pa.ipc.read_schema(pa.py_buffer(bytes.fromhex(text)))
+                   for text in {file.schema for file in metadata}}  # fmt: skip
+        # Files without rows can have any schema: writers can't infer types from nothing.
+        filled = [n for n, file in enumerate(metadata) if any(file.rows)]
+        first = schemas[metadata[filled[0] if filled else 0].schema]
+        self._names = first.names
+        by_file = [(self.files[n], schemas[metadata[n].schema]) for n in filled]
+        types = find_common_types(by_file, self._columns) if by_file else {}
+        for number in filled:
+            schema = schemas[metadata[number].schema]
             if any(str(schema.field(name).type) != str(kind) for name, kind in types.items()):
                 self._casts[number] = types
-        return [found for _, found in footers]
+        self._dictionaries = sorted({name for n in filled for name in metadata[n].dictionaries})
+        return metadata
 
-    def _look_plainly(self) -> list[Footer]:
-        """The footers, if all files can be read without Arrow, and belong together; else none."""
-        found: list[Footer] = []
-        left = LONGEST
-        for path in self.paths:
-            footer = _plain_footer(path, self._columns, left)
-            if footer is None or not footer.complete:
-                return []
-            if found and footer.types != found[0].types:
-                return []
-            found.append(footer)
-            left -= footer.length
-        return found
-
-    def _footer(self, path: str) -> tuple[Any, FileBlocks]:
-        """Return the schema and the blocks of a file."""
-        import pyarrow as pa
-
-        from miniray.data.parquet_file import Looked, OpenParquet
-
-        opened = OpenParquet(path)
+    def _read_footer(self, path: str) -> FileMetadata:
+        opened = _OpenFile(path)
         try:
-            meta, schema = opened.reader.metadata, opened.reader.schema_arrow
-            rows = [meta.row_group(number).num_rows for number in range(meta.num_row_groups)]
-            nbytes = [0] * meta.num_row_groups
-            leaves = _leaves_of(schema, self._columns, meta.num_columns)
-            for number, chunks in enumerate(read_chunks(opened.footer)):
-                for leaf in leaves:
-                    chunk, column = chunks[leaf], meta.schema.column(leaf).path
-                    if chunk.is_encrypted:
-                        raise DataError(
-                            f"{path}: column {column} is encrypted, and keys cannot be given here."
-                            " Name the columns that are not, columns=[...], or write the file"
-                            " without encryption",
-                            path,
-                        )
-                    # Dictionary pages and run lengths are smaller than what they stand for.
-                    nbytes[number] += max(chunk.decoded_size, 4 * rows[number])
-                    if chunk.start + chunk.size > opened.size:
-                        raise DataError(
-                            f"{path}, row group {number}: column {column} ends at byte"
-                            f" {chunk.start + chunk.size}, the file at {opened.size}; the file is"
-                            " truncated or damaged",
-                            path,
-                        )
-            if len(self._looked) < _OPEN_FILES:
-                self._looked[path] = Looked(opened.stamp, opened.mark, meta)
-            return schema, FileBlocks(rows, nbytes, opened.mark)
-        except (IndexError, OSError, UnicodeDecodeError, pa.ArrowException) as error:
-            raise opened.open_error(error) from error
+            metadata, schema = opened.metadata, opened.schema
+            rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+            groups = read_chunks(opened.footer)
+            leaves = list(_iter_leaves(schema, self._columns, metadata.num_columns))
+            opened.check_chunks(groups, leaves)
+            dictionaries = _find_dictionaries(leaves, groups)
+            nbytes = [
+                sum(
+                    chunks[leaf.number].estimate_bytes(leaf.name in dictionaries) for leaf in leaves
+                )
+                for chunks in groups
+            ]
+            text = schema.remove_metadata().serialize().to_pybytes().hex()
+            is_sound = len(nbytes) == len(rows) and sum(rows) == metadata.num_rows
+            if not is_sound or any(not 0 <= n < 2**62 for n in (*rows, *nbytes)):
+                raise OSError("the sizes of row groups in the footer are damaged")
+            return FileMetadata(rows, nbytes, opened.mark, text, dictionaries)
+        except (IndexError, *_READ_ERRORS) as error:
+            raise opened.create_error(error) from error
         finally:
             opened.close()
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def _opened(self, file: int, plainly: bool) -> Any:
-        """The file as this thread has it open, for Arrow or for ourselves."""
-        if self._pid != os.getpid():
-            # After a fork: the parent's maps and readers are left to it.
-            self._local, self._pid, self._lock = threading.local(), os.getpid(), threading.Lock()
-        handles: OrderedDict[tuple[int, bool], Any] | None = getattr(self._local, "handles", None)
-        if handles is None:
-            handles = self._local.handles = OrderedDict()
-        key = file, plainly
-        for other, opened in handles.items():
-            if other[0] != file and opened is not None:
-                opened.forget()
-        if key in handles:
-            handles.move_to_end(key)
-            return handles[key]
-        path = self.paths[file]
-        if plainly:
-            footer = self._plain[file] if self._plain else _plain_footer(path, self._columns)
-            found: Any = None if footer is None else PlainFile(footer)
-            mark = self._marks[file] if footer is None else footer.mark
-        else:
-            from miniray.data.parquet_file import OpenParquet
-
-            found = OpenParquet(path, self._looked.get(path))
-            mark = found.mark
-        if mark != self._marks[file]:
-            raise has_changed(path)
-        handles[key] = found
-        while len(handles) > _OPEN_FILES:
-            _, longest_unused = handles.popitem(last=False)
-            if longest_unused is not None:
-                longest_unused.close()
-        return handles[key]
-
-    def read(
-        self,
-        block: int,
-        start: int,
-        stop: int,
-        columns: Sequence[str] | None = None,
-        slabs: Slabs | None = None,
-    ) -> Rows:
-        table = self.blocks
-        file, number, rows = table.file[block], table.number[block], table.rows[block]
-        # Always by name: files may have their columns in different orders.
+    def read_block(self, block: int, columns: Sequence[str] | None = None) -> Any:
+        found = self.list_blocks()[block]
+        path = self.files[found.file]
+        # Select by name: files can have their columns in different orders.
         names = list(columns or self._columns or self._names)
-        casts, nbytes = self._casts.get(file), table.nbytes[block]
-        plain: PlainFile | None = None if casts else self._opened(file, True)
+        place = f"{path}, row group {found.run}, row {found.first_row}"
+        front = int(self._run_fronts[block])
+        first = int(found.first_row - self.list_blocks().first_row[front])
+        batch_rows = int(self.list_blocks().rows[front])
+        try:
+            opened = self._open(found.file, names)
+            batch = opened.read(found.run, first, found.rows, batch_rows)
+            check_batch(batch, path, found.first_row)
+            casts = self._casts.get(found.file)
+            return batch if casts is None else cast(batch, casts)
+        except FileNotFoundError as error:
+            raise DataError(f"File {path} no longer exists.", path, found.first_row) from error
+        except _READ_ERRORS as error:
+            raise DataError(
+                f"{place}: the row group can't be read: {get_first_line(error)}. The file may be"
+                " damaged.",
+                path,
+                found.first_row,
+            ) from error
 
-        def others(names: Sequence[str]) -> ArrowRows:
-            opened: OpenParquet = self._opened(file, False)
-            return opened.read(number, 0, rows, names, nbytes // 4, slabs)
+    @cached_property
+    def _run_fronts(self) -> Int64s:
+        """First block of the row group of each block."""
+        blocks = self.list_blocks()
+        is_front = (np.diff(blocks.file, prepend=-1) != 0) | (np.diff(blocks.run, prepend=-1) != 0)
+        return np.maximum.accumulate(np.where(is_front, np.arange(len(blocks)), 0))
 
-        if plain is not None and plain.has(number, rows, names):
-            found = plain.read(number, names, start > 0 or stop < rows, others)
-            if found is not None:
-                return found
-        opened: OpenParquet = self._opened(file, False)
-        return opened.read(number, start, stop, names, nbytes, slabs, casts)
+    def _open(self, file: int, names: list[str]) -> _OpenFile:
+        if self._pid != os.getpid():  # after a fork, leave the readers to the parent
+            self._local, self._pid = threading.local(), os.getpid()
+        opened: OrderedDict[Any, _OpenFile] | None = getattr(self._local, "files", None)
+        if opened is None:
+            opened = self._local.files = OrderedDict()
+        path, key = self.files[file], (file, tuple(names))
+        found = opened.get(key)
+        if found is not None and not found.is_unchanged():
+            opened.pop(key).close()
+            found = None
+        if found is None:
+            found = opened[key] = _OpenFile(path, names, self._dictionaries)
+            select_columns(found.schema.names, names, path)
+            if found.mark != self._marks[file]:
+                opened.pop(key).close()
+                raise create_change_error(path)
+        opened.move_to_end(key)
+        for other, other_file in opened.items():
+            if other != key:
+                other_file.release()
+        while len(opened) > _OPEN_FILES:
+            opened.popitem(last=False)[1].close()
+        return found
+
+    def normalize(self, batch: Any) -> Any:
+        """Decode the columns that are read as dictionaries only to save memory."""
+        if not self._dictionaries:
+            return batch
+        columns = [
+            column.dictionary_decode()
+            if name in self._dictionaries and pa.types.is_dictionary(column.type)
+            else column
+            for name, column in zip(batch.schema.names, batch.columns, strict=True)
+        ]
+        return pa.RecordBatch.from_arrays(columns, batch.schema.names)
 
 
-def _plain_footer(path: str, names: Sequence[str] | None, longest: int = LONGEST) -> Footer | None:
-    try:
-        return None if is_remote(path) else read_footer(path, names, longest)
-    except OSError:
-        return None  # Arrow will say
+class _Cursor:
+    """Rows of a row group from front to back."""
+
+    def __init__(self, group: int, batches: Iterator[Any]) -> None:
+        self.group, self._batches = group, batches
+        self.row = 0  # the next one
+        self._rest: Any = None  # rows that were decoded and not returned yet
+
+    def read(self, stop: int) -> list[Any]:
+        """Return the rows up to ``stop`` as batches."""
+        parts: list[Any] = []
+        while self.row < stop:
+            batch = next(self._batches, None) if self._rest is None else self._rest
+            self._rest = None
+            if batch is None:
+                break
+            if batch.num_rows > stop - self.row:
+                self._rest = batch.slice(stop - self.row)
+                batch = batch.slice(0, stop - self.row)
+            self.row += batch.num_rows
+            parts.append(batch)
+        return parts
 
 
-def _leaves_of(schema: Any, names: Sequence[str] | None, total: int) -> Sequence[int]:
-    """The numbers of the leaves of columns. Paths do not tell: names may have dots in them."""
-    found: list[int] = []
+class _OpenFile:
+    """One Parquet file opened by one thread.
+
+    Files are read through a buffer and never mapped: a truncated map would end the process.
+    """
+
+    def __init__(
+        self, path: str, names: Sequence[str] | None = None, dictionaries: Sequence[str] = ()
+    ) -> None:
+        self.path = path
+        self._names = names
+        self._cursor: _Cursor | None = None
+        try:
+            source, read, self._stamp, size = (_open_remote if is_remote(path) else _open_local)(
+                path
+            )
+            if size == 0:
+                raise DataError(f"{path} is empty (0 bytes) and not a Parquet file.", path)
+            footer = _read_footer_bytes(read, size)
+            self.size = size
+            self.mark = f"{size}-{hashlib.blake2b(footer, digest_size=8).hexdigest()}"
+            metadata = None
+            if footer:  # otherwise pyarrow raises the error
+                end = len(footer).to_bytes(4, "little") + b"PAR1"
+                metadata = pq.read_metadata(pa.BufferReader(footer + end))
+            self.footer = footer
+            self.reader = pq.ParquetFile(
+                source,
+                metadata=metadata,
+                read_dictionary=list(dictionaries) or None,
+                memory_map=False,
+                buffer_size=1 << 20,
+                pre_buffer=False,
+            )
+            self.metadata, self.schema = self.reader.metadata, self.reader.schema_arrow
+        except FileNotFoundError as error:
+            raise DataError(f"File {path} no longer exists.", path) from error
+        except _READ_ERRORS as error:
+            raise self.create_error(error) from error
+
+    def is_unchanged(self) -> bool:
+        """Return whether the file at this path is still the one that was opened."""
+        return is_remote(self.path) or _stamp_local(self.path) == self._stamp
+
+    def close(self) -> None:
+        self.release()
+        self.reader.close()
+
+    def release(self) -> None:
+        """Release the decoded rows that are kept for the next block."""
+        self._cursor = None
+
+    def create_error(self, error: Exception) -> DataError:
+        """Return the error for a file that can't be opened because of ``error``."""
+        return DataError(
+            f"{self.path} can't be opened as Parquet: {get_first_line(error)}. It may be"
+            " truncated (its writer was interrupted), damaged, encrypted, or not a Parquet file.",
+            self.path,
+        )
+
+    def check_chunks(
+        self, groups: Sequence[Sequence[ColumnChunk]], leaves: Sequence[_Leaf]
+    ) -> None:
+        """Raise ``DataError`` for an encrypted column or one that ends after the file."""
+        for number, chunks in enumerate(groups):
+            for leaf in leaves:
+                chunk = chunks[leaf.number]
+                if chunk.is_encrypted:
+                    column = self.metadata.schema.column(leaf.number).path
+                    raise DataError(
+                        f"{self.path}: column {column} is encrypted, and keys can't be passed."
+                        " Select other columns with columns=[...], or write the file without"
+                        " encryption.",
+                        self.path,
+                    )
+                if chunk.start + chunk.size > self.size:
+                    column = self.metadata.schema.column(leaf.number).path
+                    raise DataError(
+                        f"{self.path}, row group {number}: column {column} ends at byte"
+                        f" {chunk.start + chunk.size}, but the file ends at {self.size}. The file"
+                        " is truncated or damaged.",
+                        self.path,
+                    )
+
+    def read(self, group: int, first: int, rows: int, batch_rows: int) -> Any:
+        """Read rows of a row group as one record batch.
+
+        Rows can't be skipped without decoding them, so reading backward starts again at the front.
+        """
+        cursor, self._cursor = self._cursor, None
+        if cursor is None or cursor.group != group or cursor.row > first:
+            cursor = None  # release its pages before the next ones are decoded
+            batch_rows = max(1, batch_rows // 4)
+            batches = self.reader.iter_batches(
+                batch_rows, row_groups=[group], columns=self._names, use_threads=False
+            )
+            cursor = _Cursor(group, batches)
+        while cursor.row < first:
+            before = cursor.row
+            cursor.read(min(first, cursor.row + batch_rows))
+            if cursor.row == before:
+                break
+        parts = cursor.read(first + rows)
+        if cursor.row < first + rows:
+            raise OSError(f"the row group ends at row {cursor.row}, before its footer says")
+        if cursor.row < self.metadata.row_group(group).num_rows:
+            self._cursor = cursor  # only after success: a failed read starts again
+        batch = parts[0] if len(parts) == 1 else pa.concat_batches(parts)
+        names = self._names or batch.schema.names
+        # By name: pyarrow takes ``a.b`` for field b of a. Without metadata and null flags, so that
+        # batches of different files have the same schema.
+        return pa.RecordBatch.from_arrays([batch.column(name) for name in names], list(names))
+
+
+class _Leaf(NamedTuple):
+    number: int
+    name: str  # of its top-level column
+    is_text: bool  # a top-level column of text or bytes
+
+
+def _iter_leaves(schema: Any, names: Sequence[str] | None, total: int) -> Iterator[_Leaf]:
+    """Yield the leaves of columns. Paths don't identify them: names can contain dots."""
     number = 0
+    found = []
     for field in schema:
-        count = _leaf_count(field.type)
+        count = _count_leaves(field.type)
         if names is None or field.name in names:
-            found += range(number, number + count)
+            is_text = count == 1 and field.type in _TEXT_TYPES
+            found += [_Leaf(number + i, field.name, is_text) for i in range(count)]
         number += count
-    return found if number == total else range(total)
+    yield from found if number == total else (_Leaf(i, "", False) for i in range(total))
 
 
-def _leaf_count(kind: Any) -> int:
-    kind = getattr(kind, "storage_type", kind)  # of an extension
-    return sum(_leaf_count(kind.field(i).type) for i in range(kind.num_fields)) or 1
+_TEXT_TYPES = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+
+
+def _count_leaves(kind: Any) -> int:
+    kind = getattr(kind, "storage_type", kind)  # of an extension type
+    return sum(_count_leaves(kind.field(i).type) for i in range(kind.num_fields)) or 1
+
+
+def _find_dictionaries(
+    leaves: Sequence[_Leaf], groups: Sequence[Sequence[ColumnChunk]]
+) -> list[str]:
+    """Return the text columns that take much less memory as dictionaries in all row groups."""
+    names = []
+    for leaf in leaves:
+        chunks = [chunks[leaf.number] for chunks in groups if leaf.is_text]
+        if chunks and all(c.is_repetitive for c in chunks) and any(c.is_long for c in chunks):
+            names.append(leaf.name)
+    return names
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+Read = Callable[[int, int], bytes]
+
+
+def _stamp_local(path: str) -> Any:
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _open_local(path: str) -> tuple[Any, Read, Any, int]:
+    stamp = _stamp_local(path)
+    file = pa.OSFile(path)
+    size = int(file.size())
+    if stamp != _stamp_local(path):
+        raise OSError("the file changed while it was opened")
+
+    def read(start: int, count: int) -> bytes:
+        return bytes(file.read_at(count, start))
+
+    return file, read, stamp, size
+
+
+def _open_remote(path: str) -> tuple[Any, Read, Any, int]:
+    import fsspec
+
+    handle = fsspec.open(path, "rb").open()
+    details: Mapping[str, Any] = getattr(handle, "details", None) or {}
+
+    def read(start: int, count: int) -> bytes:
+        handle.seek(start)
+        return bytes(handle.read(count))
+
+    stamp = [details.get(key) for key in _VERSIONS]
+    return pa.PythonFile(handle, mode="r"), read, stamp, int(handle.size)
+
+
+def _read_footer_bytes(read: Read, size: int) -> bytes:
+    """Return the footer without its length and magic, or nothing if the file has none."""
+    tail = read(max(0, size - _TAIL_BYTES), min(size, _TAIL_BYTES))
+    if len(tail) < 12 or tail[-4:] != b"PAR1":
+        return b""
+    length = int.from_bytes(tail[-8:-4], "little")
+    if length + 8 > size:
+        return b""
+    if length + 8 > len(tail):
+        return read(size - 8 - length, length)
+    return tail[-8 - length : -8]

@@ -1,7 +1,7 @@
-"""Which schemas of files go together: those whose rows are the same Python values.
+"""Common types of files whose schemas differ but whose rows are the same Python values.
 
-Writers keep text as ``string``, ``large_string`` or a dictionary, and have no type for a column of
-missing values. Files are read as the type that holds all of these; anything else is refused.
+Writers store text as ``string``, ``large_string`` or a dictionary, and a column of missing values
+as ``null``. Files are read as the type that can hold all of them. Other differences are errors.
 """
 
 from __future__ import annotations
@@ -11,42 +11,45 @@ from typing import Any
 
 import pyarrow as pa
 
-from miniray.data.sources.base import wanted
+from miniray.data.sources.base import select_columns
 from miniray.errors import DataError
 
 _TEXT = {pa.string(), pa.large_string()}
 _BYTES = {pa.binary(), pa.large_binary()}
 
 
-def common_types(
+def find_common_types(
     schemas: Sequence[tuple[str, Any]], columns: Sequence[str] | None
 ) -> dict[str, Any]:
-    """The types to read ``columns`` (or all) with; ``schemas`` are (file, schema).
+    """Return the types as which to read ``columns`` (or all). ``schemas`` are (file, schema).
 
-    Raises ``DataError`` with the file and the column that does not go with the first file's.
+    Raises ``DataError`` that names the file and the column if there is no common type.
     """
     (first, expected), *_ = schemas
     types: dict[str, Any] = {}
     for path, schema in schemas:
-        names = wanted(schema.names, columns, path)
+        names = select_columns(schema.names, columns, path)
         if columns is None and set(names) != set(expected.names):
-            _refuse_missing(first, expected.names, path, names)
+            _raise_missing(first, expected.names, path, names)
         for name in names:
             if schema.get_field_index(name) < 0:
-                raise DataError(f"{path} has more than one column {name!r}; rename one of them")
+                raise DataError(
+                    f"{path} has more than one column {name!r}. Rename one of them.", path
+                )
             other = schema.field(name).type
-            common = _common(types.get(name, other), other)
+            common = _find_common_type(types.get(name, other), other)
             if common is None:
                 raise DataError(
-                    f"mixed schemas: column {name!r} is {types[name]} in {first} and {other} in"
-                    f" {path}"
+                    f"Mixed schemas: column {name!r} is {types[name]} in {first} and {other} in"
+                    f" {path}.",
+                    path,
                 )
             types[name] = common
     return types
 
 
 def cast(batch: Any, types: Mapping[str, Any]) -> Any:
-    """A record batch with the columns that are in ``types`` as these."""
+    """Cast the columns of a record batch to ``types``."""
     fields = list(batch.schema)
     if all(str(types.get(field.name, field.type)) == str(field.type) for field in fields):
         return batch
@@ -54,18 +57,19 @@ def cast(batch: Any, types: Mapping[str, Any]) -> Any:
     return pa.RecordBatch.from_arrays(columns, batch.schema.names)
 
 
-def _refuse_missing(first: str, expected: list[str], path: str, names: list[str]) -> None:
+def _raise_missing(first: str, expected: list[str], path: str, names: list[str]) -> None:
     absent = [name for name in expected if name not in names]
     has, lacks = (first, path) if absent else (path, first)
     absent = absent or [name for name in names if name not in expected]
     raise DataError(
-        f"mixed schemas: {has} has a column {absent[0]!r} and {lacks} has not. Name the columns to"
-        " read with columns=[...], or keep such files apart"
+        f"Mixed schemas: {has} has a column {absent[0]!r}, but {lacks} doesn't. Select the columns"
+        " to read with columns=[...], or use a dataset per schema.",
+        lacks,
     )
 
 
-def _common(one: Any, other: Any) -> Any:
-    """The type that holds the values of both; None if there is none."""
+def _find_common_type(one: Any, other: Any) -> Any:
+    """Return the type that can hold the values of both, or None."""
     if str(one) == str(other) or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):
@@ -78,7 +82,9 @@ def _common(one: Any, other: Any) -> Any:
             return pa.large_string() if alike is _TEXT else pa.large_binary()
     if one.num_fields != other.num_fields or not one.num_fields:
         return None
-    fields = [_common(one.field(i).type, other.field(i).type) for i in range(one.num_fields)]
+    fields = [
+        _find_common_type(one.field(i).type, other.field(i).type) for i in range(one.num_fields)
+    ]
     if None in fields:
         return None
     if pa.types.is_struct(one) and pa.types.is_struct(other):

@@ -20,12 +20,13 @@ import abc
 import inspect
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
+from miniray.checks import get_options, unknown_option
 from miniray.ps.blocks import Scratch
 from miniray.ps.leaves import Array
 
@@ -94,13 +95,16 @@ class Strategy(abc.ABC):
         return self._now.new[name]
 
     def mean(self, worker_weights: Sequence[Array], weights: Sequence[float], out: Array) -> Array:
-        """The weighted mean, written to ``out``."""
+        """Write the weighted mean to ``out`` and return it."""
         count = len(worker_weights)
         first = worker_weights[0]
         if count == 1:
             np.copyto(out, first)
             return out
         if all(w == weights[0] for w in weights[1:]):
+            if worker_weights is self._now.blocks:
+                np.copyto(out, self._now.center)
+                return out
             np.add(first, worker_weights[1], out=out)
             for other in worker_weights[2:]:
                 np.add(out, other, out=out)
@@ -147,9 +151,9 @@ class Strategy(abc.ABC):
 
 
 class Context:
-    """The piece a thread is at: its place for the result and its parts of the buffers."""
+    """State of the piece that a thread combines: its result, its part of the buffers, its mean."""
 
-    __slots__ = ("new", "old", "out", "scratch")
+    __slots__ = ("blocks", "center", "new", "old", "out", "scratch")
 
     def __init__(
         self, out: Array, scratch: Scratch, old: dict[str, Array], new: dict[str, Array]
@@ -158,6 +162,9 @@ class Context:
         self.scratch = scratch
         self.old = old
         self.new = new
+        #: The workers' weights, and their plain mean once it was computed.
+        self.blocks: Sequence[Array] | None = None
+        self.center = out
 
 
 # -- by name ---------------------------------------------------------------------------------------
@@ -191,35 +198,56 @@ def strategy_names() -> list[str]:
     return sorted(_strategies)
 
 
+def strategy_options(strategy: str | Strategy) -> frozenset[str] | None:
+    """Return the options of a strategy by its name.
+
+    Return None if the strategy accepts any option or doesn't exist. A ``Strategy`` object has its
+    options already, so it accepts no further ones.
+    """
+    if isinstance(strategy, Strategy):
+        return frozenset()
+    cls = _strategies.get(strategy) if isinstance(strategy, str) else None
+    if cls is None:
+        return None
+    parameters = inspect.signature(cls).parameters.values()
+    accepts_any = cls.__init__ is not object.__init__ and any(
+        p.kind is p.VAR_KEYWORD for p in parameters
+    )
+    return None if accepts_any else get_options(cls)
+
+
 def check_strategy(strategy: str | Strategy, options: dict[str, Any]) -> None:
     """Raise what ``create_parameter_server`` would raise about a strategy and its options."""
     make_strategy(strategy, options)
 
 
-def make_strategy(strategy: str | Strategy, options: dict[str, Any]) -> Strategy:
-    """The strategy of that name with ``options``; a ``Strategy`` object is taken as it is.
+def make_strategy(
+    strategy: str | Strategy, options: dict[str, Any], others: Iterable[str] = ()
+) -> Strategy:
+    """Create the strategy with this name and ``options``. Return a ``Strategy`` object unchanged.
 
-    Raises ``ValueError`` for an unknown name and for a bad value, ``TypeError`` for an unknown
-    option, each with the valid ones.
+    Raise ``ValueError`` for an unknown name or a bad value, and ``TypeError`` for an unknown
+    option. The error may suggest the name of an option in ``others``, which the call also has.
     """
     if isinstance(strategy, Strategy):
         if options:
-            raise TypeError(f"{strategy!r} has its options already; {sorted(options)} are too many")
+            name = type(strategy).__name__
+            raise TypeError(
+                f"strategy is a {name} object, which has its options: pass "
+                f"{', '.join(sorted(options))} to {name}(...)"
+            )
         return strategy
     cls = _strategies.get(strategy) if isinstance(strategy, str) else None
     if cls is None:
         raise ValueError(f"unknown strategy {strategy!r}; there are {', '.join(strategy_names())}")
-    # A class without __init__ of its own has no options, whatever object's signature says.
+    # A class without its own __init__ has no options, whatever the signature of object is.
     has_options = cls.__init__ is not object.__init__
     parameters = inspect.signature(cls).parameters.values() if has_options else ()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         known = [p.name for p in parameters]
-        unknown = sorted(set(options) - set(known))
-        if unknown:
-            valid = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise TypeError(
-                f"strategy {strategy!r} has no option {', '.join(map(repr, unknown))}; {valid}"
-            )
+        for name in options:
+            if name not in known:
+                raise unknown_option(f"strategy {strategy!r}", name, [*known, *others])
     return cls(**options)
 
 

@@ -39,7 +39,7 @@ class TrimmedMean(Strategy):
         return weights
 
     def _cut(self, count: int) -> int:
-        # 0.2 · 5 is 1.0000000000000002 for some: such a hair must not cost a worker.
+        # The product may exceed the integer by rounding: 0.28 * 25 is 7.000000000000001.
         return math.ceil(self.trim * count - 1e-9)
 
     def combine(

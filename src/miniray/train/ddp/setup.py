@@ -15,15 +15,6 @@ from miniray.errors import WeightsMismatchError
 from miniray.train.ranks.options import RunFacts
 from miniray.train.workers import WorkerGroup
 
-#: What of DistributedDataParallel may be set; the rest is the trainer's business.
-DDP_OPTIONS = (
-    "broadcast_buffers",
-    "bucket_cap_mb",
-    "find_unused_parameters",
-    "gradient_as_bucket_view",
-    "static_graph",
-)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankSettings(RunFacts):

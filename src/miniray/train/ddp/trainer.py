@@ -9,16 +9,17 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miniray.checks import check_int
+from miniray.checks import check_int, suggest_options
 from miniray.core.remote import adapting
+from miniray.train.arguments import WORKER_HINTS
 from miniray.train.averaging import aggregate
 from miniray.train.ddp import setup
 from miniray.train.ddp.worker import rank_spec
 from miniray.train.evaluate import combine, cut, evaluate_on
-from miniray.train.ranks.options import refuse_unknown
 from miniray.train.ranks.trainer import RankTrainer
 
 
+@suggest_options({**WORKER_HINTS, "data": WORKER_HINTS["train_loader"]})
 class DDPTrainer(RankTrainer):
     """Trains one model on several workers with gradients averaged in every step.
 
@@ -76,10 +77,20 @@ class DDPTrainer(RankTrainer):
         hang_timeout: float | None = 60.0,
         timeout: float = 600.0,
         max_failures: int = 0,
+        find_unused_parameters: bool | None = None,
+        bucket_cap_mb: float | None = None,
+        broadcast_buffers: bool | None = None,
+        gradient_as_bucket_view: bool | None = None,
+        static_graph: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse_unknown(self, kwargs, setup.DDP_OPTIONS)
-        ddp_options = {k: kwargs.pop(k) for k in setup.DDP_OPTIONS if k in kwargs}
+        ddp_options = {
+            "find_unused_parameters": find_unused_parameters,
+            "bucket_cap_mb": bucket_cap_mb,
+            "broadcast_buffers": broadcast_buffers,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+        }
         self._settings = setup.RankSettings(
             accumulate=check_int("accumulate", accumulate, 1),
             precision=precision,
@@ -87,7 +98,7 @@ class DDPTrainer(RankTrainer):
             shard=shard,
             uneven=uneven,
             compile=compile,
-            ddp_options=ddp_options,
+            ddp_options={k: v for k, v in ddp_options.items() if v is not None},
         )
         super().__init__(
             num_workers,

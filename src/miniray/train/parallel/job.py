@@ -19,6 +19,19 @@ from miniray.train.ranks.options import RunFacts
 
 DIMENSIONS = ("data", "pipeline", "tensor")
 
+#: Hints for names that aren't options of a trainer of split models.
+SPLIT_HINTS: Mapping[str, str] = {
+    "worker": "Pass model=, loss=, optimizer= and data=: no worker has the whole model.",
+    "batch_size": "Set it in the DataLoader passed as data=.",
+    "lr": "Set it in optimizer=, such as lambda ps: torch.optim.Adam(ps, lr=0.001).",
+    "train_data": "Pass data=.",
+    "train_loader": "Pass data=.",
+    "val_loader": "Pass val_data=.",
+    "accumulate": "Use microbatches=.",
+    "gradient_accumulation_steps": "Use microbatches=.",
+    "accumulate_grad_batches": "Use microbatches=.",
+}
+
 
 class Place(NamedTuple):
     """Where a rank stands in the layout."""

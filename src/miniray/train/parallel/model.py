@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from miniray.checks import check_int
-from miniray.train.parallel.job import Layout, read_layout
+from miniray.checks import check_int, suggest_options
+from miniray.train.parallel.job import SPLIT_HINTS, Layout, read_layout
 from miniray.train.parallel.trainer import SplitModelTrainer
 
 
+@suggest_options({**SPLIT_HINTS, "schedule": "Pass it to PipelineParallelTrainer."})
 class ModelParallelTrainer(SplitModelTrainer):
     """Trains a model whose weights are cut over workers, all of which work on the same batch.
 
@@ -45,8 +46,6 @@ class ModelParallelTrainer(SplitModelTrainer):
         microbatches: int = 1,
         **options: Any,
     ) -> None:
-        if "schedule" in options:
-            raise TypeError("ModelParallelTrainer() has no schedule; PipelineParallelTrainer has")
         layout = _layout(num_workers, tensor_parallel, split, parallel, plan)
         super().__init__(layout, schedule="gpipe", microbatches=microbatches, plan=plan, **options)
 

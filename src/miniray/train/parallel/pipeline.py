@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from miniray.checks import check_choice, check_int
-from miniray.train.parallel.job import read_layout
+from miniray.checks import check_choice, check_int, suggest_options
+from miniray.train.parallel.job import SPLIT_HINTS, read_layout
 from miniray.train.parallel.schedules import SCHEDULES
 from miniray.train.parallel.trainer import SplitModelTrainer
 
 
+@suggest_options(SPLIT_HINTS)
 class PipelineParallelTrainer(SplitModelTrainer):
     """Trains a model that is cut into stages, one or more on each worker.
 

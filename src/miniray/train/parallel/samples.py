@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from miniray.data.plan.shard import part_bounds
+from miniray.data.plan.shard import split_evenly
 from miniray.train import torch_parts as parts
 from miniray.train.parallel.job import Job, Place
 from miniray.train.ranks import data as sharing
@@ -58,7 +58,7 @@ def evaluation_share(loader: Any, copy: int, copies: int) -> Any:
     if copies == 1:
         return loader
     check_can_be_cut(loader, "val_data", copies)
-    rows = range(*part_bounds(len(loader.dataset), copy, copies))
+    rows = range(*split_evenly(len(loader.dataset), copy, copies))
     return DataLoader(
         Subset(loader.dataset, rows), batch_size=loader.batch_size, collate_fn=loader.collate_fn
     )

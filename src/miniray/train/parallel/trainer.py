@@ -14,11 +14,11 @@ import miniray
 from miniray.checks import check_int
 from miniray.train.evaluate import combine
 from miniray.train.parallel import timeline
-from miniray.train.parallel.job import Job, Layout
+from miniray.train.parallel.job import SPLIT_HINTS, Job, Layout
 from miniray.train.parallel.schedules import SCHEDULES
 from miniray.train.parallel.timeline import ParallelResult
 from miniray.train.parallel.worker import ModelWorker
-from miniray.train.ranks.options import choose_backend, refuse_unknown
+from miniray.train.ranks.options import choose_backend
 from miniray.train.ranks.trainer import RankTrainer
 from miniray.train.results import TrainResult
 
@@ -27,6 +27,8 @@ class SplitModelTrainer(RankTrainer):
     """See the module. The arguments are described at ``PipelineParallelTrainer``."""
 
     _kind = "parallel"
+    _kwargs_methods = ()
+    _option_hints = _train_hints = SPLIT_HINTS
     _preloaded = (
         *("tqdm.std", "miniray.train.parallel.worker", "miniray.train.parallel.rank"),
         "torch.distributed.tensor.parallel",
@@ -51,8 +53,7 @@ class SplitModelTrainer(RankTrainer):
         plan: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
-        refuse_unknown(self, options)
-        # Not asked for by the signature: whoever misspells one should read what it is called.
+        # Not required by the signature: the error for a misspelled name has to come first.
         required = {"model": model, "loss": loss, "optimizer": optimizer, "data": data}
         missing = ", ".join(f"{name}=" for name, value in required.items() if value is None)
         if missing:

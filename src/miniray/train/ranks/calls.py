@@ -197,8 +197,12 @@ def _without_cause(
     if verdict is None or len(verdict.ranks) != 1:
         return WorkerTimeoutError(text, epoch=epoch)
     rank = verdict.ranks[0]
-    step = places[rank].step if places else None
-    return WorkerTimeoutError(text, rank=rank, worker=rank, epoch=epoch, step=step)
+    error = WorkerTimeoutError(text, rank=rank, worker=rank, epoch=epoch)
+    if places:
+        place = places[rank]
+        step = None if place.step < 0 else place.step
+        error.add_fields(step=step, host=place.host or None, pid=place.pid or None)
+    return error
 
 
 def root_cause(failures: Mapping[int, Exception]) -> tuple[int, Exception] | None:
@@ -219,6 +223,8 @@ def in_context(error: Exception, rank: int, epoch: int | None, place: Place | No
     told = located(error, f"rank {rank}{when}", meant if isinstance(error, ActorDiedError) else "")
     if isinstance(told, MinirayError):
         told.add_fields(rank=rank, worker=rank, epoch=epoch, step=step)
+        if place is not None:
+            told.add_fields(host=place.host or None, pid=place.pid or None)
     return told
 
 

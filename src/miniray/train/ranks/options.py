@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 from miniray.checks import check_choice
 from miniray.core import session
 from miniray.errors import CapabilityError
-from miniray.train.arguments import check_seconds, check_spelling
+from miniray.train.arguments import check_seconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,22 +25,6 @@ class RunFacts:
     own_process: bool = True
     clip_norm: float | None = None
     on_nonfinite: str = "error"
-
-
-#: Arguments of a trainer's bases that are not its own options.
-_TAKEN = {"self", "num_workers", "worker", "layout"}
-
-
-def refuse_unknown(trainer: object, options: Iterable[str], more: Iterable[str] = ()) -> None:
-    """``TypeError`` for an option that none of the trainer's classes has, nor ``more``."""
-    known = set(more)
-    for cls in type(trainer).__mro__[:-1]:
-        if "__init__" in vars(cls):
-            known |= set(inspect.signature(vars(cls)["__init__"]).parameters) - _TAKEN
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        check_spelling(trainer, unknown, more)
-        raise TypeError(f"{type(trainer).__name__}() does not know {', '.join(unknown)}")
 
 
 def check_options(

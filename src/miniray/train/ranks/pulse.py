@@ -20,7 +20,7 @@ import time
 import traceback
 from typing import Any
 
-from miniray.errors import BarrierTimeoutError, TaskError
+from miniray.errors import BarrierTimeoutError, PeerLostError, TaskError
 from miniray.train.group import ProcessGroupSpec, absent
 
 EVALUATION = "evaluation"  #: the phase in which steps are not those of training
@@ -128,6 +128,9 @@ class PulseThread:
                 f"{'s' if len(missing) > 1 else ''} {ranks} of {self._spec.world_size}\n{shown}",
                 name,
                 tuple(missing),
+                rank=self.rank,
+                epoch=None if self.epoch < 0 else self.epoch,
+                step=None if self.step < 0 else self.step,
             )
         self.at(f"after barrier {name!r}")
 
@@ -232,6 +235,10 @@ def is_consequence(error: BaseException | None) -> bool:
     """Whether ``error`` only says that other ranks are gone or do not answer."""
     while isinstance(error, TaskError):
         error = error.cause
-    if isinstance(error, RuntimeError):
-        return _LOST.search(f"{type(error).__name__}: {error}") is not None
-    return isinstance(error, BarrierTimeoutError)
+    if isinstance(error, (BarrierTimeoutError, PeerLostError)):
+        return True
+    # Torch has no types for it. The message may be quoted in a GroupError.
+    return (
+        isinstance(error, RuntimeError)
+        and _LOST.search(f"{type(error).__name__}: {error}") is not None
+    )

@@ -43,6 +43,8 @@ class RankTrainer(BaseTrainer, ABC):
     """
 
     _kind = "ranks"
+    #: Not ``train_epoch``, which is called with the epoch only.
+    _kwargs_methods: Sequence[str] = ("__init__", "setup", "load_data_shard", "evaluate")
     _process_set_up = "miniray.train.ranks.worker:set_up"
 
     def __init__(

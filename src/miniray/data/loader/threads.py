@@ -1,0 +1,68 @@
+"""A pool of daemon threads, which don't delay the end of the interpreter."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+
+class DaemonPool:
+    """Runs functions in daemon threads, or in the calling thread if there are none.
+
+    ``concurrent.futures.ThreadPoolExecutor`` joins its threads at exit, so a function that never
+    returns would keep the interpreter alive.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+        self._jobs = queue.SimpleQueue()
+        self._is_closed = False
+        self.threads = [
+            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def submit(self, function: Callable[[], Any]) -> Future[Any]:
+        """Run ``function`` in a thread and return its future."""
+        future: Future[Any] = Future()
+        if self.threads:
+            self._jobs.put((future, function))
+        else:
+            _run_job(future, function)
+        return future
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._is_closed:
+                job[0].cancel()
+            else:
+                _run_job(*job)
+            del job  # releases the arguments while the thread waits
+
+    def close(self) -> None:
+        """Cancel waiting functions and let the threads end."""
+        self._is_closed = True
+        for _ in self.threads:
+            self._jobs.put(None)
+
+    def join(self, deadline: float) -> list[str]:
+        """Wait for the threads until ``deadline``. Return the names of those still running."""
+        # The garbage collector can run this in one of the threads.
+        if threading.current_thread() in self.threads:
+            return []
+        for thread in self.threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return [thread.name for thread in self.threads if thread.is_alive()]
+
+
+def _run_job(future: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:  # raised by ``future.result()``
+        future.set_exception(error)

@@ -1,0 +1,350 @@
+"""Copies of rows in Arrow files on local disk, mapped by all processes of a machine.
+
+A copy gives random access to rows of files, which ``shuffle="global"`` requires. The first process
+builds it while the others wait, and the kernel releases the lock of a builder that is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import pyarrow as pa
+
+from miniray.data.filter.store import cache_folder
+from miniray.data.locations import Blocks, cumulate
+from miniray.data.sources.base import BLOCK_BYTES, Source, parse_bytes
+from miniray.errors import DataError
+
+_VERSION = 1
+_ROWS_KEY = b"miniray.rows"
+_WAIT_LOG_S = 5.0
+_DECODE_ROWS = 256  # of dictionary columns, before their decoded size is known
+
+logger = logging.getLogger(__name__)
+
+
+class CacheFullError(DataError):
+    """The row cache can't hold a copy of the data."""
+
+
+class CacheEntry(NamedTuple):
+    """A copy in the cache."""
+
+    path: Path
+    nbytes: int
+    used: float  # time of the last use, in seconds since the epoch
+    is_in_use: bool
+
+
+class RowCache:
+    """Arrow copies of rows in a directory, at most ``max_bytes`` of them.
+
+    Args:
+        directory: Defaults to ``rows`` under ``MINIRAY_CACHE``, or else ``~/.cache/miniray``.
+        max_bytes: The least recently used copies are deleted to stay below this size.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str] | None = None, max_bytes: int | str = "50GB"
+    ) -> None:
+        self.directory = cache_folder() / "rows" if directory is None else Path(directory)
+        self.max_bytes = parse_bytes(max_bytes, "max_bytes")
+
+    def open(self, source: Source) -> CachedSource:
+        """Return a mapped copy of ``source``. Build the copy first if it doesn't exist."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.directory / f"{compute_key(source)}.arrow"
+        for attempt in (1, 2):
+            lock = self._lock_entry(path, source)
+            os.utime(path)
+            try:
+                return CachedSource(source, path, lock)
+            except (OSError, pa.ArrowException, ValueError) as error:
+                # Damaged. Only a process that is its single user may delete it.
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    is_shared = True
+                else:
+                    is_shared = False
+                    path.unlink(missing_ok=True)
+                lock.close()
+                if is_shared or attempt == 2:
+                    raise DataError(
+                        f"{path} in the row cache is damaged: {error}. End the processes that use"
+                        " it and delete the file.",
+                        str(path),
+                    ) from error
+        raise AssertionError
+
+    def list_entries(self) -> list[CacheEntry]:
+        """Return the copies, least recently used first."""
+        entries = []
+        for path in self.directory.glob("*.arrow"):
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                with _try_lock(path.with_suffix(".lock")) as is_free:
+                    entries.append(CacheEntry(path, status.st_size, status.st_mtime, not is_free))
+        return sorted(entries, key=lambda entry: entry.used)
+
+    def clear(self) -> list[CacheEntry]:
+        """Delete the copies that no process uses and return them."""
+        deleted = []
+        for entry in self.list_entries():
+            with _try_lock(entry.path.with_suffix(".lock")) as is_free:
+                if is_free:
+                    entry.path.unlink(missing_ok=True)
+                    deleted.append(entry)
+        return deleted
+
+    # -- building --------------------------------------------------------------------------------
+
+    def _lock_entry(self, path: Path, source: Source) -> IO[str]:
+        """Return the shared lock of an entry that exists, built if necessary."""
+        lock = open(path.with_suffix(".lock"), "a+")
+        try:
+            while True:
+                _flock(lock, fcntl.LOCK_SH)
+                if path.exists():
+                    return lock
+                _flock(lock, fcntl.LOCK_EX)  # not atomic: a different process may have built it
+                if not path.exists():
+                    lock.truncate(0)
+                    lock.write(f"{os.getpid()}")
+                    lock.flush()
+                    self._build(source, path)
+                # Downgrading to a shared lock isn't atomic either, so check again.
+        except BaseException:
+            lock.close()
+            raise
+
+    def _build(self, source: Source, path: Path) -> None:
+        for leftover in self.directory.glob(f"{path.stem}.*.tmp"):
+            leftover.unlink(missing_ok=True)  # of a builder that was killed
+        blocks = source.list_blocks()
+        needed = int(blocks.nbytes.sum() * 1.02) + (1 << 16)
+        name = f"{Path(source.files[0]).name}{', ...' if len(source.files) > 1 else ''}"
+        temporary = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
+        logger.info("Copying %s rows of %s to %s", f"{blocks.total_rows:,}", name, self.directory)
+        begin = time.monotonic()
+        try:
+            with _hold(self.directory / "directory.lock"):
+                self._make_room(needed, name)
+                with open(temporary, "wb") as file:
+                    # Reserve the space: a different builder counts the size of this file.
+                    os.truncate(file.fileno(), needed)
+            written = self._write(source, temporary, name)
+            os.chmod(temporary, 0o444)
+            os.replace(temporary, path)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            free = shutil.disk_usage(self.directory).free
+            raise self._create_full_error(name, needed, free) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        seconds = time.monotonic() - begin
+        logger.info("Copied %s to %s: %d MB in %.1f s", name, path, written // 10**6, seconds)
+
+    def _make_room(self, needed: int, name: str) -> None:
+        """Delete least recently used copies until ``needed`` bytes fit."""
+        free = shutil.disk_usage(self.directory).free
+        used = 0
+        for file in [*self.directory.glob("*.arrow"), *self.directory.glob("*.tmp")]:
+            with contextlib.suppress(FileNotFoundError):
+                status = file.stat()
+                used += status.st_size
+                if file.suffix == ".tmp":  # reserved, but not yet written
+                    free -= max(0, status.st_size - 512 * status.st_blocks)
+        available = min(free, self.max_bytes - used)
+        for entry in self.list_entries():
+            if available >= needed:
+                return
+            with _try_lock(entry.path.with_suffix(".lock")) as is_free:
+                if is_free:
+                    entry.path.unlink(missing_ok=True)
+                    available += entry.nbytes
+        if available < needed:
+            raise self._create_full_error(name, needed, available)
+
+    def _create_full_error(self, name: str, needed: int, available: int) -> CacheFullError:
+        return CacheFullError(
+            f"{name} needs {-(-needed // 10**6)} MB in {self.directory}, but only"
+            f" {max(0, available) // 10**6} MB are available. Pass cache_dir= on a larger disk, or"
+            " use shuffle='window'."
+        )
+
+    def _write(self, source: Source, path: Path, name: str) -> int:
+        """Write all rows to ``path`` and return its size. Estimates may be too small."""
+        rows = source.list_blocks().total_rows
+        limit = path.stat().st_size
+        writer: Any = None
+        with open(path, "r+b") as file:
+            for batch in _iter_batches(source):
+                if writer is None:
+                    schema = batch.schema.with_metadata({_ROWS_KEY: str(rows).encode()})
+                    writer = pa.ipc.new_file(file, schema)
+                writer.write_batch(batch)
+                if file.tell() > limit:
+                    with _hold(self.directory / "directory.lock"):
+                        self._make_room(limit // 8 + BLOCK_BYTES, name)
+                        limit = file.tell() + limit // 8 + BLOCK_BYTES
+                        os.truncate(file.fileno(), limit)
+            if writer is None:
+                empty: Any = pa.schema([], metadata={_ROWS_KEY: b"0"})
+                writer = pa.ipc.new_file(file, empty)
+            writer.close()
+            file.flush()
+            file.truncate(file.tell())
+            os.fsync(file.fileno())
+            return file.tell()
+
+
+class CachedSource(Source):
+    """A mapped copy of a source in the row cache, with the rows in the same order.
+
+    Holds the shared lock while the file is mapped.
+    """
+
+    random_access = True
+
+    def __init__(self, source: Source, path: Path, lock: IO[str]) -> None:
+        self.kind, self._source, self._lock = source.kind, source, lock
+        with pa.memory_map(str(path)) as file:
+            reader = pa.ipc.open_file(file)
+            self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+            for batch in self._batches:
+                batch.validate()
+            metadata = reader.schema.metadata or {}
+        sizes = [batch.num_rows for batch in self._batches]
+        expected = source.list_blocks().total_rows
+        if metadata.get(_ROWS_KEY) != str(sum(sizes)).encode() or sum(sizes) != expected:
+            raise ValueError(f"it has {sum(sizes)} of {expected} rows")
+        zeros = [0] * len(sizes)
+        self._blocks = Blocks(zeros, range(len(sizes)), cumulate(sizes)[:-1], sizes, zeros)
+
+    @property
+    def files(self) -> Sequence[str]:
+        return self._source.files
+
+    def list_blocks(self) -> Blocks:
+        return self._blocks
+
+    def list_columns(self) -> list[str] | None:
+        return self._source.list_columns()
+
+    def compute_fingerprint(self) -> str:
+        return self._source.compute_fingerprint()
+
+    def read_block(self, block: int, columns: Sequence[str] | None = None) -> Any:
+        batch = self._batches[block]
+        return batch if columns is None else batch.select(list(columns))
+
+    def read_rows(self, block: int, row: int, count: int) -> Any:
+        """Return some rows of a block as the original source returns them."""
+        batch = self._batches[block].slice(row, count)
+        return self._source.decode_rows(batch, int(self._blocks.edges[block]) + row)
+
+
+def compute_key(source: Source) -> str:
+    """Return the key of a copy: what its content depends on."""
+    parts = [
+        str(_VERSION),
+        source.kind,
+        source.compute_fingerprint(),
+        repr(source.list_columns()),
+    ]
+    return hashlib.blake2b("\x1f".join(parts).encode(), digest_size=12).hexdigest()
+
+
+def _iter_batches(source: Source) -> Iterator[Any]:
+    """Yield all rows in record batches of about 8 MB; rows of small blocks are combined."""
+    parts: list[Any] = []
+    nbytes = 0
+    for block in range(len(source.list_blocks())):
+        rows = source.read_block(block)
+        step = _DECODE_ROWS if any(map(_is_dictionary, getattr(rows, "schema", ()))) else len(rows)
+        start = 0
+        while start < len(rows):
+            batch = _decode_dictionaries(source.encode_rows(rows[start : start + step]))
+            start += step
+            per_row = max(1, batch.nbytes // max(1, batch.num_rows))
+            step = step if step == len(rows) else max(1, min(len(rows), BLOCK_BYTES // per_row))
+            parts.append(batch)
+            nbytes += batch.nbytes
+            if nbytes >= BLOCK_BYTES:
+                yield pa.concat_batches(parts)
+                parts, nbytes = [], 0
+        pa.default_memory_pool().release_unused()
+    if parts:
+        yield pa.concat_batches(parts)
+
+
+def _is_dictionary(field: Any) -> bool:
+    return bool(pa.types.is_dictionary(field.type))
+
+
+def _decode_dictionaries(batch: Any) -> Any:
+    """Convert dictionary columns to their values: an IPC file can't replace dictionaries."""
+    if not any(map(_is_dictionary, batch.schema)):
+        return batch
+    columns = [
+        column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+        for column in batch.columns
+    ]
+    return pa.RecordBatch.from_arrays(columns, batch.schema.names)
+
+
+# -- locks -----------------------------------------------------------------------------------------
+
+
+def _flock(lock: IO[str], operation: int) -> None:
+    """Wait for a lock. After 5 s, log which process builds the copy."""
+    try:
+        fcntl.flock(lock, operation | fcntl.LOCK_NB)
+        return
+    except BlockingIOError:
+        pass
+
+    def log() -> None:
+        pid = Path(lock.name).read_text() or "unknown"
+        logger.info("Waiting for process %s, which builds %s", pid, lock.name)
+
+    timer = threading.Timer(_WAIT_LOG_S, log)
+    timer.daemon = True
+    timer.start()
+    try:
+        fcntl.flock(lock, operation)
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
+def _hold(path: Path) -> Iterator[None]:
+    """Hold the exclusive lock of ``path``."""
+    with open(path, "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _try_lock(path: Path) -> Iterator[bool]:
+    """Yield whether the exclusive lock of ``path`` was free. It is held in the meantime."""
+    with open(path, "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True

@@ -1,0 +1,1 @@
+"""Tools for data files: describe what reading them costs, and rewrite them."""

@@ -1,0 +1,57 @@
+"""Check the options of RL trainers, and name the class that a misplaced option belongs to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from miniray.checks import check_options, get_options
+from miniray.rl.config import Algorithm, KLPenalty, Sampling
+from miniray.train.base import BaseTrainer
+from miniray.train.data_parallel import (
+    DataParallelTrainer,
+    check_trainer_options,
+    find_strategies,
+)
+
+
+def get_hints(config: type[Algorithm]) -> Mapping[str, str]:
+    """Return what to do instead of passing an option to a trainer that uses this config."""
+    calls = {
+        KLPenalty: f"{config.__name__}(kl=KLPenalty({{}}=...))",
+        Sampling: "sampling=Sampling({}=...)",
+        config: f"{config.__name__}({{}}=...)",
+    }
+    fields = {
+        field.name: f"Pass {call.format(field.name)}."
+        for owner, call in calls.items()
+        for field in dataclasses.fields(owner)
+    }
+    return {
+        **fields,
+        **dict.fromkeys(("steps", "max_steps", "max_epochs"), "Pass train(steps=...)."),
+        "epochs": f"Pass train(steps=...), or {config.__name__}(epochs=...) to use the responses "
+        "of a step more than once.",
+        "learning_rate": fields["lr"],
+        "batch_size": fields["prompts_per_step"],
+        "max_tokens": fields["max_new_tokens"],
+        "model": "Pass a function that creates the model as policy=.",
+        "worker": "Derive from RLWorker and set worker_class in a subclass of the trainer.",
+    }
+
+
+def check_trainer_kwargs(
+    trainer: type, sync: str, kwargs: Mapping[str, Any], hints: Mapping[str, str]
+) -> None:
+    """Raise ``TypeError`` for an option that the trainer doesn't have with this ``sync``."""
+    if sync != "grad":
+        strategy = kwargs.get("sync_strategy", "average")
+        check_trainer_options(trainer, strategy, kwargs, hints)
+        return
+    of_weights = get_options(DataParallelTrainer) - get_options(BaseTrainer) - {"data", "mode"}
+    known = get_options(trainer) - of_weights - set(hints)
+    unknown = [name for name in kwargs if name not in known]
+    uses = {**dict.fromkeys(of_weights, ""), **find_strategies(unknown)}
+    needs_weights = {name: f'It needs sync="weights". {use}'.strip() for name, use in uses.items()}
+    check_options(trainer.__name__, unknown, known, {**needs_weights, **hints})
