@@ -89,7 +89,7 @@ def test_code_is_exchanged_for_the_cookie_once(root, run_dir, start):
         connection.close()
         return answer.status, answer.getheader("Set-Cookie")
 
-    api = f"/api/lanes?run=a&buckets=9&{path.partition('?')[2]}"
+    api = f"/api/timelines?run=a&buckets=9&{path.partition('?')[2]}"
     assert ask(api) == (403, None)  # works for the page only, and isn't used up
     assert ask(path, Host="evil.example") == (403, None)
     assert ask("/?code=wrong") == (403, None)

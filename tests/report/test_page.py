@@ -348,7 +348,7 @@ def test_ranks_without_steps_have_no_phase_bars(make_run, ranks):
     ranks.wait()
     page = report.write_report(folder).read_text("utf-8")
     assert "time" in parse(page).sections
-    assert 'aria-label="s by epoch"' in page
+    assert 'aria-label="seconds by epoch"' in page
     assert "p-start" not in page.partition("</style>")[2]
 
 

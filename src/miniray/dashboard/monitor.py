@@ -27,7 +27,7 @@ from miniray.runs.run_info import get_state
 _GAP = 0.5
 #: Seconds for reading metrics per poll. The next polls read the rest of a long file.
 _READING = 0.25
-#: Points of one curve, and of all curves of one chart.
+#: Maximum number of points per curve and per chart.
 _MOST_POINTS, _MOST_IN_CHART = 2000, 40_000
 
 

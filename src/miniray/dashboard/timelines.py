@@ -33,9 +33,8 @@ class Timeline:
     def __init__(self) -> None:
         self._moments: list[float] = []
         self._sums: list[tuple[float, ...]] = []
-        self._observed: list[
-            tuple[float, float, int]
-        ] = []  # begin, end, kind; without step records so far
+        # (begin, end, kind) for the time after the last step record
+        self._observed: list[tuple[float, float, int]] = []
         self._step = 0
         self._pid = 0
 

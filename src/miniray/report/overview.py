@@ -115,8 +115,8 @@ def _get_throughput(run: Run) -> float | None:
 def render_verdict(run: Run, diagnosis: Diagnosis, curves: Sequence[Curve]) -> Markup:
     """Return one box with the outcome of the run: the doctor's findings and the recorded error.
 
-    The most severe of the two is the heading. Findings that were saved while the ranks were running
-    take precedence over those that the files show now.
+    The more severe of the two is the heading. Findings that were saved while the ranks were running
+    take precedence over findings from the current files.
     """
     findings = _read_saved_findings(run) or list(_current_findings(run, diagnosis))
     error = _render_error(run)

@@ -46,7 +46,9 @@ def render_time(run: Run) -> Markup:
     if len(epochs) > 1:
         word = run.unit
         curve = Curve("seconds", epochs)
-        drawn = render_chart(f"Seconds per {word}", [curve], word, y_label="s", from_zero=True)
+        drawn = render_chart(
+            f"Seconds per {word}", [curve], word, y_label="seconds", from_zero=True
+        )
         split = tag("div", tag("div", *bars), drawn, cls="split")
         shown = [split if bars else tag("div", drawn, cls="charts")]
     return section("time", title, *shown)
