@@ -211,6 +211,11 @@ class DataLoader:
         self._running = weakref.ref(iterator)
         return iterator
 
+    def prepare(self) -> DataLoader:
+        """Run the filter and build the row cache now, instead of when the first row is read."""
+        self.dataset.prepare()
+        return self
+
     def shard(self, rank: int, world_size: int) -> DataLoader:
         """The same loader over another rank's share; cheap, nothing is read again."""
         other = copy.copy(self)
