@@ -1,12 +1,15 @@
 """miniray.data and the loaders a user would take instead, on this machine, in one run.
 
     python benchmarks/data.py [--quick] [--only miniray_data,hf_map] [--peer-python PATH]
-                              [--scratch DIR] [--minutes M] [--json PATH] [--markdown]
+                              [--layout LAYOUT] [--scratch DIR] [--minutes M] [--json PATH]
+                              [--markdown]
 
-20,000 rows of 30 KB JPEG in 8 parquet files (``recipes/geoguessr/make_data.py``), 4 ranks with a
-process each, batches of 64, shuffled, page cache warm. Every loader is one of ``data_peers/`` and
-runs under the same measuring code (``data_peers/common.py``), in fresh processes, taking turns.
-miniray is copied and compiled first, as pip does with a package that it installs.
+20,000 rows of 30 KB JPEG in Parquet files, 4 ranks with a process each, batches of 64, shuffled,
+page cache warm. ``--layout`` selects how the files are written: as pandas writes them (one row
+group per file), as Hugging Face datasets does (1,000 rows per row group), 3,000 small files, or
+plain (no compression, no dictionary; ``recipes/geoguessr/make_data.py``). Every loader is one of
+``data_peers/`` and runs under the same measuring code (``data_peers/common.py``), in fresh
+processes, taking turns. miniray is copied and compiled first, as pip does when it installs.
 
 - first batch: from the start of the process to the first batch, of the slowest rank.
 - rows/s: a whole epoch with its start, all ranks together; as encoded bytes, and decoded with
@@ -79,6 +82,34 @@ PEERS: dict[str, Peer] = {
 }
 
 Samples = dict[str, Any]
+
+LAYOUTS = ("pandas", "huggingface", "small", "plain")
+SMALL_FILES = 3000
+
+
+def rewrite(files: list[str], folder: Path, layout: str) -> list[str]:
+    """Write the rows of plain files as ``layout``, with the defaults of pyarrow's writer."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if layout == "plain":
+        return files
+    found = sorted(map(str, folder.glob("*.parquet")))
+    if found:
+        return found
+    folder.mkdir(parents=True, exist_ok=True)
+    if layout == "small":
+        table = pa.concat_tables([pq.read_table(path) for path in files])
+        count = min(SMALL_FILES, table.num_rows)
+        for number in range(count):
+            start, stop = (table.num_rows * i // count for i in (number, number + 1))
+            part = table.slice(start, stop - start)
+            pq.write_table(part, folder / f"train-{number:05}.parquet")
+    else:
+        size = 1000 if layout == "huggingface" else None
+        for path in files:
+            pq.write_table(pq.read_table(path), folder / Path(path).name, row_group_size=size)
+    return sorted(map(str, folder.glob("*.parquet")))
 
 
 class LoaderError(RuntimeError):
@@ -488,7 +519,7 @@ def targets(samples: dict[str, Samples], bare_mb: float) -> list[Line]:
 
 @contextlib.contextmanager
 def rows_in(
-    scratch: Path | None, rows: int, say: Callable[[str], None]
+    scratch: Path | None, rows: int, layout: str, say: Callable[[str], None]
 ) -> Iterator[tuple[Path, list[str]]]:
     """A directory with the rows; made now unless ``scratch`` has them from an earlier run."""
     with contextlib.ExitStack() as stack:
@@ -505,6 +536,7 @@ def rows_in(
                 [sys.executable, str(script), str(data), *sizes, "--overwrite"], check=True
             )
             files = sorted(map(str, data.glob("train-*.parquet")))
+        files = rewrite(files, folder / f"rows-{rows}-{layout}", layout)
         folder.mkdir(parents=True, exist_ok=True)
         own = tempfile.TemporaryDirectory(prefix="work-", dir=folder, ignore_cleanup_errors=True)
         work = Path(stack.enter_context(own))
@@ -520,6 +552,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3, metavar="N")
     parser.add_argument("--minutes", type=float, default=float("inf"), metavar="M")
     parser.add_argument("--rows", type=int, default=None, metavar="N")
+    parser.add_argument("--layout", choices=LAYOUTS, default="huggingface")
     parser.add_argument("--peer-python", default=sys.executable, metavar="PATH")
     parser.add_argument("--scratch", type=Path, metavar="DIR", help="keep the rows there")
     parser.add_argument("--json", type=Path, default=common.RESULTS / "data.json", metavar="PATH")
@@ -536,7 +569,7 @@ def main() -> None:
     rows = arguments.rows or (2_000 if arguments.quick else 20_000)
     repetitions = 1 if arguments.quick else arguments.repetitions
     started, until = common.stamp(), time.monotonic() + 60 * arguments.minutes
-    with rows_in(arguments.scratch, rows, say) as (work, files):
+    with rows_in(arguments.scratch, rows, arguments.layout, say) as (work, files):
         bench = Bench(files, rows, work, arguments.peer_python)
         install(work / "site")
         absent = {}
@@ -556,7 +589,12 @@ def main() -> None:
 
     loaders, judged = overview(samples, absent), targets(samples, bare_mb)
     for title, columns, lines in (
-        (f"{rows:,} rows of 30 KB JPEG, {RANKS} ranks, batches of {BATCH}", COLUMNS, loaders),
+        (
+            f"{rows:,} rows of 30 KB JPEG ({arguments.layout} files), {RANKS} ranks,"
+            f" batches of {BATCH}",
+            COLUMNS,
+            loaders,
+        ),
         ("miniray.data", ["miniray", "best of the others", "ratio"], judged),
     ):
         if arguments.markdown:
@@ -572,6 +610,7 @@ def main() -> None:
             **common.versions("miniray", "pyarrow"),
         },
         "rows": rows,
+        "layout": arguments.layout,
         "repetitions": repetitions,
         "bare_process_mb": bare_mb,
         "samples": samples,

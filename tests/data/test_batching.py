@@ -304,6 +304,18 @@ def test_bad_mixtures_are_refused(datasets, options, complaint):
         Mixture(datasets, **{"seed": 1, **options})
 
 
+def test_interleaved_split_needs_random_access_and_fixed_batches(parquet_folder):
+    members = [(ParquetDataset(parquet_folder, shuffle=True), 1), (numbers(1000, 50), 1)]
+    with pytest.raises(ValueError, match="shuffle='global'"):
+        Mixture(members, seed=1, split="interleaved")
+    with pytest.raises(ValueError, match="split='contiguous'"):
+        by_tokens(texts([5] * 10, split="interleaved"))
+    cached = [(ParquetDataset(parquet_folder, shuffle="global"), 1), (numbers(1000, 50), 1)]
+    mixed = Mixture(cached, seed=1, split="interleaved")
+    parts = [[row["id"] for row in mixed.shard(rank, 3)] for rank in range(3)]
+    assert len({row for part in parts for row in part}) == len(mixed) == 100
+
+
 def test_a_mixture_with_nothing_of_a_source_is_refused():
     with pytest.raises(TypeError, match=r"Source 0 of the mixture must be \(dataset, weight\)"):
         Mixture([numbers(0, 3)], seed=1)

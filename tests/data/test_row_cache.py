@@ -223,3 +223,21 @@ def test_dictionaries_are_decoded_in_small_steps(tmp_path):
     assert sum(sizes) > 20_000_000
     assert max(sizes) < 12_000_000
     assert cached.read_rows(0, 1, 1).column("s").to_pylist() == ["b" * 1000]
+
+
+def test_trainers_build_the_copy_before_training(parquet_folder):
+    """Not at the first batch, when the other ranks wait at a barrier."""
+    data = pytest.importorskip("miniray.train.ranks.data")
+    from miniray.train.dealing import _Dealt
+
+    class Worker(_Dealt):
+        def load_data_shard(self, shard_id, num_shards, data):
+            self.entries = RowCache().list_entries()
+
+    worker = Worker()
+    dataset = ParquetDataset(parquet_folder, shuffle="global", seed=1)
+    worker._dealt_load_data_shard(DataLoader(dataset, 4), 0, 2)
+    assert len(worker.entries) == 1
+    narrow = ParquetDataset(parquet_folder, columns=["id"], shuffle="global", seed=1)
+    data.shard_data(DataLoader(narrow, 4), 1, 2)
+    assert len(RowCache().list_entries()) == 2

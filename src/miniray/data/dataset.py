@@ -213,6 +213,11 @@ class Dataset(ABC):
         return self._is_sharded
 
     @property
+    def split(self) -> SplitName:
+        """How rows are divided among ranks: ``"contiguous"`` or ``"interleaved"``."""
+        return self._split
+
+    @property
     def has_started(self) -> bool:
         """Whether iteration has started."""
         return self._has_started

@@ -72,6 +72,11 @@ class Mixture(Dataset):
         members: list[SourceDataset] = []
         for number, pair in enumerate(datasets):
             members.append(_check_member(number, pair))
+        if split == "interleaved" and any(member.max_window_bytes for member in members):
+            raise ValueError(
+                "split='interleaved' requires members with random access. Pass shuffle='global' to"
+                " datasets of files, or leave out split=."
+            )
         self._until = until
         total = sum(weight for _, weight in datasets)
         self._shares = [weight / total for _, weight in datasets]

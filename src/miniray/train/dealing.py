@@ -40,6 +40,8 @@ class _Dealt:
         self, data: Any, shard_id: int, num_shards: int, **kwargs: Any
     ) -> None:
         self._dealt = data
+        if callable(prepare := getattr(data, "prepare", None)):
+            prepare()  # a filter or a cache build can take long, so not between barriers
         load: Any = self.load_data_shard  # type: ignore[attr-defined]
         load(shard_id, num_shards, data=data, **accepted(inspect.signature(load), kwargs))
 

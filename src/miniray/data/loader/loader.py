@@ -129,6 +129,11 @@ class DataLoader:
             raise ValueError("length= is for batch_by='tokens'")
         if isinstance(length, str) and (names := self.dataset.column_names) is not None:
             select_columns(names, [length], "the data")
+        if batch_by == "tokens" and self.dataset.split == "interleaved":
+            raise ValueError(
+                "batch_by='tokens' requires split='contiguous': ranks take different numbers of"
+                " rows"
+            )
         if batch_by == "tokens" and self.drop_last:
             raise ValueError("drop_last has no meaning for batches by tokens: all differ in rows")
 
@@ -210,6 +215,11 @@ class DataLoader:
         iterator = LoaderIterator(self, stream, alone=self.batch_by is not None)
         self._running = weakref.ref(iterator)
         return iterator
+
+    def prepare(self) -> DataLoader:
+        """Run the filter and build the row cache now, instead of when the first row is read."""
+        self.dataset.prepare()
+        return self
 
     def shard(self, rank: int, world_size: int) -> DataLoader:
         """The same loader over another rank's share; cheap, nothing is read again."""

@@ -109,9 +109,13 @@ def shard_data(loader: Any, rank: int, world_size: int) -> Any:
     is_torch = isinstance(loader, DataLoader)
     data = loader.dataset if is_torch else loader
     parts.check_not_started(data, "self.train_loader", world_size)
-    if world_size == 1 or not parts.is_shardable(data) or data.is_sharded:
+    if world_size == 1 or not parts.is_shardable(data):
         return loader
-    shard = data.shard(rank, world_size)
+    shard = data if data.is_sharded else data.shard(rank, world_size)
+    if hasattr(shard, "prepare"):
+        shard.prepare()  # a filter or a cache build can take long, so not between barriers
+    if shard is data:
+        return loader
     return _replace_parts(loader, dataset=shard) if is_torch else shard
 
 
