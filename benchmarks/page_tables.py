@@ -157,10 +157,6 @@ README_ROWS: list[tuple[str, str, str, str, str, str]] = [
      "train.wall.miniray", "torchrun DDP", "train.wall.torchrun", "train.wall.over_torchrun"),
     ("parameter sync of 100 MB on each of 4 workers", "4 个 worker 各 100 MB 的参数同步",
      "ps.4x10.miniray", "gloo all-reduce", "ps.4x10.gloo", "ps.4x10.over_gloo"),
-    ("first batch of images, 4 ranks, uncompressed Parquet",
-     "首个图像 batch，4 个 rank，未压缩的 Parquet",
-     "data.first_batch.miniray_data", "fastest other loader", "data.first_batch.best_other",
-     "data.first_batch.over_best_other"),
     ("memory per machine for a batch of prompts with images", "一个带图提示 batch 所需的单机内存",
      "memory_table.node", "one driver", "memory_table.driver", "memory_table.less"),
     ("GRPO, tokens per second", "GRPO，每秒 token 数",
@@ -174,7 +170,6 @@ README_ROWS: list[tuple[str, str, str, str, str, str]] = [
 ]  # fmt: skip
 
 CHINESE = {
-    "fastest other loader": "其他加载器中最快的",
     "one driver": "单一控制进程",
     "TRL, 2 processes": "TRL，2 个进程",
 }
@@ -221,8 +216,6 @@ PEER_ROWS = [
         "epoch",
     ),
     ("– stopped halfway and resumed", "– 中途停止后恢复", "data", "resume_union"),
-    ("– until the first batch", "– 到首个 batch 的时间", "data", "first_batch"),
-    ("– memory of the largest rank", "– 最大 rank 的内存", "data", "uss"),
 ]
 
 
