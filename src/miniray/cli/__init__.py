@@ -1,7 +1,7 @@
 """The command line, with one command per file.
 
-``main`` is the console script. It converts an error to one line and an exit code: 0 for success, 1
-for a failure, 2 for wrong usage, 130 for an interrupt. ``--debug`` shows the traceback instead. A
+``main`` is the console script. It prints an error as one line and sets the exit code: 0 for
+success, 1 for a failure, 2 for wrong usage, 130 for an interrupt. ``--debug`` shows the traceback instead. A
 command's module is imported when the command runs; ``completion`` is in this file.
 """
 

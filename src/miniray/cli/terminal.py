@@ -1,4 +1,4 @@
-"""Print to a terminal: width, colors, and tables of runs.
+"""Adapt output to the terminal: its width, its colors, and tables of runs.
 
 Colors are only used on terminals, and not if ``NO_COLOR`` is set. Output to a pipe isn't truncated.
 """

@@ -150,7 +150,7 @@ def _render_legend(names: Sequence[str]) -> Markup:
 
 
 def render_data(run: Run) -> Markup:
-    """Return the samples per rank, how many the ranks share, and the coverage of one pass."""
+    """Return the samples per rank, the number of shared samples, and the coverage of one pass."""
     seen = [rank for rank in run.record if rank.samples]
     if not seen:
         return Markup()
