@@ -1,8 +1,8 @@
 """The command line, with one command per file.
 
 ``main`` is the console script. It prints an error as one line and sets the exit code: 0 for
-success, 1 for a failure, 2 for wrong usage, 130 for an interrupt. ``--debug`` shows the traceback instead. A
-command's module is imported when the command runs; ``completion`` is in this file.
+success, 1 for a failure, 2 for wrong usage, 130 for an interrupt. ``--debug`` shows the traceback
+instead. A command's module is imported when the command runs; ``completion`` is in this file.
 """
 
 from __future__ import annotations
