@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -137,7 +138,9 @@ def test_an_error_is_one_line_without_traceback(monkeypatch, tmp_path, capsys):
     assert _run(["demo", "--name", "taken"], debug=False) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: ")
-    assert "taken already holds a run" in said
+    assert str(Path("runs", "taken")) in said
+    assert said.count("\n") == 2  # with how to get the traceback
+    assert "--debug" in said
     assert "Traceback" not in said
 
 

@@ -158,7 +158,8 @@ def test_a_run_of_somebody_else_does_not_hide_ours(closed_run):
 def test_top_of_a_run_without_ranks_says_so_and_ends(miniray_on_terminal, three, words):
     code, screen = miniray_on_terminal("top", "middle", *words)
     assert code == 2
-    assert "no record of any rank" in screen
+    assert "UNREADABLE: " in screen
+    assert "middle" in screen
 
 
 def test_no_runs_is_said(run_cli):
@@ -347,7 +348,9 @@ def test_the_current_directory_and_links_are_not_deleted(run_cli, three, tmp_pat
     (tmp_path / "link").symlink_to(tmp_path / "runs" / "old")
     assert "symbolic link" in run_cli("runs", "delete", "link", "--yes").output
     monkeypatch.chdir(tmp_path / "runs" / "old")
-    assert "contains the current directory" in run_cli("runs", "delete", ".", "--yes").output
+    done = run_cli("runs", "delete", ".", "--yes")
+    assert done.exit_code == 1
+    assert "current directory" in done.output
     assert (tmp_path / "runs" / "old").is_dir()
 
 
