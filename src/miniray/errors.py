@@ -61,7 +61,7 @@ class MinirayError(Exception):
             in any release, codes don't.
         worker: Index of the trainer's worker that failed.
         rank: Rank that failed.
-        host: Host name of the process that failed.
+        host: Host name of the process that failed, or its address on a Ray cluster.
         epoch: Epoch in which it failed, from 0.
         step: Number of completed optimizer steps.
         entry: Name of the weight, metric or file entry.
@@ -275,7 +275,17 @@ class RewardTimeoutError(RewardError, TimeoutError):
 
 
 class NonFiniteError(MinirayError, ArithmeticError):
-    """Log-probs, values or gradients contain NaN or Inf. The weights are unchanged."""
+    """Log-probs, values or gradients contain NaN or Inf. The weights are unchanged.
+
+    All workers raise it if the sum of their gradients isn't finite.
+
+    Attributes:
+        workers: Indexes of the workers with NaN or Inf, empty if each loss is finite.
+    """
+
+    def __init__(self, message: str = "", workers: tuple[int, ...] = (), **fields: Any) -> None:
+        super().__init__(message, **fields)
+        self.workers = workers
 
 
 class NoTokensError(MinirayError, ValueError):
@@ -318,6 +328,10 @@ class StrategyError(MinirayError, RuntimeError):
 
 class SyncError(MinirayError, RuntimeError):
     """A parameter sync failed because a worker raised or exited. Server weights are unchanged.
+
+    ``worker``, ``host``, ``pid``, ``exit_code`` and ``signal`` describe the first worker that
+    exited, or the first one that raised if none did. If ``get`` raises it as a ``TaskError``,
+    ``pid`` is the process of the server, and ``cause.pid`` that of the worker.
 
     Attributes:
         workers: Indexes of the workers that failed.

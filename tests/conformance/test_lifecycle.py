@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import os
 import signal
+import socket
 import sys
 import time
 
@@ -62,8 +63,8 @@ class Actor:
         os.kill(os.getpid(), number)
         time.sleep(30)
 
-    def exit(self):
-        sys.exit(0)
+    def exit(self, code=0):
+        sys.exit(code)
 
     def crash_until(self, path, attempts):
         return count_up_to(path, attempts)
@@ -158,7 +159,8 @@ def test_a_failed_init_is_told_at_every_call(engine):
             miniray.get(actor.call.remote())
     assert "ValueError" in str(caught.value)
     assert "__init__" in str(caught.value)
-    assert caught.value.in_init
+    assert caught.value.in_init is True
+    assert (caught.value.exit_code, caught.value.signal) == (None, None)
 
 
 @pytest.mark.slow_on_ray
@@ -219,12 +221,23 @@ def test_kill_fails_the_call_in_flight(engine, tmp_path):
         miniray.get(ref)
 
 
+def _get_ray_address():
+    import ray
+
+    return ray.util.get_node_ip_address()
+
+
 def test_sys_exit_ends_the_actor(engine):
     actor = Actor.remote()
+    pid = miniray.get(actor.pid.remote())
     with pytest.raises(ActorDiedError):
-        miniray.get(actor.exit.remote())
-    with pytest.raises(ActorDiedError):
+        miniray.get(actor.exit.remote(3))
+    with pytest.raises(ActorDiedError) as caught:
         miniray.get(actor.call.remote())
+    if engine.capabilities.processes:
+        error = caught.value
+        assert (error.pid, error.exit_code, error.signal, error.in_init) == (pid, 3, None, False)
+        assert error.host == (_get_ray_address() if engine.name == "ray" else socket.gethostname())
 
 
 @pytest.mark.slow_on_ray

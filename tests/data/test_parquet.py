@@ -372,18 +372,20 @@ def test_fsspec_addresses(parquet_folder):
 
 
 @pytest.mark.parametrize(
-    ("spec", "complaint"),
+    ("spec", "name", "complaint"),
     [
-        ("nowhere.parquet", "nowhere.parquet doesn't exist"),
-        ("no-*.parquet", "No file matches"),
-        ([], "files= is empty"),
-        (".", r"contains no \*.parquet or \*.pq files"),
+        ("nowhere.parquet", "nowhere.parquet", "nowhere.parquet doesn't exist"),
+        ("no-*.parquet", None, "No file matches"),
+        ([], None, "files= is empty"),
+        (".", ".", r"contains no \*.parquet or \*.pq files"),
     ],
 )
-def test_files_that_are_not_there(spec, complaint, tmp_path, monkeypatch):
+def test_files_that_are_not_there(spec, name, complaint, tmp_path, monkeypatch):
+    file = "" if name is None else str(tmp_path / name)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=complaint):
+    with pytest.raises(DataError, match=complaint) as caught:
         ParquetDataset(spec)
+    assert caught.value.file == file
 
 
 # -- files that are wrong ------------------------------------------------------------------------

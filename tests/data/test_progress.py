@@ -318,8 +318,9 @@ def test_a_missing_rank_is_named():
 
 
 def test_states_of_different_runs_are_not_merged():
-    with pytest.raises(DataError, match=r"fingerprint is .* on rank 0 and .* on rank 1"):
+    with pytest.raises(DataError, match=r"fingerprint is .* on rank 0 and .* on rank 1") as caught:
         merge_states([states_of(2)[0], states_of(2, n=21)[1]])
+    assert caught.value.rank == 1
     with pytest.raises(DataError, match="takes a list with the states of all ranks"):
         merge_states(states_of(2)[0])
     with pytest.raises(DataError, match="epoch is 1 on rank 0 and 0 on rank 1"):
@@ -328,8 +329,9 @@ def test_states_of_different_runs_are_not_merged():
         merge_states([])
     with pytest.raises(DataError, match="result of merge_states"):
         merge_states([merge_states(states_of(2))])
-    with pytest.raises(DataError, match="Two states of rank 0 differ"):
+    with pytest.raises(DataError, match="Two states of rank 0 differ") as caught:
         merge_states([states_of(1)[0], {**states_of(1)[0], "taken": 3}])
+    assert caught.value.rank == 0
 
 
 @pytest.mark.parametrize(

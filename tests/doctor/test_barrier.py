@@ -41,7 +41,12 @@ def attempt(folder, rank, world_size, names, timeout=LONG):
             doctor.barrier(name, timeout=timeout)
         said = None
     except BarrierTimeoutError as error:
-        said = {"name": error.name, "missing": list(error.missing), "text": str(error)}
+        said = {
+            "name": error.name,
+            "missing": list(error.missing),
+            "rank": error.rank,
+            "text": str(error),
+        }
     (folder / f"{rank}.partial").write_text(json.dumps(said))
     (folder / f"{rank}.partial").rename(folder / f"{rank}.json")
 
@@ -91,7 +96,8 @@ def test_a_missing_rank_is_named_on_every_rank_with_its_place(ranks, tmp_path):
     wait_until(lambda: (tmp_path / "0.json").exists() and (tmp_path / "2.json").exists())
     for rank in (0, 2):
         error = told(tmp_path, rank)
-        assert (error["name"], error["missing"]) == ("before-iteration", [1])
+        found = (error["name"], error["missing"], error["rank"])
+        assert found == ("before-iteration", [1], rank)
         assert "1 of 3 ranks is missing" in error["text"]
         assert "reading_a_file" in error["text"]  # from its stack
         assert "prepare_data" in error["text"]

@@ -23,6 +23,9 @@ class Worker:
         self._maybe_fail("set_weights")
         self.weights = weights
 
+    def pid(self):
+        return os.getpid()
+
     def fail_in(self, method, how="raise"):
         self.fail = (method, how)
 

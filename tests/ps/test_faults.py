@@ -1,10 +1,18 @@
 """Workers that raise, die, hang or have NaN: named, and the server stays as it was."""
 
+import socket
+
 import numpy as np
 import pytest
 
 import miniray
-from miniray.errors import ActorDiedError, NonFiniteWeightsError, SyncError, WorkerLostError
+from miniray.errors import (
+    ActorDiedError,
+    NonFiniteWeightsError,
+    SyncError,
+    TaskError,
+    WorkerLostError,
+)
 from miniray.ps import create_parameter_server
 from miniray.ps.collect import failure
 from tests.ps.helpers import call, error_text, weights_of, workers
@@ -44,7 +52,9 @@ def test_an_exception_in_a_worker(engine, method, servers):
     server, handles = prepared(num_servers=servers)
     call(handles[1], "fail_in", method)
     error = unchanged(server, handles, SyncError)
-    assert error.workers == (1,)
+    assert not isinstance(error, ActorDiedError)
+    assert (error.workers, error.worker) == ((1,), 1)
+    assert error.cause.pid == call(handles[1], "pid")
     assert error.phase == {"get_weights": "collect", "set_weights": "distribute"}[method]
     assert "does not work" in str(error)  # the worker's own traceback
     call(handles[1], "fail_in", "nothing")
@@ -55,11 +65,13 @@ def test_an_exception_in_a_worker(engine, method, servers):
 @pytest.mark.parametrize("method", ["get_weights", "set_weights"])
 def test_a_worker_that_dies(local, method):
     server, handles = prepared()
+    pids = [call(handle, "pid") for handle in handles]
     call(handles[2], "fail_in", method, "die")
     error = unchanged(server, handles, SyncError)
     assert error.workers == (2,)
-    assert isinstance(error, ActorDiedError)
-    assert "SIGKILL" in str(error)
+    assert isinstance(error, WorkerLostError)
+    assert (error.worker, error.signal, error.exit_code) == (2, "SIGKILL", None)
+    assert (error.host, error.in_init, error.cause.pid) == (socket.gethostname(), False, pids[2])
     assert call(server, "sync_from_workers", handles[:2])["synced"]
 
 
@@ -89,10 +101,21 @@ def test_two_workers_that_fail_are_both_named(engine):
 
 def test_sync_error_lists_how_each_worker_died(golden):
     text = "Worker (pid 7) was killed by SIGKILL\nIts last output:\n    half way"
-    error = failure({0: ValueError("bad"), 2: ActorDiedError(text)}, "get_weights", "collect")
+    death = ActorDiedError(text, pid=7, signal="SIGKILL", exit_code=None, host="node-1")
+    error = failure({0: ValueError("bad"), 2: death}, "get_weights", "collect")
     assert isinstance(error, WorkerLostError)
     assert (error.workers, error.phase) == ((0, 2), "collect")
+    assert (error.worker, error.pid, error.signal, error.host) == (2, 7, "SIGKILL", "node-1")
     golden("workers_lost.txt", error_text(error))
+
+
+def test_worker_that_raises_another_actors_death_is_not_lost():
+    """The worker is alive, and the exit code isn't that of its process."""
+    death = ActorDiedError("the actor exited", pid=8, exit_code=3)
+    raised = TaskError.capture(death, "Worker.get_weights", "Worker", 7).as_cause_type()
+    error = failure({1: raised}, "get_weights", "collect")
+    assert not isinstance(error, WorkerLostError)
+    assert (error.worker, error.pid, error.exit_code) == (1, 7, None)
 
 
 @pytest.mark.parametrize("strategy", ["average", "momentum", "median", "trimmed_mean"])

@@ -229,6 +229,16 @@ def test_weights_that_cannot_be_combined_raise(engine, kind, golden):
     golden(f"unusable_{kind}.txt", error_text(caught.value))
 
 
+@pytest.mark.parametrize("kind", ["empty", "text", "array"])
+def test_set_weights_names_the_entry_only(engine, kind, golden):
+    """Callers know the owner of the weights, and put it before the message."""
+    weights, kind_of_error = UNUSABLE[kind]
+    server = ParameterServer.remote()
+    with pytest.raises(kind_of_error) as caught:
+        call(server, "set_weights", weights)
+    golden(f"set_weights_{kind}.txt", error_text(caught.value.cause))
+
+
 def test_sparse_tensors_raise(golden):
     torch = pytest.importorskip("torch")
     with pytest.raises(TypeError) as caught:

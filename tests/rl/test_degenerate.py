@@ -113,8 +113,10 @@ def test_nan_log_probs_are_named_or_skipped(several):
         prompts_per_step=2, rollouts=4, epochs=1 + several, kl=KLPenalty(0.1 * several)
     )
     settings = {"policy": Broken, "reward": pull, "data": BANDITS, "config": config}
-    with pytest.raises(NonFiniteError, match=r"worker 0, step 0.*\n.*image=<1 bytes>, best='?2"):
+    pattern = r"worker 0, step 0.*\n.*image=<1 bytes>, best='?2"
+    with pytest.raises(NonFiniteError, match=pattern) as caught:
         make(**settings).train(steps=1)
+    assert (caught.value.workers, caught.value.worker, caught.value.step) == ((0,), 0, 0)
     with make(**settings, on_error="skip") as trainer:
         result = trainer.train(steps=1)
         assert trainer.model_weights()["table"].isfinite().all()
@@ -134,11 +136,28 @@ class Exploding(Bandit):
 def test_a_gradient_that_is_not_finite_changes_no_weight():
     settings = {"policy": Exploding, "reward": pull, "data": BANDITS}
     config = GRPOConfig(prompts_per_step=2, rollouts=8)
-    with pytest.raises(NonFiniteError, match=r"step 0, epoch 0, mini-batch 0: the gradient is not"):
+    pattern = "step 0, epoch 0, mini-batch 0: the gradient is not"
+    with pytest.raises(NonFiniteError, match=pattern) as caught:
         make(**settings, config=config).train(steps=1)
+    assert (caught.value.workers, caught.value.step) == ((), 0)
     with make(**settings, config=config, on_error="skip") as trainer:
         assert trainer.train(steps=2)["skipped_updates"] == 1
         assert trainer.model_weights()["table"].tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
+class Unsure(Bandit):
+    """Has finite log-probs and NaN as entropies, so that only the loss shows it."""
+
+    def log_probs(self, batch):
+        made = super().log_probs(batch)
+        return made, made * math.nan
+
+
+def test_a_loss_that_is_not_finite_names_the_workers():
+    config = GRPOConfig(prompts_per_step=2, rollouts=8, entropy_coef=0.1)
+    with pytest.raises(NonFiniteError) as caught:
+        make(policy=Unsure, reward=pull, data=BANDITS, config=config).train(steps=1)
+    assert (caught.value.workers, caught.value.step) == ((0,), 0)
 
 
 def test_a_reward_function_that_raises_or_hangs():

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import miniray
-from miniray.errors import BarrierTimeoutError
+from miniray.errors import BarrierTimeoutError, WeightsMismatchError
+from miniray.train.ddp.setup import RankSettings, agree
 from miniray.train.group import GroupHost
 from miniray.train.ranks.calls import StepBar
 from miniray.train.ranks.pulse import Place, PulseThread, read_places, readable
@@ -24,6 +25,23 @@ def host():
     host = GroupHost(2, name="parts", timeout=30)
     yield host
     host.close()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "entry"),
+    [
+        ([("model.w", (2, 3), "float32"), ("model.b", (3,), "float32")], "model.b"),
+        ([("model.w", (2, 3), "float32")], None),
+    ],
+)
+def test_models_that_differ_name_the_rank_and_the_entry(parameters, entry, golden):
+    first = [("model.w", (2, 3), "float32"), ("model.b", (2,), "float32")]
+    facts = [{"models": models, "device": "cpu"} for models in (first, first, parameters)]
+    with pytest.raises(WeightsMismatchError) as caught:
+        agree(facts, RankSettings())
+    error = caught.value
+    assert (error.rank, error.worker, error.entry) == (2, 2, entry)
+    golden(f"models_differ_{'count' if entry is None else 'shape'}.txt", str(error))
 
 
 def test_a_barrier_names_who_is_missing_and_where(host):

@@ -159,7 +159,7 @@ class _Attempt:
                 lines.append(f"  rank {rank}: {why}")
         if kept:
             lines.append(f"  the whole diagnosis: {self.current.run_dir / 'doctor.txt'}")
-        raise BarrierTimeoutError("\n".join(lines), self.name, absent)
+        raise BarrierTimeoutError("\n".join(lines), self.name, absent, rank=self.current.rank)
 
     def _diagnose(self, absent: tuple[int, ...], peers: _Peers, waited: float) -> bool:
         """Have the run diagnosed while all are still here; whether there is a diagnosis now.

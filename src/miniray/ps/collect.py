@@ -23,7 +23,13 @@ import miniray
 from miniray.core import session
 from miniray.core.local.executors import AROUND
 from miniray.core.remote import ActorHandle
-from miniray.errors import ActorDiedError, SyncError, WorkerLostError
+from miniray.errors import (
+    ActorDiedError,
+    MinirayError,
+    SyncError,
+    TaskError,
+    WorkerLostError,
+)
 from miniray.ps.blocks import readers
 from miniray.ps.model import Given, Model
 from miniray.ps.offer import DIGEST, OFFER, READ, RETURN, Desk, offer
@@ -240,16 +246,35 @@ def _answer(conn: socket.socket, what: bytes) -> None:
 
 
 def failure(errors: dict[int, Exception], method: str, phase: str) -> SyncError:
-    """One error for those of some workers."""
+    """Return one error for those of several workers, by index.
+
+    Its fields describe the first worker that exited, or the first one if none did.
+    """
     (first, error), *others = errors.items()
-    # One traceback is enough to read; of the others what they are.
+    # The traceback of one worker is enough to read.
     lines = [f"worker {first}: {method} failed: {error}"]
     lines += [f"worker {i}: {method} failed: {_one_line(other)}" for i, other in others]
-    lost = any(isinstance(error, ActorDiedError) for error in errors.values())
-    return (WorkerLostError if lost else SyncError)("\n".join(lines), tuple(errors), phase)
+    lost = [i for i, error in errors.items() if _is_death(error)]
+    worker = lost[0] if lost else first
+    kind = WorkerLostError if lost else SyncError
+    fields = _get_process_fields(errors[worker])
+    return kind("\n".join(lines), tuple(errors), phase, worker=worker, **fields)
+
+
+def _is_death(error: Exception) -> bool:
+    """Return whether the worker exited. Its code may also raise the death of another actor."""
+    return isinstance(error, ActorDiedError) and not isinstance(error, TaskError)
+
+
+def _get_process_fields(error: Exception) -> dict[str, Any]:
+    """Return the fields of a worker's error that describe its process."""
+    if isinstance(error, TaskError):  # others are those of the original error
+        return {"pid": error.pid}
+    names = ("host", "pid", "exit_code", "signal", "in_init")
+    return {n: getattr(error, n) for n in names} if isinstance(error, MinirayError) else {}
 
 
 def _one_line(error: Exception) -> str:
-    """A death says first what happened, then its last output; a traceback says it at its end."""
+    """Return the line that names the problem: the first one of a death, the last of a traceback."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0 if isinstance(error, ActorDiedError) else -1]
+    return lines[0 if _is_death(error) else -1]

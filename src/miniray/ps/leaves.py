@@ -58,11 +58,17 @@ PYTHON: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def describe(node: Any, path: str, who: str) -> Leaf:
+def describe(node: Any, path: str, who: str = "") -> Leaf:
+    """Return the leaf that describes ``node``. Raise ``TypeError`` if it can't be combined.
+
+    ``who`` names the owner of the weights in the error.
+    """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(node, torch.Tensor):
         if node.layout is not torch.strided or node.is_quantized:
-            raise TypeError(f"{who}: entry {path} is a {node.layout} tensor; only dense ones work")
+            raise TypeError(
+                f"{to_prefix(who)}entry {path} is a {node.layout} tensor; only dense ones work"
+            )
         sample = flatten_leaf(node)
         role, compute, _ = _role(sample, who, path)
         size, nbytes = len(sample), node.numel() * node.element_size()
@@ -82,8 +88,8 @@ def describe(node: Any, path: str, who: str) -> Leaf:
     if isinstance(node, float):
         return Leaf(path, REAL, "float", float, (), 1, 8, np.dtype(np.float64))
     raise TypeError(
-        f"{who}: entry {path} is a {type(node).__qualname__}; weights are torch tensors, numpy "
-        "arrays and numbers in lists, tuples and dicts"
+        f"{to_prefix(who)}entry {path} is a {type(node).__qualname__}; weights are torch "
+        "tensors, numpy arrays and numbers in lists, tuples and dicts"
     )
 
 
@@ -98,7 +104,12 @@ def _role(flat: Source, who: str, path: str) -> tuple[str, np.dtype[Any], int]:
         return REAL, np.dtype(np.float32) if dtype.itemsize < 4 else dtype.newbyteorder("="), 1
     if dtype.kind == "c":
         return REAL, np.dtype(f"f{dtype.itemsize // 2}"), 2
-    raise TypeError(f"{who}: entry {path} is an array of {dtype}; it must hold numbers")
+    raise TypeError(f"{to_prefix(who)}entry {path} is an array of {dtype}; it must hold numbers")
+
+
+def to_prefix(who: str) -> str:
+    """Return the start of a message about the weights of ``who``, empty if that isn't known."""
+    return f"{who}: " if who else ""
 
 
 def flatten_leaf(node: Any) -> Source:

@@ -35,6 +35,7 @@ from miniray.ps.leaves import (
     describe,
     flatten_leaf,
     read,
+    to_prefix,
     write,
 )
 
@@ -42,21 +43,22 @@ from miniray.ps.leaves import (
 class Layout:
     """The structure of some weights: where each leaf is, its shape and its type.
 
-    Raises ``TypeError`` naming the entry when there is something that cannot be combined.
+    Raises ``TypeError`` if an entry can't be combined, and ``ValueError`` if there are no entries.
+    The message starts with ``who``, the owner of the weights, unless it is empty.
     """
 
-    def __init__(self, weights: Any, who: str = "weights") -> None:
+    def __init__(self, weights: Any, who: str = "") -> None:
         self.leaves: list[Leaf] = []
         if not isinstance(weights, (list, tuple, dict)):
             raise TypeError(
-                f"{who}: weights must be a list, tuple or dict of arrays, tensors and numbers, "
-                f"not {type(weights).__name__}"
+                f"{to_prefix(who)}weights must be a list, tuple or dict of arrays, tensors and "
+                f"numbers, not {type(weights).__name__}"
                 + ("; return its state_dict()" if hasattr(weights, "state_dict") else "")
             )
         self.skeleton = self._describe(weights, "", who)
         self.nbytes = sum(leaf.nbytes for leaf in self.leaves)
         if not self.leaves:
-            raise ValueError(f"{who}: weights are empty")
+            raise ValueError(f"{to_prefix(who)}weights are empty")
 
     def _describe(self, node: Any, path: str, who: str) -> Any:
         if isinstance(node, dict):

@@ -53,10 +53,10 @@ def look_back(
                 rollouts.put("ref_logp", batch, run_policy(reference, batch, False)[0])
 
 
-def drop_bad(rollouts: Rollouts, on_error: str, where: str, metrics: Metrics) -> None:
-    """Leave out and count sequences whose log-probs or values are NaN or infinite.
+def drop_bad(rollouts: Rollouts, on_error: str, worker: int, step: int, metrics: Metrics) -> None:
+    """Drop and count sequences that have log-probs or values with NaN or infinity.
 
-    Raises ``NonFiniteError`` with the first of them unless ``on_error`` is ``"skip"``.
+    Raise ``NonFiniteError`` with the first sequence unless ``on_error`` is ``"skip"``.
     """
     bad = torch.zeros(len(rollouts), dtype=torch.bool)
     for name in ("old_logp", "values", "ref_logp"):
@@ -65,9 +65,12 @@ def drop_bad(rollouts: Rollouts, on_error: str, where: str, metrics: Metrics) ->
     if bool(bad.any()) and on_error != "skip":
         at = int(torch.nonzero(bad)[0, 0])
         raise NonFiniteError(
-            f"{where}: log-probs or values are NaN or infinite for "
+            f"worker {worker}, step {step}: log-probs or values are NaN or infinite for "
             f"{int(bad.sum())} of {len(bad)} sequences\n"
-            f"  first: sequence {int(rollouts.ids[at])}, row: {brief(rollouts.rows[at])}"
+            f"  first: sequence {int(rollouts.ids[at])}, row: {brief(rollouts.rows[at])}",
+            (worker,),
+            worker=worker,
+            step=step,
         )
     metrics.total("skipped_nonfinite", int(bad.sum()))
     rollouts.keep(~bad)

@@ -181,22 +181,23 @@ class Updater:
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm))
         if not math.isfinite(norm):  # on every worker alike: they have the same gradients
             if not self._skip:
-                raise NonFiniteError(f"{where}: {self._whose(loss)}; the weights are as before")
+                raise self._create_error(loss, where)
             return False
         metrics.add("grad_norm", norm)
         self.optimizer.step()
         return True
 
-    def _whose(self, loss: float) -> str:
-        """Which workers the NaN came from; called by all of them."""
+    def _create_error(self, loss: float, where: str) -> NonFiniteError:
+        """Return the error that names the workers with a NaN. A collective: all must call it."""
         rank = self.collective.rank
         flags = torch.zeros(max(rank + 1, self.collective.size))  # one alone may be of any rank
         flags[rank] = not math.isfinite(loss)
         bad = torch.nonzero(self.collective.sum(flags, "flags"))[:, 0].tolist()
-        if not bad:
-            return "the gradient is not finite, though the loss is on every worker"
-        who = ", ".join(map(str, bad))
-        return f"the loss is not finite on worker{'s' if len(bad) > 1 else ''} {who}"
+        problem = "the gradient is not finite, though the loss is on every worker"
+        if bad:
+            who = ", ".join(map(str, bad))
+            problem = f"the loss is not finite on worker{'s' if len(bad) > 1 else ''} {who}"
+        return NonFiniteError(f"{where}: {problem}; the weights are as before", tuple(bad))
 
 
 def run_policy(
@@ -236,7 +237,8 @@ def check_finite(
         if bad:
             raise NonFiniteError(
                 f"worker {worker}, {where}: {name}() gave NaN or infinity for {len(bad)} of "
-                f"{len(batch.rows)} sequences\n  first row: {brief(batch.rows[bad[0]])}"
+                f"{len(batch.rows)} sequences\n  first row: {brief(batch.rows[bad[0]])}",
+                (worker,),
             )
 
 

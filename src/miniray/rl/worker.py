@@ -195,8 +195,7 @@ class RLWorker(Worker):
             self.config.micro_batch_tokens, device=self.device, temperature=self._temperature()
         )
         look_back(rollouts, batches, self.setup, self.policy, self.reference, self._precision)
-        where = f"worker {self.rank}, step {step}"
-        drop_bad(rollouts, self.setup.on_error, where, metrics)
+        drop_bad(rollouts, self.setup.on_error, self.rank, step, metrics)
 
     def _advantages(self, rollouts: Rollouts, kl_coef: float, step: int, metrics: Metrics) -> None:
         add_advantages(rollouts, self.config, self.collective, kl_coef, step, metrics)

@@ -254,7 +254,9 @@ class CheckpointStore:
         try:
             state = read_checkpoint(checkpoint, allow_pickle=self.allow_pickle)
         except CheckpointError as error:
-            raise CheckpointError(f"{checkpoint.path}: {error}", entry=error.entry) from None
+            raise CheckpointError(
+                f"{checkpoint.path}: {error}", entry=error.entry, epoch=checkpoint.epoch
+            ) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"checkpoint {checkpoint.path} is damaged: {error}{self._intact()}",

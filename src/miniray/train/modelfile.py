@@ -58,7 +58,8 @@ def load_model(path: str | os.PathLike[str]) -> Any:
             return {name: file.numpy(name) for name in file.names}
     except ImportError as error:
         raise CheckpointError(
-            f"model file {path} has tensors of torch, which is not installed: pip install torch"
+            f"model file {path} has tensors of torch, which is not installed: pip install torch",
+            entry=str(path),
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         text = f"model file {path} cannot be read: {error}"

@@ -33,17 +33,16 @@ from miniray.train.workers import LostAgainError, WorkerGroup, is_loss, located
 
 
 def begin_with(group: WorkerGroup, server: Any) -> Any:
-    """Give the server worker 0's weights; returns a ref to them.
+    """Set the server's weights to those of worker 0, and return a ref to them.
 
-    ``TypeError`` or ``ValueError`` where they are nothing that can be combined.
+    Raise ``TypeError`` or ``ValueError`` if they can't be combined.
     """
     weights = group.ref_of(0, "get_weights")
     try:
         miniray.get(server.set_weights.remote(weights))
-    except (TypeError, ValueError) as error:  # it says what they are, not whose
+    except (TypeError, ValueError) as error:  # the server doesn't know the owner of the weights
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        what = str(getattr(error, "cause", error)).removeprefix("weights: ")
-        raise kind(f"worker 0, get_weights(): {what}") from None
+        raise kind(f"worker 0, get_weights(): {getattr(error, 'cause', error)}") from None
     return weights
 
 

@@ -28,7 +28,6 @@ T = TypeVar("T")
 _TABLE: tuple[tuple[type[Exception], type[errors.MinirayError]], ...] = (
     (ray.exceptions.GetTimeoutError, errors.GetTimeoutError),
     (ray.exceptions.TaskCancelledError, errors.TaskCancelledError),
-    (ray.exceptions.RayActorError, errors.ActorDiedError),
     (ray.exceptions.ActorUnschedulableError, errors.ActorUnschedulableError),
     (ray.exceptions.TaskUnschedulableError, errors.ActorUnschedulableError),
     (ray.exceptions.WorkerCrashedError, errors.WorkerCrashedError),
@@ -40,7 +39,11 @@ _TABLE: tuple[tuple[type[Exception], type[errors.MinirayError]], ...] = (
     (ray.exceptions.ObjectLostError, errors.ObjectLostError),
 )
 _PROCESS = re.compile(r"ray::([\w.<>]+)")
-_PID = re.compile(r"\(pid=(\d+)")
+# Ray's exceptions have no attributes for these. An error in user code shows "(pid=1, ip=192.0.2.1",
+# the end of an actor has them on separate lines.
+_PID = re.compile(r"(?:\(pid=|^\tpid: )(\d+)", re.MULTILINE)
+_ADDRESS = re.compile(r"(?:, ip=|^\tip: )([^\s,)]+)", re.MULTILINE)
+_EXIT_CODE = re.compile(r"Worker exits with an exit code (\d+)")
 
 
 class RayRef(ObjectRef[T]):
@@ -211,16 +214,34 @@ def translate(error: Exception) -> Exception:
     if not isinstance(error, ray.exceptions.RayError):
         return error
     text = str(error).strip() or type(error).__name__
-    if isinstance(error, ray.exceptions.RayActorError) and INIT_FAILED in text:
-        # Between Ray's own preamble and the end is the traceback as the worker formatted it.
-        raised = text.partition(INIT_FAILED)[2].strip()
-        return errors.ActorDiedError(f"the actor's __init__ raised: {raised}", in_init=True)
+    if isinstance(error, ray.exceptions.RayActorError):
+        return _create_death_error(error, text)
     if isinstance(error, ValueError):  # a name that is taken
         return ValueError(text)
     for ray_type, own_type in _TABLE:
         if isinstance(error, ray_type):
             return own_type(text)
     return errors.MinirayError(f"{type(error).__name__}: {text}")
+
+
+def _create_death_error(error: ray.exceptions.RayActorError, text: str) -> errors.ActorDiedError:
+    """Return the error for an actor that died or can't be reached.
+
+    Ray doesn't know the signal that ended a process, and the exit code only if Python exited.
+    """
+    pid, address = _PID.search(text), _ADDRESS.search(text)
+    in_init = bool(error.actor_init_failed)
+    exit_code = None if in_init else _EXIT_CODE.search(text)
+    if in_init and INIT_FAILED in text:
+        # The traceback as the worker formatted it follows Ray's own preamble.
+        text = f"the actor's __init__ raised: {text.partition(INIT_FAILED)[2].strip()}"
+    return errors.ActorDiedError(
+        text,
+        pid=int(pid[1]) if pid else None,
+        host=address[1] if address else None,
+        exit_code=int(exit_code[1]) if exit_code else None,
+        in_init=in_init,
+    )
 
 
 def _task_error(error: ray.exceptions.RayTaskError) -> Exception:

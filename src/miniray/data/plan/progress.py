@@ -74,14 +74,18 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             if state.get(key) != first.get(key):
                 raise DataError(
                     f"Cannot merge states of different runs: {key} is {first.get(key)!r} on rank"
-                    f" {first.get('rank')} and {state.get(key)!r} on rank {state.get('rank')}."
+                    f" {first.get('rank')} and {state.get(key)!r} on rank {state.get('rank')}.",
+                    rank=state.get("rank"),
                 )
     by_rank: dict[int, Any] = {}
     for state in states:
         if state["rank"] is None:
             raise DataError("Cannot merge a state that is the result of merge_states.")
         if state["taken"] != by_rank.setdefault(int(state["rank"]), state["taken"]):
-            raise DataError(f"Two states of rank {state['rank']} differ. Pass one per rank.")
+            raise DataError(
+                f"Two states of rank {state['rank']} differ. Pass one per rank.",
+                rank=state["rank"],
+            )
     missing = sorted(set(range(world_size)) - set(by_rank))
     if missing:
         raise DataError(
@@ -129,7 +133,8 @@ def check_single_state(state: Mapping[str, Any]) -> None:
         raise DataError(
             f"The state of rank {state['rank']} isn't valid for the other"
             f" {state['world_size'] - 1} ranks, which take different numbers of rows. Keep the"
-            " states of all ranks and load merge_states([...])."
+            " states of all ranks and load merge_states([...]).",
+            rank=state["rank"],
         )
 
 

@@ -64,7 +64,7 @@ class FileList:
             found = sorted(self._within(item))
             if not found:
                 kinds = " or ".join(f"*{s}" for s in self._suffixes)
-                raise DataError(f"Directory {item} contains no {kinds} files.")
+                raise DataError(f"Directory {item} contains no {kinds} files.", item)
             return found
         if glob.has_magic(item) and not os.path.exists(item):
             found = sorted(p for p in glob.glob(item, recursive=True) if os.path.isfile(p))
@@ -72,7 +72,7 @@ class FileList:
                 raise DataError(f"No file matches {item}.")
             return found
         if not os.path.exists(item):
-            raise DataError(f"File {item} doesn't exist.")
+            raise DataError(f"File {item} doesn't exist.", item)
         return [item]
 
     def _within(self, folder: str) -> Iterable[str]:

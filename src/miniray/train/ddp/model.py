@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from miniray.errors import WeightsMismatchError
 from miniray.train.torch_private import PinnedDDP
 
 
@@ -75,15 +76,20 @@ def signature(module: Any) -> list[tuple[str, tuple[int, ...], str]]:
     ]
 
 
-def compare_signatures(signatures: list[Any]) -> str | None:
-    """What is wrong where ranks have different models; None where all have the same."""
+def check_signatures(signatures: list[Any]) -> None:
+    """Raise ``WeightsMismatchError`` if the models of the ranks differ."""
     first = signatures[0]
     for rank, other in enumerate(signatures):
         if other == first:
             continue
         if len(other) != len(first):
-            return f"rank {rank} has {len(other)} parameters, rank 0 has {len(first)}"
-        mine, theirs = next((a, b) for a, b in zip(first, other, strict=True) if a != b)
-        shown = [f"{name} {list(shape)} {dtype}" for name, shape, dtype in (theirs, mine)]
-        return f"rank {rank} has {shown[0]} where rank 0 has {shown[1]}"
-    return None
+            entry = None
+            problem = f"rank {rank} has {len(other)} parameters, rank 0 has {len(first)}"
+        else:
+            mine, theirs = next((a, b) for a, b in zip(first, other, strict=True) if a != b)
+            entry = theirs[0]
+            shown = [f"{name} {list(shape)} {dtype}" for name, shape, dtype in (theirs, mine)]
+            problem = f"rank {rank} has {shown[0]} where rank 0 has {shown[1]}"
+        raise WeightsMismatchError(
+            f"the workers' models differ: {problem}", rank=rank, worker=rank, entry=entry
+        )

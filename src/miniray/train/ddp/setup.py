@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miniray.checks import check_choice
-from miniray.errors import WeightsMismatchError
 from miniray.train.ranks.options import RunFacts
 from miniray.train.workers import WorkerGroup
 
@@ -106,17 +105,15 @@ def check_val_loader(facts: Sequence[dict[str, Any]], eval_interval: int) -> Non
 
 
 def agree(facts: Sequence[dict[str, Any]], settings: RankSettings) -> list[int] | None:
-    """Compare what the ranks say of themselves; how many batches each brings, where that counts.
+    """Check that the ranks can train together, and return the batches per rank if they matter.
 
-    Raises ``WeightsMismatchError`` where their models differ and ``ValueError`` where devices or
-    numbers of batches do, in a way that cannot be trained.
+    Raise ``WeightsMismatchError`` if their models differ, and ``ValueError`` if their devices or
+    numbers of batches differ in a way that can't be trained.
     """
-    from miniray.train.ddp.model import compare_signatures
+    from miniray.train.ddp.model import check_signatures
     from miniray.train.ranks.plan import counted_windows
 
-    problem = compare_signatures([fact["models"] for fact in facts])
-    if problem is not None:
-        raise WeightsMismatchError(f"the workers' models differ: {problem}")
+    check_signatures([fact["models"] for fact in facts])
     kinds = [fact["device"] for fact in facts]
     if len(set(kinds)) > 1:
         shown = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
