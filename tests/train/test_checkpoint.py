@@ -264,11 +264,12 @@ def test_leftovers_of_the_dead_are_removed_and_of_the_living_kept(tmp_path):
 
 
 def test_pickled_parts_are_not_read_without_consent(tmp_path):
-    path = CheckpointStore(tmp_path, allow_pickle=True).save(0, {"x": range(3)})
+    path = CheckpointStore(tmp_path, allow_pickle=True).save(4, {"x": range(3)})
     assert (path / "pickled-objects.safetensors").exists()
-    with pytest.raises(CheckpointError, match="x was stored with pickle"):
+    with pytest.raises(CheckpointError, match="x was stored with pickle") as caught:
         CheckpointStore(tmp_path).load()
-    assert CheckpointStore(tmp_path, allow_pickle=True).load() == (0, {"x": range(3)})
+    assert (caught.value.entry, caught.value.epoch) == ("x", 4)
+    assert CheckpointStore(tmp_path, allow_pickle=True).load() == (4, {"x": range(3)})
 
 
 # -- in the background -----------------------------------------------------------------------------

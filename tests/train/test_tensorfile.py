@@ -173,6 +173,7 @@ for name in ("bf16", "list"):
     try:
         load_model(f"{name}.safetensors")
     except CheckpointError as error:
+        assert error.entry == f"{name}.safetensors"
         print(error)
 """
 
