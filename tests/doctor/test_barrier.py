@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 
@@ -98,12 +99,12 @@ def test_a_missing_rank_is_named_on_every_rank_with_its_place(ranks, tmp_path):
         error = told(tmp_path, rank)
         found = (error["name"], error["missing"], error["rank"])
         assert found == ("before-iteration", [1], rank)
-        assert "1 of 3 ranks is missing" in error["text"]
+        assert "1 of 3 ranks" in error["text"]
         assert "reading_a_file" in error["text"]  # from its stack
         assert "prepare_data" in error["text"]
         assert "test_barrier.py" in error["text"]
-        assert f"the whole diagnosis: {tmp_path}/doctor.txt" in error["text"]
-    assert "rank 0 gave up" in told(tmp_path, 2)["text"]
+        assert f"{tmp_path}/doctor.txt" in error["text"]
+    assert "rank 0" in told(tmp_path, 2)["text"]
     assert "rank 1" in (tmp_path / "doctor.txt").read_text()
     record = read_run(tmp_path).ranks[0]
     assert record.barrier.failed
@@ -117,7 +118,7 @@ def test_another_name_is_said_at_once_on_both_sides(ranks, tmp_path):
     first, second = told(tmp_path, 0), told(tmp_path, 1)
     assert (first["name"], first["missing"]) == ("validate", [1])
     assert (second["name"], second["missing"]) == ("checkpoint", [0])
-    assert "is at barrier 'checkpoint'" in first["text"] + second["text"]
+    assert "barrier 'checkpoint'" in first["text"] + second["text"]
 
 
 def test_a_rank_that_ended_is_said_at_once_with_why(ranks, tmp_path):
@@ -131,8 +132,7 @@ def test_a_rank_that_ended_is_said_at_once_with_why(ranks, tmp_path):
     assert ranks.wait() == [0]
     error = told(tmp_path, 0)
     assert error["missing"] == [1]
-    assert "rank 1 has ended" in error["text"]
-    assert "ValueError: bad row 7" in error["text"]
+    assert re.search(r"rank 1\b.*\bended\b.*ValueError: bad row 7", error["text"], re.DOTALL)
 
 
 def test_a_killed_rank_is_noticed_while_waiting(ranks, tmp_path):
@@ -161,8 +161,8 @@ def test_a_stopped_rank_and_one_that_never_started_are_told_apart(ranks, tmp_pat
     wait_until(lambda: (tmp_path / "0.json").exists())
     error = told(tmp_path, 0)
     assert error["missing"] == [1, 2]
-    assert "stopped by a signal" in error["text"]
-    assert "rank 2: never started" in error["text"]
+    assert re.search(r"rank 1\b.*\bstopped\b", error["text"])
+    assert re.search(r"rank 2\b.*\bstarted\b", error["text"])
 
 
 def test_who_comes_after_the_others_gave_up_raises_too(ranks, tmp_path):
@@ -171,7 +171,9 @@ def test_who_comes_after_the_others_gave_up_raises_too(ranks, tmp_path):
     # Its process is gone by now, but that it came and gave up is in its box.
     ranks.start(attempt, tmp_path, 1, 2, ["start"])
     assert ranks.wait() == [0]
-    assert "rank 0 gave up" in told(tmp_path, 1)["text"]
+    error = told(tmp_path, 1)
+    assert (error["name"], error["missing"]) == ("start", [])
+    assert "rank 0" in error["text"]
 
 
 def test_misuse_is_refused(tmp_path):

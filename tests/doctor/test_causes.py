@@ -2,6 +2,7 @@
 
 import dataclasses
 import queue
+import re
 import subprocess
 import threading
 from pathlib import Path
@@ -122,8 +123,9 @@ def test_what_a_blocked_rank_waits_for(called, sleeps_in, what):
     asleep = calling(1, process=dataclasses.replace(ALIVE, sleeps_in=sleeps_in))
     diagnosis = examine(run(calling(0, call(0, is_open=True)), asleep), None, {1: shown})
     finding = diagnosis.findings[0]
-    assert finding.cause.startswith(f"It waits for {what}, and that is no collective")
-    assert finding.evidence[-1] == "rank 1: a thread is at train.py:7 in upload"
+    assert finding.ranks == (1,)
+    assert what in finding.cause
+    assert re.match(r"rank 1\b.* train\.py:7 in upload$", finding.evidence[-1])
 
 
 def test_the_kernel_tells_what_a_process_sleeps_in():

@@ -1,6 +1,7 @@
 """The doctor's reasoning on records made by hand: who waits for whom, and who is to blame."""
 
 import dataclasses
+import re
 import socket
 import subprocess
 import threading
@@ -783,7 +784,7 @@ def test_a_box_that_cannot_be_read_is_not_a_rank_that_never_started():
     waiting = calling(0, call(0, is_open=True))
     damaged = dataclasses.replace(run(waiting, world=2), damaged={"ranks/1.box": "cut short"})
     shown = examine(damaged).text()
-    assert "could not be read: ranks/1.box: cut short" in shown
+    assert "ranks/1.box: cut short" in shown
     assert "[Rank 1/2]" not in shown
 
 
@@ -956,20 +957,23 @@ def test_ranks_that_went_down_with_their_driver_are_not_blamed():
     with subprocess.Popen(["true"]) as process:
         process.wait()
     finding = top(*gone, **HERE, pid=process.pid)
-    assert finding.title == f"the driver (pid {process.pid}) is gone, and nobody saw it end"
+    assert re.search(rf"\bdriver \(pid {process.pid}\)", finding.title)
     assert finding.ranks == ()
     # Ranks that finished do not need it any more.
     done = [rank(number, exit=FINISHED, process=GONE) for number in range(2)]
     healthy(*done, **HERE, pid=process.pid)
     # Where the run has no driver but rank 0, that rank is the one that is gone.
     driving = dataclasses.replace(gone[0], pid=process.pid)
-    assert "rank 0 is gone" in top(driving, gone[1], **HERE, pid=process.pid).title
+    finding = top(driving, gone[1], **HERE, pid=process.pid)
+    assert finding.ranks == (0,)
+    assert "driver" not in finding.title
 
 
 def test_a_run_that_was_interrupted_is_said_to_be():
     stopped = [rank(number, exit=BY_DRIVER, process=GONE) for number in range(2)]
-    verdict = healthy(*stopped, state="interrupted").verdict
-    assert verdict == "HEALTHY: 2 ranks at step 10 when the run was interrupted"
+    diagnosis = healthy(*stopped, state="interrupted")
+    assert diagnosis.case.interrupted
+    assert re.match(r"HEALTHY: 2 ranks at step 10\b.*\binterrupted$", diagnosis.verdict)
 
 
 @pytest.mark.parametrize(("waited", "is_found"), [(0.5, False), (300.0, True)])
@@ -986,19 +990,19 @@ def test_ranks_that_wait_when_somebody_ends_the_run_are_stuck_only_after_the_lim
         assert found.verdict.startswith("STUCK" if is_found else "HEALTHY"), found.verdict
 
 
-def test_workers_without_torch_are_known_by_their_epochs():
+def test_workers_without_torch_are_known_by_their_epochs(golden):
     plain = {"step": 0, "batch_size": 0, "batches": 0, "samples": 0, "loss": None}
     done = [
         rank(n, epoch=5, phase=Phase("start", at(1), NOW), exit=FINISHED, process=GONE, **plain)
         for n in range(2)
     ]
     shown = examine(run(*done)).text()
-    assert shown.splitlines()[0] == "HEALTHY: 2 ranks finished at epoch 5"
-    assert "[Rank 1/2] Epoch 5 finished 100 MB" in shown
+    golden("diagnose/workers_without_torch_are_known_by_their_epochs.txt", shown + "\n")
     assert "Step" not in shown
     going = [rank(n, epoch=5, phase=Phase("start", at(1), NOW), **plain) for n in range(2)]
     (first, _) = examine(run(*going)).case
     assert first.state == "running"  # not "starting": five epochs are behind it
-    assert first.doing().startswith("is between two calls of its trainer")
+    assert "trainer" in first.doing()
     (fresh, _) = examine(run(*(dataclasses.replace(r, epoch=-1) for r in going))).case
-    assert (fresh.state, fresh.doing()[:24]) == ("starting", "is before its first step")
+    assert fresh.state == "starting"
+    assert "trainer" not in fresh.doing()

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from miniray.doctor import recorder
+from miniray.doctor.diagnose import diagnose
 from miniray.doctor.launch_options import Options, master_port
 from miniray.doctor.launch_ranks import Rank as LaunchedRank
 from miniray.doctor.launch_ranks import Ranks as LaunchedRanks
@@ -182,12 +183,16 @@ time.sleep(500)
         "--nproc", "2", "--hang-timeout", "2",
     )  # fmt: skip
     assert code == 1
-    assert "nothing has moved for" in errors
-    assert "rank 1" in (tmp_path / "run" / "doctor.txt").read_text()
-    all_gone([record.pid for record in read_run(tmp_path / "run")])
+    record = read_run(tmp_path / "run")
+    assert record.run["state"] == "failed"
+    assert f"[miniray run] {record.run['error']['message']}\n" in errors
+    (finding,) = json.loads((tmp_path / "run" / "doctor.json").read_text())["findings"]
+    assert (finding["severity"], finding["ranks"]) == ("stuck", [1])
+    assert finding["title"][:40] in (tmp_path / "run" / "doctor.txt").read_text()
+    all_gone([one.pid for one in record])
 
 
-def test_work_that_takes_long_is_no_hang(run):
+def test_work_that_takes_long_is_no_hang(run, golden):
     code, _, errors = run(
         """
 def prepare():
@@ -204,13 +209,11 @@ doctor.barrier("data is there", timeout=50)
     )  # fmt: skip
     assert code == 0, errors
     assert max(map(len, errors.splitlines())) <= 80
-    said = errors[errors.index("rank 0 is still working in prepare_data") :]
-    assert re.search(
-        r"in prepare_data \(train\.py:\d+ in prepare\), alive; rank 1 is waiting for \d+ s in "
-        r"barrier 'data is there' train\.py:\d+ "
-        r"stack of rank 0 \(innermost first\): train\.py:\d+ prepare train\.py:\d+ <module>",
-        re.sub(r"\s+", " ", said.replace("[miniray run]", "")),
-    )
+    text = re.sub(r"\s+", " ", errors.replace("[miniray run]", ""))
+    notice = re.search(r"rank 0 is .*?train\.py:\d+ <module>", text)[0]
+    # Both lines of the loop are work, and how long it took is up to the machine.
+    notice = re.sub(r"\b\d+ s\b", "N s", re.sub(r":\d+( in)? prepare", r":N\1 prepare", notice))
+    golden("launch/still_working.txt", notice + "\n")
 
 
 DOWNLOAD = """
@@ -268,14 +271,20 @@ def _raise_in(run_dir, error):
 def test_a_run_that_ends_well_and_was_wrong_says_so(run, tmp_path):
     code, _, errors = run('doctor.step(loss=float("nan"), batch_size=2)\n')
     assert code == 0
-    assert "[miniray run] WRONG: first non-finite loss: rank 0, step 1 (NaN)\n" in errors
+    diagnosis = diagnose(tmp_path / "run")
+    finding = diagnosis.findings[0]
+    assert (finding.code, finding.ranks, finding.step) == ("non-finite-loss", (0,), 1)
+    assert f"[miniray run] {diagnosis.verdict}\n" in errors
     assert "miniray doctor run\n" in errors
 
 
-def test_an_error_that_a_script_handles_by_leaving_is_why_it_left(run):
+def test_an_error_that_a_script_handles_by_leaving_is_why_it_left(run, tmp_path):
     code, _, errors = run('try: int("x")\nexcept ValueError: sys.exit(3)\n')
     assert code == 3
-    assert "FAILED: rank 0 raised ValueError: invalid literal for int()" in errors
+    finding = json.loads((tmp_path / "run" / "doctor.json").read_text())["findings"][0]
+    assert (finding["code"], finding["ranks"]) == ("exception", [0])
+    assert "ValueError" in finding["title"]
+    assert f"FAILED: {finding['title']}" in re.sub(r"\s+", " ", errors)
 
 
 def test_all_ranks_are_started_again_as_often_as_allowed(run, tmp_path):
@@ -290,7 +299,7 @@ doctor.barrier("all here")
         "--nproc", "2", "--max-restarts", "1",
     )  # fmt: skip
     assert code == 0, errors
-    assert "starting all ranks again (1 of 1 restarts)" in errors
+    assert re.search(r"\b1 of 1\b", errors)
     record = read_run(tmp_path / "run")
     assert [r.attempt for r in record] == [1, 1]
     assert record.run["state"] == "finished"
@@ -360,8 +369,7 @@ while time.monotonic() < until:
         "--hang-timeout", "1",
     )  # fmt: skip
     assert code == 0, errors
-    said = r"nothing has moved for \d+ s, yet no rank is stuck: going on\n.* \(HEALTHY"
-    assert re.search(said, errors)
+    assert re.search(r"\b\d+ s\b.*\n.*\(HEALTHY", errors)
 
 
 def test_nobody_gets_the_port_before_rank_0(run):
@@ -422,30 +430,28 @@ def test_a_taken_port_is_replaced_and_a_module_can_be_run(tmp_path):
             timeout=50,
         )
     assert done.returncode == 0, done.stderr
-    assert f"port {port} is taken, using" in done.stderr
     assert done.stdout.startswith("[Rank 0/1] __main__ ['x'] ")
-    assert port not in done.stdout
+    used = done.stdout.split()[-1]
+    assert used != port
+    assert re.search(rf"\b{port}\b.*\b{used}\b", done.stderr)
     (folder,) = Path(tmp_path, "runs").iterdir()
     assert read_run(folder).ranks[0].exit.kind == "finished"
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("name", "options"),
     [
-        (["nowhere.py"], "there is no script nowhere.py"),
-        (["--nproc", "0", "x.py"], "0 is not in the range"),
-        (["--nnodes", "2", "x.py"], "several nodes need one --master-addr and --master-port"),
-        (["--hang-timeout", "0", "x.py"], "more than 0 seconds"),
-        (["--hang-timeout", "nan", "x.py"], "more than 0 seconds"),
-        (["--nnodes", "2", "--node-rank", "2", "x.py"], "--node-rank must be between 0 and 1"),
-        (
-            ["--nnodes", "2", "--node-rank", "1", "--master-port", "29500", "x.py"],
-            "machine 1 needs MINIRAY_RUN_TOKEN in its environment",
-        ),
+        ("script", ["nowhere.py"]),
+        ("nproc", ["--nproc", "0", "x.py"]),
+        ("master", ["--nnodes", "2", "x.py"]),
+        ("hang_timeout", ["--hang-timeout", "0", "x.py"]),
+        ("hang_timeout_nan", ["--hang-timeout", "nan", "x.py"]),
+        ("node_rank", ["--nnodes", "2", "--node-rank", "2", "x.py"]),
+        ("token", ["--nnodes", "2", "--node-rank", "1", "--master-port", "29500", "x.py"]),
     ],
 )
 def test_bad_options_are_refused_before_anything_starts(
-    tmp_path, options, said, monkeypatch, capsys
+    tmp_path, name, options, monkeypatch, capsys, golden
 ):
     from miniray import cli
 
@@ -454,7 +460,7 @@ def test_bad_options_are_refused_before_anything_starts(
     with pytest.raises(SystemExit) as stop:
         cli.main(["run", *options])
     assert stop.value.code != 0
-    assert said in capsys.readouterr().err
+    golden(f"launch/{name}.txt", capsys.readouterr().err)
     assert not (tmp_path / "runs").exists()
 
 
@@ -524,7 +530,7 @@ doctor.barrier("start", timeout=300)
     assert "rank 1" in said
     assert ("stuck_here" if "sleep" in how else "bad row 7") in said
     assert not (tmp_path / "run-1" / "doctor.txt").exists()
-    assert "the diagnosis is with the launcher of machine 0" in errors_1
+    assert "machine 0" in errors_1
 
 
 def test_a_directory_that_holds_a_run_is_refused(run, tmp_path):
@@ -532,4 +538,7 @@ def test_a_directory_that_holds_a_run_is_refused(run, tmp_path):
     (tmp_path / "run" / "ranks" / "0.box").touch()
     code, _, errors = run("", "--nproc", "1")
     assert code == 1
-    assert "already holds a run" in errors
+    assert str(tmp_path / "run") in errors
+    assert "Traceback" not in errors
+    assert [path.name for path in (tmp_path / "run").rglob("*.box")] == ["0.box"]
+    assert not (tmp_path / "run" / "run.json").exists()

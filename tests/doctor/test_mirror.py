@@ -86,10 +86,9 @@ def test_who_knows_the_token_is_let_in_and_its_box_is_kept(meeting, box):
 
 def test_another_token_is_refused_on_both_sides_and_nothing_is_written(meeting, tmp_path):
     other = meeting.machine(1, tmp_path / "other", "another token altogether")
-    with pytest.raises(MinirayError, match="MINIRAY_RUN_TOKEN is not the one of machine 0"):
+    with pytest.raises(MinirayError, match=r"MINIRAY_RUN_TOKEN .* machine 0"):
         other.meet(OURS)
-    refused = "refused a connection from 127.0.0.1: it does not know the run's token"
-    wait_until(lambda: refused in meeting.said)
+    wait_until(lambda: any("127.0.0.1" in line and "token" in line for line in meeting.said))
     assert meeting.written() == []
     assert meeting.agreed is None  # it waits on, for the right one
 
@@ -114,7 +113,7 @@ def test_a_proof_cannot_be_sent_back_to_whoever_made_it():
 
         thread = threading.Thread(target=repeat, daemon=True)
         thread.start()
-        with pytest.raises(MinirayError, match="not machine 0 of this run"):
+        with pytest.raises(MinirayError, match=r"machine 0 .* token"):
             mirror_wire.join(ours, TOKEN, OURS)
         thread.join(30)
 

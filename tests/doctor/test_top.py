@@ -9,6 +9,7 @@ import pytest
 
 from miniray.cli.top import frame
 from miniray.doctor import recorder
+from miniray.doctor.diagnose import examine
 from tests.doctor.helpers import Ranks, wait_until
 from tests.doctor.records import call, calling, rank, run
 
@@ -34,8 +35,10 @@ def test_a_frame_has_the_verdict_and_a_line_a_rank():
 
 
 def test_a_hang_is_seen_in_it():
-    text = shown(run(calling(0, call(0, is_open=True)), calling(1)))
-    assert text.startswith("STUCK: rank 1 is blocked")
+    record = run(calling(0, call(0, is_open=True)), calling(1))
+    diagnosis = examine(record)
+    assert (diagnosis.findings[0].code, diagnosis.findings[0].ranks) == ("blocked", (1,))
+    assert shown(record).replace("\n  ", " ").startswith(diagnosis.verdict)
 
 
 def train(run_dir):
