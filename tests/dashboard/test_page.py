@@ -387,6 +387,7 @@ def test_page_reports_lost_connection(root, client, context):
         )  # with its own token
         server.start()
         page.wait_for_selector("#connection:has-text('restarted')")
+        assert page.locator(".connection.lost").count() == 1
     finally:
         server.close()
         page.close()
