@@ -28,7 +28,7 @@ from policy import ANSWER_TOKENS, SIZES, PlacePolicy
 from miniray.limits import cpu_count
 from miniray.rl import GRPOConfig, GRPOTrainer, KLPenalty, PPOConfig, PPOTrainer, Sampling, pool
 from miniray.train import Checkpoint
-from miniray.train.progress import Steps
+from miniray.train.run.progress import Steps
 
 EVALUATIONS = 10  # in a run
 

@@ -227,8 +227,8 @@ def test_dictionaries_are_decoded_in_small_steps(tmp_path):
 
 def test_trainers_build_the_copy_before_training(parquet_folder):
     """Not at the first batch, when the other ranks wait at a barrier."""
-    data = pytest.importorskip("miniray.train.ranks.data")
-    from miniray.train.dealing import _Dealt
+    data = pytest.importorskip("miniray.train.lockstep.data")
+    from miniray.train.workers.data import _Dealt
 
     class Worker(_Dealt):
         def load_data_shard(self, shard_id, num_shards, data):

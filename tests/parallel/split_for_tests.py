@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from miniray.train.parallel.layers import seeded
+from miniray.train.parallel.plan.layers import seeded
 
 SEED = 3
 #: Of losses and weights, after 20 steps of Adam in float32. Sums over microbatches and shards are

@@ -9,7 +9,7 @@ from miniray.train import ModelParallelTrainer, PipelineParallelTrainer
 
 torch = pytest.importorskip("torch")
 
-from miniray.train.parallel.layers import seeded  # noqa: E402
+from miniray.train.parallel.plan.layers import seeded  # noqa: E402
 from tests.parallel.split_for_tests import (  # noqa: E402
     PARTS,
     SEED,

@@ -12,22 +12,24 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from miniray.train import ModelParallelTrainer, PipelineParallelTrainer  # noqa: E402
-from miniray.train.parallel import planning, tensor, timeline  # noqa: E402
-from miniray.train.parallel.job import (  # noqa: E402
+from miniray.train.parallel import timeline  # noqa: E402
+from miniray.train.parallel.plan import tensor_plan as tensor  # noqa: E402
+from miniray.train.parallel.plan.job import (  # noqa: E402
     Job,
     Layout,
     Place,
 )
-from miniray.train.parallel.layers import read_layers  # noqa: E402
-from miniray.train.parallel.measure import LayerCost, SavedBytes, measure  # noqa: E402
-from miniray.train.parallel.plan import (  # noqa: E402
+from miniray.train.parallel.plan.layers import read_layers  # noqa: E402
+from miniray.train.parallel.plan.measure import LayerCost, SavedBytes, measure  # noqa: E402
+from miniray.train.parallel.plan.schedules import SCHEDULES, divisor_up_to  # noqa: E402
+from miniray.train.parallel.plan.stage_plan import (  # noqa: E402
     cut_evenly,
     even_out,
     plan_stages,
+    planning,
     stage_bounds,
 )
 from miniray.train.parallel.samples import Samples, make_loader  # noqa: E402
-from miniray.train.parallel.schedules import SCHEDULES, divisor_up_to  # noqa: E402
 from miniray.train.parallel.timeline import Span  # noqa: E402
 from tests.parallel.split_for_tests import (  # noqa: E402
     Transformer,

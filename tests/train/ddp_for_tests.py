@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import miniray
 from miniray.core.remote import ClassSpec
 from miniray.data import shard_indices
-from miniray.train.ddp.setup import RankSettings
+from miniray.train.ddp.checks import RankSettings
 from miniray.train.ddp.worker import rank_spec
-from miniray.train.group import GroupHost
+from miniray.train.lockstep.process_group import GroupHost
 
 SEED = 5
 

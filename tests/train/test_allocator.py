@@ -10,7 +10,7 @@ SCRIPT = """
 import resource
 import sys
 import numpy as np
-from miniray.train import launching
+from miniray.train.workers import process as launching
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

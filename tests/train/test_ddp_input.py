@@ -15,9 +15,9 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler  # noqa: E402
 
 from miniray.train.ddp.loop import read_output  # noqa: E402
-from miniray.train.ranks.calls import in_context  # noqa: E402
-from miniray.train.ranks.data import own_share, planned, set_epoch  # noqa: E402
-from miniray.train.torch_parts import Means, length, moved  # noqa: E402
+from miniray.train.lockstep.data import own_share, planned, set_epoch  # noqa: E402
+from miniray.train.lockstep.group import in_context  # noqa: E402
+from miniray.train.workers.torch_utils import Means, length, moved  # noqa: E402
 from tests.train.ddp_for_tests import Stepper, make_data  # noqa: E402
 
 

@@ -11,11 +11,11 @@ import pytest
 
 import miniray
 from miniray.errors import BarrierTimeoutError, WeightsMismatchError
-from miniray.train.ddp.setup import RankSettings, agree
-from miniray.train.group import GroupHost
-from miniray.train.ranks.calls import StepBar
-from miniray.train.ranks.pulse import Place, PulseThread, read_places, readable
-from miniray.train.ranks.worker import RankStream
+from miniray.train.ddp.checks import RankSettings, agree
+from miniray.train.lockstep.group import StepBar
+from miniray.train.lockstep.process_group import GroupHost
+from miniray.train.lockstep.rank import RankStream
+from miniray.train.lockstep.status import Place, PulseThread, read_places, readable
 
 torch = pytest.importorskip("torch")
 

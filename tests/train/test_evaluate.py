@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import miniray
 from miniray.train import DataParallelTrainer
-from miniray.train.evaluate import combine, cut
+from miniray.train.workers.evaluate import combine, cut
 from tests.train.workers_for_tests import Counter
 
 

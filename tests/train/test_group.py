@@ -5,7 +5,7 @@ import pytest
 import miniray
 from miniray.core.engine import Engine
 from miniray.errors import GroupError
-from miniray.train.group import GroupHost, find_interface, join, leave
+from miniray.train.lockstep.process_group import GroupHost, find_interface, join, leave
 
 torch = pytest.importorskip("torch")
 

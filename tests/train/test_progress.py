@@ -12,7 +12,7 @@ import threading
 import pytest
 import tqdm
 
-from miniray.train.progress import Progress, Steps, _bar_class, describe
+from miniray.train.run.progress import Progress, Steps, _bar_class, describe
 
 
 def lines(epochs, start=0, **options):
@@ -98,7 +98,7 @@ def on_terminal(code, stdout=False):
 
 def test_on_a_terminal_it_is_one_bar():
     text = on_terminal("""
-        from miniray.train.progress import Progress
+        from miniray.train.run.progress import Progress
         with Progress(2, 3) as progress:
             for epoch in range(2, 5):
                 progress.update(epoch, {"loss": 0.5})
@@ -115,7 +115,7 @@ def test_what_is_printed_goes_above_the_bar():
         """
         import os, sys
         import click
-        from miniray.train.progress import Progress, Steps
+        from miniray.train.run.progress import Progress, Steps
         before = sys.stdout, sys.stderr
         with Progress(0, 3) as progress:
             progress.update(0, {"loss": 0.5})
@@ -166,7 +166,7 @@ def test_a_bar_keeps_its_room_and_says_seconds_for_one():
 def test_the_bar_has_no_lock_of_other_processes_and_no_thread():
     text = on_terminal("""
         import sys, threading
-        from miniray.train.progress import Progress
+        from miniray.train.run.progress import Progress
         with Progress(0, 1) as progress:
             progress.update(0, {})
             kind = type(progress._bar)

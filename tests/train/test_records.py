@@ -12,7 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miniray.train.records import append_record, from_json, number, read_records, simplify, to_json
+from miniray.train.run.records import (
+    append_record,
+    from_json,
+    number,
+    read_records,
+    simplify,
+    to_json,
+)
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text()
@@ -126,7 +133,8 @@ def test_every_prefix_of_a_file_can_be_read(tmp_path, recwarn):
 def test_a_line_is_one_write(tmp_path):
     """Two processes that append at the same time do not mix their lines."""
     code = (
-        "import sys; from pathlib import Path; from miniray.train.records import append_record\n"
+        "import sys; from pathlib import Path\n"
+        "from miniray.train.run.records import append_record\n"
         "for i in range(300):\n"
         "    append_record(Path(sys.argv[1]), {'who': sys.argv[2], 'i': i, 'fill': 'x' * 200})"
     )

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from miniray.train import TrainResult
-from miniray.train.results import Best, better_direction
+from miniray.train.run.result import Best, better_direction
 
 HISTORY = [
     {"epoch": 0, "seconds": 1.0, "loss": 0.9, "accuracy": 0.1, "note": "first"},

@@ -18,7 +18,7 @@ from miniray.cli.runs import find_obstacle
 from miniray.doctor import runfile
 from miniray.errors import RunLockedError
 from miniray.train import BaseTrainer, RunDirectory
-from miniray.train.rundir import find_holder
+from miniray.train.run.directory import find_holder
 
 RESUME = """
 import sys
@@ -103,7 +103,7 @@ def test_error_message(golden):
         assert process.stdout.readline().split() == ["RunLockedError", "7", "node3"]
     finally:
         end(process)
-    from miniray.train.rundir import _locked
+    from miniray.train.run.directory import _locked
 
     golden("run_locked.txt", f"{_locked(run.path, {'pid': 7, 'host': 'node3'})}\n")
 

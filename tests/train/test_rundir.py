@@ -103,7 +103,7 @@ def test_run_json_says_what_ran():
 
 def test_versions_do_not_load_torch():
     code = (
-        "import sys; from miniray.train.rundir import RunDirectory\n"
+        "import sys; from miniray.train.run.directory import RunDirectory\n"
         "RunDirectory.open(name='x').write_run({})\n"
         "assert 'torch' not in sys.modules"
     )
@@ -161,7 +161,7 @@ def test_a_run_taken_up_again_remembers_its_attempts():
 def test_a_killed_run_reads_as_died_and_a_running_one_cannot_be_taken():
     code = """
         import sys
-        from miniray.train.rundir import RunDirectory
+        from miniray.train.run.directory import RunDirectory
         run = RunDirectory.open(name="x")
         run.write_run({})
         for epoch in range(3):

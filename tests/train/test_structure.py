@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from miniray.errors import CheckpointError
 from miniray.train import CheckpointStore, tensorfile
-from miniray.train.structure import Encoder, decode
+from miniray.train.run.encoding import Encoder, decode
 
 
 def through(value, **options):

@@ -4,7 +4,7 @@ import pytest
 
 import miniray
 from miniray.errors import SyncError, WorkerLostError
-from miniray.train.syncing import sync
+from miniray.train.workers.sync import sync
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from torch.utils.data import (
 
 import miniray
 from miniray.train import Checkpoint, DataParallelTrainer, LRSchedule, TorchWorker
-from miniray.train.torch_parts import shard
+from miniray.train.workers.torch_utils import shard
 
 
 class Line(TorchWorker):

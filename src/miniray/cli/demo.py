@@ -186,7 +186,7 @@ def pi(backend: str | None, name: str | None, runs_dir: Path, **config: int) -> 
     actor that adds up the counts. Prints a table and writes RUNS_DIR/NAME/report.html.
     """
     from miniray import demos
-    from miniray.train.rundir import RunDirectory
+    from miniray.train.run.directory import RunDirectory
 
     folder = RunDirectory.open(None, name, "monte-carlo", root=runs_dir)
     try:

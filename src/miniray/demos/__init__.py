@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import miniray
 from miniray.report import write_report
 from miniray.report.series import sample_evenly
-from miniray.train.progress import Steps
+from miniray.train.run.progress import Steps
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from miniray.train.rundir import RunDirectory
+    from miniray.train.run.directory import RunDirectory
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from miniray.checks import check_choice
 from miniray.rl.config import Algorithm, Sampling, above
 from miniray.rl.metrics import Quad
 from miniray.rl.sources import Row, Source, called_with, check_data
-from miniray.train.group import ProcessGroupSpec
+from miniray.train.lockstep.process_group import ProcessGroupSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

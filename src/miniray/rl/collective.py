@@ -29,7 +29,7 @@ class Alone:
 
 
 class Together:
-    """The process group that this worker has joined (``miniray.train.group``).
+    """The process group that this worker has joined (``miniray.train.lockstep.process_group``).
 
     gloo sums on the CPU and NCCL on the GPU; tensors that are elsewhere are copied there and back.
     """

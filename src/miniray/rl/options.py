@@ -8,12 +8,12 @@ from typing import Any
 
 from miniray.checks import check_options, get_options
 from miniray.rl.config import Algorithm, KLPenalty, Sampling
-from miniray.train.base import BaseTrainer
 from miniray.train.data_parallel import (
     DataParallelTrainer,
     check_trainer_options,
     find_strategies,
 )
+from miniray.train.trainer import BaseTrainer
 
 
 def get_hints(config: type[Algorithm]) -> Mapping[str, str]:

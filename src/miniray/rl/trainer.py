@@ -35,10 +35,10 @@ from miniray.rl.metrics import pool, record
 from miniray.rl.options import check_trainer_kwargs, get_hints
 from miniray.rl.resuming import Resumable
 from miniray.rl.sources import check_rows, steps_per_pass
-from miniray.train.base import BaseTrainer
-from miniray.train.results import TrainResult
-from miniray.train.saving import NO_WORKERS
-from miniray.train.workers import in_context
+from miniray.train.run.checkpointer import NO_WORKERS
+from miniray.train.run.result import TrainResult
+from miniray.train.trainer import BaseTrainer
+from miniray.train.workers.group import in_context
 
 #: Seconds after which a worker that is alive has answered, unless it is busy.
 _PATIENCE = 5.0

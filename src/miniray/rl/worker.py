@@ -32,7 +32,7 @@ from miniray.rl.policy import CausalLM, as_policy
 from miniray.rl.reward import Scorer
 from miniray.rl.sources import Row, held_out, make_source
 from miniray.rl.update import Updater
-from miniray.train import group
+from miniray.train.lockstep import process_group as group
 
 
 class RLWorker(Worker):

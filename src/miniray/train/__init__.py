@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 from miniray import lazy
 
 if TYPE_CHECKING:
-    from miniray.train.averaging import aggregate
-    from miniray.train.base import BaseTrainer
     from miniray.train.callbacks import (
         Callback,
         Checkpoint,
@@ -20,36 +18,38 @@ if TYPE_CHECKING:
         LRSchedule,
         TensorBoard,
     )
-    from miniray.train.checkpoint import CheckpointInfo, CheckpointStore
     from miniray.train.data_parallel import DataParallelTrainer
     from miniray.train.ddp import DDPTrainer
-    from miniray.train.modelfile import load_model, save_model
     from miniray.train.parallel.model import ModelParallelTrainer
     from miniray.train.parallel.pipeline import PipelineParallelTrainer
-    from miniray.train.results import TrainResult
-    from miniray.train.rundir import RunDirectory
+    from miniray.train.run.checkpoint_store import CheckpointInfo, CheckpointStore
+    from miniray.train.run.directory import RunDirectory
+    from miniray.train.run.modelfile import load_model, save_model
+    from miniray.train.run.result import TrainResult
     from miniray.train.torch_worker import TorchWorker
+    from miniray.train.trainer import BaseTrainer
+    from miniray.train.workers.aggregate import aggregate
 
 _WHERE = {
-    "BaseTrainer": ".base",
+    "BaseTrainer": ".trainer",
     "CSVLogger": ".callbacks",
     "Callback": ".callbacks",
     "Checkpoint": ".callbacks",
-    "CheckpointInfo": ".checkpoint",
-    "CheckpointStore": ".checkpoint",
+    "CheckpointInfo": ".run.checkpoint_store",
+    "CheckpointStore": ".run.checkpoint_store",
     "DDPTrainer": ".ddp",
     "DataParallelTrainer": ".data_parallel",
     "EarlyStopping": ".callbacks",
     "LRSchedule": ".callbacks",
     "ModelParallelTrainer": ".parallel.model",
     "PipelineParallelTrainer": ".parallel.pipeline",
-    "RunDirectory": ".rundir",
+    "RunDirectory": ".run.directory",
     "TensorBoard": ".callbacks",
     "TorchWorker": ".torch_worker",
-    "TrainResult": ".results",
-    "aggregate": ".averaging",
-    "load_model": ".modelfile",
-    "save_model": ".modelfile",
+    "TrainResult": ".run.result",
+    "aggregate": ".workers.aggregate",
+    "load_model": ".run.modelfile",
+    "save_model": ".run.modelfile",
 }
 
 __all__ = [

@@ -17,9 +17,9 @@ from typing import Any
 
 import miniray
 from miniray.checks import check_bool, check_int, suggest_options
-from miniray.train import records
-from miniray.train.arguments import warn
-from miniray.train.results import better_direction
+from miniray.train.options import warn
+from miniray.train.run import records
+from miniray.train.run.result import better_direction
 
 __all__ = ["CSVLogger", "Callback", "Checkpoint", "EarlyStopping", "LRSchedule", "TensorBoard"]
 

@@ -14,14 +14,14 @@ from miniray.errors import MinirayError
 from miniray.ps import Strategy, create_parameter_server
 from miniray.ps.create import check_parameter_server
 from miniray.ps.strategies.base import at_least, strategy_names, strategy_options
-from miniray.train.asynchronous import AsyncEpochs, check_mode
-from miniray.train.averaging import aggregate
-from miniray.train.base import BaseTrainer
-from miniray.train.dealing import Dealer, Shardable, dealt_spec
-from miniray.train.results import TrainResult
-from miniray.train.saving import NO_WORKERS
-from miniray.train.syncing import begin_with, sync
-from miniray.train.workers import REQUIRED_METHODS, end
+from miniray.train.run.checkpointer import NO_WORKERS
+from miniray.train.run.result import TrainResult
+from miniray.train.trainer import BaseTrainer
+from miniray.train.workers.aggregate import aggregate
+from miniray.train.workers.async_sync import AsyncEpochs, check_mode
+from miniray.train.workers.data import Dealer, Shardable, dealt_spec
+from miniray.train.workers.group import REQUIRED_METHODS, end
+from miniray.train.workers.sync import begin_with, sync
 
 
 class DataParallelTrainer(BaseTrainer):
@@ -37,7 +37,7 @@ class DataParallelTrainer(BaseTrainer):
         initial_sync: begin with worker 0's weights on every worker. Averaging networks that began
             differently is useless.
         mode: ``"async"``: no worker waits for the others at the end of an epoch; see
-            ``miniray.train.asynchronous``.
+            ``miniray.train.workers.async_sync``.
         staleness: with ``mode="async"``, how many syncs a worker may be ahead of the slowest;
             without limit by default.
         data: a dataset or loader of ``miniray.data``. Every worker's ``load_data_shard`` gets its
@@ -134,7 +134,7 @@ class DataParallelTrainer(BaseTrainer):
         """Combine the workers' weights now and wait for it; returns the sync's figures.
 
         A worker that died or hangs is replaced within ``max_failures``, and all workers end with
-        the same weights, those of the server; ``miniray.train.syncing`` says which.
+        the same weights, those of the server; ``miniray.train.workers.sync`` says which.
         """
         if self._group is None:
             raise RuntimeError(NO_WORKERS)

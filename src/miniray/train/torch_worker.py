@@ -23,8 +23,8 @@ import inspect
 from typing import Any
 
 from miniray.ps import to_host
-from miniray.train import torch_parts as parts
-from miniray.train.workers import accepted
+from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.group import accepted
 
 
 class TorchWorker:

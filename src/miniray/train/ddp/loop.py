@@ -18,11 +18,11 @@ from torch.distributed.algorithms.join import Join
 
 from miniray.doctor import sites
 from miniray.doctor.instrument_training import observe_loss
-from miniray.train import torch_parts as parts
-from miniray.train.ddp.setup import RankSettings
-from miniray.train.ranks.member import check_loss, check_scheduler
-from miniray.train.ranks.plan import Window
-from miniray.train.ranks.pulse import PulseThread
+from miniray.train.ddp.checks import RankSettings
+from miniray.train.lockstep.member import check_loss, check_scheduler
+from miniray.train.lockstep.plan import Window
+from miniray.train.lockstep.status import PulseThread
+from miniray.train.workers import torch_utils as parts
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CHECK_EVERY = 50  # steps between two looks at losses on a GPU: each look waits for it

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
 from miniray.ps import to_host
-from miniray.train import group
-from miniray.train import torch_parts as parts
 from miniray.train.ddp import model as models
+from miniray.train.ddp.checks import RankSettings
 from miniray.train.ddp.loop import NOT_CALLED, StepLoop, scheduler_interval
-from miniray.train.ddp.setup import RankSettings
-from miniray.train.ranks import data
-from miniray.train.ranks.member import Member, share_buffers
-from miniray.train.ranks.plan import Window, counted_windows
-from miniray.train.ranks.pulse import EVALUATION
+from miniray.train.lockstep import data
+from miniray.train.lockstep import process_group as group
+from miniray.train.lockstep.member import Member, share_buffers
+from miniray.train.lockstep.plan import Window, counted_windows
+from miniray.train.lockstep.status import EVALUATION
+from miniray.train.workers import torch_utils as parts
 
 
 class Rank(Member):

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from miniray.train import torch_parts as parts
+from miniray.train.ddp.checks import RankSettings
 from miniray.train.ddp.rank import Rank
-from miniray.train.ddp.setup import RankSettings
-from miniray.train.ranks.mesh import cut_numbers, make_mesh, put_weights, whole, whole_numbers
-from miniray.train.ranks.pulse import EVALUATION
+from miniray.train.lockstep.mesh import cut_numbers, make_mesh, put_weights, whole, whole_numbers
+from miniray.train.lockstep.status import EVALUATION
+from miniray.train.workers import torch_utils as parts
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from miniray.checks import check_int, suggest_options
 from miniray.core.remote import adapting
-from miniray.train.arguments import WORKER_HINTS
-from miniray.train.averaging import aggregate
-from miniray.train.ddp import setup
+from miniray.train.ddp import checks as setup
 from miniray.train.ddp.worker import rank_spec
-from miniray.train.evaluate import combine, cut, evaluate_on
-from miniray.train.ranks.trainer import RankTrainer
+from miniray.train.lockstep.trainer import RankTrainer
+from miniray.train.options import WORKER_HINTS
+from miniray.train.workers.aggregate import aggregate
+from miniray.train.workers.evaluate import combine, cut, evaluate_on
 
 
 @suggest_options({**WORKER_HINTS, "data": WORKER_HINTS["train_loader"]})
@@ -120,7 +120,7 @@ class DDPTrainer(RankTrainer):
         self._steps_are_ours = False
 
     def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
-        """Evaluate on all workers, every sample exactly once; see ``miniray.train.evaluate``.
+        """Evaluate on all workers, every sample exactly once.
 
         Workers may have different numbers of samples, or none. No collective is called, unless the
         model is sharded: then the workers go in step, those without samples for company.

@@ -17,9 +17,9 @@ from typing import Any
 from miniray.core import session
 from miniray.core.remote import ClassSpec
 from miniray.doctor import actors
-from miniray.train import torch_parts as parts
-from miniray.train.ranks.worker import MemberMethods
+from miniray.train.lockstep.rank import MemberMethods
 from miniray.train.torch_worker import TorchWorker
+from miniray.train.workers import torch_utils as parts
 
 
 class RankMethods(MemberMethods):

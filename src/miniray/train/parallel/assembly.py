@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from miniray.train import torch_parts as parts
-from miniray.train.parallel.job import Job, Place
-from miniray.train.parallel.layers import read_layers, whole_model
-from miniray.train.parallel.planning import Plan
+from miniray.train.lockstep.member import check_scheduler
+from miniray.train.lockstep.mesh import cut_numbers, put_weights, whole, whole_numbers
+from miniray.train.lockstep.status import is_consequence
+from miniray.train.parallel.plan.job import Job, Place
+from miniray.train.parallel.plan.layers import read_layers, whole_model
+from miniray.train.parallel.plan.planning import Plan
+from miniray.train.parallel.plan.tensor_plan import apply_plan, check_same
 from miniray.train.parallel.stages import PipelineRunner, StepRecord, TracedRunner, WholeRunner
-from miniray.train.parallel.tensor import apply_plan, check_same
-from miniray.train.ranks.member import check_scheduler
-from miniray.train.ranks.mesh import cut_numbers, put_weights, whole, whole_numbers
-from miniray.train.ranks.pulse import is_consequence
+from miniray.train.workers import torch_utils as parts
 
 #: Settings of an optimizer that depend on how weights are cut, not on the run.
 _OF_THE_LAYOUT = ("foreach", "fused")

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from miniray.train import torch_parts as parts
-from miniray.train.parallel.job import Layout, Place
-from miniray.train.ranks.mesh import stages_through_host
+from miniray.train.lockstep.mesh import stages_through_host
+from miniray.train.parallel.plan.job import Layout, Place
+from miniray.train.workers import torch_utils as parts
 
 _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from miniray.checks import check_int, suggest_options
-from miniray.train.parallel.job import SPLIT_HINTS, Layout, read_layout
+from miniray.train.parallel.plan.job import SPLIT_HINTS, Layout, read_layout
 from miniray.train.parallel.trainer import SplitModelTrainer
 
 
@@ -22,9 +22,10 @@ class ModelParallelTrainer(SplitModelTrainer):
         tensor_parallel: into how many parts layers are cut; all workers by default.
         plan: ``{"layers.*.attn.q": "colwise", "layers.*.attn.out": "rowwise"}``: ``*`` stands for
             one part of a name, ``**`` for several; styles are ``"colwise"``, ``"rowwise"``,
-            ``"colwise_gather"`` and ``"replicate"``; see ``miniray.train.parallel.tensor``. Without
-            it a plan is derived from the kinds and names of the modules. The plan is printed, and
-            a model that computes something else with it is refused before training.
+            ``"colwise_gather"`` and ``"replicate"``; see
+            ``miniray.train.parallel.plan.tensor_plan``. Without it, a plan is derived from the
+            kinds and names of the modules. The plan is printed, and a model that computes
+            something else with it is refused before training.
         split: ``"tensor"``; or ``"layers"`` for models that cannot be cut so: each worker gets some
             of the layers and waits while the others work. It saves memory and no time; a
             ``PipelineParallelTrainer`` saves both.

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from miniray.checks import check_choice, check_int, suggest_options
-from miniray.train.parallel.job import SPLIT_HINTS, read_layout
-from miniray.train.parallel.schedules import SCHEDULES
+from miniray.train.parallel.plan.job import SPLIT_HINTS, read_layout
+from miniray.train.parallel.plan.schedules import SCHEDULES
 from miniray.train.parallel.trainer import SplitModelTrainer
 
 
@@ -32,7 +32,7 @@ class PipelineParallelTrainer(SplitModelTrainer):
         val_data: the same for ``evaluate`` and ``eval_interval``; ``metrics``: functions of output
             and target besides the loss, ``{"accuracy": ...}``, means over samples.
         schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero_bubble"``; see
-            ``miniray.train.parallel.schedules`` for what each is.
+            ``miniray.train.parallel.plan.schedules`` for what each is.
         microbatches: into how many parts a batch is cut; they must be equal.
         stages_per_worker: for ``"interleaved"``, 2 by default.
         layers_per_stage: how many layers each stage gets. By default the layers are measured and

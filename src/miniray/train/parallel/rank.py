@@ -16,18 +16,18 @@ import torch
 import torch.distributed as dist
 
 from miniray.core import session
-from miniray.train import torch_parts as parts
-from miniray.train.parallel import planning
+from miniray.train.lockstep.member import Member, check_loss, share_buffers
+from miniray.train.lockstep.mesh import local, make_mesh
+from miniray.train.lockstep.status import EVALUATION
 from miniray.train.parallel.assembly import assemble
 from miniray.train.parallel.feed import Feed
-from miniray.train.parallel.job import Job
-from miniray.train.parallel.planning import Plan
+from miniray.train.parallel.plan import planning
+from miniray.train.parallel.plan.job import Job
+from miniray.train.parallel.plan.planning import Plan
 from miniray.train.parallel.samples import Samples
 from miniray.train.parallel.stages import StepRecord
 from miniray.train.parallel.timeline import busy_seconds
-from miniray.train.ranks.member import Member, check_loss, share_buffers
-from miniray.train.ranks.mesh import local, make_mesh
-from miniray.train.ranks.pulse import EVALUATION
+from miniray.train.workers import torch_utils as parts
 
 
 class ModelRank(Member):

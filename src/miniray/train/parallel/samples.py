@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from miniray.data.plan.shard import split_evenly
-from miniray.train import torch_parts as parts
-from miniray.train.parallel.job import Job, Place
-from miniray.train.ranks import data as sharing
+from miniray.train.lockstep import data as sharing
+from miniray.train.parallel.plan.job import Job, Place
+from miniray.train.workers import torch_utils as parts
 
 
 def make_loader(data: Any, argument: str, batch_size: int | None = None) -> Any:

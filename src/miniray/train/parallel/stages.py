@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
-from miniray.train import torch_parts as parts
+from miniray.train.lockstep.mesh import stages_through_host
 from miniray.train.parallel.feed import recv_tensor, send_tensor
-from miniray.train.parallel.measure import SavedBytes, untouched
-from miniray.train.parallel.plan import StagePlan
-from miniray.train.parallel.schedules import divisor_up_to
+from miniray.train.parallel.plan.measure import SavedBytes, untouched
+from miniray.train.parallel.plan.schedules import divisor_up_to
+from miniray.train.parallel.plan.stage_plan import StagePlan
 from miniray.train.parallel.timeline import Span
-from miniray.train.ranks.mesh import stages_through_host
+from miniray.train.workers import torch_utils as parts
 
 
 class StepRecord:

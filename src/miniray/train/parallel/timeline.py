@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from miniray.train import records
-from miniray.train.results import TrainResult
+from miniray.train.run import records
+from miniray.train.run.result import TrainResult
 
 #: In the run's directory.
 FILE = "pipeline.json"

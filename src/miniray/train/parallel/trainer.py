@@ -12,15 +12,15 @@ from typing import Any
 
 import miniray
 from miniray.checks import check_int
-from miniray.train.evaluate import combine
+from miniray.train.lockstep.options import choose_backend
+from miniray.train.lockstep.trainer import RankTrainer
 from miniray.train.parallel import timeline
-from miniray.train.parallel.job import SPLIT_HINTS, Job, Layout
-from miniray.train.parallel.schedules import SCHEDULES
+from miniray.train.parallel.plan.job import SPLIT_HINTS, Job, Layout
+from miniray.train.parallel.plan.schedules import SCHEDULES
 from miniray.train.parallel.timeline import ParallelResult
 from miniray.train.parallel.worker import ModelWorker
-from miniray.train.ranks.options import choose_backend
-from miniray.train.ranks.trainer import RankTrainer
-from miniray.train.results import TrainResult
+from miniray.train.run.result import TrainResult
+from miniray.train.workers.evaluate import combine
 
 
 class SplitModelTrainer(RankTrainer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miniray.train.ranks.worker import MemberMethods
+from miniray.train.lockstep.rank import MemberMethods
 
 
 class ModelWorker(MemberMethods):

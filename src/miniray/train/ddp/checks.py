@@ -1,0 +1,133 @@
+"""What is checked before the ranks of a DDP run may wait for one another.
+
+Once they wait, a difference between them is a hang. So everything they must agree on is compared on
+the driver first, and the error names the ranks and shows both sides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from miniray.checks import check_choice
+from miniray.train.lockstep.options import RunFacts
+from miniray.train.workers.group import WorkerGroup
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankSettings(RunFacts):
+    """What the driver tells every rank; see ``DDPTrainer``.
+
+    ``ValueError`` for what makes no sense.
+    """
+
+    accumulate: int = 1
+    precision: str = "fp32"
+    models: Sequence[str] = ("model",)
+    shard: str = "none"
+    uneven: str = "join"
+    compile: Any = False
+    ddp_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_choice("shard", self.shard, ("none", "full"))
+        check_choice("uneven", self.uneven, ("join", "pad", "drop", "error"))
+        check_choice("precision", self.precision, ("fp32", "bf16", "fp16"))
+        if isinstance(self.models, str) or not self.models:
+            raise ValueError(f"models must be names of attributes, not {self.models!r}")
+        if not isinstance(self.compile, (bool, str, Mapping)):
+            raise ValueError(
+                f"compile must be True, a backend's name or a dict of options, not {self.compile!r}"
+            )
+        _check_combinations(self)
+
+
+def _check_combinations(settings: RankSettings) -> None:
+    if settings.ddp_options.get("static_graph") and settings.accumulate > 1:
+        raise ValueError(
+            "static_graph=True and accumulate= do not go together: torch learns the graph from a "
+            "first step in which gradients are averaged"
+        )
+    if settings.shard == "none":
+        return
+    if settings.ddp_options:
+        raise ValueError(
+            f"{', '.join(settings.ddp_options)} "
+            f"{'goes' if len(settings.ddp_options) == 1 else 'go'} to "
+            'DistributedDataParallel, which shard="full" does not use'
+        )
+    models = tuple(settings.models)
+    if models != ("model",):
+        raise ValueError(f'shard="full" shards self.model; models={models!r} has others')
+    if settings.compile:
+        raise ValueError(
+            'shard="full" and compile= do not go together: the weights are gathered between '
+            "layers. Compile parts of the model in the worker (self.model.head.compile())"
+        )
+
+
+def refuse_step_options(settings: RankSettings) -> None:
+    """A loop of the user's own makes its own steps: what it would not do is not accepted."""
+    mine = {
+        'shard="full"': settings.shard != "none",
+        "accumulate": settings.accumulate != 1,
+        "precision": settings.precision != "fp32",
+        "clip_norm": settings.clip_norm is not None,
+        f"uneven={settings.uneven!r}": settings.uneven in ("pad", "drop"),
+    }
+    asked = [name for name, is_set in mine.items() if is_set]
+    if asked:
+        raise ValueError(
+            f"{', '.join(asked)} need a worker with training_step(batch, batch_idx): with "
+            "train_epoch(epoch) the steps are the worker's own"
+        )
+
+
+def check_can_evaluate(group: WorkerGroup) -> None:
+    """``TypeError`` where the workers can be evaluated neither by miniray nor by themselves."""
+    if not group.has("evaluate"):
+        raise TypeError(
+            f"worker class {group.handles[0]._info.class_name} cannot be evaluated: it has neither "
+            "validation_step(batch, batch_idx) nor evaluate()"
+        )
+
+
+def check_val_loader(facts: Sequence[dict[str, Any]], eval_interval: int) -> None:
+    """``TypeError`` before training where ``eval_interval`` would find nothing to evaluate on."""
+    missing = [rank for rank, fact in enumerate(facts) if not fact["val_loader"]]
+    if missing:
+        raise TypeError(
+            f"eval_interval={eval_interval} evaluates on self.val_loader, which rank "
+            f"{', '.join(map(str, missing))} does not have; make it in __init__ (or in "
+            "load_data_shard)"
+        )
+
+
+def agree(facts: Sequence[dict[str, Any]], settings: RankSettings) -> list[int] | None:
+    """Check that the ranks can train together, and return the batches per rank if they matter.
+
+    Raise ``WeightsMismatchError`` if their models differ, and ``ValueError`` if their devices or
+    numbers of batches differ in a way that can't be trained.
+    """
+    from miniray.train.ddp.model import check_signatures
+    from miniray.train.lockstep.plan import counted_windows
+
+    check_signatures([fact["models"] for fact in facts])
+    kinds = [fact["device"] for fact in facts]
+    if len(set(kinds)) > 1:
+        shown = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+        raise ValueError(f"the workers' models are on different kinds of devices ({shown})")
+    if not facts[0]["steps"] or facts[0]["planned"]:
+        return None
+    counts = [fact["batches"] for fact in facts]
+    if all(count is not None for count in counts):
+        counted_windows(counts, 0, settings.accumulate, settings.uneven)
+        return counts
+    alone = len(facts) == 1 or (settings.uneven == "join" and len(settings.models) == 1)
+    if settings.accumulate > 1 or settings.shard == "full" or not alone:
+        raise ValueError(
+            "self.train_loader has no len(): only accumulate=1, uneven='join', shard='none' and a "
+            "single model can do without it"
+        )
+    return None

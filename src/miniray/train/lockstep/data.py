@@ -1,0 +1,168 @@
+"""A rank's data: the worker's loader looked at, checked and cut to the rank's share.
+
+A plain ``DataLoader`` over all samples is replaced by one over the rank's samples, of the same
+class and with everything else as the user set it. Loaders and datasets of miniray.data are sharded
+unless they were created with ``rank`` and ``world_size``. Other loaders, and those of workers with
+``load_data_shard``, are used unchanged. A loader that can be neither sharded nor trusted is an
+error: all ranks would train on the same samples.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from miniray.doctor.handles import check_handles
+from miniray.train.lockstep.plan import EpochPlan, Window
+from miniray.train.workers import torch_utils as parts
+
+
+class PlannedBatches:
+    """A batch sampler: this rank's part of an ``EpochPlan``, in another order each epoch."""
+
+    def __init__(self, plan: EpochPlan, rank: int, shuffle: bool, seed: int) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def windows(self) -> list[Window]:
+        return list(self.plan.windows(self.rank))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.plan.batches(self.rank, self.epoch, shuffle=self.shuffle, seed=self.seed)
+
+    def __len__(self) -> int:
+        return self.plan.count(self.rank)
+
+
+def check_loader(loader: Any, name: str) -> None:
+    """Refuse a dataset with open handles before processes are started for it."""
+    if isinstance(loader, DataLoader):
+        context = loader.multiprocessing_context
+        method = context.get_start_method() if context is not None else "fork"
+        check_handles(
+            loader.dataset, f"{name}.dataset", num_workers=loader.num_workers, start_method=method
+        )
+
+
+def own_share(
+    loader: Any,
+    rank: int,
+    world_size: int,
+    *,
+    seed: int,
+    accumulate: int = 1,
+    uneven: str = "join",
+    sharded: bool = False,
+) -> Any:
+    """Return the rank's loader; ``planned`` unless the batches are the user's own.
+
+    Args:
+        sharded: Whether the worker has sharded its data itself.
+
+    Raises:
+        ValueError: A loader over all samples can't be sharded.
+    """
+    if sharded:
+        return loader
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        loader = shard_data(loader, rank, world_size)
+    if not isinstance(loader, DataLoader) or parts.is_over_shard(loader):
+        return loader
+    if any(hasattr(part, "set_epoch") for part in (loader.sampler, loader.batch_sampler)):
+        return loader  # it was cut by somebody who knows of ranks: a DistributedSampler
+    problem = own_way(loader)
+    if problem:
+        if world_size == 1:
+            return loader
+        raise ValueError(
+            f"self.train_loader has {problem}, which miniray cannot cut into {world_size} shards: "
+            "every rank would train on the same samples. Give the worker load_data_shard(shard_id, "
+            "num_shards) and make the loader there, or use a DistributedSampler"
+        )
+    plan = EpochPlan(
+        len(loader.dataset),
+        loader.batch_size,
+        world_size,
+        accumulate=accumulate,
+        uneven=uneven,
+        drop_last=loader.drop_last,
+    )
+    shuffle = isinstance(loader.sampler, RandomSampler)
+    return _replace_parts(loader, batch_sampler=PlannedBatches(plan, rank, shuffle, seed))
+
+
+def shard_data(loader: Any, rank: int, world_size: int) -> Any:
+    """Return the rank's part of a loader or dataset of miniray.data that isn't sharded yet.
+
+    This includes a torch loader over a ``TorchIterableDataset``. Other loaders are returned
+    unchanged. Raise ``ValueError`` if iteration has started.
+    """
+    is_torch = isinstance(loader, DataLoader)
+    data = loader.dataset if is_torch else loader
+    parts.check_not_started(data, "self.train_loader", world_size)
+    if world_size == 1 or not parts.is_shardable(data):
+        return loader
+    shard = data if data.is_sharded else data.shard(rank, world_size)
+    if hasattr(shard, "prepare"):
+        shard.prepare()  # a filter or a cache build can take long, so not between barriers
+    if shard is data:
+        return loader
+    return _replace_parts(loader, dataset=shard) if is_torch else shard
+
+
+def planned(loader: Any) -> PlannedBatches | None:
+    """The batches that miniray has dealt out to a loader; None where they are the user's own."""
+    batches = getattr(loader, "batch_sampler", None)
+    return batches if isinstance(batches, PlannedBatches) else None
+
+
+def own_way(loader: Any) -> str:
+    """What a loader has that decides on its samples in a way of its own; "" where nothing does."""
+    sampler = loader.sampler
+    if isinstance(loader.dataset, IterableDataset):
+        return f"an IterableDataset ({type(loader.dataset).__qualname__})"
+    if loader.batch_sampler is None:
+        return "batch_size=None"
+    if loader.batch_size is None:
+        return f"a batch sampler of its own ({type(loader.batch_sampler).__qualname__})"
+    if type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(loader.dataset)
+    ):
+        return ""
+    return f"a sampler of its own ({type(sampler).__qualname__})"
+
+
+def _replace_parts(loader: Any, **changes: Any) -> Any:
+    """Return the same loader with other parts. Keep what a subclass does besides loading."""
+    own = copy.copy(loader)
+    # A loader doesn't allow the assignment. Its running processes (persistent_workers) have the
+    # old parts.
+    vars(own).update(changes, _iterator=None)
+    return own
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Set the epoch of all parts of a loader that shuffle."""
+    names = ("sampler", "batch_sampler", "dataset")
+    for part in [loader, *(getattr(loader, name, None) for name in names)]:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
+def length(loader: Any) -> int | None:
+    """How many batches a loader says it has; None where it does not say."""
+    try:
+        return len(loader)
+    except TypeError:  # an iterable without a length, or a loader over one
+        return None

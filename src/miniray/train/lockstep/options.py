@@ -1,0 +1,62 @@
+"""What all trainers of ranks are asked for: what cannot be is refused before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from miniray.checks import check_choice
+from miniray.core import session
+from miniray.errors import CapabilityError
+from miniray.train.options import check_seconds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What every rank is told of its run, whatever the trainer.
+
+    ``own_process``: the rank's process is nobody else's, and was set up by ``ranks.worker``.
+    """
+
+    seed: int = 0
+    own_process: bool = True
+    clip_norm: float | None = None
+    on_nonfinite: str = "error"
+
+
+def check_options(
+    *, clip_norm: Any, hang_timeout: Any, timeout: Any, on_nonfinite: str, group_backend: str
+) -> None:
+    """``ValueError`` for options of ``RankTrainer`` that make no sense."""
+    check_choice("on_nonfinite", on_nonfinite, ("error", "ignore"))
+    check_choice("group_backend", group_backend, ("auto", "gloo", "nccl"))
+    if clip_norm is not None and not _is_positive(clip_norm):
+        raise ValueError(f"clip_norm must be a number > 0 or None, not {clip_norm!r}")
+    check_seconds("hang_timeout", hang_timeout)
+    if not _is_positive(timeout) or timeout == math.inf:
+        raise ValueError(f"timeout must be a number of seconds > 0, not {timeout!r}")
+
+
+def _is_positive(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real) and float(value) > 0
+
+
+def check_engine(trainer: str, num_workers: int) -> None:
+    """``CapabilityError`` where the running engine has no process for each of the workers."""
+    engine = session.engine()
+    if num_workers > 1 and not engine.capabilities.processes:
+        raise CapabilityError(
+            f"{trainer} needs a process for each of its {num_workers} workers, which the "
+            f"{engine.name!r} engine does not have; use backend='local' or 'ray', or num_workers=1"
+        )
+
+
+def choose_backend(wanted: str, facts: Sequence[Mapping[str, Any]]) -> str:
+    """NCCL where every rank has a GPU that no other has, else gloo; or what the user wants."""
+    if wanted != "auto":
+        return wanted
+    gpus = {(fact["host"], fact["gpu"]) for fact in facts if fact["gpu"] is not None}
+    return "nccl" if len(gpus) == len(facts) else "gloo"

@@ -1,0 +1,244 @@
+"""What each rank is doing, known to all: a pulse a rank, and barriers with a name and a limit.
+
+Each rank has a thread that posts the rank's place in the loop to the store in the driver, twice a
+second, over a connection of its own. So a rank that is stuck still says where: which epoch, step
+and phase, since when, how much CPU it has used meanwhile, and its main thread's stack. A rank that
+is stopped or holds the interpreter's lock posts nothing, which says as much.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from typing import Any
+
+from miniray.errors import BarrierTimeoutError, PeerLostError, TaskError
+from miniray.train.lockstep.process_group import ProcessGroupSpec, absent
+
+EVALUATION = "evaluation"  #: the phase in which steps are not those of training
+
+_INTERVAL = 0.5
+_STACK_AFTER = 1.0  # seconds in one place; before that a stack tells nothing
+_DEEPEST = 12
+
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+#: In the paths of what is installed, here or below a virtual environment that sees the system's.
+_INSTALLED = ("site-packages" + os.sep, "dist-packages" + os.sep)
+#: Code in which a rank waits for others.
+_WAITING_CODE = (
+    os.path.join("torch", "distributed", ""),
+    os.path.join("torch", "autograd", ""),
+    os.path.join("torch", "nn", "parallel", ""),
+    os.path.join("miniray", "train", "group.py"),
+)
+#: What torch says where other ranks are gone: by its own kinds of errors, or by these words.
+_LOST = re.compile(
+    r"^Dist\w*Error:|gloo|NCCL|Connection (closed|reset|refused)|Timed out waiting|Broken pipe"
+    r"|wait timeout",
+    re.IGNORECASE,
+)
+
+
+@dataclasses.dataclass
+class Place:
+    """Where a rank is. ``seconds``: how long there; ``cpu``: seconds of CPU time used since."""
+
+    rank: int
+    pid: int = 0
+    host: str = ""
+    beat: int = 0
+    epoch: int = -1
+    step: int = -1
+    phase: str = "not joined"
+    seconds: float = 0.0
+    cpu: float = 0.0
+    waits: bool = False
+    stack: str = ""
+
+    def describe(self) -> str:
+        """``rank 1 is in forward, epoch 0, step 3, for 61 s``"""
+        where = (
+            f"rank {self.rank} is {'' if self.phase.startswith('after ') else 'in '}{self.phase}"
+        )
+        if self.epoch >= 0:
+            where += f", epoch {self.epoch}"
+        if self.step >= 0:
+            where += f", step {self.step}"
+        return f"{where}, for {self.seconds:.0f} s"
+
+
+class PulseThread:
+    """This rank's pulse. The main thread says where it is with ``at``; it costs well under 1 µs.
+
+    ``close`` ends the thread. When the driver's store is gone, the thread ends by itself.
+    """
+
+    def __init__(self, spec: ProcessGroupSpec, rank: int, store: Any) -> None:
+        self.rank = rank
+        self.epoch = -1
+        self.step = -1
+        self.limit = spec.timeout
+        self._spec = spec
+        self._store = store  # the main thread's
+        self._main = threading.get_ident()
+        self._where = ("joined", time.monotonic())
+        self._moved = 0.0  # when the main thread said so last, as of the last post
+        self._cpu_then = time.process_time()
+        self._beats = 0
+        self._barriers = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="miniray-pulse", daemon=True)
+        self._thread.start()
+
+    def at(self, phase: str, step: int | None = None) -> None:
+        """The main thread is in ``phase`` now."""
+        if step is not None:
+            self.step = step
+        self._where = (phase, time.monotonic())
+
+    def go_on(self) -> None:
+        """The main thread is in the same phase, and moves."""
+        self._where = (self._where[0], time.monotonic())
+
+    def barrier(self, name: str) -> None:
+        """Wait until all ranks are here; ``BarrierTimeoutError`` after ``limit`` seconds.
+
+        It names those that did not come, and shows where they are.
+        """
+        self.at(f"barrier {name!r}")
+        self._barriers += 1
+        prefix = f"{self._spec.name}/barrier/{self._barriers}/{name}"
+        self._store.set(f"{prefix}/{self.rank}", b"")
+        missing = absent(self._store, prefix, self._spec.world_size, self.limit)
+        if missing:
+            places = read_places(self._store, self._spec)
+            ranks = ", ".join(map(str, missing))
+            shown = "\n".join(tell(places[rank]) for rank in missing)
+            raise BarrierTimeoutError(
+                f"barrier {name!r} of epoch {self.epoch} waited {self.limit:g} s in vain for rank"
+                f"{'s' if len(missing) > 1 else ''} {ranks} of {self._spec.world_size}\n{shown}",
+                name,
+                tuple(missing),
+                rank=self.rank,
+                epoch=None if self.epoch < 0 else self.epoch,
+                step=None if self.step < 0 else self.step,
+            )
+        self.at(f"after barrier {name!r}")
+
+    def post(self, store: Any = None) -> None:
+        """Say now where this rank is."""
+        phase, since = self._where
+        if since != self._moved:
+            self._moved, self._cpu_then = since, time.process_time()
+        self._beats += 1
+        seconds = time.monotonic() - since
+        stack, waits = self._stack() if seconds > _STACK_AFTER else ("", False)
+        found = Place(
+            self.rank,
+            os.getpid(),
+            socket.gethostname(),
+            self._beats,
+            self.epoch,
+            self.step,
+            phase,
+            seconds,
+            time.process_time() - self._cpu_then,
+            waits or phase.startswith("barrier "),
+            stack,
+        )
+        text = json.dumps(dataclasses.asdict(found))
+        (store or self._store).set(f"{self._spec.name}/pulse/{self.rank}", text)
+
+    def _stack(self) -> tuple[str, bool]:
+        frame = sys._current_frames().get(self._main)
+        if frame is None:
+            return "", False
+        stack = "".join(traceback.format_list(readable(traceback.extract_stack(frame))))
+        return stack, _is_waiting(frame)
+
+    def _run(self) -> None:
+        try:
+            store = self._spec.connect()
+            while not self._ended.is_set():
+                self.post(store)
+                self._ended.wait(_INTERVAL)
+        except RuntimeError:  # the store is gone, and the driver with it or about to end us
+            return
+
+    def close(self) -> None:
+        """End the thread and wait for it."""
+        self._ended.set()
+        self._thread.join(timeout=2 * _INTERVAL)
+
+
+def readable(found: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """What a reader wants of a stack: not miniray's own frames, and the user's last line always.
+
+    Below that line there may be more of a library than fits. Where all is miniray's, its last.
+    """
+    theirs = [f for f in found if not f.filename.startswith((_OURS, "<"))]
+    shown = theirs[-_DEEPEST:]
+    users = [f for f in theirs if not _is_library(f.filename)]
+    if users and users[-1] not in shown:
+        shown = [users[-1], *shown[1:]]
+    return shown or found[-3:]
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith(_STDLIB) or any(part in filename for part in _INSTALLED)
+
+
+def _is_waiting(frame: Any) -> bool:
+    """Whether a thread waits for other ranks.
+
+    The doctor's recorder stands around calls of torch: its frames are looked through, or a wait
+    would be taken for the rank's own work, and every rank look guilty of the hang of one.
+    """
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if any(part in name for part in _WAITING_CODE):
+            return True
+        if not name.startswith(_OURS):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def read_places(store: Any, spec: ProcessGroupSpec) -> list[Place]:
+    """The last place each rank has posted, by rank."""
+    places = []
+    for rank in range(spec.world_size):
+        key = f"{spec.name}/pulse/{rank}"
+        if store.check([key]):
+            places.append(Place(**json.loads(store.get(key))))
+        else:
+            places.append(Place(rank))
+    return places
+
+
+def tell(place: Place) -> str:
+    """A place with its stack, for an error's text."""
+    stack = "".join(f"    {line}\n" for line in place.stack.splitlines())
+    return f"  {place.describe()}\n{stack}".rstrip()
+
+
+def is_consequence(error: BaseException | None) -> bool:
+    """Whether ``error`` only says that other ranks are gone or do not answer."""
+    while isinstance(error, TaskError):
+        error = error.cause
+    if isinstance(error, (BarrierTimeoutError, PeerLostError)):
+        return True
+    # Torch has no types for it. The message may be quoted in a GroupError.
+    return (
+        isinstance(error, RuntimeError)
+        and _LOST.search(f"{type(error).__name__}: {error}") is not None
+    )

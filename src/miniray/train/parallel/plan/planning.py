@@ -1,0 +1,116 @@
+"""What rank 0 finds out before the ranks meet: batch size, costs, plans; and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from miniray.train.lockstep.data import planned
+from miniray.train.parallel.feed import split_batch
+from miniray.train.parallel.plan import tensor_plan as tensor
+from miniray.train.parallel.plan.job import Job
+from miniray.train.parallel.plan.layers import read_layers, whole_model
+from miniray.train.parallel.plan.measure import check_output, check_value, measure, untouched
+from miniray.train.parallel.plan.schedules import SCHEDULES
+from miniray.train.parallel.plan.stage_plan import StagePlan, plan_stages
+from miniray.train.workers import torch_utils as parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What rank 0 has found out and all ranks go by."""
+
+    stages: Any
+    tensor: Any
+    batch_size: int
+    sample: Any  # one micro-batch of inputs; what the split model's output is compared on
+
+    def tables(self) -> list[str]:
+        return [plan.table() for plan in (self.stages, self.tensor) if plan is not None]
+
+
+def make_plan(job: Job, loader: Any, device: Any) -> Plan:
+    """Look at a batch, measure the layers, decide. Raises what is wrong with the user's input."""
+    with torch.no_grad():  # for the recorder: no epoch of training
+        first = next(iter(loader), None)
+    if first is None:
+        raise ValueError("data= gives no batch at all")
+    inputs, target = split_batch(first)
+    batch_size = len(target)
+    _check_microbatches(job, batch_size)
+    share = batch_size // job.microbatches
+    sample, wanted = parts.moved((tuple(value[:share] for value in inputs), target[:share]), device)
+    stages = sharded = None
+    if job.layout.pipeline > 1:
+        layers = read_layers(job.model, job.seed)
+        if layers.traced:
+            _check_traced(job, loader, batch_size)
+        stages = plan_stages(
+            measure(layers, sample, wanted, job.loss, device),
+            SCHEDULES[job.schedule],
+            job.layout,
+            microbatches=job.microbatches,
+            stages_per_worker=job.stages_per_worker,
+            layers_per_stage=job.layers_per_stage,
+            memory_limit=job.memory_limit,
+        )
+        _check_shared(layers, stages)
+    if job.layout.tensor > 1 or job.layout.pipeline == 1:
+        model = whole_model(job.model, job.seed).to(device)
+        if job.layout.pipeline == 1:
+            _check_model(model, sample, wanted, job.loss)
+        if job.layout.tensor > 1:
+            sharded = tensor.make_plan(model, job.tensor_plan, job.layout.tensor)
+    return Plan(stages, sharded, batch_size, parts.moved(sample, "cpu"))
+
+
+def _check_microbatches(job: Job, batch_size: int) -> None:
+    if batch_size % job.microbatches:
+        fitting = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+        raise ValueError(
+            f"microbatches={job.microbatches} does not divide the batch of {batch_size} samples; "
+            f"{', '.join(map(str, fitting))} would, or another batch_size"
+        )
+
+
+def _check_shared(layers: Any, stages: StagePlan) -> None:
+    """Refuse a weight that several stages have: each would train a copy of its own."""
+    holders: dict[int, tuple[int, str]] = {}
+    for stage, (low, high) in enumerate(stages.bounds):
+        for index in range(low, high):
+            for name, weight in layers.weights_of(index):
+                other, first = holders.setdefault(id(weight), (stage, name))
+                if other != stage:
+                    raise ValueError(
+                        f"{first} and {name} are one weight, in stages {other} and {stage}, which "
+                        "would each train a copy of their own; let each layer have its own, keep "
+                        "both in one stage (layers_per_stage=), or cut the layers instead "
+                        "(ModelParallelTrainer)"
+                    )
+
+
+def _check_traced(job: Job, loader: Any, batch_size: int) -> None:
+    if job.layout.tensor > 1:
+        raise TypeError(
+            "the layers of a model that torch has traced into stages cannot be cut themselves; "
+            'pass the model as a list of layers, or leave out "tensor" in parallel='
+        )
+    own = planned(loader)
+    usual = batch_size * job.layout.data
+    if own is not None and own.plan.sizes[-1] != usual:
+        raise ValueError(
+            f"the last batch of an epoch has {own.plan.sizes[-1]} samples instead of {usual}, and "
+            "a model that torch has traced takes batches of one size only; pass drop_last=True to "
+            "the DataLoader, or the model as a list of layers"
+        )
+
+
+def _check_model(model: nn.Module, sample: Any, target: Any, loss: Any) -> None:
+    """One forward pass: what comes out must be a tensor, and the loss of it a number."""
+    with torch.random.fork_rng(), untouched(model):
+        output = model(*sample)
+        check_output(output, f"the model ({type(model).__name__})")
+        check_value(loss(output, target))

@@ -1,0 +1,208 @@
+"""Which weights are cut, and how: the plan of tensor parallelism.
+
+A plan says for each module how torch cuts its weight: ``"colwise"`` (each worker computes some of
+the outputs), ``"rowwise"`` (each takes some of the inputs, and the results are added),
+``"colwise_gather"`` (some of the outputs, which all then get), ``"replicate"``. A pair of colwise
+and rowwise needs one sum over the workers; colwise_gather needs no partner and is right for any
+Linear.
+
+Without a plan one is derived (``deriving``). Before training the split model's output is compared
+with the whole one's, so a wrong guess is an error and not a wrong model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from miniray.train.parallel.plan.deriving import derive, heads_to_divide, tied_modules
+from miniray.train.parallel.plan.stage_plan import size, text_table
+
+STYLES = ("colwise", "rowwise", "colwise_gather", "replicate")
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorPlan:
+    """Styles by module name, heads to divide, and bytes by parameter: (in all, a worker)."""
+
+    styles: dict[str, str]
+    heads: dict[str, str]
+    bytes: dict[str, tuple[int, int]]
+    shards: int
+    derived: bool
+
+    @property
+    def worker_bytes(self) -> int:
+        return sum(mine for _, mine in self.bytes.values())
+
+    @property
+    def whole_bytes(self) -> int:
+        return sum(whole for whole, _ in self.bytes.values())
+
+    def within(self, names: Collection[str]) -> TensorPlan:
+        """The part of the plan for the modules of one stage."""
+        styles = {name: style for name, style in self.styles.items() if name in names}
+        heads = {name: attribute for name, attribute in self.heads.items() if name in names}
+        return dataclasses.replace(self, styles=styles, heads=heads)
+
+    def table(self) -> str:
+        """What went where, with bytes a worker."""
+        rows = []
+        grouped: dict[tuple[str, str], list[int]] = {}
+        for name, (whole, mine) in self.bytes.items():
+            module, _, _ = name.rpartition(".")
+            style = self.styles.get(module, "replicate")
+            # Blocks that are alike are one line.
+            key = (re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module) or name, style)
+            sums = grouped.setdefault(key, [0, 0, 0])
+            sums[0] += whole
+            sums[1] += mine
+            sums[2] += 1
+        for (module, style), (whole, mine, count) in grouped.items():
+            rows.append([module, style, str(count), size(whole), size(mine)])
+        rows.append(
+            ["all", "", str(len(self.bytes)), size(self.whole_bytes), size(self.worker_bytes)]
+        )
+        origin = "derived" if self.derived else "given"
+        title = f"tensor parallel over {self.shards} workers, plan {origin}"
+        head = ["module", "style", "tensors", "whole", "a worker"]
+        return f"{title}\n{text_table(head, rows)}"
+
+
+def make_plan(model: nn.Module, given: Mapping[str, Any] | None, shards: int) -> TensorPlan:
+    """The plan for ``model``: the user's, checked, or a derived one.
+
+    ``ValueError`` for a name that no module has, a style that is none, or a size that does not
+    divide, each with what would fit.
+    """
+    heads: dict[str, str] = {}
+    if given is None:
+        styles, heads = derive(model, shards)
+    else:
+        styles = _read(model, given, shards)
+        heads = heads_to_divide(model, styles, shards)
+    sizes: dict[str, tuple[int, int]] = {}
+    for name, parameter in model.named_parameters():
+        module, _, kind = name.rpartition(".")
+        style = styles.get(module, "replicate")
+        owner = model.get_submodule(module)
+        cut = _is_cut(style, kind, owner)
+        sizes[name] = (parameter.nbytes, parameter.nbytes // shards if cut else parameter.nbytes)
+    return TensorPlan(styles, heads, sizes, shards, given is None)
+
+
+def _is_cut(style: str, kind: str, owner: nn.Module) -> bool:
+    if style == "replicate":
+        return False
+    if isinstance(owner, nn.Embedding):
+        return True
+    return kind == "weight" or style.startswith("colwise")
+
+
+# -- a plan of the user's --------------------------------------------------------------------------
+
+
+def _read(model: nn.Module, given: Mapping[str, Any], shards: int) -> dict[str, str]:
+    names = [name for name, module in model.named_modules() if name]
+    styles: dict[str, str] = {}
+    tied = tied_modules(model)
+    for pattern, style in given.items():
+        if style not in STYLES:
+            raise ValueError(
+                f"plan[{pattern!r}] must be one of {', '.join(map(repr, STYLES))}, not {style!r}"
+            )
+        # * stands for one part of a name, ** for any number of them.
+        expression = re.escape(pattern).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+")
+        matched = [name for name in names if re.fullmatch(expression, name)]
+        if not matched:
+            near = difflib.get_close_matches(pattern, names, n=3) or names[:6]
+            raise ValueError(
+                f"plan[{pattern!r}] names no module of {type(model).__name__}; there are "
+                f"{', '.join(map(repr, near))}, ... (* stands for one part of a name)"
+            )
+        for name in matched:
+            _check(model.get_submodule(name), name, style, shards)
+            if name in tied and style != "replicate":
+                raise ValueError(
+                    f"plan[{pattern!r}]: {name} shares its weight with another module, and each "
+                    'would train a part of its own; leave it "replicate"'
+                )
+            styles[name] = style
+    return styles
+
+
+def _check(module: nn.Module, name: str, style: str, shards: int) -> None:
+    if style == "replicate":
+        return
+    if isinstance(module, nn.Linear):
+        cut = "in_features" if style == "rowwise" else "out_features"
+    elif isinstance(module, nn.Embedding):
+        cut = "num_embeddings" if style == "rowwise" else "embedding_dim"
+    else:
+        raise ValueError(
+            f"plan[{name!r}]: only Linear and Embedding can be cut, and it is a "
+            f"{type(module).__name__}; name the layers inside of it"
+        )
+    length = getattr(module, cut)
+    if length % shards:
+        fitting = [n for n in range(2, min(length, 64) + 1) if length % n == 0]
+        raise ValueError(
+            f"{name} has {cut}={length}, which does not divide by tensor_parallel={shards}; "
+            f"{', '.join(map(str, fitting[:6])) or 'no number'} would fit, or leave it "
+            '"replicate"'
+        )
+
+
+# -- doing it --------------------------------------------------------------------------------------
+
+
+def apply_plan(model: nn.Module, plan: TensorPlan, mesh: Any) -> None:
+    """Cut the weights of ``model`` over ``mesh``, in place. A collective.
+
+    All ranks must have the same weights before: each keeps its part of its own.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    made: dict[str, Any] = {}
+    for name, style in plan.styles.items():
+        embedding = isinstance(model.get_submodule(name), nn.Embedding)
+        if style == "rowwise":
+            made[name] = (
+                RowwiseParallel(input_layouts=Replicate()) if embedding else RowwiseParallel()
+            )
+        elif style == "colwise":
+            made[name] = ColwiseParallel()
+        elif style == "colwise_gather":
+            made[name] = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh, made)
+    for name, attribute in plan.heads.items():
+        module = model.get_submodule(name)
+        setattr(module, attribute, getattr(module, attribute) // plan.shards)
+
+
+def check_same(whole: torch.Tensor, split: torch.Tensor, plan: TensorPlan) -> None:
+    """Refuse a plan whose model computes something else."""
+    if whole.shape == split.shape and torch.allclose(whole, split, rtol=1e-3, atol=1e-4):
+        return
+    how = "the derived plan" if plan.derived else "this plan"
+    what = (
+        f"shape {list(split.shape)} instead of {list(whole.shape)}"
+        if whole.shape != split.shape
+        else f"numbers that differ by up to {(whole - split).abs().max().item():.3g}"
+    )
+    raise ValueError(
+        f"{how} does not fit the model: the split model's output has {what}. A colwise layer must "
+        "feed a rowwise one with nothing but elementwise functions between; pass plan={...} with "
+        f'"colwise_gather" where it does not.\n{plan.table()}'
+    )

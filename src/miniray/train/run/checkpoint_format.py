@@ -1,0 +1,284 @@
+"""One checkpoint's directory: written whole and flushed, read with every byte checked.
+
+Which ones to write, keep and read is the business of ``checkpoint``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import stat
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miniray.checks import check_int
+from miniray.files import sync_directory
+from miniray.train.run import records, tensorfile
+from miniray.train.run.encoding import Encoder, decode
+
+FORMAT = "miniray-checkpoint-1"
+_PIECE = 1 << 20  # bytes read at a time
+_LARGEST_MANIFEST = 1 << 26
+
+#: Temporary directories that this process is writing now.
+_writing: set[Path] = set()
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint as its manifest describes it. ``serial`` grows with every one written."""
+
+    path: Path
+    epoch: int
+    serial: int
+    metrics: Mapping[str, float]
+    files: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all its files."""
+        return sum(int(entry["bytes"]) for entry in self.files.values())
+
+    def problem(self) -> str | None:
+        """What is wrong with its files; None where every byte is as written."""
+        try:
+            _check_files(self)
+        except (OSError, ValueError) as error:
+            return str(error)
+        return None
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Contents:
+    """What is to be written: the JSON, the arrays by file, and the manifest's facts."""
+
+    epoch: int
+    metrics: dict[str, float]
+    body: bytes
+    groups: dict[str, dict[str, tensorfile.Entry]]
+    serial: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        arrays = sum(e.nbytes for group in self.groups.values() for e in group.values())
+        return arrays + len(self.body)
+
+
+def encode_state(
+    epoch: int, state: Mapping[str, Any], *, allow_pickle: bool, copy: bool
+) -> Contents:
+    """Make the contents; ``copy`` so that the caller may go on and change its arrays.
+
+    Raises ``CheckpointError`` with the path to what has no form on disk.
+    """
+    encoder = Encoder(allow_pickle=allow_pickle, copy=copy)
+    keys = [encoder.encode(key, "keys") for key in state]
+    values = [
+        encoder.encode(value, group, (key,))
+        for group, (key, value) in zip(_group_names(state), state.items(), strict=True)
+    ]
+    body = json.dumps({"keys": keys, "values": values}, allow_nan=False).encode()
+    return Contents(epoch, _metrics(state), body, encoder.groups)
+
+
+def write_checkpoint(path: Path, contents: Contents) -> None:
+    """Write aside, flush, rename to ``path``. If anything raises, nothing is left of it."""
+    partial = _aside(path)
+    _writing.add(partial)
+    try:
+        partial.mkdir()
+        for group, entries in contents.groups.items():
+            tensorfile.write(partial / f"{group}.safetensors", entries, None)
+        (partial / "state.json").write_bytes(contents.body)
+        names = [*(f"{group}.safetensors" for group in contents.groups), "state.json"]
+        sums = {name: _measured(partial / name) for name in names}
+        (partial / "manifest.json").write_bytes(_manifest(contents, sums))
+        for name in (*names, "manifest.json"):
+            records.flush(partial / name)
+        sync_directory(partial)
+        os.rename(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        _writing.discard(partial)
+    sync_directory(path.parent)
+
+
+def _measured(path: Path) -> dict[str, Any]:
+    """Size and checksum (BLAKE2b) of a file, read in pieces."""
+    checksum = hashlib.blake2b(digest_size=32)
+    size = 0
+    piece = memoryview(bytearray(_PIECE))
+    with _open_regular(path) as file:
+        while count := file.readinto(piece):
+            checksum.update(piece[:count])
+            size += count
+    return {"bytes": size, "blake2b": checksum.hexdigest()}
+
+
+def _manifest(contents: Contents, sums: Mapping[str, Any]) -> bytes:
+    content = {
+        "format": FORMAT,
+        "epoch": contents.epoch,
+        "serial": contents.serial,
+        "metrics": contents.metrics,
+        "files": sums,
+    }
+    return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode() + b"\n"
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
+
+
+def _group_names(state: Mapping[str, Any]) -> list[str]:
+    """A file name for each part of the state: its key where that can be one."""
+    names: list[str] = []
+    for i, key in enumerate(state):
+        fits = isinstance(key, str) and re.fullmatch(r"[A-Za-z0-9_]{1,64}", key)
+        # Some file systems do not tell upper from lower case.
+        taken = str(key).lower() in (name.lower() for name in names)
+        names.append(str(key) if fits and not taken else f"part-{i}")
+    return names
+
+
+def _metrics(state: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers that ``keep_best`` may ask for."""
+    source = state.get("metrics")
+    if source is None and state.get("history"):
+        source = state["history"][-1]
+    if not isinstance(source, Mapping):
+        return {}
+    numbers = {str(key): records.finite(value) for key, value in source.items()}
+    return {key: value for key, value in numbers.items() if value is not None}
+
+
+# -- deleting ------------------------------------------------------------------------------------
+
+
+def discard_checkpoint(path: Path) -> None:
+    """Delete it, or warn. Renamed first: nobody ever meets one that is half deleted."""
+    try:
+        os.rename(path, _aside(path))
+        shutil.rmtree(_aside(path))
+    except OSError as error:
+        warnings.warn(f"checkpoint {path} could not be deleted: {error}", stacklevel=2)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Delete what writers that are gone left aside."""
+    for path in directory.glob(".partial-*"):
+        pid = path.name.rpartition("-")[2]
+        if pid.isdigit() and path not in _writing and not _other_process(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".partial-{path.name}-{os.getpid()}")
+
+
+def _other_process(pid: int) -> bool:
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # of somebody else
+        pass
+    return True
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+def inspect_checkpoint(path: Path) -> CheckpointInfo | str:
+    """The checkpoint at ``path`` by its manifest, or what is wrong with it.
+
+    Sizes of files are compared too; their bytes are not read.
+    """
+    try:
+        with _open_regular(path / "manifest.json") as file:
+            content = json.loads(file.read(_LARGEST_MANIFEST))
+        if content.pop("checksum", None) != _checksum(content):
+            return "manifest.json does not match its checksum"
+        if content["format"] != FORMAT:
+            return f"its format is {content['format']!r}, and this version reads {FORMAT!r}"
+        for name in ("epoch", "serial"):
+            check_int(name, content[name], 0)
+        if "state.json" not in content["files"]:
+            return "its manifest lists no state.json"
+        for name, entry in content["files"].items():
+            if name != os.path.basename(name) or name in ("", ".", ".."):
+                return f"its manifest names {name!r}, which isn't a file of the checkpoint"
+            try:
+                with _open_regular(path / name) as file:
+                    size = os.fstat(file.fileno()).st_size
+            except ValueError as error:
+                return str(error)
+            if size != entry["bytes"]:
+                return f"{name} has {size} bytes and not {entry['bytes']}"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing" if path.exists() else "it does not exist"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"manifest.json cannot be read: {error}"
+    return CheckpointInfo(
+        path, content["epoch"], content["serial"], content["metrics"], content["files"]
+    )
+
+
+def _open_regular(path: Path) -> io.FileIO:
+    """Open a file of a checkpoint. Raise ``ValueError`` for links, devices and pipes."""
+    # Opening a pipe would wait for its writer, and following a link leave the checkpoint.
+    try:
+        file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC))
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError(f"{path.name} is a link, not a file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ValueError(f"{path.name} isn't a regular file")
+    return file
+
+
+def read_checkpoint(checkpoint: CheckpointInfo, *, allow_pickle: bool) -> dict[str, Any]:
+    """The state, every byte checked.
+
+    Raises ``OSError``, ``ValueError`` or ``KeyError`` naming the file that is not as written, and
+    ``CheckpointError`` for a pickled part without ``allow_pickle``.
+    """
+    _check_files(checkpoint)
+    with _open_regular(checkpoint.path / "state.json") as file:
+        body = json.loads(file.readall())
+    with contextlib.ExitStack() as stack:
+        groups = {
+            name.removesuffix(".safetensors"): stack.enter_context(
+                tensorfile.TensorFile(checkpoint.path / name)
+            )
+            for name in checkpoint.files
+            if name.endswith(".safetensors")
+        }
+        keys = decode(body["keys"], groups)
+        values = decode(body["values"], groups, allow_pickle=allow_pickle)
+    return dict(zip(keys, values, strict=True))
+
+
+def _check_files(checkpoint: CheckpointInfo) -> None:
+    for name, expected in checkpoint.files.items():
+        if _measured(checkpoint.path / name) != dict(expected):
+            raise ValueError(f"{name} does not match its checksum")

@@ -1,0 +1,321 @@
+"""Checkpoints on disk: whole or not there, checksummed, and never fewer than one.
+
+::
+
+    checkpoints/
+      epoch-00000004/
+        manifest.json          epoch, serial number, size and checksum of every file, and its own
+        state.json             the structure and everything that is no array
+        weights.safetensors    the arrays of state["weights"]; one file for each part with arrays
+
+A checkpoint is written to a temporary directory, each file checksummed on its way and flushed to
+disk, the manifest last, and then renamed. So a killed process, a full disk or a power cut leaves
+the checkpoints before as they were, and at most a temporary directory that the next ``save``
+removes. Reading checks every byte. Nothing is unpickled unless asked for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import os
+import re
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from miniray.checks import check_bool, check_int, check_path
+from miniray.errors import CheckpointError
+from miniray.train.options import warn
+from miniray.train.run.checkpoint_format import (
+    CheckpointInfo,
+    Contents,
+    discard_checkpoint,
+    encode_state,
+    inspect_checkpoint,
+    read_checkpoint,
+    remove_leftovers,
+    write_checkpoint,
+)
+
+__all__ = ["CheckpointInfo", "CheckpointStore"]
+
+#: Other names in the directory are somebody else's and let alone.
+_NAME = re.compile(r"epoch-\d+(-\d+)?")
+_TRIES = 100
+
+
+class CheckpointStore:
+    """The checkpoints of one run, in ``directory``. One process writes; any number may read.
+
+    Args:
+        keep_last: how many of the newest to keep; None keeps all.
+        keep_best: ``(metric, "min" | "max")``: also keep the best one by that metric, which is
+            looked up in ``state["metrics"]``, else in the last record of ``state["history"]``.
+            Where it is missing or NaN, that checkpoint is not a candidate.
+        background: ``save`` takes a copy of all arrays and returns; a thread writes it. The next
+            ``save`` waits for it, and so do ``load``, ``list`` and ``close``. If it failed, the
+            next ``save`` (which then writes nothing), ``wait`` or ``close`` raises the error, once;
+            without any of them, a warning says so at the end of the program, which does not come
+            before it is written.
+        allow_pickle: store what has no other form with pickle, and read such parts.
+        on_event: called with a dict for what a run's history should say: ``checkpoint_corrupt``,
+            ``checkpoint_failed``.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep_last: int | None = 3,
+        keep_best: tuple[str, str] | None = None,
+        background: bool = False,
+        allow_pickle: bool = False,
+        on_event: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        self.directory = Path(check_path("directory", directory))
+        self.background = check_bool("background", background)
+        self.allow_pickle = check_bool("allow_pickle", allow_pickle)
+        self.on_event = on_event
+        self.loaded: Path | None = None
+        self.configure(keep_last=keep_last, keep_best=keep_best)
+        self._writer: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def configure(self, *, keep_last: int | None, keep_best: tuple[str, str] | None) -> None:
+        """Change what is kept, from the next ``save`` on."""
+        check_keeping(keep_last, keep_best)
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def save(self, epoch: int, state: Mapping[str, Any]) -> Path:
+        """Write a checkpoint and drop the ones that are no longer wanted; returns where it is.
+
+        Raises ``CheckpointError`` where ``state`` holds something that has no form on disk (the
+        path to it is named) and where writing fails; then nothing has changed. An earlier
+        checkpoint of the same epoch is replaced once the new one is complete.
+        """
+        epoch = check_int("epoch", epoch, 0)
+        self.wait()
+        contents = encode_state(epoch, state, allow_pickle=self.allow_pickle, copy=self.background)
+        path, contents.serial = self._next(epoch)
+        if not self.background:
+            self._write(path, contents)
+            return path
+        # Not a daemon: at the end of the program the interpreter waits for it.
+        self._writer = threading.Thread(
+            target=self._write_aside, args=(path, contents), name="miniray-checkpoint", daemon=False
+        )
+        self._writer.start()
+        return path
+
+    def wait(self) -> None:
+        """Wait for a background write; raises ``CheckpointError`` if it failed (once)."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """The same as ``wait``. The store may be used again."""
+        self.wait()
+
+    def _write_aside(self, path: Path, contents: Contents) -> None:
+        try:
+            self._write(path, contents)
+        except BaseException as error:  # it is raised in the thread that saves or closes next
+            self._failure = error
+            atexit.register(self._tell_unraised)
+
+    def _tell_unraised(self) -> None:
+        if self._failure is not None:
+            warnings.warn(str(self._failure), stacklevel=1)
+
+    def _next(self, epoch: int) -> tuple[Path, int]:
+        """Where the next checkpoint goes and its number, which says which one is newest.
+
+        By number and not by epoch: a run that went back to epoch 3 has a newer epoch 4 than 5.
+        """
+        serial = 1 + max((found.serial for found in self._scan()[0]), default=0)
+        path, attempt = self.directory / f"epoch-{epoch:08d}", 1
+        while path.exists():
+            attempt += 1
+            path = self.directory / f"epoch-{epoch:08d}-{attempt}"
+        return path, serial
+
+    def _write(self, path: Path, contents: Contents) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(self.directory)
+            write_checkpoint(path, contents)
+        except Exception as error:
+            wrapped = self._write_error(path, contents.nbytes, error)
+            self._tell({"event": "checkpoint_failed", "path": str(path), "reason": str(wrapped)})
+            raise wrapped from error
+        self._prune(path)
+
+    def _write_error(self, path: Path, size: int, error: Exception) -> CheckpointError:
+        reason = str(error)
+        if isinstance(error, OSError):
+            reason = error.strerror or reason
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                free = shutil.disk_usage(self.directory).free if self.directory.is_dir() else 0
+                reason += f" (it takes {size:,} bytes; {free:,} are free)"
+        return CheckpointError(
+            f"checkpoint {path} could not be written: {reason}; earlier ones are as they were",
+            entry=str(path),
+        )
+
+    def _prune(self, newest: Path) -> None:
+        """Drop what is not to be kept; never ``newest``, which was just written and flushed.
+
+        Damaged ones count for nothing and are left for a person to look at.
+        """
+        found = self._scan()[0]
+        if self.keep_last is None or all(checkpoint.path != newest for checkpoint in found):
+            return
+        last_of_epoch = {c.epoch: c.path for c in found}  # of two of an epoch the later one counts
+        current = [c.path for c in found if last_of_epoch[c.epoch] == c.path]
+        keep = {newest, self._best_of(found), *current[-self.keep_last :]}
+        for checkpoint in found:
+            if checkpoint.path not in keep:
+                discard_checkpoint(checkpoint.path)
+
+    def _best_of(self, found: Sequence[CheckpointInfo]) -> Path | None:
+        """The best one by ``keep_best``; of equals the newest. None where none has the metric."""
+        if self.keep_best is None:
+            return None
+        metric, mode = self.keep_best
+        sign = 1 if mode == "max" else -1
+        scored = [
+            (sign * c.metrics[metric], c.serial, c.path) for c in found if metric in c.metrics
+        ]
+        return max(scored)[2] if scored else None
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def list(self, *, verify: bool = False) -> Sequence[CheckpointInfo]:
+        """The checkpoints, oldest first. ``verify``: only those whose every byte is as written."""
+        self._settle()
+        found = self._scan()[0]
+        return [c for c in found if not verify or c.problem() is None]
+
+    def newest(self) -> Path | None:
+        """Where the newest checkpoint is, if there is one; its bytes are not checked."""
+        found = self.list()
+        return found[-1].path if found else None
+
+    def best(self) -> Path | None:
+        """Where the best one by ``keep_best`` is, if there is one."""
+        return self._best_of(self.list())
+
+    def load(self, path: str | os.PathLike[str] = "latest") -> tuple[int, dict[str, Any]]:
+        """Read a checkpoint: (epoch, state). ``loaded`` says which one it was.
+
+        ``"latest"`` is the newest intact one: damaged ones are passed over, each named in a warning
+        and an event. A path means that one: ``CheckpointError`` if it is damaged. The same error
+        where there is none at all. Safe while another process writes and prunes.
+        """
+        self._settle()
+        if str(path) != "latest":
+            chosen = inspect_checkpoint(Path(path))
+            if isinstance(chosen, str):
+                text = f"{path} isn't an intact checkpoint: {chosen}{self._intact()}"
+                raise CheckpointError(text, entry=str(path))
+            return self._read(chosen)
+        for _ in range(_TRIES):  # what was just found may be deleted; then there is a newer one
+            found, damaged = self._scan()
+            problems = dict(damaged)
+            for checkpoint in reversed(found):
+                try:
+                    result = self._read(checkpoint)
+                except CheckpointError as error:
+                    if not checkpoint.path.exists():
+                        break
+                    if error.__cause__ is None:  # not damage: a pickled part
+                        raise
+                    problems[checkpoint.path] = str(error.__cause__)
+                else:
+                    self._report(problems)
+                    return result
+            else:
+                self._report(problems)
+                raise CheckpointError(f"there is no intact checkpoint in {self.directory}")
+        raise CheckpointError(f"checkpoints in {self.directory} vanish while they are read")
+
+    def _read(self, checkpoint: CheckpointInfo) -> tuple[int, dict[str, Any]]:
+        try:
+            state = read_checkpoint(checkpoint, allow_pickle=self.allow_pickle)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{checkpoint.path}: {error}", entry=error.entry, epoch=checkpoint.epoch
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path} is damaged: {error}{self._intact()}",
+                entry=str(checkpoint.path),
+                epoch=checkpoint.epoch,
+            ) from error
+        self.loaded = checkpoint.path
+        return checkpoint.epoch, state
+
+    def _settle(self) -> None:
+        """Let a background write end; its failure is for ``save`` and ``close`` to raise."""
+        if self._writer is not None:
+            self._writer.join()
+
+    def _scan(self) -> tuple[Sequence[CheckpointInfo], dict[Path, str]]:
+        """Checkpoints with a good manifest, oldest first, and what is wrong with the others.
+
+        Looked at again where the listing has changed meanwhile: the old one may have been deleted
+        before it was looked at, and the new one not have been there when the listing was made.
+        """
+        for _ in range(_TRIES):
+            paths = self._paths()
+            looked = {path: inspect_checkpoint(path) for path in paths}
+            if paths == self._paths():
+                break
+        found = [c for c in looked.values() if not isinstance(c, str)]
+        damaged = {path: c for path, c in looked.items() if isinstance(c, str) and path.exists()}
+        return sorted(found, key=lambda c: c.serial), damaged
+
+    def _paths(self) -> Sequence[Path]:
+        return sorted(p for p in self.directory.glob("epoch-*") if _NAME.fullmatch(p.name))
+
+    def _intact(self) -> str:
+        names = [c.path.name for c in self._scan()[0]]
+        return f"; there are: {', '.join(names)}" if names else ""
+
+    def _report(self, problems: Mapping[Path, str]) -> None:
+        for path, reason in problems.items():
+            warn(f"checkpoint {path} is damaged and not used: {reason}")
+            self._tell({"event": "checkpoint_corrupt", "path": str(path), "reason": reason})
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        if self.on_event is not None:
+            try:
+                self.on_event(event)
+            except OSError:  # the disk that is full is the one with the events
+                pass
+
+    def __enter__(self) -> CheckpointStore:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def check_keeping(keep_last: int | None, keep_best: tuple[str, str] | None) -> None:
+    """Refuse what makes no sense, with ``ValueError``."""
+    if keep_last is not None:
+        check_int("keep_last", keep_last, 1, " or None")
+    pair = isinstance(keep_best, (tuple, list)) and len(keep_best) == 2
+    if keep_best is not None and not (pair and keep_best[1] in ("min", "max")):
+        raise ValueError(f'keep_best must be (metric, "min" or "max"), not {keep_best!r}')

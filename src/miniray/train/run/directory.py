@@ -1,0 +1,326 @@
+"""The run directory: what a run leaves behind, readable at any time and whatever ended the run.
+
+::
+
+    runs/<name>/
+      run.json          what ran, with which versions, where; how it ended
+      metrics.jsonl     a line an epoch or step
+      events.jsonl      failures, restarts, truncations: what happened and when
+      checkpoints/…     see ``checkpoint``
+      .lock             locked by the process that trains; contains its pid and host
+
+``run.json`` is replaced whole. The ``.jsonl`` files grow by one ``write(2)`` a line and follow the
+rules of ``records`` (NaN is ``"NaN"``). Nothing here needs the run's process to read: a run whose
+process was killed still says ``"state": "running"``, and ``status()`` tells that from the truth.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import socket
+import time
+import traceback
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from miniray.doctor import runfile
+from miniray.errors import MinirayError, RunLockedError, TaskError
+from miniray.files import FileLock, is_locked, replace_atomically
+from miniray.runs import files
+from miniray.runs.run_info import get_state, read_run_info
+from miniray.train.run import records
+
+LOCK = ".lock"
+#: How long to wait until the process that holds a lock has written its name.
+_HOLDER_TIMEOUT_S = 1.0
+#: Locks of this process, by directory. Objects for the same directory share one.
+_locks: weakref.WeakValueDictionary[Path, FileLock] = weakref.WeakValueDictionary()
+
+#: Ends of a run that may have left nothing behind.
+_FAILED = ("failed", "interrupted", "died")
+#: What is kept of an attempt when the run is taken up again.
+_ATTEMPT = ("started", "ended", "state", "error", "pid", "host", "world_size", "stop_reason")
+
+
+class RunDirectory:
+    """The directory of one run. ``open`` creates a new one, ``reopen`` continues an existing one.
+
+    ``RunDirectory(path)`` is for reading. It creates nothing, and raises ``FileNotFoundError`` if
+    the directory doesn't exist.
+
+    One process writes at a time. ``open``, ``reopen``, ``write_run`` and ``truncate_metrics`` lock
+    the directory for this process. ``finish`` releases the lock, and so does the end of the
+    process, however it ends. If a different process holds it, they raise ``RunLockedError``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise FileNotFoundError(f"there is no run directory {self.path}")
+        self.run_file = self.path / "run.json"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.events_file = self.path / "events.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.lock_file = self.path / LOCK
+        self._lock: FileLock | None = None
+
+    @classmethod
+    def open(
+        cls,
+        run_dir: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        prefix: str = "run",
+        *,
+        root: str | os.PathLike[str] = "runs",
+    ) -> RunDirectory:
+        """Make the directory of a new run: ``run_dir``, else ``root/name``, else one by the time.
+
+        Without a name it is ``<prefix>-<YYYYmmdd-HHMMSS>``, with ``-2`` and so on for runs of the
+        same second. Another run is never overwritten: a directory that holds one is refused with
+        ``FileExistsError``, unless it failed before it had trained an epoch: then this is its next
+        attempt. A name that is no plain folder name is a ``ValueError``.
+        """
+        check_name(name)
+        if run_dir is not None:
+            return cls._claim(Path(run_dir))
+        if name is not None:
+            return cls._claim(Path(root) / name)
+        clean = re.sub(r"[^\w.-]+", "_", prefix).lstrip(".-") or "run"
+        run = cls(runfile.new_directory(Path(root), clean))
+        run._acquire()
+        return run
+
+    @classmethod
+    def _claim(cls, path: Path) -> RunDirectory:
+        runfile.make_private(path)
+        run = cls(path)
+        run._acquire()
+        trained = run.metrics_file.exists() or run.checkpoints.exists()
+        if trained or (run.run_file.exists() and not run._failed()):
+            raise FileExistsError(
+                f"{path} already holds a run: choose another name, or go on with that run "
+                "by resume=True"
+            )
+        return run
+
+    def _failed(self) -> bool:
+        try:
+            return self.status() in _FAILED
+        except ValueError:  # it is damaged, and somebody's all the same
+            return False
+
+    @classmethod
+    def reopen(cls, path: str | os.PathLike[str]) -> RunDirectory:
+        """Continue the run at ``path``. Raise ``RunLockedError`` while a different process runs it.
+
+        On a file system without locks, only processes of this host are noticed.
+        """
+        run = cls(path)
+        run._acquire()
+        info = run.read_run()
+        if run.status() == "running" and info.get("pid") != os.getpid():
+            raise _locked(run.path, info)
+        return run
+
+    def _acquire(self) -> None:
+        """Lock the directory, unless this process has locked it."""
+        key = self.path.resolve()
+        self._lock = _locks.get(key, self._lock)
+        if self._lock is not None and self._lock.held:
+            return
+        deadline = time.monotonic() + _HOLDER_TIMEOUT_S
+        while True:
+            try:
+                lock = FileLock(self.lock_file, wait=False)
+                break
+            except BlockingIOError:
+                holder = _read_holder(self.path)
+                # A process that just locked it is about to write its name, and one that only
+                # looks whether it is locked releases it at once.
+                if holder or time.monotonic() > deadline:
+                    raise _locked(self.path, holder) from None
+                time.sleep(0.01)
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                    raise
+                return  # a file system without locks
+        lock.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+        self._lock = _locks[key] = lock
+
+    # -- run.json ---------------------------------------------------------------------------------
+
+    def write_run(self, config: Mapping[str, Any], name: str | None = None) -> None:
+        """Write ``run.json``, state ``running``. Values JSON cannot hold are written as text.
+
+        ``seed`` and ``world_size`` (or ``num_workers``) are taken from ``config``. Where the run
+        was written before, that attempt is kept under ``attempts``, with how it ended.
+        """
+        self._acquire()
+        before = self.read_run()
+        attempts = before.pop("attempts", [])
+        if before:
+            if before.get("state") == "running" and before.get("pid") != os.getpid():
+                before["state"] = "died"  # it wrote no end, and somebody else goes on with the run
+            attempts.append({key: before[key] for key in _ATTEMPT if before.get(key) is not None})
+            self._put_ranks_aside()
+        size = config.get("world_size", config.get("num_workers"))
+        begun = runfile.beginning(name or self.path.name, config.get("seed"), size, config)
+        self._write({**begun, "attempts": attempts})
+
+    def _put_ranks_aside(self) -> None:
+        """What ranks of the attempt before left: of more than there are now, some would stay."""
+        from miniray.doctor.reader import read_box
+        from miniray.doctor.recorder import archive
+        from miniray.errors import BoxError
+
+        for box in (self.path / "ranks").glob("*.box"):
+            with contextlib.suppress(BoxError):  # nothing that could be kept
+                if not (left := read_box(box)).process.alive:
+                    archive(box, left.attempt)
+
+    def finish(
+        self, state: str = "finished", error: BaseException | str | None = None, **fields: Any
+    ) -> None:
+        """Record how the run ended: ``finished``, ``failed`` or ``interrupted``, and why.
+
+        Record type, message and traceback of ``error``, and the fields of a ``MinirayError``. Add
+        ``fields`` to ``run.json``.
+        """
+        run = self.read_run()
+        run.update(fields)
+        run.update(state=state, ended=runfile.now())
+        if isinstance(error, BaseException):
+            run["error"] = {
+                "type": type(error).__qualname__,
+                "message": str(error),
+                "traceback": "".join(traceback.format_exception(error)),
+                **_get_error_fields(error),
+            }
+        elif error is not None:
+            run["error"] = {"type": None, "message": error, "traceback": None}
+        self._write(run)
+        if self._lock is not None:
+            self._lock.release()
+
+    def discard_if_empty(self) -> None:
+        """Delete the directory unless a run, this one or an earlier one, left files in it."""
+        if {path.name for path in self.path.iterdir()} <= {LOCK}:
+            self.lock_file.unlink(missing_ok=True)
+            self.path.rmdir()
+        if self._lock is not None:
+            self._lock.release()
+
+    def read_run(self) -> dict[str, Any]:
+        """Return the fields of ``run.json``; {} if it doesn't exist.
+
+        Raise ``ValueError`` if it's damaged.
+        """
+        run, problem = read_run_info(self.path)
+        if problem:
+            raise ValueError(f"{self.run_file} is damaged: {problem}")
+        return run
+
+    def status(self) -> str:
+        """The state in ``run.json``, or ``died`` where its process is gone, or ``unknown``.
+
+        Of a run on another machine one only knows what it wrote.
+        """
+        return get_state(self.read_run())
+
+    def _write(self, run: Mapping[str, Any]) -> None:
+        text = json.dumps(records.to_json(run), indent=2, ensure_ascii=False, allow_nan=False)
+        replace_atomically(self.run_file, (text + "\n").encode())
+
+    # -- metrics.jsonl, events.jsonl --------------------------------------------------------------
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        """Add a line to ``metrics.jsonl``; see ``records`` for what becomes of odd values."""
+        records.append_record(self.metrics_file, record)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All whole lines; a torn last one is passed over."""
+        return records.read_records(self.metrics_file)
+
+    def truncate_metrics(self, epoch: int) -> int:
+        """Take back the lines of epochs after ``epoch``, which are about to be done again.
+
+        They are moved to ``metrics.discarded.jsonl`` and the move is an event, so the history still
+        says what happened. Lines without an epoch stay. Returns how many went. A process killed in
+        here leaves ``metrics.jsonl`` as it was, or truncated; never in between.
+        """
+        self._acquire()
+        kept: list[dict[str, Any]] = []
+        dropped: list[dict[str, Any]] = []
+        for record in self.read_metrics():
+            number = records.number(record.get("epoch"))
+            (dropped if number is not None and number > epoch else kept).append(record)
+        if not dropped:
+            return 0
+        for record in dropped:
+            records.append_record(self.path / "metrics.discarded.jsonl", record)
+        lines = b"".join(records.dump_line(record) for record in kept)
+        replace_atomically(self.metrics_file, lines)
+        self.append_event({"event": "metrics_truncated", "epoch": epoch, "lines": len(dropped)})
+        return len(dropped)
+
+    def append_event(self, event: Mapping[str, Any]) -> None:
+        """Add a line to ``events.jsonl``, with the time. ``event["event"]`` says what happened."""
+        records.append_record(self.events_file, {"time": runfile.now(), **event})
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """What happened beside the epochs, oldest first: failures, restarts, checkpoints."""
+        return records.read_records(self.events_file)
+
+    def __repr__(self) -> str:
+        return f"RunDirectory({str(self.path)!r})"
+
+
+def _locked(path: Path, holder: Mapping[str, Any]) -> RunLockedError:
+    pid, host = holder.get("pid"), holder.get("host")
+    where = "a different process" if pid is None else f"process {pid} on host {host}"
+    return RunLockedError(
+        f"The run {path} is still running, in {where}. Wait until it ends, or use a different "
+        "name= or run_dir=.",
+        pid=pid if isinstance(pid, int) else None,
+        host=host if isinstance(host, str) else None,
+    )
+
+
+def find_holder(path: Path) -> Mapping[str, Any] | None:
+    """Return pid and host of the process that locks the run at ``path``, or None.
+
+    The result is empty if the process hasn't written them yet.
+    """
+    return _read_holder(path) if is_locked(path / LOCK) else None
+
+
+def _read_holder(path: Path) -> dict[str, Any]:
+    """Return the process named in the lock file, or {} if there is none or it is gone."""
+    import psutil
+
+    holder, _ = files.read_json(path / LOCK)
+    pid = holder.get("pid")
+    here = holder.get("host") == socket.gethostname()
+    is_valid = isinstance(pid, int) and not (here and not psutil.pid_exists(pid))
+    return holder if is_valid else {}
+
+
+def check_name(name: str | None) -> None:
+    """``ValueError`` for what cannot be the name of a run."""
+    if name is not None and (name in ("", ".", "..") or Path(name).name != name):
+        raise ValueError(f"{name!r} cannot be the name of a run: it must be a plain folder name")
+
+
+def _get_error_fields(error: BaseException) -> dict[str, Any]:
+    if not isinstance(error, MinirayError):
+        return {}
+    fields = {name: getattr(error, name) for name in error.FIELDS}
+    if isinstance(error, TaskError):
+        fields["remote_traceback"] = error.remote_traceback
+    return {name: value for name, value in fields.items() if value is not None}

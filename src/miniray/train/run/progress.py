@@ -1,0 +1,277 @@
+"""Progress on the driver: a tqdm bar on a terminal, plain lines elsewhere.
+
+Workers never print it: they do not know of it. Lines that are printed while bars stand at the
+bottom of the terminal go above them; without that, what a worker or a hook prints is written on to
+the bar's own line. Only a terminal is touched: a pipe, a file or a notebook gets what it always
+got. Other processes that inherit the streams (a fork of the driver) write through.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TextIO
+
+from miniray.train.run.records import number
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_HIDDEN = ("epoch", "seconds", "synced")
+#: Counts that are in ``metrics.jsonl`` and that nobody watches; of ``val_num_samples`` likewise.
+_HIDDEN_ENDS = ("num_samples", "_bytes")
+
+
+class Steps:
+    """Counts ``count`` steps of something as they get done.
+
+    On a terminal it is one tqdm bar with a note and the time left, below whatever else is printed
+    (``Terminal``). Elsewhere it is about ``lines`` lines in all, so that a log file stays readable.
+    ``enabled=False``: nothing at all. Writes to stderr; a stream that was closed ends the progress
+    and not the run.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        label: str,
+        unit: str,
+        *,
+        start: int = 0,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+        lines: int = 10,
+    ) -> None:
+        self.count = count
+        self.done = 0
+        self.began = time.monotonic()
+        self._label, self._unit = label, unit
+        self._stream = beneath(stream or sys.stderr)
+        self._enabled = enabled and count > 0 and self._stream is not None
+        self._every = max(1, count // lines)
+        self._bar: Any = None
+        self._terminal: Terminal | None = None
+        if self._enabled and self._stream.isatty():
+            bars = _bar_class()
+            if bars.terminal is None:
+                bars.terminal = self._terminal = Terminal(self._stream, bars)
+            self._bar = bars(
+                total=start + count,
+                initial=start,
+                desc=label,
+                unit=f" {unit}",
+                file=self._stream,
+                **_size(self._stream),
+            )
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        """Say that ``count`` more steps are done."""
+        before, self.done = self.done, self.done + count
+        if self._bar is not None:
+            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update(count)
+        elif self.done // self._every > before // self._every or self.done == self.count:
+            self._print(self._line(note))
+
+    def _line(self, note: str) -> str:
+        return f"{self._label}: {self.done}/{self.count} {self._unit}  {note}".rstrip()
+
+    def note(self, text: str) -> None:
+        """A line of its own, above the bar: what a reader should know now."""
+        if self._bar is not None:
+            self._bar.terminal.write(f"{text}\n")
+        else:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        if not self._enabled:
+            return
+        try:
+            print(text, file=self._stream, flush=True)
+        except (OSError, ValueError):  # a closed pipe or file: nobody looks any more
+            self._enabled = False
+
+    def close(self) -> None:
+        """Leave the bar as it is and the terminal as it was. Safe to call twice."""
+        bar, self._bar = self._bar, None
+        if bar is None:
+            return
+        if self._terminal is not None:
+            self._terminal.release()
+            type(bar).terminal = self._terminal = None
+        bar.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class Progress(Steps):
+    """Shows epochs ``start`` to ``start + epochs - 1`` with their metrics and the time left."""
+
+    def __init__(
+        self,
+        start: int,
+        epochs: int,
+        *,
+        unit: str = "epoch",
+        enabled: bool = True,
+        stream: TextIO | None = None,
+    ) -> None:
+        many = f"{unit}s"
+        super().__init__(epochs, many, many, start=start, enabled=enabled, stream=stream, lines=100)
+        self._end, self._one = start + epochs, unit
+
+    def update(self, epoch: int, metrics: Mapping[str, Any]) -> None:
+        """Say that ``epoch`` is done, with these results."""
+        self.advance(1, describe(metrics))
+
+    def _line(self, note: str) -> str:
+        each = (time.monotonic() - self.began) / self.done
+        left = each * (self.count - self.done)
+        text = f"{self._one} {self._end - self.count + self.done}/{self._end}  {note}".rstrip()
+        return f"{text}  [{each:.3g} s/{self._one}, {_clock(left)} left]"
+
+
+def describe(metrics: Mapping[str, Any]) -> str:
+    """The numbers in ``metrics`` as ``loss=0.1234 accuracy=0.98``; NaN and infinities show."""
+    parts = []
+    for key, value in metrics.items():
+        plain = number(value)
+        if plain is not None and key not in _HIDDEN and not key.endswith(_HIDDEN_ENDS):
+            parts.append(f"{key}={plain:.4g}")
+    return " ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _size(stream: TextIO) -> dict[str, Any]:
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        columns = 0
+    # A terminal that does not know its size: tqdm would take that for no room at all.
+    return {"dynamic_ncols": True} if columns else {"ncols": 80, "nrows": 24}
+
+
+@functools.cache
+def _bar_class() -> Any:
+    """tqdm with a lock of this process alone and without its monitor thread.
+
+    Its own lock is shared with forked children: one that is killed while holding it would hang this
+    process for ever. The thread is one more reason for a fork to be unsafe. On a class of our own,
+    so that bars of the user's keep what they have.
+    """
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        monitor_interval = 0
+        terminal: Terminal | None = None  #: of the outermost ``Steps``
+
+        def __init__(self, *, file: TextIO, **options: Any) -> None:
+            super().__init__(file=beneath(file), **options)
+
+        @staticmethod
+        def format_meter(  # type: ignore[override]
+            *, unit: str, postfix: str | None, ncols: int | None, **rest: Any
+        ) -> str:
+            """As many metrics as leave room for the bar, and ``1.2 s/epoch``."""
+            note = postfix or ""
+            while ncols and note:
+                if len(tqdm.format_meter(unit=unit, postfix=note, **rest)) <= ncols:
+                    break  # with a bar of ten columns, which is the width where none is given
+                note = note.rpartition(" ")[0]
+            line = tqdm.format_meter(unit=unit, postfix=note, ncols=ncols, **rest)
+            one = unit.strip().removesuffix("s")
+            return line.replace(f"s/{unit}", f" s/{one}")
+
+        def display(self, *args: Any, **kwargs: Any) -> Any:
+            if self.terminal is not None and self.terminal.line_is_open:
+                return False
+            return super().display(*args, **kwargs)
+
+    Bar.set_lock(threading.RLock())
+    return Bar
+
+
+class Terminal:
+    """stdout and stderr while bars of class ``bars`` are shown on ``stream``.
+
+    A line that is begun and not ended (``print(end="")``, a debugger's prompt) keeps the bars away
+    until it is complete.
+    """
+
+    def __init__(self, stream: TextIO, bars: Any) -> None:
+        self.stream = stream
+        self.line_is_open = False
+        self._bars, self._process = bars, os.getpid()
+        self._replaced: dict[str, _Above] = {}
+        for name in ("stdout", "stderr"):
+            target = getattr(sys, name)
+            if target is not None and not isinstance(target, _Above) and target.isatty():
+                self._replaced[name] = _Above(target, self)
+                setattr(sys, name, self._replaced[name])
+
+    def write(self, text: str, stream: TextIO | None = None) -> None:
+        """Write to ``stream``, above the bars."""
+        stream = stream or self.stream
+        if os.getpid() != self._process:
+            stream.write(text)
+            return
+        with self._bars.get_lock():
+            if not self.line_is_open:
+                for bar in self._shown():
+                    bar.clear(nolock=True)
+                self.stream.flush()
+            stream.write(text)
+            stream.flush()
+            self.line_is_open = not text.endswith("\n")
+            for bar in self._shown():
+                bar.refresh(nolock=True)
+
+    def _shown(self) -> list[Any]:
+        return [bar for bar in self._bars._instances if isinstance(bar, self._bars)]
+
+    def release(self) -> None:
+        """Give stdout and stderr back, unless somebody else has replaced them since."""
+        if self.line_is_open:
+            self.write("\n")
+        for name, above in self._replaced.items():
+            if getattr(sys, name) is above:
+                setattr(sys, name, above.stream)
+        self._replaced.clear()
+
+
+class _Above:
+    """A text stream that writes above the bars; everything else is the stream's own."""
+
+    def __init__(self, stream: TextIO, terminal: Terminal) -> None:
+        self.stream = stream
+        self._terminal = terminal
+
+    def write(self, text: str) -> int:
+        if not text:  # somebody tries what the stream takes: click does it with bytes
+            return self.stream.write(text)
+        self._terminal.write(text, self.stream)
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        self.write("".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def beneath(stream: TextIO) -> TextIO:
+    """The stream itself, where ``stream`` stands in for it."""
+    return stream.stream if isinstance(stream, _Above) else stream

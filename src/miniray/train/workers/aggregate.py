@@ -1,0 +1,127 @@
+"""The workers' results of an epoch as one: means that are means, and nothing dropped in silence.
+
+The rule, field by field:
+
+- A field that is a number on every worker that has it (Python's, numpy's, torch's, arrays of no
+  dimension; booleans as 0 and 1, so their mean is a share) is averaged.
+- If every worker reports ``num_samples``, means are weighted by it and the field itself is summed.
+  A worker with 0 samples then has no part in means; if all have 0, all count the same.
+- Anything else is kept if it is equal on all workers that have it, and is otherwise a list in order
+  of worker ids.
+- A field that only some workers report is made from those, and ``partial[field]`` lists their ids.
+- NaN and infinities make the mean what they make it, and ``nonfinite[field]`` lists the ids of the
+  workers they came from.
+
+``partial`` and ``nonfinite`` are there only if they have something to say, and are not for workers
+to use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from miniray.train.run.records import as_float, number
+
+SAMPLES = "num_samples"
+RESERVED = ("partial", "nonfinite")
+
+
+def aggregate(results: Sequence[Any]) -> dict[str, Any]:
+    """One result from the workers', which are in order of worker ids. See the module for the rule.
+
+    Raises ``TypeError`` naming the worker where a result is no dict with text keys; ``ValueError``
+    where ``num_samples`` is no number of samples or a reserved name is used.
+    """
+    if not results:
+        raise ValueError("there are no results to aggregate")
+    for worker, result in enumerate(results):
+        _check(worker, result)
+    weights = _weights(results)
+    combined: dict[str, Any] = {}
+    partial: dict[str, list[int]] = {}
+    nonfinite: dict[str, list[int]] = {}
+    for field in dict.fromkeys(field for result in results for field in result):
+        values = {i: result[field] for i, result in enumerate(results) if field in result}
+        if len(values) < len(results):
+            partial[field] = list(values)
+        numbers = {i: n for i, v in values.items() if (n := number(v)) is not None}
+        if len(numbers) < len(values):
+            combined[field] = _common(list(values.values()))
+            continue
+        bad = [i for i, n in numbers.items() if not _is_finite(n)]
+        if bad:
+            nonfinite[field] = bad
+        if field == SAMPLES:
+            combined[field] = sum(numbers.values())
+        else:
+            combined[field] = _mean([(as_float(n), weights[i]) for i, n in numbers.items()])
+    if partial:
+        combined["partial"] = partial
+    if nonfinite:
+        combined["nonfinite"] = nonfinite
+    return combined
+
+
+def _check(worker: int, result: Any) -> None:
+    if not isinstance(result, Mapping):
+        what = "None" if result is None else f"{type(result).__qualname__} {result!r:.80}"
+        raise TypeError(
+            f"worker {worker} returned {what} from its epoch; it must return a dict of results, "
+            'such as {"loss": loss.item()}'
+        )
+    for field in result:
+        if not isinstance(field, str):
+            raise TypeError(f"worker {worker} returned the field {field!r}: names must be texts")
+        if field in RESERVED:
+            raise ValueError(
+                f"worker {worker} returned a field {field!r}, which miniray uses itself to say "
+                "what is odd about the workers' results: choose another name"
+            )
+
+
+def _weights(results: Sequence[Mapping[str, Any]]) -> list[float]:
+    for worker, result in enumerate(results):
+        if SAMPLES in result:
+            count = number(result[SAMPLES])
+            if count is None or not _is_finite(count) or count < 0:
+                shown = f"{SAMPLES}={result[SAMPLES]!r}"
+                raise ValueError(f"worker {worker} returned {shown}: it must be a number >= 0")
+    if not all(SAMPLES in result for result in results):
+        return [1.0] * len(results)
+    return [float(number(result[SAMPLES]) or 0) for result in results]
+
+
+def _mean(pairs: Sequence[tuple[float, float]]) -> float:
+    """The weighted mean; where all weights are 0, the plain one."""
+    if not any(weight for _, weight in pairs):
+        pairs = [(value, 1.0) for value, _ in pairs]
+    pairs = [(value, weight) for value, weight in pairs if weight]
+    total = math.fsum(weight for _, weight in pairs)
+    try:
+        # Exact sums: the result does not depend on the order of the workers.
+        return math.fsum(value * weight for value, weight in pairs) / total
+    except (OverflowError, ValueError):  # beyond the range of floats; infinities of both signs
+        return sum(value * (weight / total) for value, weight in pairs)
+
+
+def _common(values: list[Any]) -> Any:
+    first = values[0]
+    return first if all(_equal(first, value) for value in values[1:]) else values
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    try:
+        same = a == b
+        if hasattr(same, "all"):  # arrays compare element by element, if at all
+            return a.shape == b.shape and bool(same.all())
+        return bool(same)
+    except Exception:  # a user's __eq__, arrays inside of containers: then all are shown
+        return False
+
+
+def _is_finite(value: int | float) -> bool:
+    return math.isfinite(as_float(value))

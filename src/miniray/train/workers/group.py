@@ -1,0 +1,326 @@
+"""The workers of a trainer: made, checked, called together, replaced when they die.
+
+An exception in a worker's code ends the run: it reaches the caller as it was raised, with worker
+id, epoch and remote traceback. A worker whose process dies, or that takes longer than
+``worker_timeout`` for one call, is replaced up to ``max_failures`` times in the run: the new one is
+set up like the old one and repeats its call; what the others did is kept. One that is lost while it
+is set up is replaced in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import miniray
+from miniray.core import session
+from miniray.core.remote import ActorClass, ActorHandle, CallSpec
+from miniray.errors import (
+    ActorDiedError,
+    GetTimeoutError,
+    MinirayError,
+    SessionEndedError,
+    TaskError,
+    WorkerTimeoutError,
+)
+from miniray.train.workers.nodes import NodeLosses
+
+#: What every worker must have; ``load_data_shard`` and others may be absent.
+REQUIRED_METHODS = ("train_epoch", "get_weights", "set_weights")
+
+#: Parameters of a worker's ``__init__`` that get its id.
+_ID_NAMES = ("worker_id", "rank", "id")
+
+#: Before the name of a method that calls the user's own of that name, and does something more.
+WRAPPED = "_dealt_"
+
+Handle = ActorHandle[Any]
+
+_READ_ONLY = "Arrays of another process are read-only: set_weights() must copy them, np.array(new)"
+
+
+def accepted(parameters: inspect.Signature | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``kwargs`` that a function with this signature takes."""
+    if parameters is None:
+        return dict(kwargs)
+    kinds = {name: p.kind for name, p in parameters.parameters.items()}
+    if inspect.Parameter.VAR_KEYWORD in kinds.values():
+        return dict(kwargs)
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {k: v for k, v in kwargs.items() if kinds.get(k) in named}
+
+
+def create_worker_actor(cls: ActorClass[Any], worker_id: int, kwargs: Mapping[str, Any]) -> Handle:
+    """Create a worker of this class with its id and the ``kwargs`` that its ``__init__`` accepts.
+
+    The id is passed to the parameter named ``worker_id``, ``rank`` or ``id``, or else to the first
+    parameter if that has no default. Parameters in ``kwargs`` keep the user's value.
+    """
+    signature = cls._spec.init.signature
+    taken = accepted(signature, kwargs)
+    if signature is None:  # written in C: it may accept anything
+        return cls.remote(worker_id, **taken)
+    parameters = signature.parameters.values()
+    named = [p for p in parameters if p.name in _ID_NAMES and p.name not in kwargs]
+    for p in named:
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+            return cls.remote(**{p.name: worker_id}, **taken)
+    first = next(iter(parameters), None)
+    is_id = first is not None and (
+        first.kind is first.VAR_POSITIONAL
+        or (
+            first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
+            and first.default is first.empty
+            and first.name not in kwargs
+        )
+    )
+    return cls.remote(*((worker_id,) if is_id else ()), **taken)
+
+
+def method_spec(worker: Handle, name: str) -> CallSpec | None:
+    """How a worker's method may be called; None where it has none of that name."""
+    return worker._info.methods.get(name)
+
+
+def check_worker(worker: Any, worker_id: int, required: Sequence[str]) -> None:
+    """Refuse what cannot be trained, before anything is."""
+    if not isinstance(worker, ActorHandle):
+        raise TypeError(
+            f"create_worker({worker_id}) must return an actor handle, as MyWorker.remote(...) "
+            f"gives, not {worker!r}"
+        )
+    specs = {name: method_spec(worker, name) for name in required}
+    missing = [name for name, spec in specs.items() if spec is None]
+    if missing:
+        raise TypeError(
+            f"worker class {worker._info.class_name} lacks {', '.join(f'{m}()' for m in missing)}; "
+            f"a worker needs {', '.join(f'{m}()' for m in required)}"
+        )
+    for name, spec in specs.items():
+        if spec is not None and spec.is_generator:
+            raise TypeError(f"{worker._info.class_name}.{name}() must return its result, not yield")
+
+
+class LostAgainError(Exception):
+    """A replacement died or hangs while it is set up; ``recover`` makes another."""
+
+    def __init__(self, error: Exception, method: str) -> None:
+        super().__init__(str(error))
+        self.error, self.method = error, method
+
+
+def is_loss(error: Exception) -> bool:
+    """Whether ``error`` says that the worker is gone or hangs; else its code raised it.
+
+    What its ``__init__`` raised is an actor's death too.
+    """
+    if isinstance(error, ActorDiedError) and not isinstance(error, TaskError):
+        return not error.in_init
+    return isinstance(error, GetTimeoutError)
+
+
+@contextlib.contextmanager
+def setting_up(method: str, worker_id: int | None = None) -> Iterator[None]:
+    """Around a call to a replacement, whose loss is a ``LostAgainError``."""
+    try:
+        yield
+    except Exception as error:
+        if is_loss(error):
+            raise LostAgainError(error, method) from None
+        if worker_id is None:
+            raise
+        raise in_context(error, worker_id, method, None) from error.__cause__
+
+
+@dataclasses.dataclass(eq=False)
+class WorkerGroup:
+    """See the module's docstring.
+
+    ``create`` makes worker i; ``set_up`` brings a replacement to where the one before it was;
+    ``on_event`` hears of every failure and replacement. ``unit`` is what is counted as epochs are.
+    """
+
+    count: int
+    create: Callable[[int], Any]
+    set_up: Callable[[int], None]
+    required: Sequence[str]
+    max_failures: int
+    timeout: float | None
+    on_event: Callable[[dict[str, Any]], None]
+    unit: str = "epoch"
+    handles: list[Handle] = dataclasses.field(default_factory=list)
+    failures: int = 0
+    node_losses: NodeLosses = dataclasses.field(default_factory=NodeLosses)
+
+    def start(self) -> None:
+        """Make all workers. They start up at the same time."""
+        for worker_id in range(self.count):
+            worker = self.create(worker_id)
+            check_worker(worker, worker_id, self.required)
+            self.handles.append(worker)
+
+    def has(self, method: str) -> bool:
+        return method_spec(self.handles[0], method) is not None
+
+    def call(
+        self,
+        method: str,
+        arguments: Callable[[int], tuple[Any, ...]],
+        kwargs: Mapping[str, Any],
+        epoch: int | None = None,
+    ) -> list[Any]:
+        """Call ``method`` on all workers at once; results by worker id.
+
+        ``arguments(i)`` are worker i's own; of ``kwargs`` each gets what its method takes. Raises
+        the first worker's error; the others' calls go on, the caller ends them.
+        """
+
+        def submit(worker_id: int) -> Any:
+            return self.submit(worker_id, method, *arguments(worker_id), **kwargs)
+
+        count = len(self.handles)
+        results = self.call_some(range(count), submit, method, epoch)
+        return [results[worker_id] for worker_id in range(count)]
+
+    def call_some(
+        self,
+        worker_ids: Iterable[int],
+        submit: Callable[[int], Any],
+        method: str,
+        epoch: int | None = None,
+    ) -> dict[int, Any]:
+        """Like ``call``, on some workers; ``submit(i)`` begins worker i's call of ``method``."""
+        pending = {submit(i): i for i in worker_ids}
+        started = dict.fromkeys(pending.values(), time.monotonic())
+        results: dict[int, Any] = {}
+        while pending:
+            for ref in self.some_ready({ref: started[i] for ref, i in pending.items()}):
+                worker_id = pending.pop(ref)
+                try:
+                    results[worker_id] = self.outcome(ref)
+                except Exception as error:
+                    self.recover(error, worker_id, method, epoch)
+                    started[worker_id] = time.monotonic()
+                    pending[submit(worker_id)] = worker_id
+        return results
+
+    def submit(self, worker_id: int, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call one worker; of ``kwargs`` it gets what its method takes. Returns the ref."""
+        worker = self.handles[worker_id]
+        spec = method_spec(worker, method)
+        taken = accepted(spec.signature if spec else None, kwargs)
+        return getattr(worker, method).remote(*args, **taken)
+
+    def ref_of(self, worker_id: int, method: str) -> Any:
+        """A ref to what one worker answers, which is there; it is replaced like in ``call``."""
+        while True:
+            ref = self.submit(worker_id, method)
+            try:
+                miniray.get(ref, timeout=self.timeout)
+                return ref
+            except Exception as error:
+                self.recover(error, worker_id, method, None)
+
+    def set_up_call(self, worker_id: int, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a replacement while it is set up, and wait; ``LostAgainError`` where it is lost too.
+
+        No ref in ``args`` may be another actor's that has not answered yet: its death would be
+        taken for the worker's.
+        """
+        ref = self.submit(worker_id, method, *args, **kwargs)
+        with setting_up(method, worker_id):
+            return miniray.get(ref, timeout=self.timeout)
+
+    def some_ready(self, started: Mapping[Any, float]) -> list[Any]:
+        """Of refs and when each was begun, those that have an outcome or have run out of time."""
+        refs = list(started)
+        if self.timeout is None:
+            return miniray.wait(refs)[0]
+        limits = {ref: begun + self.timeout for ref, begun in started.items()}
+        left = max(0.0, min(limits.values()) - time.monotonic())
+        ready = miniray.wait(refs, timeout=left)[0]
+        return ready or [ref for ref in refs if limits[ref] <= time.monotonic()]
+
+    def outcome(self, ref: Any) -> Any:
+        """What became of a ref that ``some_ready`` gave; ``GetTimeoutError`` if nothing yet."""
+        return miniray.get(ref, timeout=0 if self.timeout else None)
+
+    # -- failure ----------------------------------------------------------------------------------
+
+    def recover(self, error: Exception, worker_id: int, method: str, epoch: int | None) -> None:
+        """Replace the worker that ``error`` came from, or raise what the caller should see."""
+        replaced = same_failure = False
+        while not replaced:
+            if not is_loss(error):
+                raise in_context(error, worker_id, method, epoch, self.unit) from error.__cause__
+            if isinstance(error, GetTimeoutError):
+                error = WorkerTimeoutError(f"gave no result in {self.timeout:g} s")
+            self.failures += not same_failure
+            what = {"worker": worker_id, "epoch": epoch, "reason": str(error)}
+            self.on_event({"event": "worker_failed", **what})
+            if self.failures > self.max_failures:
+                raise in_context(error, worker_id, method, epoch, self.unit) from None
+            try:
+                self.replace(worker_id)
+                replaced = True
+            except LostAgainError as lost:
+                error, method = lost.error, lost.method
+                same_failure = self.node_losses.explain_failure()
+        self.on_event({"event": "worker_replaced", **what})
+
+    def replace(self, worker_id: int) -> None:
+        """End a worker if it still runs, make another in its place and set it up."""
+        miniray.kill(self.handles[worker_id])
+        self.node_losses.settle()
+        self.handles[worker_id] = self.create(worker_id)
+        check_worker(self.handles[worker_id], worker_id, self.required)
+        self.set_up(worker_id)
+
+    def stop(self) -> None:
+        """End all workers."""
+        for worker in self.handles:
+            end(worker)
+        self.handles.clear()
+
+
+def end(actor: Handle) -> None:
+    """End an actor, unless it ended with its engine."""
+    if session.is_initialized() and session.engine() is actor._engine:
+        with contextlib.suppress(SessionEndedError):  # in this moment, by another thread
+            miniray.kill(actor)
+
+
+def in_context(
+    error: Exception, worker_id: int, method: str, epoch: int | None, unit: str = "epoch"
+) -> Exception:
+    """``error`` saying which worker it came from, and when; of the same types as before."""
+    when = "" if epoch is None else f" in {unit} {epoch}"
+    call = "" if isinstance(error, TaskError) else f", {method.removeprefix(WRAPPED)}()"
+    told = located(error, f"worker {worker_id}{call}{when}")
+    if isinstance(told, MinirayError):
+        told.add_fields(worker=worker_id, **{unit: epoch})
+    return told
+
+
+def located(error: Exception, where: str, meant: str = "") -> Exception:
+    """``error`` with ``where`` before its text, if it is one of miniray's; of the same types.
+
+    ``meant`` comes after its text, unless the worker's code raised it.
+    """
+    if isinstance(error, TaskError):
+        function = f"{where}: {error.function.replace(WRAPPED, '')}"
+        trace = error.remote_traceback
+        if isinstance(error, ValueError) and "read-only" in str(error.cause):
+            trace = f"{trace.rstrip()}\n{_READ_ONLY}"
+        copy = TaskError(function, error.actor, error.pid or 0, trace, error.cause).as_cause_type()
+        copy.add_fields(**{name: vars(error).get(name) for name in error.FIELDS})
+        return copy
+    if not isinstance(error, MinirayError):
+        return error
+    told = type(error)(f"{where}: {error}{meant}")
+    vars(told).update(vars(error))
+    return told
