@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 from miniray.train import ModelParallelTrainer, PipelineParallelTrainer  # noqa: E402
 from miniray.train.parallel import timeline  # noqa: E402
+from miniray.train.parallel.plan import planning  # noqa: E402
 from miniray.train.parallel.plan import tensor_plan as tensor  # noqa: E402
 from miniray.train.parallel.plan.job import (  # noqa: E402
     Job,
@@ -26,7 +27,6 @@ from miniray.train.parallel.plan.stage_plan import (  # noqa: E402
     cut_evenly,
     even_out,
     plan_stages,
-    planning,
     stage_bounds,
 )
 from miniray.train.parallel.samples import Samples, make_loader  # noqa: E402
