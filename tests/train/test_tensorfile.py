@@ -13,7 +13,8 @@ import safetensors.torch
 import torch
 
 from miniray.errors import CheckpointError
-from miniray.train import load_model, save_model, tensorfile
+from miniray.train import load_model, save_model
+from miniray.train.run import tensorfile
 
 TYPES = [getattr(torch, name) for name in sorted(tensorfile.TORCH_TYPES) if hasattr(torch, name)]
 
