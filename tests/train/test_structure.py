@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miniray.errors import CheckpointError
-from miniray.train import CheckpointStore, tensorfile
+from miniray.train import CheckpointStore
+from miniray.train.run import tensorfile
 from miniray.train.run.encoding import Encoder, decode
 
 
