@@ -94,3 +94,17 @@ def test_released_lock_can_be_taken_again(tmp_path):
 def test_missing_file_is_not_locked(tmp_path):
     assert not files.is_locked(tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+def test_fifo_in_place_of_a_lock_does_not_block(tmp_path):
+    os.mkfifo(tmp_path / "lock")
+    assert not files.is_locked(tmp_path / "lock")
+
+
+def test_link_in_place_of_a_lock_is_not_followed(tmp_path):
+    target = tmp_path / "target"
+    target.write_text("content")
+    (tmp_path / "lock").symlink_to(target)
+    with pytest.raises(OSError, match="lock"):
+        files.FileLock(tmp_path / "lock")
+    assert target.read_text() == "content"

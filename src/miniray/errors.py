@@ -230,7 +230,10 @@ class CheckpointError(MinirayError):
 
 
 class RunLockedError(MinirayError, RuntimeError):
-    """A different process is writing to the run directory. ``pid`` and ``host`` name it."""
+    """A different process writes to the run directory, or has continued the run since.
+
+    ``pid`` and ``host`` name it.
+    """
 
 
 class DataError(MinirayError, ValueError):

@@ -62,7 +62,9 @@ class FileLock:
     """
 
     def __init__(self, path: Path, *, wait: bool = True) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # A link could lead to a file of the user's, whose content write() would replace.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        self._descriptor = os.open(path, flags, 0o600)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BaseException:
@@ -99,7 +101,7 @@ def lock_file(path: Path, *, wait: bool = True) -> Iterator[None]:
 def is_locked(path: Path) -> bool:
     """Return True if a ``FileLock`` on ``path`` is held by any process."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:

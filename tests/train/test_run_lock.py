@@ -87,7 +87,10 @@ def test_lock_is_per_process_and_ends_with_the_run():
     again.write_run({})
     again.finish("finished")
     assert find_holder(run.path) is None
-    run.write_run({})
+    with pytest.raises(RunLockedError):
+        run.write_run({})  # the second trainer has continued the run
+    assert find_holder(run.path) is None
+    run = RunDirectory.reopen(run.path)
     assert find_holder(run.path) is not None
     del run, again
     assert find_holder(RunDirectory("runs/x").path) is None
@@ -190,6 +193,54 @@ def test_trainer_rejects_a_run_that_another_process_trains():
             assert find_holder(trainer.run.path) is None
     finally:
         end(process)
+
+
+RESUME_TRAINER = """
+import sys
+from tests.train.test_run_lock import Trainer
+
+class Waiting(Trainer):
+    def on_epoch_end(self, epoch, result):
+        self.save_checkpoint()
+        print("trained", flush=True)
+        sys.stdin.readline()
+
+with Waiting(1, name="shared", backend="inline", progress=False) as trainer:
+    trainer.train(epochs=1, resume=True)
+"""
+
+
+def test_trainer_whose_run_was_continued_elsewhere_raises():
+    """Between two calls of ``train``, a different process may lock and continue the run."""
+    with Trainer(1, name="shared", backend="inline", progress=False) as trainer:
+        trainer.train(epochs=1)
+        trainer.save_checkpoint()
+        process = start(RESUME_TRAINER)
+        try:
+            assert process.stdout.readline() == "trained\n"
+            with pytest.raises(RunLockedError) as caught:
+                trainer.train(epochs=1)
+            assert caught.value.pid == process.pid
+            assert trainer.run.status() == "running"  # that of the other process
+            process.communicate("\n")
+            assert trainer.run.status() == "finished"
+        finally:
+            end(process)
+
+
+def test_trainer_after_a_different_process_continued_the_run():
+    with Trainer(1, name="shared", backend="inline", progress=False) as trainer:
+        trainer.train(epochs=1)
+        trainer.save_checkpoint()
+        process = start(RESUME_TRAINER)
+        process.communicate("\n")
+        with pytest.raises(RunLockedError) as caught:
+            trainer.train(epochs=1)
+        assert (caught.value.pid, caught.value.host) == (process.pid, socket.gethostname())
+        assert [record["epoch"] for record in trainer.run.read_metrics()] == [0, 1]
+        trainer.train(epochs=1, resume=True)
+        assert [record["epoch"] for record in trainer.run.read_metrics()] == [0, 1, 2]
+        assert trainer.run.status() == "finished"
 
 
 @pytest.mark.parametrize("options", [{"name": "x"}, {"run_dir": "deep/er/x"}, {}])

@@ -56,7 +56,8 @@ class RunDirectory:
 
     One process writes at a time. ``open``, ``reopen``, ``write_run`` and ``truncate_metrics`` lock
     the directory for this process. ``finish`` releases the lock, and so does the end of the
-    process, however it ends. If a different process holds it, they raise ``RunLockedError``.
+    process, however it ends. If a different process holds it, they raise ``RunLockedError``. So
+    does ``write_run`` if a different process has continued the run since this object last wrote it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -69,6 +70,8 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.lock_file = self.path / LOCK
         self._lock: FileLock | None = None
+        #: Number of earlier attempts in run.json when this object last wrote it.
+        self._num_attempts: int | None = None
 
     @classmethod
     def open(
@@ -153,6 +156,10 @@ class RunDirectory:
         lock.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
         self._lock = _locks[key] = lock
 
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
     # -- run.json ---------------------------------------------------------------------------------
 
     def write_run(self, config: Mapping[str, Any], name: str | None = None) -> None:
@@ -164,6 +171,9 @@ class RunDirectory:
         self._acquire()
         before = self.read_run()
         attempts = before.pop("attempts", [])
+        if self._was_continued(attempts):
+            self._release()
+            raise _continued(self.path, before)
         if before:
             if before.get("state") == "running" and before.get("pid") != os.getpid():
                 before["state"] = "died"  # it wrote no end, and somebody else goes on with the run
@@ -172,6 +182,11 @@ class RunDirectory:
         size = config.get("world_size", config.get("num_workers"))
         begun = runfile.beginning(name or self.path.name, config.get("seed"), size, config)
         self._write({**begun, "attempts": attempts})
+        self._num_attempts = len(attempts)
+
+    def _was_continued(self, attempts: list[Any]) -> bool:
+        """Return whether someone else has written the run since this object did."""
+        return self._num_attempts not in (None, len(attempts))
 
     def _put_ranks_aside(self) -> None:
         """What ranks of the attempt before left: of more than there are now, some would stay."""
@@ -190,9 +205,17 @@ class RunDirectory:
         """Record how the run ended: ``finished``, ``failed`` or ``interrupted``, and why.
 
         Record type, message and traceback of ``error``, and the fields of a ``MinirayError``. Add
-        ``fields`` to ``run.json``.
+        ``fields`` to ``run.json``. Do nothing if a different process has continued the run, because
+        ``run.json`` then describes that process.
         """
+        try:
+            self._acquire()
+        except RunLockedError:
+            return
         run = self.read_run()
+        if self._was_continued(run.get("attempts", [])):
+            self._release()
+            return
         run.update(fields)
         run.update(state=state, ended=runfile.now())
         if isinstance(error, BaseException):
@@ -205,16 +228,14 @@ class RunDirectory:
         elif error is not None:
             run["error"] = {"type": None, "message": error, "traceback": None}
         self._write(run)
-        if self._lock is not None:
-            self._lock.release()
+        self._release()
 
     def discard_if_empty(self) -> None:
         """Delete the directory unless a run, this one or an earlier one, left files in it."""
         if {path.name for path in self.path.iterdir()} <= {LOCK}:
             self.lock_file.unlink(missing_ok=True)
             self.path.rmdir()
-        if self._lock is not None:
-            self._lock.release()
+        self._release()
 
     def read_run(self) -> dict[str, Any]:
         """Return the fields of ``run.json``; {} if it doesn't exist.
@@ -255,6 +276,7 @@ class RunDirectory:
         here leaves ``metrics.jsonl`` as it was, or truncated; never in between.
         """
         self._acquire()
+        self._num_attempts = None  # the caller continues from what the last attempt left
         kept: list[dict[str, Any]] = []
         dropped: list[dict[str, Any]] = []
         for record in self.read_metrics():
@@ -287,6 +309,16 @@ def _locked(path: Path, holder: Mapping[str, Any]) -> RunLockedError:
     return RunLockedError(
         f"The run {path} is still running, in {where}. Wait until it ends, or use a different "
         "name= or run_dir=.",
+        pid=pid if isinstance(pid, int) else None,
+        host=host if isinstance(host, str) else None,
+    )
+
+
+def _continued(path: Path, latest: Mapping[str, Any]) -> RunLockedError:
+    pid, host = latest.get("pid"), latest.get("host")
+    return RunLockedError(
+        f"The run {path} was continued by process {pid} on host {host} since this trainer trained "
+        "it. Call train(..., resume=True) to continue from its newest checkpoint.",
         pid=pid if isinstance(pid, int) else None,
         host=host if isinstance(host, str) else None,
     )
