@@ -22,18 +22,26 @@ import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from miniray.errors import CheckpointError
-from miniray.train.run.tensorfile import NUMPY_TYPES, TORCH_TYPES, Entry, TensorFile
+from miniray.train.run.tensorfile import NUMPY_TYPES, TORCH_TYPES, Entry
 
 #: Where pickled objects go, if they are allowed.
 PICKLES = "pickled-objects"
 _DEEPEST = 100  # each level takes several of Python's 1000 frames
 _LONGEST_INLINE = 256  # bytes; longer ones are arrays
 _LONGEST_DECIMAL = 10_000  # bits; Python refuses to write longer integers in decimal
+
+
+class ArraySource(Protocol):
+    """Arrays by name, such as a ``TensorFile``."""
+
+    def numpy(self, name: str) -> Any: ...
+
+    def torch(self, name: str) -> Any: ...
 
 
 class Encoder:
@@ -169,7 +177,7 @@ class Encoder:
         return [group, name]
 
 
-def decode(value: Any, groups: Mapping[str, TensorFile], *, allow_pickle: bool = False) -> Any:
+def decode(value: Any, groups: Mapping[str, ArraySource], *, allow_pickle: bool = False) -> Any:
     """The value that ``Encoder.encode`` was given. Raises ``CheckpointError`` for a pickled part
     without ``allow_pickle``, ``ValueError`` or ``KeyError`` where JSON and arrays do not fit."""
     made: dict[tuple[str, str, str], Any] = {}
@@ -218,7 +226,7 @@ def decode(value: Any, groups: Mapping[str, TensorFile], *, allow_pickle: bool =
     return back(value)
 
 
-def _rebuild(tag: str, file: TensorFile, name: str, raw: list[Any]) -> Any:
+def _rebuild(tag: str, file: ArraySource, name: str, raw: list[Any]) -> Any:
     if not raw:
         return file.numpy(name) if tag == "$array" else file.torch(name)
     kind, shape = raw
