@@ -1,0 +1,115 @@
+"""What ranks do after a step besides training: decided without a message where possible.
+
+``StepSchedule`` is arithmetic that every rank does for itself. What only one process can know, such
+as a request to stop or elapsed minutes, is decided by rank 0 and distributed by ``Agreement``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+class Action(enum.IntFlag):
+    """What all ranks do after the same step."""
+
+    NONE = 0
+    LOG = enum.auto()
+    EVALUATE = enum.auto()
+    SNAPSHOT = enum.auto()
+    CHECKPOINT = enum.auto()
+    STOP = enum.auto()
+    #: A snapshot that the driver has written to disk may be overwritten.
+    RELEASE = enum.auto()
+
+
+#: Actions whose snapshot is kept until the driver has written it to disk.
+KEEP = Action.CHECKPOINT | Action.STOP
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSchedule:
+    """Actions that are due at a step, equal on all ranks.
+
+    Attributes:
+        log_every: Steps between two log records. The first step is logged too.
+        eval_every: Steps between two evaluations; None for none inside an epoch.
+        checkpoint_every: Steps between two checkpoints; None for none inside an epoch.
+        snapshot_every: Steps between two snapshots; None for none inside an epoch.
+    """
+
+    log_every: int = 10
+    eval_every: int | None = None
+    checkpoint_every: int | None = None
+    snapshot_every: int | None = None
+
+    def get_actions(self, step: int) -> Action:
+        """Return what is due once ``step`` steps of the run are complete."""
+        action = Action.NONE
+        if step == 1 or step % self.log_every == 0:
+            action |= Action.LOG
+        if self.eval_every and step % self.eval_every == 0:
+            action |= Action.EVALUATE
+        if self.checkpoint_every and step % self.checkpoint_every == 0:
+            action |= Action.CHECKPOINT
+        if self.snapshot_every and step % self.snapshot_every == 0:
+            action |= Action.SNAPSHOT
+        return action
+
+
+class Agreement:
+    """Distributes what rank 0 decides, so that all ranks act after the same step.
+
+    Each broadcast contains the step of the next one, so ranks exchange a message about every
+    ``interval`` seconds and none waits for it alone. All ranks must call ``decide`` after every
+    step, with the same steps.
+
+    Args:
+        is_source: Whether this is rank 0.
+        step: Number of steps that are complete. The first broadcast follows the next step.
+        request: Called on rank 0 only. Returns the action that is requested, and a number that
+            belongs to it, which ``argument`` then is on all ranks.
+        interval: Seconds between two broadcasts.
+        device: Device of the broadcast tensor. NCCL needs a GPU's.
+    """
+
+    def __init__(
+        self,
+        is_source: bool,
+        step: int,
+        request: Callable[[], tuple[Action, int]],
+        *,
+        interval: float = 0.5,
+        device: Any = "cpu",
+    ) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self.argument = 0
+        self._is_source, self._request, self._interval = is_source, request, interval
+        self._broadcast = dist.broadcast
+        self._word = torch.zeros(3, dtype=torch.int64, device=device)
+        self._next_step = step + 1
+        self._last = (step, time.monotonic())
+
+    def decide(self, step: int) -> Action:
+        """Return the action for all ranks after ``step``; in most steps none, without a message."""
+        if step < self._next_step:
+            return Action.NONE
+        if self._is_source:
+            action, argument = self._request()
+            self._word.copy_(self._word.new_tensor([action, argument, self._choose_next(step)]))
+        self._broadcast(self._word, src=0)
+        action_value, self.argument, self._next_step = self._word.tolist()
+        return Action(action_value)
+
+    def _choose_next(self, step: int) -> int:
+        """Return the step that is about ``interval`` seconds away at the current pace."""
+        last_step, last_time = self._last
+        now = time.monotonic()
+        self._last = (step, now)
+        seconds_per_step = max(now - last_time, 1e-6) / max(step - last_step, 1)
+        return step + max(1, round(self._interval / seconds_per_step))
