@@ -50,6 +50,49 @@ def test_samples_windows_and_weights_fit_together(case):
         assert sum(map(sum, together)) / world_size == pytest.approx(1)
 
 
+@given(plans, st.integers(0, 80))
+def test_batches_from_a_window_are_the_rest_of_all_batches(case, first):
+    shuffle = case.pop("shuffle")
+    try:
+        plan = EpochPlan(**case)
+    except ValueError:
+        return
+    for rank in range(case["world_size"]):
+        every = list(plan.batches(rank, 3, shuffle=shuffle, seed=1))
+        rest = list(plan.batches(rank, 3, shuffle=shuffle, seed=1, first_window=first))
+        assert rest == every[min(first * case["accumulate"], len(every)) :]
+
+
+@given(plans, st.integers(1, 5), st.integers(0, 40))
+def test_world_size_may_change_in_mid_epoch_exactly_once(case, other_size, windows):
+    shuffle = case.pop("shuffle")
+    case["uneven"] = "join"
+    try:
+        plan = EpochPlan(**case)
+    except ValueError:
+        return
+    ends = list(plan.windows(0))[windows:]
+    start = plan.samples(windows)
+    assert start + sum(plan.sizes[windows * case["accumulate"] :]) == case["n"]
+    if not ends or case["n"] - start < other_size:
+        return
+    before = [
+        batch
+        for rank in range(case["world_size"])
+        for batch in list(plan.batches(rank, 3, shuffle=shuffle, seed=1))[
+            : windows * case["accumulate"]
+        ]
+    ]
+    rest = EpochPlan(**{**case, "world_size": other_size, "start": start})
+    after = [
+        batch
+        for rank in range(other_size)
+        for batch in rest.batches(rank, 3, shuffle=shuffle, seed=1)
+    ]
+    rows = sorted(row for batch in before + after for row in batch)
+    assert rows == list(range(case["n"]))
+
+
 def test_samples_are_dealt_out_in_turn_and_weighted_by_hand():
     plan = EpochPlan(11, 2, 2, accumulate=2)
     assert list(plan.batches(0, 0, shuffle=False, seed=0)) == [[0, 2], [4, 6], [8, 10]]

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from miniray.data import shard_indices
 
 #: An optimizer step of one rank: the weight of each of its micro-batches; see the module.
@@ -30,6 +32,9 @@ class EpochPlan:
     ``world_size`` samples so that all ranks have as many, ``"drop"`` leaves out fewer than that,
     ``"error"`` refuses. ``drop_last`` leaves out a last micro-batch that is not full.
     ``ValueError`` where a rank would have nothing to do in the whole epoch.
+
+    ``start`` samples of the epoch's order were trained on before, by any number of ranks. The plan
+    is for the rest of the epoch.
     """
 
     def __init__(
@@ -41,9 +46,11 @@ class EpochPlan:
         accumulate: int = 1,
         uneven: str = "join",
         drop_last: bool = False,
+        start: int = 0,
     ) -> None:
         self.n, self.batch_size, self.world_size = n, batch_size, world_size
-        self.accumulate, self.uneven = accumulate, uneven
+        self.accumulate, self.uneven, self.start = accumulate, uneven, start
+        n -= start
         over = n % world_size
         if uneven == "error" and over:
             counts = [(n - rank + world_size - 1) // world_size for rank in range(world_size)]
@@ -71,25 +78,42 @@ class EpochPlan:
             sizes = self.sizes[start : start + self.accumulate]
             yield tuple(self.world_size * self._own(size, rank) / sum(sizes) for size in sizes)
 
-    def batches(self, rank: int, epoch: int, *, shuffle: bool, seed: int) -> Iterator[list[int]]:
-        """The samples of each of this rank's micro-batches."""
-        even: Any = self.uneven if self.uneven in ("pad", "drop") else "exact"
-        rows = shard_indices(
-            self.n,
-            rank,
-            self.world_size,
-            mode="strided",
-            seed=seed,
-            shuffle=shuffle,
-            epoch=epoch,
-            even=even,
-        )
+    def batches(
+        self, rank: int, epoch: int, *, shuffle: bool, seed: int, first_window: int = 0
+    ) -> Iterator[list[int]]:
+        """The samples of each of this rank's micro-batches, from an optimizer step on."""
+        rows = self._rows(rank, epoch, shuffle, seed)
         at = 0
-        for size in self.sizes:
+        for number, size in enumerate(self.sizes):
             own = self._own(size, rank)
-            if own:
+            if own and number >= first_window * self.accumulate:
                 yield rows[at : at + own].tolist()
             at += own
+
+    def _rows(self, rank: int, epoch: int, shuffle: bool, seed: int) -> Any:
+        """Return this rank's samples in their order, as an array that can be sliced."""
+        if not self.start:
+            even: Any = self.uneven if self.uneven in ("pad", "drop") else "exact"
+            return shard_indices(
+                self.n,
+                rank,
+                self.world_size,
+                mode="strided",
+                seed=seed,
+                shuffle=shuffle,
+                epoch=epoch,
+                even=even,
+            )
+        order = shard_indices(self.n, 0, 1, seed=seed, shuffle=shuffle, epoch=epoch)
+        rows = order[self.start + rank :: self.world_size]
+        if self.uneven != "pad" or not (self.n - self.start) % self.world_size:
+            return rows
+        padded = order[self.start : self.start + 1]
+        return np.concatenate([rows, padded])
+
+    def samples(self, windows: int) -> int:
+        """Return how many samples all ranks take in the first ``windows`` optimizer steps."""
+        return sum(self.sizes[: windows * self.accumulate])
 
     def count(self, rank: int) -> int:
         """How many micro-batches this rank has."""
