@@ -23,9 +23,10 @@ from miniray.train.lockstep.loop import (
     StepOutput,
     check_scheduler,
 )
-from miniray.train.lockstep.mesh import share_buffers
+from miniray.train.lockstep.mesh import share_buffers, whole
 from miniray.train.lockstep.plan import Window, counted_windows
 from miniray.train.lockstep.rank import RankContext, WorkerTraits
+from miniray.train.lockstep.schedule import Action, Agreement
 from miniray.train.lockstep.status import EVALUATION
 from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers import torch_utils as parts
@@ -50,6 +51,7 @@ class ReplicatedModel:
         self._windows: list[Window] | None = None  # of an epoch; None if their number isn't known
         self._forwards: dict[str, int] = {}  # before the current step
         self._step_counts: dict[str, int] = {}  # by optimizer
+        self._grad_norm: Any = None  # of the last step that was logged or clipped
 
     @property
     def checks_losses(self) -> bool:
@@ -207,20 +209,29 @@ class ReplicatedModel:
 
     # -- an epoch ---------------------------------------------------------------------------------
 
-    def start_epoch(self, epoch: int) -> Iterator[Iterable[MicroBatch]]:
+    def start_epoch(self) -> Iterator[Iterable[MicroBatch]]:
         for model in self._synced:
             getattr(self.user, model).train()
-        data.set_epoch(self.user.train_loader, epoch)
-        batches = enumerate(iter(self.user.train_loader))
+        state, planned = self.context.state, self.planned
+        data.set_epoch(self.user.train_loader, state.epoch)
+        first, last = state.step_in_epoch, None
         if self._windows is None:
-            return self._iter_batches(batches)
-        return self._iter_windows(batches, self._windows)
+            return self._iter_batches(enumerate(iter(self.user.train_loader)))
+        windows = self._windows[first:]
+        number = sum(weight > 0 for window in self._windows[:first] for weight in window)
+        if planned is not None:
+            planned.set_epoch(state.epoch, first)
+            if windows and not windows[0][0]:  # this rank repeats the last batch it had
+                planned.set_epoch(state.epoch, first - 1)
+                *_, batch = iter(self.user.train_loader)
+                last = number - 1, batch
+        batches = enumerate(iter(self.user.train_loader) if any(map(any, windows)) else (), number)
+        return self._iter_windows(batches, windows, last)
 
     def _iter_windows(
-        self, batches: Iterator[tuple[int, Any]], windows: Iterable[Window]
+        self, batches: Iterator[tuple[int, Any]], windows: Iterable[Window], last: Any
     ) -> Iterator[Iterator[MicroBatch]]:
         """Yield the micro-batches of each step. If a rank has none left, it repeats its last."""
-        last: Any = None
 
         def load(weights: Window) -> Iterator[MicroBatch]:
             nonlocal last
@@ -280,7 +291,7 @@ class ReplicatedModel:
         loss, metrics = read_output(output, self.context.rank)
         if before == [model.forwards for model in self._synced.values()]:
             raise create_parts_error("training_step()", next(iter(self._synced)))
-        return StepOutput(loss, metrics, parts.length(batch))
+        return StepOutput(loss, metrics, parts.length(batch), parts.count_tokens(batch))
 
     def backward(self, loss: Any, weight: float) -> None:
         self.context.status.at("backward")
@@ -312,8 +323,13 @@ class ReplicatedModel:
         optimizer = self.user.optimizer
         if self.settings.clip_norm is not None:
             self.scaler.unscale_(optimizer)
-            parameters = [p for m in self._synced.values() for p in m.module.parameters()]
-            torch.nn.utils.clip_grad_norm_(parameters, self.settings.clip_norm)
+            self._grad_norm = torch.nn.utils.clip_grad_norm_(
+                [*self._iter_parameters()], self.settings.clip_norm
+            )
+        elif self.logs_next_step:
+            self.scaler.unscale_(optimizer)
+            gradients = [p.grad for p in self._iter_parameters() if p.grad is not None]
+            self._grad_norm = torch.nn.utils.get_total_norm(gradients)
         self.scaler.step(optimizer)
         self.scaler.update()
         if self.scheduler_interval == "step":
@@ -327,6 +343,30 @@ class ReplicatedModel:
 
     def get_details(self) -> Mapping[str, Any]:
         return {}
+
+    def get_facts(self) -> dict[str, float]:
+        facts = {"lr": float(self.user.optimizer.param_groups[0]["lr"])}
+        if self._grad_norm is not None:
+            facts["grad_norm"] = float(whole(self._grad_norm))
+        return facts
+
+    def create_agreement(self) -> Agreement | None:
+        """Return what distributes rank 0's decisions; None if ranks make unequal steps."""
+        context = self.context
+        if self._windows is None:
+            return None
+        device = context.device if dist.get_backend() == "nccl" else "cpu"
+        return Agreement(
+            not context.rank, context.state.step, context.status.take_request, device=device
+        )
+
+    def _iter_parameters(self) -> Iterator[Any]:
+        return itertools.chain(*(model.module.parameters() for model in self._synced.values()))
+
+    @property
+    def logs_next_step(self) -> bool:
+        """Whether the step under way is logged."""
+        return Action.LOG in self.settings.step_schedule.get_actions(self.context.state.step + 1)
 
     def autocast(self) -> Any:
         """Return a context in which the model computes with ``precision``."""
@@ -426,7 +466,8 @@ class ReplicatedModel:
         part.load_state_dict(state)
 
     def get_data_state(self) -> dict[str, Any]:
-        return {"loader": parts.loader_state(getattr(self.user, "train_loader", None))}
+        loader = getattr(self.user, "train_loader", None)
+        return {"loader": parts.loader_state(loader, has_position=self.planned is None)}
 
     def load_data_state(self, state: Mapping[str, Any]) -> None:
         parts.load_loader_state(getattr(self.user, "train_loader", None), state["loader"])
@@ -495,8 +536,8 @@ class UserLoop:
     def __init__(self, replica: ReplicatedModel) -> None:
         self.replica = replica
 
-    def run(self, epoch: int) -> EpochReport:
-        """Train one epoch."""
+    def run(self, epoch: int, until: int | None = None) -> EpochReport:
+        """Train one epoch. ``until`` isn't supported: the steps are the user's own."""
         replica, context, user = self.replica, self.replica.context, self.replica.user
         context.barrier("before-epoch")
         context.status.at("train_epoch")
@@ -516,7 +557,14 @@ class UserLoop:
         context.status.at("end of the epoch")
         context.barrier("epoch-end")
         replica.end_epoch()
+        context.state.end_epoch()
         return EpochReport(context.state.step, result)
+
+    def get_means(self) -> dict[str, Any]:
+        return {}
+
+    def load_means(self, state: Mapping[str, Any]) -> None:
+        """Do nothing: the worker computes its own means."""
 
 
 def get_scheduler_interval(worker: Any) -> str | None:

@@ -13,15 +13,25 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from miniray.doctor.handles import check_handles
 from miniray.train.lockstep.plan import EpochPlan, Window
+from miniray.train.lockstep.seeding import SeededDataset, SeededIndices, derive_seed
 from miniray.train.workers import torch_utils as parts
 
 
 class PlannedBatches:
-    """A batch sampler: this rank's part of an ``EpochPlan``, in another order each epoch."""
+    """A batch sampler: this rank's part of an ``EpochPlan``, in a different order each epoch.
+
+    Each batch carries a seed; see ``seeding``.
+    """
 
     def __init__(self, plan: EpochPlan, rank: int, shuffle: bool, seed: int) -> None:
         self.plan = plan
@@ -29,15 +39,30 @@ class PlannedBatches:
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
+        self.first_window = 0
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+    def set_epoch(self, epoch: int, first_window: int = 0) -> None:
+        """Set what the next iteration yields: the batches of an epoch, from a step on."""
+        self.epoch, self.first_window = epoch, first_window
 
     def windows(self) -> list[Window]:
         return list(self.plan.windows(self.rank))
 
+    def count_batches(self, windows: int) -> int:
+        """Return the number of this rank's batches in the first ``windows`` steps."""
+        return sum(weight > 0 for window in self.windows()[:windows] for weight in window)
+
     def __iter__(self) -> Iterator[list[int]]:
-        return self.plan.batches(self.rank, self.epoch, shuffle=self.shuffle, seed=self.seed)
+        batches = self.plan.batches(
+            self.rank,
+            self.epoch,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            first_window=self.first_window,
+        )
+        first = self.count_batches(self.first_window)
+        for number, rows in enumerate(batches, first):
+            yield SeededIndices(rows, derive_seed(self.seed, self.epoch, self.rank, number))
 
     def __len__(self) -> int:
         return self.plan.count(self.rank)
@@ -97,7 +122,10 @@ def own_share(
         drop_last=loader.drop_last,
     )
     shuffle = isinstance(loader.sampler, RandomSampler)
-    return _replace_parts(loader, batch_sampler=PlannedBatches(plan, rank, shuffle, seed))
+    batches = PlannedBatches(plan, rank, shuffle, seed)
+    if type(loader.dataset) is TensorDataset:  # draws no random numbers
+        return _replace_parts(loader, batch_sampler=batches)
+    return _replace_parts(loader, batch_sampler=batches, dataset=SeededDataset(loader.dataset))
 
 
 def shard_data(loader: Any, rank: int, world_size: int) -> Any:

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import psutil
 import torch
 
 from miniray.doctor.instrument_training import observe_loss
+from miniray.train.lockstep.schedule import Action, Agreement
 from miniray.train.workers import torch_utils as parts
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ class StepOutput(NamedTuple):
     loss: Any
     metrics: Mapping[str, Any]
     samples: int
+    tokens: Any = 0
 
 
 @dataclasses.dataclass
@@ -47,8 +51,8 @@ class RankState:
 
     Attributes:
         step: Completed optimizer steps of the run, including those before a restart or resume.
-        epoch: The current epoch.
-        step_in_epoch: Completed steps of this epoch.
+        epoch: The current epoch, or the next one between epochs.
+        step_in_epoch: Completed steps of this epoch; 0 between epochs.
         samples: Samples of this epoch that this rank has trained on.
     """
 
@@ -58,7 +62,12 @@ class RankState:
     samples: int = 0
 
     def start_epoch(self, epoch: int) -> None:
-        self.epoch, self.step_in_epoch, self.samples = epoch, 0, 0
+        """Set the position to the start of an epoch, or leave it inside of this epoch."""
+        if epoch != self.epoch or not self.step_in_epoch:
+            self.epoch, self.step_in_epoch, self.samples = epoch, 0, 0
+
+    def end_epoch(self) -> None:
+        self.epoch, self.step_in_epoch, self.samples = self.epoch + 1, 0, 0
 
     def advance(self, samples: int, steps: int = 1) -> None:
         """Count ``steps`` completed optimizer steps on ``samples`` of this rank's samples."""
@@ -74,19 +83,43 @@ class RankState:
             setattr(self, name, value)
 
 
+class LogWindow(NamedTuple):
+    """What a rank reports of the steps since its last report.
+
+    Attributes:
+        step: The last of these steps; completed steps of the run.
+        epoch: The epoch of that step.
+        sums: A pair of sum and count by metric, and ``num_samples``.
+        facts: Values at the last step, such as the learning rate.
+        tokens: Number of tokens, if batches have them.
+        seconds: Duration.
+    """
+
+    step: int
+    epoch: int
+    sums: Mapping[str, Any]
+    facts: Mapping[str, float]
+    tokens: int
+    seconds: float
+
+
 class EpochReport(NamedTuple):
-    """What a rank reports after an epoch.
+    """What a rank reports after an epoch, or after a part of it.
 
     Attributes:
         step: Completed optimizer steps of the run.
         metrics: Means over this rank's samples and ``num_samples``, or the result of the worker's
-            own ``train_epoch``.
+            own ``train_epoch``. They cover the epoch up to this step.
         details: Further values of this kind of replica.
+        step_in_epoch: Completed steps of an epoch that isn't complete; 0 at its end.
+        logs: Log windows that weren't posted yet.
     """
 
     step: int
     metrics: Any
     details: Mapping[str, Any] = {}
+    step_in_epoch: int = 0
+    logs: Sequence[LogWindow] = ()
 
 
 class Replica(Protocol):
@@ -105,8 +138,11 @@ class Replica(Protocol):
     def wrap(self, agreed: Any) -> int | None:
         """Connect the model with the other ranks'; return the steps of an epoch, if known."""
 
-    def start_epoch(self, epoch: int) -> Iterator[Iterable[MicroBatch]]:
-        """Start the loader and return the micro-batches of each step. No collective."""
+    def start_epoch(self) -> Iterator[Iterable[MicroBatch]]:
+        """Start the loader and return the micro-batches of each step that is left of the epoch.
+
+        The position is ``context.state``. No collective.
+        """
 
     def epoch_context(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager around the steps of an epoch."""
@@ -135,32 +171,81 @@ class Replica(Protocol):
     def get_details(self) -> Mapping[str, Any]:
         """Return ``EpochReport.details``."""
 
+    def get_facts(self) -> Mapping[str, float]:
+        """Return what is logged of the last step: learning rate, gradient norm."""
+
+    def create_agreement(self) -> Agreement | None:
+        """Return what distributes rank 0's decisions; None if ranks make unequal steps."""
+
 
 class StepLoop:
     """Trains epochs with a replica. Every exit is at a step boundary, the same on all ranks."""
 
     def __init__(self, replica: Replica, context: RankContext) -> None:
         self.replica, self.context, self.state = replica, context, context.state
-        self._means = parts.Means()
+        self.schedule = context.facts.step_schedule
+        self.agreement: Agreement | None = None
+        self._epoch_means, self._log_means = parts.Means(), parts.Means()
+        self._tokens: Any = 0
+        self._window_start = time.monotonic()
         self._unchecked: list[tuple[int, Any]] = []
+        self._steps: Iterator[Iterable[MicroBatch]] | None = None  # of the epoch that is open
+        self._opened = contextlib.ExitStack()
+        self._position = self.state.state_dict()  # when ``run`` returned
         if context.recorder is not None:
             context.recorder.explicit_losses = True  # not those that backward is called on
 
-    def run(self, epoch: int) -> EpochReport:
-        """Train one epoch."""
-        replica, context = self.replica, self.context
-        self._means = parts.Means()
-        context.status.at("starting the loader")
-        steps = replica.start_epoch(epoch)  # starts loader processes, which no rank waits for
-        context.barrier("before-iteration")
-        with replica.epoch_context():
-            for micro_batches in steps:
-                self._run_step(micro_batches)
+    def run(self, epoch: int, until: int | None = None) -> EpochReport:
+        """Train to the end of the epoch, or until ``until`` steps of the run are complete.
+
+        The last step of an epoch doesn't count for ``until``: the epoch ends with it.
+        """
+        if self._steps is None or self._position != self.state.state_dict():
+            self._open_epoch()
+        assert self._steps is not None
+        for micro_batches in self._steps:
+            self._run_step(micro_batches)
+            if self._act() or self.state.step == until:
+                return self._report(self.state.step_in_epoch)
         self._check_losses()
-        context.status.at("end of the epoch")
-        context.barrier("epoch-end")
-        replica.end_epoch()
-        return EpochReport(self.state.step, self._means.means(), replica.get_details())
+        self._close_epoch()
+        report = self._report(0)
+        self.state.end_epoch()
+        self._epoch_means = parts.Means()
+        return report
+
+    def _open_epoch(self) -> None:
+        """Start the loader and wait for the other ranks."""
+        state, context = self.state, self.context
+        self._opened.close()
+        context.status.at("starting the loader")
+        if not state.step_in_epoch:
+            self._epoch_means = parts.Means()
+        self._steps = self.replica.start_epoch()  # its processes start before ranks wait
+        context.restore_random_state()  # after the loader, which draws a random number
+        self.agreement = self.replica.create_agreement()
+        context.barrier("before-iteration")
+        self._window_start = time.monotonic()
+        self._opened.enter_context(self.replica.epoch_context())
+
+    def _close_epoch(self) -> None:
+        self._steps = None
+        self._opened.close()
+        self.context.status.at("end of the epoch")
+        self.context.barrier("epoch-end")
+        self.replica.end_epoch()
+
+    def _report(self, step_in_epoch: int) -> EpochReport:
+        self._position = self.state.state_dict()
+        if self._log_means.samples:
+            self._post_log()
+        return EpochReport(
+            self.state.step,
+            self._epoch_means.means(),
+            self.replica.get_details(),
+            step_in_epoch,
+            self.context.status.take_logs(),
+        )
 
     def _run_step(self, micro_batches: Iterable[MicroBatch]) -> None:
         replica, samples = self.replica, 0
@@ -178,8 +263,30 @@ class StepLoop:
         replica.step_optimizer()
         self.state.advance(samples)
 
+    def _act(self) -> bool:
+        """Do what is due after a step; return whether to return to the driver."""
+        action = self.schedule.get_actions(self.state.step)
+        if self.agreement is not None:
+            action |= self.agreement.decide(self.state.step)
+        if Action.LOG in action:
+            self._post_log()
+        return Action.STOP in action
+
+    def _post_log(self) -> None:
+        now = time.monotonic()
+        window = LogWindow(
+            self.state.step,
+            self.state.epoch,
+            self._log_means.sums(),
+            {**self.replica.get_facts(), **measure_memory(self.context.device)},
+            int(self._tokens),
+            now - self._window_start,
+        )
+        self._log_means, self._tokens, self._window_start = parts.Means(), 0, now
+        self.context.status.post_log(window)
+
     def _record(self, output: StepOutput) -> None:
-        """Check the loss, now or soon, and add the metrics to the means of the epoch."""
+        """Check the loss, now or soon, and add the metrics to the means."""
         if output.loss is None:
             return
         if self.context.recorder is not None:
@@ -188,7 +295,9 @@ class StepLoop:
             self._unchecked.append((self.state.step_in_epoch, output.loss.detach()))
             if output.loss.is_cpu or len(self._unchecked) >= _CHECK_EVERY:
                 self._check_losses()
-        self._means.add(output.metrics, output.samples)
+        self._epoch_means.add(output.metrics, output.samples)
+        self._log_means.add(output.metrics, output.samples)
+        self._tokens = self._tokens + output.tokens
 
     def _check_losses(self) -> None:
         unchecked, self._unchecked = self._unchecked, []
@@ -199,6 +308,25 @@ class StepLoop:
                     f"the loss is {value} on rank {self.context.rank} at step {step} of epoch "
                     f'{self.state.epoch}; on_nonfinite="ignore" would train on with it'
                 )
+
+    def get_means(self) -> dict[str, Any]:
+        """Return the sums of the epoch so far, for a resume inside of it."""
+        return self._epoch_means.state_dict() if self.state.step_in_epoch else {}
+
+    def load_means(self, state: Mapping[str, Any]) -> None:
+        """Restore ``get_means``. The loader starts again: the position has been set."""
+        self._steps = None
+        self._epoch_means = parts.Means()
+        if state:
+            self._epoch_means.load_state_dict(state)
+
+
+def measure_memory(device: Any) -> dict[str, float]:
+    """Return the memory of this process and its GPU, in MB."""
+    found = {"memory_mb": psutil.Process().memory_info().rss / 1e6}
+    if device.type == "cuda":
+        found["gpu_memory_mb"] = torch.cuda.max_memory_allocated(device) / 1e6
+    return found
 
 
 def check_scheduler(scheduler: Any, name: str) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from miniray.checks import check_choice
 from miniray.core import session
 from miniray.errors import CapabilityError
+from miniray.train.lockstep.schedule import StepSchedule
 from miniray.train.options import check_seconds
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class RunFacts:
     own_process: bool = True
     clip_norm: float | None = None
     on_nonfinite: str = "error"
+    step_schedule: StepSchedule = dataclasses.field(default_factory=StepSchedule)
 
     def create_replica(self, user: Any, traits: WorkerTraits, context: RankContext) -> Any:
         """Return the ``Replica`` of a rank that holds ``user``. Called in its process."""

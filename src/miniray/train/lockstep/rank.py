@@ -74,6 +74,7 @@ class RankContext:
         self.device: Any = torch.device("cpu")
         self.state: RankState = RankState()
         self.recorder: Any = None
+        self._random_state: dict[str, Any] | None = None
         self._shares_boxes = False
         self._opened = contextlib.ExitStack()
 
@@ -109,6 +110,17 @@ class RankContext:
         if self.recorder is not None:
             self.recorder.tell_epoch(epoch)
             self.recorder.note(steps_before_epoch=self.recorder.step_number)
+
+    def set_random_state(self, state: dict[str, Any]) -> None:
+        """Set the random numbers, now and once more inside an epoch when its loader is started."""
+        parts.set_random_state(state)
+        self._random_state = state if self.state.step_in_epoch else None
+
+    def restore_random_state(self) -> None:
+        """Set the random numbers of the step that a run inside an epoch continues from."""
+        state, self._random_state = self._random_state, None
+        if state is not None:
+            parts.set_random_state(state)
 
     def barrier(self, name: str) -> None:
         """Wait for all ranks: by the flight recorders, which the doctor reads, or by the store."""
@@ -169,12 +181,12 @@ class RankActor:
         self._context.status.at("idle")
         return steps
 
-    def run_rank_epoch(self, epoch: int) -> EpochReport:
-        """Train one epoch together with all other ranks."""
+    def run_rank_epoch(self, epoch: int, until: int | None = None) -> EpochReport:
+        """Train an epoch together with all other ranks, or until a step inside of it."""
         context = self._context
         context.start_epoch(epoch)
         try:
-            report: EpochReport = self._loop.run(epoch)
+            report: EpochReport = self._loop.run(epoch, until)
         except Exception:
             context.post_status()
             raise
@@ -255,13 +267,18 @@ class RankActor:
         """Return the state of this rank alone: random numbers, loader, the user's ``get_state``."""
         user = self._user.get_state() if defines(type(self._user), "get_state") else None
         return {
-            "rank": {"random": parts.random_state(), **self._replica.get_data_state()},
+            "rank": {
+                "random": parts.random_state(),
+                "means": self._loop.get_means(),
+                **self._replica.get_data_state(),
+            },
             "worker": user,
         }
 
     def set_state(self, state: Any) -> None:
         own = state["rank"]
         self._replica.load_data_state(own)
-        parts.set_random_state(own["random"])
+        self._loop.load_means(own.get("means", {}))
+        self._context.set_random_state(own["random"])
         if state["worker"] is not None and defines(type(self._user), "set_state"):
             self._user.set_state(state["worker"])

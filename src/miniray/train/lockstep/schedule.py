@@ -80,7 +80,7 @@ class Agreement:
         self,
         is_source: bool,
         step: int,
-        request: Callable[[], tuple[Action, int]],
+        request: Callable[[], tuple[int, int]],
         *,
         interval: float = 0.5,
         device: Any = "cpu",

@@ -8,6 +8,8 @@ is stopped or holds the interpreter's lock posts nothing, which says as much.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import json
 import os
@@ -95,6 +97,9 @@ class PulseThread:
         self._cpu_then = time.process_time()
         self._beats = 0
         self._barriers = 0
+        self._logs: collections.deque[Any] = collections.deque()
+        self._logs_posted = 0
+        self._request: tuple[int, int] | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="miniray-pulse", daemon=True)
         self._thread.start()
@@ -158,6 +163,38 @@ class PulseThread:
         text = json.dumps(dataclasses.asdict(found))
         (store or self._store).set(f"{self._spec.name}/pulse/{self.rank}", text)
 
+    def post_log(self, window: Any) -> None:
+        """Queue a log window. The thread posts it, so a step waits for nothing."""
+        self._logs.append(window)
+
+    def take_logs(self) -> list[Any]:
+        """Return the log windows that weren't posted yet, for an answer to the driver."""
+        taken = []
+        with contextlib.suppress(IndexError):
+            while True:
+                taken.append(self._logs.popleft())
+        return taken
+
+    def take_request(self) -> tuple[int, int]:
+        """Return the newest request of the driver, once: an action and a number that goes with it.
+
+        (0, 0) without a request. Only rank 0 receives requests.
+        """
+        request, self._request = self._request, None
+        return request or (0, 0)
+
+    def _exchange(self, store: Any) -> None:
+        """Post log windows, and read the driver's request on rank 0."""
+        name = self._spec.name
+        with contextlib.suppress(IndexError):
+            while True:
+                window = self._logs.popleft()
+                store.set(f"{name}/log/{self.rank}/{self._logs_posted}", json.dumps(window))
+                self._logs_posted += 1
+        if not self.rank and store.check([f"{name}/request"]):
+            self._request = json.loads(store.get(f"{name}/request"))
+            store.delete_key(f"{name}/request")
+
     def _stack(self) -> tuple[str, bool]:
         frame = sys._current_frames().get(self._main)
         if frame is None:
@@ -170,6 +207,7 @@ class PulseThread:
             store = self._spec.connect()
             while not self._ended.is_set():
                 self.post(store)
+                self._exchange(store)
                 self._ended.wait(_INTERVAL)
         except RuntimeError:  # the store is gone, and the driver with it or about to end us
             return

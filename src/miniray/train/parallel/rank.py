@@ -15,6 +15,7 @@ import torch.distributed as dist
 from miniray.train.lockstep.loop import MicroBatch, StepLoop, StepOutput
 from miniray.train.lockstep.mesh import local, make_mesh, share_buffers
 from miniray.train.lockstep.rank import RankContext
+from miniray.train.lockstep.schedule import Agreement
 from miniray.train.lockstep.status import EVALUATION
 from miniray.train.parallel.assembly import assemble
 from miniray.train.parallel.feed import Feed
@@ -89,15 +90,17 @@ class PartReplica:
 
     # -- an epoch ---------------------------------------------------------------------------------
 
-    def start_epoch(self, epoch: int) -> Iterator[Iterable[MicroBatch]]:
+    def start_epoch(self) -> Iterator[Iterable[MicroBatch]]:
         self.part.train()
-        return self._iter_steps(self.samples.batches(epoch, self.context.status.at))
+        state, status = self.context.state, self.context.status
+        return self._iter_steps(self.samples.batches(state.epoch, state.step_in_epoch, status.at))
 
     def _iter_steps(self, items: Iterator[Any] | None) -> Iterator[list[MicroBatch]]:
         """Yield one micro-batch per step: the feed knows when the rank that loads has no more."""
         self._times, self._last_step = [], (self.record.spans, 0.0)
         start = time.perf_counter()
-        for step, batch in enumerate(self._feed.batches(items)):
+        first = self.context.state.step_in_epoch
+        for step, batch in enumerate(self._feed.batches(items), first):
             self.context.status.at("step", step=step)
             yield [MicroBatch(step, batch)]
             if self._count == self.plan.batch_size:
@@ -165,6 +168,15 @@ class PartReplica:
             "began": began,
             "peak_activations": self.record.peak_activations,
         }
+
+    def get_facts(self) -> dict[str, float]:
+        return {"lr": float(self.part.optimizer.param_groups[0]["lr"])}
+
+    def create_agreement(self) -> Agreement:
+        context = self.context
+        device = context.device if dist.get_backend() == "nccl" else "cpu"
+        request = context.status.take_request
+        return Agreement(not context.rank, context.state.step, request, device=device)
 
     # -- evaluation -------------------------------------------------------------------------------
 

@@ -115,18 +115,25 @@ class Samples:
         """Of an epoch, where that is known."""
         return None if self.windows is None else len(self.windows)
 
-    def batches(self, epoch: int, waiting: Callable[[str], None]) -> Iterator[Any] | None:
-        """The batches of an epoch, None in place of one that only other copies have.
+    def batches(
+        self, epoch: int, first: int, waiting: Callable[[str], None]
+    ) -> Iterator[Any] | None:
+        """Start the loader and return the batches of an epoch from step ``first`` on.
 
-        The loader's processes start here, before anybody waits. None where others load.
+        None takes the place of a batch that only other copies have. Return None if a different
+        rank loads.
         """
         if not self.loads:
             return None
         sharing.set_epoch(self.loader, epoch)
+        planned = sharing.planned(self.loader)
+        if planned is not None:
+            planned.set_epoch(epoch, first)
         batches = self._drawn(self.loader)
 
         def items() -> Iterator[Any]:
-            for window in itertools.repeat((1.0,)) if self.windows is None else self.windows:
+            windows = itertools.repeat((1.0,)) if self.windows is None else self.windows[first:]
+            for window in windows:
                 if not any(window):
                     yield None
                     continue
@@ -168,7 +175,10 @@ class Samples:
             own.seed = seed
 
     def state(self) -> dict[str, Any]:
-        loader = None if self.loader is None else parts.loader_state(self.loader)
+        loader = None
+        if self.loader is not None:
+            has_position = sharing.planned(self.loader) is None
+            loader = parts.loader_state(self.loader, has_position)
         return {"data": self.random.state, "loader": loader}
 
     def load(self, saved: Any) -> None:

@@ -106,9 +106,9 @@ def loader_over(data: Any, like: Any) -> Any:
     return DataLoader(data, batch_size=size, collate_fn=getattr(like, "collate_fn", None))
 
 
-def loader_state(loader: Any) -> dict[str, Any]:
-    """Where the loader is, if it can say, and what its random numbers are."""
-    own = loader.state_dict() if hasattr(loader, "state_dict") else None
+def loader_state(loader: Any, has_position: bool = True) -> dict[str, Any]:
+    """Return the loader's position, if it has one of its own, and its random numbers."""
+    own = loader.state_dict() if has_position and hasattr(loader, "state_dict") else None
     generator = getattr(loader, "generator", None)
     return {
         "own": own,
@@ -163,6 +163,20 @@ def moved(batch: Any, device: Any) -> Any:
 
 def _is_record(batch: Any) -> bool:
     return dataclasses.is_dataclass(batch) and hasattr(batch, "__dict__")
+
+
+def count_tokens(batch: Any) -> Any:
+    """Return the number of tokens of a batch with ``attention_mask`` or ``input_ids``, else 0.
+
+    It may be a tensor, so that no step waits for a GPU.
+    """
+    if not isinstance(batch, Mapping):
+        return 0
+    mask: Any = batch.get("attention_mask")
+    ids: Any = batch.get("input_ids")
+    if hasattr(mask, "sum"):
+        return mask.sum()
+    return ids.numel() if hasattr(ids, "numel") else 0
 
 
 def length(batch: Any) -> int:
@@ -224,6 +238,19 @@ class Means:
             count = count.detach() if hasattr(count, "detach") else count
             self._sums[name] = self._sums.get(name, 0) + total
             self._counts[name] = self._counts.get(name, 0) + count
+
+    @property
+    def samples(self) -> int:
+        """Number of samples added."""
+        return self._samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums exactly as they are, tensors included."""
+        return {"sums": dict(self._sums), "counts": dict(self._counts), "samples": self._samples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sums, self._counts = dict(state["sums"]), dict(state["counts"])
+        self._samples = state["samples"]
 
     def sums(self) -> dict[str, Any]:
         """Pairs of sum and count, and ``num_samples``."""
