@@ -7,13 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from miniray.checks import check_int, check_options, get_options
-from miniray.core.remote import adapting
 from miniray.ps import Strategy
 from miniray.ps.strategies.base import strategy_names, strategy_options
 from miniray.train.options import RunOptions
 from miniray.train.run.result import TrainResult
 from miniray.train.trainer import BaseTrainer
-from miniray.train.workers.actor import wrap_worker
+from miniray.train.workers.actor import WorkerActor
 from miniray.train.workers.aggregate import aggregate
 from miniray.train.workers.async_sync import AsyncSync, check_mode
 from miniray.train.workers.data import DataFeed, Shardable, ShardLoading
@@ -97,7 +96,7 @@ class DataParallelTrainer(BaseTrainer):
             "sync", self.sync, in_workers=True, on_missing=self.sync.load_missing_state
         )
         if self._feed is not None:
-            feed = self._feed
+            feed, self._wrapper = self._feed, WorkerActor
             self.checkpointer.register("data", feed, in_workers=True, on_missing=lambda: None)
 
     # -- parameter sync ---------------------------------------------------------------------------
@@ -174,10 +173,6 @@ class DataParallelTrainer(BaseTrainer):
         self.sync.pause()  # after an early stop, asynchronous workers may be an epoch ahead
 
     # -- workers ----------------------------------------------------------------------------------
-
-    def _create(self, worker_id: int) -> Any:
-        with contextlib.nullcontext() if self._feed is None else adapting(wrap_worker):
-            return super()._create(worker_id)
 
     def _set_up_all(self) -> None:
         super()._set_up_all()

@@ -100,6 +100,8 @@ class BaseTrainer:
     _train_hints: Mapping[str, str] = {}
     #: Called in a worker's process before the worker is created; see ``startup.SET_UP``.
     _process_set_up = "miniray.doctor.actors:set_up"
+    #: Class that wraps the workers; see ``ActorClass.wrap_with``.
+    _wrapper: type | None = None
     #: Unit of the progress bar.
     _unit = "epoch"
     #: Trainers of one kind can load each other's checkpoints.
@@ -366,7 +368,8 @@ class BaseTrainer:
             cls = self._worker_class._spec.cls
             methods = [getattr(cls, name) for name in names if hasattr(cls, name)]
         elif self._group is not None:
-            specs = [method_spec(self._group.handles[0], name) for name in names]
+            worker = self._group.handles[0]
+            specs = [method_spec(worker, n) for n in names if n not in worker._info.unlisted]
             methods = [spec.signature for spec in specs if spec is not None]
         else:
             return
@@ -430,7 +433,8 @@ class BaseTrainer:
         if session.engine().capabilities.processes:  # else all workers are in this process
             path, modules = self.session.directory.path, self._preloaded
             env |= environment(path, worker_id, self.num_workers, modules, self._process_set_up)
-        with startup.actors_with(None if seed is None else seed + worker_id, env):
+        own_seed = None if seed is None else seed + worker_id
+        with startup.actors_with(own_seed, env, self._wrapper):
             return self.create_worker(worker_id, **self._taken(self.create_worker))
 
     def _set_up_all(self) -> None:

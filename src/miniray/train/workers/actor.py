@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from miniray.core.remote import ClassSpec
 from miniray.train.workers.group import accepted
 
 
@@ -44,9 +42,3 @@ class WorkerActor:
     def load_shard_state(self, state: Mapping[str, Any]) -> None:
         """Continue at a position that was merged from all workers."""
         self._shard.load_state_dict(state)
-
-
-@functools.cache
-def wrap_worker(spec: ClassSpec) -> ClassSpec:
-    """Return the same class with actors that hold a ``WorkerActor``; the same for the same spec."""
-    return ClassSpec(spec.cls, WorkerActor)
