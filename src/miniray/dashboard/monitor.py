@@ -112,7 +112,9 @@ class RunMonitor:
             timeline = self._timelines.setdefault(facts.rank, timelines.Timeline())
             for steps in timeline.update(facts):
                 if steps.loss is not None:
-                    self._losses.add("loss", facts.rank, "step", steps.step, steps.loss)
+                    self._losses.add(
+                        "loss", facts.rank, "step", steps.step, steps.loss, steps.attempt
+                    )
 
     def _read_metrics(self) -> None:
         try:
@@ -185,12 +187,18 @@ class RunMonitor:
         with self._lock:
             curves = list(self._sources(name, by_rank).get_chart(name, by_rank))
             most = min(_MOST_POINTS, _MOST_IN_CHART // max(1, len(curves)))
+            restarted = {rank for rank, series in curves if series.attempt}
             return {
                 "name": name,
                 "by_rank": by_rank,
                 "run": self.name,
                 "curves": [
-                    {"rank": rank, **series.to_json(most, low, high)} for rank, series in curves
+                    {
+                        "rank": rank,
+                        "attempt": series.attempt + 1 if rank in restarted else None,
+                        **series.to_json(most, low, high),
+                    }
+                    for rank, series in curves
                 ],
             }
 

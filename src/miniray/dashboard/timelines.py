@@ -35,7 +35,8 @@ class Timeline:
         self._sums: list[tuple[float, ...]] = []
         # (begin, end, kind) for the time after the last step record
         self._observed: list[tuple[float, float, int]] = []
-        self._step = 0
+        self._step = 0  # of this attempt
+        self._last = (0, 0)  # attempt and step of the newest step
         self._pid = 0
 
     @property
@@ -49,15 +50,20 @@ class Timeline:
         return self._moments[-1] if self._moments else None
 
     def update(self, facts: Facts) -> list[Steps]:
-        """Add the new parts of the rank's record, and return its new steps."""
+        """Add the new parts of the rank's record, and return its new steps, of all attempts."""
         record = facts.record
+        attempt = record.total.attempt
         if record.pid != self._pid:  # the rank was restarted, and so were its step numbers
             self._pid, self._step = record.pid, 0
+            if self._last[0] == attempt:
+                self._last = attempt, 0
         if not self._moments:
             self._moments, self._sums = [record.attached], [(0.0,) * len(KINDS)]
-        fresh = [s for s in record.steps if s.step > self._step]
+        fresh = [s for s in record.history if (s.attempt, s.step) > self._last]
         for steps in fresh:
-            self._add_steps(steps)
+            self._last = steps.attempt, steps.step
+            if steps.attempt == attempt:
+                self._add_steps(steps)
         self._observe(facts)
         if len(self._moments) > _MOST_MOMENTS:
             half = len(self._moments) // 2
