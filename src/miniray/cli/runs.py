@@ -174,7 +174,7 @@ def find_obstacle(path: Path) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Rename the directory before deleting it, so that a partly deleted one isn't listed."""
+    """Rename the directory before deleting it, so that a partly deleted run is never listed."""
     import shutil
 
     aside = path.with_name(f".{path.name}.{os.getpid()}.deleted")

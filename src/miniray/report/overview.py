@@ -1,4 +1,4 @@
-"""The top of the page: name and state, the verdict, and the most important numbers."""
+"""Render the top of the page: name and state, verdict, and key numbers."""
 
 from __future__ import annotations
 
