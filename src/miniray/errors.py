@@ -280,7 +280,7 @@ class RewardTimeoutError(RewardError, TimeoutError):
 class NonFiniteError(MinirayError, ArithmeticError):
     """Log-probs, values or gradients contain NaN or Inf. The weights are unchanged.
 
-    All workers raise it if the sum of their gradients isn't finite.
+    Raised on all workers if the sum of their gradients isn't finite.
 
     Attributes:
         workers: Indexes of the workers with NaN or Inf, empty if each loss is finite.

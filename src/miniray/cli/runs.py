@@ -66,7 +66,7 @@ def list_(as_json: bool, number: int | None, runs_dir: Path) -> None:
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """Return the facts that ``--json`` prints about a run. NaN and infinity become strings."""
+    """Return the fields that ``--json`` prints for a run. NaN and infinity become strings."""
     return {
         "name": run.name,
         "path": str(run.path.absolute()),

@@ -152,7 +152,7 @@ def render_svg(
 ) -> str:
     """Return a chart of curves that share both axes.
 
-    If no value is finite, the frame contains only crosses.
+    If no value is finite, the chart contains only crosses.
     """
     finite = [point for curve in curves for point in curve.finite]
     every = [x for curve in curves for x, _ in curve.points]
