@@ -1,4 +1,4 @@
-"""Parameter sync: miniray's server, gloo's all-reduce, and a plain server on Ray actors.
+"""Compare parameter sync with gloo all-reduce and a server of Ray actors.
 
     python benchmarks/ps.py [--quick] [--no-ray] [--json PATH] [--markdown]
 

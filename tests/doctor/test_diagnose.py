@@ -353,7 +353,7 @@ def test_a_thread_that_keeps_a_process_from_ending(golden):
         ThreadStack("0x1", "", False, (at(70, function="pump"), Site("t.py", 1, "_bootstrap"))),
         ThreadStack("0x2", "", True, (Site(threading.__file__, 9, "_shutdown"),)),
     )
-    one = dataclasses.replace(calling(0, world=1), phase=Phase("between", at(20), NOW - 90))
+    one = dataclasses.replace(calling(0, world=1), phase=Phase("epoch end", at(20), NOW - 90))
     (finding,) = examine(run(one), shown={0: shown}).findings
     golden("diagnose/a_thread_that_keeps_a_process_from_ending.txt", wording(finding))
 

@@ -47,7 +47,7 @@ class Lines:
         return self.offset < self.size
 
     def read(self) -> tuple[bool, list[bytes]]:
-        """Return (whether the file was restarted, its next whole lines).
+        """Return (True if the file was replaced or truncated, the next complete lines).
 
         Without a file, return no lines.
         """
@@ -103,7 +103,7 @@ class Series:
         return len(self.x) + self.bad
 
     def to_json(self, most: int, low: float | None, high: float | None) -> dict[str, Any]:
-        """Return at most ``most`` points in the range, and the neighbor on each side."""
+        """Return at most ``most`` points in the range, and one neighbor on each side."""
         x, y = np.array(self.x), np.array(self.y)
         if len(x) and (low is not None or high is not None):
             seen = np.ones(len(x), bool)
@@ -216,5 +216,5 @@ def _parse_lines(lines: list[bytes]) -> list[Any]:
 
 
 def _round(value: float) -> float:
-    """Round to six digits, which is enough for a screen and halves the bytes."""
+    """Round to six digits, which is enough for a screen and halves the response size."""
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")

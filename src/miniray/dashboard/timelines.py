@@ -1,11 +1,12 @@
-"""Timelines: how each rank spent its time, while its steps are recorded or the server observes it.
+"""Compute timelines, which show how each rank spent its time.
 
-Step records contain the duration of a step and how it divides into data loading, compute, backward
+A step record contains the duration of a step, and the time spent on data loading, compute, backward
 and waiting for other ranks. Between steps, and for ranks without step records, the timeline uses
 the phase that the server observed at each poll.
 
-A timeline stores cumulative times per kind at some moments. The share of a kind in any interval is
-the difference of two sums, so old moments can be dropped without making the shares wrong.
+A timeline stores the cumulative time of each kind at several points in time. The share of a kind in
+an interval is the difference of two of these sums, so dropping old points doesn't falsify the
+shares.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ _PHASES = {
     "forward": "in forward",
     "backward": "in backward",
     "optimizer": "in the optimizer's step",
-    "between": "after its pass over the data",
+    "epoch end": "after its pass over the data",
     "exit": "on its way out",
     "": "before its first step",
 }

@@ -394,7 +394,7 @@ async function openRank(rank) {
   asked = rank;
   $("dialog-title").textContent = `Rank ${rank}`;
   $("dialog-facts").textContent = row ? [row.state, row.doing, row.pid && `pid ${row.pid} on ${row.host}`,
-    row.batch_size && `batch ${row.batch_size}`, row.samples && `${row.samples} samples`].filter(Boolean).join(" · ") : "";
+    row.batch_size && `batch size ${row.batch_size}`, row.samples && `${row.samples} samples`].filter(Boolean).join(" · ") : "";
   $("stack").replaceChildren(h("p", { className: "quiet", textContent: "Requesting the stack…" }));
   if (!$("rank-dialog").open) $("rank-dialog").showModal();
   let shown;
