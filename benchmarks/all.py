@@ -1,4 +1,4 @@
-"""Runs all benchmarks one after the other, then writes the page: `make bench`.
+"""Run all benchmarks and write docs/benchmarks.md (`make bench`).
 
     python benchmarks/all.py [--quick] [--only engine,data] [--peers] [--results DIR] [--list]
 

@@ -1,4 +1,4 @@
-"""miniray.data and the loaders a user would take instead, on this machine, in one run.
+"""Compare miniray.data with other data loaders.
 
     python benchmarks/data.py [--quick] [--only miniray_data,hf_map] [--peer-python PATH]
                               [--layout LAYOUT] [--scratch DIR] [--minutes M] [--json PATH]

@@ -1,4 +1,4 @@
-"""What the recorder costs: one update of the box, and a training step with and without it.
+"""Measure the overhead of the flight recorder per update and per training step.
 
     python benchmarks/doctor.py [--quick] [--gpu] [--json PATH] [--markdown]
 

@@ -1,4 +1,4 @@
-"""miniray's local engine against Ray, on this machine, in one run.
+"""Compare the local engine with Ray.
 
     python benchmarks/engine.py [--quick] [--only put,tasks] [--no-ray] [--json PATH] [--markdown]
 

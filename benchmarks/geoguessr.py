@@ -1,4 +1,4 @@
-"""The GeoGuessr recipe with several seeds: what the reward teaches beyond the warm-up.
+"""Run the GeoGuessr recipe with several seeds, and measure what RL adds to the warm-up.
 
     python benchmarks/geoguessr.py [--seeds 0,1,2] [--steps 60] [--quick] [--json PATH] [--markdown]
     python benchmarks/geoguessr.py --gpu [--json PATH]

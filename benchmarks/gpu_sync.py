@@ -1,4 +1,4 @@
-"""Workers that share one GPU, each with a model of 1 GB, synced through the host.
+"""Measure the parameter sync of workers that share one GPU.
 
 ``python benchmarks/gpu_sync.py`` prints a table and writes ``results/gpu_sync.json``. It needs a
 GPU with room for all models. A sync moves the model of every worker to the host and the combined

@@ -1,4 +1,4 @@
-"""What a batch of 8192 prompts with images costs: one driver that feeds 64 workers, or 64 loaders.
+"""Measure the memory of a batch of 8192 image prompts: one driver or 64 loaders.
 
     python benchmarks/memory_table.py [--quick] [--scratch DIR] [--json PATH] [--markdown]
 

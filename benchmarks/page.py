@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md, its plots, and every measured figure in the README and the guides.
+"""Write docs/benchmarks.md, its plots, and all measured figures in the docs.
 
     python benchmarks/page.py            after a benchmark has written benchmarks/results/NAME.json
     python benchmarks/page.py --check    fails if a page is not what the results give

@@ -1,4 +1,4 @@
-"""Models split over workers: bubble against the formula, memory a worker, the trainer's overhead.
+"""Measure pipeline bubbles, memory per worker and overhead of model parallelism.
 
     python benchmarks/parallel.py [--overhead] [--memory] [--quick] [--out PATH]
     python benchmarks/parallel.py --bubble [--quick] [--out PATH]

@@ -1,4 +1,4 @@
-"""GRPO with miniray and with TRL on this machine, in one run; and bytes through the driver.
+"""Compare GRPO with TRL, and count the bytes that pass through the driver.
 
     python benchmarks/rl.py [--quick] [--peer-python PYTHON] [--json PATH] [--markdown]
 

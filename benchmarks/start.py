@@ -1,4 +1,4 @@
-"""What starting costs before anything runs: `import miniray`, its parts, `miniray --help`, peers.
+"""Measure the time and memory of imports and of `miniray --help`.
 
     python benchmarks/start.py [--quick] [--json PATH] [--markdown]
 

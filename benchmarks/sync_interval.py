@@ -1,4 +1,4 @@
-"""Loss reached against bytes moved: how often, and how, the workers' weights are combined.
+"""Compare sync intervals and strategies: loss reached and bytes transferred.
 
     python benchmarks/sync_interval.py [--quick] [--seeds N] [--json PATH] [--markdown]
 

@@ -1,4 +1,4 @@
-"""The same small CNN trained by miniray and its peers on two workers, on this machine, in one run.
+"""Compare the training of a CNN on two workers with other frameworks.
 
     python benchmarks/train.py [--quick] [--only miniray,torchrun] [--json PATH] [--markdown]
     python benchmarks/train.py --scaling [--workers 1,2,4,8,16]

@@ -1,7 +1,7 @@
-"""Handwritten digits with gradients averaged in every step, on any number of workers.
+"""Train a classifier of handwritten digits with DDP on any number of workers.
 
 python examples/ddp_digits.py              # 2 workers
-python examples/ddp_digits.py --workers 4  # the same training: a step's batch is shared out
+python examples/ddp_digits.py --workers 4  # the same global batch size
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Digits:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch", type=int, default=64, help="samples in a step")
+    parser.add_argument("--workers", type=int, default=2, help="number of workers")
+    parser.add_argument("--epochs", type=int, default=10, help="number of epochs")
+    parser.add_argument("--batch", type=int, default=64, help="global batch size")
     arguments = parser.parse_args()
     trainer = DDPTrainer(arguments.workers, worker=Digits, seed=0, eval_interval=1, clip_norm=1.0)
     with trainer:
         result = trainer.train(arguments.epochs, batch_size=arguments.batch // arguments.workers)
-        print(f"held-out accuracy {result['val_accuracy']:.1%}")
-        print("model: ", trainer.save_final_model())
-        print("report:", result.report())
+        print(f"Held-out accuracy: {result['val_accuracy']:.1%}")
+        print("Model: ", trainer.save_final_model())
+        print("Report:", result.report())

@@ -1,8 +1,8 @@
-"""A small DCGAN on the digits, trained by four workers whose weights are averaged every 5 epochs.
+"""Train a small DCGAN on digits; four workers average their weights every five epochs.
 
     python examples/distributed_gan_v2.py --epochs 40
 
-Writes a grid of samples as PNG every 10 epochs into the run's directory.
+Writes a grid of samples to the run directory every ten epochs.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class GANWorker:
             d_losses.append(d_loss.item())
         return {"g_loss": np.mean(g_losses), "d_loss": np.mean(d_losses)}
 
-    # All of both networks, BatchNorm's running statistics included: a generator with its own would
-    # draw other pictures than it was trained to.
+    # Include BatchNorm's running statistics. Without them, the averaged generator would draw
+    # different images.
     def get_weights(self):
         return {"g": self.g.state_dict(), "d": self.d.state_dict()}
 
@@ -91,12 +91,12 @@ class GANTrainer(DataParallelTrainer):
         super().on_epoch_end(epoch, result, **kwargs)
         if (epoch + 1) % 10 == 0:
             images = miniray.get(self.workers[0].sample.remote(64))
-            print("samples:", save_grid(images, self.run.path / f"samples-{epoch + 1:03d}.png"))
+            print("Samples:", save_grid(images, self.run.path / f"samples-{epoch + 1:03d}.png"))
             self.save_checkpoint(epoch)
 
 
 def save_grid(images: np.ndarray, path):
-    """Eight by eight pictures in one, with a line between them."""
+    """Save 64 images as one grid."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -110,11 +110,11 @@ def save_grid(images: np.ndarray, path):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=40, help="number of epochs")
+    parser.add_argument("--workers", type=int, default=4, help="number of workers")
     arguments = parser.parse_args()
     with GANTrainer(num_workers=arguments.workers, sync_interval=5, seed=0) as trainer:
         result = trainer.train(epochs=arguments.epochs, lr=2e-3, batch_size=64)
         print(f"g_loss {result['g_loss']:.3f}  d_loss {result['d_loss']:.3f}")
-        print("curves:", result.plot())
-        print("report:", result.report())
+        print("Curves:", result.plot())
+        print("Report:", result.report())

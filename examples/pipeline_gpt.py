@@ -1,10 +1,10 @@
-"""A small GPT that learns a story letter by letter, cut into stages over several workers.
+"""Train a small GPT as a pipeline of stages, one stage per worker.
 
 python examples/pipeline_gpt.py                                # 4 stages, 1F1B
-python examples/pipeline_gpt.py --schedule zero_bubble         # the same training, less waiting
-python examples/pipeline_gpt.py --workers 2 --data-parallel 2  # 2 copies of a pipeline of 2
+python examples/pipeline_gpt.py --schedule zero_bubble         # same training, less idle time
+python examples/pipeline_gpt.py --workers 2 --data-parallel 2  # 2 replicas of 2 stages
 
-No worker ever has the whole model: layers are functions, and each is built where it is needed.
+No worker holds the whole model. Layers are functions, and each worker builds only its own.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ LAYERS = [Embed, *[Block] * BLOCKS, Head]
 
 
 def load_text(batch_size, windows=512):
-    """Windows of the text from anywhere in it, each with the letters one place further."""
+    """Return windows of the text at random positions, with the next letter of each position."""
     numbers = torch.tensor([LETTERS.index(letter) for letter in TEXT])
     starts = torch.randint(len(numbers) - CONTEXT - 1, (windows, 1))
     rows = numbers[starts + torch.arange(CONTEXT + 1)]
@@ -78,8 +78,8 @@ def loss(output, target):
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def write_on(weights, begin, length=120):
-    """What the model, in one piece again, writes after ``begin``."""
+def generate(weights, begin, length=120):
+    """Return the text that the assembled model generates after ``begin``."""
     model = nn.Sequential(*(make() for make in LAYERS)).eval()
     model.load_state_dict(weights)
     numbers = [LETTERS.index(letter) for letter in begin]
@@ -91,11 +91,13 @@ def write_on(weights, begin, length=120):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, default=4, help="places in the pipeline")
-    parser.add_argument("--data-parallel", type=int, default=1, help="copies of the pipeline")
-    parser.add_argument("--schedule", default="1f1b")
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=4, help="number of pipeline stages")
+    parser.add_argument(
+        "--data-parallel", type=int, default=1, help="number of replicas of the pipeline"
+    )
+    parser.add_argument("--schedule", default="1f1b", help="such as gpipe or zero_bubble")
+    parser.add_argument("--microbatches", type=int, default=8, help="microbatches per step")
+    parser.add_argument("--epochs", type=int, default=20, help="number of epochs")
     arguments = parser.parse_args()
     trainer = PipelineParallelTrainer(
         arguments.workers * arguments.data_parallel,
@@ -112,14 +114,14 @@ if __name__ == "__main__":
     with trainer:
         result = trainer.train(arguments.epochs)
         first, last = result.history[0]["loss"], result["loss"]
-        print(f"loss {first:.2f} -> {last:.2f}")
-        print(f"bubble {result.bubble:.1%} measured, {result.bubble_formula:.1%} expected")
+        print(f"Loss: {first:.2f} -> {last:.2f}")
+        print(f"Bubble: {result.bubble:.1%} measured, {result.bubble_formula:.1%} expected")
         if trainer.num_workers > cpu_count():
-            print(f"  (on {cpu_count()} cores, stages wait for a core more than for each other)")
+            print(f"  (the stages share {cpu_count()} cores, which increases the measured bubble)")
         kept = ", ".join(f"{n / 1e6:.1f} MB" for n in result.peak_activation_bytes)
-        print(f"activations kept, at most, by stage: {kept}")
-        print("timeline:", result.plot_pipeline())
-        print("model:   ", trainer.save_final_model())
-        print("report:  ", result.report())
-        print(f"\nwhat it writes after {TEXT[:CONTEXT]!r}:")
-        print(write_on(trainer.model_weights(), TEXT[:CONTEXT])[CONTEXT:])
+        print(f"Peak activation memory per stage: {kept}")
+        print("Timeline:", result.plot_pipeline())
+        print("Model:   ", trainer.save_final_model())
+        print("Report:  ", result.report())
+        print(f"\nText generated after {TEXT[:CONTEXT]!r}:")
+        print(generate(trainer.model_weights(), TEXT[:CONTEXT])[CONTEXT:])

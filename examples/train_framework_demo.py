@@ -172,7 +172,7 @@ PARTS = {"classification": classification, "regression": regression, "custom": c
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="part", help=f"one of {', '.join(PARTS)}")
-    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=4, help="number of workers")
     arguments = parser.parse_args()
     for part in arguments.parts:
         if part not in PARTS:

@@ -86,7 +86,7 @@ def test_the_transformer_reads_new_sentences(tmp_path, run_script):
 def test_ddp_reads_the_digits(tmp_path, run_script):
     pytest.importorskip("sklearn")
     shown = run(tmp_path, "ddp_digits.py", "--epochs", "6", start=run_script)
-    assert float(re.search(r"held-out accuracy ([\d.]+)%", shown)[1]) > 95
+    assert float(re.search(r"Held-out accuracy: ([\d.]+)%", shown)[1]) > 95
 
 
 def test_the_gan_draws_its_samples(tmp_path, run_script):

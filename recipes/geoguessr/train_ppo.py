@@ -1,11 +1,11 @@
-r"""Learn where photos were taken from the distance reward: GRPO or PPO where the data is.
+r"""Train a vision-language model with GRPO or PPO to locate photos.
 
     python recipes/geoguessr/train_ppo.py [--algorithm ppo] [--workers 2] [--steps 80] [--quick]
 
-A small vision-language policy begins with random weights. A supervised warm-up shows it the form of
-an answer and gives it a first idea of the world; the reward does the rest. Every worker reads its
-own rows, and the driver sees numbers. The run's directory has the picture (``geoguessr.png``), its
-figures (``geoguessr.json``), the metrics and checkpoints.
+The policy starts with random weights. A supervised warm-up teaches it the format of an answer. Then
+it learns from a reward that decreases with the distance. Each worker reads its own rows, and the
+driver receives only numbers. The run directory contains plots (``geoguessr.png``), results
+(``geoguessr.json``), metrics and checkpoints.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class WarmUp:
         super().on_train_start()
         self.guesses: dict[str, np.ndarray] = {}
         self.start: float | None = None  # mean reward on held-out rows before the first step
-        if self.epoch:  # taken up again: the weights are those of a checkpoint
+        if self.epoch:  # resumed from a checkpoint
             return
         self.guesses["untrained"] = self.guess()
         if warm_up:
-            self.say(f"warm-up, {warm_up} steps: right answers shown, to learn what one looks like")
+            self.say(f"Warm-up: {warm_up} supervised steps on correct answers.")
         with Steps(warm_up, "warm-up", "steps", enabled=self.options.progress) as bar:
             for step in range(warm_up):
                 told = pool(self.call_workers("warm_up", step, warm_up, warm_up_lr))
@@ -54,20 +54,20 @@ class WarmUp:
         if warm_up:
             self.guesses["warm-up"] = self.guess()
             self.start = self.evaluate()["reward"]
-            self.say(f"held-out rows: mean reward {self.start:.3f}")
-        self.say("training on its own answers: each is worth what its distance says")
+            self.say(f"Held-out reward after the warm-up: {self.start:.3f}")
+        self.say("Training on sampled answers, with the distance reward.")
 
     def on_epoch_end(self: Any, epoch: int, result: dict[str, Any]) -> None:
         super().on_epoch_end(epoch, result)
         if "val_reward" in result:
-            self.say(f"step {epoch + 1}, held-out rows: mean reward {result['val_reward']:.3f}")
+            self.say(f"Held-out reward after step {epoch + 1}: {result['val_reward']:.3f}")
 
     def say(self: Any, text: str) -> None:
         if self.options.progress:
             click.echo(text, err=True)
 
     def guess(self: Any) -> np.ndarray:
-        """The likeliest answer of the policy as it is, for every held-out row."""
+        """Return the most likely answer of the current policy for each held-out row."""
         count = self.num_workers
         made = self._group.call("guess", lambda i: (i, count), {})
         return np.array([line for part in made for line in part])
@@ -82,16 +82,19 @@ class PlacePPO(WarmUp, PPOTrainer):
 
 
 def find_data(folder: Path, rows: int, test_rows: int) -> dict[str, list[str]]:
-    """The files of each split; made first if the folder is not there."""
+    """Return the files of each split. Create them first if the directory doesn't exist."""
     if not folder.exists():
-        click.echo(f"making {rows:,} training rows and {test_rows:,} others in {folder}", err=True)
+        click.echo(
+            f"Creating {rows:,} training rows and {test_rows:,} held-out rows in {folder}.",
+            err=True,
+        )
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
         processes = 1 if rows + test_rows < 200 else None
         try:
             make_data.write_set(
                 unfinished, rows, test_rows, rows_per_group=64, processes=processes, progress=True
             )
-        except BaseException:  # Ctrl-C, a full disk: half a set is of no use to anybody
+        except BaseException:  # Ctrl-C or a full disk: delete the incomplete files
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
         unfinished.rename(folder)
@@ -100,7 +103,9 @@ def find_data(folder: Path, rows: int, test_rows: int) -> dict[str, list[str]]:
     }
     missing = [split for split, files in found.items() if not files]
     if missing:
-        raise click.ClickException(f"{folder} has no {missing[0]}-*.parquet; make_data.py makes it")
+        raise click.ClickException(
+            f"{folder} contains no {missing[0]}-*.parquet. Create it with make_data.py."
+        )
     return found
 
 
@@ -120,7 +125,7 @@ def make_trainer(
     micro_batch_tokens: int = 16_384,
     **options: Any,
 ) -> PlaceGRPO | PlacePPO:
-    """The trainer; nothing is started yet."""
+    """Create the trainer without starting anything."""
     ppo, several_gpus = algorithm == "ppo", device == "cuda" and workers > 1
     settings: dict[str, Any] = {
         "prompts_per_step": prompts,
@@ -159,35 +164,47 @@ def make_trainer(
 
 
 @click.command(help=__doc__.replace("\n    python", "\n\n\b\n    python"))
-@click.option("--algorithm", type=click.Choice(["grpo", "ppo"]), default="grpo", show_default=True)
-@click.option("--steps", type=click.IntRange(1), default=80, show_default=True)
+@click.option("--algorithm", type=click.Choice(["grpo", "ppo"]), default="grpo", show_default=True,
+              help="RL algorithm.")  # fmt: skip
+@click.option("--steps", type=click.IntRange(1), default=80, show_default=True,
+              help="Number of RL steps.")  # fmt: skip
 @click.option("--warm-up", type=click.IntRange(0), default=250, show_default=True,
-              help="Supervised steps before.")  # fmt: skip
-@click.option("--workers", type=click.IntRange(1), default=2, show_default=True)
+              help="Number of supervised steps before RL.")  # fmt: skip
+@click.option("--workers", type=click.IntRange(1), default=2, show_default=True,
+              help="Number of workers.")  # fmt: skip
 @click.option("--prompts", type=click.IntRange(1), default=64, show_default=True,
-              help="Rows in a step, of all workers together.")  # fmt: skip
-@click.option("--rollouts", type=click.IntRange(1), default=8, show_default=True)
-@click.option("--lr", type=click.FloatRange(0), default=5e-4, show_default=True)
-@click.option("--warm-up-lr", type=click.FloatRange(0), default=1e-3, show_default=True)
-@click.option("--size", type=click.Choice(list(SIZES)), default="small", show_default=True)
+              help="Prompts per step, over all workers.")  # fmt: skip
+@click.option("--rollouts", type=click.IntRange(1), default=8, show_default=True,
+              help="Responses per prompt.")  # fmt: skip
+@click.option("--lr", type=click.FloatRange(0), default=5e-4, show_default=True,
+              help="Learning rate of RL.")  # fmt: skip
+@click.option("--warm-up-lr", type=click.FloatRange(0), default=1e-3, show_default=True,
+              help="Learning rate of the warm-up.")  # fmt: skip
+@click.option("--size", type=click.Choice(list(SIZES)), default="small", show_default=True,
+              help="Size of the model.")  # fmt: skip
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto",
-              show_default=True)  # fmt: skip
-@click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
-@click.option("--micro-batch-tokens", type=click.IntRange(1), default=16_384, show_default=True)
+              show_default=True, help="Device of the workers.")  # fmt: skip
+@click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True,
+              help="Precision of forward and backward.")  # fmt: skip
+@click.option("--micro-batch-tokens", type=click.IntRange(1), default=16_384, show_default=True,
+              help="Maximum number of tokens per microbatch.")  # fmt: skip
 @click.option("--backend", type=click.Choice(["local", "ray", "inline"]), default="local",
-              show_default=True)  # fmt: skip
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+              show_default=True, help="Engine that runs the workers.")  # fmt: skip
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True,
+              help="Seed of the model and the samples.")  # fmt: skip
 @click.option("--data", type=click.Path(path_type=Path, file_okay=False),
-              help="Folder of the rows; made if not there.  [default: by --rows]")  # fmt: skip
+              help="Directory of the rows, created if missing.  [default: by --rows]")  # fmt: skip
 @click.option("--rows", type=click.IntRange(1), default=4000, show_default=True,
-              help="Training rows to make.")  # fmt: skip
+              help="Number of training rows to create.")  # fmt: skip
 @click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False),
-              help="[default: runs/geoguessr-DATE-TIME]")  # fmt: skip
+              help="Run directory.  [default: runs/geoguessr-DATE-TIME]")  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False),
-              help="Write the figures (geoguessr.json) here too.")  # fmt: skip
-@click.option("--resume", is_flag=True, help="Go on with the run in --run-dir, for --steps more.")
-@click.option("--quick", is_flag=True, help="Few rows and steps, to see that it all works.")
-@click.option("--progress/--no-progress", default=True)
+              help="Also write geoguessr.json to this file.")  # fmt: skip
+@click.option(
+    "--resume", is_flag=True, help="Resume the run in --run-dir and train --steps more steps."
+)
+@click.option("--quick", is_flag=True, help="Use few rows and steps, to test the setup.")
+@click.option("--progress/--no-progress", default=True, help="Show or hide progress.")
 def main(
     steps: int,
     warm_up: int,
@@ -202,7 +219,7 @@ def main(
     **options: Any,
 ) -> None:
     if resume and run_dir is None:
-        raise click.UsageError("--resume needs the --run-dir of the run to go on with")
+        raise click.UsageError("--resume requires --run-dir.")
     test_rows = max(16, rows // 16)
     if quick:
         rows, test_rows = 64, 8
@@ -213,8 +230,8 @@ def main(
     run_dir = run_dir or Path("runs") / time.strftime("geoguessr-%Y%m%d-%H%M%S")
     parameters = count_parameters(options["size"])
     click.echo(
-        f"policy of {parameters / 1e6:.1f} M parameters on {options['workers']} workers, run in "
-        f"{run_dir}\nlook at it with: miniray dashboard, or miniray top {run_dir}"
+        f"Policy: {parameters / 1e6:.1f} M parameters on {options['workers']} workers\n"
+        f"Run:    {run_dir} (watch it with miniray dashboard or miniray top {run_dir})"
     )
     with make_trainer(
         files,
@@ -231,7 +248,9 @@ def main(
     if trainer.start is not None:
         rewards.insert(0, trainer.start)
     change = " -> ".join(f"{reward:.3f}" for reward in (rewards[0], rewards[-1]))
-    click.echo(f"\nheld-out rows, mean reward of samples: {change}; the likeliest answers:")
+    click.echo(
+        f"\nHeld-out reward of sampled answers: {change}\nMost likely answers on held-out rows:"
+    )
     click.echo(plots.table(trainer.guesses))
     told = plots.speed(result.history)
     click.echo(plots.shown(told))
@@ -254,11 +273,11 @@ def main(
         path.write_text(json.dumps(figures, indent=1))
     picture = run_dir / "geoguessr.png"
     plots.draw(result.history, trainer.guesses, picture, trainer.start)
-    click.echo(f"picture: {picture}\nreport:  {run_dir / 'report.html'}")
+    click.echo(f"Plots:  {picture}\nReport: {run_dir / 'report.html'}")
 
 
 def machine() -> dict[str, str]:
-    """On what else than the seed a run's numbers depend, to the bit."""
+    """Return what, besides the seed, determines the exact numbers of a run."""
     import torch
 
     return {

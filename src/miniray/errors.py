@@ -1,8 +1,8 @@
 """All exceptions that miniray raises.
 
-``except MinirayError`` catches every one of them. Errors with a counterpart in the standard library
-also derive from it (``GetTimeoutError`` is a ``TimeoutError``). An exception raised by remote code
-is re-raised by ``get`` as an instance of both ``TaskError`` and the original type.
+``except MinirayError`` catches all of them. Errors with a counterpart in the standard library also
+derive from it (``GetTimeoutError`` is a ``TimeoutError``). An exception raised by remote code is
+re-raised by ``get`` as an instance of both ``TaskError`` and the original type.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ __all__ = [
 class MinirayError(Exception):
     """Base class of all miniray errors.
 
-    The fields below hold the facts of the message, so that programs don't have to parse it. A field
-    that doesn't apply is None. All fields survive pickling between processes.
+    The attributes contain the facts in the message, so that programs don't have to parse it.
+    Attributes that don't apply are None. Pickling preserves all of them.
 
     Attributes:
         code: Stable identifier of the kind of error, such as ``"actor-died"``. Messages may change
@@ -164,7 +164,7 @@ class GetTimeoutError(MinirayError, TimeoutError):
 
 
 class ObjectStoreFullError(MinirayError, MemoryError):
-    """The object store has reached ``object_store_memory``, and the disk has no space to spill."""
+    """The object store reached ``object_store_memory``, and the disk is too full for spilling."""
 
 
 class ObjectLostError(MinirayError):
@@ -218,7 +218,7 @@ class BarrierTimeoutError(MinirayError, TimeoutError):
 
 
 class BoxError(MinirayError):
-    """A flight-recorder file is missing, damaged, or was written by a different version."""
+    """A flight-recorder file is missing or damaged, or was written by a different version."""
 
 
 class CheckpointError(MinirayError):
@@ -230,7 +230,7 @@ class CheckpointError(MinirayError):
 
 
 class RunLockedError(MinirayError, RuntimeError):
-    """A different process writes to the run directory, or has continued the run since.
+    """A different process is writing to the run directory, or has continued the run.
 
     ``pid`` and ``host`` name it.
     """
@@ -239,8 +239,8 @@ class RunLockedError(MinirayError, RuntimeError):
 class DataError(MinirayError, ValueError):
     """Data can't be read or sharded.
 
-    Raised when the dataset is created if the metadata of the files shows the problem, otherwise
-    when the row is read.
+    Raised when the dataset is created if the file metadata reveals the problem, and otherwise when
+    the row is read.
 
     Attributes:
         file: Path of the file, if one is the cause.
@@ -270,7 +270,7 @@ class HandlesError(MinirayError, ValueError):
 
 
 class RewardError(MinirayError):
-    """The reward function raised or returned no finite number. The message names the row."""
+    """The reward function raised, or returned a non-finite number. The message names the row."""
 
 
 class RewardTimeoutError(RewardError, TimeoutError):
@@ -280,7 +280,7 @@ class RewardTimeoutError(RewardError, TimeoutError):
 class NonFiniteError(MinirayError, ArithmeticError):
     """Log-probs, values or gradients contain NaN or Inf. The weights are unchanged.
 
-    All workers raise it if the sum of their gradients isn't finite.
+    Raised on all workers if the sum of their gradients isn't finite.
 
     Attributes:
         workers: Indexes of the workers with NaN or Inf, empty if each loss is finite.
@@ -315,7 +315,7 @@ class NonFiniteWeightsError(MinirayError, ValueError):
 
 
 class StrategyError(MinirayError, RuntimeError):
-    """``combine`` of a parameter server's strategy raised. The server's weights are unchanged.
+    """The ``combine`` method of a strategy raised. The weights of the server are unchanged.
 
     ``__cause__`` is the original error. ``entry`` names the weight that was being combined, or the
     first one if several small weights are combined together.
@@ -357,8 +357,9 @@ class WorkerLostError(SyncError, ActorDiedError):
 class TaskError(MinirayError):
     """User code raised an exception in a different process.
 
-    ``get`` raises it as an instance of the original type too, so ``except ValueError`` works. The
-    attributes of the original exception are available, and the message shows the remote traceback.
+    ``get`` raises it as an instance of the original type as well, so that ``except ValueError``
+    works. The attributes of the original exception are available, and the message shows the remote
+    traceback.
 
     Attributes:
         cause: The original exception, or None if it couldn't be pickled.
@@ -399,10 +400,10 @@ class TaskError(MinirayError):
     def capture(cls, exc: BaseException, function: str, actor: str, pid: int) -> TaskError:
         """Create the error that reports ``exc``, the exception being handled, to the caller.
 
-        If ``exc`` came from another process, because an actor called an actor, its remote traceback
-        comes first, so the message shows the whole chain. Attributes that can't be pickled are
-        dropped. If the type can't be pickled, ``cause`` is None, and the traceback still shows type
-        and message.
+        If ``exc`` came from a third process, for example because an actor called another actor, its
+        remote traceback comes first, so that the message shows the whole chain. Attributes that
+        can't be pickled are dropped. If the type can't be pickled, ``cause`` is None, and the
+        traceback still shows type and message.
         """
         text = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__))
         return cls(function, actor, pid, text, to_picklable(exc))

@@ -93,8 +93,10 @@ def hang(run_dir, rank, world_size, culprit, steps=10):
         box.end(number)
 
 
-def still_rank(run_dir, rank, world_size, steps=50, losses=None, kind="finished", **exit_fields):
-    """Write the record of a rank that has ended."""
+def still_rank(
+    run_dir, rank, world_size, steps=50, losses=None, kind="finished", earlier=(), **exit_fields
+):
+    """Write the record of a rank that has ended. ``earlier`` is the history before a restart."""
     folder = run_dir / "ranks"
     folder.mkdir(parents=True, exist_ok=True)
     info = {
@@ -110,6 +112,7 @@ def still_rank(run_dir, rank, world_size, steps=50, losses=None, kind="finished"
     }
     made = Recorder(Box.create(folder / f"{rank}.box"), info)
     began = time.monotonic_ns() - steps * 100_000_000
+    made.history.begin_attempt(earlier)
     made.begin_steps(began)
     for step in range(1, steps + 1):
         value = losses[step - 1] if losses else 2.0 / step + 0.01 * rank

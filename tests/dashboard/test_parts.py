@@ -1,5 +1,6 @@
 """The parts below the server: curves, timelines, logs, access."""
 
+import dataclasses
 import json
 import math
 
@@ -148,6 +149,19 @@ def test_step_time_is_divided_as_recorded():
         {"compute": 14, "backward": round(10.5), "data": 7, "sync": round(3.5)}
     ]
     assert shares(timeline, NOW - 90, NOW) == [{"data": 35}]
+
+
+def test_steps_of_all_attempts_are_returned_once():
+    """Also if the dashboard starts after the restart, and if it watches it."""
+    first = [Steps(n, 1, 0, NOW - 90 + n, 1.0, 0.0, 0.0, 0.0, 0.5, 8) for n in (1, 2, 3)]
+    second = [dataclasses.replace(s, ended=s.ended + 20, attempt=1) for s in first]
+    restarted = {"pid": 7, "total": dataclasses.replace(second[-1], count=3)}
+    whole = rank(0, attached=NOW - 80, history=(*first, *second), **restarted)
+    late, watching = Timeline(), Timeline()
+    assert look(late, whole) == [*first, *second]
+    assert look(watching, rank(0, attached=NOW - 100, history=tuple(first[:2]))) == first[:2]
+    assert look(watching, whole) == [first[2], *second]
+    assert look(watching, whole) == []
 
 
 def test_waiting_rank_is_shown_as_sync():

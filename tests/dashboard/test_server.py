@@ -14,6 +14,7 @@ import pytest
 
 from miniray.dashboard import DashboardServer, poller
 from miniray.doctor import runfile
+from miniray.doctor.reader import read_box
 from tests.dashboard import synthetic
 from tests.doctor.helpers import wait_until
 
@@ -202,6 +203,19 @@ def test_state_of_finished_run(root, run_dir, start):
     assert client.json("/api/log?run=a&rank=1")["lines"] == ["rank 1 says hello"]
     assert client.json("/api/log?run=a&rank=7")["missing"] is True
     assert client.ask("/plotly.min.js")[1][:200].count(b"plotly.js") == 1
+
+
+def test_losses_of_each_attempt_are_a_curve(root, run_dir, start):
+    earlier = read_box(run_dir / "ranks" / "0.box").history
+    synthetic.still_rank(run_dir, 0, 2, steps=20, earlier=earlier)
+    client = start(root)
+    client.state("a", lambda state: state.get("charts"))
+    curves = client.json("/api/chart?run=a&name=loss&by_rank=1")["curves"]
+    assert [(c["rank"], c["attempt"], c["points"]) for c in curves] == [
+        (0, 1, 50),
+        (0, 2, 20),
+        (1, None, 50),
+    ]
 
 
 def test_workers_killed_after_success_are_finished(root, ranks, start):

@@ -119,6 +119,11 @@ def calling(number, *events, world=2, **fields):
     )
 
 
+def groups(name, *ranks):
+    """Notes of a rank that has seen this group."""
+    return {"groups": [[name, r, r + 1, 1] for r in ranks]}
+
+
 def run(*records, world=None, duplicates=(), **fields):
     world = world or max(r.world_size for r in records)
     whole = {"world_size": world, "config": {"hang_timeout": LIMIT}, **fields}

@@ -18,6 +18,7 @@ from tests.doctor.records import (
     call,
     calling,
     ended,
+    groups,
     loader,
     model,
     rank,
@@ -107,10 +108,15 @@ def test_what_is_scattered_by_an_operator_are_no_gradients(functional, severity)
 def test_samples_count_twice_only_for_ranks_that_average_together():
     """Models in two parts each, (0, 1) and (2, 3): which ranks average is told by DDP's groups."""
     pairs = ("ranks 0,2 (#1)", "ranks 1,3 (#2)")
+    notes = [groups(pairs[n % 2], n % 2, n % 2 + 2) for n in range(4)]
+
+    def noted(records):
+        return [dataclasses.replace(one, notes=notes[one.rank]) for one in records]
+
     right = [range(32), range(32), range(32, 64), range(32, 64)]
-    assert found(*grouped(right, *pairs * 2), code="same-data").severity.word == "NOTE"
+    assert found(*noted(grouped(right, *pairs * 2)), code="same-data").severity.word == "NOTE"
     wrong = [range(32), range(32), range(32), range(32, 64)]
-    finding = found(*grouped(wrong, *pairs * 2), code="same-data")
+    finding = found(*noted(grouped(wrong, *pairs * 2)), code="same-data")
     assert (finding.severity.word, finding.ranks) == ("WRONG", (0, 2))
 
 

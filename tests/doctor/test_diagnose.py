@@ -29,6 +29,7 @@ from tests.doctor.records import (
     call,
     calling,
     ended,
+    groups,
     loader,
     model,
     rank,
@@ -352,7 +353,7 @@ def test_a_thread_that_keeps_a_process_from_ending(golden):
         ThreadStack("0x1", "", False, (at(70, function="pump"), Site("t.py", 1, "_bootstrap"))),
         ThreadStack("0x2", "", True, (Site(threading.__file__, 9, "_shutdown"),)),
     )
-    one = dataclasses.replace(calling(0, world=1), phase=Phase("between", at(20), NOW - 90))
+    one = dataclasses.replace(calling(0, world=1), phase=Phase("epoch end", at(20), NOW - 90))
     (finding,) = examine(run(one), shown={0: shown}).findings
     golden("diagnose/a_thread_that_keeps_a_process_from_ending.txt", wording(finding))
 
@@ -412,7 +413,7 @@ def test_all_in_one_collective_that_does_not_complete(golden):
 def test_two_groups_that_wait_for_each_other(golden):
     pair = "ranks 0,1 (#1)"
     finding = top(
-        calling(0, call(0, line=9, group=pair, is_open=True), world=3),
+        calling(0, call(0, line=9, group=pair, is_open=True), world=3, notes=groups(pair, 0, 1)),
         calling(1, call(0, line=11, is_open=True), world=3),
         calling(2, call(0, line=12, is_open=True), world=3),
     )
@@ -424,11 +425,25 @@ def test_a_group_waits_for_its_own_members_only():
     """Rank 2 is no member: that it does other things is nobody's business."""
     pair = "ranks 0,1 (#1)"
     finding = top(
-        calling(0, call(0, line=9, group=pair, is_open=True), world=3),
+        calling(0, call(0, line=9, group=pair, is_open=True), world=3, notes=groups(pair, 0, 1)),
         calling(1, world=3),
         calling(2, world=3),
     )
     assert finding.ranks == (1,)
+
+
+def test_a_large_group_waits_for_its_own_members_only():
+    """Its name doesn't list more than eight ranks."""
+    name = "10 of 12 ranks"
+    members = range(10)
+    records = [
+        calling(
+            n, call(0, line=9, group=name, is_open=True), world=12, notes=groups(name, *members)
+        )
+        for n in members[:-1]
+    ]
+    others = [calling(n, world=12) for n in (9, 10, 11)]
+    assert top(*records, *others).ranks == (9,)
 
 
 def test_a_call_that_one_member_of_a_group_skipped(golden):
@@ -439,7 +454,13 @@ def test_a_call_that_one_member_of_a_group_skipped(golden):
     ranks = [
         calling(0, call(0, "DDP.backward", 20), later, world=4),
         calling(1, call(0, "DDP.backward", 20), later, world=4),
-        calling(2, *shared, call(1, line=12, group=pair, is_open=True), world=4),
+        calling(
+            2,
+            *shared,
+            call(1, line=12, group=pair, is_open=True),
+            world=4,
+            notes=groups(pair, 2, 3),
+        ),
         calling(3, *shared, later, world=4),
     ]
     finding = top(*ranks)

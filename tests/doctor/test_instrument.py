@@ -114,6 +114,7 @@ def test_every_collective_is_recorded_in_order_with_its_line(ranks):
         assert (first.site.file, first.site.line) == (__file__, line_of("first collective"))
         (other,) = [e.group for e in record.collectives() if e.group.startswith("ranks 0,1 (#")]
         assert [e.name for e in record.collectives(other)] == ["barrier"]
+        assert [other, 0, 2, 1] in record.notes["groups"]
         assert (record.backend, record.group_rank, record.group_size) == ("gloo", record.rank, 2)
         assert record.distributed_available
     sent, received = ([e for e in r.events if e.kind == model.POINT_TO_POINT] for r in run)

@@ -34,7 +34,7 @@ def run(folder, script, *arguments):
 def test_a_gpt_in_stages_learns_its_story(tmp_path, options):
     pytest.importorskip("matplotlib")
     shown = run(tmp_path, "pipeline_gpt.py", "--epochs", "2", *options)
-    first, last = map(float, re.search(r"loss ([\d.]+) -> ([\d.]+)", shown).groups())
+    first, last = map(float, re.search(r"Loss: ([\d.]+) -> ([\d.]+)", shown).groups())
     assert last < first < 4
     assert list((tmp_path / "runs").glob("*/pipeline.png"))
     assert "The ferry left the island" in shown

@@ -71,16 +71,23 @@ def test_an_empty_server(engine):
     assert call(server, "get_stats")["version"] == 0
 
 
+SIZES = (3, 1, 1)  # of the entries of ``weights`` with numbers
 INVALID = {
     "format": {"format": 99},
     "strategy": {"strategy": "ema"},
     "version": {"version": "new"},
     "no_buffers": {"buffers": {}},
     "buffer_length": {"buffers": {"momentum": [np.zeros(2)] * 3}},
+    "buffer_dtype": {"buffers": {"momentum": [np.array(["a"] * n) for n in SIZES]}},
+    "buffer_array": {"buffers": {"momentum": None}},
+    "buffer_list": {"buffers": [np.zeros(2)]},
     "strategy_state": {"strategy_state": {"step": 3}},
+    "strategy_list": {"strategy_state": 1},
     "worker_weight": {"worker_weights": [[0, -1]]},
+    "worker_pairs": {"worker_weights": [0, 1]},
     "too_few_arrays": {"weights": [np.zeros(3)]},
     "too_many_arrays": {"weights": [np.zeros(3)] * 5},
+    "text": {"weights": [np.array(["a"])] * 4},
     "structure": {"structure": {"kind": "dict"}},
 }
 

@@ -58,7 +58,7 @@ def test_on_ray(recipe, tmp_path):
     pytest.importorskip("ray")
     options = ["--backend", "ray", "--quick", "--size", "tiny", "--run-dir", "run"]
     told = by_hand(recipe, tmp_path, "train_ppo.py", *options)
-    assert "picture: run/geoguessr.png" in told
+    assert "Plots:  run/geoguessr.png" in told
 
 
 def test_what_was_sampled_has_the_probability_it_was_sampled_with(files):

@@ -404,7 +404,7 @@ def test_unfinished_wait_counts_as_collective_time():
 
 @pytest.mark.parametrize(
     ("phase", "kind"),
-    [("compute", "compute"), ("optimizer", "compute"), ("data", "data"), ("between", "other")],
+    [("compute", "compute"), ("optimizer", "compute"), ("data", "data"), ("epoch end", "other")],
 )
 def test_unfinished_step_counts_for_its_phase(phase, kind):
     last = dataclasses.replace(calling(0).total, ended=NOW - 300)

@@ -1,11 +1,14 @@
 """Process groups of actors: meeting, and saying who did not come."""
 
+import sys
+
 import pytest
 
 import miniray
 from miniray.core.engine import Engine
 from miniray.errors import GroupError
-from miniray.train.lockstep.process_group import GroupHost, find_interface, join, leave
+from miniray.train.lockstep.process_group import GroupHost, absent, find_interface, join, leave
+from miniray.train.lockstep.status import _is_waiting
 
 torch = pytest.importorskip("torch")
 
@@ -87,3 +90,15 @@ def test_the_interface_to_a_host_is_found():
 def test_nonsense_is_refused(arguments):
     with pytest.raises(ValueError, match="must be"):
         GroupHost(**arguments)
+
+
+def test_waiting_for_ranks_is_recognized_in_the_stack():
+    found = []
+
+    class Store:
+        def check(self, keys):
+            found.append(_is_waiting(sys._getframe(1)))
+            return True
+
+    assert absent(Store(), "here", 2, 1.0) == []
+    assert found == [True, True]

@@ -153,6 +153,9 @@ def test_misspelled_kwarg_raises_before_anything_starts(tmp_path, golden):
             {"max_epochs": 3},
             {"max_failures": 3},
             {"batch_size": 3},
+            {"devices": 3},
+            {"max_tokens": 3},
+            {"sed": 3},
         )
     ]
     assert not (tmp_path / "run").exists()

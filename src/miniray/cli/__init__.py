@@ -2,7 +2,8 @@
 
 ``main`` is the console script. It prints an error as one line and sets the exit code: 0 for
 success, 1 for a failure, 2 for wrong usage, 130 for an interrupt. ``--debug`` shows the traceback
-instead. A command's module is imported when the command runs; ``completion`` is in this file.
+instead. The module of a command is imported when the command runs. ``completion`` is defined in
+this file.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class LazyGroup(Group):
 )
 @click.pass_context
 def cli(ctx: click.Context) -> None:
-    """Train on several processes of this machine or on a Ray cluster."""
+    """Run distributed training on this machine or on a Ray cluster."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 

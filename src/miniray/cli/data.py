@@ -14,10 +14,10 @@ from miniray.cli.targets import json_option
 
 EPILOG = """\b
 Examples:
-  miniray data inspect train/          show what reading the files costs
+  miniray data inspect train/          show the cost of reading the files
   miniray data repack train/ packed/   rewrite them into row groups of 8 MB
   miniray data cache                   list the copies in the row cache
-  miniray data cache --clear           delete those that aren't in use
+  miniray data cache --clear           delete the copies that aren't in use
 """
 _MAX_FILES = 20
 
@@ -27,13 +27,13 @@ def data() -> None:
     """Inspect and repack Parquet files, and manage the row cache."""
 
 
-@data.command(epilog=EPILOG, short_help="Show what reading Parquet files costs.")
+@data.command(epilog=EPILOG, short_help="Show the cost of reading Parquet files.")
 @click.argument("files", nargs=-1, required=True)
-@click.option("--column", "columns", multiple=True, help="Column to read. Defaults to all.")
+@click.option("--column", "columns", multiple=True, help="Column to read. Defaults to all columns.")
 @click.option("--ranks", type=click.IntRange(1), default=1, help="Number of ranks.")
 @json_option
 def inspect(files: tuple[str, ...], columns: tuple[str, ...], ranks: int, as_json: bool) -> None:
-    """Show row groups, sizes and the cost of each order, and suggest improvements."""
+    """Show row groups, sizes and the cost of each shuffle mode, and suggest improvements."""
     from miniray.data.tools.inspection import inspect_files
 
     report = inspect_files(list(files), list(columns) or None, ranks)

@@ -40,7 +40,7 @@ _PACKAGES = {"sklearn": "scikit-learn", "PIL": "pillow"}
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """A demo that runs an example of the repository."""
+    """A demo that runs an example from the repository."""
 
     path: str
     text: str
@@ -219,7 +219,7 @@ def find_missing_packages(modules: Sequence[str]) -> list[str]:
 
 
 def exec_script(script: Path, args: Sequence[str]) -> None:
-    """Replace this process by the script, which then receives signals and sets the exit status."""
+    """Replace this process with the script, which then handles signals and exits."""
     shown = os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
     click.echo(f"$ python {shlex.join([shown, *args])}", err=True)
     sys.stdout.flush()

@@ -78,7 +78,8 @@ class _DefaultContext(click.Context):
 def doctor() -> None:
     """Diagnose a running, hung or finished run.
 
-    Reads the run directory. Requests only stack traces from running ranks.
+    Reads the run directory and requests stack traces from running ranks. Doesn't affect the run
+    otherwise.
     """
 
 

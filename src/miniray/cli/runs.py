@@ -66,7 +66,7 @@ def list_(as_json: bool, number: int | None, runs_dir: Path) -> None:
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """Return the facts that ``--json`` prints about a run. NaN and infinity become strings."""
+    """Return the fields that ``--json`` prints for a run. NaN and infinity become strings."""
     return {
         "name": run.name,
         "path": str(run.path.absolute()),
@@ -174,7 +174,7 @@ def find_obstacle(path: Path) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Rename the directory before deleting it, so that a partly deleted one isn't listed."""
+    """Rename the directory before deleting it, so that a partly deleted run is never listed."""
     import shutil
 
     aside = path.with_name(f".{path.name}.{os.getpid()}.deleted")

@@ -24,7 +24,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 
 
 class NoRunError(click.ClickException):
-    """A run doesn't exist. The message names what was searched and what to do."""
+    """The run doesn't exist. The message names the searched directory and suggests a fix."""
 
     exit_code = 2
 
@@ -71,7 +71,7 @@ def resolve(target: str, runs_dir: Path, *, folder: bool = False) -> Path:
 
 
 def how_to_get_one(runs_dir: Path) -> str:
-    """Return what to do if ``runs_dir`` has no runs."""
+    """Return a hint for a ``runs_dir`` that has no runs."""
     if runs_dir == RUNS_DIR:
         return "Create one with `miniray demo classify`, or pass a different --runs-dir."
     return "Check --runs-dir."

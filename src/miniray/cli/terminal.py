@@ -1,6 +1,7 @@
 """Adapt output to the terminal: its width, its colors, and tables of runs.
 
-Colors are only used on terminals, and not if ``NO_COLOR`` is set. Output to a pipe isn't truncated.
+Colors are used only on terminals, and only if ``NO_COLOR`` isn't set. Output to a pipe isn't
+truncated.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def columns() -> float:
 
 
 def console() -> Console:
-    """Return a rich console that wraps at words on a terminal, and never in a pipe."""
+    """Return a rich console. It wraps lines on a terminal, but not in a pipe."""
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else 100_000)

@@ -1,8 +1,9 @@
-"""Check who may access the dashboard: the token, the Host header, and file paths.
+"""Control access to the dashboard: check the token, the Host header and file paths.
 
-Any web page can send requests to 127.0.0.1 from the user's browser, and a page on a different port
-of localhost even sends our cookie with them. Every request must therefore contain the token, name a
-loopback host (DNS rebinding uses other names) and not come from a different origin.
+Any web page can send requests to 127.0.0.1 from the user's browser. Requests from a page on a
+different port of localhost even include the cookie of the dashboard. Every request must therefore
+contain the token, name a loopback host (DNS rebinding uses other names) and not come from a
+different origin.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from miniray.runs.listing import is_run
 class NotFoundError(LookupError):
     """The run or file doesn't exist, or is outside of the served directory.
 
-    The error doesn't reveal which of the two.
+    The error doesn't reveal which one.
     """
 
 
 class Gate:
     """Authentication of one server. ``allows`` decides on each request.
 
-    A request contains the token, in the address or in the cookie. The address that opens the
+    Requests contain the token, in the address or in a cookie. The address that is passed to the
     browser contains a code instead, because all users of the machine can see command lines. The
-    code works once, and is exchanged for the cookie.
+    code works once and is exchanged for the cookie.
     """
 
     def __init__(self, port: int) -> None:

@@ -36,7 +36,7 @@ class NoStackError(MinirayError):
 
 
 class RunMonitor:
-    """The state of one run. One thread calls ``poll``, any thread calls the other methods."""
+    """The state of one run. ``poll`` runs in one thread, and all other methods in any thread."""
 
     def __init__(self, root: ServedDirectory, name: str) -> None:
         self.name = name
@@ -112,7 +112,9 @@ class RunMonitor:
             timeline = self._timelines.setdefault(facts.rank, timelines.Timeline())
             for steps in timeline.update(facts):
                 if steps.loss is not None:
-                    self._losses.add("loss", facts.rank, "step", steps.step, steps.loss)
+                    self._losses.add(
+                        "loss", facts.rank, "step", steps.step, steps.loss, steps.attempt
+                    )
 
     def _read_metrics(self) -> None:
         try:
@@ -156,7 +158,7 @@ class RunMonitor:
         return self._metrics
 
     def _charts(self) -> list[dict[str, Any]]:
-        """Return all charts with their number of points, which tells the page what to fetch."""
+        """Return all charts and their numbers of points, so that the page knows what to fetch."""
         found: dict[tuple[str, bool], dict[str, Any]] = {}
         keys = [*self._metrics.series, *self._losses.series]
         for name, by_rank in dict.fromkeys((name, rank is not None) for name, rank in keys):
@@ -185,12 +187,18 @@ class RunMonitor:
         with self._lock:
             curves = list(self._sources(name, by_rank).get_chart(name, by_rank))
             most = min(_MOST_POINTS, _MOST_IN_CHART // max(1, len(curves)))
+            restarted = {rank for rank, series in curves if series.attempt}
             return {
                 "name": name,
                 "by_rank": by_rank,
                 "run": self.name,
                 "curves": [
-                    {"rank": rank, **series.to_json(most, low, high)} for rank, series in curves
+                    {
+                        "rank": rank,
+                        "attempt": series.attempt + 1 if rank in restarted else None,
+                        **series.to_json(most, low, high),
+                    }
+                    for rank, series in curves
                 ],
             }
 
@@ -207,8 +215,8 @@ class RunMonitor:
     def stack(self, rank: int) -> dict[str, Any]:
         """Request the stack of a rank, or return the last one it sent.
 
-        This is the only thing the dashboard does to a run: it sends a signal, which the recorder of
-        the rank handles. Raise ``NoStackError`` with the reason if there is no stack.
+        This is the only action of the dashboard that affects a run. It sends a signal, which the
+        recorder of the rank handles. Raise ``NoStackError`` with the reason if there is no stack.
         """
         file = self._path / "ranks" / f"{rank}.box"
         self._root.inside(file)

@@ -27,7 +27,7 @@ _MOST_LISTED = 500
 
 
 class Poller:
-    """Poll runs: ``start``, ``monitor`` a run, get its ``news``, ``close``."""
+    """Poll runs in a background thread, between ``start`` and ``close``."""
 
     def __init__(self, root: ServedDirectory, interval: float = _INTERVAL) -> None:
         self._root = root
@@ -76,7 +76,7 @@ class Poller:
         """Return the list of runs and the states of ``names``, except those that haven't changed.
 
         ``seen`` is the value from the previous response, or empty. Doesn't wait for changes,
-        because a browser has few connections per server, which all of its tabs share.
+        because a browser opens only a few connections per server and all tabs share them.
         """
         if not self._has_viewers:
             self._wake.set()
@@ -140,7 +140,7 @@ class Poller:
                         continue
 
     def _drop_idle_monitors(self) -> None:
-        """Drop the monitors that were viewed longest ago, if there are too many."""
+        """If there are too many monitors, drop the least recently viewed ones."""
         spare = sorted(self._monitors.values(), key=lambda monitor: -monitor.viewed)[
             _MOST_MONITORS:
         ]
@@ -190,7 +190,7 @@ class Listing:
         return self._read[name][1]
 
     def _stamp(self, path: Path) -> tuple[int, ...]:
-        """Return what changes with ``run.json``; () if the root doesn't contain it."""
+        """Return a value that changes with ``run.json``, or () if the file doesn't exist."""
         try:
             status = self._root.inside(path / "run.json").stat()
         except (NotFoundError, OSError):

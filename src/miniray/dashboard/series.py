@@ -47,7 +47,7 @@ class Lines:
         return self.offset < self.size
 
     def read(self) -> tuple[bool, list[bytes]]:
-        """Return (whether the file was restarted, its next whole lines).
+        """Return (True if the file was replaced or truncated, the next complete lines).
 
         Without a file, return no lines.
         """
@@ -76,9 +76,13 @@ class Lines:
 
 @dataclasses.dataclass
 class Series:
-    """One curve. Values that aren't finite are stored separately, with the last finite one."""
+    """One curve. Values that aren't finite are stored separately, with the last finite one.
+
+    ``attempt`` is the number of restarts before its first point.
+    """
 
     axis: str
+    attempt: int = 0
     x: array[float] = dataclasses.field(default_factory=lambda: array("d"))
     y: array[float] = dataclasses.field(default_factory=lambda: array("d"))
     bad: int = 0
@@ -99,7 +103,7 @@ class Series:
         return len(self.x) + self.bad
 
     def to_json(self, most: int, low: float | None, high: float | None) -> dict[str, Any]:
-        """Return at most ``most`` points in the range, and the neighbor on each side."""
+        """Return at most ``most`` points in the range, and one neighbor on each side."""
         x, y = np.array(self.x), np.array(self.y)
         if len(x) and (low is not None or high is not None):
             seen = np.ones(len(x), bool)
@@ -124,11 +128,15 @@ class Series:
 
 
 class Metrics:
-    """All curves of one run by (name, rank). The rank of run-wide curves is None."""
+    """All curves of one run by (name, rank). The rank of run-wide curves is None.
+
+    ``earlier`` has the curves of earlier attempts, whose steps are numbered from 1 too.
+    """
 
     def __init__(self, path: Path) -> None:
         self.lines = Lines(path)
         self.series: dict[tuple[str, int | None], Series] = {}
+        self.earlier: dict[tuple[str, int | None], list[Series]] = {}
         self.damaged = 0
         self._count = 0
 
@@ -170,18 +178,26 @@ class Metrics:
             except OverflowError:  # an int too large for a float
                 continue
 
-    def add(self, name: str, rank: int | None, axis: str, x: float, y: float) -> None:
+    def add(
+        self, name: str, rank: int | None, axis: str, x: float, y: float, attempt: int = 0
+    ) -> None:
         series = self.series.get((name, rank))
+        if series is None and len(self.series) >= _MOST_SERIES:
+            return
+        if series is not None and series.attempt != attempt:
+            self.earlier.setdefault((name, rank), []).append(series)
+            series = None
         if series is None:
-            if len(self.series) >= _MOST_SERIES:
-                return
-            series = self.series[name, rank] = Series(axis)
+            series = self.series[name, rank] = Series(axis, attempt)
         series.add(x, y)
 
     def get_chart(self, name: str, by_rank: bool) -> Iterator[tuple[int | None, Series]]:
-        """Yield (rank, curve) of one chart, ordered by rank."""
+        """Yield (rank, curve) of one chart, ordered by rank and attempt."""
         found = [
-            (r, s) for (n, r), s in self.series.items() if n == name and by_rank != (r is None)
+            (r, s)
+            for (n, r), newest in self.series.items()
+            if n == name and by_rank != (r is None)
+            for s in (*self.earlier.get((n, r), ()), newest)
         ]
         return iter(sorted(found, key=lambda pair: -1 if pair[0] is None else pair[0]))
 
@@ -200,5 +216,5 @@ def _parse_lines(lines: list[bytes]) -> list[Any]:
 
 
 def _round(value: float) -> float:
-    """Round to six digits, which is enough for a screen and halves the bytes."""
+    """Round to six digits, which is enough for a screen and halves the response size."""
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")

@@ -1,11 +1,12 @@
-"""Timelines: how each rank spent its time, while its steps are recorded or the server observes it.
+"""Compute timelines, which show how each rank spent its time.
 
-Step records contain the duration of a step and how it divides into data loading, compute, backward
+A step record contains the duration of a step, and the time spent on data loading, compute, backward
 and waiting for other ranks. Between steps, and for ranks without step records, the timeline uses
 the phase that the server observed at each poll.
 
-A timeline stores cumulative times per kind at some moments. The share of a kind in any interval is
-the difference of two sums, so old moments can be dropped without making the shares wrong.
+A timeline stores the cumulative time of each kind at several points in time. The share of a kind in
+an interval is the difference of two of these sums, so dropping old points doesn't falsify the
+shares.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Timeline:
         self._sums: list[tuple[float, ...]] = []
         # (begin, end, kind) for the time after the last step record
         self._observed: list[tuple[float, float, int]] = []
-        self._step = 0
+        self._step = 0  # of this attempt
+        self._last = (0, 0)  # attempt and step of the newest step
         self._pid = 0
 
     @property
@@ -49,15 +51,20 @@ class Timeline:
         return self._moments[-1] if self._moments else None
 
     def update(self, facts: Facts) -> list[Steps]:
-        """Add the new parts of the rank's record, and return its new steps."""
+        """Add the new parts of the rank's record, and return its new steps, of all attempts."""
         record = facts.record
+        attempt = record.total.attempt
         if record.pid != self._pid:  # the rank was restarted, and so were its step numbers
             self._pid, self._step = record.pid, 0
+            if self._last[0] == attempt:
+                self._last = attempt, 0
         if not self._moments:
             self._moments, self._sums = [record.attached], [(0.0,) * len(KINDS)]
-        fresh = [s for s in record.steps if s.step > self._step]
+        fresh = [s for s in record.history if (s.attempt, s.step) > self._last]
         for steps in fresh:
-            self._add_steps(steps)
+            self._last = steps.attempt, steps.step
+            if steps.attempt == attempt:
+                self._add_steps(steps)
         self._observe(facts)
         if len(self._moments) > _MOST_MOMENTS:
             half = len(self._moments) // 2

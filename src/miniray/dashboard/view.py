@@ -77,7 +77,8 @@ def severity_by_rank(diagnosis: Diagnosis) -> dict[int, str]:
 def list_waits(case: Case) -> list[dict[str, Any]]:
     """Return the operations that ranks are waiting in, longest first.
 
-    Each has the waiting ranks, the duration, and the missing ranks with what they do instead.
+    Each entry contains the waiting ranks, the duration, and the missing ranks with their current
+    activity.
     """
     case = on_gpu(case)
     groups: dict[tuple[str, int, str], list[Facts]] = {}

@@ -7,7 +7,6 @@ what one cannot: who uses the CPU, who reads or writes, whose record moves.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
@@ -209,7 +208,7 @@ _PHASES = {
     "forward": "in forward",
     "backward": "in backward",
     "optimizer": "in the optimizer's step",
-    "between": "after its pass over the data",
+    "epoch end": "after its pass over the data",
     "exit": "on its way out",
     "": "before its first step",
 }
@@ -257,23 +256,24 @@ class Case:
 
     @cached_property
     def members(self) -> Mapping[str, frozenset[int]]:
-        """Ranks of each process group that was used; from its name, else all."""
-        found: dict[str, frozenset[int]] = {}
+        """Ranks of each process group that was used; all ranks if its members aren't known."""
+        noted: dict[str, set[int]] = {}
         for facts in self:
-            for event in facts.record.events:
-                if event.kind == COLLECTIVE and event.group and event.group not in found:
-                    named = _GROUP.match(event.group)
-                    ranks = named[1].split(",") if named else self.world
-                    found[event.group] = frozenset(map(int, ranks))
-        return found
+            for name, start, stop, step in facts.record.notes.get("groups", ()):
+                part = range(start, stop, max(step, 1))
+                noted.setdefault(name, set()).update(r for r in self.world if r in part)
+        used = [
+            event.group
+            for facts in self
+            for event in facts.record.events
+            if event.kind == COLLECTIVE and event.group
+        ]
+        return {name: frozenset(noted.get(name) or self.world) for name in dict.fromkeys(used)}
 
     @cached_property
     def joined(self) -> bool:
         """Whether the run uses ``Join``: ranks that are done answer for themselves, unrecorded."""
         return any(facts.record.notes.get("join") for facts in self)
-
-
-_GROUP = re.compile(r"ranks (\d+(?:,\d+)*) \(#")
 
 
 def gather(

@@ -66,7 +66,7 @@ class Pass:
         index = self.watched.info["index"]
         said = f"loader {index}: {self.batches} batches"
         current.event(model.LOADER, "left", said, site=self.site)
-        current.set_phase("between", self.site)
+        current.set_phase("epoch end", self.site)
 
 
 _watched: weakref.WeakKeyDictionary[Any, Watched] = weakref.WeakKeyDictionary()
@@ -209,7 +209,7 @@ def _make_next(original: Any) -> Any:
         try:
             batch = original(self)
         except StopIteration:
-            current.set_phase("between", one.site)
+            current.set_phase("epoch end", one.site)
             end_pass(current, one)
             raise
         now = monotonic_ns()

@@ -52,8 +52,28 @@ def group_name(module: Any, group: Any) -> str:
             ranks = module.get_process_group_ranks(group)
             shown = ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{len(ranks)} of them"
             name = f"ranks {shown} (#{str(group.group_name)[:8]})"
+            _note_members(name, ranks)
         _groups[key] = name
     return name
+
+
+def _note_members(name: str, ranks: Sequence[int]) -> None:
+    """Record which ranks a group has, as rows of a name and a range, usually one per group."""
+    current = recorder.current()
+    if current is None:
+        return
+    known = current.info.get("notes", {}).get("groups", [])
+    if all(row[0] != name for row in known):
+        rows = [[name, part.start, part.stop, part.step] for part in _as_ranges(ranks)]
+        current.note(groups=[*known, *rows])
+
+
+def _as_ranges(ranks: Sequence[int]) -> list[range]:
+    """Return one range for ranks at equal distances, else one per rank."""
+    found = sorted(ranks)
+    step = found[1] - found[0] if len(found) > 1 else 1
+    whole = range(found[0], found[-1] + 1, step)
+    return [whole] if list(whole) == found else [range(rank, rank + 1) for rank in found]
 
 
 def _make_init(module: Any, original: Any) -> Any:

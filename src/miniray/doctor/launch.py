@@ -62,7 +62,9 @@ class _Launch:
         self.run_dir = options.run_dir.absolute()
         self.folder = self.run_dir / "ranks"
         if any(self.folder.glob("*.box")):
-            raise MinirayError(f"{self.run_dir} already holds a run: choose another directory")
+            raise MinirayError(
+                f"{self.run_dir} already contains a run. Choose a different directory."
+            )
         runfile.make_private(self.run_dir)
         self.folder.mkdir(exist_ok=True)
         self.run_id = secrets.token_hex(4)
@@ -99,7 +101,7 @@ class _Launch:
                     self._second_thoughts()
                     return 0
                 if attempt < options.max_restarts:
-                    say(f"{reason}; starting all ranks again ({attempt + 1} of "
+                    say(f"{reason}; restarting all ranks ({attempt + 1} of "
                         f"{options.max_restarts} restarts)")  # fmt: skip
             runfile.finish_run(self.run_dir, "failed", reason)
             return code
@@ -107,7 +109,7 @@ class _Launch:
             number = stop.number if isinstance(stop, _Stopped) else int(signal.SIGINT)
             name = signal.Signals(number).name
             runfile.finish_run(self.run_dir, "interrupted", f"stopped by {name}")
-            say(f"stopped by {name}; every rank has ended")
+            say(f"stopped by {name}; all ranks have exited")
             return 128 + number
         finally:
             _give_signals_back(before)
@@ -123,7 +125,7 @@ class _Launch:
         token = options.token
         if not token:  # machine 0 makes it; the others cannot begin without
             token = secrets.token_hex(16)
-            say(f"start the other machines with {TOKEN_VARIABLE}={token} in their environment")
+            say(f"set {TOKEN_VARIABLE}={token} on the other machines and start their launchers")
         self.mirror = Mirror(
             self.folder,
             options.nproc,
@@ -205,21 +207,21 @@ class _Launch:
             elif not running:
                 return ""
             if quiet > self.options.hang_timeout and time.monotonic() > next_judgement:
-                reason = f"nothing has moved for {quiet:.0f} s"
+                reason = f"no rank has made progress for {quiet:.0f} s"
                 judgement = self._judge()
                 if judgement.stuck:
                     self.judgement = judgement
                     return reason
                 next_judgement = time.monotonic() + self.options.hang_timeout
-                say_at_length(f"{reason}, yet no rank is stuck: going on ({judgement.verdict})")
+                say_at_length(f"{reason}, but none is stuck; still waiting ({judgement.verdict})")
             ended = len(running) < len(ranks.ranks)
             if ended and waiting and quiet > min(self.options.hang_timeout, _AFTER_THE_END):
-                return f"ranks wait for one that has finished, for {quiet:.0f} s"
+                return f"ranks have waited {quiet:.0f} s for a rank that has finished"
             if time.monotonic() > next_comparison and waiting:
                 next_comparison = time.monotonic() + _DIVERGENCE_SECONDS
                 if diverged(self.run_dir):
                     if suspected:  # seen twice: not a moment between two events
-                        return "the ranks' collectives do not match"
+                        return "the collectives of the ranks don't match"
                     suspected = True
             say_at_length(watch.reminder(running))
             time.sleep(_LOOK_SECONDS)
@@ -260,13 +262,13 @@ class _Launch:
         """Print what is wrong and keep it in the run directory, while the ranks are still there."""
         say(reason)
         if self.options.node_rank:
-            say("the diagnosis is with the launcher of machine 0")
+            say("the launcher of machine 0 prints the diagnosis")
             return
         judgement = self.judgement or self._judge()
         problem = judgement.keep(self.run_dir)
         print(f"\n{judgement.text}\n", file=sys.stderr, flush=True)
         if not self.options.temporary:
-            say(problem or f"kept in {_shown(self.run_dir / 'doctor.txt')}")
+            say(problem or f"diagnosis: {_shown(self.run_dir / 'doctor.txt')}")
 
     def _second_thoughts(self) -> None:
         """Every rank ended well; what was wrong, or slow, all the same is said."""
@@ -275,7 +277,7 @@ class _Launch:
         judgement = judge(self.run_dir, self.options.hang_timeout)
         if not judgement.healthy:
             say_at_length(judgement.verdict)
-            say(f"the whole of it: miniray doctor {_shown(self.run_dir)}")
+            say(f"for details, run miniray doctor {_shown(self.run_dir)}")
 
     def _judge(self) -> Judgement:
         if self.mirror is not None:

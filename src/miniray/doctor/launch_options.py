@@ -55,18 +55,20 @@ def check(options: Options) -> None:
     if not options.hang_timeout > 0:  # nor is nan
         raise ValueError("--hang-timeout must be more than 0 seconds")
     if options.nnodes > 1 and options.master_port is None:
-        raise ValueError("several nodes need one --master-addr and --master-port for all of them")
+        raise ValueError(
+            "--nnodes > 1 requires the same --master-addr and --master-port on all machines"
+        )
     if options.node_rank and not options.token:
         raise ValueError(
-            f"machine {options.node_rank} needs {TOKEN_VARIABLE} in its environment: the same as "
-            "machine 0, which prints the one it makes where it has none"
+            f"machine {options.node_rank} requires {TOKEN_VARIABLE} in its environment, "
+            "with the value that machine 0 uses or prints"
         )
     if options.nnodes > 1 and 0 < len(options.token) < SHORTEST_TOKEN:
-        raise ValueError(f"{TOKEN_VARIABLE} needs at least {SHORTEST_TOKEN} characters")
+        raise ValueError(f"{TOKEN_VARIABLE} must have at least {SHORTEST_TOKEN} characters")
     if options.nnodes > 1 and options.max_restarts:
-        raise ValueError("--max-restarts works on one machine only")
+        raise ValueError("--max-restarts isn't supported with --nnodes > 1")
     if options.command[0] != "-m" and not Path(options.command[0]).is_file():
-        raise FileNotFoundError(f"there is no script {options.command[0]}")
+        raise FileNotFoundError(f"Script {options.command[0]} doesn't exist.")
 
 
 @contextlib.contextmanager
@@ -84,11 +86,13 @@ def master_port(options: Options) -> Iterator[int]:
         return
     held = _hold(wanted) if wanted is not None else None
     if held is None and options.nnodes > 1:
-        raise MinirayError(f"port {wanted} is taken: choose another --master-port for all nodes")
+        raise MinirayError(
+            f"Port {wanted} is in use. Choose a different --master-port for all machines."
+        )
     if held is None:
         held = _hold_any()
         if wanted is not None:
-            say(f"port {wanted} is taken, using {held.getsockname()[1]}")
+            say(f"port {wanted} is in use; using port {held.getsockname()[1]}")
     with held:
         port = int(held.getsockname()[1])
         if sys.platform != "linux":  # elsewhere a bound port is nobody else's, whatever they set

@@ -76,7 +76,7 @@ class Rank:
 
     def describe_end(self) -> str:
         if self.code is None:
-            return "still runs"
+            return "is still running"
         if self.code < 0:
             return f"was killed by {_signal_name(-self.code)}"
         return f"exited with code {self.code}"

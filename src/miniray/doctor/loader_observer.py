@@ -75,7 +75,7 @@ class RecordingObserver:
     def on_pass_end(self, loader: Any) -> None:
         current, one = recorder.current(), self._passes.pop(loader, None)
         if current is not None and one is not None:
-            current.set_phase("between", one.site)
+            current.set_phase("epoch end", one.site)
             instrument_data.end_pass(current, one)
 
 

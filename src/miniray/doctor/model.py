@@ -84,7 +84,7 @@ class Phase:
 
     Recorded without the user's help: ``start`` (nothing seen yet), ``init`` (init_process_group),
     ``data`` (waiting for the DataLoader), ``compute`` (the user's code, with a batch in hand),
-    ``forward`` (of DDP), ``backward``, ``optimizer``, ``between`` (after a pass over a DataLoader),
+    ``forward`` (of DDP), ``backward``, ``optimizer``, ``epoch end`` (after a pass over a loader),
     ``exit``. ``doctor.phase`` sets the *section*, which may have any name.
     """
 

@@ -89,12 +89,20 @@ class _MemoryPoint(NamedTuple):
     rss: float
 
 
+class _GroupRanks(NamedTuple):
+    name: str
+    start: int
+    stop: int
+    step: int
+
+
 #: Types of the notes that are more than text to show. Others are left as they are.
 _NOTES: Mapping[str, Any] = {
     "asked": _Asked,
     "in_flight": _InFlight | None,
     "memory": tuple[_MemoryPoint, ...],
     "gpu_count": int,
+    "groups": tuple[_GroupRanks, ...],
     "steps_before_epoch": int,
 }
 

@@ -107,7 +107,7 @@ def finding_lines(finding: Finding, width: int) -> Iterator[str]:
 
 
 def facts_line(case: Case, width: int = 80) -> str:
-    """P6: available, initialised, backend, world size, launcher; said, not guessed."""
+    """Return the line of P6: available, initialized, backend, world size, launcher."""
     records = [facts.record for facts in case]
     if not records:
         return "no ranks"
@@ -128,17 +128,17 @@ def facts_line(case: Case, width: int = 80) -> str:
 
 def distributed(record: RankRecord) -> str:
     if record.initialised:
-        return f"available, initialised, {record.backend}, world size {record.group_size}"
+        return f"available, initialized, {record.backend}, world size {record.group_size}"
     if record.distributed_available is False:
         return "not available in this torch"
     if record.distributed_available is None:
         return "not loaded"
     if record.group_size > 0:
-        return f"available, was initialised ({record.backend}, world size {record.group_size})"
+        return f"available, was initialized ({record.backend}, world size {record.group_size})"
     if record.phase.name == "init":
-        return "available, not initialised yet (in init_process_group)"
+        return "available, not initialized yet (in init_process_group)"
     alone = " (single process)" if record.world_size == 1 else ""
-    return f"available, not initialised{alone}"
+    return f"available, not initialized{alone}"
 
 
 def step_line(record: RankRecord) -> str:

@@ -54,6 +54,7 @@ def load_state(model: Current, saved: Mapping[str, Any]) -> tuple[int, dict[Hash
         raise ValueError(f"not the state of a parameter server: format {saved.get('format')!r}")
     if missing := [key for key in _KEYS if key not in saved]:
         raise ValueError(f"the state of the parameter server has no {', '.join(missing)}")
+    _check_types(saved)
     strategy = model.strategy
     if saved["strategy"] != strategy.name:
         raise ValueError(
@@ -68,7 +69,11 @@ def load_state(model: Current, saved: Mapping[str, Any]) -> tuple[int, dict[Hash
     if saved["structure"] is not None:
         weights = _restore_weights(saved["structure"], saved["weights"])
         buffers = {n: [np.asarray(a) for a in arrays] for n, arrays in saved["buffers"].items()}
-        _check_buffers(model, Layout(weights), buffers)
+        try:
+            layout = Layout(weights)
+        except TypeError as error:
+            raise ValueError(f"the weights of the state aren't valid: {error}") from error
+        _check_buffers(model, layout, buffers)
     # A copy, because a strategy that rejects the state may have taken over a part of it.
     copy.deepcopy(strategy).load_state_dict(saved["strategy_state"])
     strategy.load_state_dict(saved["strategy_state"])
@@ -78,15 +83,38 @@ def load_state(model: Current, saved: Mapping[str, Any]) -> tuple[int, dict[Hash
     return version, worker_weights
 
 
+def _check_types(saved: Mapping[str, Any]) -> None:
+    pairs, leaves, buffers = saved["worker_weights"], saved["weights"], saved["buffers"]
+    has_weights = saved["structure"] is not None
+    valid = {
+        "strategy_state": isinstance(saved["strategy_state"], Mapping),
+        "worker_weights": isinstance(pairs, (list, tuple))
+        and all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs),
+        "weights": not has_weights or isinstance(leaves, (list, tuple)),
+        "buffers": not has_weights
+        or (
+            isinstance(buffers, Mapping)
+            and all(isinstance(arrays, (list, tuple)) for arrays in buffers.values())
+        ),
+    }
+    for key, is_valid in valid.items():
+        if not is_valid:
+            raise ValueError(f"{key} of the state isn't valid: {saved[key]!r:.80}")
+
+
 def _check_buffers(model: Current, layout: Layout, buffers: Mapping[str, Any]) -> None:
-    sizes = [leaf.size for leaf in layout.leaves if leaf.role == REAL and leaf.size]
+    leaves = [leaf for leaf in layout.leaves if leaf.role == REAL and leaf.size]
     if set(buffers) != set(model.strategy.buffers):
         raise ValueError(
             f"the state has buffers {sorted(buffers)}, strategy {model.strategy.name!r} has "
             f"{sorted(model.strategy.buffers)}"
         )
     for name, arrays in buffers.items():
-        if [a.shape for a in arrays] != [(size,) for size in sizes]:
+        fits = [a.shape for a in arrays] == [(leaf.size,) for leaf in leaves] and all(
+            np.can_cast(a.dtype, leaf.compute, "same_kind")
+            for a, leaf in zip(arrays, leaves, strict=True)
+        )
+        if not fits:
             raise ValueError(f"buffer {name!r} of the state does not fit its weights")
 
 

@@ -1,8 +1,8 @@
 """Draw metrics as SVG line charts inside the page, and list them in a table.
 
 Colors are CSS variables, so the same drawing works in light and dark mode and in print. To keep the
-page small, lines are thinned to their extremes, and tooltips cover at most a hundred x values.
-Values that aren't finite are crosses at the bottom.
+page small, curves are reduced to their extremes, and tooltips cover at most 100 x values. Values
+that aren't finite are drawn as crosses at the bottom.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_POINTS = 3200  #: of all curves of a chart
 
 
 def render_curves(run: Run, found: Sequence[Curve]) -> Markup:
-    """Return a chart per metric, together with its held-out version, and charts by rank."""
+    """Return one chart per metric, which includes its held-out version, and charts by rank."""
     groups: dict[str, list[Curve]] = {}
     for curve in found:
         groups.setdefault(curve.group, []).append(curve)
@@ -152,7 +152,7 @@ def render_svg(
 ) -> str:
     """Return a chart of curves that share both axes.
 
-    If no value is finite, the frame contains only crosses.
+    If no value is finite, the chart contains only crosses.
     """
     finite = [point for curve in curves for point in curve.finite]
     every = [x for curve in curves for x, _ in curve.points]
@@ -313,7 +313,7 @@ def _render_tooltips(curves: Sequence[Curve], across: _LinearScale, x_label: str
 
 
 def round_ticks(low: float, high: float, about: int, whole: bool = False) -> list[float]:
-    """Return about ``about`` multiples of 1, 2 or 5 × a power of ten in the range."""
+    """Return about ``about`` ticks in the range: multiples of 1, 2 or 5 × a power of ten."""
     span = high - low
     if not 1e-300 < span < math.inf:
         return [low] if math.isfinite(low) else []

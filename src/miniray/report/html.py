@@ -22,9 +22,9 @@ def strip_escapes(text: str) -> str:
 
 
 def render_terminal_line(line: str) -> str:
-    """Return what a terminal shows of the line, without colors.
+    """Return the line as a terminal displays it, without colors.
 
-    Only the last update of a progress bar remains.
+    Only the last update of a progress bar is kept.
     """
     return strip_escapes(line.rstrip("\r").rpartition("\r")[2])
 
@@ -136,7 +136,7 @@ def collapsible(title: str, inside: Markup) -> Markup:
 
 
 def figure(title: Any, drawing: str, legend: Iterable[tuple[str, str, str]] = ()) -> Markup:
-    """Return a chart with a title. The legend has (color, name, value) per curve."""
+    """Return a chart with a title. The legend contains (color, name, value) for each curve."""
     keys = [
         tag("span", Markup(f'<i style="background:{color}"></i>'), name, " ", tag("b", value))
         for color, name, value in legend

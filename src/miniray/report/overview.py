@@ -1,4 +1,4 @@
-"""The top of the page: name and state, the verdict, and the most important numbers."""
+"""Render the top of the page: name and state, verdict, and key numbers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def render_header(run: Run) -> Markup:
 def render_tiles(run: Run, curves: Sequence[Curve]) -> Markup:
     """Return tiles with the number of epochs, the best scores, steps, throughput and memory.
 
-    If a metric also has a held-out version (``loss`` and ``val_loss``), only that one is shown.
+    If a metric also has a held-out version (``loss`` and ``val_loss``), only the latter is shown.
     """
     tiles: list[tuple[str, str, str]] = []
     if run.metrics:

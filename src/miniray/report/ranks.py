@@ -80,7 +80,7 @@ def get_phase_seconds(rank: RankRecord, over: float | None) -> dict[str, float]:
     """Return the seconds that a rank spent in each phase.
 
     Steps are timed from the end of the first one. The remaining time is spent outside of steps.
-    Time after ``over``, the end of the run, isn't counted, even if the workers keep running.
+    Time after ``over``, when the run ended, isn't counted, even if the workers keep running.
     """
     total = rank.total
     end = rank.exit.at if rank.exit is not None and rank.exit.at else rank.heartbeat
@@ -192,7 +192,7 @@ def _render_sample_bar(rank: RankRecord, most: int) -> Markup:
 
 
 def _distinct_loaders(rank: RankRecord) -> Iterator[Loader]:
-    """Yield each kind of loader once, as trainers may create one per epoch."""
+    """Yield each distinct loader once, because trainers may create one per epoch."""
     known = set()
     for loader in rank.loaders:
         kind = (loader.dataset, loader.length, loader.batch_size, loader.sampler, loader.site)

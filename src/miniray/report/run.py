@@ -1,7 +1,7 @@
-"""A run as reports and lists show it: what ran, how it ended, its metrics and events.
+"""Read a run for reports and lists: what ran, how it ended, metrics and events.
 
-Reads only files. A file that is missing counts as empty, one that can't be read is named in
-``Run.damaged``, and a last line that isn't complete is skipped.
+Missing files count as empty. Unreadable files are listed in ``Run.damaged``. An incomplete last
+line is skipped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Run(RunEntry):
 
     @cached_property
     def damaged(self) -> dict[str, str]:
-        """Why a file couldn't be read, by file name."""
+        """Reasons why files couldn't be read, by file name."""
         return {"run.json": self.problem} if self.problem else {}
 
     @cached_property
@@ -61,7 +61,7 @@ class Run(RunEntry):
 
     @cached_property
     def state(self) -> str:
-        """The state in ``run.json``; if it has none, what the rank records show."""
+        """The state in ``run.json``, or else the state derived from the rank records."""
         if self.info.get("state"):
             return super().state
         ends = [rank.exit for rank in self.record]
@@ -73,7 +73,7 @@ class Run(RunEntry):
 
     @property
     def started(self) -> float | None:
-        """Unix time; without run.json, the time when the first rank was recorded."""
+        """Unix time of the start. Without ``run.json``, the start of the first rank record."""
         found = super().started
         if found is not None or self.info:
             return found
@@ -128,7 +128,7 @@ class Run(RunEntry):
 
     @property
     def living(self) -> str:
-        """A description of the processes that are running, or "" if none is known to run."""
+        """A description of the running processes, or "" if none is known."""
         pids = [rank.pid for rank in self.record if rank.process.alive]
         here = self.info.get("host") == socket.gethostname()
         if self.state == "running" and here and "pid" in self.info:

@@ -67,7 +67,7 @@ def is_higher_better(metric: str) -> bool:
 
 
 def to_float(value: Any) -> float | None:
-    """Return a number as a float, or None for booleans, text and numbers too large for it."""
+    """Return a number as a float, or None for booleans, text and numbers that don't fit."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -185,7 +185,8 @@ def thin_points(points: Points, most: int) -> Points:
 def select_extremes(heights: np.ndarray, most: int) -> np.ndarray:
     """Return the indices of at most ``most`` points to draw.
 
-    Contains both ends, and the lowest and highest point of each interval, so spikes remain visible.
+    Includes both ends, and the lowest and highest point of each interval, so that spikes remain
+    visible.
     """
     import numpy as np
 

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import miniray
-from miniray.checks import check_int, get_options, unknown_option
+from miniray.checks import (
+    RENAMED_OPTIONS,
+    check_int,
+    find_similar,
+    get_options,
+    unknown_option,
+)
 from miniray.core import session
 from miniray.core.remote import ActorClass
 from miniray.doctor.sites import is_users
@@ -29,18 +35,22 @@ _HOOKS = ("train_epoch", "on_train_start", "on_epoch_start", "on_epoch_end", "on
 _OURS = ("worker_id", "shard_id", "num_shards", "epoch", "result", "history")
 
 
-#: Hints for names that aren't options of a trainer that runs worker classes.
-WORKER_HINTS: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("batch_size", "lr", "learning_rate", "dataset"),
-        "Pass it to train(), which passes it to workers and hooks.",
-    ),
+#: Hints for what a worker sets itself.
+IN_WORKER_HINTS: Mapping[str, str] = {
     "max_tokens": "Use miniray.data.DataLoader(batch_by='tokens', batch_size=...) in the worker.",
     "model": "Set self.model in the worker.",
     "optimizer": "Set self.optimizer in the worker.",
     "lr_scheduler": "Set self.scheduler in the worker.",
     "train_loader": "Set self.train_loader in the worker.",
     "val_loader": "Set self.val_loader in the worker.",
+}
+#: Hints for names that aren't options of a trainer that runs worker classes.
+WORKER_HINTS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("batch_size", "lr", "learning_rate", "dataset"),
+        "Pass it to train(), which passes it to workers and hooks.",
+    ),
+    **IN_WORKER_HINTS,
 }
 
 
@@ -220,10 +230,24 @@ def check_train_kwargs(
     if unaccepted:
         named = {name for function in (*receivers, *hooks) for name in _get_parameters(function)}
         known = {*named, *options} - {"self", "trainer", *_OURS}
-        others = dict.fromkeys(
-            get_options(type(trainer)) - known, f"Pass it to {type(trainer).__name__}."
-        )
+        others = _get_hints_of_trainer(type(trainer), known, unaccepted[0])
         raise unknown_option("train()", unaccepted[0], known, {**others, **hints}, search=False)
+
+
+def _get_hints_of_trainer(trainer: type, known: set[str], name: str) -> dict[str, str]:
+    """Return hints for options of the trainer's class that were passed to ``train()``.
+
+    They include names of other libraries, and ``name`` if it's similar to an option.
+    """
+    options = get_options(trainer) - known
+    hints = {
+        old: f"Use {new}= of {trainer.__name__}."
+        for old, new in RENAMED_OPTIONS.items()
+        if new in options
+    }
+    if (near := find_similar(name, options, 0.8)) and not find_similar(name, known, 0.8):
+        hints[name] = f"Did you mean {near}= of {trainer.__name__}?"
+    return {**hints, **dict.fromkeys(options, f"Pass it to {trainer.__name__}.")}
 
 
 def _get_overrides(owner: Any, names: Iterable[str]) -> list[Any]:

@@ -21,6 +21,7 @@ from miniray.checks import check_int, suggest_options
 from miniray.core import session, startup
 from miniray.train.callbacks import CallbackSetup, CallbackStates, check_callbacks
 from miniray.train.options import (
+    IN_WORKER_HINTS,
     WORKER_HINTS,
     RunOptions,
     check_names,
@@ -97,7 +98,7 @@ class BaseTrainer:
     )
     #: Hints for names that aren't options of the trainer, or parameters of ``train()``.
     _option_hints: Mapping[str, str] = WORKER_HINTS
-    _train_hints: Mapping[str, str] = {}
+    _train_hints: Mapping[str, str] = IN_WORKER_HINTS
     #: Called in a worker's process before the worker is created; see ``startup.SET_UP``.
     _process_set_up = "miniray.doctor.actors:set_up"
     #: Class that wraps the workers; see ``ActorClass.wrap_with``.

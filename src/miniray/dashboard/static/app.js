@@ -394,7 +394,7 @@ async function openRank(rank) {
   asked = rank;
   $("dialog-title").textContent = `Rank ${rank}`;
   $("dialog-facts").textContent = row ? [row.state, row.doing, row.pid && `pid ${row.pid} on ${row.host}`,
-    row.batch_size && `batch ${row.batch_size}`, row.samples && `${row.samples} samples`].filter(Boolean).join(" · ") : "";
+    row.batch_size && `batch size ${row.batch_size}`, row.samples && `${row.samples} samples`].filter(Boolean).join(" · ") : "";
   $("stack").replaceChildren(h("p", { className: "quiet", textContent: "Requesting the stack…" }));
   if (!$("rank-dialog").open) $("rank-dialog").showModal();
   let shown;
@@ -476,9 +476,10 @@ class Panel {
       curves.forEach((curve, index) => {
         const affected = this.chart.by_rank && !several && ["stuck", "failed", "wrong", "slow"].includes(severities.get(curve.rank));
         const line = several ? runColor(run) : affected && many ? color("bad") : many ? color("compute") : PALETTE[index % PALETTE.length];
-        const label = [several || !this.chart.by_rank ? run : null, curve.rank == null ? null : `rank ${curve.rank}`].filter(Boolean).join(", ");
+        const rank = curve.rank == null ? null : `rank ${curve.rank}${curve.attempt ? `, attempt ${curve.attempt}` : ""}`;
+        const label = [several || !this.chart.by_rank ? run : null, rank].filter(Boolean).join(", ");
         if (several && index === 0) keys.push(h("span", {}, Object.assign(h("i"), { style: `background:${line}` }), run));
-        if (this.chart.by_rank && !several && !many) keys.push(h("span", {}, Object.assign(h("i"), { style: `background:${line}` }), `rank ${curve.rank}`));
+        if (this.chart.by_rank && !several && !many) keys.push(h("span", {}, Object.assign(h("i"), { style: `background:${line}` }), rank));
         traces.push({ x: curve.x, y: curve.y, name: label, type: "scatter", mode: curve.x.length < 30 ? "lines+markers" : "lines",
           marker: { size: 4 }, line: { color: line, width: affected ? 2.5 : many ? 1 : 1.8 }, opacity: many && !affected ? 0.45 : 1,
           showlegend: false, hovertemplate: `%{y:.5g}<extra>${plain(label)}</extra>` });

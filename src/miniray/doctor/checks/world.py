@@ -64,7 +64,7 @@ def _trains_outside(record: RankRecord) -> bool:
 def _facts(record: RankRecord) -> str:
     if record.group_size > 0:
         return f"rank {record.group_rank} of {record.group_size}, {record.backend}"
-    return f"RANK {record.rank} of {record.world_size}, torch.distributed not initialised"
+    return f"RANK {record.rank} of {record.world_size}, torch.distributed not initialized"
 
 
 def _duplicates(case: Case) -> Iterator[Finding]:
@@ -130,7 +130,7 @@ def _sizes_differ(case: Case) -> Iterator[Finding]:
             code="not-initialised",
             severity=Severity.WRONG,
             title=f"{named(ranks)} {'trains' if len(ranks) == 1 else 'train'} without a process "
-            "group (torch.distributed is not initialised)",
+            "group (torch.distributed isn't initialized)",
             ranks=tuple(ranks),
             evidence=(
                 f"{plural(outside[0].record.step, 'step')} done, no init_process_group seen",

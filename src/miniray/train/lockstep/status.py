@@ -23,6 +23,7 @@ import traceback
 from typing import Any
 
 from miniray.errors import BarrierTimeoutError, PeerLostError, TaskError
+from miniray.train.lockstep import process_group
 from miniray.train.lockstep.process_group import ProcessGroupSpec, absent
 
 EVALUATION = "evaluation"  #: the phase in which steps are not those of training
@@ -40,7 +41,7 @@ _WAITING_CODE = (
     os.path.join("torch", "distributed", ""),
     os.path.join("torch", "autograd", ""),
     os.path.join("torch", "nn", "parallel", ""),
-    os.path.join("miniray", "train", "lockstep", "process_group.py"),
+    process_group.__file__,
 )
 #: What torch says where other ranks are gone: by its own kinds of errors, or by these words.
 _LOST = re.compile(
