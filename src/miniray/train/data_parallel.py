@@ -139,7 +139,8 @@ class DataParallelTrainer(BaseTrainer):
     def train_epoch(self, epoch: int, **kwargs: Any) -> dict[str, Any]:
         """Train an epoch on every worker, aggregate the results, and sync when it is due."""
         if isinstance(self.sync, AsyncSync):
-            return aggregate(self.sync.finish(epoch, self._end, kwargs))
+            assert self._target.epochs is not None
+            return aggregate(self.sync.finish(epoch, self._target.epochs, kwargs))
         result = aggregate(self.call_workers("train_epoch", epoch, epoch=epoch, **kwargs))
         if self.sync.is_due(epoch):
             self.sync_parameters(epoch)
@@ -162,8 +163,8 @@ class DataParallelTrainer(BaseTrainer):
             self._feed.end_epoch()
         super()._finish_epoch(epoch, result)
 
-    def _loop(self, epochs: int) -> None:
-        super()._loop(epochs)
+    def _loop(self) -> None:
+        super()._loop()
         self.sync.pause()  # after an early stop, asynchronous workers may be an epoch ahead
 
     # -- workers ----------------------------------------------------------------------------------

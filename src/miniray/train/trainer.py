@@ -36,7 +36,7 @@ from miniray.train.run.modelfile import save_model
 from miniray.train.run.progress import Progress
 from miniray.train.run.result import TrainResult
 from miniray.train.run.session import RunSession
-from miniray.train.run.state import TrainState
+from miniray.train.run.state import TrainState, TrainTarget
 from miniray.train.workers.aggregate import aggregate
 from miniray.train.workers.checkpoint_parts import (
     WorkerStates,
@@ -105,6 +105,8 @@ class BaseTrainer:
     _wrapper: type | None = None
     #: Unit of the progress bar.
     _unit = "epoch"
+    #: Whether ``train(steps=...)`` works: ``state.step`` is known inside an epoch.
+    _counts_steps = False
     #: Trainers of one kind can load each other's checkpoints.
     _kind = "workers"
 
@@ -141,7 +143,7 @@ class BaseTrainer:
         self._resume = self.options.resume
         self._loaded: dict[str, Any] | None = None  # a checkpoint to restore when workers exist
         self._kwargs: dict[str, Any] = {}
-        self._end = 0  # the epoch before which this train() ends
+        self._target = TrainTarget(epochs=0)  # of this train()
 
     @property
     def _title(self) -> str:
@@ -216,38 +218,59 @@ class BaseTrainer:
     # -- the run ----------------------------------------------------------------------------------
 
     def train(
-        self, epochs: int, *, resume: bool | str | Path | None = None, **kwargs: Any
+        self,
+        epochs: int | None = None,
+        *,
+        steps: int | None = None,
+        resume: bool | str | Path | None = None,
+        **kwargs: Any,
     ) -> TrainResult:
-        """Train for ``epochs`` more epochs and return the result of the run.
+        """Train for ``epochs`` or ``steps`` and return the result of the run.
+
+        Without ``resume``, the length is in addition to what was trained before. With ``resume``,
+        it is the total of the run: a script that is run again after an interruption ends at the
+        same epoch and step as one that was never interrupted. If the total is reached already,
+        nothing is trained.
 
         Args:
-            epochs: Number of epochs to train, in addition to those already trained.
+            epochs: Number of epochs.
+            steps: Number of optimizer steps, in place of ``epochs``. The trainer must know the
+                steps of its workers; see ``DDPTrainer``.
             resume: ``True`` restores the newest intact checkpoint of this run, or of the most
-                recent run of this trainer and worker class. A path restores that checkpoint.
+                recent run of this trainer and worker class. ``"auto"`` does if the run has a
+                checkpoint, and starts otherwise; it needs ``name=`` or ``run_dir=``. A path
+                restores that checkpoint.
             **kwargs: Passed to ``create_worker``, to the workers' ``__init__``, ``setup``,
                 ``load_data_shard``, ``train_epoch`` and ``evaluate``, and to the hooks of the
                 trainer and of callbacks. Each gets the names that its signature accepts.
 
         Raises:
-            TypeError: Nothing accepts a name in ``kwargs``. A ``**kwargs`` of ``create_worker`` or
-                of a worker method accepts every name. A ``**kwargs`` of a hook does if it is used
-                for more than calling ``super()``.
+            TypeError: Not exactly one of ``epochs`` and ``steps`` is set, or nothing accepts a name
+                in ``kwargs``. A ``**kwargs`` of ``create_worker`` or of a worker method accepts
+                every name. A ``**kwargs`` of a hook does if it is used for more than calling
+                ``super()``.
+            CheckpointError: There is no intact checkpoint to resume from.
             RuntimeError: The workers were stopped by ``shutdown`` or an error, so their weights are
                 gone, and ``resume`` isn't set.
         """
-        epochs = check_int(f"{self._unit}s", epochs, 0)
+        epochs, steps = self._check_length(epochs, steps)
         check_names(kwargs)
         if not hasattr(self, "state"):
             raise RuntimeError(
                 f"{type(self).__name__}.__init__() must call super().__init__(num_workers, ...)"
             )
-        wanted = self._resume if resume is None else resume
+        resume = self._resume if resume is None else resume
         self._resume = False
-        if self.epoch and self._group is None and self._loaded is None and not wanted:
+        if resume == "auto":
+            resume = self._has_checkpoint()
+            is_total = True
+        else:
+            is_total = bool(resume)
+        if self.state.step and self._group is None and self._loaded is None and not resume:
             raise RuntimeError(
-                f"the weights of these {self.epoch} {self._unit}s ended with their workers, by "
-                "shutdown() or an error; train(..., resume=True) goes on from the newest "
-                "checkpoint, a new trainer begins anew"
+                f"the workers with the weights of step {self.state.step} were stopped by "
+                "shutdown() or an error. Call train(..., resume=True) to continue from the newest "
+                "checkpoint, or create a new trainer."
             )
         self.should_stop, self.stop_reason = False, ""
         self.state.in_epoch = False
@@ -256,9 +279,13 @@ class BaseTrainer:
         start = time.monotonic()
         try:
             with self.session.record_attempt(self._abort, self.checkpointer.find_newest) as attempt:
-                self._start(wanted)
+                self._start(resume)
+                self._target = TrainTarget.create(self.state, epochs, steps, is_total)
+                if is_total and self._target.is_reached(self.state):
+                    self._print_complete()
+                    return self._make_result(0.0)
                 self._emit("on_train_start")
-                self._loop(epochs)
+                self._loop()
                 result = self.result = self._make_result(time.monotonic() - start)
                 self._emit("on_train_end", result)
                 result.checkpoint = self.checkpointer.find_newest()  # hooks may have written one
@@ -271,17 +298,52 @@ class BaseTrainer:
             raise
         return result
 
-    def _loop(self, epochs: int) -> None:
-        progress = Progress(self.epoch, epochs, unit=self._unit, enabled=self.options.progress)
-        with progress:
-            for left in range(epochs, 0, -1):
+    def _check_length(self, epochs: int | None, steps: int | None) -> tuple[int | None, int | None]:
+        """Return the length of a run. Raise ``TypeError`` unless exactly one number is set."""
+        if (epochs is None) == (steps is None):
+            given = "neither" if epochs is None else "both"
+            raise TypeError(f"train() needs epochs= or steps=, and got {given}")
+        if steps is not None and not self._counts_steps:
+            raise TypeError(
+                f"train(steps=...) of {type(self).__name__} needs workers that train step by step: "
+                f"with train_epoch, the steps are the workers' own. Pass epochs=, or use DDPTrainer"
+            )
+        return (
+            None if epochs is None else check_int(f"{self._unit}s", epochs, 0),
+            None if steps is None else check_int("steps", steps, 0),
+        )
+
+    def _has_checkpoint(self) -> bool:
+        """Return whether ``resume="auto"`` finds a checkpoint."""
+        path = self.session.requested_path
+        if path is None:
+            raise ValueError('resume="auto" needs name= or run_dir=, to find the run again')
+        return any((path / "checkpoints").glob("epoch-*"))
+
+    def _print_complete(self) -> None:
+        target, done = self._target, self.session.directory.path
+        length = f"{target.steps} steps" if target.epochs is None else f"{target.epochs} epochs"
+        print(f"{done} has trained its {length}: nothing is left to train", file=sys.stderr)
+
+    def _loop(self) -> None:
+        target, state = self._target, self.state
+        with Progress.create(state, target, self._unit, self.options.progress) as progress:
+            while not target.is_reached(state):
                 epoch, start = self.epoch, time.monotonic()  # a hook may load a checkpoint
-                self._end = epoch + left
-                self._emit("on_epoch_start", epoch)
+                step = state.step
+                if not state.step_in_epoch:
+                    self._emit("on_epoch_start", epoch)
                 result = self._train_epoch(epoch)
-                self._finish_epoch(epoch, result)
-                progress.update(epoch, result)
-                self._end_epoch({"epoch": epoch, "seconds": time.monotonic() - start, **result})
+                is_complete = not state.step_in_epoch
+                if is_complete:
+                    self._finish_epoch(epoch, result)
+                progress.update(epoch, result, 1 if target.steps is None else state.step - step)
+                record = {"epoch": epoch, "seconds": time.monotonic() - start, **result}
+                if is_complete:
+                    self._end_epoch(record)
+                else:
+                    state.stop_inside_epoch(record)
+                    self._write_record()
                 if self.should_stop:
                     self.session.append_event(
                         {"event": "stopped", "epoch": epoch, "reason": self.stop_reason}
@@ -307,8 +369,11 @@ class BaseTrainer:
     def _write_record(self) -> None:
         """Write the record that hooks could change, unless it was written."""
         record = self.state.close_record()
-        if record is not None:
-            self.session.directory.append_metrics(record)
+        if record is None:
+            return
+        if self.state.replaces_part:  # which was written
+            self.session.directory.truncate_metrics(record["epoch"] - 1)
+        self.session.directory.append_metrics(record)
 
     def _train_epoch(self, epoch: int) -> dict[str, Any]:
         self.state.in_epoch = True
@@ -374,7 +439,7 @@ class BaseTrainer:
             methods = [spec.signature for spec in specs if spec is not None]
         else:
             return
-        options = (f"{self._unit}s", "resume")
+        options = ("epochs", "steps", "resume")
         check_train_kwargs(self, self._kwargs, methods, options, self._train_hints)
 
     def call_workers(
@@ -482,14 +547,14 @@ class BaseTrainer:
     # -- checkpoints ------------------------------------------------------------------------------
 
     def save_checkpoint(self, epoch: int | None = None) -> Path:
-        """Write a checkpoint of the last completed epoch, and return its path.
+        """Write a checkpoint of the last completed epoch or step, and return its path.
 
         Inside ``train_epoch``, ``epoch`` says that the running epoch counts as completed.
         """
         if self.checkpointer.store is None or self._group is None:
             raise RuntimeError(NO_WORKERS)
         done = self.epoch + (self.state.in_epoch and epoch is not None)
-        if not done:
+        if not done and not self.state.step_in_epoch:
             raise RuntimeError(
                 "no epoch was trained yet, so there is nothing to go on from: train() first, or "
                 "save_final_model() for the weights as they are"

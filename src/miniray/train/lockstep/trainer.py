@@ -164,7 +164,7 @@ class RankTrainer(BaseTrainer, ABC):
 
     def _epoch_for_errors(self) -> int | None:
         """The epoch that is on, or the last one; None before the first."""
-        epoch = self.epoch if self.epoch < self._end else self.epoch - 1
+        epoch = self.epoch - 1 if self._target.is_reached(self.state) else self.epoch
         return epoch if epoch >= 0 else None
 
     def _retried(self, attempt: Callable[[], T]) -> T:

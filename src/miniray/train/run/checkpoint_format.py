@@ -35,13 +35,17 @@ _writing: set[Path] = set()
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint as its manifest describes it. ``serial`` grows with every one written."""
+    """A checkpoint as its manifest describes it. ``serial`` grows with every one written.
+
+    ``step`` is the number of completed steps of the run, if the epoch wasn't complete.
+    """
 
     path: Path
     epoch: int
     serial: int
     metrics: Mapping[str, float]
     files: Mapping[str, Mapping[str, Any]]
+    step: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -69,6 +73,7 @@ class Contents:
     body: bytes
     groups: dict[str, dict[str, tensorfile.Entry]]
     serial: int = 0
+    step: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -133,6 +138,7 @@ def _manifest(contents: Contents, sums: Mapping[str, Any]) -> bytes:
     content = {
         "format": FORMAT,
         "epoch": contents.epoch,
+        **({} if contents.step is None else {"step": contents.step}),
         "serial": contents.serial,
         "metrics": contents.metrics,
         "files": sums,
@@ -218,7 +224,7 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo | str:
             return "manifest.json does not match its checksum"
         if content["format"] != FORMAT:
             return f"its format is {content['format']!r}, and this version reads {FORMAT!r}"
-        for name in ("epoch", "serial"):
+        for name in ("epoch", "serial", *(("step",) if "step" in content else ())):
             check_int(name, content[name], 0)
         if "state.json" not in content["files"]:
             return "its manifest lists no state.json"
@@ -237,7 +243,12 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo | str:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"manifest.json cannot be read: {error}"
     return CheckpointInfo(
-        path, content["epoch"], content["serial"], content["metrics"], content["files"]
+        path,
+        content["epoch"],
+        content["serial"],
+        content["metrics"],
+        content["files"],
+        content.get("step"),
     )
 
 

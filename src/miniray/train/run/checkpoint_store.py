@@ -44,7 +44,7 @@ from miniray.train.run.checkpoint_format import (
 __all__ = ["CheckpointInfo", "CheckpointStore"]
 
 #: Other names in the directory are somebody else's and let alone.
-_NAME = re.compile(r"epoch-\d+(-\d+)?")
+_NAME = re.compile(r"epoch-\d+(-step-\d+)?(-\d+)?")
 _TRIES = 100
 
 
@@ -93,8 +93,10 @@ class CheckpointStore:
 
     # -- writing ----------------------------------------------------------------------------------
 
-    def save(self, epoch: int, state: Mapping[str, Any]) -> Path:
+    def save(self, epoch: int, state: Mapping[str, Any], *, step: int | None = None) -> Path:
         """Write a checkpoint and drop the ones that are no longer wanted; returns where it is.
+
+        ``step`` is the number of completed steps of the run, if the epoch isn't complete.
 
         Raises ``CheckpointError`` where ``state`` holds something that has no form on disk (the
         path to it is named) and where writing fails; then nothing has changed. An earlier
@@ -103,7 +105,8 @@ class CheckpointStore:
         epoch = check_int("epoch", epoch, 0)
         self.wait()
         contents = encode_state(epoch, state, allow_pickle=self.allow_pickle, copy=self.background)
-        path, contents.serial = self._next(epoch)
+        contents.step = None if step is None else check_int("step", step, 1)
+        path, contents.serial = self._next(epoch, contents.step)
         if not self.background:
             self._write(path, contents)
             return path
@@ -138,16 +141,17 @@ class CheckpointStore:
         if self._failure is not None:
             warnings.warn(str(self._failure), stacklevel=1)
 
-    def _next(self, epoch: int) -> tuple[Path, int]:
+    def _next(self, epoch: int, step: int | None) -> tuple[Path, int]:
         """Where the next checkpoint goes and its number, which says which one is newest.
 
         By number and not by epoch: a run that went back to epoch 3 has a newer epoch 4 than 5.
         """
         serial = 1 + max((found.serial for found in self._scan()[0]), default=0)
-        path, attempt = self.directory / f"epoch-{epoch:08d}", 1
+        name = f"epoch-{epoch:08d}" if step is None else f"epoch-{epoch:08d}-step-{step:08d}"
+        path, attempt = self.directory / name, 1
         while path.exists():
             attempt += 1
-            path = self.directory / f"epoch-{epoch:08d}-{attempt}"
+            path = self.directory / f"{name}-{attempt}"
         return path, serial
 
     def _write(self, path: Path, contents: Contents) -> None:
@@ -181,8 +185,8 @@ class CheckpointStore:
         found = self._scan()[0]
         if self.keep_last is None or all(checkpoint.path != newest for checkpoint in found):
             return
-        last_of_epoch = {c.epoch: c.path for c in found}  # of two of an epoch the later one counts
-        current = [c.path for c in found if last_of_epoch[c.epoch] == c.path]
+        newest_at = {(c.epoch, c.step): c.path for c in found}  # the later of two counts
+        current = [c.path for c in found if newest_at[c.epoch, c.step] == c.path]
         keep = {newest, self._best_of(found), *current[-self.keep_last :]}
         for checkpoint in found:
             if checkpoint.path not in keep:

@@ -143,6 +143,8 @@ class Checkpointer:
             "state": state.state_dict(),
             **{name: part.state_dict() for name, part in self._parts.items()},
         }
+        if state.step_in_epoch:
+            return self.store.save(state.epoch, contents, step=state.step)
         return self.store.save(state.epoch - 1, contents)
 
     # -- reading ----------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ from miniray.train.run.records import number
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from miniray.train.run.state import TrainState, TrainTarget
+
 _HIDDEN = ("epoch", "seconds", "synced")
 #: Counts that are in ``metrics.jsonl`` and that nobody watches; of ``val_num_samples`` likewise.
 _HIDDEN_ENDS = ("num_samples", "_bytes")
@@ -113,24 +115,32 @@ class Steps:
 
 
 class Progress(Steps):
-    """Shows epochs ``start`` to ``start + epochs - 1`` with their metrics and the time left."""
+    """Shows the epochs or steps of a call of ``train``, with their metrics and the time left."""
 
     def __init__(
         self,
         start: int,
-        epochs: int,
+        count: int,
         *,
         unit: str = "epoch",
         enabled: bool = True,
         stream: TextIO | None = None,
     ) -> None:
         many = f"{unit}s"
-        super().__init__(epochs, many, many, start=start, enabled=enabled, stream=stream, lines=100)
-        self._end, self._one = start + epochs, unit
+        super().__init__(count, many, many, start=start, enabled=enabled, stream=stream, lines=100)
+        self._end, self._one = start + count, unit
 
-    def update(self, epoch: int, metrics: Mapping[str, Any]) -> None:
-        """Say that ``epoch`` is done, with these results."""
-        self.advance(1, describe(metrics))
+    @classmethod
+    def create(cls, state: TrainState, target: TrainTarget, unit: str, enabled: bool) -> Progress:
+        """Return the progress from ``state`` to ``target``; ``unit`` is what the loop counts."""
+        if target.steps is not None:
+            return cls(state.step, target.steps - state.step, unit="step", enabled=enabled)
+        assert target.epochs is not None
+        return cls(state.epoch, target.epochs - state.epoch, unit=unit, enabled=enabled)
+
+    def update(self, epoch: int, metrics: Mapping[str, Any], count: int = 1) -> None:
+        """Show the results of ``epoch``, after ``count`` more epochs or steps."""
+        self.advance(count, describe(metrics))
 
     def _line(self, note: str) -> str:
         each = (time.monotonic() - self.began) / self.done

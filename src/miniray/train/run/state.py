@@ -14,33 +14,51 @@ class TrainState:
     """The position of a run: a part of every checkpoint.
 
     Attributes:
-        epoch: Number of completed epochs, which is the index of the next one.
-        step: Number of completed optimizer steps, if the workers report ``num_steps``. Each epoch
-            without it counts as one step.
-        history: One record per epoch.
+        epoch: Number of completed epochs, which is the index of the current or next one.
+        step: Number of completed optimizer steps. Workers that train whole epochs report it as
+            ``num_steps``; each epoch without it counts as one step.
+        step_in_epoch: Completed steps of an epoch that isn't complete; 0 between epochs.
+        history: One record per epoch. If the run stopped inside an epoch, the last record is of a
+            part of it and has ``"complete": False``.
         in_epoch: Whether ``train_epoch`` is running.
     """
 
     epoch: int = 0
     step: int = 0
+    step_in_epoch: int = 0
     history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     in_epoch: bool = False
+    #: Whether the last record has replaced that of an earlier part of the same epoch.
+    replaces_part: bool = False
     #: The last record of the history, while hooks may change it.
     _open_record: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
 
     def end_epoch(self, record: dict[str, Any]) -> None:
         """Add the record of the epoch to the history. Hooks may change it until it is closed."""
-        steps = number(record.get("num_steps"))
-        self.step += 1 if steps is None else int(steps)
-        self.history.append(record)
+        if "step" not in record:
+            steps = number(record.get("num_steps"))
+            self.step += 1 if steps is None else int(steps)
+        self._add_record(record)
         self.epoch += 1
+        self.step_in_epoch = 0
+
+    def stop_inside_epoch(self, record: dict[str, Any]) -> None:
+        """Add the record of a part of the epoch to the history."""
+        self._add_record({**record, "complete": False})
+
+    def _add_record(self, record: dict[str, Any]) -> None:
+        self.replaces_part = bool(self.history) and self.history[-1].get("complete") is False
+        if self.replaces_part:
+            del self.history[-1]
+        self.history.append(record)
         self._open_record = record
         self.number_record()
 
     def number_record(self) -> None:
         """Set ``epoch`` of the open record, whatever hooks and workers have written there."""
         if self._open_record is not None:
-            self._open_record["epoch"] = self.epoch - 1
+            is_part = self._open_record.get("complete") is False
+            self._open_record["epoch"] = self.epoch if is_part else self.epoch - 1
 
     def close_record(self) -> dict[str, Any] | None:
         """Return the record that hooks could change. None if it is closed already."""
@@ -53,11 +71,44 @@ class TrainState:
         return {
             "epoch": self.epoch,
             "step": self.step,
+            "step_in_epoch": self.step_in_epoch,
             "history": [simplify(record) for record in self.history],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position that ``state_dict`` returned."""
         self.epoch, self.step = state["epoch"], state["step"]
+        self.step_in_epoch = state["step_in_epoch"]
         self.history = list(state["history"])
         self._open_record = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainTarget:
+    """The position at which a call of ``train`` ends: a number of epochs or of steps of the run."""
+
+    epochs: int | None = None
+    steps: int | None = None
+
+    @classmethod
+    def create(
+        cls, state: TrainState, epochs: int | None, steps: int | None, is_total: bool
+    ) -> TrainTarget:
+        """Return the target for the arguments of ``train``.
+
+        Args:
+            state: The position at the start of the call.
+            epochs: Number of epochs.
+            steps: Number of steps; one of both is None.
+            is_total: They are totals of the run, instead of additional epochs or steps.
+        """
+        if epochs is not None:
+            return cls(epochs=epochs if is_total else state.epoch + epochs)
+        assert steps is not None
+        return cls(steps=steps if is_total else state.step + steps)
+
+    def is_reached(self, state: TrainState) -> bool:
+        if self.epochs is not None:
+            return state.epoch >= self.epochs
+        assert self.steps is not None
+        return state.step >= self.steps
