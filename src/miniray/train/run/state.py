@@ -38,9 +38,9 @@ class TrainState:
         if "step" not in record:
             steps = number(record.get("num_steps"))
             self.step += 1 if steps is None else int(steps)
-        self._add_record(record)
         self.epoch += 1
         self.step_in_epoch = 0
+        self._add_record(record)
 
     def stop_inside_epoch(self, record: dict[str, Any]) -> None:
         """Add the record of a part of the epoch to the history."""
