@@ -137,10 +137,7 @@ class Saving(Lifecycle):
         return state
 
     def _take_up(self, state: dict[str, Any]) -> None:
-        """Bring workers and trainer to where they were; says so where their number is another.
-
-        A worker that is lost meanwhile is replaced within ``max_failures``, and gets it too.
-        """
+        """Restore the workers and the trainer; warn if the number of workers has changed."""
         workers = self.workers
         if state.get("format") != _FORMAT:
             raise CheckpointError(
@@ -167,20 +164,25 @@ class Saving(Lifecycle):
                 text += f", workers 0 to {kept - 1} take up their own state and {others}"
             self._tell_of_change("resumed_on_other_size", text)
         self._give_callbacks(state)
+        self._restore_workers(weights, states, state["extra"])
+
+    def _restore_workers(self, weights: Any, states: Any, extra: Mapping[str, Any]) -> None:
+        """Restore the workers. One that is lost meanwhile is replaced, and all is repeated."""
+        workers = self.workers
         if weights is not None and len(weights) != len(workers):
             from miniray.ps.weights import mean
 
             one = mean(weights) if len(weights) > 1 else weights[0]
             weights = [miniray.put(one)] * len(workers)
         complete = False
-        while not complete:  # one that is lost meanwhile is replaced, and needs all of it again
+        while not complete:
             before = list(workers)
             if weights is not None:
                 self._give("set_weights", dict(enumerate(weights)))
             if states is not None:
                 self._give("set_state", dict(enumerate(states[: len(workers)])))
             complete = list(workers) == before
-        self._load_extra_state(state["extra"])
+        self._load_extra_state(extra)
 
     def _give_callbacks(self, state: dict[str, Any]) -> None:
         """Each gets the state of the next one of its type: there may be other callbacks by now."""
