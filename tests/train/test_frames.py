@@ -48,9 +48,9 @@ def test_ddp_step_is_a_few_frames_away_from_train():
     driver = []
 
     def profile(frame, event, arg):
-        if event == "call" and frame.f_code is ActorMethod.remote.__code__:
-            if frame.f_locals["self"]._spec.name.endswith(".run_rank_epoch"):
-                driver.append(list_frames(frame))
+        is_call = event == "call" and frame.f_code is ActorMethod.remote.__code__
+        if is_call and frame.f_locals["self"]._spec.name.endswith(".run_rank_epoch"):
+            driver.append(list_frames(frame))
 
     with DDPTrainer(1, worker=Profiled, progress=False) as trainer:
         sys.setprofile(profile)

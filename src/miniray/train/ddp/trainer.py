@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from miniray.checks import check_int, suggest_options
 from miniray.train.ddp import checks as setup
@@ -20,7 +20,10 @@ from miniray.train.workers.aggregate import aggregate
 from miniray.train.workers.evaluate import combine, cut
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from miniray.train.lockstep.loop import EpochReport
+    from miniray.train.options import LockstepKwargs
 
 
 @suggest_options({**WORKER_HINTS, "data": WORKER_HINTS["train_loader"]})
@@ -69,24 +72,18 @@ class DDPTrainer(LockstepTrainer):
         num_workers: int = 4,
         *,
         worker: Any = None,
-        shard: str = "none",
-        uneven: str = "join",
+        shard: Literal["none", "full"] = "none",
+        uneven: Literal["join", "pad", "drop", "error"] = "join",
         accumulate: int = 1,
-        precision: str = "fp32",
-        clip_norm: float | None = None,
+        precision: Literal["fp32", "bf16", "fp16"] = "fp32",
         compile: bool | str | Mapping[str, Any] = False,
-        on_nonfinite: str = "error",
         models: Sequence[str] = ("model",),
-        group_backend: str = "auto",
-        hang_timeout: float | None = 60.0,
-        timeout: float = 600.0,
-        max_failures: int = 0,
         find_unused_parameters: bool | None = None,
         bucket_cap_mb: float | None = None,
         broadcast_buffers: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
         static_graph: bool | None = None,
-        **kwargs: Any,
+        **options: Unpack[LockstepKwargs],
     ) -> None:
         ddp_options = {
             "find_unused_parameters": find_unused_parameters,
@@ -104,17 +101,7 @@ class DDPTrainer(LockstepTrainer):
             compile=compile,
             ddp_options={k: v for k, v in ddp_options.items() if v is not None},
         )
-        super().__init__(
-            num_workers,
-            worker=worker,
-            clip_norm=clip_norm,
-            on_nonfinite=on_nonfinite,
-            group_backend=group_backend,
-            hang_timeout=hang_timeout,
-            timeout=timeout,
-            max_failures=max_failures,
-            **kwargs,
-        )
+        super().__init__(num_workers, worker=worker, **options)
         kind = "replicated" if shard == "none" else "sharded"
         self._preloaded = (
             "tqdm.std",
@@ -129,7 +116,7 @@ class DDPTrainer(LockstepTrainer):
         Workers may have different numbers of samples, or none. No collective is called, unless the
         model is sharded: then all workers take part, also those without samples.
         """
-        epoch, group, count = self._epoch_for_errors(), self._get_group(), self.num_workers
+        epoch, group, count = self._epoch_for_errors(), self._get_ranks(), self.num_workers
         setup.check_can_evaluate(group.handles[0])
         rows = [(None, None) if data is None else cut(data, rank, count) for rank in range(count)]
         is_sharded = self._settings.shard == "full"
@@ -164,7 +151,7 @@ class DDPTrainer(LockstepTrainer):
         """Load the data, prepare the ranks and compare them."""
         worker, count = group.handles[0], self.num_workers
         methods = worker._info.list_methods()
-        evaluates = self._eval_interval and type(self).evaluate is DDPTrainer.evaluate
+        evaluates = self.options.eval_interval and type(self).evaluate is DDPTrainer.evaluate
         if evaluates:
             setup.check_can_evaluate(worker)
         if "training_step" not in methods and "train_epoch" not in methods:
@@ -173,13 +160,13 @@ class DDPTrainer(LockstepTrainer):
                 "training_step(batch, batch_idx) nor train_epoch(epoch)"
             )
         if "load_data_shard" in methods:
-            group.call_ranks("load_data_shard", lambda i: (i, count), lambda _: self._kwargs)
+            group.call_ranks("load_data_shard", lambda i: (i, count), lambda _: group.kwargs)
         settings = dataclasses.replace(self._settings, **self._run_facts())
         facts = group.call_ranks("prepare_rank", lambda i: (i, count, settings))
         self._steps_are_ours = facts[0]["steps"]
         self._has_own_evaluate = "evaluate" in facts[0]["own_methods"]
         if evaluates and not self._has_own_evaluate:
-            setup.check_val_loader(facts, self._eval_interval)
+            setup.check_val_loader(facts, self.options.eval_interval)
         if not self._steps_are_ours:
             setup.refuse_step_options(settings)
         return facts, setup.agree(facts, settings)
