@@ -114,12 +114,12 @@ class RankContext:
     def set_random_state(self, state: dict[str, Any]) -> None:
         """Set the random numbers, now and once more inside an epoch when its loader is started."""
         parts.set_random_state(state)
-        self._random_state = state if self.state.step_in_epoch else None
+        self._random_state = state
 
     def restore_random_state(self) -> None:
         """Set the random numbers of the step that a run inside an epoch continues from."""
         state, self._random_state = self._random_state, None
-        if state is not None:
+        if state is not None and self.state.step_in_epoch:
             parts.set_random_state(state)
 
     def barrier(self, name: str) -> None:

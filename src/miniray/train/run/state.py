@@ -15,8 +15,8 @@ class TrainState:
 
     Attributes:
         epoch: Number of completed epochs, which is the index of the current or next one.
-        step: Number of completed optimizer steps. Workers that train whole epochs report it as
-            ``num_steps``; each epoch without it counts as one step.
+        step: Number of completed optimizer steps, if the workers report them, as their position or
+            as ``num_steps``. Each epoch without it counts as one step.
         step_in_epoch: Completed steps of an epoch that isn't complete; 0 between epochs.
         history: One record per epoch. If the run stopped inside an epoch, the last record is of a
             part of it and has ``"complete": False``.
@@ -30,12 +30,17 @@ class TrainState:
     in_epoch: bool = False
     #: Whether the last record has replaced that of an earlier part of the same epoch.
     replaces_part: bool = False
+    _is_reported: bool = dataclasses.field(default=False, repr=False)
     #: The last record of the history, while hooks may change it.
     _open_record: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
 
+    def report_step(self, step: int, step_in_epoch: int = 0) -> None:
+        """Set the position inside an epoch, or at its end, that ranks have reported."""
+        self.step, self.step_in_epoch, self._is_reported = step, step_in_epoch, True
+
     def end_epoch(self, record: dict[str, Any]) -> None:
         """Add the record of the epoch to the history. Hooks may change it until it is closed."""
-        if "step" not in record:
+        if not self._is_reported:
             steps = number(record.get("num_steps"))
             self.step += 1 if steps is None else int(steps)
         self.epoch += 1
