@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +24,9 @@ from miniray.train.lockstep.failure import add_rank_context, create_group_error,
 from miniray.train.lockstep.monitor import Verdict, Watch
 from miniray.train.lockstep.options import choose_backend
 from miniray.train.lockstep.process_group import GroupHost
+from miniray.train.lockstep.schedule import Action
 from miniray.train.lockstep.snapshot import Keep, RankSnapshots
+from miniray.train.lockstep.status import LogReader, LogWindow
 from miniray.train.run.progress import StepBar
 from miniray.train.workers.budget import Decision, FailureBudget
 from miniray.train.workers.group import accepted, check_worker, end, located, method_spec
@@ -118,7 +121,9 @@ class LockstepGroup:
     on_replaced: Callable[[int], None]
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     handles: list[Any] = dataclasses.field(default_factory=list)
-    _steps: int | None = None  # of an epoch, if known
+    #: Optimizer steps of an epoch; None if it isn't known.
+    steps_per_epoch: int | None = None
+    _logs: LogReader | None = None
     _host: GroupHost | None = None
     _watch: Watch | None = None
     _is_broken: bool = False
@@ -151,8 +156,9 @@ class LockstepGroup:
             other_machines=len(machines) > 1 or session.engine().capabilities.multi_node,
         )
         self._watch = Watch(self._host, self.hang_timeout, self.run_dir)
+        self._logs = LogReader(self._host.store, self._host.spec)
         arguments = (self._host.spec, agreed, len(machines) == 1)
-        self._steps = self.call_ranks("join_group", lambda _: arguments)[0]
+        self.steps_per_epoch = self.call_ranks("join_group", lambda _: arguments)[0]
         self._is_broken = False
 
     def _restart(self, reason: str, epoch: int | None) -> None:
@@ -324,7 +330,7 @@ class LockstepGroup:
     ) -> None:
         """Wait until all ranks have answered, or until it is known that some won't."""
         watch, pending, notice_s = self._watch, answers.pending, self.hang_timeout
-        bar = StepBar(epoch or 0, self._steps, reports_progress and self.shows_progress)
+        bar = StepBar(epoch or 0, self.steps_per_epoch, reports_progress and self.shows_progress)
         start = answered = time.monotonic()
         give_up: float | None = None
         with contextlib.closing(bar):
@@ -344,12 +350,23 @@ class LockstepGroup:
                     answers.verdict = Verdict(late, text)
                 elif watch is not None and reports_progress:
                     bar.update(watch.places())
+                    self._poll_logs()
                     answers.verdict = watch.hung(pending.values(), answered)
                 elif watch is not None and (verdict := watch.stopped(pending.values())):
                     answers.verdict = verdict
                 elif now > start + notice_s:
                     self._print_waiting(method, pending.values(), now - start)
                     notice_s *= 2
+
+    def _poll_logs(self) -> None:
+        if self._logs is not None:
+            self.on_poll(self._logs.read())
+
+    def request(self, action: Action, argument: int = 0) -> None:
+        """Ask the ranks for an action. All take it after the same step, in about a second."""
+        if self._host is not None:
+            key, text = f"{self._host.spec.name}/request", json.dumps([action, argument])
+            self._host.store.set(key, text)
 
     def _print_waiting(self, method: str, ranks: Iterable[int], seconds: float) -> None:
         """Print which ranks haven't answered, and how to find out why."""

@@ -19,6 +19,7 @@ import torch
 
 from miniray.doctor.instrument_training import observe_loss
 from miniray.train.lockstep.schedule import Action, Agreement
+from miniray.train.lockstep.status import LogWindow
 from miniray.train.workers import torch_utils as parts
 
 if TYPE_CHECKING:
@@ -81,26 +82,6 @@ class RankState:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
-
-
-class LogWindow(NamedTuple):
-    """What a rank reports of the steps since its last report.
-
-    Attributes:
-        step: The last of these steps; completed steps of the run.
-        epoch: The epoch of that step.
-        sums: A pair of sum and count by metric, and ``num_samples``.
-        facts: Values at the last step, such as the learning rate.
-        tokens: Number of tokens, if batches have them.
-        seconds: Duration.
-    """
-
-    step: int
-    epoch: int
-    sums: Mapping[str, Any]
-    facts: Mapping[str, float]
-    tokens: int
-    seconds: float
 
 
 class EpochReport(NamedTuple):
@@ -187,7 +168,7 @@ class StepLoop:
         self.agreement: Agreement | None = None
         self._epoch_means, self._log_means = parts.Means(), parts.Means()
         self._tokens: Any = 0
-        self._window_start = time.monotonic()
+        self._window_step, self._window_start = self.state.step, time.monotonic()
         self._unchecked: list[tuple[int, Any]] = []
         self._steps: Iterator[Iterable[MicroBatch]] | None = None  # of the epoch that is open
         self._opened = contextlib.ExitStack()
@@ -225,7 +206,8 @@ class StepLoop:
         context.restore_random_state()  # after the loader, which draws a random number
         self.agreement = self.replica.create_agreement()
         context.barrier("before-iteration")
-        self._window_start = time.monotonic()
+        self._log_means, self._tokens = parts.Means(), 0
+        self._window_step, self._window_start = state.step, time.monotonic()
         self._opened.enter_context(self.replica.epoch_context())
 
     def _close_epoch(self) -> None:
@@ -280,9 +262,11 @@ class StepLoop:
             self._log_means.sums(),
             {**self.replica.get_facts(), **measure_memory(self.context.device)},
             int(self._tokens),
+            self.state.step - self._window_step,
             now - self._window_start,
         )
-        self._log_means, self._tokens, self._window_start = parts.Means(), 0, now
+        self._log_means, self._tokens = parts.Means(), 0
+        self._window_step, self._window_start = self.state.step, now
         self.context.status.post_log(window)
 
     def _record(self, output: StepOutput) -> None:

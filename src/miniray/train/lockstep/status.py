@@ -20,7 +20,8 @@ import sysconfig
 import threading
 import time
 import traceback
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from miniray.errors import BarrierTimeoutError, PeerLostError, TaskError
 from miniray.train.lockstep import process_group
@@ -77,6 +78,47 @@ class Place:
         if self.step >= 0:
             where += f", step {self.step}"
         return f"{where}, for {self.seconds:.0f} s"
+
+
+class LogWindow(NamedTuple):
+    """What a rank reports of the steps since its last report.
+
+    Attributes:
+        step: The last of these steps; completed steps of the run.
+        epoch: The epoch of that step.
+        sums: A pair of sum and count by metric, and ``num_samples``.
+        facts: Values at the last step, such as the learning rate.
+        tokens: Number of tokens, if batches have them.
+        steps: Number of steps.
+        seconds: Duration.
+    """
+
+    step: int
+    epoch: int
+    sums: Mapping[str, Any]
+    facts: Mapping[str, float]
+    tokens: int
+    steps: int
+    seconds: float
+
+
+class LogReader:
+    """Reads the log windows that ranks post, in the driver."""
+
+    def __init__(self, store: Any, spec: ProcessGroupSpec) -> None:
+        self._store, self._name = store, spec.name
+        self._next = [0] * spec.world_size
+
+    def read(self) -> list[LogWindow]:
+        """Return the windows that have arrived since the last call."""
+        found = []
+        for rank, number in enumerate(self._next):
+            while self._store.check([key := f"{self._name}/log/{rank}/{number}"]):
+                found.append(LogWindow(*json.loads(self._store.get(key))))
+                self._store.delete_key(key)
+                number += 1
+            self._next[rank] = number
+        return found
 
 
 class PulseThread:

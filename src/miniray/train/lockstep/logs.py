@@ -1,0 +1,83 @@
+"""Log records of steps, merged in the driver from the windows of all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from miniray.train.lockstep.status import LogWindow
+
+#: Records per second, at most: shorter windows are merged.
+_RATE = 1.0
+
+
+class LogMerger:
+    """Merges the log windows of all ranks into records.
+
+    A record covers the steps since the last one. Its metrics are means over all samples of all
+    ranks. The first record and those that are asked for come at once, others at most once a second.
+
+    Args:
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._waiting: dict[int, list[LogWindow]] = {}  # by step, until all ranks have reported
+        self._merged: list[list[LogWindow]] = []
+        self._last_record: float | None = None
+
+    def add(self, windows: Iterable[LogWindow]) -> None:
+        """Add windows of any ranks."""
+        for window in windows:
+            self._waiting.setdefault(window.step, []).append(window)
+        complete = [s for s, found in self._waiting.items() if len(found) >= self._world_size]
+        self._merged += [self._waiting.pop(step) for step in sorted(complete)]
+
+    def take_record(self, *, at_once: bool = False) -> dict[str, Any] | None:
+        """Return a record of what all ranks have reported, unless it is too early for one."""
+        now = time.monotonic()
+        is_due = self._last_record is None or now - self._last_record >= 1 / _RATE
+        if not self._merged or not (is_due or at_once):
+            return None
+        merged, self._merged, self._last_record = self._merged, [], now
+        return merge_windows(merged)
+
+    def clear(self) -> None:
+        """Forget incomplete windows: their ranks were restarted."""
+        self._waiting.clear()
+
+
+def merge_windows(merged: list[list[LogWindow]]) -> dict[str, Any]:
+    """Return the record of windows, which are one list of all ranks' per reported step."""
+    windows = [window for found in merged for window in found]
+    last = merged[-1]
+    seconds = sum(max(window.seconds for window in found) for found in merged)
+    steps = sum(max(window.steps for window in found) for found in merged)
+    samples = sum(window.sums.get("num_samples", 0) for window in windows)
+    tokens = sum(window.tokens for window in windows)
+    record: dict[str, Any] = {"step": last[0].step, "epoch": last[0].epoch}
+    record |= dict(_get_means(window.sums for window in windows))
+    for name in sorted({name for window in last for name in window.facts}):
+        values = [window.facts[name] for window in last if name in window.facts]
+        record[name] = max(values) if name.endswith("memory_mb") else values[0]
+    record["step_seconds"] = seconds / max(steps, 1)
+    if seconds > 0:
+        record["samples_per_second"] = samples / seconds
+        if tokens:
+            record["tokens_per_second"] = tokens / seconds
+    return record
+
+
+def _get_means(sums: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
+    totals: dict[str, float] = {}
+    counts: dict[str, float] = {}
+    for found in sums:
+        for name, value in found.items():
+            if name != "num_samples":
+                totals[name] = totals.get(name, 0.0) + value[0]
+                counts[name] = counts.get(name, 0.0) + value[1]
+    for name, total in totals.items():
+        if counts[name]:
+            yield name, total / counts[name]
