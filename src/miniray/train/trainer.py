@@ -29,7 +29,7 @@ from miniray.train.options import (
     warn,
 )
 from miniray.train.run.checkpoint_store import CheckpointStore
-from miniray.train.run.checkpointer import Checkpointer
+from miniray.train.run.checkpointer import Checkpointer, Stateful
 from miniray.train.run.directory import RunDirectory
 from miniray.train.run.modelfile import save_model
 from miniray.train.run.progress import Progress
@@ -129,9 +129,8 @@ class BaseTrainer:
             on_event=self.session.append_event,
         )
         self.checkpointer.register("callbacks", CallbackStates(self.callbacks))
-        weights = WorkerWeights(self._get_group, self._get_shared_weights)
-        self.checkpointer.register("weights", weights, in_workers=True)
-        self.checkpointer.register("workers", WorkerStates(self._get_group), in_workers=True)
+        for name, part in self._create_worker_parts().items():
+            self.checkpointer.register(name, part, in_workers=True)
         self.should_stop, self.stop_reason = False, ""
         self.result: TrainResult | None = None
         #: Prepare each worker, in this order.
@@ -384,7 +383,8 @@ class BaseTrainer:
         Each worker gets the ``kwargs`` that its method accepts. A worker that crashes or hangs is
         replaced within ``max_failures``. Exceptions are raised with worker id and epoch.
         """
-        return self._get_group().call(method, lambda _: args, kwargs, epoch)
+        results: list[Any] = self._get_group().call(method, lambda _: args, kwargs, epoch)
+        return results
 
     def _start(self, resume: bool | str | Path) -> None:
         """Start the engine, the run directory and the workers, unless they are running."""
@@ -402,21 +402,10 @@ class BaseTrainer:
                 required.append("train_epoch")
             if self.options.eval_interval and type(self).evaluate is BaseTrainer.evaluate:
                 required.append("evaluate")
-            self._group = self._make_group(
-                count=self.num_workers,
-                create=self._create,
-                setups=[*self._setups, CallbackSetup(self, self.callbacks)],
-                required=required,
-                max_failures=self.options.max_failures,
-                timeout=self.options.worker_timeout,
-                on_event=self.session.append_event,
-                unit=self._unit,
-            )
-            self._group.kwargs = self._kwargs
+            self._group = self._make_group(required)
             self._group.start()
             self._check_kwargs()
             self._set_up_all()
-        self._group.kwargs = self._kwargs
         if self._loaded is not None:
             self._restore(self._loaded)
             self._loaded = None
@@ -424,8 +413,19 @@ class BaseTrainer:
     def _start_engine(self) -> None:
         self.session.start_engine()
 
-    def _make_group(self, **options: Any) -> WorkerGroup:
-        return WorkerGroup(**options)
+    def _make_group(self, required: Sequence[str]) -> WorkerGroup:
+        """Return a group whose workers must have the ``required`` methods."""
+        return WorkerGroup(
+            count=self.num_workers,
+            create=self._create,
+            setups=[*self._setups, CallbackSetup(self, self.callbacks)],
+            required=required,
+            max_failures=self.options.max_failures,
+            timeout=self.options.worker_timeout,
+            on_event=self.session.append_event,
+            unit=self._unit,
+            get_kwargs=lambda: self._kwargs,
+        )
 
     def _create(self, worker_id: int) -> Any:
         seed = self.options.seed
@@ -533,12 +533,19 @@ class BaseTrainer:
         warn(text)
         self.session.append_event({"event": event, "message": text})
 
+    def _create_worker_parts(self) -> dict[str, Stateful]:
+        """Return the parts of checkpoints that the workers hold."""
+        return {
+            "weights": WorkerWeights(self._get_group, self._get_shared_weights),
+            "workers": WorkerStates(self._get_group),
+        }
+
     def _get_shared_weights(self) -> list[Any] | None:
         """Return the weights that all workers have, in a list. None if they differ."""
         return None
 
-    def _get_group(self) -> WorkerGroup:
-        """Return the workers. Raise ``RuntimeError`` if there are none."""
+    def _get_group(self) -> Any:
+        """Return the ``WorkerGroup`` or ``LockstepGroup``. Raise ``RuntimeError`` without one."""
         if self._group is None:
             raise RuntimeError(NO_WORKERS)
         return self._group
