@@ -29,7 +29,7 @@ from miniray.train.options import (
     warn,
 )
 from miniray.train.run.checkpoint_store import CheckpointStore
-from miniray.train.run.checkpointer import Checkpointer, Stateful
+from miniray.train.run.checkpointer import Checkpointer
 from miniray.train.run.directory import RunDirectory
 from miniray.train.run.modelfile import save_model
 from miniray.train.run.progress import Progress
@@ -129,8 +129,9 @@ class BaseTrainer:
             on_event=self.session.append_event,
         )
         self.checkpointer.register("callbacks", CallbackStates(self.callbacks))
-        for name, part in self._create_worker_parts().items():
-            self.checkpointer.register(name, part, in_workers=True)
+        weights = WorkerWeights(self._get_group, self._get_shared_weights)
+        self.checkpointer.register("weights", weights, in_workers=True)
+        self.checkpointer.register("workers", WorkerStates(self._get_group), in_workers=True)
         self.should_stop, self.stop_reason = False, ""
         self.result: TrainResult | None = None
         #: Prepare each worker, in this order.
@@ -402,7 +403,17 @@ class BaseTrainer:
                 required.append("train_epoch")
             if self.options.eval_interval and type(self).evaluate is BaseTrainer.evaluate:
                 required.append("evaluate")
-            self._group = self._make_group(required)
+            self._group = self._make_group(
+                count=self.num_workers,
+                create=self._create,
+                setups=[*self._setups, CallbackSetup(self, self.callbacks)],
+                required=required,
+                max_failures=self.options.max_failures,
+                timeout=self.options.worker_timeout,
+                on_event=self.session.append_event,
+                unit=self._unit,
+                get_kwargs=lambda: self._kwargs,
+            )
             self._group.start()
             self._check_kwargs()
             self._set_up_all()
@@ -413,19 +424,8 @@ class BaseTrainer:
     def _start_engine(self) -> None:
         self.session.start_engine()
 
-    def _make_group(self, required: Sequence[str]) -> WorkerGroup:
-        """Return a group whose workers must have the ``required`` methods."""
-        return WorkerGroup(
-            count=self.num_workers,
-            create=self._create,
-            setups=[*self._setups, CallbackSetup(self, self.callbacks)],
-            required=required,
-            max_failures=self.options.max_failures,
-            timeout=self.options.worker_timeout,
-            on_event=self.session.append_event,
-            unit=self._unit,
-            get_kwargs=lambda: self._kwargs,
-        )
+    def _make_group(self, **options: Any) -> WorkerGroup:
+        return WorkerGroup(**options)
 
     def _create(self, worker_id: int) -> Any:
         seed = self.options.seed
@@ -532,13 +532,6 @@ class BaseTrainer:
         """Warn that the run continues with a different configuration, and record the event."""
         warn(text)
         self.session.append_event({"event": event, "message": text})
-
-    def _create_worker_parts(self) -> dict[str, Stateful]:
-        """Return the parts of checkpoints that the workers hold."""
-        return {
-            "weights": WorkerWeights(self._get_group, self._get_shared_weights),
-            "workers": WorkerStates(self._get_group),
-        }
 
     def _get_shared_weights(self) -> list[Any] | None:
         """Return the weights that all workers have, in a list. None if they differ."""

@@ -116,7 +116,7 @@ class DDPTrainer(LockstepTrainer):
         Workers may have different numbers of samples, or none. No collective is called, unless the
         model is sharded: then all workers take part, also those without samples.
         """
-        epoch, group, count = self._epoch_for_errors(), self._get_group(), self.num_workers
+        epoch, group, count = self._epoch_for_errors(), self._get_ranks(), self.num_workers
         setup.check_can_evaluate(group.handles[0])
         rows = [(None, None) if data is None else cut(data, rank, count) for rank in range(count)]
         is_sharded = self._settings.shard == "full"
@@ -160,7 +160,7 @@ class DDPTrainer(LockstepTrainer):
                 "training_step(batch, batch_idx) nor train_epoch(epoch)"
             )
         if "load_data_shard" in methods:
-            group.call_ranks("load_data_shard", lambda i: (i, count), lambda _: self._kwargs)
+            group.call_ranks("load_data_shard", lambda i: (i, count), lambda _: group.kwargs)
         settings = dataclasses.replace(self._settings, **self._run_facts())
         facts = group.call_ranks("prepare_rank", lambda i: (i, count, settings))
         self._steps_are_ours = facts[0]["steps"]

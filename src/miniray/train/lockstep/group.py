@@ -253,10 +253,10 @@ class LockstepGroup:
         attempt = partial(self.call_ranks, method, arguments, lambda _: given, epoch)
         return self.run(attempt, epoch=epoch, keep=keep)
 
-    def load(self, weights: Any, shared: Any, own: Sequence[Any]) -> None:
-        """Restore a merged state on all ranks; ``own`` may be of fewer ranks."""
-        self.snapshots.set(weights, shared, own)
-        self.run(self._load_snapshot)
+    def map(self, method: str, values: Mapping[int, Any]) -> dict[int, Any]:
+        """Call ``method(value)`` on the ranks that have a value, as ``run`` does."""
+        attempt = partial(self.call_ranks, method, lambda rank: (values[rank],), ranks=values)
+        return dict(zip(values, self.run(attempt, keep=Keep.NOTHING), strict=True))
 
     def _load_snapshot(self) -> None:
         self.call_ranks("load_snapshot", self.snapshots.create_arguments())

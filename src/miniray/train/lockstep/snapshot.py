@@ -38,7 +38,7 @@ class RankSnapshots:
         return self._state is None
 
     def set(self, weights: Any, shared: Any, own: Sequence[Any]) -> None:
-        """Keep a merged state; ``own`` may be of fewer ranks."""
+        """Keep a merged state; ``own`` may be of a different number of ranks."""
         self._state = {"weights": weights, "shared": shared, "own": own}
 
     def set_own(self, own: Sequence[Any]) -> None:

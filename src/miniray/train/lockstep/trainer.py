@@ -19,16 +19,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import miniray
 from miniray.core import session
 from miniray.train.lockstep.group import TRAIN_EPOCH, LockstepGroup
 from miniray.train.lockstep.options import check_engine, check_options
 from miniray.train.lockstep.rank import RankActor
 from miniray.train.lockstep.snapshot import Keep, RankSnapshots
-from miniray.train.run.checkpointer import Part, Stateful
+from miniray.train.run.checkpointer import Part
 from miniray.train.trainer import BaseTrainer
 from miniray.train.workers.budget import FailureBudget
-from miniray.train.workers.checkpoint_parts import WorkerStates
-from miniray.train.workers.group import NO_WORKERS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -45,7 +44,6 @@ class LockstepTrainer(BaseTrainer, ABC):
     _kwargs_methods: Sequence[str] = ("__init__", "setup", "load_data_shard", "evaluate")
     _process_set_up = "miniray.train.workers.process:set_up_rank"
     _wrapper = RankActor
-    _group: Any
 
     def __init__(
         self,
@@ -67,6 +65,8 @@ class LockstepTrainer(BaseTrainer, ABC):
             group_backend=group_backend,
         )
         super().__init__(num_workers, worker=worker, **options)
+        shared = Part(self._collect_shared, self._load_shared)
+        self.checkpointer.register(self._kind, shared, in_workers=True)
         self.clip_norm = clip_norm
         self._on_nonfinite, self._group_backend = on_nonfinite, group_backend
         self._hang_timeout = math.inf if hang_timeout is None else hang_timeout
@@ -107,12 +107,12 @@ class LockstepTrainer(BaseTrainer, ABC):
 
     def train_epoch(self, epoch: int, **kwargs: Any) -> dict[str, Any]:
         """Train an epoch on all ranks together, and aggregate what they report."""
-        group, before = self._get_group(), self.failures
+        group, before = self._get_ranks(), self.failures
         attempt = partial(
             group.call_ranks, TRAIN_EPOCH, lambda _: (epoch,), epoch=epoch, reports_progress=True
         )
         reports = group.run(attempt, epoch=epoch)
-        self.state.step = reports[0].step
+        self.state.report_step(reports[0].step)
         result = self._summarize(reports)
         if self.failures > before:
             result["restarts"] = self.failures - before
@@ -121,18 +121,17 @@ class LockstepTrainer(BaseTrainer, ABC):
     def call_workers(
         self, method: str, /, *args: Any, epoch: int | None = None, **kwargs: Any
     ) -> list[Any]:
-        return self._get_group().call(method, lambda _: args, kwargs, epoch, keep=Keep.ALL)
+        return self._get_ranks().call(method, lambda _: args, kwargs, epoch, keep=Keep.ALL)
 
     def model_weights(self) -> Any:
         """Return the whole trained weights, whichever ranks hold them."""
-        return self._merge_weights(self._get_group().call("gather_weights"))
+        return self._merge_weights(self._get_ranks().call("gather_weights"))
 
-    def _get_group(self) -> LockstepGroup:
+    def _get_ranks(self) -> LockstepGroup:
         """Return the ranks. Raise ``RuntimeError`` if they haven't started."""
-        if self._group is None:
-            raise RuntimeError(NO_WORKERS)
-        group: LockstepGroup = self._group
-        return group
+        group: Any = self._get_group()
+        ranks: LockstepGroup = group
+        return ranks
 
     def _epoch_for_errors(self) -> int | None:
         """Return the current epoch, or else the last one; None before the first."""
@@ -145,11 +144,11 @@ class LockstepTrainer(BaseTrainer, ABC):
         super()._start_engine()
         check_engine(type(self).__name__, self.num_workers)
 
-    def _make_group(self, required: Sequence[str]) -> Any:
+    def _make_group(self, **options: Any) -> Any:
         return LockstepGroup(
-            count=self.num_workers,
-            create=self._create,
-            required=required,
+            count=options["count"],
+            create=options["create"],
+            required=options["required"],
             prepare=self._prepare_ranks,
             snapshots=RankSnapshots(self._merge_weights, self._merge_shared),
             budget=self._budget,
@@ -157,18 +156,18 @@ class LockstepTrainer(BaseTrainer, ABC):
             backend=self._group_backend,
             timeout=self._timeout,
             hang_timeout=self._hang_timeout,
-            call_timeout=self.options.worker_timeout,
+            call_timeout=options["timeout"],
             run_dir=self.session.directory.path,
             shows_progress=self.options.progress,
             describe_part=self._describe_part,
-            on_event=self.session.append_event,
+            on_event=options["on_event"],
             on_replaced=self._call_on_replaced,
         )
 
     def _set_up_all(self) -> None:
         # A checkpoint that is loaded in a moment replaces the initial state.
         keep = Keep.ALL if self._loaded is None else Keep.NOTHING
-        self._get_group().join(keep=keep)
+        self._get_ranks().join(keep=keep)
 
     def _call_on_replaced(self, rank: int) -> None:
         for callback in self.callbacks:
@@ -185,40 +184,34 @@ class LockstepTrainer(BaseTrainer, ABC):
 
     # -- state ------------------------------------------------------------------------------------
 
-    def _create_worker_parts(self) -> dict[str, Stateful]:
-        # The ranks load all three at once, so that a loss repeats all three.
-        states = WorkerStates(self._get_group)
-        return {
-            "weights": Part(lambda: [self.model_weights()], _ignore),
-            "workers": Part(states.state_dict, _ignore),
-            self._kind: Part(self._collect_shared, self._load_ranks),
-        }
+    def _get_shared_weights(self) -> list[Any]:
+        return [self.model_weights()]
 
     def _collect_shared(self) -> Any:
         """Return the state that all ranks share, merged."""
-        return self._merge_shared(self._get_group().call("gather_shared"))
+        return self._merge_shared(self._get_ranks().call("gather_shared"))
 
-    def _load_ranks(self, shared: Any) -> None:
-        assert self._loaded is not None
-        own = self._loaded["workers"]["states"]
-        self._get_group().load(self._loaded["weights"][0], shared, own)
+    def _load_shared(self, shared: Any) -> None:
+        shared = miniray.put(shared)
+        self._get_ranks().call("load_shared", lambda _: (shared,), keep=Keep.ALL)
+
+    def _restore(self, loaded: dict[str, Any]) -> None:
+        # The parts are restored one by one. Ranks that restart meanwhile have all of them.
+        states = loaded["workers"]["states"]
+        self._get_ranks().snapshots.set(loaded["weights"][0], loaded[self._kind], states)
+        super()._restore(loaded)
 
     # -- the end ----------------------------------------------------------------------------------
 
     def _abort(self, error: BaseException) -> None:
         if self._group is not None:
-            self._group.abandon()
+            self._get_ranks().abandon()
         super()._abort(error)
 
     def shutdown(self) -> None:
-        group = self._group
+        group = None if self._group is None else self._get_ranks()
         if group is not None:
             group.leave()
         super().shutdown()
         if group is not None:
             group.close()
-
-
-def _ignore(state: Any) -> None:
-    """Load nothing: ``_load_ranks`` loads the state."""
-    del state

@@ -141,7 +141,7 @@ class SplitModelTrainer(LockstepTrainer):
 
         All ranks take part: the model is in all of them.
         """
-        group = self._get_group()
+        group = self._get_ranks()
         if data is None and self._job.val_data is None:
             raise TypeError("there is nothing to evaluate on: pass data=, or val_data= before")
         epoch = self._epoch_for_errors()

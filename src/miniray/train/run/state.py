@@ -15,8 +15,8 @@ class TrainState:
 
     Attributes:
         epoch: Number of completed epochs, which is the index of the next one.
-        step: Number of completed optimizer steps, if the trainer counts them or the workers report
-            ``num_steps``. Otherwise, each epoch counts as one step.
+        step: Number of completed optimizer steps, if the workers report them, as their position or
+            as ``num_steps``. Each epoch without it counts as one step.
         history: One record per epoch.
         in_epoch: Whether ``train_epoch`` is running.
     """
@@ -25,17 +25,21 @@ class TrainState:
     step: int = 0
     history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     in_epoch: bool = False
-    #: ``step`` at the end of the last epoch.
-    _last_step: int = dataclasses.field(default=0, repr=False)
+    _reported_step: int | None = dataclasses.field(default=None, repr=False)
     #: The last record of the history, while hooks may change it.
     _open_record: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
 
+    def report_step(self, step: int) -> None:
+        """Note that ``step`` optimizer steps of the run are completed at the end of this epoch."""
+        self._reported_step = step
+
     def end_epoch(self, record: dict[str, Any]) -> None:
         """Add the record of the epoch to the history. Hooks may change it until it is closed."""
-        if self.step == self._last_step:  # the trainer doesn't count steps
-            steps = number(record.get("num_steps"))
-            self.step += 1 if steps is None else int(steps)
-        self._last_step = self.step
+        steps = number(record.get("num_steps"))
+        step, self._reported_step = self._reported_step, None
+        if step is None:
+            step = self.step + (1 if steps is None else int(steps))
+        self.step = step
         self.history.append(record)
         self.epoch += 1
         self._open_record = record
@@ -62,7 +66,6 @@ class TrainState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position that ``state_dict`` returned."""
-        self.epoch = state["epoch"]
-        self.step = self._last_step = state["step"]
+        self.epoch, self.step = state["epoch"], state["step"]
         self.history = list(state["history"])
         self._open_record = None
