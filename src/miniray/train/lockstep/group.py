@@ -100,7 +100,6 @@ class LockstepGroup:
         describe_part: Returns what is lost with a rank, or None if all ranks hold the same.
         on_event: Called with each event of the run.
         on_replaced: Called with each rank after a restart.
-        kwargs: Keyword arguments of ``train()``.
     """
 
     count: int
@@ -119,7 +118,6 @@ class LockstepGroup:
     describe_part: Callable[[int], str | None]
     on_event: Callable[[dict[str, Any]], None]
     on_replaced: Callable[[int], None]
-    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     handles: list[Any] = dataclasses.field(default_factory=list)
     #: Optimizer steps of an epoch; None if it isn't known.
     steps_per_epoch: int | None = None
