@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import EllipsisType
@@ -42,6 +43,19 @@ class Callback:
     def on_epoch_end(self, trainer: Any, epoch: int, result: dict[str, Any], **kwargs: Any) -> None:
         """Called after each epoch. Values that are added to ``result`` appear in the history."""
 
+    def on_step_end(self, trainer: Any, step: int, metrics: dict[str, Any], **kwargs: Any) -> None:
+        """Called at the logging interval with means over the last steps, while workers train.
+
+        Only trainers that count steps call it, such as ``DDPTrainer``. ``step`` is the number of
+        completed steps of the run. Don't call workers here. Set ``trainer.should_stop`` to end the
+        run at one of the next steps.
+        """
+
+    def on_evaluate_end(
+        self, trainer: Any, step: int, scores: dict[str, Any], **kwargs: Any
+    ) -> None:
+        """Called after an evaluation inside of an epoch (``eval_every_steps``)."""
+
     def on_worker_replaced(self, trainer: Any, worker_id: int) -> None:
         """Called when a replacement has the shard and weights of the lost worker.
 
@@ -67,15 +81,20 @@ class Callback:
     }
 )
 class Checkpoint(Callback):
-    """Saves a checkpoint every ``every`` epochs, and after the last one.
+    """Saves a checkpoint every ``every`` epochs, and at the end of the run.
 
     Args:
-        keep_last: how many of the newest to keep; None keeps all. As many as the trainer was told
-            (``keep_last=3``) where it is not said here.
-        keep_best: keep the best one too, by ``monitor``: the lowest with ``mode="min"``, the
-            highest with ``"max"``; ``"auto"`` goes by the metric's name (``better_direction``).
-            Otherwise the trainer's ``keep_best`` counts. A metric that never came is warned of at
-            the end.
+        every: Number of epochs between two checkpoints.
+        keep_last: How many of the newest to keep. None keeps all. By default, the trainer's
+            ``keep_last``.
+        keep_best: Also keep the best one by ``monitor``: the lowest with ``mode="min"``, the
+            highest with ``"max"``. ``"auto"`` decides by the metric's name
+            (``better_direction``). By default, the trainer's ``keep_best``. If no epoch has the
+            metric, a warning is shown at the end.
+        every_steps: Also save after every ``every_steps`` optimizer steps of the run, at the same
+            step on all ranks. For trainers that count steps, such as ``DDPTrainer``.
+        every_minutes: Also save if the newest checkpoint of this callback is ``every_minutes`` old:
+            at the next step of trainers that count steps, at the end of the epoch of others.
     """
 
     def __init__(
@@ -85,6 +104,9 @@ class Checkpoint(Callback):
         keep_best: bool = False,
         monitor: str = "loss",
         mode: str = "auto",
+        *,
+        every_steps: int | None = None,
+        every_minutes: float | None = None,
     ) -> None:
         self.every = check_int("every", every, 1)
         self.keep_last = keep_last
@@ -93,8 +115,14 @@ class Checkpoint(Callback):
             if check_bool("keep_best", keep_best)
             else None
         )
-        self._saved: int | None = None
-        self._last: int | None = None
+        self.every_steps = (
+            None if every_steps is None else check_int("every_steps", every_steps, 1, " or None")
+        )
+        if every_minutes is not None and not every_minutes > 0:
+            raise ValueError(f"every_minutes must be a number > 0 or None, not {every_minutes!r}")
+        self.every_minutes = every_minutes
+        self._saved_step = 0
+        self._saved_at = 0.0
 
     def on_train_start(self, trainer: Any, **kwargs: Any) -> None:
         store = trainer.checkpoints
@@ -102,18 +130,33 @@ class Checkpoint(Callback):
             keep_last=store.keep_last if self.keep_last is ... else self.keep_last,
             keep_best=self.keep_best or store.keep_best,
         )
+        self._saved_step, self._saved_at = trainer.state.step, time.monotonic()
 
     def on_epoch_end(self, trainer: Any, epoch: int, result: dict[str, Any], **kwargs: Any) -> None:
-        self._last = epoch
-        if (epoch + 1) % self.every == 0:
+        if (epoch + 1) % self.every == 0 or self._is_due(trainer):
             self._save(trainer)
 
+    def save_if_due(self, trainer: Any) -> None:
+        """Save inside an epoch, if ``every_steps`` or ``every_minutes`` asks for it."""
+        if self._is_due(trainer):
+            self._save(trainer)
+
+    def is_time_due(self) -> bool:
+        """Return whether the newest checkpoint is older than ``every_minutes``."""
+        if self.every_minutes is None:
+            return False
+        return time.monotonic() - self._saved_at >= 60 * self.every_minutes
+
+    def _is_due(self, trainer: Any) -> bool:
+        at_step = self.every_steps is not None and trainer.state.step % self.every_steps == 0
+        return at_step or self.is_time_due()
+
     def _save(self, trainer: Any) -> None:
-        trainer.save_checkpoint(self._last)
-        self._saved = self._last
+        trainer.save_checkpoint(trainer.epoch - 1)
+        self._saved_step, self._saved_at = trainer.state.step, time.monotonic()
 
     def on_train_end(self, trainer: Any, history: Any, **kwargs: Any) -> None:
-        if self._saved != self._last:
+        if self._saved_step != trainer.state.step:
             self._save(trainer)
         if self.keep_best is not None:
             _warn_unless_seen("Checkpoint kept no best one", self.keep_best[0], trainer.history)

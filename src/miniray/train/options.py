@@ -138,6 +138,8 @@ class LockstepKwargs(RunKwargs, total=False):
     group_backend: Literal["auto", "gloo", "nccl"]
     hang_timeout: float | None
     timeout: float
+    log_every: int
+    eval_every_steps: int | None
 
 
 class ParallelKwargs(LockstepKwargs, total=False):

@@ -215,6 +215,17 @@ class BaseTrainer:
         Values that are added to it appear in the history, ``metrics.jsonl`` and checkpoints.
         """
 
+    def on_step_end(self, step: int, metrics: dict[str, Any], **kwargs: Any) -> None:
+        """Called at the logging interval with means over the last steps, while workers train.
+
+        Only trainers that count steps call it, such as ``DDPTrainer``. ``step`` is the number of
+        completed steps of the run. Don't call workers here. Set ``should_stop`` to end the run at
+        one of the next steps.
+        """
+
+    def on_evaluate_end(self, step: int, scores: dict[str, Any], **kwargs: Any) -> None:
+        """Called after an evaluation inside of an epoch (``eval_every_steps``)."""
+
     # -- the run ----------------------------------------------------------------------------------
 
     def train(
@@ -374,6 +385,10 @@ class BaseTrainer:
         if self.state.replaces_part:  # which was written
             self.session.directory.truncate_metrics(record["epoch"] - 1)
         self.session.directory.append_metrics(record)
+
+    def _write_step(self, record: dict[str, Any]) -> None:
+        """Write a record of steps to ``steps.jsonl``."""
+        self.session.directory.append_step(record)
 
     def _train_epoch(self, epoch: int) -> dict[str, Any]:
         self.state.in_epoch = True
@@ -553,7 +568,8 @@ class BaseTrainer:
         """
         if self.checkpointer.store is None or self._group is None:
             raise RuntimeError(NO_WORKERS)
-        done = self.epoch + (self.state.in_epoch and epoch is not None)
+        is_inside = self.state.in_epoch and not self.state.step_in_epoch
+        done = self.epoch + (is_inside and epoch is not None)
         if not done and not self.state.step_in_epoch:
             raise RuntimeError(
                 "no epoch was trained yet, so there is nothing to go on from: train() first, or "
@@ -577,6 +593,7 @@ class BaseTrainer:
         self.checkpointer.open(run.checkpoints)
         epoch = self.epoch - 1
         run.truncate_metrics(epoch)
+        run.truncate_steps(self.state.step)
         written = {record.get("epoch") for record in run.read_metrics()}
         for record in self.history:  # all if it is a new run; the last if a hook was killed
             if record["epoch"] not in written:

@@ -118,6 +118,7 @@ class LockstepGroup:
     describe_part: Callable[[int], str | None]
     on_event: Callable[[dict[str, Any]], None]
     on_replaced: Callable[[int], None]
+    on_poll: Callable[[list[LogWindow]], None]
     handles: list[Any] = dataclasses.field(default_factory=list)
     #: Optimizer steps of an epoch; None if it isn't known.
     steps_per_epoch: int | None = None
@@ -280,6 +281,11 @@ class LockstepGroup:
 
     def has(self, method: str) -> bool:
         return method_spec(self.handles[0], method) is not None
+
+    def train(self, epoch: int, until: int | None) -> list[Any]:
+        """Let all ranks train an epoch, or until a step inside of it; return their reports."""
+        arguments = (epoch, until)
+        return self.call_ranks(TRAIN_EPOCH, lambda _: arguments, epoch=epoch, reports_progress=True)
 
     def call_ranks(
         self,

@@ -20,11 +20,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import miniray
+from miniray.checks import check_int
 from miniray.core import session
-from miniray.train.lockstep.group import TRAIN_EPOCH, LockstepGroup
+from miniray.train.callbacks import Checkpoint
+from miniray.train.lockstep.group import LockstepGroup
+from miniray.train.lockstep.logs import LogMerger
 from miniray.train.lockstep.options import check_engine, check_options
 from miniray.train.lockstep.rank import RankActor
+from miniray.train.lockstep.schedule import Action, StepSchedule
 from miniray.train.lockstep.snapshot import Keep, RankSnapshots
+from miniray.train.lockstep.status import LogWindow
 from miniray.train.run.checkpointer import Part
 from miniray.train.trainer import BaseTrainer
 from miniray.train.workers.budget import FailureBudget
@@ -40,6 +45,7 @@ class LockstepTrainer(BaseTrainer, ABC):
     """A trainer whose workers step together. ``DDPTrainer`` documents the arguments."""
 
     _kind = "ranks"
+    _counts_steps = True
     #: Not ``train_epoch``, which is called with the epoch only.
     _kwargs_methods: Sequence[str] = ("__init__", "setup", "load_data_shard", "evaluate")
     _process_set_up = "miniray.train.workers.process:set_up_rank"
@@ -55,6 +61,8 @@ class LockstepTrainer(BaseTrainer, ABC):
         group_backend: str = "auto",
         hang_timeout: float | None = 60.0,
         timeout: float = 600.0,
+        log_every: int = 10,
+        eval_every_steps: int | None = None,
         **options: Unpack[RunKwargs],
     ) -> None:
         check_options(
@@ -63,6 +71,12 @@ class LockstepTrainer(BaseTrainer, ABC):
             timeout=timeout,
             on_nonfinite=on_nonfinite,
             group_backend=group_backend,
+        )
+        self._log_every = check_int("log_every", log_every, 1)
+        self._eval_every_steps = (
+            None
+            if eval_every_steps is None
+            else check_int("eval_every_steps", eval_every_steps, 1, " or None")
         )
         super().__init__(num_workers, worker=worker, **options)
         shared = Part(self._collect_shared, self._load_shared)
@@ -74,6 +88,8 @@ class LockstepTrainer(BaseTrainer, ABC):
         unseeded = random.SystemRandom().getrandbits(48)
         self._order_seed = unseeded if self.options.seed is None else self.options.seed
         self._budget = FailureBudget(self.options.max_failures)
+        self._logs = LogMerger(self.num_workers)
+        self._has_requested_pause = False
 
     # -- methods of subclasses --------------------------------------------------------------------
 
@@ -106,17 +122,78 @@ class LockstepTrainer(BaseTrainer, ABC):
         return self._budget.failures
 
     def train_epoch(self, epoch: int, **kwargs: Any) -> dict[str, Any]:
-        """Train an epoch on all ranks together, and aggregate what they report."""
+        """Train an epoch on all ranks together, and aggregate what they report.
+
+        If the run ends inside the epoch, the result is of the steps so far, and
+        ``state.step_in_epoch`` is their number.
+        """
         group, before = self._get_ranks(), self.failures
-        attempt = partial(
-            group.call_ranks, TRAIN_EPOCH, lambda _: (epoch,), epoch=epoch, reports_progress=True
-        )
-        reports = group.run(attempt, epoch=epoch)
-        self.state.report_step(reports[0].step)
-        result = self._summarize(reports)
+        while True:
+            attempt = partial(group.train, epoch, self._find_pause())
+            reports: list[EpochReport] = group.run(attempt, epoch=epoch)
+            self.state.report_step(reports[0].step, reports[0].step_in_epoch)
+            self._logs.add(window for report in reports for window in report.logs)
+            self._log_steps(at_once=True)
+            if not reports[0].step_in_epoch:
+                break
+            self._has_requested_pause = False
+            self._act_inside_epoch()
+            if self.should_stop or self._target.is_reached(self.state):
+                break
+        result = {"step": self.state.step, **self._summarize(reports)}
         if self.failures > before:
             result["restarts"] = self.failures - before
         return result
+
+    # -- inside an epoch --------------------------------------------------------------------------
+
+    def _find_pause(self) -> int | None:
+        """Return the next step at which the driver acts; None if that is the end of the epoch."""
+        step = self.state.step
+        every = [self._eval_every_steps, *(c.every_steps for c in self._get_checkpoint_callbacks())]
+        pauses = [step - step % n + n for n in every if n]
+        if self._target.steps is not None:
+            pauses.append(self._target.steps)
+        if not pauses:
+            return None
+        steps = self._get_ranks().steps_per_epoch
+        if steps is None:
+            raise TypeError(
+                "train(steps=), eval_every_steps= and Checkpoint(every_steps=) need workers with "
+                "training_step() and a train_loader that has a length"
+            )
+        end = step - self.state.step_in_epoch + steps
+        return min(pauses) if min(pauses) < end else None
+
+    def _get_checkpoint_callbacks(self) -> list[Checkpoint]:
+        return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
+
+    def _act_inside_epoch(self) -> None:
+        """Evaluate and write a checkpoint if they are due after a step inside of an epoch."""
+        step = self.state.step
+        if self._eval_every_steps and step % self._eval_every_steps == 0:
+            scores = {f"val_{k.removeprefix('val_')}": v for k, v in self.evaluate().items()}
+            self._write_step({"step": step, "epoch": self.epoch, **scores})
+            self._emit("on_evaluate_end", step, scores)
+        for callback in self._get_checkpoint_callbacks():
+            callback.save_if_due(self)
+
+    def _on_poll(self, windows: list[LogWindow]) -> None:
+        """Log what ranks have reported, and ask them to pause if a checkpoint is due."""
+        self._logs.add(windows)
+        self._log_steps()
+        is_due = self.should_stop or any(
+            callback.is_time_due() for callback in self._get_checkpoint_callbacks()
+        )
+        if is_due and not self._has_requested_pause:
+            self._has_requested_pause = True
+            self._get_ranks().request(Action.STOP)
+
+    def _log_steps(self, *, at_once: bool = False) -> None:
+        record = self._logs.take_record(at_once=at_once)
+        if record is not None:
+            self._write_step(record)
+            self._emit("on_step_end", record["step"], record)
 
     def call_workers(
         self, method: str, /, *args: Any, epoch: int | None = None, **kwargs: Any
@@ -162,6 +239,7 @@ class LockstepTrainer(BaseTrainer, ABC):
             describe_part=self._describe_part,
             on_event=options["on_event"],
             on_replaced=self._call_on_replaced,
+            on_poll=self._on_poll,
         )
 
     def _set_up_all(self) -> None:
@@ -170,6 +248,7 @@ class LockstepTrainer(BaseTrainer, ABC):
         self._get_ranks().join(keep=keep)
 
     def _call_on_replaced(self, rank: int) -> None:
+        self._logs.clear()
         for callback in self.callbacks:
             callback.on_worker_replaced(self, rank)
 
@@ -180,6 +259,7 @@ class LockstepTrainer(BaseTrainer, ABC):
             "own_process": session.engine().capabilities.processes,
             "clip_norm": self.clip_norm,
             "on_nonfinite": self._on_nonfinite,
+            "step_schedule": StepSchedule(log_every=self._log_every),
         }
 
     # -- state ------------------------------------------------------------------------------------

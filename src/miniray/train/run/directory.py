@@ -66,6 +66,7 @@ class RunDirectory:
             raise FileNotFoundError(f"there is no run directory {self.path}")
         self.run_file = self.path / "run.json"
         self.metrics_file = self.path / "metrics.jsonl"
+        self.steps_file = self.path / "steps.jsonl"
         self.events_file = self.path / "events.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.lock_file = self.path / LOCK
@@ -290,6 +291,22 @@ class RunDirectory:
         replace_atomically(self.metrics_file, lines)
         self.append_event({"event": "metrics_truncated", "epoch": epoch, "lines": len(dropped)})
         return len(dropped)
+
+    def append_step(self, record: Mapping[str, Any]) -> None:
+        """Add a line to ``steps.jsonl``: means over the last steps, or scores at a step."""
+        records.append_record(self.steps_file, record)
+
+    def read_steps(self) -> list[dict[str, Any]]:
+        """Return the records of steps, oldest first, without an incomplete last line."""
+        return records.read_records(self.steps_file)
+
+    def truncate_steps(self, step: int) -> None:
+        """Remove the records of steps after ``step``, which are trained again."""
+        found = self.read_steps()
+        kept = [r for r in found if (records.number(r.get("step")) or 0) <= step]
+        if len(kept) < len(found):
+            lines = b"".join(records.dump_line(record) for record in kept)
+            replace_atomically(self.steps_file, lines)
 
     def append_event(self, event: Mapping[str, Any]) -> None:
         """Add a line to ``events.jsonl``, with the time. ``event["event"]`` says what happened."""
