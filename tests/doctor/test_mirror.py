@@ -1,6 +1,9 @@
 """The exchange of boxes between machines: who is let in, and what they may write."""
 
+import contextlib
 import json
+import multiprocessing
+import os
 import socket
 import struct
 import threading
@@ -150,10 +153,37 @@ def test_a_frame_larger_than_its_kind_may_be_is_not_even_read():
             mirror_wire.receive(ours)
 
 
-def test_copies_are_replaced_in_place_for_those_who_have_them_mapped(tmp_path, box):
-    copies = Copies(tmp_path)
+@pytest.fixture
+def copies(tmp_path):
+    with contextlib.closing(Copies(tmp_path)) as copies:
+        yield copies
+
+
+def cells(first):
+    return struct.pack("<q", first) + bytes(layout.CELLS * 8 - 8)
+
+
+def test_copies_are_replaced_in_place_for_readers_that_have_them_open(copies, tmp_path, box):
     copies.take(BOX, 3, packed(box))
     node = (tmp_path / "3.box").stat().st_ino
-    copies.take(CELLS, 3, struct.pack("<q", 42) + bytes(layout.CELLS * 8 - 8))
+    copies.take(CELLS, 3, cells(42))
     assert (tmp_path / "3.box").stat().st_ino == node
     assert (tmp_path / "3.box").read_bytes()[layout.CELLS_AT :][:8] == struct.pack("<q", 42)
+
+
+def test_a_truncated_copy_does_not_end_the_launcher(tmp_path, box):
+    """A launcher that maps its copies would die with SIGBUS."""
+    path = tmp_path / "3.box"
+
+    def mirror():
+        with contextlib.closing(Copies(tmp_path)) as copies:
+            copies.take(BOX, 3, packed(box))
+            for kind, data in ((CELLS, cells(42)), (BOX, packed(box))):
+                os.truncate(path, 100)
+                copies.take(kind, 3, data)
+
+    child = multiprocessing.get_context("fork").Process(target=mirror)
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+    assert path.read_bytes() == box  # the next whole box restores it

@@ -170,6 +170,7 @@ class Mirror:
             thread.join(timeout=2)
         for peer in self._peers.values():
             peer.close()
+        self._copies.close()
 
     def _start(self, target: Callable[..., None], *args: Any) -> None:
         thread = threading.Thread(target=target, args=args, name="miniray-mirror", daemon=True)
