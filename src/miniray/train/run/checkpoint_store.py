@@ -203,6 +203,7 @@ class CheckpointStore:
 
     def list(self, *, verify: bool = False) -> Sequence[CheckpointInfo]:
         """The checkpoints, oldest first. ``verify``: only those whose every byte is as written."""
+        check_bool("verify", verify)
         self._settle()
         found = self._scan()[0]
         return [c for c in found if not verify or c.problem() is None]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import miniray
+from miniray.checks import check_bool
 from miniray.core import session
 from miniray.core.engine import Engine
 from miniray.train.run.checkpoint_store import CheckpointStore, check_keeping
@@ -49,7 +50,7 @@ class Lifecycle:
         self._group: WorkerGroup | None = None
         self._owned_session: session.Session | None = None
         self._used: Engine | None = None  # the engine, from its start to shutdown()
-        self._progress = progress
+        self._progress = check_bool("progress", progress)
 
     @property
     def _title(self) -> str:
