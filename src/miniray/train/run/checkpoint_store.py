@@ -258,7 +258,7 @@ class CheckpointStore:
             raise CheckpointError(
                 f"{checkpoint.path}: {error}", entry=error.entry, epoch=checkpoint.epoch
             ) from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(
                 f"checkpoint {checkpoint.path} is damaged: {error}{self._intact()}",
                 entry=str(checkpoint.path),
