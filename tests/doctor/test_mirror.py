@@ -129,6 +129,8 @@ BAD = {
     "no compressed box": (BOX, 1, b"x" * 100),
     "cells of another size": (CELLS, 1, b"x" * 16),
     "an end that is no JSON": (EXIT, 1, b"{"),
+    "an end of lists in lists": (EXIT, 1, b"[" * 50_000),
+    "a word of lists in lists": (SAID, 0, b"[" * 50_000),
     "another machine's word": (SAID, 0, json.dumps({"node": 0, "failed": "x"}).encode()),
     "a kind that is not known": (b"EXEC", 1, b"x"),
 }

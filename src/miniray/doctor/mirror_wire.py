@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 from miniray.doctor import layout, runfile
 from miniray.errors import MinirayError
+from miniray.runs import files
 
 #: In the environment of every launcher of a run on several machines, the same on all of them.
 TOKEN_VARIABLE = "MINIRAY_RUN_TOKEN"
@@ -68,7 +69,7 @@ def welcome(peer: socket.socket, token: str, ours: Mapping[str, Any]) -> dict[st
         refuse(peer, f"{TOKEN_VARIABLE} is not the one of machine 0")
         raise PermissionError("it does not know the run's token")
     _introduce(peer, token, b"server", theirs, challenge, ours)
-    return dict(json.loads(hello))
+    return dict(files.parse_json(hello))
 
 
 def join(peer: socket.socket, token: str, ours: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def join(peer: socket.socket, token: str, ours: Mapping[str, Any]) -> dict[str, 
         proof, _proof(token, b"server", nonce, challenge, hello)
     ):
         raise MinirayError("what listens there is not machine 0 of this run: it has another token")
-    return dict(json.loads(hello))
+    return dict(files.parse_json(hello))
 
 
 def refuse(peer: socket.socket, why: str) -> None:
@@ -161,7 +162,7 @@ class Copies:
         elif kind == STACK:
             (self._folder / f"{rank}.stack").write_bytes(data)
         elif kind == EXIT:
-            if not isinstance(json.loads(data), dict):
+            if not isinstance(files.parse_json(data), dict):
                 raise ValueError("an end that is none")
             runfile.replace_text(self._folder / f"{rank}.exit", data.decode())
         else:
