@@ -277,7 +277,9 @@ def scaling(arguments: argparse.Namespace) -> tuple[str, list[str], list[Line], 
     samples = SCALING_SAMPLES // (4 if arguments.quick else 1)
     repetitions = 1 if arguments.quick else min(arguments.repetitions, 3)
     found = measure_scaling(workers, samples, repetitions, lambda text: print(text, flush=True))
-    cores = len(os.sched_getaffinity(0))
+    from miniray.limits import cpu_count  # only here: peers are measured without miniray
+
+    cores = cpu_count()
     title = f"a CNN of 1 M parameters, {samples:,} samples an epoch, on {cores} cores"
     columns = [f"{count} worker{'s' if count > 1 else ''}" for count in workers]
     return title, columns, summarise_scaling(found, workers), found

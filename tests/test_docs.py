@@ -1,10 +1,10 @@
 """Run the code of the documentation and check its links.
 
-Each Python block runs on the default engine in an empty folder; equal blocks run once. Blocks
-without torch run in a new interpreter. Blocks that need torch share one process per page, in
-order, because loading torch and transformers takes most of their time. ``<!-- no-run -->`` on the
-line before a block skips it. ``<!-- output -->`` before the block that follows marks the expected
-output of the Python block above it (``...`` matches anything).
+Each Python block runs on the default engine in an empty folder; equal blocks run once. The blocks
+of a page run in order in one new interpreter, because starting it takes most of their time; those
+that need torch in a process that has it loaded. ``<!-- no-run -->`` on the line before a block
+skips it. ``<!-- output -->`` before the block that follows marks the expected output of the Python
+block above it (``...`` matches anything).
 """
 
 import ast
@@ -84,11 +84,13 @@ def once(blocks):
 BLOCKS = once([block for page in PAGES for block in blocks_of(page, page.read_text("utf-8"))])
 
 
-WITH_TORCH = {
-    page: blocks
-    for page in PAGES
-    if (blocks := [b for b in BLOCKS if b.page == page and "torch" in b.code])
-}
+def by_page(blocks):
+    pages = dict.fromkeys(block.page for block in blocks)
+    return {page: [block for block in blocks if block.page == page] for page in pages}
+
+
+WITH_TORCH = by_page([block for block in BLOCKS if "torch" in block.code])
+WITHOUT_TORCH = by_page([block for block in BLOCKS if "torch" not in block.code])
 
 
 def run_interpreter(script, *arguments, **options):
@@ -128,10 +130,10 @@ def run(blocks, folder, start=run_interpreter):
             raise AssertionError(f"{block} should print\n{expected}\nbut prints\n{out}")
 
 
-@pytest.mark.timeout(LIMIT + 20)
-@pytest.mark.parametrize("block", [b for b in BLOCKS if "torch" not in b.code], ids=str)
-def test_block_runs(block, tmp_path):
-    run([block], tmp_path)
+@pytest.mark.timeout(2 * LIMIT)
+@pytest.mark.parametrize("page", WITHOUT_TORCH, ids=lambda page: os.path.relpath(page, ROOT))
+def test_blocks_run(page, tmp_path):
+    run(WITHOUT_TORCH[page], tmp_path)
 
 
 @pytest.mark.timeout(2 * LIMIT)

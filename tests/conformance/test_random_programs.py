@@ -25,6 +25,7 @@ def test_a_random_program(engine, seed):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)  # 60 steps on Ray, on a busy machine
 @pytest.mark.parametrize("seed", range(100, 140))
 def test_many_random_programs(engine, seed):
     run(engine, seed)

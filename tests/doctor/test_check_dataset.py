@@ -188,7 +188,7 @@ def test_what_the_ranks_of_a_script_left_is_put_together(tmp_path):
     (report,) = data_probe.read(tmp_path, 2)
     assert [(share.samples, share.batches) for share in report.shares] == [(8, 2), (6, 2)]
     assert codes(report) == ["set-epoch-forgotten"]
-    assert report.setup.where == "iterated at train.py:20"
+    assert report.setup.where.endswith("train.py:20")
     assert data_probe.read(tmp_path / "nothing", 2) == []
 
 

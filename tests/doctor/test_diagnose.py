@@ -54,8 +54,8 @@ def healthy(*given, **fields):
 # -- runs that are well --------------------------------------------------------------------------
 
 
-def test_a_run_that_moves_is_healthy():
-    assert healthy(rank(0), rank(1)).verdict == "HEALTHY: 2 ranks at step 10, nothing wrong"
+def test_a_run_that_moves_is_healthy(golden):
+    golden("diagnose/healthy_running.txt", healthy(rank(0), rank(1)).verdict + "\n")
 
 
 def test_waiting_within_the_limit_is_no_hang():
@@ -100,9 +100,9 @@ def test_one_rank_may_be_a_few_calls_ahead():
     healthy(calling(0, *(call(n) for n in range(9))), calling(1, *(call(n) for n in range(7))))
 
 
-def test_a_finished_run_is_healthy():
+def test_a_finished_run_is_healthy(golden):
     done = [rank(n, exit=FINISHED, process=GONE) for n in range(2)]
-    assert healthy(*done).verdict == "HEALTHY: 2 ranks finished at step 10"
+    golden("diagnose/healthy_finished.txt", healthy(*done).verdict + "\n")
 
 
 # -- somebody does not come ----------------------------------------------------------------------

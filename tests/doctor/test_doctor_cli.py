@@ -16,6 +16,7 @@ from miniray.doctor import recorder
 from miniray.doctor.diagnose import find_run_of_process
 from tests.doctor.forking import SCRIPTS
 from tests.doctor.helpers import Ranks, wait_until
+from tests.time_scale import TIME_SCALE
 
 
 def miniray(*args, cwd, timeout=50, **env):
@@ -67,7 +68,7 @@ def test_a_finished_run_is_healthy_and_a_failed_one_is_not(ranks, tmp_path):
     assert ranks.wait() == [0, 0, 3]
     good = miniray("doctor", "runs/good", cwd=tmp_path)
     assert good.returncode == 0, good.stderr
-    assert good.stdout.startswith("HEALTHY: 2 ranks finished at step 3\n")
+    assert re.match("HEALTHY: .* step 3$", good.stdout, re.MULTILINE)
     bad = miniray("doctor", "runs/bad", "--json", cwd=tmp_path)
     assert bad.returncode == 1, bad.stderr
     said = json.loads(bad.stdout)
@@ -151,14 +152,14 @@ def test_top_shows_one_frame(ranks, tmp_path):
     ranks.wait()
     done = miniray("top", "--once", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("HEALTHY: 1 rank finished at step 3")
+    assert re.match("HEALTHY: .* step 3$", done.stdout, re.MULTILINE)
     assert re.search(r"^\[Rank 0/1\] Step 3, .* finished ", done.stdout, re.MULTILINE)
 
 
 # -- with the real launcher ----------------------------------------------------------------------
 
 
-def launched(script, nproc, cwd, limit=4):
+def launched(script, nproc, cwd, limit):
     return miniray(
         "run", "--nproc", nproc, "--run-dir", "run", "--hang-timeout", limit,
         SCRIPTS / f"{script}.py", cwd=cwd, timeout=110, OMP_NUM_THREADS="1",
@@ -168,9 +169,7 @@ def launched(script, nproc, cwd, limit=4):
 @pytest.mark.timeout(120)
 def test_a_hang_is_diagnosed_ended_and_kept(tmp_path):
     pytest.importorskip("torch")
-    began = time.monotonic()
-    done = launched("fewer_batches", 2, tmp_path)
-    print(f"{time.monotonic() - began:.1f} s from start to verdict, the limit being 4 s")
+    done = launched("fewer_batches", 2, tmp_path, limit=4 * TIME_SCALE)
     assert done.returncode != 0
     saved = json.loads((tmp_path / "run" / "doctor.json").read_text())
     finding, verdict = saved["findings"][0], saved["verdict"]

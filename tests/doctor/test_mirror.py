@@ -1,6 +1,9 @@
 """The exchange of boxes between machines: who is let in, and what they may write."""
 
+import contextlib
 import json
+import multiprocessing
+import os
 import socket
 import struct
 import threading
@@ -126,6 +129,8 @@ BAD = {
     "no compressed box": (BOX, 1, b"x" * 100),
     "cells of another size": (CELLS, 1, b"x" * 16),
     "an end that is no JSON": (EXIT, 1, b"{"),
+    "an end of lists in lists": (EXIT, 1, b"[" * 50_000),
+    "a word of lists in lists": (SAID, 0, b"[" * 50_000),
     "another machine's word": (SAID, 0, json.dumps({"node": 0, "failed": "x"}).encode()),
     "a kind that is not known": (b"EXEC", 1, b"x"),
 }
@@ -142,18 +147,46 @@ def test_what_a_peer_may_not_send_ends_the_connection_unwritten(meeting, box, wh
     assert meeting.mirror.heard() == {}
 
 
-def test_a_frame_larger_than_its_kind_may_be_is_not_even_read():
+def test_a_frame_larger_than_its_kind_may_be_is_not_even_read(golden):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(struct.pack("<4sII", STACK, 1, 65537))
-        with pytest.raises(ValueError, match="no launcher of miniray"):
+        with pytest.raises(ValueError) as caught:
             mirror_wire.receive(ours)
+    golden("mirror/frame_too_large.txt", f"{caught.value}\n")
 
 
-def test_copies_are_replaced_in_place_for_those_who_have_them_mapped(tmp_path, box):
-    copies = Copies(tmp_path)
+@pytest.fixture
+def copies(tmp_path):
+    with contextlib.closing(Copies(tmp_path)) as copies:
+        yield copies
+
+
+def cells(first):
+    return struct.pack("<q", first) + bytes(layout.CELLS * 8 - 8)
+
+
+def test_copies_are_replaced_in_place_for_readers_that_have_them_open(copies, tmp_path, box):
     copies.take(BOX, 3, packed(box))
     node = (tmp_path / "3.box").stat().st_ino
-    copies.take(CELLS, 3, struct.pack("<q", 42) + bytes(layout.CELLS * 8 - 8))
+    copies.take(CELLS, 3, cells(42))
     assert (tmp_path / "3.box").stat().st_ino == node
     assert (tmp_path / "3.box").read_bytes()[layout.CELLS_AT :][:8] == struct.pack("<q", 42)
+
+
+def test_a_truncated_copy_does_not_end_the_launcher(tmp_path, box):
+    """A launcher that maps its copies would die with SIGBUS."""
+    path = tmp_path / "3.box"
+
+    def mirror():
+        with contextlib.closing(Copies(tmp_path)) as copies:
+            copies.take(BOX, 3, packed(box))
+            for kind, data in ((CELLS, cells(42)), (BOX, packed(box))):
+                os.truncate(path, 100)
+                copies.take(kind, 3, data)
+
+    child = multiprocessing.get_context("fork").Process(target=mirror)
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+    assert path.read_bytes() == box  # the next whole box restores it

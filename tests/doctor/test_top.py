@@ -26,9 +26,9 @@ def shown(record, width=80):
 
 
 def test_a_frame_has_the_verdict_and_a_line_a_rank():
-    text = shown(run(*(rank(n, 4, step=100) for n in range(4))))
-    lines = text.splitlines()
-    assert lines[0] == "HEALTHY: 4 ranks at step 100, nothing wrong"
+    record = run(*(rank(n, 4, step=100) for n in range(4)))
+    lines = shown(record).splitlines()
+    assert lines[0] == examine(record).verdict
     assert [line[:34] for line in lines[-4:]] == [
         f"[Rank {n}/4] Step 100, Batch size: 8" for n in range(4)
     ]

@@ -19,6 +19,8 @@ SCRIPT = """
     import numpy as np
     import miniray
 
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, which may run the tests, ignores it
+
     @miniray.remote
     class Worker:
         def __init__(self, other=None):

@@ -221,7 +221,7 @@ def test_a_worker_does_nothing_else_while_it_is_read(tmp_path):
     assert {float(x) for x in call(server, "get_weights")["layer"][0].unique()} == {2.0}
 
 
-def test_a_worker_that_others_wait_for_is_not_held(monkeypatch):
+def test_a_worker_that_others_wait_for_is_not_held(monkeypatch, golden):
     """Worker 1 asks worker 0 for something in its get_weights."""
     monkeypatch.setitem(collect._PATIENCE, "read", 0.2)
     holders = [Holder.remote(v, SMALL) for v in (1, 3)]
@@ -231,7 +231,7 @@ def test_a_worker_that_others_wait_for_is_not_held(monkeypatch):
         server.sync_from_workers(holders)
     miniray.get(holders[1].ask.remote(holders[0]))
     server.sync_from_workers(holders)
-    assert server.get_stats()["transport"][0] == "copy: other workers took too long"
+    golden("copy_of_a_late_worker.txt", server.get_stats()["transport"][0] + "\n")
     assert float(server.get_weights()["layer"][0].max()) == 2.0
 
 
@@ -320,7 +320,7 @@ def test_weights_whose_structure_changes():
     assert transport(server) == ["read"] * 2
 
 
-def test_the_usual_way():
+def test_the_usual_way(golden):
     """Small weights are copied; large ones once they are known to stay, if huge pages are there."""
     small, large = Holder.remote(1, SMALL), [Holder.remote(v, 2_500_000) for v in (1, 3)]
     fresh = Holder.remote(2, 2_500_000, fresh=True)
@@ -335,7 +335,7 @@ def test_the_usual_way():
         assert float(call(server, "get_weights")["layer"][0].min()) == 2.0 + i
         assert float(call(server, "get_weights")["layer"][0].max()) == 2.0 + i
     *stay, moves = transport(server)
-    assert moves == "copy: they were not at this place before"
+    golden("copy_of_moved_weights.txt", moves + "\n")
     slow, none = "other workers took too long", "the system gives no huge pages for them"
     assert set(stay) <= {"read", f"copy: {slow}", f"copy: {none}"}
 

@@ -1,5 +1,6 @@
 """A manifest names regular files in its own directory, and nothing else is opened."""
 
+import hashlib
 import json
 import os
 
@@ -80,3 +81,19 @@ def test_numbers_of_the_manifest_are_checked(saved, name):
     store, path = saved
     rewrite(path, lambda content: content.update({name: "first"}))
     assert_rejected(store, path)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json"])
+def test_deep_json_is_passed_over(saved, name):
+    store, path = saved
+    newer = store.save(1, {"weights": [np.ones(3)]})
+    deep = b"[" * 100_000
+    (newer / name).write_bytes(deep)
+    if name == "state.json":
+        entry = {"bytes": len(deep), "blake2b": hashlib.blake2b(deep, digest_size=32).hexdigest()}
+        rewrite(newer, lambda content: content["files"].update({name: entry}))
+    with pytest.raises(CheckpointError):
+        store.load(newer)
+    with pytest.warns(UserWarning, match="epoch-00000001"):
+        assert store.load("latest")[0] == 0
+    assert store.loaded == path

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from miniray.checks import check_int
+from miniray.checks import check_bool, check_int
 from miniray.core import startup
 from miniray.core.engine import Engine, InitConfig, RuntimeContext
 from miniray.core.options import amount, text
@@ -85,6 +85,7 @@ def init(
             the limit of the system that was too low, if one was.
     """
     global _engine
+    check_bool("ignore_reinit_error", ignore_reinit_error)
     with _lock:
         if _engine is not None:
             if ignore_reinit_error:
@@ -141,6 +142,7 @@ def _config(**given: Any) -> InitConfig:
         raise ValueError(f"num_gpus must be a whole number, not {given['num_gpus']!r}")
     if given["namespace"] is not None:
         text("namespace", given["namespace"])
+    check_bool("log_to_driver", given["log_to_driver"])
     return InitConfig(**given)
 
 
@@ -228,6 +230,7 @@ def wait(
         raise ValueError("wait() got the same ref twice")
     if not isinstance(num_returns, int) or not 1 <= num_returns <= max(len(refs), 1):
         raise ValueError(f"num_returns must be between 1 and {len(refs)}, not {num_returns!r}")
+    check_bool("fetch_local", fetch_local)
     if timeout is not None:
         timeout = _limit(timeout)
     if not refs:
@@ -259,7 +262,7 @@ def kill(actor: ActorHandle[Any] | Actor, *, no_restart: bool = True) -> None:
     """End an actor's process at once; with ``no_restart=False`` it may restart."""
     if not isinstance(actor, ActorHandle):
         raise TypeError(f"kill() takes an actor handle, not {actor!r}; for a call use cancel(ref)")
-    engine().kill(actor._actor, no_restart)
+    engine().kill(actor._actor, check_bool("no_restart", no_restart))
 
 
 def cancel(
@@ -271,7 +274,7 @@ def cancel(
     """
     if not isinstance(ref, ObjectRefGenerator):
         _check_refs("cancel", [ref])
-    engine().cancel(ref, force, recursive)
+    engine().cancel(ref, check_bool("force", force), check_bool("recursive", recursive))
 
 
 def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:

@@ -22,6 +22,7 @@ from miniray.doctor import layout, mirror_wire, stacks
 from miniray.doctor.layout import Cell
 from miniray.doctor.mirror_wire import BOX, CELLS, EXIT, LIMITS, SAID, STACK, Copies, packed
 from miniray.errors import MinirayError
+from miniray.runs import files
 
 _TICK, _WHOLE_SECONDS, _CONNECT_SECONDS = 0.05, 1.0, 600.0
 _HANDSHAKE_SECONDS = 10.0  # a stranger that says nothing is in the way of the others for so long
@@ -170,6 +171,7 @@ class Mirror:
             thread.join(timeout=2)
         for peer in self._peers.values():
             peer.close()
+        self._copies.close()
 
     def _start(self, target: Callable[..., None], *args: Any) -> None:
         thread = threading.Thread(target=target, args=args, name="miniray-mirror", daemon=True)
@@ -196,7 +198,7 @@ class Mirror:
             while True:
                 kind, rank, data = mirror_wire.receive(peer)
                 if kind == SAID:
-                    said = json.loads(data)
+                    said = files.parse_json(data)
                     if self._node_rank == 0 and said["node"] != node:
                         raise ValueError(f"it speaks for machine {said['node']}")
                     self._hear(said)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import mmap
 import os
 import secrets
 import socket
@@ -19,10 +18,11 @@ import struct
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from miniray.doctor import layout, runfile
 from miniray.errors import MinirayError
+from miniray.runs import files
 
 #: In the environment of every launcher of a run on several machines, the same on all of them.
 TOKEN_VARIABLE = "MINIRAY_RUN_TOKEN"
@@ -69,7 +69,7 @@ def welcome(peer: socket.socket, token: str, ours: Mapping[str, Any]) -> dict[st
         refuse(peer, f"{TOKEN_VARIABLE} is not the one of machine 0")
         raise PermissionError("it does not know the run's token")
     _introduce(peer, token, b"server", theirs, challenge, ours)
-    return dict(json.loads(hello))
+    return dict(files.parse_json(hello))
 
 
 def join(peer: socket.socket, token: str, ours: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def join(peer: socket.socket, token: str, ours: Mapping[str, Any]) -> dict[str, 
         proof, _proof(token, b"server", nonce, challenge, hello)
     ):
         raise MinirayError("what listens there is not machine 0 of this run: it has another token")
-    return dict(json.loads(hello))
+    return dict(files.parse_json(hello))
 
 
 def refuse(peer: socket.socket, why: str) -> None:
@@ -143,11 +143,13 @@ class Copies:
     Only three names a rank are ever written: ``<rank>.box``, ``.stack`` and ``.exit``. What has not
     the size or form of such a file is a ``ValueError``, and nothing is written. Whose ranks may be
     written is the caller's to know.
+
+    Boxes aren't mapped: if one were truncated, the next write would end the process with SIGBUS.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._memory: dict[int, mmap.mmap] = {}
+        self._files: dict[int, BinaryIO] = {}
 
     def take(self, kind: bytes, rank: int, data: bytes) -> None:
         if kind == BOX:
@@ -155,31 +157,39 @@ class Copies:
         elif kind == CELLS:
             if len(data) != layout.CELLS * 8:
                 raise ValueError("cells of another size")
-            if rank in self._memory:
-                start = layout.CELLS_AT
-                self._memory[rank][start : start + len(data)] = data
+            if rank in self._files:
+                self._write(rank, layout.CELLS_AT, data)
         elif kind == STACK:
             (self._folder / f"{rank}.stack").write_bytes(data)
         elif kind == EXIT:
-            if not isinstance(json.loads(data), dict):
+            if not isinstance(files.parse_json(data), dict):
                 raise ValueError("an end that is none")
             runfile.replace_text(self._folder / f"{rank}.exit", data.decode())
         else:
             raise ValueError(f"nothing that can be kept: {kind!r}")
 
     def _box(self, rank: int, data: bytes) -> None:
-        if rank not in self._memory:
+        if rank not in self._files:
             path = self._folder / f"{rank}.box"
             partial = path.with_name(f".{path.name}.partial")
             partial.write_bytes(data)
-            with open(partial, "r+b") as file:
-                self._memory[rank] = mmap.mmap(file.fileno(), layout.BOX_SIZE)
+            self._files[rank] = open(partial, "r+b", buffering=0)
             os.replace(partial, path)
             return
-        # Readers have it mapped: in place, and the cells, which refer to the rest, last.
-        memory, cells_end = self._memory[rank], layout.CELLS_AT + layout.CELLS * 8
-        memory[cells_end:] = data[cells_end:]
-        memory[layout.CELLS_AT : cells_end] = data[layout.CELLS_AT : cells_end]
+        # Readers have it open: write in place, and the cells, which refer to the rest, last.
+        cells_end = layout.CELLS_AT + layout.CELLS * 8
+        self._write(rank, 0, data[: layout.CELLS_AT])
+        self._write(rank, cells_end, data[cells_end:])
+        self._write(rank, layout.CELLS_AT, data[layout.CELLS_AT : cells_end])
+
+    def _write(self, rank: int, at: int, data: bytes) -> None:
+        os.pwrite(self._files[rank].fileno(), data, at)
+
+    def close(self) -> None:
+        """Close the boxes. They stay readable."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
 
 
 def _unpacked(data: bytes) -> bytes:

@@ -12,7 +12,7 @@ import numbers
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from miniray.checks import check_choice, check_int, suggest_options
+from miniray.checks import check_bool, check_choice, check_int, suggest_options
 
 #: How losses of tokens become one; how the distance to the reference is estimated. See ``losses``.
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
@@ -178,6 +178,7 @@ class GRPOConfig(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("baseline", self.baseline, ("grpo", "rloo"))
+        check_bool("norm_std", self.norm_std)
         if self.kl.place == "reward":
             raise ValueError(
                 'KLPenalty(place="reward") is for PPO: GRPO has one reward a response, not a token'
@@ -210,6 +211,7 @@ class PPOConfig(Algorithm):
         in_range("gamma", self.gamma, 0, 1)
         in_range("lam", self.lam, 0, 1)
         in_range("value_coef", self.value_coef, 0)
+        check_bool("whiten", self.whiten)
         for name in ("value_clip", "critic_lr"):
             if getattr(self, name) is not None:
                 in_range(name, getattr(self, name), 0)

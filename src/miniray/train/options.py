@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import miniray
 from miniray.checks import (
     RENAMED_OPTIONS,
+    check_bool,
     check_int,
     find_similar,
     get_options,
@@ -95,6 +96,7 @@ class RunOptions:
             object.__setattr__(self, name, check_int(name, getattr(self, name), 0))
         if self.seed is not None:
             object.__setattr__(self, "seed", check_int("seed", self.seed, 0))
+        check_bool("progress", self.progress)
         check_seconds("worker_timeout", self.worker_timeout)
         check_name(self.name)
         if self.run_dir is not None:

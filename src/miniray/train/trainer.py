@@ -38,6 +38,7 @@ from miniray.train.run.result import TrainResult
 from miniray.train.run.session import RunSession
 from miniray.train.run.state import TrainState, TrainTarget
 from miniray.train.workers.aggregate import aggregate
+from miniray.train.workers.budget import FailureBudget
 from miniray.train.workers.checkpoint_parts import (
     WorkerStates,
     WorkerWeights,
@@ -489,7 +490,7 @@ class BaseTrainer:
                 create=self._create,
                 setups=[*self._setups, CallbackSetup(self, self.callbacks)],
                 required=required,
-                max_failures=self.options.max_failures,
+                budget=FailureBudget(self.options.max_failures),
                 timeout=self.options.worker_timeout,
                 on_event=self.session.append_event,
                 unit=self._unit,

@@ -310,9 +310,8 @@ class Server:
         streams = [s for s in list(self._connections.values()) if s.peer == proc]
         for stream in streams:
             # While the main thread runs a task nobody reads: look for more that lies there.
-            with contextlib.suppress(KeyError):
-                self._backlog.extend(self._read(stream))
-                self._waker.wake()  # the main thread may be waiting for just these
+            self._backlog.extend(self._read(stream))
+            self._waker.wake()  # the main thread may be waiting for just these
         mine = [job for job in list(self._backlog) if job.stream.peer == proc]
         take = mine if self._waiting else mine[len(mine) // 2 :]
         returned = []

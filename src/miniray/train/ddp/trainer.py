@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from miniray.checks import check_int, suggest_options
+from miniray.checks import check_bool, check_int, check_number, suggest_options
 from miniray.train.ddp import checks as setup
 from miniray.train.lockstep.group import LockstepGroup
 from miniray.train.lockstep.snapshot import Keep
@@ -85,13 +85,19 @@ class DDPTrainer(LockstepTrainer):
         static_graph: bool | None = None,
         **options: Unpack[LockstepKwargs],
     ) -> None:
-        ddp_options = {
+        flags = {
             "find_unused_parameters": find_unused_parameters,
-            "bucket_cap_mb": bucket_cap_mb,
             "broadcast_buffers": broadcast_buffers,
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "static_graph": static_graph,
         }
+        ddp_options: dict[str, Any] = {
+            name: check_bool(name, value) for name, value in flags.items() if value is not None
+        }
+        if bucket_cap_mb is not None:
+            ddp_options["bucket_cap_mb"] = check_number(
+                "bucket_cap_mb", bucket_cap_mb, 0, open_low=True
+            )
         self._settings = setup.RankSettings(
             accumulate=check_int("accumulate", accumulate, 1),
             precision=precision,
@@ -99,7 +105,7 @@ class DDPTrainer(LockstepTrainer):
             shard=shard,
             uneven=uneven,
             compile=compile,
-            ddp_options={k: v for k, v in ddp_options.items() if v is not None},
+            ddp_options=ddp_options,
         )
         super().__init__(num_workers, worker=worker, **options)
         kind = "replicated" if shard == "none" else "sharded"

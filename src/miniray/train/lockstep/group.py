@@ -28,7 +28,7 @@ from miniray.train.lockstep.schedule import Action
 from miniray.train.lockstep.snapshot import Keep, RankSnapshots
 from miniray.train.lockstep.status import LogReader, LogWindow
 from miniray.train.run.progress import StepBar
-from miniray.train.workers.budget import Decision, FailureBudget
+from miniray.train.workers.budget import Decision, FailureBudget, is_loss
 from miniray.train.workers.group import accepted, check_worker, end, located, method_spec
 
 T = TypeVar("T")
@@ -236,7 +236,7 @@ class LockstepGroup:
                 return result
             except (ActorDiedError, WorkerTimeoutError) as error:
                 # A call that a callback makes during a restart is part of the restart.
-                if self._is_restarting or not self.budget.is_loss(error):
+                if self._is_restarting or not is_loss(error):
                     raise
                 decision = self.budget.decide(error, is_repairing=is_repairing)
                 rank = getattr(error, "rank", None)

@@ -240,7 +240,10 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo | str:
                 return f"{name} has {size} bytes and not {entry['bytes']}"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing" if path.exists() else "it does not exist"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        *(OSError, ValueError, KeyError, TypeError, AttributeError),
+        RecursionError,  # JSON nested too deeply
+    ) as error:
         return f"manifest.json cannot be read: {error}"
     return CheckpointInfo(
         path,

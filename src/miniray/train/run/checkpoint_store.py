@@ -207,6 +207,7 @@ class CheckpointStore:
 
     def list(self, *, verify: bool = False) -> Sequence[CheckpointInfo]:
         """The checkpoints, oldest first. ``verify``: only those whose every byte is as written."""
+        check_bool("verify", verify)
         self._settle()
         found = self._scan()[0]
         return [c for c in found if not verify or c.problem() is None]
@@ -261,7 +262,7 @@ class CheckpointStore:
             raise CheckpointError(
                 f"{checkpoint.path}: {error}", entry=error.entry, epoch=checkpoint.epoch
             ) from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(
                 f"checkpoint {checkpoint.path} is damaged: {error}{self._intact()}",
                 entry=str(checkpoint.path),

@@ -20,14 +20,13 @@ import miniray
 from miniray.core import session
 from miniray.core.remote import ActorClass, ActorHandle, CallSpec
 from miniray.errors import (
-    ActorDiedError,
     GetTimeoutError,
     MinirayError,
     SessionEndedError,
     TaskError,
     WorkerTimeoutError,
 )
-from miniray.train.workers.nodes import NodeLosses
+from miniray.train.workers.budget import Decision, FailureBudget, is_loss
 
 #: Methods that every worker must have. Others, such as ``load_data_shard``, are optional.
 REQUIRED_METHODS = ("train_epoch", "get_weights", "set_weights")
@@ -115,16 +114,6 @@ class LostAgainError(Exception):
         self.error, self.method = error, method
 
 
-def is_loss(error: Exception) -> bool:
-    """Whether ``error`` says that the worker is gone or hangs; else its code raised it.
-
-    What its ``__init__`` raised is an actor's death too.
-    """
-    if isinstance(error, ActorDiedError) and not isinstance(error, TaskError):
-        return not error.in_init
-    return isinstance(error, GetTimeoutError)
-
-
 @contextlib.contextmanager
 def setting_up(method: str, worker_id: int | None = None) -> Iterator[None]:
     """Raise ``LostAgainError`` if the replacement that is called inside is lost."""
@@ -164,7 +153,7 @@ class WorkerGroup:
         create: Creates the worker with the given id.
         setups: Prepare the workers, in this order.
         required: Methods that workers must have.
-        max_failures: Number of lost workers that are replaced.
+        budget: Decides whether a lost worker may be replaced.
         timeout: Limit in seconds for one call. None: no limit.
         on_event: Called with a dict for each failure and replacement.
         unit: Unit of epochs in errors: an epoch or a step.
@@ -175,14 +164,12 @@ class WorkerGroup:
     create: Callable[[int], Any]
     setups: Sequence[WorkerSetup]
     required: Sequence[str]
-    max_failures: int
+    budget: FailureBudget
     timeout: float | None
     on_event: Callable[[dict[str, Any]], None]
     unit: str = "epoch"
     get_kwargs: Callable[[], Mapping[str, Any]] = dict
     handles: list[Handle] = dataclasses.field(default_factory=list)
-    failures: int = 0
-    node_losses: NodeLosses = dataclasses.field(default_factory=NodeLosses)
 
     def start(self) -> None:
         """Make all workers. They start up at the same time."""
@@ -293,29 +280,28 @@ class WorkerGroup:
 
     def recover(self, error: Exception, worker_id: int, method: str, epoch: int | None) -> None:
         """Replace the worker that raised ``error``, or raise the error with its context."""
-        replaced = same_failure = False
-        while not replaced:
+        is_repairing = False
+        while True:
             if not is_loss(error):
                 raise in_context(error, worker_id, method, epoch, self.unit) from error.__cause__
             if isinstance(error, GetTimeoutError):
                 error = WorkerTimeoutError(f"gave no result in {self.timeout:g} s")
-            self.failures += not same_failure
+            decision = self.budget.decide(error, is_repairing=is_repairing)
             what = {"worker": worker_id, "epoch": epoch, "reason": str(error)}
             self.on_event({"event": "worker_failed", **what})
-            if self.failures > self.max_failures:
+            if decision is Decision.RAISE:
                 raise in_context(error, worker_id, method, epoch, self.unit) from None
             try:
                 self.replace(worker_id)
-                replaced = True
+                break
             except LostAgainError as lost:
-                error, method = lost.error, lost.method
-                same_failure = self.node_losses.explain_failure()
+                error, method, is_repairing = lost.error, lost.method, True
         self.on_event({"event": "worker_replaced", **what})
 
     def replace(self, worker_id: int) -> None:
         """Stop a worker, create a new one in its place and set it up."""
         miniray.kill(self.handles[worker_id])
-        self.node_losses.settle()
+        self.budget.settle()
         self.handles[worker_id] = self.create(worker_id)
         check_worker(self.handles[worker_id], worker_id, self.required)
         for setup in self.setups:

@@ -29,7 +29,8 @@ from miniray.errors import (
     TaskError,
     WeightsMismatchError,
 )
-from miniray.train.workers.group import LostAgainError, WorkerGroup, is_loss, located
+from miniray.train.workers.budget import is_loss
+from miniray.train.workers.group import LostAgainError, WorkerGroup, located
 
 
 def sync(
