@@ -37,12 +37,12 @@ WORKER_HINTS: Mapping[str, str] = {
 }
 
 
-def warn(text: str) -> None:
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the user's line, however deep in miniray what is to be said was found."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, stacklevel=level)
+    warnings.warn(text, category, stacklevel=level)
 
 
 def check_names(kwargs: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from miniray.checks import check_int, suggest_options
 from miniray.core import session, startup
-from miniray.train.callbacks import Callback
+from miniray.train.callbacks import Callback, check_callbacks
 from miniray.train.options import (
     WORKER_HINTS,
     check_names,
@@ -24,6 +24,9 @@ from miniray.train.options import (
     worker_class,
 )
 from miniray.train.run.checkpointer import NO_WORKERS, Saving
+from miniray.train.run.loggers.base import Logger
+from miniray.train.run.loggers.logger_list import LoggerList
+from miniray.train.run.loggers.registry import create_loggers
 from miniray.train.run.progress import Progress
 from miniray.train.run.result import TrainResult
 from miniray.train.workers.aggregate import aggregate
@@ -56,6 +59,8 @@ class BaseTrainer(Saving):
         worker_timeout: seconds one call to a worker may take; no limit by default.
         progress: show a bar over epochs (plain lines when output is not a terminal).
         callbacks: see ``miniray.train.callbacks``.
+        loggers: Names ("csv", "tensorboard", "wandb", "mlflow") or ``Logger`` objects.
+            ``metrics.jsonl`` is always written.
         resources_per_worker: options such as ``num_cpus`` and ``num_gpus`` for ``worker``.
         backend: the engine to start if none is running.
         eval_interval: evaluate every so many epochs (0: never); results appear as ``val_...``.
@@ -92,6 +97,7 @@ class BaseTrainer(Saving):
         worker_timeout: float | None = None,
         progress: bool = True,
         callbacks: Callback | Sequence[Callback] = (),
+        loggers: str | Logger | Sequence[str | Logger] = (),
         resources_per_worker: Mapping[str, Any] | None = None,
         backend: str | None = None,
         eval_interval: int = 0,
@@ -104,7 +110,9 @@ class BaseTrainer(Saving):
         self._eval_interval = check_int("eval_interval", eval_interval, 0)
         self._worker_timeout = check_seconds("worker_timeout", worker_timeout)
         self._worker_class = worker_class(worker, resources_per_worker)
-        super().__init__(callbacks, name, run_dir, backend, keep_last, keep_best, progress)
+        hooks, deprecated = check_callbacks(callbacks)
+        logs = LoggerList([*create_loggers(loggers), *deprecated])
+        super().__init__(hooks, logs, name, run_dir, backend, keep_last, keep_best, progress)
         self._end = 0  # the epoch this train() goes up to
         self.should_stop, self.stop_reason = False, ""
         self.result: TrainResult | None = None
@@ -207,6 +215,7 @@ class BaseTrainer(Saving):
             result.checkpoint = self.checkpoints.newest()  # it may have come with the hooks
         except BaseException as error:
             self._abort(error)
+            self.loggers.close()
             if isinstance(error, KeyboardInterrupt):  # all of it is in run.json
                 from miniray.train.workers.exits import users_part
 
@@ -215,6 +224,7 @@ class BaseTrainer(Saving):
         with self._writing("its end is not in"):
             self.run.finish(stop_reason=self.stop_reason or None, sync=result.sync or None)
         self._write_report()
+        self.loggers.close()
         return result
 
     def _loop(self, epochs: int) -> None:
@@ -339,8 +349,9 @@ class BaseTrainer(Saving):
         if resume:
             self.load_checkpoint("latest" if resume is True else resume)
         self._open_run()
+        assert self.run is not None
+        self.loggers.open(self.run, self._kwargs)
         if resume and self._progress:
-            assert self.run is not None
             print(f"resuming {self.run.path} after {self._unit} {self.epoch}", file=sys.stderr)
         if self._group is None:
             required = list(self.required_methods)

@@ -11,16 +11,17 @@ in ``checkpoint``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import miniray
 from miniray.errors import CheckpointError
-from miniray.train.callbacks import Callback, check_callbacks
+from miniray.train.callbacks import Callback
 from miniray.train.options import warn
 from miniray.train.run.checkpoint_store import CheckpointStore
 from miniray.train.run.directory import RunDirectory
+from miniray.train.run.loggers.logger_list import LoggerList
 from miniray.train.run.modelfile import save_model
 from miniray.train.run.records import simplify
 from miniray.train.run.session import Lifecycle
@@ -36,13 +37,13 @@ class Saving(Lifecycle):
     #: What runs: trainers of one kind take up each other's checkpoints.
     _kind = "workers"
 
-    def __init__(self, callbacks: Callback | Iterable[Callback], *options: Any) -> None:
+    def __init__(self, callbacks: list[Callback], loggers: LoggerList, *options: Any) -> None:
         super().__init__(*options)
         self.history: list[dict[str, Any]] = []
         self.epoch = 0  # epochs done so far
         self._in_epoch = False  # whether another one is being trained
         self._hooks_record: dict[str, Any] | None = None  # a record of the history hooks may add to
-        self.callbacks = check_callbacks(callbacks)
+        self.callbacks, self.loggers = callbacks, loggers
         self._loaded: dict[str, Any] | None = None  # a checkpoint to apply when workers are there
 
     def save_checkpoint(self, epoch: int | None = None) -> Path:
@@ -72,8 +73,7 @@ class Saving(Lifecycle):
         self._number_record()
         latest, self._hooks_record = self._hooks_record, None
         if latest is not None:
-            assert self.run is not None
-            self.run.append_metrics(latest)
+            self.loggers.log(latest)
 
     def load_checkpoint(self, path: str | Path = "latest") -> int:
         """Take up a checkpoint, now or when ``train`` starts the workers; returns its epoch.
