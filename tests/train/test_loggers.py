@@ -240,7 +240,9 @@ def test_system_metrics_include_gpus(monkeypatch):
 
 
 class Recorder(Logger):
-    """Records its calls, and raises in one of its methods."""
+    """Records its calls, and raises in one of its methods. It can't be a key of a dict."""
+
+    __hash__ = None
 
     def __init__(self, fails=None, run_id=None):
         self.calls, self.fails, self.run_id = [], fails, run_id

@@ -2,6 +2,8 @@
 
 import json
 import struct
+import sys
+import time
 
 import pytest
 
@@ -41,6 +43,17 @@ def train_twice(tmp_path, make_logger):
 # -- Weights & Biases ------------------------------------------------------------------------------
 
 
+def read_finished(path, timeout=20):
+    """Return the records of a run that has finished. W&B writes the last ones a little later."""
+    deadline = time.monotonic() + timeout
+    while True:
+        records = read_wandb(path)
+        if any(record.HasField("exit") for record in records):
+            return records
+        assert time.monotonic() < deadline, f"{path} has {len(records)} records and no end"
+        time.sleep(0.02)
+
+
 def read_wandb(path):
     """Return the records of a ``.wandb`` file: blocks of 32 KB, as in LevelDB's logs."""
     from wandb.proto import wandb_internal_pb2
@@ -78,8 +91,8 @@ def history(records):
 def test_wandb_offline(tmp_path):
     pytest.importorskip("wandb")
     result = train_twice(tmp_path, lambda: WandbLogger("demo", mode="offline", tags=["a"]))
-    files = sorted((result.run_dir / "wandb").glob("offline-run-*/*.wandb"))
-    first, second = map(read_wandb, sorted(files, key=lambda path: path.stat().st_mtime))
+    files = sorted((result.run_dir / "wandb").glob("offline-run-*/*.wandb"))  # by time
+    first, second = map(read_finished, files)
     starts = [next(r.run for r in records if r.HasField("run")) for records in (first, second)]
     ids = json.loads((result.run_dir / "loggers.json").read_text())
     assert {start.run_id for start in starts} == {ids["WandbLogger"]}
@@ -145,6 +158,30 @@ def test_mlflow_in_a_local_directory(tmp_path):
     assert (run.data.params["num_workers"], run.data.params["kwargs.lr"]) == ("2", "0.5")
     assert "system/cpu_percent" in run.data.metrics
     assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["report.html"]
+
+
+def test_mlflow_needs_sqlalchemy_for_a_database(monkeypatch):
+    pytest.importorskip("mlflow")
+    monkeypatch.setitem(sys.modules, "sqlalchemy", None)
+    with pytest.raises(ImportError, match="pip install mlflow"):
+        MLflowLogger(tracking_uri="sqlite:///runs.db")
+
+
+class Lost:
+    """Metrics in the background that don't reach the server."""
+
+    def wait(self):
+        raise ConnectionError("no server")
+
+
+def test_mlflow_errors_in_the_background_disable_the_logger(tmp_path, monkeypatch):
+    tracking = pytest.importorskip("mlflow.tracking")
+    monkeypatch.setattr(tracking.MlflowClient, "log_batch", lambda *_, **__: Lost())
+    options = {"progress": False, "backend": "inline", "loggers": "mlflow"}
+    trainer = BaseTrainer(1, worker=Counter, run_dir=tmp_path / "run", **options)
+    with trainer, pytest.warns(UserWarning, match=r"MLflowLogger\.close\(\) failed"):
+        result = trainer.train(2)
+    assert (result.epochs, RunDirectory(result.run_dir).status()) == (2, "finished")
 
 
 def test_mlflow_without_its_server(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@
       metrics.jsonl     a line an epoch or step
       events.jsonl      failures, restarts, truncations: what happened and when
       checkpoints/…     see ``checkpoint``
+      loggers.json      ids of the run in tracking tools; see ``loggers``
       .lock             locked by the process that trains; contains its pid and host
 
 ``run.json`` is replaced whole. The ``.jsonl`` files grow by one ``write(2)`` a line and follow the

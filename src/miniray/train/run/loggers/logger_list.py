@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -24,6 +25,15 @@ from miniray.train.run.loggers.system import SystemMetrics
 IDS = "loggers.json"
 
 
+@dataclasses.dataclass(eq=False)
+class _Entry:
+    """A logger that is enabled, its name in ``loggers.json``, and the run while it is open."""
+
+    logger: Logger
+    name: str
+    run: LoggedRun | None = None
+
+
 class LoggerList:
     """Writes each record to ``metrics.jsonl``, then passes it to the loggers.
 
@@ -36,8 +46,7 @@ class LoggerList:
     """
 
     def __init__(self, given: str | Logger | Iterable[str | Logger] = ()) -> None:
-        self._enabled = _name_loggers(create_loggers(given))
-        self._opened: dict[Logger, LoggedRun] = {}
+        self._entries = _name_loggers(create_loggers(given))
         self._run: RunDirectory | None = None
         self._lines: JSONLines | None = None
         self._system: SystemMetrics | None = None
@@ -50,7 +59,7 @@ class LoggerList:
             kwargs: Keyword arguments of ``train()``. They are part of the configuration.
         """
         self._run, self._lines = run, JSONLines(run)
-        if not self._enabled:
+        if not self._entries:
             return
         self._system = SystemMetrics()
         info = run.read_run()
@@ -62,28 +71,28 @@ class LoggerList:
             "kwargs": mask_secrets(records.to_json(kwargs)),
             "versions": info.get("versions", {}),
         }
-        for logger, name in list(self._enabled.items()):
-            run_id = ids.get(name)
+        for entry in list(self._entries):
+            run_id = ids.get(entry.name)
             reached = None if run_id is None else _find_reached(run)
-            logged = LoggedRun(run.path, run.path.name, run_id, reached, restarts)
-            self._opened[logger] = logged
-            found = self._call(logger, "open", logged)
+            entry.run = LoggedRun(run.path, run.path.name, run_id, reached, restarts)
+            found = self._call(entry, "open", entry.run)
             if found not in (None, run_id):
-                ids[name] = found
+                ids[entry.name] = found
                 text = json.dumps(ids, indent=2) + "\n"
                 replace_atomically(run.path / IDS, text.encode())
-            self._call(logger, "log_config", config)
+            if entry in self._entries:
+                self._call(entry, "log_config", config)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Write a record, which has an ``epoch`` and may have a global ``step``."""
         assert self._lines is not None
         step, epoch = record.get("step"), record["epoch"]
         self._lines.log(step, epoch, record)
-        if self._opened:
+        if self._entries:
             assert self._system is not None
             metrics = {**record, **self._system.sample()}
-            for logger in list(self._opened):
-                self._call(logger, "log", step, epoch, metrics)
+            for entry in list(self._entries):
+                self._call(entry, "log", step, epoch, metrics)
 
     def close(self) -> None:
         """Store the report with the run, and close all loggers. Do nothing if none is open."""
@@ -91,27 +100,28 @@ class LoggerList:
             return
         state = read_run_info(self._run.path)[0].get("state", "unknown")
         report = self._run.path / "report.html"
-        for logger, logged in list(self._opened.items()):
-            logged.state = state
+        for entry in list(self._entries):
+            if entry.run is None:  # open() was interrupted before it
+                continue
+            entry.run.state = state
             if report.exists():
-                self._call(logger, "log_artifact", report)
-            self._call(logger, "close")
-        self._opened.clear()
+                self._call(entry, "log_artifact", report)
+            if entry in self._entries:
+                self._call(entry, "close")
+            entry.run = None
         self._run = self._lines = self._system = None
 
-    def _call(self, logger: Logger, method: str, *arguments: Any) -> Any:
-        """Call a method of a logger, unless it is disabled. Disable it if it raises."""
-        if logger not in self._opened:
-            return None
+    def _call(self, entry: _Entry, method: str, *arguments: Any) -> Any:
+        """Call a method of a logger. Disable the logger if it raises."""
         try:
-            return getattr(logger, method)(*arguments)
+            return getattr(entry.logger, method)(*arguments)
         except Exception as error:  # whatever a tracking tool raises
-            self._disable(logger, method, error)
+            self._disable(entry, method, error)
             return None
 
-    def _disable(self, logger: Logger, method: str, error: Exception) -> None:
-        del self._opened[logger], self._enabled[logger]
-        name, problem = type(logger).__name__, f"{type(error).__name__}: {error}"
+    def _disable(self, entry: _Entry, method: str, error: Exception) -> None:
+        self._entries.remove(entry)
+        name, problem = type(entry.logger).__name__, f"{type(error).__name__}: {error}"
         warn(f"{name}.{method}() failed. The run continues without this logger. {problem}")
         event = {"event": "logger_failed", "logger": name, "method": method, "error": problem}
         assert self._run is not None
@@ -119,18 +129,19 @@ class LoggerList:
             self._run.append_event(event)
         if method not in ("open", "close"):
             with contextlib.suppress(Exception):  # a consequence of the error above
-                logger.close()
+                entry.logger.close()
 
 
-def _name_loggers(loggers: list[Logger]) -> dict[Logger, str]:
+def _name_loggers(loggers: list[Logger]) -> list[_Entry]:
     """Give each logger a name for ``loggers.json``: its class, and a number from the second on."""
-    names: dict[Logger, str] = {}
+    entries: list[_Entry] = []
     counts: collections.Counter[str] = collections.Counter()
     for logger in loggers:
         kind = type(logger).__name__
         counts[kind] += 1
-        names[logger] = kind if counts[kind] == 1 else f"{kind}-{counts[kind]}"
-    return names
+        name = kind if counts[kind] == 1 else f"{kind}-{counts[kind]}"
+        entries.append(_Entry(logger, name))
+    return entries
 
 
 def _find_reached(run: RunDirectory) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import importlib.util
 import os
 import time
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ from miniray.train.run.loggers.base import (
 
 #: MLflow's names for the states of a run. All others are FAILED.
 _STATUS = {"finished": "FINISHED", "interrupted": "KILLED"}
+#: Addresses that mlflow-skinny alone doesn't support.
+_DATABASES = ("mssql", "mysql", "postgresql", "sqlite")
 #: Largest number of parameters in one request, and of characters in a value.
 _MOST_PARAMS, _LONGEST_VALUE = 100, 6000
 #: Number of records that may wait for the server before ``log`` blocks.
@@ -33,13 +36,13 @@ class MLflowLogger(Logger):
 
     A later attempt of a run continues its MLflow run. MLflow can't delete steps, so only steps
     above the last logged one are sent. After a restart, the metric ``restarts`` counts them.
-    Metrics are sent in the background.
+    Metrics are sent to a server in the background.
 
     Args:
         experiment: Name of the experiment; ``MLFLOW_EXPERIMENT_NAME`` or ``"miniray"`` by default.
-        tracking_uri: Address of a server, ``sqlite:///PATH`` (which needs the package ``mlflow``)
-            or a local path. The default is ``MLFLOW_TRACKING_URI`` or ``mlflow.set_tracking_uri()``
-            if set, else the directory ``mlruns``.
+        tracking_uri: Address of a server, a local path, or a database such as ``sqlite:///PATH``,
+            which needs the package ``mlflow``. The default is ``MLFLOW_TRACKING_URI`` or
+            ``mlflow.set_tracking_uri()`` if set, else the directory ``mlruns``.
     """
 
     packages = ("mlflow",)
@@ -52,15 +55,24 @@ class MLflowLogger(Logger):
         self._uri = None if tracking_uri is None else check_text("tracking_uri", str(tracking_uri))
         self._client: Any = None
         self._id = ""
+        self._is_remote = False
         self._state = LoggedRun(Path(), "")
         self._new = NewSteps(self._state)
         self._pending: collections.deque[Any] = collections.deque()
         self._check_packages()
+        scheme = (self._uri or "").partition(":")[0].partition("+")[0]
+        if scheme in _DATABASES and importlib.util.find_spec("sqlalchemy") is None:
+            raise ImportError(
+                f"MLflowLogger needs sqlalchemy for tracking_uri={self._uri!r}. "
+                "Install it with: pip install mlflow"
+            )
 
     def open(self, run: LoggedRun) -> str:
         from mlflow.tracking import MlflowClient
 
         uri = self._choose_uri()
+        # Its threads don't keep the order of steps, which files do keep.
+        self._is_remote = uri.startswith("http")
         if "://" not in uri or uri.startswith("file:"):
             # Since version 3, MLflow warns its users away from directories. Here it was chosen.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -79,7 +91,9 @@ class MLflowLogger(Logger):
 
         if self._uri is not None:
             return self._uri
-        return mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else "mlruns"
+        if mlflow.is_tracking_uri_set():
+            return str(mlflow.get_tracking_uri())
+        return Path("mlruns").resolve().as_uri()  # MLflow remembers what it found at each address
 
     def _find_experiment(self) -> str:
         name = self._experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "miniray"
@@ -107,8 +121,9 @@ class MLflowLogger(Logger):
         now = int(time.time() * 1000)
         batch = [Metric(name, value, now, position) for name, value in new.items()]
         if batch:
-            sent = self._client.log_batch(self._id, metrics=batch, synchronous=False)
-            self._pending.append(sent)
+            sent = self._client.log_batch(self._id, metrics=batch, synchronous=not self._is_remote)
+            if sent is not None:
+                self._pending.append(sent)
         if len(self._pending) > _MOST_PENDING:
             self._pending.popleft().wait()
 
