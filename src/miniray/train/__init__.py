@@ -15,8 +15,8 @@ if TYPE_CHECKING:
         Checkpoint,
         EarlyStopping,
         LRSchedule,
-        TensorBoard,
     )
+    from miniray.train.callbacks import TensorBoard as TensorBoard  # deprecated
     from miniray.train.data_parallel import DataParallelTrainer
     from miniray.train.ddp import DDPTrainer
     from miniray.train.parallel.model import ModelParallelTrainer
@@ -76,7 +76,6 @@ __all__ = [
     "ModelParallelTrainer",
     "PipelineParallelTrainer",
     "RunDirectory",
-    "TensorBoard",
     "TensorBoardLogger",
     "TorchWorker",
     "TrainResult",
