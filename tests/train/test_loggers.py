@@ -304,13 +304,27 @@ def test_a_trainer_calls_its_loggers_in_order(tmp_path):
 
 
 def test_records_with_a_step_are_logged_at_it(tmp_path):
+    run = RunDirectory.open(tmp_path / "run")
+    run.write_run({"num_workers": 1})
+    recorder = Recorder()
+    loggers = LoggerList([recorder])
+    loggers.open(run, {})
+    for fields in ({"step": 10}, {"step": 20}, {}, {"step": 30}):
+        loggers.log({"epoch": 0, "loss": 1.0, **fields})
+    loggers.close()
+    logged = [call[1] for call in recorder.calls if call[0] == "log"]
+    assert logged == [10, 20, 20, 30]  # the third one follows step 20, such as an evaluation
+
+
+def test_the_mean_of_steps_of_workers_is_a_metric(tmp_path):
     class Stepped(BaseTrainer):
         def on_epoch_end(self, epoch, result, **kwargs):
-            result["step"] = 10 * (epoch + 1)
+            result["step"] = 100.0
 
     recorder = Recorder()
-    train(tmp_path, [recorder], trainer=Stepped)
-    assert recorder.calls[2:4] == [("log", 10, 0, 1.5), ("log", 20, 1, 1.0)]
+    train(tmp_path, [recorder, "csv"], trainer=Stepped)
+    assert recorder.calls[2:4] == [("log", None, 0, 1.5), ("log", None, 1, 1.0)]
+    assert [row["step"] for row in table(tmp_path / "run" / "metrics.csv")] == ["100.0"] * 2
 
 
 @pytest.mark.parametrize("method", ["open", "log_config", "log", "log_artifact", "close"])

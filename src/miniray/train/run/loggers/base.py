@@ -18,6 +18,7 @@ __all__ = [
     "flatten",
     "get_axis",
     "get_numbers",
+    "get_step",
 ]
 
 #: Name of the metric with the number of restarts, in loggers that can't delete steps.
@@ -143,6 +144,15 @@ class NewSteps:
         new = {name: value for name, value in numbers.items() if name not in known}
         self._restarts += int(new.pop(RESTARTS, 0))  # of ranks, in this record
         return {**new, RESTARTS: self._restarts} if self._restarts else new
+
+
+def get_step(record: Mapping[str, Any]) -> int | None:
+    """Return the global step of a record, or None.
+
+    A float is the mean of what workers returned as ``step``, which isn't a global step.
+    """
+    step = record.get("step")
+    return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 
 def get_axis(step: int | None, epoch: int) -> int:

@@ -16,7 +16,7 @@ from miniray.runs.run_info import read_run_info
 from miniray.train.options import warn
 from miniray.train.run import records
 from miniray.train.run.directory import DISCARDED, RunDirectory
-from miniray.train.run.loggers.base import LoggedRun, Logger
+from miniray.train.run.loggers.base import LoggedRun, Logger, get_axis, get_step
 from miniray.train.run.loggers.jsonl import JSONLines
 from miniray.train.run.loggers.registry import create_loggers
 from miniray.train.run.loggers.system import SystemMetrics
@@ -50,6 +50,7 @@ class LoggerList:
         self._run: RunDirectory | None = None
         self._lines: JSONLines | None = None
         self._system: SystemMetrics | None = None
+        self._step: int | None = None  # of the latest record that has one
 
     def open(self, run: RunDirectory, kwargs: Mapping[str, Any]) -> None:
         """Start to log a run, or continue it.
@@ -61,7 +62,7 @@ class LoggerList:
         self._run, self._lines = run, JSONLines(run)
         if not self._entries:
             return
-        self._system = SystemMetrics()
+        self._system, self._step = SystemMetrics(), None
         info = run.read_run()
         attempts = info.get("attempts", [])
         restarts = sum(attempt.get("state") != "finished" for attempt in attempts)
@@ -86,13 +87,16 @@ class LoggerList:
     def log(self, record: Mapping[str, Any]) -> None:
         """Write a record, which has an ``epoch`` and may have a global ``step``."""
         assert self._lines is not None
-        step, epoch = record.get("step"), record["epoch"]
-        self._lines.log(step, epoch, record)
+        epoch = record["epoch"]
+        self._lines.log(get_step(record), epoch, record)
         if self._entries:
             assert self._system is not None
             metrics = {**record, **self._system.sample()}
+            step = get_step(record)
+            # Between records with steps, one without them belongs to the latest step.
+            self._step = self._step if step is None else step
             for entry in list(self._entries):
-                self._call(entry, "log", step, epoch, metrics)
+                self._call(entry, "log", self._step, epoch, metrics)
 
     def close(self) -> None:
         """Store the report with the run, and close all loggers. Do nothing if none is open."""
@@ -148,8 +152,8 @@ def _find_reached(run: RunDirectory) -> int | None:
     """Return the largest step (epoch, without steps) of all attempts."""
     discarded = records.read_records(run.path / DISCARDED)
     found = [
-        position
+        get_axis(get_step(record), record["epoch"])
         for record in (*run.read_metrics(), *discarded)
-        if (position := records.number(record.get("step", record.get("epoch")))) is not None
+        if isinstance(record.get("epoch"), int)
     ]
-    return None if not found else int(max(found))
+    return max(found, default=None)

@@ -108,8 +108,11 @@ class MLflowLogger(Logger):
         from mlflow.entities import Param
 
         known = self._client.get_run(self._id).data.params
-        flat = {k: str(v)[:_LONGEST_VALUE] for k, v in flatten(config).items() if k not in known}
-        params = [Param(name, value) for name, value in flat.items()]
+        params = [
+            Param(name, str(value)[:_LONGEST_VALUE])
+            for name, value in flatten(config).items()
+            if name not in known and value is not None
+        ]
         for start in range(0, len(params), _MOST_PARAMS):
             self._client.log_batch(self._id, params=params[start : start + _MOST_PARAMS])
 
