@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import miniray
 from miniray.checks import check_int
@@ -18,9 +18,18 @@ from miniray.train.parallel import timeline
 from miniray.train.parallel.plan.job import SPLIT_HINTS, Job, Layout
 from miniray.train.parallel.plan.schedules import SCHEDULES
 from miniray.train.parallel.timeline import ParallelResult
-from miniray.train.parallel.worker import ModelWorker
 from miniray.train.run.result import TrainResult
 from miniray.train.workers.evaluate import combine
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from miniray.train.lockstep.loop import EpochReport
+    from miniray.train.options import LockstepKwargs
+
+
+class ModelWorker:
+    """The worker class of these trainers: the replica holds the model, so it is empty."""
 
 
 class SplitModelTrainer(RankTrainer):
@@ -30,7 +39,7 @@ class SplitModelTrainer(RankTrainer):
     _kwargs_methods = ()
     _option_hints = _train_hints = SPLIT_HINTS
     _preloaded = (
-        *("tqdm.std", "miniray.train.parallel.worker", "miniray.train.parallel.rank"),
+        *("tqdm.std", "miniray.train.parallel.rank"),
         "torch.distributed.tensor.parallel",
     )
 
@@ -51,7 +60,7 @@ class SplitModelTrainer(RankTrainer):
         layers_per_stage: Sequence[int] | None = None,
         memory_limit: float | None = None,
         plan: Mapping[str, str] | None = None,
-        **options: Any,
+        **options: Unpack[LockstepKwargs],
     ) -> None:
         # Not required by the signature: the error for a misspelled name has to come first.
         required = {"model": model, "loss": loss, "optimizer": optimizer, "data": data}
@@ -82,9 +91,10 @@ class SplitModelTrainer(RankTrainer):
 
     # -- an epoch ---------------------------------------------------------------------------------
 
-    def _summary(self, results: list[dict[str, Any]]) -> dict[str, Any]:
+    def _summary(self, reports: list[EpochReport]) -> dict[str, Any]:
         layout = self.layout
-        told = [r["means"] for i, r in enumerate(results) if not layout.place(i).tensor]
+        told = [r.metrics for i, r in enumerate(reports) if not layout.place(i).tensor]
+        results = [report.details for report in reports]
         weighted = [
             (rank, means["num_samples"], means)
             for rank, means in enumerate(told)
@@ -111,7 +121,7 @@ class SplitModelTrainer(RankTrainer):
             timeline.save(self.run.path, self._epoch_record)
         return summary
 
-    def _on_one_clock(self, row: list[dict[str, Any]]) -> list[Any]:
+    def _on_one_clock(self, row: list[Mapping[str, Any]]) -> list[Any]:
         """The workers' spans since the first of them began; since each began, on several machines.
 
         There is one such clock for all processes of a machine, but not for all machines.
@@ -160,10 +170,10 @@ class SplitModelTrainer(RankTrainer):
 
     def _set_up_ranks(self) -> None:
         """Rank 0 plans and refuses; then the group: in this order nobody can hang."""
-        self._ranks.watched = {"_rank_epoch", "evaluate"}
+        self._ranks.watched = {"run_rank_epoch", "evaluate"}
         sizes = self._sizes_before() or self._job.layers_per_stage
         job = dataclasses.replace(self._job, layers_per_stage=sizes, **self._run_facts())
-        facts = self._call_ranks("_rank_prepare", lambda _: (job,))
+        facts = self._call_ranks("prepare_rank", lambda i: (i, self.num_workers, job))
         self.plan = facts[0]["plan"]
         self._show_plan()
         self._one_machine = len({fact["host"] for fact in facts}) == 1
@@ -181,7 +191,7 @@ class SplitModelTrainer(RankTrainer):
             return None
         if self.plan is not None:
             return list(self.plan.stages.sizes)
-        before = (self._loaded or {}).get("extra", {}).get("parallel", {}).get("stages")
+        before = (self._loaded or {}).get("parallel", {}).get("stages")
         per_worker = self._job.stages_per_worker or SCHEDULES[self._job.schedule].default
         here = {"places": self.layout.pipeline, "per_worker": per_worker}
         if before is None or any(before[key] != value for key, value in here.items()):
@@ -193,7 +203,7 @@ class SplitModelTrainer(RankTrainer):
         text = "\n\n".join(self.plan.tables())
         if text:
             (self.run.path / "plan.txt").write_text(text + "\n", "utf-8")
-            if self._progress and not self.failures:
+            if self.options.progress and not self.failures:
                 print(text, flush=True)
 
     # -- state ------------------------------------------------------------------------------------
@@ -201,12 +211,12 @@ class SplitModelTrainer(RankTrainer):
     def _whole_weights(self) -> Any:
         """By the names of the model's ``state_dict``, in the order of its stages."""
         by_stage: dict[int, Mapping[str, Any]] = {}
-        for part in self._call_ranks("get_weights"):
+        for part in self._call_ranks("gather_weights"):
             by_stage.update(part)
         return {name: value for _, part in sorted(by_stage.items()) for name, value in part.items()}
 
     def _shared_state(self) -> dict[str, Any]:
-        parts = [p for p in self._call_ranks("_rank_shared_state") if p is not None]
+        parts = [p for p in self._call_ranks("gather_shared") if p is not None]
         numbers: dict[str, Any] = {}
         for part in parts:
             numbers.update(part["optimizer"]["state"])
