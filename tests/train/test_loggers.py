@@ -126,13 +126,14 @@ def test_tensorboard_reads_scalars_and_configuration(tmp_path):
     pytest.importorskip("tensorboard")
     records = [
         (None, 0, {"epoch": 0, "loss": torch.tensor(0.5), "name": "x", "counts": {"tokens": 8}}),
-        (None, 1, {"epoch": 1, "loss": 0.25, "synced": True}),
+        (None, 1, {"epoch": 1, "loss": 0.25, "synced": True, "big": 10**400}),
     ]
     write(TensorBoardLogger(), tmp_path, records)
     assert scalars(tmp_path / "tensorboard") == {
         "loss": [(0, 0.5), (1, 0.25)],
         "counts/tokens": [(0, 8.0)],
         "synced": [(1, 1.0)],
+        "big": [(1, float("inf"))],
     }
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 

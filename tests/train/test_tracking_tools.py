@@ -1,6 +1,7 @@
 """Weights & Biases without a server, and MLflow with a local directory: read what they stored."""
 
 import json
+import math
 import struct
 import sys
 import time
@@ -8,6 +9,7 @@ import time
 import pytest
 
 from miniray.train import BaseTrainer, Callback, Checkpoint, MLflowLogger, RunDirectory, WandbLogger
+from miniray.train.run.loggers.base import LoggedRun
 from tests.train.workers_for_tests import Counter
 
 pytestmark = pytest.mark.usefixtures("_light_workers")
@@ -158,6 +160,20 @@ def test_mlflow_in_a_local_directory(tmp_path):
     assert (run.data.params["num_workers"], run.data.params["kwargs.lr"]) == ("2", "0.5")
     assert "system/cpu_percent" in run.data.metrics
     assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["report.html"]
+
+
+def test_mlflow_accepts_any_names_and_numbers(tmp_path):
+    tracking = pytest.importorskip("mlflow.tracking")
+    logger = MLflowLogger("demo", tmp_path / "store")
+    run_id = logger.open(LoggedRun(tmp_path, "odd"))
+    logger.log_config({"betas (Adam)": [0.9, 0.999], "none": None, "text": "x" * 10_000})
+    logger.log(10, 0, {"mAP@50": 0.5, "loss": float("nan"), "big": 10**400, "name": "x"})
+    logger.close()
+    data = tracking.MlflowClient((tmp_path / "store").as_uri()).get_run(run_id).data
+    assert (data.metrics["mAP_50"], data.metrics["big"]) == (0.5, math.inf)
+    assert math.isnan(data.metrics["loss"])
+    assert data.params["betas _Adam_"] == "[0.9, 0.999]"
+    assert sorted(data.params) == ["betas _Adam_", "text"]
 
 
 def test_mlflow_needs_sqlalchemy_for_a_database(monkeypatch):

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from miniray.train.run.records import number
+from miniray.train.run.records import as_float, number
 
 __all__ = [
     "LoggedRun",
@@ -164,7 +164,7 @@ def get_numbers(step: int | None, metrics: Mapping[str, Any]) -> dict[str, float
     """Return the metrics that are numbers, by flat names, without the one that is the x axis."""
     axis = "epoch" if step is None else "step"
     flat = ((name, number(value)) for name, value in _iter_flat(metrics, "/"))
-    return {name: value for name, value in flat if value is not None and name != axis}
+    return {name: as_float(value) for name, value in flat if value is not None and name != axis}
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import collections
 import importlib.util
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from miniray.checks import check_text, suggest_options
 from miniray.train.run.loggers.base import (
@@ -19,6 +20,8 @@ from miniray.train.run.loggers.base import (
     get_axis,
     get_numbers,
 )
+
+T = TypeVar("T")
 
 #: MLflow's names for the states of a run. All others are FAILED.
 _STATUS = {"finished": "FINISHED", "interrupted": "KILLED"}
@@ -110,7 +113,7 @@ class MLflowLogger(Logger):
         known = self._client.get_run(self._id).data.params
         params = [
             Param(name, str(value)[:_LONGEST_VALUE])
-            for name, value in flatten(config).items()
+            for name, value in _clean_names(flatten(config)).items()
             if name not in known and value is not None
         ]
         for start in range(0, len(params), _MOST_PARAMS):
@@ -120,7 +123,7 @@ class MLflowLogger(Logger):
         from mlflow.entities import Metric
 
         position = get_axis(step, epoch)
-        new = self._new.select(position, get_numbers(step, metrics))
+        new = self._new.select(position, _clean_names(get_numbers(step, metrics)))
         now = int(time.time() * 1000)
         batch = [Metric(name, value, now, position) for name, value in new.items()]
         if batch:
@@ -140,3 +143,8 @@ class MLflowLogger(Logger):
             self._pending.popleft().wait()
         self._client.set_terminated(self._id, _STATUS.get(self._state.state, "FAILED"))
         self._client = None
+
+
+def _clean_names(values: Mapping[str, T]) -> dict[str, T]:
+    """Replace characters that MLflow doesn't allow in names, such as the one in ``mAP@50``."""
+    return {re.sub(r"[^\w.:/ -]", "_", name): value for name, value in values.items()}
