@@ -1,10 +1,10 @@
-"""The workers of a trainer: made, checked, called together, replaced when they die.
+"""``WorkerGroup``: create, check, call and replace independent workers.
 
-An exception in a worker's code ends the run: it reaches the caller as it was raised, with worker
-id, epoch and remote traceback. A worker whose process dies, or that takes longer than
-``worker_timeout`` for one call, is replaced up to ``max_failures`` times in the run: the new one is
-set up like the old one and repeats its call; what the others did is kept. One that is lost while it
-is set up is replaced in turn.
+An exception in a worker's code ends the run. The caller gets it with worker id, epoch and remote
+traceback. A worker that crashes, or that exceeds ``worker_timeout`` in one call, is replaced up to
+``max_failures`` times per run. The replacement is set up like the worker before it and repeats its
+call. The results of the others are kept. A replacement that is lost during its setup is replaced
+too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from miniray.errors import (
 )
 from miniray.train.workers.nodes import NodeLosses
 
-#: What every worker must have; ``load_data_shard`` and others may be absent.
+#: Methods that every worker must have. Others, such as ``load_data_shard``, are optional.
 REQUIRED_METHODS = ("train_epoch", "get_weights", "set_weights")
 
 NO_WORKERS = "there are no workers before train(), and none after shutdown()"
@@ -46,7 +46,7 @@ _READ_ONLY = "Arrays of another process are read-only: set_weights() must copy t
 
 
 def accepted(parameters: inspect.Signature | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``kwargs`` that a function with this signature takes."""
+    """Return the ``kwargs`` that a function with this signature accepts."""
     if parameters is None:
         return dict(kwargs)
     kinds = {name: p.kind for name, p in parameters.parameters.items()}
@@ -84,12 +84,12 @@ def create_worker_actor(cls: ActorClass[Any], worker_id: int, kwargs: Mapping[st
 
 
 def method_spec(worker: Handle, name: str) -> CallSpec | None:
-    """How a worker's method may be called; None where it has none of that name."""
+    """Return the signature of a worker's method. None if it has no method of that name."""
     return worker._info.methods.get(name)
 
 
 def check_worker(worker: Any, worker_id: int, required: Sequence[str]) -> None:
-    """Refuse what cannot be trained, before anything is."""
+    """Raise ``TypeError`` if ``worker`` isn't an actor with the required methods."""
     if not isinstance(worker, ActorHandle):
         raise TypeError(
             f"create_worker({worker_id}) must return an actor handle, as MyWorker.remote(...) "
@@ -127,7 +127,7 @@ def is_loss(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def setting_up(method: str, worker_id: int | None = None) -> Iterator[None]:
-    """Around a call to a replacement, whose loss is a ``LostAgainError``."""
+    """Raise ``LostAgainError`` if the replacement that is called inside is lost."""
     try:
         yield
     except Exception as error:
@@ -206,10 +206,10 @@ class WorkerGroup:
         kwargs: Mapping[str, Any],
         epoch: int | None = None,
     ) -> list[Any]:
-        """Call ``method`` on all workers at once; results by worker id.
+        """Call ``method`` on all workers at the same time, and return the results by worker id.
 
-        ``arguments(i)`` are worker i's own; of ``kwargs`` each gets what its method takes. Raises
-        the first worker's error; the others' calls go on, the caller ends them.
+        Worker i gets ``arguments(i)``, and the ``kwargs`` that its method accepts. The first error
+        is raised. The calls of the other workers continue until the caller stops them.
         """
 
         def submit(worker_id: int) -> Any:
@@ -226,7 +226,7 @@ class WorkerGroup:
         method: str,
         epoch: int | None = None,
     ) -> dict[int, Any]:
-        """Like ``call``, on some workers; ``submit(i)`` begins worker i's call of ``method``."""
+        """Call some workers like ``call``. ``submit(i)`` starts the call of worker i."""
         pending = {submit(i): i for i in worker_ids}
         started = dict.fromkeys(pending.values(), time.monotonic())
         results: dict[int, Any] = {}
@@ -246,14 +246,14 @@ class WorkerGroup:
         return self.call_some(values, lambda i: self.submit(i, method, values[i]), method)
 
     def submit(self, worker_id: int, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call one worker; of ``kwargs`` it gets what its method takes. Returns the ref."""
+        """Call a worker with the ``kwargs`` that its method accepts, and return the ref."""
         worker = self.handles[worker_id]
         spec = method_spec(worker, method)
         taken = accepted(spec.signature if spec else None, kwargs)
         return getattr(worker, method).remote(*args, **taken)
 
     def ref_of(self, worker_id: int, method: str) -> Any:
-        """A ref to what one worker answers, which is there; it is replaced like in ``call``."""
+        """Call a worker, wait, and return the ref. The worker is replaced like in ``call``."""
         while True:
             ref = self.submit(worker_id, method)
             try:
@@ -263,17 +263,20 @@ class WorkerGroup:
                 self.recover(error, worker_id, method, None)
 
     def set_up_call(self, worker_id: int, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a replacement while it is set up, and wait; ``LostAgainError`` where it is lost too.
+        """Call a replacement while it is set up, and return the result.
 
-        No ref in ``args`` may be another actor's that has not answered yet: its death would be
-        taken for the worker's.
+        Refs in ``args`` must be ready: the crash of the actor that computes one would be taken for
+        a crash of the worker.
+
+        Raises:
+            LostAgainError: The replacement is lost too.
         """
         ref = self.submit(worker_id, method, *args, **kwargs)
         with setting_up(method, worker_id):
             return miniray.get(ref, timeout=self.timeout)
 
     def some_ready(self, started: Mapping[Any, float]) -> list[Any]:
-        """Of refs and when each was begun, those that have an outcome or have run out of time."""
+        """Wait, and return the refs that are ready or timed out. ``started`` maps refs to times."""
         refs = list(started)
         if self.timeout is None:
             return miniray.wait(refs)[0]
@@ -283,13 +286,13 @@ class WorkerGroup:
         return ready or [ref for ref in refs if limits[ref] <= time.monotonic()]
 
     def outcome(self, ref: Any) -> Any:
-        """What became of a ref that ``some_ready`` gave; ``GetTimeoutError`` if nothing yet."""
+        """Return the value of a ref from ``some_ready``. Raise ``GetTimeoutError`` if timed out."""
         return miniray.get(ref, timeout=0 if self.timeout else None)
 
     # -- failure ----------------------------------------------------------------------------------
 
     def recover(self, error: Exception, worker_id: int, method: str, epoch: int | None) -> None:
-        """Replace the worker that ``error`` came from, or raise what the caller should see."""
+        """Replace the worker that raised ``error``, or raise the error with its context."""
         replaced = same_failure = False
         while not replaced:
             if not is_loss(error):
@@ -310,7 +313,7 @@ class WorkerGroup:
         self.on_event({"event": "worker_replaced", **what})
 
     def replace(self, worker_id: int) -> None:
-        """End a worker if it still runs, make another in its place and set it up."""
+        """Stop a worker, create a new one in its place and set it up."""
         miniray.kill(self.handles[worker_id])
         self.node_losses.settle()
         self.handles[worker_id] = self.create(worker_id)
@@ -319,14 +322,14 @@ class WorkerGroup:
             setup.set_up(self, worker_id)
 
     def stop(self) -> None:
-        """End all workers."""
+        """Stop all workers."""
         for worker in self.handles:
             end(worker)
         self.handles.clear()
 
 
 def end(actor: Handle) -> None:
-    """End an actor, unless it ended with its engine."""
+    """Stop an actor, unless its engine was shut down."""
     if session.is_initialized() and session.engine() is actor._engine:
         with contextlib.suppress(SessionEndedError):  # in this moment, by another thread
             miniray.kill(actor)
@@ -335,7 +338,7 @@ def end(actor: Handle) -> None:
 def in_context(
     error: Exception, worker_id: int, method: str, epoch: int | None, unit: str = "epoch"
 ) -> Exception:
-    """``error`` saying which worker it came from, and when; of the same types as before."""
+    """Return ``error`` with worker, method and epoch in message and fields; types are kept."""
     when = "" if epoch is None else f" in {unit} {epoch}"
     call = "" if isinstance(error, TaskError) else f", {USER_METHODS.get(method, method)}()"
     told = located(error, f"worker {worker_id}{call}{when}")
