@@ -390,7 +390,8 @@ class BaseTrainer:
         Each worker gets the ``kwargs`` that its method accepts. A worker that crashes or hangs is
         replaced within ``max_failures``. Exceptions are raised with worker id and epoch.
         """
-        return self._get_group().call(method, lambda _: args, kwargs, epoch)
+        results: list[Any] = self._get_group().call(method, lambda _: args, kwargs, epoch)
+        return results
 
     def _start(self, resume: bool | str | Path) -> None:
         """Start the engine, the run directory and the workers, unless they are running."""
@@ -418,12 +419,11 @@ class BaseTrainer:
                 timeout=self.options.worker_timeout,
                 on_event=self.session.append_event,
                 unit=self._unit,
+                get_kwargs=lambda: self._kwargs,
             )
-            self._group.kwargs = self._kwargs
             self._group.start()
             self._check_kwargs()
             self._set_up_all()
-        self._group.kwargs = self._kwargs
         if self._loaded is not None:
             self._restore(self._loaded)
             self._loaded = None
@@ -544,8 +544,8 @@ class BaseTrainer:
         """Return the weights that all workers have, in a list. None if they differ."""
         return None
 
-    def _get_group(self) -> WorkerGroup:
-        """Return the workers. Raise ``RuntimeError`` if there are none."""
+    def _get_group(self) -> Any:
+        """Return the ``WorkerGroup`` or ``LockstepGroup``. Raise ``RuntimeError`` without one."""
         if self._group is None:
             raise RuntimeError(NO_WORKERS)
         return self._group

@@ -168,7 +168,7 @@ class WorkerGroup:
         timeout: Limit in seconds for one call. None: no limit.
         on_event: Called with a dict for each failure and replacement.
         unit: Unit of epochs in errors: an epoch or a step.
-        kwargs: Keyword arguments of ``train()``.
+        get_kwargs: Returns the keyword arguments of ``train()``.
     """
 
     count: int
@@ -179,7 +179,7 @@ class WorkerGroup:
     timeout: float | None
     on_event: Callable[[dict[str, Any]], None]
     unit: str = "epoch"
-    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    get_kwargs: Callable[[], Mapping[str, Any]] = dict
     handles: list[Handle] = dataclasses.field(default_factory=list)
     failures: int = 0
     node_losses: NodeLosses = dataclasses.field(default_factory=NodeLosses)
