@@ -160,7 +160,7 @@ class DDPTrainer(LockstepTrainer):
                 "training_step(batch, batch_idx) nor train_epoch(epoch)"
             )
         if "load_data_shard" in methods:
-            group.call_ranks("load_data_shard", lambda i: (i, count), lambda _: group.kwargs)
+            group.call_ranks("load_data_shard", lambda i: (i, count), lambda _: self._kwargs)
         settings = dataclasses.replace(self._settings, **self._run_facts())
         facts = group.call_ranks("prepare_rank", lambda i: (i, count, settings))
         self._steps_are_ours = facts[0]["steps"]
