@@ -28,9 +28,10 @@ from miniray.train import (
     DDPTrainer,
     EarlyStopping,
     LRSchedule,
+    MLflowLogger,
     ModelParallelTrainer,
     PipelineParallelTrainer,
-    TensorBoard,
+    TensorBoardLogger,
 )
 
 ROWS = [{"prompt": "1+1="}]
@@ -66,7 +67,8 @@ CLASSES = {
     EarlyStopping: (),
     LRSchedule: (abs,),
     CSVLogger: (),
-    TensorBoard: (),
+    TensorBoardLogger: (),
+    MLflowLogger: (),
     DataLoader: (make_dataset(), 2),
     ParquetDataset: ("missing.parquet",),
     JsonlDataset: ("missing.jsonl",),
@@ -105,6 +107,9 @@ PASSED = {
     "schedule": (ModelParallelTrainer,),
     "worker": (PipelineParallelTrainer, GRPOTrainer),
     "patience": (Checkpoint, DDPTrainer),
+    "logger": (DDPTrainer, GRPOTrainer),
+    "log_dir": (TensorBoardLogger, DDPTrainer),
+    "tracking_uri": (DDPTrainer,),
     "columns": (IndexedDataset, Mixture),
     "gamma": (GRPOConfig,),
     "coef": (GRPOConfig,),

@@ -40,6 +40,7 @@ RENAMED_OPTIONS: Mapping[str, str] = {
     "num_replicas": "world_size",
     "num_train_epochs": "epochs",
     "log_dir": "directory",
+    "logger": "loggers",
     "output_dir": "run_dir",
     "prefetch_factor": "prefetch",
     "resume_from_checkpoint": "resume",
@@ -62,7 +63,7 @@ FOREIGN_OPTIONS: Mapping[str, str] = {
     "every_n_epochs": "Pass callbacks=Checkpoint(every=...).",
     "save_steps": "Pass callbacks=Checkpoint(every=...).",
     "save_top_k": "Pass keep_best=(metric, 'min') and keep_last=.",
-    "logger": "Pass callbacks=CSVLogger() or callbacks=TensorBoard().",
+    "report_to": "Pass loggers=['tensorboard'], for example.",
 }
 
 #: Classes in which a missing option is searched. Base classes come first: an option that a class
@@ -71,7 +72,7 @@ _OPTION_OWNERS: Mapping[str, tuple[str, ...]] = {
     "miniray.train": (
         *("BaseTrainer", "DataParallelTrainer", "DDPTrainer", "PipelineParallelTrainer"),
         *("ModelParallelTrainer", "Checkpoint", "EarlyStopping", "LRSchedule", "CSVLogger"),
-        "TensorBoard",
+        *("TensorBoardLogger", "WandbLogger", "MLflowLogger"),
     ),
     "miniray.data.datasets": (
         *("SourceDataset", "ParquetDataset", "JsonlDataset", "ArrowDataset", "IndexedDataset"),

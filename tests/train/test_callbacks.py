@@ -1,8 +1,5 @@
 """Callbacks, driven as a trainer drives them."""
 
-import csv
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -12,11 +9,9 @@ from miniray.train import (
     Callback,
     Checkpoint,
     CheckpointStore,
-    CSVLogger,
     EarlyStopping,
     LRSchedule,
     RunDirectory,
-    TensorBoard,
 )
 
 
@@ -160,74 +155,6 @@ def test_bad_arguments_are_refused():
     for bad in ({"patience": 0}, {"min_delta": -1}, {"min_delta": float("nan")}, {"mode": "x"}):
         with pytest.raises(ValueError):
             EarlyStopping("loss", **bad)
-
-
-# -- CSVLogger -------------------------------------------------------------------------------------
-
-
-def table(path):
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def test_a_row_an_epoch_in_the_run_directory(tmp_path):
-    trainer = Trainer(tmp_path)
-    trainer.train(CSVLogger(), losses(0.5, np.float64(0.25)))
-    assert (trainer.run.path / "metrics.csv").read_text().split() == [
-        "epoch,loss",
-        "0,0.5",
-        "1,0.25",
-    ]
-
-
-def test_columns_may_come_and_go(tmp_path):
-    path = tmp_path / "deep" / "log.csv"
-    results = [{"loss": 1}, {"loss": 2, "val": 3}, {"val": float("nan")}, {"ids": [1, "a,b"]}]
-    Trainer(tmp_path).train(CSVLogger(path), results)
-    rows = table(path)
-    assert list(rows[0]) == ["epoch", "loss", "val", "ids"]
-    assert [list(row.values()) for row in rows] == [
-        ["0", "1", "", ""],
-        ["1", "2", "3", ""],
-        ["2", "", "NaN", ""],
-        ["3", "", "", '[1, "a,b"]'],
-    ]
-    assert [p.name for p in path.parent.iterdir()] == ["log.csv"]
-
-
-def test_a_resumed_run_goes_on_in_the_same_table(tmp_path):
-    path = tmp_path / "log.csv"
-    trainer = Trainer(tmp_path)
-    trainer.train(CSVLogger(path), losses(1, 2, 3))
-    trainer.train(CSVLogger(path), [{"loss": 20, "acc": 0.5}], first=2)
-    assert [(r["epoch"], r["loss"], r["acc"]) for r in table(path)] == [
-        ("0", "1", ""),
-        ("1", "2", ""),
-        ("2", "20", "0.5"),
-    ]
-    trainer.train(CSVLogger(path), losses(7))
-    assert [r["loss"] for r in table(path)] == ["7"]
-
-
-# -- TensorBoard -----------------------------------------------------------------------------------
-
-
-def test_numbers_become_scalars_that_tensorboard_reads(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    trainer = Trainer(tmp_path)
-    trainer.train(TensorBoard(), [{"loss": torch.tensor(0.5), "name": "x"}, {"loss": 0.25}])
-    trainer.epoch = 1  # taken up from a checkpoint: the second epoch is done again
-    trainer.train(TensorBoard(), [{"loss": 0.125, "accuracy": np.float32(1)}], first=1)
-    read = accumulator.EventAccumulator(str(trainer.run.path / "tensorboard"))
-    read.Reload()
-    found = {tag: [(e.step, e.value) for e in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
-    assert found == {"loss": [(0, 0.5), (1, 0.125)], "accuracy": [(1, 1.0)]}
-
-
-def test_without_tensorboard_it_is_refused_at_the_start(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ImportError, match="pip install torch tensorboard"):
-        Trainer(tmp_path).train(TensorBoard(), losses(1))
 
 
 # -- LRSchedule ------------------------------------------------------------------------------------

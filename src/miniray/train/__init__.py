@@ -13,17 +13,21 @@ if TYPE_CHECKING:
     from miniray.train.callbacks import (
         Callback,
         Checkpoint,
-        CSVLogger,
         EarlyStopping,
         LRSchedule,
-        TensorBoard,
     )
+    from miniray.train.callbacks import TensorBoard as TensorBoard  # deprecated
     from miniray.train.data_parallel import DataParallelTrainer
     from miniray.train.ddp import DDPTrainer
     from miniray.train.parallel.model import ModelParallelTrainer
     from miniray.train.parallel.pipeline import PipelineParallelTrainer
     from miniray.train.run.checkpoint_store import CheckpointInfo, CheckpointStore
     from miniray.train.run.directory import RunDirectory
+    from miniray.train.run.loggers.base import Logger
+    from miniray.train.run.loggers.csv import CSVLogger
+    from miniray.train.run.loggers.mlflow import MLflowLogger
+    from miniray.train.run.loggers.tensorboard import TensorBoardLogger
+    from miniray.train.run.loggers.wandb import WandbLogger
     from miniray.train.run.modelfile import load_model, save_model
     from miniray.train.run.result import TrainResult
     from miniray.train.torch_worker import TorchWorker
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "BaseTrainer": ".trainer",
-    "CSVLogger": ".callbacks",
+    "CSVLogger": ".run.loggers.csv",
     "Callback": ".callbacks",
     "Checkpoint": ".callbacks",
     "CheckpointInfo": ".run.checkpoint_store",
@@ -41,12 +45,16 @@ _WHERE = {
     "DataParallelTrainer": ".data_parallel",
     "EarlyStopping": ".callbacks",
     "LRSchedule": ".callbacks",
+    "Logger": ".run.loggers.base",
+    "MLflowLogger": ".run.loggers.mlflow",
     "ModelParallelTrainer": ".parallel.model",
     "PipelineParallelTrainer": ".parallel.pipeline",
     "RunDirectory": ".run.directory",
     "TensorBoard": ".callbacks",
+    "TensorBoardLogger": ".run.loggers.tensorboard",
     "TorchWorker": ".torch_worker",
     "TrainResult": ".run.result",
+    "WandbLogger": ".run.loggers.wandb",
     "aggregate": ".workers.aggregate",
     "load_model": ".run.modelfile",
     "save_model": ".run.modelfile",
@@ -63,12 +71,15 @@ __all__ = [
     "DataParallelTrainer",
     "EarlyStopping",
     "LRSchedule",
+    "Logger",
+    "MLflowLogger",
     "ModelParallelTrainer",
     "PipelineParallelTrainer",
     "RunDirectory",
-    "TensorBoard",
+    "TensorBoardLogger",
     "TorchWorker",
     "TrainResult",
+    "WandbLogger",
     "aggregate",
     "load_model",
     "save_model",

@@ -6,13 +6,9 @@ the order given, after the trainer's own hook. All of them run on the driver.
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
 from typing import Any
 
@@ -20,6 +16,9 @@ import miniray
 from miniray.checks import check_bool, check_int, suggest_options
 from miniray.train.options import warn
 from miniray.train.run import records
+from miniray.train.run.loggers.base import Logger
+from miniray.train.run.loggers.csv import CSVLogger
+from miniray.train.run.loggers.tensorboard import TensorBoardLogger
 from miniray.train.run.result import better_direction
 from miniray.train.workers.group import WorkerGroup, setting_up
 
@@ -267,75 +266,8 @@ class LRSchedule(Callback):
             miniray.get(trainer.workers[worker_id].set_lr.remote(self.lr))
 
 
-@suggest_options()
-class CSVLogger(Callback):
-    """Writes a table with a row an epoch (default: ``metrics.csv`` in the run directory).
-
-    Columns may appear later: the file is then replaced whole, with empty cells above. Rows of
-    epochs that are done again (a resumed run, or a new one with the same path) are replaced. Lists
-    and dicts are written as JSON.
-    """
-
-    def __init__(self, path: str | Path | None = None) -> None:
-        self._given = path
-        self._path: Path | None = None
-        self._columns: list[str] = []
-
-    def on_train_start(self, trainer: Any, **kwargs: Any) -> None:
-        self._path = Path(self._given) if self._given is not None else None
-        self._columns = []
-
-    def on_epoch_end(self, trainer: Any, epoch: int, result: dict[str, Any], **kwargs: Any) -> None:
-        path = self._path = self._path or Path(trainer.run.path) / "metrics.csv"
-        row = {"epoch": str(epoch), **{k: _cell(v) for k, v in result.items() if k != "epoch"}}
-        new = [name for name in row if name not in self._columns]
-        if not new and path.exists():
-            with open(path, "a", newline="", encoding="utf-8") as file:
-                csv.DictWriter(file, self._columns).writerow(row)
-            return
-        before = _rows_before(path, epoch)
-        older = list(before[0]) if before else []
-        self._columns = list(dict.fromkeys([*older, *self._columns, *row]))
-        text = io.StringIO(newline="")
-        table = csv.DictWriter(text, self._columns, restval="")
-        table.writeheader()
-        table.writerows([*before, row])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        records.replace_text(path, text.getvalue())
-
-
-@suggest_options()
-class TensorBoard(Callback):
-    """Writes the numbers of every epoch as TensorBoard scalars (default: in the run directory).
-
-    ``ImportError`` at the start of training where tensorboard is not installed.
-    """
-
-    def __init__(self, directory: str | Path | None = None) -> None:
-        self._directory = directory
-        self._writer: Any = None
-
-    def on_train_start(self, trainer: Any, **kwargs: Any) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                f"the TensorBoard callback needs torch and tensorboard ({error}): "
-                "pip install torch tensorboard"
-            ) from None
-        directory = self._directory or Path(trainer.run.path) / "tensorboard"
-        # What a run that is taken up again wrote of epochs that are now to be done is not shown.
-        self._writer = SummaryWriter(str(directory), purge_step=trainer.epoch)
-
-    def on_epoch_end(self, trainer: Any, epoch: int, result: dict[str, Any], **kwargs: Any) -> None:
-        for key, value in result.items():
-            plain = records.number(value)
-            if plain is not None and key != "epoch":  # which is the axis
-                self._writer.add_scalar(key, plain, epoch)
-        self._writer.flush()  # so that a run that is killed later can be looked at
-
-    def on_train_end(self, trainer: Any, history: Any, **kwargs: Any) -> None:
-        self._writer.close()
+#: The name of this logger in version 0.1.
+TensorBoard = TensorBoardLogger
 
 
 class CallbackStates:
@@ -382,34 +314,28 @@ class CallbackSetup:
                 callback.on_worker_replaced(self._trainer, worker_id)
 
 
-def check_callbacks(callbacks: Callback | Iterable[Any]) -> list[Callback]:
-    """Return the callbacks as a list. Raise ``TypeError`` for other objects and for classes."""
-    found = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
+def check_callbacks(callbacks: Any) -> tuple[list[Callback], list[Logger]]:
+    """Return callbacks as a list, and loggers among them, which are deprecated here.
+
+    Raise ``TypeError`` for other objects and for classes.
+    """
+    given = [callbacks] if isinstance(callbacks, (Callback, Logger)) else list(callbacks)
+    loggers = [callback for callback in given if isinstance(callback, Logger)]
+    found = [callback for callback in given if not isinstance(callback, Logger)]
     for callback in found:
         if not isinstance(callback, Callback):
             hint = f"; write {callback.__name__}()" if isinstance(callback, type) else ""
             raise TypeError(f"callbacks must be Callback objects, not {callback!r}{hint}")
-    return found
+    for logger in loggers:
+        name = type(logger).__name__
+        warn(
+            f"{name} in callbacks= is deprecated. Pass loggers=[{name}(...)] instead.",
+            DeprecationWarning,
+        )
+    return found, loggers
 
 
 def _warn_unless_seen(consequence: str, metric: str, history: list[dict[str, Any]]) -> None:
     if history and all(metric not in record for record in history):
         known = ", ".join(history[-1])
         warn(f"{consequence}: no epoch had {metric!r}, only {known}")
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    plain = records.to_json(value)
-    return json.dumps(plain) if isinstance(plain, (dict, list, bool)) else str(plain)
-
-
-def _rows_before(path: Path, epoch: int) -> list[dict[str, str]]:
-    """The table's rows of earlier epochs, as they are."""
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file, restval=""))
-    except FileNotFoundError:
-        return []
-    return [row for row in rows if row.get("epoch", "").isdigit() and int(row["epoch"]) < epoch]

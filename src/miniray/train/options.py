@@ -29,6 +29,7 @@ from miniray.train.run.directory import check_name
 
 if TYPE_CHECKING:
     from miniray.train.callbacks import Callback
+    from miniray.train.run.loggers.base import Logger
 
 #: Methods of trainers and callbacks that get the keyword arguments of train().
 _HOOKS = ("train_epoch", "on_train_start", "on_epoch_start", "on_epoch_end", "on_train_end")
@@ -69,6 +70,8 @@ class RunOptions:
         worker_timeout: Limit in seconds for one call to a worker. None: no limit.
         progress: Show a progress bar, or plain lines if the output isn't a terminal.
         callbacks: One callback or several; see ``miniray.train.callbacks``.
+        loggers: One logger or several: ``"csv"``, ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, or
+            ``Logger`` objects. ``metrics.jsonl`` is always written.
         resources_per_worker: Options of the worker actors, such as ``num_cpus`` and ``num_gpus``.
         backend: The engine to start if none is running: ``"local"``, ``"ray"`` or ``"inline"``.
         eval_interval: Evaluate after every ``eval_interval`` epochs (0: never). The scores are
@@ -85,6 +88,7 @@ class RunOptions:
     worker_timeout: float | None = None
     progress: bool = True
     callbacks: Callback | Sequence[Callback] = ()
+    loggers: str | Logger | Sequence[str | Logger] = ()
     resources_per_worker: Mapping[str, Any] | None = None
     backend: str | None = None
     eval_interval: int = 0
@@ -125,6 +129,7 @@ class RunKwargs(TypedDict, total=False):
     worker_timeout: float | None
     progress: bool
     callbacks: Callback | Sequence[Callback]
+    loggers: str | Logger | Sequence[str | Logger]
     resources_per_worker: Mapping[str, Any] | None
     backend: Literal["local", "ray", "inline"] | None
     eval_interval: int
@@ -158,12 +163,12 @@ class ParallelKwargs(LockstepKwargs, total=False):
     memory_limit: float | None
 
 
-def warn(text: str) -> None:
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn with the innermost line of the user's code as the location."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, stacklevel=level)
+    warnings.warn(text, category, stacklevel=level)
 
 
 def check_names(kwargs: Iterable[str]) -> None:

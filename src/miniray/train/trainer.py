@@ -32,6 +32,8 @@ from miniray.train.options import (
 from miniray.train.run.checkpoint_store import CheckpointStore
 from miniray.train.run.checkpointer import Checkpointer
 from miniray.train.run.directory import RunDirectory
+from miniray.train.run.loggers.logger_list import LoggerList
+from miniray.train.run.loggers.registry import create_loggers
 from miniray.train.run.modelfile import save_model
 from miniray.train.run.progress import Progress
 from miniray.train.run.result import TrainResult
@@ -74,7 +76,7 @@ class BaseTrainer:
         worker: A worker class, decorated with ``@miniray.remote`` or not. Without it, a subclass
             implements ``create_worker``.
         **options: The options of ``RunOptions``: ``name``, ``run_dir``, ``seed``, ``resume``,
-            ``max_failures``, ``worker_timeout``, ``progress``, ``callbacks``,
+            ``max_failures``, ``worker_timeout``, ``progress``, ``callbacks``, ``loggers``,
             ``resources_per_worker``, ``backend``, ``eval_interval``, ``keep_last``, ``keep_best``.
 
     Attributes:
@@ -82,6 +84,7 @@ class BaseTrainer:
         epoch: Number of completed epochs.
         history: One record per epoch.
         callbacks: The callbacks, in the order in which they are called.
+        loggers: Writes records to ``metrics.jsonl`` and to the loggers.
         checkpointer: Writes checkpoints. ``checkpointer.register(name, part)`` adds a part to them.
         run: The run directory; None before ``train``.
         should_stop: Set it in a hook to end the run after the current epoch.
@@ -117,7 +120,8 @@ class BaseTrainer:
         self.num_workers = check_int("num_workers", num_workers, 1)
         self.options = RunOptions(**options)
         self._worker_class = get_worker_class(worker, self.options.resources_per_worker)
-        self.callbacks = check_callbacks(self.options.callbacks)
+        self.callbacks, deprecated = check_callbacks(self.options.callbacks)
+        self.loggers = LoggerList([*create_loggers(self.options.loggers), *deprecated])
         self.session = RunSession(
             self._title,
             name=self.options.name,
@@ -308,6 +312,8 @@ class BaseTrainer:
 
             error.__traceback__ = users_part(error.__traceback__)
             raise
+        finally:
+            self.loggers.close()
         return result
 
     def _check_length(self, epochs: int | None, steps: int | None) -> tuple[int | None, int | None]:
@@ -385,11 +391,11 @@ class BaseTrainer:
             return
         if self.state.replaces_part:  # which was written
             self.session.directory.truncate_metrics(record["epoch"] - 1)
-        self.session.directory.append_metrics(record)
+        self.loggers.log(record)
 
     def _write_step(self, record: dict[str, Any]) -> None:
-        """Write a record of steps to ``steps.jsonl``."""
-        self.session.directory.append_step(record)
+        """Write a record of steps to ``steps.jsonl`` and to the loggers."""
+        self.loggers.log_step(record)
 
     def _train_epoch(self, epoch: int) -> dict[str, Any]:
         self.state.in_epoch = True
@@ -477,6 +483,7 @@ class BaseTrainer:
         run = self.session.open()
         self.checkpointer.open(run.checkpoints)
         self.session.write_description(self._describe())
+        self.loggers.open(run, self._kwargs)
         if resume and self.options.progress:
             print(f"resuming {run.path} after {self._unit} {self.epoch}", file=sys.stderr)
         if self._group is None:

@@ -7,6 +7,7 @@
       metrics.jsonl     a line an epoch or step
       events.jsonl      failures, restarts, truncations: what happened and when
       checkpoints/…     see ``checkpoint``
+      loggers.json      ids of the run in tracking tools; see ``loggers``
       .lock             locked by the process that trains; contains its pid and host
 
 ``run.json`` is replaced whole. The ``.jsonl`` files grow by one ``write(2)`` a line and follow the
@@ -37,6 +38,8 @@ from miniray.runs.run_info import get_state, read_run_info
 from miniray.train.run import records
 
 LOCK = ".lock"
+#: Lines that were removed from metrics.jsonl, because the run went back to an earlier epoch.
+DISCARDED = "metrics.discarded.jsonl"
 #: How long to wait until the process that holds a lock has written its name.
 _HOLDER_TIMEOUT_S = 1.0
 #: Locks of this process, by directory. Objects for the same directory share one.
@@ -286,7 +289,7 @@ class RunDirectory:
         if not dropped:
             return 0
         for record in dropped:
-            records.append_record(self.path / "metrics.discarded.jsonl", record)
+            records.append_record(self.path / DISCARDED, record)
         lines = b"".join(records.dump_line(record) for record in kept)
         replace_atomically(self.metrics_file, lines)
         self.append_event({"event": "metrics_truncated", "epoch": epoch, "lines": len(dropped)})
