@@ -22,6 +22,7 @@ import numpy as np
 from miniray.data.filter import store
 from miniray.data.filter.store import Bits
 from miniray.data.filter.work import RowFilter, WorkItem, cut_work
+from miniray.data.observers import preparing, report_preparation
 from miniray.data.plan.selection import join_bits
 from miniray.data.sources.base import Source
 from miniray.errors import DataError
@@ -76,7 +77,8 @@ class FilterRun:
                 self._path = folder / f"{self._name}.idx"
                 self._parts_folder = folder / f"{self._name}.parts"
         if len(known) < len(self._names):
-            known = self._run(known)
+            with preparing():
+                known = self._run(known)
         return join_bits([known[file] for file in range(len(self._names))], self._rows)
 
     def _known(self, path: Path | None = None) -> dict[int, Bits]:
@@ -188,6 +190,7 @@ class FilterRun:
         seen = self._beats.get(lock)
         if seen is None or seen[0] != beat:
             seen = self._beats[lock] = beat, time.monotonic()
+            report_preparation()
         return time.monotonic() - seen[1] > _PATIENCE
 
     def _find(self, part: WorkItem, path: Path, done: dict[WorkItem, Bits]) -> bool:
@@ -199,6 +202,7 @@ class FilterRun:
 
     def _note(self, part: WorkItem, bits: Bits, done: dict[WorkItem, Bits]) -> None:
         done[part] = bits
+        report_preparation()
         if self._bar is not None:
             self._bar.update(part.rows)
 

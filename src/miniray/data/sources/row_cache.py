@@ -13,7 +13,6 @@ import hashlib
 import logging
 import os
 import shutil
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,12 +22,14 @@ import pyarrow as pa
 
 from miniray.data.filter.store import cache_folder
 from miniray.data.locations import Blocks, cumulate
+from miniray.data.observers import preparing, report_preparation
 from miniray.data.sources.base import BLOCK_BYTES, Source, parse_bytes
 from miniray.errors import DataError
 
 _VERSION = 1
 _ROWS_KEY = b"miniray.rows"
 _WAIT_LOG_S = 5.0
+_POLL_S = 0.02
 _DECODE_ROWS = 256  # of dictionary columns, before their decoded size is known
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,8 @@ class RowCache:
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"{compute_key(source)}.arrow"
         for attempt in (1, 2):
-            lock = self._lock_entry(path, source)
+            with preparing():
+                lock = self._lock_entry(path, source)
             os.utime(path)
             try:
                 return CachedSource(source, path, lock)
@@ -196,6 +198,7 @@ class RowCache:
                     schema = batch.schema.with_metadata({_ROWS_KEY: str(rows).encode()})
                     writer = pa.ipc.new_file(file, schema)
                 writer.write_batch(batch)
+                report_preparation()
                 if file.tell() > limit:
                     with _hold(self.directory / "directory.lock"):
                         self._make_room(limit // 8 + BLOCK_BYTES, name)
@@ -310,24 +313,32 @@ def _decode_dictionaries(batch: Any) -> Any:
 
 
 def _flock(lock: IO[str], operation: int) -> None:
-    """Wait for a lock. After 5 s, log which process builds the copy."""
-    try:
-        fcntl.flock(lock, operation | fcntl.LOCK_NB)
-        return
-    except BlockingIOError:
-        pass
+    """Wait for a lock while its holder builds the copy. Log the holder after 5 s."""
+    path = Path(lock.name)
+    begin, seen = time.monotonic(), -1
+    is_logged = False
+    while True:
+        try:
+            return fcntl.flock(lock, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass
+        written = sum(_count_written(file) for file in path.parent.glob(f"{path.stem}.*.tmp"))
+        if written != seen:
+            report_preparation()
+            seen = written
+        if not is_logged and time.monotonic() - begin > _WAIT_LOG_S:
+            pid = path.read_text() or "unknown"
+            logger.info("Waiting for process %s, which builds %s", pid, path.with_suffix(".arrow"))
+            is_logged = True
+        time.sleep(_POLL_S)
 
-    def log() -> None:
-        pid = Path(lock.name).read_text() or "unknown"
-        logger.info("Waiting for process %s, which builds %s", pid, lock.name)
 
-    timer = threading.Timer(_WAIT_LOG_S, log)
-    timer.daemon = True
-    timer.start()
+def _count_written(file: Path) -> int:
+    """Return the written bytes of a file whose space is reserved."""
     try:
-        fcntl.flock(lock, operation)
-    finally:
-        timer.cancel()
+        return 512 * file.stat().st_blocks
+    except FileNotFoundError:
+        return 0
 
 
 @contextlib.contextmanager
