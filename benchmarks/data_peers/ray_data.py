@@ -48,7 +48,7 @@ def drive(run: Run, meet: Callable[[], None]) -> list[dict[str, Any]]:
             """Answers when the actor is there."""
 
         def epoch(self) -> dict[str, Any]:
-            return measure(self._loader, self._run, lambda: None)
+            return measure(lambda: self._loader, self._run, lambda: None)
 
     try:
         rows = ray.data.read_parquet(run.files, columns=["images", "extra_info"], shuffle="files")
