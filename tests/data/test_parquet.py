@@ -660,6 +660,13 @@ def test_no_rows_at_all(tmp_path):
         assert (len(dataset), list(dataset), list(DataLoader(dataset, 4))) == (0, [], [])
 
 
+def test_tables_are_not_files():
+    pd = pytest.importorskip("pandas")
+    for table in (pd.DataFrame({"a": [1]}), pa.table({"a": [1]}), {"a": [1]}):
+        with pytest.raises(TypeError, match=r"ArrowDataset\(df\)"):
+            ParquetDataset(table)
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
