@@ -117,5 +117,5 @@ class RowFilter:
 
 
 def _touch(path: Path) -> None:
-    with contextlib.suppress(OSError):  # gone, or not ours to change
+    with contextlib.suppress(OSError):  # removed, or owned by a different user
         os.utime(path)

@@ -23,7 +23,7 @@ _SMALL_FILES = 200
 
 @dataclass(frozen=True)
 class FileReport:
-    """What the footer of a file says."""
+    """Metadata of a file."""
 
     path: str
     writer: str
