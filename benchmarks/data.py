@@ -7,7 +7,7 @@
 rows are written as pandas writes them (8 files of one row group), as Hugging Face datasets does
 (row groups of 100 MB), as 3,000 small files, as one file of one row group, and without compression
 and dictionaries (``recipes/geoguessr/make_data.py``). miniray reads each layout in window order and
-in global order. Loaders that convert the rows to a format of their own read one layout.
+in global order. Loaders that convert the rows to another format read one layout.
 
 Each rank is a new process. miniray is copied and compiled first, as pip does. All loaders run under
 the same measuring code (``data_peers/common.py``):
@@ -179,7 +179,7 @@ class Bench:
     ) -> list[dict[str, Any]]:
         """Return the answers of the ranks. No process is left.
 
-        With ``resumed_ranks``, resume from the states of so many ranks.
+        With ``resumed_ranks``, resume from the states of that number of ranks.
         """
         name, peer = case.loader, PEERS[case.loader]
         count = 1 if action == "prepare" or peer.is_controller else case.ranks

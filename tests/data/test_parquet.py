@@ -529,7 +529,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_and_no_crash(parquet_f
 
 
 def test_a_file_replaced_before_it_is_opened_is_an_error(parquet_folder):
-    """What is known of the old one would give rows of the new one that are none."""
+    """With the metadata of the old file, rows of the new one would be wrong."""
     dataset = ParquetDataset(parquet_folder)
     write_parquet(parquet_folder / "new", range(500, 600))
     os.replace(parquet_folder / "new", parquet_folder / "part-3.parquet")
