@@ -212,8 +212,11 @@ class Bench:
                         "stop_after": stop_after,
                         "resumed_ranks": resumed_ranks,
                     }
+                    # Thousands of paths are too long for the command line.
+                    file = self.scratch / f"settings-{rank}.json"
+                    file.write_text(json.dumps(settings))
                     process = subprocess.Popen(
-                        [self.python(name), str(HERE / "data_peers/rank.py"), json.dumps(settings)],
+                        [self.python(name), str(HERE / "data_peers/rank.py"), str(file)],
                         env=self._environment(),
                         stdin=subprocess.DEVNULL,
                         stdout=output,

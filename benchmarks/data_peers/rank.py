@@ -14,7 +14,8 @@ from data_peers.common import MemoryPeak, Run, measure  # noqa: E402
 
 
 def main() -> None:
-    settings = json.loads(sys.argv[1])
+    with open(sys.argv[1]) as file:
+        settings = json.load(file)
     channel = settings.pop("channel")  # a socket, by its descriptor
     action = settings.pop("action")
     run = Run(**settings)
