@@ -10,9 +10,9 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import logging
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,8 +31,6 @@ _ROWS_KEY = b"miniray.rows"
 _WAIT_LOG_S = 5.0
 _POLL_S = 0.02
 _DECODE_ROWS = 256  # of dictionary columns, before their decoded size is known
-
-logger = logging.getLogger(__name__)
 
 
 class CacheFullError(DataError):
@@ -138,15 +136,14 @@ class RowCache:
         needed = int(blocks.nbytes.sum() * 1.02) + (1 << 16)
         name = f"{Path(source.files[0]).name}{', ...' if len(source.files) > 1 else ''}"
         temporary = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
-        logger.info("Copying %s rows of %s to %s", f"{blocks.total_rows:,}", name, self.directory)
-        begin = time.monotonic()
+        _print(f"Copying {blocks.total_rows:,} rows of {name} to {self.directory}")
         try:
             with _hold(self.directory / "directory.lock"):
                 self._make_room(needed, name)
                 with open(temporary, "wb") as file:
                     # Reserve the space: a different builder counts the size of this file.
                     os.truncate(file.fileno(), needed)
-            written = self._write(source, temporary, name)
+            self._write(source, temporary, name)
             os.chmod(temporary, 0o444)
             os.replace(temporary, path)
         except OSError as error:
@@ -156,8 +153,6 @@ class RowCache:
             raise self._create_full_error(name, needed, free) from error
         finally:
             temporary.unlink(missing_ok=True)
-        seconds = time.monotonic() - begin
-        logger.info("Copied %s to %s: %d MB in %.1f s", name, path, written // 10**6, seconds)
 
     def _make_room(self, needed: int, name: str) -> None:
         """Delete least recently used copies until ``needed`` bytes fit."""
@@ -187,8 +182,8 @@ class RowCache:
             " use shuffle='window'."
         )
 
-    def _write(self, source: Source, path: Path, name: str) -> int:
-        """Write all rows to ``path`` and return its size. Estimates may be too small."""
+    def _write(self, source: Source, path: Path, name: str) -> None:
+        """Write all rows to ``path``. Estimates may be too small."""
         rows = source.list_blocks().total_rows
         limit = path.stat().st_size
         writer: Any = None
@@ -211,7 +206,6 @@ class RowCache:
             file.flush()
             file.truncate(file.tell())
             os.fsync(file.fileno())
-            return file.tell()
 
 
 class CachedSource(Source):
@@ -328,9 +322,14 @@ def _flock(lock: IO[str], operation: int) -> None:
             seen = written
         if not is_logged and time.monotonic() - begin > _WAIT_LOG_S:
             pid = path.read_text() or "unknown"
-            logger.info("Waiting for process %s, which builds %s", pid, path.with_suffix(".arrow"))
+            _print(f"Waiting for process {pid}, which builds {path.with_suffix('.arrow')}")
             is_logged = True
         time.sleep(_POLL_S)
+
+
+def _print(text: str) -> None:
+    if sys.stderr is not None:
+        print(f"row cache: {text}", file=sys.stderr, flush=True)
 
 
 def _count_written(file: Path) -> int:
