@@ -146,7 +146,7 @@ def _cpu_seconds() -> float:
     import os
 
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    return time.process_time() + times.children_user + times.children_system
 
 
 def _batches(loader: Any) -> Iterator[Batch]:
