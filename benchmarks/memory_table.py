@@ -20,6 +20,7 @@ of JPEG. All figures come from bytes that were really there:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import os
@@ -35,9 +36,10 @@ from typing import Any
 
 import common
 import numpy as np
+import psutil
 from common import Line
 
-from data import MemorySampler, memory_of, rows_in
+from data import rows_in
 
 BUDGET = "256MB"
 GB, MB = 1e9, 1e6
@@ -161,6 +163,59 @@ def one_driver(files: list[str], sizes: argparse.Namespace) -> tuple[float, floa
     answer, highest = measured("--run-driver", [files, settings])
     batch = answer["rows"] * 224 * 224 * 3 * 4
     return (highest - answer["before"]) / batch, answer["sent"] / batch
+
+
+class MemorySampler:
+    """Measures the memory of processes and their children four times per second."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self._pids = pids
+        self._uss = self._pss = 0.0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> MemorySampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def highest(self) -> dict[str, float]:
+        return {"uss": self._uss / MB, "pss": self._pss / MB}
+
+    def _sample(self) -> None:
+        while not self._done.wait(0.25):
+            pss = 0.0
+            for pid in self._pids:
+                tree = _tree(pid)
+                pss += sum(own_pss for _, own_pss in tree)
+                self._uss = max(self._uss, sum(uss for uss, _ in tree))
+            self._pss = max(self._pss, pss)
+
+
+def _tree(pid: int) -> list[tuple[float, float]]:
+    """Return (USS, PSS) of a process and its children."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error, OSError):
+                found.append(memory_of(process.pid))
+    return found
+
+
+def memory_of(pid: int) -> tuple[float, float]:
+    """Return (USS, PSS) of a process in bytes."""
+    uss = pss = 0.0
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        key, _, rest = line.partition(":")
+        if key == "Pss":
+            pss = float(rest.split()[0]) * 1024
+        elif key.startswith("Private_"):
+            uss += float(rest.split()[0]) * 1024
+    return uss, pss
 
 
 def measured(action: str, arguments: list[Any]) -> tuple[dict[str, Any], float]:

@@ -161,7 +161,8 @@ def ps(record: Record) -> Figures:
 
 
 def data(record: Record) -> Figures:
-    units = {"first_batch": "s", "raw": "rows/s", "decoded": "rows/s", "uss": "MB", "resume": "s"}
+    units = {"first_batch": "s", "raw": "rows/s", "decoded": "rows/s", "resume": "s"}
+    units |= {"uss": "MB", "anonymous_mb": "MB"}
     found: Figures = {"rows": f"{record['rows']:,}"}
     samples = record["samples"]
     others = {n: of for n, of in samples.items() if n not in ("miniray_data", "bare_decode")}

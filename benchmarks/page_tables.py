@@ -105,13 +105,11 @@ def gpu_sync(record: Record) -> str:
 
 
 def data(record: Record) -> str:
-    import data as benchmark
-
-    return _table(benchmark.COLUMNS, record["table"])
+    return _table(record["columns"], record["table"])
 
 
 def data_targets(record: Record) -> str:
-    return _table(["miniray", "best of the others", "ratio"], record["targets"])
+    return _table(record["target_columns"], record["targets"])
 
 
 def rl(record: Record) -> str:

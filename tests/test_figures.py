@@ -152,6 +152,8 @@ def everything(page):
         "data": {
             "rows": 20_000,
             "samples": dict.fromkeys(importlib.import_module("data").PEERS, loader),
+            "columns": ["a", "b", "c"],
+            "target_columns": ["a", "b", "c"],
             "targets": [row],
         },
         "memory_table": {

@@ -1,4 +1,4 @@
-"""No loader at all: a rank's images in memory, decoded one after the other. The ceiling."""
+"""No loader: decode a rank's images, which are in memory, one after the other."""
 
 from __future__ import annotations
 

@@ -1,20 +1,21 @@
-"""The measuring code that every loader of ``benchmarks/data.py`` runs under, the same for all.
+"""Code that measures each loader of ``benchmarks/data.py``.
 
-A peer is a module beside this one. It has ``Loader(run)``, whose iterator gives one epoch as
-batches of (row numbers, images), images as bytes or, where ``run.decoded`` is set, as arrays; and,
-where it applies:
+A peer is a module in this directory. It has ``Loader(run)``, which yields the batches of an epoch
+as (row numbers, images). Images are bytes, or arrays if ``run.decoded`` is set. A peer can also
+have:
 
-- ``prepare(run)``: what a user does once before the first training (conversion, cache).
-- ``Loader.state()`` and ``run.state``: its own means to go on in mid-epoch. None where it has none.
+- ``prepare(run)``: conversions that a user runs once before training.
+- ``Loader.state()`` and ``run.state``: the loader's own state, if it can resume within an epoch.
 - ``drive(run, meet)``: for a peer that starts its ranks itself.
 
-What is imported here counts in every loader's time to its first batch, so it is little: numpy and
-Pillow are imported when something is decoded.
+Imports of this module count in the time to the first batch of every loader. So NumPy and Pillow are
+imported when an image is decoded.
 """
 
 from __future__ import annotations
 
 import io
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -44,29 +45,35 @@ class Run:
     decoded: bool
     started: float  # monotonic, taken before the process was started
     port: int  # for loaders that need a rendezvous
-    stop_after: int | None = None  # batches; the state is kept then
-    resume: bool = False
+    order: str = ""  # of miniray: "window" or "global"
+    stop_after: int | None = None  # batches; then the state is saved
+    resumed_ranks: int = 0  # number of ranks whose states to resume from
 
     @property
     def scratch(self) -> Path:
-        """Where the loader may keep what it prepares."""
+        """Directory for converted data and states."""
         from pathlib import Path
 
         return Path(self.folder)
 
-    @property
-    def state_file(self) -> Path:
-        return self.scratch / f"state-{self.loader}-{self.rank}.pickle"
+    def find_state_file(self, rank: int) -> Path:
+        return self.scratch / f"state-{self.loader}-{rank}.pickle"
 
     @property
     def state(self) -> Any:
-        """What ``Loader.state()`` gave when the run before this one stopped; None for a new run."""
+        """State of this rank when the previous run stopped, or None for a new run.
+
+        On a different number of ranks, that of rank 0.
+        """
         import pickle
 
-        return pickle.loads(self.state_file.read_bytes()) if self.resume else None
+        if not self.resumed_ranks:
+            return None
+        rank = self.rank if self.resumed_ranks == self.world_size else 0
+        return pickle.loads(self.find_state_file(rank).read_bytes())
 
     def images(self, encoded: Iterable[bytes]) -> list[Any]:
-        """As bytes or decoded, as this measurement wants them."""
+        """Return images as bytes or decoded, as ``decoded`` says."""
         return [decode(image) for image in encoded] if self.decoded else list(encoded)
 
 
@@ -79,33 +86,67 @@ def decode(data: bytes) -> np.ndarray:
         return np.asarray(image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR))
 
 
-def measure(loader: Any, run: Run, meet: Callable[[], None]) -> dict[str, Any]:
-    """One epoch, or the part of it up to ``run.stop_after``. ``meet`` waits for the other ranks."""
+class MemoryPeak(threading.Thread):
+    """Look at the anonymous memory of this process every 20 ms."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.nbytes = 0
+
+    def run(self) -> None:
+        while True:
+            self.update()
+            time.sleep(0.02)
+
+    def update(self) -> None:
+        with open("/proc/self/status", "rb") as status:
+            text = status.read()
+        start = text.index(b"RssAnon:") + 8
+        self.nbytes = max(self.nbytes, 1024 * int(text[start : text.index(b"kB", start)]))
+
+
+def measure(
+    create: Callable[[], Any], run: Run, meet: Callable[[], None], peak: MemoryPeak | None = None
+) -> dict[str, Any]:
+    """Run an epoch, or ``run.stop_after`` batches. ``meet`` waits for the other ranks."""
+    if peak is None:
+        peak = MemoryPeak()
+        peak.start()
+    loader = create()
     meet()
-    begin, cpu = time.monotonic(), time.process_time()
-    first = None
+    begin = time.monotonic()
+    first, cpu = None, 0.0
     ids: list[int] = []
     touched = 0
     for number, (numbers, images) in enumerate(_batches(loader), start=1):
         if first is None:
-            first = time.monotonic()
+            first, cpu = time.monotonic(), _cpu_seconds()
         ids.extend(numbers)
         touched += sum(int(image[0].sum()) if run.decoded else image[0] for image in images)
         if number == run.stop_after:
             import pickle
 
-            run.state_file.write_bytes(pickle.dumps(loader.state()))
+            run.find_state_file(run.rank).write_bytes(pickle.dumps(loader.state()))
             break
     end = time.monotonic()
+    peak.update()
     return {
-        # A loader that deals rows out as they are asked for may leave a slow rank without any.
+        # A loader that assigns rows on request can leave a slow rank without any.
         "first_batch": None if first is None else first - run.started,
         "begin": begin,
         "end": end,
-        "cpu": time.process_time() - cpu,
+        "cpu": _cpu_seconds() - cpu if first is not None else 0.0,
+        "anonymous_mb": peak.nbytes / 1e6,
         "ids": [int(number) for number in ids],
         "touched": touched,
     }
+
+
+def _cpu_seconds() -> float:
+    import os
+
+    times = os.times()
+    return time.process_time() + times.children_user + times.children_system
 
 
 def _batches(loader: Any) -> Iterator[Batch]:
@@ -113,12 +154,12 @@ def _batches(loader: Any) -> Iterator[Batch]:
 
 
 def geoguessr_row(row: dict[str, Any]) -> tuple[int, bytes]:
-    """(number, encoded image) of a row as parquet has it."""
+    """Return the number and the encoded image of a row."""
     return row["extra_info"]["index"], row["images"][0]["bytes"]
 
 
 def rows_of(files: Iterable[str], batch_size: int = 256) -> Iterator[tuple[int, bytes]]:
-    """All rows, for peers that convert them to a format of their own."""
+    """Yield all rows, for peers that convert them to their own format."""
     import pyarrow.parquet as pq
 
     for path in files:
@@ -128,7 +169,7 @@ def rows_of(files: Iterable[str], batch_size: int = 256) -> Iterator[tuple[int, 
 
 
 def pairs_to_batch(run: Run) -> Callable[[list[tuple[int, bytes]]], Batch]:
-    """A collate function for rows that are (number, encoded image)."""
+    """Return a collate function for rows that are (number, encoded image)."""
 
     def collate(pairs: list[tuple[int, bytes]]) -> Batch:
         return [number for number, _ in pairs], run.images(image for _, image in pairs)

@@ -41,7 +41,7 @@ class Loader:
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2 * run.batch_size)
         batches = rows.map(row).to_iter_dataset(options).batch(run.batch_size, batch_fn=batch)
         self._batches = iter(batches)
-        if run.resume:
+        if run.resumed_ranks:
             self._batches.set_state(run.state)
 
     def __iter__(self) -> Iterator[Batch]:

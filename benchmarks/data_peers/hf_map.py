@@ -37,7 +37,7 @@ class Loader:
         self._loader = StatefulDataLoader(
             rows, batch_size=run.batch_size, sampler=sampler, collate_fn=collate
         )
-        if run.resume:
+        if run.resumed_ranks:
             self._loader.load_state_dict(run.state)
 
     def __iter__(self) -> Iterator[Batch]:

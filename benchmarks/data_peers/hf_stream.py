@@ -18,7 +18,7 @@ class Loader:
         rows = rows.shuffle(seed=run.seed, buffer_size=1000)
         self._rows = split_dataset_by_node(rows, run.rank, run.world_size)
         self._run = run
-        if run.resume:
+        if run.resumed_ranks:
             self._rows.load_state_dict(run.state)
 
     def __iter__(self) -> Iterator[Batch]:

@@ -53,7 +53,7 @@ class Loader:
         self._loader = StreamingDataLoader(
             rows, batch_size=run.batch_size, collate_fn=collate, drop_last=False
         )
-        if run.resume:
+        if run.resumed_ranks:
             self._loader.load_state_dict(run.state)
 
     def __iter__(self) -> Iterator[Batch]:

@@ -1,4 +1,4 @@
-"""miniray.data: parquet in place, row groups in random order, rows mixed in a window."""
+"""miniray.data: Parquet files in window order, or in global order through the row cache."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Loader:
             columns=["images", "extra_info"],
             rank=run.rank,
             world_size=run.world_size,
-            shuffle=True,
+            shuffle=run.order,  # type: ignore[arg-type]
             seed=run.seed,
         )
         self._decoded = run.decoded
-        # Decoded images stay a list, as with all other loaders here; they are not stacked.
+        # Decoded images stay a list, as with the other loaders.
         late: dict[str, Any] = {"transform": _decoded, "collate_fn": _batch}
         self._loader = DataLoader(rows, run.batch_size, **(late if run.decoded else {}))
-        if run.resume:
+        if run.resumed_ranks:
             self._loader.load_state_dict(run.state)
 
     def __iter__(self) -> Iterator[Batch]:

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import os
 import shutil
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
 from data_peers.common import Batch, Run, rows_of
+
+
+def _replace_torchvision() -> None:
+    """Let Mosaic be imported without torchvision, which only its image datasets use."""
+    if importlib.util.find_spec("torchvision") is not None:
+        return
+    for name in ("", ".datasets", ".transforms", ".transforms.functional"):
+        module: Any = types.ModuleType(f"torchvision{name}")
+        module.__path__ = []
+        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+        module.VisionDataset, module.to_tensor = type("VisionDataset", (), {}), None
+        sys.modules[module.__name__] = module
+
+
+_replace_torchvision()
 
 
 def prepare(run: Run) -> None:
@@ -47,7 +66,7 @@ class Loader:
         )
         # It counts the rows of a batch itself, which it can only do for tensors and dicts of them.
         self._loader._get_batch_size = lambda batch: len(batch[0])
-        if run.resume:
+        if run.resumed_ranks:
             self._loader.load_state_dict(run.state)
 
     def __iter__(self) -> Iterator[Batch]:

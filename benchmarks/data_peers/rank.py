@@ -1,4 +1,4 @@
-"""One rank of one loader, in a process of its own. Started by ``benchmarks/data.py``."""
+"""Run one rank of a loader. Started by ``benchmarks/data.py``."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import json
 import os
 import sys
 
-# In place of this folder, whose modules must not hide packages of the same name.
+# Instead of this directory, whose modules must not hide packages of the same name.
 sys.path[0] = os.path.dirname(sys.path[0])
 
-from data_peers.common import Run, measure  # noqa: E402
+from data_peers.common import MemoryPeak, Run, measure  # noqa: E402
 
 
 def main() -> None:
-    settings = json.loads(sys.argv[1])
+    with open(sys.argv[1]) as file:
+        settings = json.load(file)
     channel = settings.pop("channel")  # a socket, by its descriptor
     action = settings.pop("action")
     run = Run(**settings)
+    peak = MemoryPeak()
+    peak.start()
     peer = importlib.import_module(f"data_peers.{run.loader}")
 
     def meet() -> None:
@@ -31,7 +34,7 @@ def main() -> None:
     elif hasattr(peer, "drive"):
         results = peer.drive(run, meet)
     else:
-        results = [measure(peer.Loader(run), run, meet)]
+        results = [measure(lambda: peer.Loader(run), run, meet, peak)]
     with open(channel, "wb") as answer:
         answer.write(json.dumps(results).encode())
 

@@ -45,10 +45,10 @@ def drive(run: Run, meet: Callable[[], None]) -> list[dict[str, Any]]:
             self._run, self._loader = run, Loader(run, shard)
 
         def ready(self) -> None:
-            """Answers when the actor is there."""
+            """Return when the actor is running."""
 
         def epoch(self) -> dict[str, Any]:
-            return measure(self._loader, self._run, lambda: None)
+            return measure(lambda: self._loader, self._run, lambda: None)
 
     try:
         rows = ray.data.read_parquet(run.files, columns=["images", "extra_info"], shuffle="files")

@@ -58,7 +58,7 @@ class Loader:
             collate_fn=collate_fn,
             drop_last=True,
         )
-        if run.resume:
+        if run.resumed_ranks:
             self._loader.load_state_dict(run.state)
 
     def __iter__(self) -> Iterator[Batch]:

@@ -1,4 +1,4 @@
-"""Small files with ids in them, so that who got which row can be told from the rows."""
+"""Small files whose rows have ids."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Read damaged copies of a file. Prints one line per copy; run in a process of its own."""
+"""Read damaged copies of a file. Prints one line per copy; run in a separate process."""
 
 import random
 import sys

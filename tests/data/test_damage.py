@@ -75,6 +75,24 @@ def test_damaged_footer_of_parquet_is_a_data_error_with_the_file(tmp_path):
     assert not any(line.endswith("False") for line in found)
 
 
+@pytest.mark.parametrize("name", [b"path\xff", b"bytes"])
+@pytest.mark.parametrize("form", ["file", "stream", "parquet"])
+def test_damaged_name_of_nested_field_is_an_error_with_its_file(tmp_path, form, name):
+    """Rows couldn't become dicts: the name isn't text, or two fields have it."""
+    table = pa.table({"images": [{"bytes": 1, "pathx": 2}]})
+    path = tmp_path / f"x.{form}"
+    if form == "parquet":
+        pq.write_table(table, path, store_schema=False)
+    else:
+        create = pa.ipc.new_stream if form == "stream" else pa.ipc.new_file
+        with create(path, table.schema) as writer:
+            writer.write_table(table)
+    path.write_bytes(path.read_bytes().replace(b"pathx", name))
+    with pytest.raises(DataError) as caught:
+        list((ParquetDataset if form == "parquet" else ArrowDataset)(path))
+    assert caught.value.file == str(path)
+
+
 @pytest.mark.parametrize("form", ["file", "stream", "plain parquet"])
 def test_damaged_text_is_an_error_with_its_row(tmp_path, form):
     path = write(tmp_path, form)

@@ -1,4 +1,4 @@
-"""Filters: once for a run, split over ranks, remembered, and whole whatever happens meanwhile."""
+"""Filters run once, divided among ranks, and their answers survive crashes."""
 
 import errno
 import functools
@@ -85,7 +85,7 @@ def test_max_samples_and_shuffling_come_after_it(parquet_folder):
 
 @pytest.mark.parametrize("groups", ["many", "one"])
 def test_ranks_at_the_same_time_split_the_work(parquet_folder, groups):
-    if groups == "one":  # as most files have it that nobody thought about
+    if groups == "one":  # the default of writers
         parquet_folder = parquet_folder.parent / "one.parquet"
         write_parquet(parquet_folder, range(237), rows=237)
     slow = threading.Event()
@@ -386,7 +386,7 @@ def test_a_row_that_makes_it_raise_is_named(parquet_folder):
         len(filtered(parquet_folder, function))
     assert e.value.row == 20
     assert isinstance(e.value.__cause__, ZeroDivisionError)
-    # What was done before is kept; a filter that does not raise does the rest.
+    # Finished items are kept; a filter that does not raise does the rest.
     assert len(filtered(parquet_folder, lambda row: row["id"] != 120)) > 0
 
 
@@ -570,13 +570,13 @@ def test_a_slow_rank_shows_that_it_is_at_work(parquet_folder, monkeypatch):
     monkeypatch.setattr(filter_parts, "_touch", touched.append)
 
     def slow(row):
-        clock[0] += 0.3
+        clock[0] += 0.1
         return True
 
     path = parquet_folder / "part-0.parquet"
     assert len(filtered(path, slow)) == 100
-    # Parts of 20 rows, 6 seconds each: a sign of life in each second but the first.
-    assert len(touched) == 5 * 5
+    # Items of 20 rows, with a heartbeat at each third row: after more than 0.25 s.
+    assert len(touched) == 5 * 6
     run = filtering.FilterRun(filtered(path)._source, slow, None, "name")
     lock = parquet_folder / "lock"
     lock.touch()

@@ -14,9 +14,9 @@ from miniray.data import DataLoader, ParquetDataset
 
 
 def work(folder, log, dies_at):
-    """A rank that writes what it got together with its state, and goes on from the last line.
+    """Write the rows of each batch with the state, and resume from the last line.
 
-    It is killed while it reads ahead, when so many rows have been transformed.
+    The process is killed while it reads ahead, at row ``dies_at``.
     """
     rows = itertools.count(1)
 

@@ -1,4 +1,4 @@
-"""What a rank holds, as the system counts it, on files as their writers write them."""
+"""Anonymous memory of a rank on files written with the defaults of their writers."""
 
 import subprocess
 import sys

@@ -1,6 +1,7 @@
 """Orders are bijections, windows hold few bytes, and nothing depends on budget or world size."""
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -148,17 +149,15 @@ def test_selection_digest_distinguishes_rows():
     assert whole.draw(100, 1).digest == "all"
 
 
+def create_blocks(count, rows):
+    zeros, files = np.zeros(count, dtype=np.int64), np.arange(count)
+    return Blocks(zeros, files, files * rows, np.full(count, rows), np.full(count, 8_000_000))
+
+
 @pytest.mark.parametrize("rank", [0, 8191, 16383])
 def test_billion_rows_on_16384_ranks_need_one_entry_per_block(rank):
-    count, rows = 25_000, 40_000
-    zeros = np.zeros(count, dtype=np.int64)
-    blocks = Blocks(
-        zeros,
-        np.arange(count),
-        np.arange(count) * rows,
-        np.full(count, rows),
-        np.full(count, 8_000_000),
-    )
+    tracemalloc.start()
+    blocks = create_blocks(25_000, 40_000)
     selection = Selection.from_all_rows(blocks)
     assert selection.count == 10**9
     order = WindowOrder(blocks, selection, 1, 0, 32_000_000)
@@ -167,3 +166,20 @@ def test_billion_rows_on_16384_ranks_need_one_entry_per_block(rank):
     assert len(ranges) <= 2
     found = selection.locate(order.map_positions(np.arange(start, start + 64)))
     assert len({location.block for location in found}) <= 4
+    assert tracemalloc.get_traced_memory()[1] < 500 * len(blocks)
+    tracemalloc.stop()
+
+
+def test_selection_needs_one_bit_per_row():
+    blocks = create_blocks(2500, 40_000)
+    bits = np.full(blocks.total_rows // 8, 0xAA, dtype=np.uint8)
+    tracemalloc.start()
+    selection = Selection.from_bits(blocks, bits)
+    assert selection.count == blocks.total_rows // 2
+    order = WindowOrder(blocks, selection, 1, 0, 32_000_000)
+    start, _ = split_evenly(order.n, 16383, 16384)
+    found = selection.locate(order.map_positions(np.arange(start, start + 64)))
+    assert all(location.row % 2 for location in found)
+    assert len(selection.digest) == 16
+    assert tracemalloc.get_traced_memory()[1] < 500 * len(blocks) + 2_000_000
+    tracemalloc.stop()

@@ -529,7 +529,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_and_no_crash(parquet_f
 
 
 def test_a_file_replaced_before_it_is_opened_is_an_error(parquet_folder):
-    """What is known of the old one would give rows of the new one that are none."""
+    """With the metadata of the old file, rows of the new one would be wrong."""
     dataset = ParquetDataset(parquet_folder)
     write_parquet(parquet_folder / "new", range(500, 600))
     os.replace(parquet_folder / "new", parquet_folder / "part-3.parquet")
@@ -658,6 +658,13 @@ def test_no_rows_at_all(tmp_path):
     for shuffle in (False, True, "global"):
         dataset = ParquetDataset(path, shuffle=shuffle, seed=1, rank=1, world_size=2)
         assert (len(dataset), list(dataset), list(DataLoader(dataset, 4))) == (0, [], [])
+
+
+def test_tables_are_not_files():
+    pd = pytest.importorskip("pandas")
+    for table in (pd.DataFrame({"a": [1]}), pa.table({"a": [1]}), {"a": [1]}):
+        with pytest.raises(TypeError, match=r"ArrowDataset\(df\)"):
+            ParquetDataset(table)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Who gets which rows: exact numbers, properties for any sizes, and whether the shuffle is one."""
+"""Rows of ranks: exact numbers, properties for any sizes, and randomness of the order."""
 
 import numpy as np
 import pytest

@@ -152,7 +152,7 @@ histories = st.lists(st.tuples(st.integers(1, 7), st.integers(0, 6)), min_size=1
     st.sampled_from(["contiguous", "interleaved"]),
 )
 def test_exactly_once_over_any_history(n, history, batch, shuffle, epoch, split):
-    """A run is stopped after so many steps, again and again, and goes on with other ranks."""
+    """A run is stopped repeatedly and resumed with a different number of ranks."""
     seen, state = [], None
     for number, (world, steps) in enumerate([*history, (3, None)]):
         loaders = []
@@ -183,7 +183,7 @@ def test_exactly_once_over_any_history(n, history, batch, shuffle, epoch, split)
     st.integers(1, 5),
 )
 def test_exactly_once_when_ranks_are_apart(n, history, batch):
-    """Each rank is stopped between any two batches of its own, or has come to the end."""
+    """Each rank is stopped after any of its batches, or at the end."""
     seen, state = [], None
     for steps in [*history, [None]]:
         states = []

@@ -313,7 +313,7 @@ class TestWhichRows:
         assert len(RLHFDataset(twenty, wordy, config)) == 13
 
     def test_other_messages_are_another_filter(self, twenty: str, tokenizer: Any) -> None:
-        """A subclass that changes prompts is told from its base, by code and not by address."""
+        """A subclass that changes prompts is distinguished from its base by its code."""
 
         def subclass(extra: int) -> Any:
             class Wordy(RLHFDataset):

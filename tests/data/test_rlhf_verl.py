@@ -63,7 +63,7 @@ def config(custom: bool, tmp_path: Path, **options: Any) -> Any:
 
 
 class Processor:
-    """verl only wants one to be there when rows have images."""
+    """verl requires a processor only if rows have images."""
 
 
 def test_the_same_rows_as_verl_itself(path: str, tmp_path: Path) -> None:

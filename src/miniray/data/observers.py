@@ -1,4 +1,4 @@
-"""Tell tools such as the doctor what loaders of this process deliver.
+"""Tell tools such as the doctor what loaders of this process deliver, and that data is prepared.
 
 A tool appends an observer to ``observers``. The list is empty otherwise, so that a loader without
 a tool costs one check per batch.
@@ -6,7 +6,8 @@ a tool costs one check per batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -31,6 +32,27 @@ class LoaderObserver(Protocol):
 
 
 observers: list[LoaderObserver] = []
+
+#: Functions that are called with True whenever a filter or a cache build makes progress, and with
+#: False when it ends. Without progress, a preparation can be taken for a hang.
+preparation_hooks: list[Callable[[bool], None]] = []
+
+
+@contextlib.contextmanager
+def preparing() -> Iterator[None]:
+    """Report that data is prepared until the block ends."""
+    report_preparation()
+    try:
+        yield
+    finally:
+        for hook in preparation_hooks:
+            hook(False)
+
+
+def report_preparation() -> None:
+    """Report progress of a filter or a cache build."""
+    for hook in preparation_hooks:
+        hook(True)
 
 
 def list_row_ids(loader: DataLoader, index: Iterable[int]) -> list[int]:

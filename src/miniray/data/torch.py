@@ -214,12 +214,12 @@ class TorchIterableDataset(torch_data.IterableDataset[Any]):  # type: ignore[mis
 
 @suggest_options()
 class LightningLoader:
-    """A ``miniray.data.DataLoader`` for Lightning, which then resumes in mid-epoch exactly.
+    """A ``miniray.data.DataLoader`` for Lightning, which then resumes exactly within an epoch.
 
-    Lightning keeps the loader's state in its checkpoints, and goes on counting the batches of the
-    epoch where it left off. So ``len`` is of the whole epoch here, with those delivered before a
-    state was loaded, where that of the loader is of what is left. On another number of ranks the
-    next epoch has another length: set ``Trainer(reload_dataloaders_every_n_epochs=1)``.
+    Lightning saves the loader's state in its checkpoints and continues to count the batches of the
+    epoch. So ``len`` is that of the whole epoch, including batches that were delivered before a
+    state was loaded. On a different number of ranks, the next epoch has a different length: set
+    ``Trainer(reload_dataloaders_every_n_epochs=1)``.
     """
 
     def __init__(self, loader: DataLoader) -> None:

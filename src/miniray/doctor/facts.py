@@ -14,7 +14,15 @@ from miniray.doctor.findings import seconds
 from miniray.doctor.model import COLLECTIVE, DESTROY, Exit, RankRecord, RunRecord, Site, ThreadStack
 from miniray.doctor.sites import is_users
 from miniray.doctor.stacks import main_stack
-from miniray.doctor.waiting import Wait, cpu_share, has_moved, is_busy, is_consequence, wait_of
+from miniray.doctor.waiting import (
+    Wait,
+    cpu_share,
+    has_moved,
+    is_busy,
+    is_consequence,
+    prepares,
+    wait_of,
+)
 
 #: Seconds without a sign of life, on top of its own interval, after which a heartbeat is missed.
 _HEARTBEAT_SLACK = 2.5
@@ -297,7 +305,7 @@ def gather(
             wait=wait_of(record),
             cpu=cpu_share(record, earlier, gap),
             busy=is_busy(record, earlier),
-            moved=has_moved(record, earlier),
+            moved=has_moved(record, earlier) or prepares(record, run.read_at, limit),
             threads=(stacks or {}).get(rank, ()),
             consequence=is_consequence(record),
         )

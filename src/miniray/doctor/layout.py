@@ -137,6 +137,9 @@ NO_TEXT, FULL_TEXT = 0, 1
 FIRST_TEXTS = ("", "(no room)")
 
 
+#: Phase in which a filter runs or a cache is built.
+PREPARING = "preparing data"
+
 #: A time (to 65 microseconds) and a text's index as one cell: ``monotonic_ns() & MOMENT | text``.
 MOMENT = 0x7FFF_FFFF_FFFF_0000
 

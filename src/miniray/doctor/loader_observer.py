@@ -15,13 +15,34 @@ from typing import Any
 
 from miniray.doctor import instrument_data, recorder, sites
 from miniray.doctor.instrument import failed, works
-from miniray.doctor.layout import MOMENT
+from miniray.doctor.layout import MOMENT, PREPARING
 from miniray.doctor.loader_facts import WatchedRows
 
 
 def register(module: Any) -> None:
     """Observe all loaders. ``module`` is ``miniray.data.observers``."""
     module.observers.append(RecordingObserver(module.describe))
+    module.preparation_hooks.append(PreparationRecorder().record)
+
+
+class PreparationRecorder:
+    """Records the phase ``PREPARING``, whose time is that of the last progress."""
+
+    def __init__(self) -> None:
+        self._before: int | None = None
+
+    def record(self, is_active: bool) -> None:
+        """Enter the phase, or return to the one before."""
+        current = recorder.current()
+        if current is None or not works("loaders"):
+            return
+        if is_active:
+            if self._before is None:
+                self._before = current.ints[2] & ~MOMENT  # Cell.PHASE
+            current.set_phase(PREPARING, sites.call_site(getframe(1)))
+        elif self._before is not None:
+            current.ints[2] = monotonic_ns() & MOMENT | self._before
+            self._before = None
 
 
 class RecordingObserver:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from miniray.doctor.layout import PREPARING
 from miniray.doctor.model import (
     BARRIER,
     COLLECTIVE,
@@ -179,6 +180,11 @@ def cpu_share(record: RankRecord, earlier: RankRecord | None, gap: float) -> flo
 def is_busy(record: RankRecord, earlier: RankRecord | None) -> bool:
     """On a crowded machine a rank that computes may get little CPU: it is runnable all the same."""
     return earlier is not None and record.process.state == earlier.process.state == "R"
+
+
+def prepares(record: RankRecord, now: float, limit: float) -> bool:
+    """Return whether a filter or a cache build made progress in the last ``limit`` seconds."""
+    return record.alive and record.phase.name == PREPARING and now - record.phase.since < limit
 
 
 def has_moved(record: RankRecord, earlier: RankRecord | None) -> bool:

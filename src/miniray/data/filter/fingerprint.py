@@ -1,9 +1,8 @@
-"""What a filter is, as text that changes when its answers may change.
+"""Identify a filter by its code, so that an edited filter is a different one.
 
-Functions are known by their code and what it refers to, not by their name: a filter that was edited
-is another filter. Objects are known by what pickle would keep of them, taken apart until nothing is
-left whose form differs from process to process. What comes from other modules than the filter's
-counts by name only.
+Functions are identified by their code and the values that it uses, and objects by what pickle would
+save of them. Both are reduced to plain values, which are the same in all processes. Functions and
+classes of modules other than the filter's are identified by name.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def fingerprint_callable(function: Callable[..., Any], filter_id: str | None, *m
 
 
 def _modules_of(function: Any) -> set[str | None]:
-    """Where a filter is defined: its code, and the class it is of or a method of."""
+    """Return the modules of a filter: that of its code, and that of its class."""
     while isinstance(function, functools.partial):
         function = function.func
     owner = function.__self__ if isinstance(function, types.MethodType) else None
@@ -44,14 +43,14 @@ def _modules_of(function: Any) -> set[str | None]:
 class _Describer:
     def __init__(self, update: Callable[[bytes], None], modules: set[str | None]) -> None:
         self._update, self._modules = update, modules
-        # By id, with the number it came as. The objects are kept, or an id would be used again.
+        # By id, with a running number. The objects are kept, so that ids aren't used again.
         self._seen: dict[int, tuple[int, Any]] = {}
 
     def add(self, value: Any) -> None:
         if type(value) in _PLAIN:
             self._say(f"{type(value).__name__} {value!r}")
         elif isinstance(value, (frozenset, set)):
-            self._items(sorted(value, key=repr))  # their order differs from process to process
+            self._items(sorted(value, key=repr))  # the order differs between processes
         elif type(value) is tuple:
             self._items(value)
         elif isinstance(value, types.CodeType):
@@ -92,7 +91,7 @@ class _Describer:
     def _items(self, items: Iterable[Any]) -> None:
         found = list(items)
         self._say(f"{len(found)} items")
-        if all(type(item) in _PLAIN for item in found):  # there may be millions of them
+        if all(type(item) in _PLAIN for item in found):  # there can be millions
             self._say(repr(found))
             return
         for item in found:
@@ -148,7 +147,7 @@ class _Describer:
             self._items([*found[:3], *(list(items or ()) for items in found[3:5])])
         except DataError:
             raise
-        except Exception as error:  # whatever a user's __reduce__ raises
+        except Exception as error:  # a user's __reduce__ can raise anything
             raise DataError(
                 f"the filter uses a {type(value).__name__} that cannot be pickled ({error}), so a"
                 " change of it could not be noticed. Name the filter: filter_id='...', and change"
@@ -157,7 +156,7 @@ class _Describer:
 
 
 def _global_names(code: types.CodeType) -> Iterator[str]:
-    """The names that code, and functions within it, look up outside."""
+    """Yield the global names that code and its nested functions use."""
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             yield instruction.argval

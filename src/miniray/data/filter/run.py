@@ -22,12 +22,13 @@ import numpy as np
 from miniray.data.filter import store
 from miniray.data.filter.store import Bits
 from miniray.data.filter.work import RowFilter, WorkItem, cut_work
+from miniray.data.observers import preparing, report_preparation
 from miniray.data.plan.selection import join_bits
 from miniray.data.sources.base import Source
 from miniray.errors import DataError
 
 _POLL = 0.02
-_PATIENCE = 10.0  # seconds without that after which another rank does the part as well
+_PATIENCE = 10.0  # seconds without a heartbeat before a different rank evaluates the item
 
 
 class FilterRun:
@@ -54,9 +55,14 @@ class FilterRun:
         self._blocks = source.list_blocks()
         self._name = name
         self._bar: FilterBar | None = None
-        self._beats: dict[Path, tuple[int, float]] = {}  # of others: the last, and when it was new
-        self._path = self._parts_folder = Path()  # once it is known that something must be written
-        self._looked: tuple[tuple[int, int] | None, bool] = None, False  # at the index
+        self._beats: dict[
+            Path, tuple[int, float]
+        ] = {}  # of other ranks: the last one, and when it was first seen
+        self._path = self._parts_folder = Path()  # set if something must be written
+        self._looked: tuple[tuple[int, int] | None, bool] = (
+            None,
+            False,
+        )  # at the index: its stamp, whether complete
         files = range(len(source.files))
         self._identities = [source.identify_file(file) for file in files]
         self._names = [identity.partition("-")[0] for identity in self._identities]
@@ -76,11 +82,12 @@ class FilterRun:
                 self._path = folder / f"{self._name}.idx"
                 self._parts_folder = folder / f"{self._name}.parts"
         if len(known) < len(self._names):
-            known = self._run(known)
+            with preparing():
+                known = self._run(known)
         return join_bits([known[file] for file in range(len(self._names))], self._rows)
 
     def _known(self, path: Path | None = None) -> dict[int, Bits]:
-        """Files whose answers are in an index; those that have changed since are not."""
+        """Return the answers of an index, without those of files that have changed."""
         entries = store.read(path or self._path)
         known = {}
         for file, (name, identity) in enumerate(zip(self._names, self._identities, strict=True)):
@@ -89,7 +96,7 @@ class FilterRun:
                 known[file] = entry[2]
         return known
 
-    # -- doing it --------------------------------------------------------------------------------
+    # -- evaluation ------------------------------------------------------------------------------
 
     def _run(self, known: dict[int, Bits]) -> dict[int, Bits]:
         workers = self._world_size * self._threads
@@ -103,7 +110,7 @@ class FilterRun:
                 if self._name is not None:
                     self._make_parts_folder()
                     if self._is_joined():
-                        self._remove_parts()  # it may be that we have made the folder again
+                        self._remove_parts()  # this rank could have created the directory again
                         return self._known()
                 finished = self._pass(todo, done)
                 counted += finished
@@ -121,7 +128,7 @@ class FilterRun:
         return found
 
     def _make_parts_folder(self) -> None:
-        """Before every look: a run over other files removes it where it sees it empty."""
+        """Create the directory of items, which a run over other files removes if it is empty."""
         try:
             self._parts_folder.mkdir(exist_ok=True)
         except OSError as error:
@@ -130,7 +137,7 @@ class FilterRun:
             ) from error
 
     def _is_joined(self) -> bool:
-        """Whether another rank has joined all parts meanwhile; they are then gone."""
+        """Return whether a different rank has joined and removed all items."""
         try:
             found = self._path.stat()
         except OSError:
@@ -141,7 +148,7 @@ class FilterRun:
         return self._looked[1]
 
     def _pass(self, todo: list[WorkItem], done: dict[WorkItem, Bits]) -> int:
-        """Do or find parts, beginning at a place of this rank's own; returns rows done here."""
+        """Evaluate or find items, from a different one in each rank. Return the evaluated rows."""
         start = self._rank * len(todo) // self._world_size
         open_parts = [part for part in todo[start:] + todo[:start] if part not in done]
         if self._threads == 1:
@@ -149,7 +156,7 @@ class FilterRun:
         with ThreadPoolExecutor(self._threads) as pool:
             try:
                 return sum(pool.map(lambda part: self._try(part, done), open_parts))
-            except BaseException:  # a row that fails, or Ctrl-C: the other threads need not go on
+            except BaseException:  # a row that fails, or Ctrl-C: stop the other threads
                 self._filter.stopped = True
                 raise
 
@@ -165,7 +172,7 @@ class FilterRun:
         with store.claim(lock) as ours:
             if not ours and not self._is_stuck(lock):
                 return 0
-            # Done between the look and the lock, or even joined and removed.
+            # Finished before the lock was taken, or even joined and removed.
             if self._find(part, path, done) or self._is_joined():
                 return 0
             bits = self._filter.evaluate(part, lock)
@@ -173,21 +180,22 @@ class FilterRun:
                 entry = self._identities[part.file], part.rows, bits
                 store.write(path, {"part": entry}, durable=False)
             except DataError as error:
-                # Where the folder is gone, another rank has all parts and joined them.
+                # If the directory is gone, a different rank has joined all items.
                 if not isinstance(error.__cause__, FileNotFoundError):
                     raise
             self._note(part, bits, done)
             return part.rows
 
     def _is_stuck(self, lock: Path) -> bool:
-        """Whether the one who holds a lock has shown no sign of life for a while, by our clock."""
+        """Return whether the holder of a lock has had no heartbeat for a while."""
         try:
             beat = lock.stat().st_mtime_ns
-        except OSError:  # removed with all others: the answer is there
+        except OSError:  # removed with all others: the answer exists
             return False
         seen = self._beats.get(lock)
         if seen is None or seen[0] != beat:
             seen = self._beats[lock] = beat, time.monotonic()
+            report_preparation()
         return time.monotonic() - seen[1] > _PATIENCE
 
     def _find(self, part: WorkItem, path: Path, done: dict[WorkItem, Bits]) -> bool:
@@ -199,6 +207,7 @@ class FilterRun:
 
     def _note(self, part: WorkItem, bits: Bits, done: dict[WorkItem, Bits]) -> None:
         done[part] = bits
+        report_preparation()
         if self._bar is not None:
             self._bar.update(part.rows)
 
@@ -218,7 +227,7 @@ class FilterRun:
         }
 
     def _save(self, found: dict[int, Bits]) -> None:
-        """Join the answers to the index, which may have those of other files, and clean up."""
+        """Add the answers to the index, which can have those of other files, and clean up."""
         with store.claim(self._path.with_suffix(".lock"), wait=True):
             store.remove_unfinished(self._path)
             if len(self._known()) < len(self._names):
@@ -230,8 +239,8 @@ class FilterRun:
         self._remove_parts()
 
     def _remove_parts(self) -> None:
-        """Those of our files, whichever run made them; of other files a run may be at work."""
-        with contextlib.suppress(OSError):  # another rank may be removing them too
+        """Remove the items of these files. A different run can use those of other files."""
+        with contextlib.suppress(OSError):  # a different rank can remove them at the same time
             for path in self._parts_folder.iterdir():
                 if path.name.lstrip(".").partition("-")[0] in self._names:
                     path.unlink(missing_ok=True)
@@ -239,7 +248,7 @@ class FilterRun:
 
 
 class FilterBar:
-    """Rows filtered so far, by all ranks. A filter that is done within a second says nothing."""
+    """Shows the rows filtered so far by all ranks. Quiet if the filter takes less than a second."""
 
     def __init__(self, total: int) -> None:
         self._bar: Any = None
@@ -247,7 +256,7 @@ class FilterBar:
         if sys.stderr is not None and sys.stderr.isatty():
             from tqdm import tqdm
 
-            # A lock of this process alone: a forked child that is killed must not keep it.
+            # Its own lock, because a forked child that is killed could keep a shared one.
             kind: Any = type("Bar", (tqdm,), {"monitor_interval": 0})
             kind.set_lock(threading.RLock())
             self._bar = kind(total=total, desc="filter", unit=" rows", file=sys.stderr)
@@ -261,7 +270,7 @@ class FilterBar:
             self._bar.close()
 
     def summary(self, rows: int, kept: int, here: int, path: Path | None) -> None:
-        """``here``: rows that this rank has filtered; ``path``: where that is remembered."""
+        """Print the result. This rank has evaluated ``here`` rows; ``path`` is the index."""
         seconds = time.monotonic() - self._began
         if sys.stderr is not None and (self._bar is not None or seconds > 1):
             where = "" if path is None else f"; remembered in {path}"

@@ -1,7 +1,7 @@
-"""Answers of filters on disk: a bit a row, whole and checked, or not there at all.
+"""Keep the answers of filters on disk, with one bit per row.
 
-A file is written beside its place, flushed and renamed, and ends with a checksum: whatever happens
-while it is written, a reader finds the one before, or none.
+Files are written under a temporary name, flushed and renamed, and end with a checksum. If a write
+is interrupted, readers find the previous file or none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FOLDER, _CACHED = ".miniray", "filters"
 
 
 def cache_folder() -> Path:
-    """Where indexes go that cannot lie beside the data."""
+    """Return the directory for caches of all kinds."""
     given = os.environ.get("MINIRAY_CACHE")
     if given:
         return Path(given)
@@ -39,15 +39,15 @@ def cache_folder() -> Path:
 
 
 def known_folders(beside: str | None) -> list[Path]:
-    """Where an index of data in the folder ``beside`` may be."""
+    """Return the directories that can contain an index of data in the directory ``beside``."""
     here = [] if beside is None else [Path(beside) / _FOLDER]
     return [*here, cache_folder() / _CACHED]
 
 
 def index_folder(beside: str | None) -> Path:
-    """The folder to write indexes of data in the folder ``beside`` to; made if need be.
+    """Return the directory to which to write an index of data in the directory ``beside``.
 
-    Falls back to the cache, and says so, where that is not writable.
+    If that isn't writable, warn and return the cache directory.
     """
     reason: OSError | None = None
     if beside is not None:
@@ -86,9 +86,9 @@ def _failed(path: Path, error: OSError) -> DataError:
 def write(
     path: Path, entries: Mapping[str, tuple[str, int, Bits]], *, durable: bool = True
 ) -> None:
-    """Write (identity, rows, packed bits) by name. Raises ``DataError``, leaving what was there.
+    """Write (identity, rows, packed bits) by name. ``DataError`` leaves the previous file intact.
 
-    ``durable``: it is there after a power cut too; without, it may then be torn, and is not read.
+    Without ``durable``, the file can be lost in a power failure.
     """
     header = json.dumps([[k, i, r, len(bits)] for k, (i, r, bits) in entries.items()]).encode()
     body = b"".join(bits.tobytes() for _, _, bits in entries.values())
@@ -96,7 +96,7 @@ def write(
     data += hashlib.blake2b(data, digest_size=16).digest()
     temporary = path.with_name(f"{_unfinished(path)}{secrets.token_hex(8)}")
     try:
-        # Not tempfile's, which no other user of the data could read.
+        # Files of tempfile can't be read by other users of the data.
         with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
@@ -107,7 +107,7 @@ def write(
         raise _failed(path, error) from error
     finally:
         with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)  # where it did not come to its place
+            temporary.unlink(missing_ok=True)
 
 
 def _unfinished(path: Path) -> str:
@@ -115,13 +115,13 @@ def _unfinished(path: Path) -> str:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove what killed writers of ``path`` left; for the one who holds its lock."""
+    """Remove files of killed writers of ``path``, whose lock the caller holds."""
     for left in path.parent.glob(f"{_unfinished(path)}*"):
         left.unlink(missing_ok=True)
 
 
 def read(path: Path) -> dict[str, tuple[str, int, Bits]]:
-    """What was written; empty where there is nothing or not all of it."""
+    """Return the entries of a file, or none if it doesn't exist or is incomplete."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -141,15 +141,15 @@ def read(path: Path) -> dict[str, tuple[str, int, Bits]]:
 
 @contextlib.contextmanager
 def claim(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Whether this is the one that holds the lock of ``path`` now.
+    """Yield whether this process holds the lock of ``path``, until it ends.
 
-    The lock ends with its holder, however that ends. A file system without locks gives it to
-    everybody: work is then done more than once, and comes out the same.
+    On a file system without locks, all processes hold it. They do the same work and get the same
+    result.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        if error.errno == errno.ENOENT:  # the folder of finished parts has been removed
+        if error.errno == errno.ENOENT:  # the directory of work items has been removed
             yield False
             return
         raise _failed(path, error) from error
@@ -170,7 +170,7 @@ _NOT_WRITABLE = {
     errno.EPERM,
     errno.ENOENT,
     errno.EACCES,
-    errno.EEXIST,  # a file where the folder should be
+    errno.EEXIST,  # a file has the name of the directory
     errno.ENOTDIR,
     errno.EROFS,
 }

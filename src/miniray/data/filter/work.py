@@ -17,12 +17,13 @@ import numpy as np
 from miniray.data.filter.store import Bits
 from miniray.data.loader.columns import to_rows
 from miniray.data.locations import Blocks
+from miniray.data.observers import report_preparation
 from miniray.data.plan.shard import split_evenly
 from miniray.data.sources.base import Source
 from miniray.errors import RowError
 
 _MIN_ROWS, _MAX_ITEMS = 1024, 512
-_HEARTBEAT_S = 1.0  # between signs that a rank still works on its item
+_HEARTBEAT_S = 0.25  # between signs that a rank still works on its item
 _ROWS_AT_A_TIME = 1024
 
 
@@ -73,7 +74,7 @@ class RowFilter:
         self.stopped = False
 
     def evaluate(self, part: WorkItem, lock: Path | None) -> Bits:
-        """Return one bit per row of an item. Touch ``lock`` every second as a heartbeat.
+        """Return one bit per row of an item. Touch ``lock`` as a heartbeat.
 
         Raises ``RowError`` if the filter raises, and ``CancelledError`` once it is ``stopped``.
         """
@@ -91,6 +92,7 @@ class RowFilter:
             if self.stopped:
                 raise CancelledError
             if time.monotonic() - beaten > _HEARTBEAT_S:
+                report_preparation()
                 if lock is not None:
                     _touch(lock)
                 beaten = time.monotonic()
@@ -115,5 +117,5 @@ class RowFilter:
 
 
 def _touch(path: Path) -> None:
-    with contextlib.suppress(OSError):  # gone, or not ours to change
+    with contextlib.suppress(OSError):  # removed, or owned by a different user
         os.utime(path)

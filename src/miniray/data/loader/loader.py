@@ -222,7 +222,7 @@ class DataLoader:
         return self
 
     def shard(self, rank: int, world_size: int) -> DataLoader:
-        """The same loader over another rank's share; cheap, nothing is read again."""
+        """Return the same loader for a different rank. Nothing is read again."""
         other = copy.copy(self)
         other.dataset = self.dataset.shard(rank, world_size)
         other.__setstate__(other.__getstate__())
@@ -253,16 +253,17 @@ class DataLoader:
         return self._pool
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; nothing happens where that is the current one."""
+        """Go to the start of an epoch, unless it is the current one."""
         if not self.dataset.is_at(epoch):
             self._end_iteration(is_displaced=True)
             self.dataset.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been delivered, whatever has been read ahead; under 1 KB of JSON.
+        """Return the progress in less than 1 KB of JSON. Batches read ahead don't count.
 
-        At a step boundary (all ranks took as many batches) the state of any one rank is that of
-        the run. Elsewhere, and with batches by tokens, keep all and use ``merge_states``.
+        At a step boundary, when all ranks have taken the same number of batches, the state of any
+        rank is valid for the run. Otherwise, and with batches by tokens, keep the states of all
+        ranks and use ``merge_states``.
         """
         state = self.dataset.state_dict()
         if self.batch_by:
@@ -270,7 +271,7 @@ class DataLoader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken, on any number of ranks; all load the same state."""
+        """Resume from ``state`` on any number of ranks, all of which load the same state."""
         check_state(state)
         self._end_iteration(is_displaced=True)
         batching = [self.batch_size, self._bucket_rows] if self.batch_by else None
@@ -282,7 +283,7 @@ class DataLoader:
         self.dataset.load_state_dict(state)
 
     def close(self) -> None:
-        """End the threads of an iteration that is under way, and worker processes."""
+        """End the threads of a running iteration, and worker processes."""
         self._end_iteration()
         if self._pool is not None:
             self._pool.close()

@@ -126,8 +126,8 @@ def _begin(pickled: bytes, end: connection.Connection) -> None:
 
 
 def _end_with(ends: list[int | connection.Connection]) -> None:
-    # The pool's own queues are held open by its other workers, so nothing else tells of its end.
-    # What is sent is never read, so that all workers see it.
+    # Other workers keep the queues of the pool open, so these don't show its end. The message is
+    # never read, so that all workers receive it.
     connection.wait(ends)
     os._exit(1)
 
@@ -138,7 +138,7 @@ def _apply(rows: list[Any]) -> list[tuple[Any, BaseException | None]]:
     for row in rows:
         try:
             found.append((_transform(row), None))
-        except Exception as error:  # the user's code may raise anything
+        except Exception as error:  # user code can raise anything
             found.append((None, _that_travels(error)))
     return found
 
@@ -146,6 +146,6 @@ def _apply(rows: list[Any]) -> list[tuple[Any, BaseException | None]]:
 def _that_travels(error: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever a user's __reduce__ or __init__ raises
+    except Exception:  # a user's __reduce__ or __init__ can raise anything
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

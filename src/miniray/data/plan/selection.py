@@ -55,7 +55,7 @@ class Selection:
         """Identifier of the selected rows in states."""
         if self._bits is None:
             return "all"
-        return hashlib.blake2b(self._bits.tobytes(), digest_size=8).hexdigest()
+        return hashlib.blake2b(np.ascontiguousarray(self._bits).data, digest_size=8).hexdigest()
 
     def for_blocks(self, blocks: Blocks) -> Selection:
         """Return the same rows for a copy of the data that is cut into different blocks."""

@@ -1,4 +1,4 @@
-"""The configuration of ``RLHFDataset``: verl's keys, from whatever holds them."""
+"""Configuration of ``RLHFDataset`` with verl's keys."""
 
 from __future__ import annotations
 
@@ -19,29 +19,24 @@ from miniray.checks import (
 
 Truncation = Literal["error", "left", "right", "middle"]
 
-#: Keys of verl's that are spelt nearly as one of ours and mean something else.
+#: Keys of verl that are similar to one of ours but mean something else.
 _ELSEWHERE = {"tokenizer"}
 
 
 @suggest_options()
 @dataclass(frozen=True)
 class RLHFConfig:
-    """verl's keys and their defaults, and three of ours at the end.
+    """verl's keys with their defaults, and three keys of miniray.
 
-    ``max_prompt_length``: prompts are padded on the left to this many tokens. Longer ones are left
-    out (``filter_overlong_prompts``) or cut as ``truncation`` says; ``"error"`` refuses them.
-
-    ``filter_overlong_prompts_workers``: threads in each rank that count tokens, 1 by default. The
-    ranks share the work, and it is done once for a run.
-
-    ``shuffle``: rows in another order each epoch; and ``max_samples`` of them are drawn by ``seed``
-    instead of being the first ones.
-
-    ``tokenize``: give token ids. ``False`` gives messages and leaves the rest to the rollout, as
-    verl wants it since 0.6. By default True, and inside such a verl False.
-
-    ``row_order``: ``"window"`` (each byte read about once), ``"global"`` or ``"file"``, where it
-    must differ from what ``shuffle`` means.
+    Attributes:
+        max_prompt_length: Prompts are padded on the left to this many tokens. Longer ones are left
+            out (``filter_overlong_prompts``), truncated (``truncation``), or an error.
+        filter_overlong_prompts_workers: Threads per rank that count tokens, 1 by default.
+        shuffle: Use a different order in each epoch, and draw ``max_samples`` rows by ``seed``
+            instead of taking the first ones.
+        tokenize: Return token ids. ``False`` returns messages, which rollouts of verl 0.6 and later
+            tokenize. True by default, and False inside such a verl.
+        row_order: ``"window"``, ``"global"`` or ``"file"``, to override ``shuffle``.
     """
 
     prompt_key: str = "prompt"
@@ -95,7 +90,7 @@ def read_config(config: Any) -> RLHFConfig:
     for key in set(given) - set(known) - _ELSEWHERE:
         if find_similar(str(key), known, 0.85):
             raise unknown_option("RLHFConfig", str(key), known)
-    # None is how YAML files say "the default"; where it is a value of its own, it is the default.
+    # In YAML files, None stands for the default.
     chosen = {key: given[key] for key in known if given.get(key) is not None}
     if "tokenize" not in chosen and "custom_cls" in given and _verl_tokenizes():
         chosen["tokenize"] = False
@@ -117,7 +112,7 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """OmegaConf's containers as dicts and lists, which pickle and compare without it."""
+    """Convert OmegaConf's containers to dicts and lists."""
     if isinstance(value, Mapping):
         return {key: _plain(value[key]) for key in value}
     if type(value).__name__ == "ListConfig":
@@ -126,7 +121,7 @@ def _plain(value: Any) -> Any:
 
 
 def _verl_tokenizes() -> bool:
-    """Whether the installed verl is one that takes messages and tokenizes in its rollout."""
+    """Return whether the installed verl tokenizes in its rollout."""
     import importlib.metadata
 
     try:

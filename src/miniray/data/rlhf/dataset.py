@@ -1,8 +1,7 @@
 """Prompts for reinforcement learning: verl's rows and configuration on ``ParquetDataset``.
 
-A rank reads its own rows in place and tokenizes them when they are asked for. Prompts that are too
-long are found once for the whole run and the answer is kept beside the data; ``max_samples`` are
-taken of what is left, so a run gets exactly that many.
+A rank reads its rows and tokenizes them when they are accessed. Prompts that are too long are found
+once per run, and the result is saved. ``max_samples`` are taken from the others.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A batch as verl's own ``collate_fn`` makes it: tensors stacked, the rest object arrays.
+    """Create the batch that verl's ``collate_fn`` creates: stacked tensors and object arrays.
 
-    Raises ``DataError`` if rows differ in their fields: columns of different lengths would put one
-    row's answer beside another row's question.
+    Raise ``DataError`` if rows have different fields, which would misalign the columns.
     """
     batch: dict[str, Any] = {}
     for name in rows[0]:
@@ -57,26 +55,25 @@ def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 @suggest_options({field.name: "Set it in config=." for field in dataclasses.fields(RLHFConfig)})
 class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
-    """A rank's prompts, as verl's ``RLHFDataset`` gives them.
+    """Prompts of a rank, in the format of verl's ``RLHFDataset``.
 
     Args:
-        data_files: a parquet file, folder, glob or fsspec address, or a list of these.
-        tokenizer: anything with Hugging Face's ``apply_chat_template`` and call signature.
+        data_files: A Parquet file, directory, glob or fsspec URL, or a list of these.
+        tokenizer: Any object with Hugging Face's ``apply_chat_template`` and call signature.
         config: verl's ``data`` keys (see ``RLHFConfig``) in a dict, dataclass, namespace or
             OmegaConf node.
-        processor: Hugging Face's, for models that see images.
-        max_samples: rows of the whole run, drawn once and then sharded; -1 or None is all.
-        rank, world_size: which part is ours.
+        processor: Hugging Face processor, for models with images.
+        max_samples: Rows of the whole run, drawn once and then sharded; -1 or None selects all.
+        rank, world_size: Rank of this process and number of ranks.
 
-    ``ds[i]`` is a dict: the row's columns but prompt and images; ``input_ids``, ``attention_mask``
+    ``ds[i]`` is a dict: the columns except prompt and images; ``input_ids``, ``attention_mask``
     and ``position_ids``, padded on the left to ``max_prompt_length``; ``raw_prompt_ids``;
     ``index``, ``tools_kwargs`` and ``interaction_kwargs`` from ``extra_info``; ``multi_modal_data``
-    with images not decoded yet and, with a processor, ``multi_modal_inputs``, both empty for a row
-    without images; ``raw_prompt`` and ``full_prompts`` where asked for.
+    with encoded images and, with a processor, ``multi_modal_inputs``, both empty for a row without
+    images; ``raw_prompt`` and ``full_prompts`` on request.
 
-    Raises ``DataError`` when it is made if a file or column is not as it should be, and
-    ``RowError`` with file and row for a row that cannot be used. A row that fails in the filter is
-    such an error too; it is never taken for one that is too long.
+    Raises ``DataError`` on creation for an unusable file or column, and ``RowError`` with file and
+    row for an unusable row, also in the filter.
     """
 
     def __init__(
@@ -102,7 +99,7 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
         seed = self.config.seed
         self._takes_first = not shuffled
         if not shuffled and max_samples >= 0 and order == "file" and seed is None:
-            seed = 0  # nothing is drawn
+            seed = 0  # not used
         filters = self.config.filter_overlong_prompts
         super().__init__(
             data_files if isinstance(data_files, (str, os.PathLike)) else list(data_files),
@@ -122,7 +119,7 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
     # -- for subclasses --------------------------------------------------------------------------
 
     def build_messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The chat messages of a row. Override for other prompts; the filter sees them too."""
+        """Return the chat messages of a row. Override for other prompts; the filter uses it too."""
         return build_messages(
             row[self.config.prompt_key], self.images_of(row), structured=self.processor is not None
         )
@@ -130,7 +127,7 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
     def position_ids(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, inputs: Mapping[str, Any]
     ) -> torch.Tensor:
-        """Positions of the tokens, 0 for padding. Override for models that count otherwise."""
+        """Return the positions of tokens, 0 for padding. Override for other kinds of positions."""
         if "image_grid_thw" in inputs:
             raise DataError(
                 "models of the Qwen-VL kind take positions in three dimensions: override"
@@ -140,13 +137,13 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
         return (attention_mask.cumsum(-1) - 1).clamp(min=0)
 
     def images_of(self, row: Mapping[str, Any]) -> Sequence[Any]:
-        """The row's images as they are in the file; empty where it has none."""
+        """Return the images of a row as the file has them."""
         return row.get(self.config.image_key) or ()
 
     # -- rows ------------------------------------------------------------------------------------
 
     def encode(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What the model takes, from a row of the files: a ``transform`` for ``DataLoader``."""
+        """Convert a row of the files to model inputs. A ``transform`` for ``DataLoader``."""
         config = self.config
         if row.get(config.video_key):
             raise DataError(f"videos (column {config.video_key!r}) are not supported")
@@ -156,7 +153,7 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
         if self._tokenize:
             self._add_tokens(found, messages, self.images_of(row))
         else:
-            # verl's batches must not be empty of tensors, and its rollout brings all others.
+            # verl's batches must have a tensor, and its rollout adds all others.
             found["dummy_tensor"] = torch.zeros(1, dtype=torch.uint8)
         if config.return_raw_chat or not self._tokenize:
             found["raw_prompt"] = messages
@@ -176,10 +173,10 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
             ids = [int(i) for i in inputs.pop("input_ids")[0]]
             inputs.pop("attention_mask", None)
         if images or self.processor is not None:
-            # Opened anew: the images the processor has decoded go with it.
+            # Opened again, so that the images decoded by the processor are freed.
             opened = {"image": [lazy_image(image) for image in images]}
             found["multi_modal_data"] = opened if images else {}
-        # Of a prompt without images too: the rows of a batch have the same fields.
+        # Also without images, so that all rows of a batch have the same fields.
         if self.processor is not None and config.return_multi_modal_inputs:
             found["multi_modal_inputs"] = inputs
         ids = cut(ids, limit, config.truncation)
@@ -211,7 +208,7 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
     def _encode_at(self, index: int, row: Mapping[str, Any]) -> dict[str, Any]:
         try:
             return self.encode(row)
-        except Exception as error:  # a template, tokenizer or image decoder may raise anything
+        except Exception as error:  # a template, tokenizer or image decoder can raise anything
             file, number = self.row_ids[index]
             raise RowError(
                 f"{file}, row {number}: {type(error).__name__}: {error}", file, number
@@ -226,7 +223,7 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
             yield self._encode_at(index, row)
 
     def loader(self, batch_size: int, **options: Any) -> DataLoader:
-        """A ``DataLoader`` that gives batches as verl's; tokenizes and decodes late, in threads."""
+        """Return a ``DataLoader`` of verl's batches, which tokenizes and decodes in threads."""
         return DataLoader(
             self, batch_size, **{"transform": self.encode, "collate_fn": collate_fn, **options}
         )
@@ -241,13 +238,13 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
 
     @classmethod
     def _made_by(cls) -> tuple[Callable[..., Any], ...]:
-        """What makes a row's prompt, and may be a subclass's."""
+        """Return the methods that create a prompt, which subclasses can override."""
         return cls.build_messages, cls.images_of
 
     def _filter_columns_wanted(self) -> list[str] | None:
         if self._made_by() != RLHFDataset._made_by():
-            return None  # all: it may look at any
-        # Without a processor an image takes no tokens, and its bytes need not be read.
+            return None  # all: an overridden method can use any
+        # Without a processor, images have no tokens and aren't read.
         return [self.config.prompt_key] if self.processor is None else None
 
     def _take_samples(self, selection: Selection) -> Selection:
@@ -256,13 +253,13 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
             return selection.take_first(self._max_samples)
         return super()._take_samples(selection)
 
-    # -- what verl's rollout asks of the class ---------------------------------------------------
+    # -- used by verl's rollout ------------------------------------------------------------------
 
     @classmethod
     async def process_multi_modal_info(
         cls, messages: list[dict[str, Any]], image_patch_size: int, config: Any
     ) -> tuple[list[Any] | None, None, None]:
-        """Images of messages, decoded in a thread so that other conversations go on meanwhile."""
+        """Return the images of messages, decoded in a thread so as not to block the event loop."""
         images = [
             part["image"]
             for message in messages
@@ -277,6 +274,6 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
     async def process_vision_info(
         cls, messages: list[dict[str, Any]], image_patch_size: int, config: Any
     ) -> tuple[list[Any] | None, None]:
-        """The same for versions of verl that know images and videos only."""
+        """Return images and videos, for versions of verl without audio."""
         images, videos, _ = await cls.process_multi_modal_info(messages, image_patch_size, config)
         return images, videos

@@ -1,7 +1,6 @@
-"""From a row's chat messages and images to what a model takes: text, token ids, pixels.
+"""Convert chat messages and images of a row to text, token ids and pixels.
 
-Nothing is decoded here that was not asked for: an image is opened by its header and keeps its
-encoded bytes until somebody wants its pixels.
+Images keep their encoded bytes until their pixels are accessed.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ _TEMPLATE_KEYS = ("tokenize", "return_dict", "return_tensors", "add_generation_p
 
 
 def lazy_image(value: Any) -> Any:
-    """A Pillow image whose pixels are decoded at their first use.
+    """Return a Pillow image whose pixels are decoded when they are accessed.
 
-    ``value`` is ``{"bytes", "path"}`` as parquet has it, encoded bytes, a path or a Pillow image.
+    ``value`` is ``{"bytes", "path"}``, encoded bytes, a path or a Pillow image.
     """
     from PIL import Image
 
@@ -89,7 +88,7 @@ def _parts(content: Any, images: Any) -> Any:
 
 
 def cut(ids: list[int], limit: int, how: str) -> list[int]:
-    """At most ``limit`` tokens: the last, the first, or both ends. ``"error"`` refuses."""
+    """Return at most ``limit`` tokens: the last ones, the first ones, or both ends."""
     if len(ids) <= limit:
         return ids
     if how == "left":
@@ -107,7 +106,7 @@ def cut(ids: list[int], limit: int, how: str) -> list[int]:
 
 
 class PromptEncoder:
-    """``tokenizer`` and ``processor`` are anything with Hugging Face's call signatures."""
+    """Encodes prompts with a tokenizer and a processor with Hugging Face's signatures."""
 
     def __init__(self, tokenizer: Any, processor: Any, config: RLHFConfig) -> None:
         self.tokenizer, self.processor, self.config = tokenizer, processor, config
@@ -115,7 +114,7 @@ class PromptEncoder:
         self._template = {key: given[key] for key in given if key not in _TEMPLATE_KEYS}
 
     def text(self, messages: list[dict[str, Any]]) -> str:
-        """The prompt as the model reads it, with the start of its answer."""
+        """Return the templated prompt, which ends with the start of the answer."""
         templated = self.tokenizer if self.processor is None else self.processor
         text: str = templated.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False, **self._template
@@ -123,11 +122,11 @@ class PromptEncoder:
         return text
 
     def ids(self, text: str) -> list[int]:
-        """Token ids of text that already has its special tokens."""
+        """Return the token ids of text that already has special tokens."""
         return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def inputs(self, text: str, images: Sequence[Any]) -> dict[str, Any]:
-        """What the processor makes of text and images; ``input_ids`` has a batch of one."""
+        """Process text and images. ``input_ids`` has a batch dimension of 1."""
         found = self.processor(
             text=[text],
             images=[rgb(image) for image in images],
@@ -137,14 +136,14 @@ class PromptEncoder:
         return dict(found)
 
     def length(self, messages: list[dict[str, Any]], images: Sequence[Any]) -> int:
-        """Tokens of a prompt. With a processor, images are decoded to know what they take."""
+        """Return the number of tokens. With a processor, images are decoded to find out."""
         text = self.text(messages)
         if self.processor is None or not images:
             return len(self.ids(text))
         return len(self.inputs(text, images)["input_ids"][0])
 
     def identity(self, *made_by: Callable[..., Any]) -> str:
-        """A name for the answers of ``length``: it changes with whatever changes them."""
+        """Return a digest of everything that the result of ``length`` depends on."""
         parts = [
             *(fingerprint_callable(function, None) for function in made_by),
             identity_of(self.tokenizer),
@@ -159,7 +158,7 @@ class PromptEncoder:
 
 
 def identity_of(part: Any) -> str:
-    """What tells one tokenizer or processor from another: its vocabulary, template, settings."""
+    """Return a digest of a tokenizer or processor: its vocabulary, template and settings."""
     if part is None:
         return "none"
     digest = hashlib.sha256(type(part).__qualname__.encode())

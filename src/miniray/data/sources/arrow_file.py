@@ -17,7 +17,12 @@ from typing import Any
 import pyarrow as pa
 
 from miniray.data.sources.files import is_remote
-from miniray.data.sources.validation import check_batch, create_change_error, get_first_line
+from miniray.data.sources.validation import (
+    check_batch,
+    check_names,
+    create_change_error,
+    get_first_line,
+)
 from miniray.errors import DataError
 
 _ENDS = 1 << 16  # Bytes at each end of a file that identify its content.
@@ -51,6 +56,7 @@ class ArrowFile:
             file.seek(0)
             reader = pa.ipc.open_stream(file) if self._is_stream else pa.ipc.open_file(file)
             self.schema = reader.schema
+            check_names(self.schema)
             names = [name for name in reader.schema.names if columns is None or name in columns]
             for batch in self._iter_batches(file, names):
                 check_batch(batch, path, sum(self.rows))
@@ -132,7 +138,7 @@ class ArrowFile:
             start = end
 
     def _read_message(self, file: Any, number: int, names: Sequence[str]) -> Any:
-        """Read a record batch of a stream as a stream of its own, with all it depends on."""
+        """Read a record batch of a stream as a separate stream, with all it depends on."""
         messages = self._messages[number]
         buffer = pa.allocate_buffer(sum(end - start for start, end in messages))
         view, at = memoryview(buffer), 0

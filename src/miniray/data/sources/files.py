@@ -41,13 +41,17 @@ class FileList:
         self.paths = self._resolve(spec)
 
     def _resolve(self, spec: Spec) -> list[str]:
-        if isinstance(spec, Mapping) or not isinstance(spec, (str, bytes, os.PathLike, Iterable)):
-            raise TypeError(f"files must be a path, a glob or a list of these, not {spec!r}")
-        if hasattr(spec, "__arrow_c_stream__") or hasattr(spec, "iloc"):
+        if (
+            isinstance(spec, Mapping)
+            or hasattr(spec, "__arrow_c_stream__")
+            or hasattr(spec, "iloc")
+        ):
             raise TypeError(
                 f"files must be paths, not {type(spec).__name__}. Use ArrowDataset(df), or write"
                 " it with df.to_parquet(path)."
             )
+        if not isinstance(spec, (str, bytes, os.PathLike, Iterable)):
+            raise TypeError(f"files must be a path, a glob or a list of these, not {spec!r}")
         given = [spec] if isinstance(spec, (str, bytes, os.PathLike)) else list(spec)
         if not given:
             raise DataError("files= is empty. Pass at least one path.")

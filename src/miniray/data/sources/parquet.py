@@ -20,7 +20,12 @@ from miniray.data.sources.chunks import ColumnChunk, read_chunks
 from miniray.data.sources.files import FileList, FileSource, Spec, is_remote
 from miniray.data.sources.footers import FileMetadata, MetadataIndex
 from miniray.data.sources.schemas import cast, find_common_types
-from miniray.data.sources.validation import check_batch, create_change_error, get_first_line
+from miniray.data.sources.validation import (
+    check_batch,
+    check_names,
+    create_change_error,
+    get_first_line,
+)
 from miniray.errors import DataError
 
 _OPEN_FILES = 4  # per thread
@@ -227,6 +232,7 @@ class _OpenFile:
                 pre_buffer=False,
             )
             self.metadata, self.schema = self.reader.metadata, self.reader.schema_arrow
+            check_names(self.schema)
         except FileNotFoundError as error:
             raise DataError(f"File {path} no longer exists.", path) from error
         except _READ_ERRORS as error:

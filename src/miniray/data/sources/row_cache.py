@@ -10,10 +10,9 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import logging
 import os
 import shutil
-import threading
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,15 +22,15 @@ import pyarrow as pa
 
 from miniray.data.filter.store import cache_folder
 from miniray.data.locations import Blocks, cumulate
+from miniray.data.observers import preparing, report_preparation
 from miniray.data.sources.base import BLOCK_BYTES, Source, parse_bytes
 from miniray.errors import DataError
 
 _VERSION = 1
 _ROWS_KEY = b"miniray.rows"
 _WAIT_LOG_S = 5.0
+_POLL_S = 0.02
 _DECODE_ROWS = 256  # of dictionary columns, before their decoded size is known
-
-logger = logging.getLogger(__name__)
 
 
 class CacheFullError(DataError):
@@ -66,7 +65,8 @@ class RowCache:
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"{compute_key(source)}.arrow"
         for attempt in (1, 2):
-            lock = self._lock_entry(path, source)
+            with preparing():
+                lock = self._lock_entry(path, source)
             os.utime(path)
             try:
                 return CachedSource(source, path, lock)
@@ -136,15 +136,14 @@ class RowCache:
         needed = int(blocks.nbytes.sum() * 1.02) + (1 << 16)
         name = f"{Path(source.files[0]).name}{', ...' if len(source.files) > 1 else ''}"
         temporary = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
-        logger.info("Copying %s rows of %s to %s", f"{blocks.total_rows:,}", name, self.directory)
-        begin = time.monotonic()
+        _print(f"Copying {blocks.total_rows:,} rows of {name} to {self.directory}")
         try:
             with _hold(self.directory / "directory.lock"):
                 self._make_room(needed, name)
                 with open(temporary, "wb") as file:
                     # Reserve the space: a different builder counts the size of this file.
                     os.truncate(file.fileno(), needed)
-            written = self._write(source, temporary, name)
+            self._write(source, temporary, name)
             os.chmod(temporary, 0o444)
             os.replace(temporary, path)
         except OSError as error:
@@ -154,8 +153,6 @@ class RowCache:
             raise self._create_full_error(name, needed, free) from error
         finally:
             temporary.unlink(missing_ok=True)
-        seconds = time.monotonic() - begin
-        logger.info("Copied %s to %s: %d MB in %.1f s", name, path, written // 10**6, seconds)
 
     def _make_room(self, needed: int, name: str) -> None:
         """Delete least recently used copies until ``needed`` bytes fit."""
@@ -185,8 +182,8 @@ class RowCache:
             " use shuffle='window'."
         )
 
-    def _write(self, source: Source, path: Path, name: str) -> int:
-        """Write all rows to ``path`` and return its size. Estimates may be too small."""
+    def _write(self, source: Source, path: Path, name: str) -> None:
+        """Write all rows to ``path``. Estimates may be too small."""
         rows = source.list_blocks().total_rows
         limit = path.stat().st_size
         writer: Any = None
@@ -196,6 +193,7 @@ class RowCache:
                     schema = batch.schema.with_metadata({_ROWS_KEY: str(rows).encode()})
                     writer = pa.ipc.new_file(file, schema)
                 writer.write_batch(batch)
+                report_preparation()
                 if file.tell() > limit:
                     with _hold(self.directory / "directory.lock"):
                         self._make_room(limit // 8 + BLOCK_BYTES, name)
@@ -208,7 +206,6 @@ class RowCache:
             file.flush()
             file.truncate(file.tell())
             os.fsync(file.fileno())
-            return file.tell()
 
 
 class CachedSource(Source):
@@ -310,24 +307,37 @@ def _decode_dictionaries(batch: Any) -> Any:
 
 
 def _flock(lock: IO[str], operation: int) -> None:
-    """Wait for a lock. After 5 s, log which process builds the copy."""
-    try:
-        fcntl.flock(lock, operation | fcntl.LOCK_NB)
-        return
-    except BlockingIOError:
-        pass
+    """Wait for a lock while its holder builds the copy. Log the holder after 5 s."""
+    path = Path(lock.name)
+    begin, seen = time.monotonic(), -1
+    is_logged = False
+    while True:
+        try:
+            return fcntl.flock(lock, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass
+        written = sum(_count_written(file) for file in path.parent.glob(f"{path.stem}.*.tmp"))
+        if written != seen:
+            report_preparation()
+            seen = written
+        if not is_logged and time.monotonic() - begin > _WAIT_LOG_S:
+            pid = path.read_text() or "unknown"
+            _print(f"Waiting for process {pid}, which builds {path.with_suffix('.arrow')}")
+            is_logged = True
+        time.sleep(_POLL_S)
 
-    def log() -> None:
-        pid = Path(lock.name).read_text() or "unknown"
-        logger.info("Waiting for process %s, which builds %s", pid, lock.name)
 
-    timer = threading.Timer(_WAIT_LOG_S, log)
-    timer.daemon = True
-    timer.start()
+def _print(text: str) -> None:
+    if sys.stderr is not None:
+        print(f"row cache: {text}", file=sys.stderr, flush=True)
+
+
+def _count_written(file: Path) -> int:
+    """Return the written bytes of a file whose space is reserved."""
     try:
-        fcntl.flock(lock, operation)
-    finally:
-        timer.cancel()
+        return 512 * file.stat().st_blocks
+    except FileNotFoundError:
+        return 0
 
 
 @contextlib.contextmanager

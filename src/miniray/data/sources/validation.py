@@ -6,6 +6,7 @@ of other values, raises exceptions of any type, or ends the process.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from miniray.errors import DataError
@@ -24,6 +25,23 @@ def check_batch(batch: Any, file: str, first_row: int) -> None:
         raise DataError(
             f"{file}, row {row}: the file is damaged: {get_first_line(error)}", file, row
         ) from error
+
+
+def check_names(fields: Iterable[Any]) -> None:
+    """Raise ``UnicodeDecodeError`` or ``ArrowInvalid`` if structs in ``fields`` can't become dicts.
+
+    Args:
+        fields: Fields of a schema or a type.
+    """
+    import pyarrow as pa
+
+    for field in fields:
+        kind = getattr(field.type, "storage_type", field.type)
+        children = [kind.field(i) for i in range(kind.num_fields)]
+        names = [child.name for child in children]
+        if pa.types.is_struct(kind) and len(set(names)) < len(names):
+            raise pa.ArrowInvalid(f"column {field.name!r} has several fields of the same name")
+        check_names(children)
 
 
 def _find_error(batch: Any) -> Exception | None:

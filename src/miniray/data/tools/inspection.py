@@ -18,12 +18,14 @@ from miniray.data.sources.row_cache import RowCache, compute_key
 
 #: Memory of a process that has imported pyarrow, and of pages while they are decoded.
 _PROCESS_BYTES = 27_000_000
+#: Rows of batches that are decoded ahead, which the page estimate of other orders covers.
+_BATCH_BYTES = 20_000_000
 _SMALL_FILES = 200
 
 
 @dataclass(frozen=True)
 class FileReport:
-    """What the footer of a file says."""
+    """Metadata of a file."""
 
     path: str
     writer: str
@@ -77,7 +79,7 @@ def inspect_files(
         OrderReport(
             '"window"', _PROCESS_BYTES + 2 * window + page, min(total, share + 2 * window), 0
         ),
-        OrderReport('"global"', _PROCESS_BYTES, share, total),
+        OrderReport('"global"', _PROCESS_BYTES + _BATCH_BYTES, share, total),
     ]
     return Inspection(reports, orders, _give_advice(reports, world_size), is_cached)
 

@@ -23,6 +23,8 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from miniray.data import observers
+from miniray.doctor.layout import PREPARING
 from miniray.errors import BarrierTimeoutError, PeerLostError, TaskError
 from miniray.train.lockstep import process_group
 from miniray.train.lockstep.process_group import ProcessGroupSpec, absent
@@ -143,6 +145,8 @@ class PulseThread:
         self._logs: collections.deque[Any] = collections.deque()
         self._logs_posted = 0
         self._request: tuple[int, int] | None = None
+        self._before_preparation: str | None = None
+        observers.preparation_hooks.append(self._prepare)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="miniray-pulse", daemon=True)
         self._thread.start()
@@ -156,6 +160,16 @@ class PulseThread:
     def go_on(self) -> None:
         """The main thread is in the same phase, and moves."""
         self._where = (self._where[0], time.monotonic())
+
+    def _prepare(self, is_active: bool) -> None:
+        """Enter the phase ``PREPARING``, report its progress, or return to the phase before."""
+        if is_active:
+            if self._before_preparation is None:
+                self._before_preparation = self._where[0]
+            self.at(PREPARING)
+        elif self._before_preparation is not None:
+            self.at(self._before_preparation)
+            self._before_preparation = None
 
     def barrier(self, name: str) -> None:
         """Wait until all ranks are here; ``BarrierTimeoutError`` after ``limit`` seconds.
@@ -257,6 +271,7 @@ class PulseThread:
 
     def close(self) -> None:
         """End the thread and wait for it."""
+        observers.preparation_hooks.remove(self._prepare)
         self._ended.set()
         self._thread.join(timeout=2 * _INTERVAL)
 

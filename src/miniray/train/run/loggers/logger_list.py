@@ -50,6 +50,7 @@ class LoggerList:
         self._run: RunDirectory | None = None
         self._lines: JSONLines | None = None
         self._system: SystemMetrics | None = None
+        self._logs_steps = False
         self._step: int | None = None  # of the latest record that has one
 
     def open(self, run: RunDirectory, kwargs: Mapping[str, Any]) -> None:
@@ -87,28 +88,30 @@ class LoggerList:
     def log(self, record: Mapping[str, Any]) -> None:
         """Write the record of an epoch, which has an ``epoch`` and may have a global ``step``.
 
-        If steps are logged too, means over the epoch are named ``epoch_...`` in the loggers.
+        If steps are logged too, loggers get the means over the epoch as ``epoch_...``.
         """
         assert self._lines is not None
-        step, epoch = record.get("step"), record["epoch"]
-        self._lines.log(step, epoch, record)
+        self._lines.log(get_step(record), record["epoch"], record)
         if self._logs_steps:
             record = {_name_epoch_metric(name): value for name, value in record.items()}
-        self._log(step, epoch, record)
+        self._log(record)
 
     def log_step(self, record: Mapping[str, Any]) -> None:
         """Write a record of steps, which has a global ``step`` and an ``epoch``."""
         assert self._run is not None
         self._logs_steps = True
         self._run.append_step(record)
-        self._log(record["step"], record["epoch"], record)
+        self._log(record)
 
-    def _log(self, step: Any, epoch: int, record: Mapping[str, Any]) -> None:
-        if self._opened:
+    def _log(self, record: Mapping[str, Any]) -> None:
+        if self._entries:
             assert self._system is not None
             metrics = {**record, **self._system.sample()}
-            for logger in list(self._opened):
-                self._call(logger, "log", step, epoch, metrics)
+            step = get_step(record)
+            # Between records with steps, one without them belongs to the latest step.
+            self._step = self._step if step is None else step
+            for entry in list(self._entries):
+                self._call(entry, "log", self._step, record["epoch"], metrics)
 
     def close(self) -> None:
         """Store the report with the run, and close all loggers. Do nothing if none is open."""
