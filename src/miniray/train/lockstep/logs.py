@@ -44,9 +44,10 @@ class LogMerger:
         merged, self._merged, self._last_record = self._merged, [], now
         return merge_windows(merged)
 
-    def clear(self) -> None:
-        """Forget incomplete windows: their ranks were restarted."""
+    def restart(self, step: int) -> None:
+        """Drop incomplete windows, and those after ``step``, from which training continues."""
         self._waiting.clear()
+        self._merged = [windows for windows in self._merged if windows[0].step <= step]
 
 
 def merge_windows(merged: list[list[LogWindow]]) -> dict[str, Any]:

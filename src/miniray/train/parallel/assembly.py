@@ -12,13 +12,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from miniray.train.lockstep.loop import check_scheduler
-from miniray.train.lockstep.mesh import cut_numbers, put_weights, whole, whole_numbers
+from miniray.train.lockstep.mesh import (
+    cut_numbers,
+    load_tensors,
+    local,
+    put_weights,
+    whole,
+    whole_numbers,
+)
 from miniray.train.lockstep.status import is_consequence
 from miniray.train.parallel.plan.job import Job, Place
 from miniray.train.parallel.plan.layers import read_layers, whole_model
@@ -87,6 +94,18 @@ class Part:
             if values is not None:
                 # Not what was saved itself: optimizers change their numbers in place.
                 self.optimizer.state[parameter] = copy.deepcopy(cut_numbers(parameter, values))
+
+    def get_local(self) -> dict[str, Any]:
+        """Return the parameters and buffers of this rank as they are, by stage and name."""
+        return {key: local(tensor).detach() for key, tensor in self._iter_tensors()}
+
+    def load_local(self, saved: Mapping[str, Any]) -> None:
+        load_tensors(self._iter_tensors(), saved)
+
+    def _iter_tensors(self) -> Iterator[tuple[str, Any]]:
+        for stage, module in self.modules.items():
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                yield f"{stage}.{name}", tensor
 
     def _names(self) -> dict[Any, str]:
         return {p: name for m in self.modules.values() for name, p in m.named_parameters()}
