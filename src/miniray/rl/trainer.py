@@ -35,6 +35,7 @@ from miniray.rl.metrics import pool, record
 from miniray.rl.options import check_trainer_kwargs, get_hints
 from miniray.rl.resuming import Resumable
 from miniray.rl.sources import check_rows, steps_per_pass
+from miniray.tracebacks import hides_frames
 from miniray.train.run.checkpointer import NO_WORKERS
 from miniray.train.run.result import TrainResult
 from miniray.train.trainer import BaseTrainer
@@ -174,6 +175,7 @@ class RLTrainer(Resumable):
 
     # -- the run -----------------------------------------------------------------------------------
 
+    @hides_frames
     def train(
         self,
         epochs: int | None = None,
@@ -265,6 +267,7 @@ class RLTrainer(Resumable):
         else:
             BaseTrainer._after_epoch(self, epoch, result)
 
+    @hides_frames
     def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Mean reward (and what else the reward function tells) on held-out prompts, each once.
 

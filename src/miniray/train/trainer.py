@@ -15,6 +15,7 @@ from typing import Any
 
 from miniray.checks import check_int, suggest_options
 from miniray.core import session, startup
+from miniray.tracebacks import hide_frames
 from miniray.train.callbacks import Callback
 from miniray.train.options import (
     WORKER_HINTS,
@@ -207,10 +208,7 @@ class BaseTrainer(Saving):
             result.checkpoint = self.checkpoints.newest()  # it may have come with the hooks
         except BaseException as error:
             self._abort(error)
-            if isinstance(error, KeyboardInterrupt):  # all of it is in run.json
-                from miniray.train.workers.exits import users_part
-
-                error.__traceback__ = users_part(error.__traceback__)
+            hide_frames(error)  # run.json has the full traceback
             raise
         with self._writing("its end is not in"):
             self.run.finish(stop_reason=self.stop_reason or None, sync=result.sync or None)

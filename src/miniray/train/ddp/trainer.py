@@ -11,6 +11,7 @@ from typing import Any
 
 from miniray.checks import check_int, suggest_options
 from miniray.core.remote import adapting
+from miniray.tracebacks import hides_frames
 from miniray.train.ddp import checks as setup
 from miniray.train.ddp.worker import rank_spec
 from miniray.train.lockstep.trainer import RankTrainer
@@ -119,6 +120,7 @@ class DDPTrainer(RankTrainer):
         )
         self._steps_are_ours = False
 
+    @hides_frames
     def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Evaluate on all workers, every sample exactly once.
 

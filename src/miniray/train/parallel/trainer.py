@@ -12,6 +12,7 @@ from typing import Any
 
 import miniray
 from miniray.checks import check_int
+from miniray.tracebacks import hides_frames
 from miniray.train.lockstep.options import choose_backend
 from miniray.train.lockstep.trainer import RankTrainer
 from miniray.train.parallel import timeline
@@ -123,6 +124,7 @@ class SplitModelTrainer(RankTrainer):
             for shift, spans in zip(shifts, (r["spans"] for r in row), strict=True)
         ]
 
+    @hides_frames
     def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
         """The loss and ``metrics`` over ``data`` (default: ``val_data``), every sample once.
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import miniray
 from miniray.errors import CheckpointError
+from miniray.tracebacks import hides_frames
 from miniray.train.callbacks import Callback, check_callbacks
 from miniray.train.options import warn
 from miniray.train.run.checkpoint_store import CheckpointStore
@@ -229,6 +230,7 @@ class Saving(Lifecycle):
         target = Path(path) if path is not None else self.run.path / "final_model.safetensors"
         return save_model(target, self.model_weights())
 
+    @hides_frames
     def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Evaluate on all workers, every sample exactly once."""
         if self._group is None:
