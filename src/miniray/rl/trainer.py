@@ -36,6 +36,7 @@ from miniray.rl.options import check_trainer_kwargs, get_hints
 from miniray.rl.resuming import Resumable
 from miniray.rl.sources import check_rows, steps_per_pass
 from miniray.tracebacks import hides_frames
+from miniray.train import gpus
 from miniray.train.run.checkpointer import NO_WORKERS
 from miniray.train.run.result import TrainResult
 from miniray.train.trainer import BaseTrainer
@@ -73,7 +74,8 @@ class RLTrainer(Resumable):
         device, precision: ``"auto"``, ``"cpu"``, ``"cuda"``; ``"fp32"``, or ``"bf16"`` autocast.
         group_backend: ``"gloo"``, or ``"nccl"`` where every worker has a GPU of its own.
         group_timeout: seconds workers wait for each other with ``sync="grad"``.
-        resources_per_worker: ``{"num_gpus": 1}`` and the like.
+        resources_per_worker: options of each worker, such as ``{"num_gpus": 0.5}``. By default, a
+            worker reserves one GPU if there are GPUs; see ``use_gpu`` of ``BaseTrainer``.
         num_workers and other keywords: as for ``DataParallelTrainer``.
 
     An exception on one worker ends the run and names it; with ``sync="grad"`` so does the death of
@@ -138,6 +140,7 @@ class RLTrainer(Resumable):
             precision=precision,
         )
         check_trainer_kwargs(type(self), sync, kwargs, self._option_hints)
+        self._worker_options = dict(resources_per_worker or {})
         super().__init__(num_workers, seed=seed, **kwargs)
         prompts = config.prompts_per_step
         if prompts is None and not callable(data):
@@ -163,7 +166,6 @@ class RLTrainer(Resumable):
         self._eval_given = eval_data is not None
         if self._eval_interval and not self._eval_given:
             raise ValueError("eval_interval needs eval_data to evaluate on")
-        self._worker_options = dict(resources_per_worker or {})
         self._group_options = {"backend": group_backend, "timeout": group_timeout}
         # Drawn once for all: workers must agree on what is random in a step.
         self._run_seed = secrets.randbits(62) if seed is None else seed
@@ -215,10 +217,21 @@ class RLTrainer(Resumable):
         """An actor of ``worker_class``, with everything the trainer was told."""
         if self._setup_ref is None:  # rows of a list are in shared memory once
             self._setup_ref = miniray.put(self._setup)
-        worker: Any = miniray.remote(self.worker_class)
-        if self._worker_options:
-            worker = worker.options(**self._worker_options)
+        options = {**self._worker_options, **gpus.get_options(self._num_gpus)}
+        worker: Any = miniray.remote(self.worker_class).options(**options)
         return worker.remote(worker_id, self._setup_ref)
+
+    @property
+    def _creates_workers(self) -> bool:
+        return type(self).create_worker.__module__.partition(".")[0] == "miniray"
+
+    def _choose_num_gpus(self) -> float | None:
+        if not self._creates_workers:
+            return None
+        requested, on_gpu = self._worker_options.get("num_gpus"), self._setup.device != "cpu"
+        return gpus.choose_num_gpus(
+            type(self).__name__, self.num_workers, self._use_gpu, requested, on_gpu
+        )
 
     def train_epoch(self, epoch: int, **kwargs: Any) -> dict[str, Any]:
         """A step on every worker; returns their numbers as one."""

@@ -23,6 +23,7 @@ import inspect
 from typing import Any
 
 from miniray.ps import to_host
+from miniray.train.gpus import find_device
 from miniray.train.workers import torch_utils as parts
 from miniray.train.workers.group import accepted
 
@@ -40,13 +41,15 @@ class TorchWorker:
             rows can be dealt out: a dataset with a length, shuffled or in order.
         val_loader: the same for ``evaluate()`` without data; optional.
 
-    Where one of them is missing, ``TypeError`` names it before training starts. Batches are moved
-    to the device of the model, tensors inside tuples, lists and dicts too.
+    If one of them is missing, ``TypeError`` names it before training starts. If the trainer
+    reserved a GPU for the worker, the model is moved to it. Batches are moved to the device of the
+    model, tensors inside tuples, lists and dicts too.
     """
 
     model: Any
     optimizer: Any
     train_loader: Any
+    _is_placed = False  # other classes, which may use these methods, place their models
 
     def __init__(self, worker_id: int = 0, **kwargs: Any) -> None:
         self.worker_id = worker_id
@@ -180,4 +183,8 @@ class TorchWorker:
         found = getattr(self, name, None)
         if found is None:
             raise TypeError(f"{type(self).__name__}.setup() (or __init__) must set self.{name}")
+        if name == "model" and getattr(self, "_is_placed", True) is False:
+            self._is_placed = True
+            if (device := find_device()) != "cpu":
+                found.to(device)
         return found

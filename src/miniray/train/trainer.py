@@ -16,6 +16,7 @@ from typing import Any
 from miniray.checks import check_int, suggest_options
 from miniray.core import session, startup
 from miniray.tracebacks import hide_frames
+from miniray.train import gpus
 from miniray.train.callbacks import Callback
 from miniray.train.options import (
     WORKER_HINTS,
@@ -27,6 +28,7 @@ from miniray.train.options import (
 from miniray.train.run.checkpointer import NO_WORKERS, Saving
 from miniray.train.run.progress import Progress
 from miniray.train.run.result import TrainResult
+from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers.aggregate import aggregate
 from miniray.train.workers.group import (
     WorkerGroup,
@@ -58,6 +60,9 @@ class BaseTrainer(Saving):
         progress: show a bar over epochs (plain lines when output is not a terminal).
         callbacks: see ``miniray.train.callbacks``.
         resources_per_worker: options such as ``num_cpus`` and ``num_gpus`` for ``worker``.
+        use_gpu: With ``worker=``: True reserves one GPU per worker, False trains on the CPU. By
+            default, workers that train with torch reserve one GPU each if there are GPUs. If there
+            are fewer GPUs than workers, ``train`` raises ``ActorUnschedulableError``.
         backend: the engine to start if none is running.
         eval_interval: evaluate every so many epochs (0: never); results appear as ``val_...``.
         resume: like ``train(resume=...)``, for its first call.
@@ -77,6 +82,8 @@ class BaseTrainer(Saving):
     _train_hints: Mapping[str, str] = {}
     #: Called in a worker's process before the worker is created; see ``startup.SET_UP``.
     _process_set_up = "miniray.doctor.actors:set_up"
+    #: Whether its own workers train with torch, of whatever class they are.
+    _uses_torch = False
     #: What its progress counts.
     _unit = "epoch"
 
@@ -94,6 +101,7 @@ class BaseTrainer(Saving):
         progress: bool = True,
         callbacks: Callback | Sequence[Callback] = (),
         resources_per_worker: Mapping[str, Any] | None = None,
+        use_gpu: bool | None = None,
         backend: str | None = None,
         eval_interval: int = 0,
         keep_last: int = 3,
@@ -105,6 +113,8 @@ class BaseTrainer(Saving):
         self._eval_interval = check_int("eval_interval", eval_interval, 0)
         self._worker_timeout = check_seconds("worker_timeout", worker_timeout)
         self._worker_class = worker_class(worker, resources_per_worker)
+        self._use_gpu = gpus.check_use_gpu(use_gpu, self._creates_workers)
+        self._num_gpus: float | None = None  # of each worker; known after the engine has started
         super().__init__(callbacks, name, run_dir, backend, keep_last, keep_best, progress)
         self._end = 0  # the epoch this train() goes up to
         self.should_stop, self.stop_reason = False, ""
@@ -134,7 +144,8 @@ class BaseTrainer(Saving):
                 f"{type(self).__name__} must implement create_worker(self, worker_id, **kwargs), "
                 "returning MyWorker.remote(worker_id); or pass worker=MyWorker"
             )
-        return create_worker_actor(self._worker_class, worker_id, kwargs)
+        worker_class = self._worker_class.options(**gpus.get_options(self._num_gpus))
+        return create_worker_actor(worker_class, worker_id, kwargs)
 
     def train_epoch(self, epoch: int, **kwargs: Any) -> dict[str, Any]:
         """One epoch on all workers; returns their results aggregated. May be overridden."""
@@ -341,6 +352,7 @@ class BaseTrainer(Saving):
             assert self.run is not None
             print(f"resuming {self.run.path} after {self._unit} {self.epoch}", file=sys.stderr)
         if self._group is None:
+            self._num_gpus = self._choose_num_gpus()
             required = list(self.required_methods)
             if type(self).train_epoch is BaseTrainer.train_epoch:
                 required.append("train_epoch")
@@ -366,6 +378,22 @@ class BaseTrainer(Saving):
     def _make_group(self, *options: Any) -> WorkerGroup:
         return WorkerGroup(*options)
 
+    @property
+    def _creates_workers(self) -> bool:
+        """Whether ``create_worker`` is miniray's own and has a worker class."""
+        is_ours = type(self).create_worker.__module__.partition(".")[0] == "miniray"
+        return is_ours and self._worker_class is not None
+
+    def _choose_num_gpus(self) -> float | None:
+        """Return the number of GPUs that each worker reserves."""
+        cls = self._worker_class
+        if cls is None or not self._creates_workers:
+            return None
+        is_torch = self._uses_torch or issubclass(cls._spec.cls, TorchWorker)
+        return gpus.choose_num_gpus(
+            type(self).__name__, self.num_workers, self._use_gpu, cls._options.num_gpus, is_torch
+        )
+
     def _create(self, worker_id: int) -> Any:
         seed = None if self._seed is None else self._seed + worker_id
         env = {} if self._seed is None else {startup.RUN_SEED: str(self._seed)}
@@ -373,6 +401,7 @@ class BaseTrainer(Saving):
             assert self.run is not None
             path, modules = self.run.path, self._preloaded
             env |= environment(path, worker_id, self.num_workers, modules, self._process_set_up)
+            env |= gpus.get_environment(self._num_gpus, self._use_gpu)
         with startup.actors_with(seed, env):
             return self.create_worker(worker_id, **self._taken(self.create_worker))
 

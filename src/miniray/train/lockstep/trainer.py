@@ -43,6 +43,7 @@ class RankTrainer(BaseTrainer, ABC):
     """
 
     _kind = "ranks"
+    _uses_torch = True
     #: Not ``train_epoch``, which is called with the epoch only.
     _kwargs_methods: Sequence[str] = ("__init__", "setup", "load_data_shard", "evaluate")
     _process_set_up = "miniray.train.lockstep.rank:set_up"
