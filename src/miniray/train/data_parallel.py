@@ -14,6 +14,7 @@ from miniray.errors import MinirayError
 from miniray.ps import Strategy, create_parameter_server
 from miniray.ps.create import check_parameter_server
 from miniray.ps.strategies.base import at_least, strategy_names, strategy_options
+from miniray.train.pretrained import SavedFiles
 from miniray.train.run.checkpointer import NO_WORKERS
 from miniray.train.run.result import TrainResult
 from miniray.train.trainer import BaseTrainer
@@ -240,6 +241,13 @@ class DataParallelTrainer(BaseTrainer):
         if self._async is not None:
             return miniray.get(self.param_server.get_weights.remote())
         return miniray.get(self._group.ref_of(0, "get_weights"))
+
+    def _write_pretrained(
+        self, directory: str | None, send_files: bool, *weights: Any
+    ) -> SavedFiles:
+        if self._async is not None and directory is not None:
+            weights = (self.param_server.get_weights.remote(),)
+        return super()._write_pretrained(directory, send_files, *weights)
 
     def _with_final_weights(self) -> contextlib.AbstractContextManager[None]:
         if self._async is None:

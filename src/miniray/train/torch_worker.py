@@ -24,6 +24,7 @@ from typing import Any
 
 from miniray.ps import to_host
 from miniray.train.gpus import find_device
+from miniray.train.pretrained import SavedFiles, write_model
 from miniray.train.workers import torch_utils as parts
 from miniray.train.workers.group import accepted
 
@@ -151,6 +152,12 @@ class TorchWorker:
     def set_weights(self, weights: dict[str, Any]) -> None:
         """Take over what ``get_weights`` of another worker gave."""
         self._part("model").load_state_dict(weights)
+
+    def _write_pretrained(
+        self, directory: str | None, send_files: bool, weights: Any = None
+    ) -> SavedFiles:
+        """See ``write_model``."""
+        return write_model(self, self._part("model"), directory, send_files, weights)
 
     def set_lr(self, lr: float) -> None:
         """Let all optimizers go on with this learning rate (``LRSchedule``)."""

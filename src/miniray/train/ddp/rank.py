@@ -23,6 +23,7 @@ from miniray.train.lockstep import process_group as group
 from miniray.train.lockstep.member import Member, share_buffers
 from miniray.train.lockstep.plan import Window, counted_windows
 from miniray.train.lockstep.status import EVALUATION
+from miniray.train.pretrained import SavedFiles, write_model
 from miniray.train.workers import torch_utils as parts
 
 
@@ -245,6 +246,10 @@ class Rank(Member):
         """Of the model; of several by names that begin with the model's."""
         weights: dict[str, Any] = to_host(self._together().state_dict())
         return weights
+
+    def write_pretrained(self, directory: str | None, send_files: bool) -> SavedFiles | None:
+        """Write the model on rank 0; see ``write_model``."""
+        return write_model(self.worker, self.modules.get("model"), directory, send_files)
 
     def set_weights(self, weights: Any) -> None:
         self._together().load_state_dict(weights)

@@ -20,6 +20,7 @@ from miniray.train.ddp.checks import RankSettings
 from miniray.train.ddp.rank import Rank
 from miniray.train.lockstep.mesh import cut_numbers, make_mesh, put_weights, whole, whole_numbers
 from miniray.train.lockstep.status import EVALUATION
+from miniray.train.pretrained import SavedFiles, write_model
 from miniray.train.workers import torch_utils as parts
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -87,6 +88,12 @@ class ShardedRank(Rank):
             if not self.rank:
                 found[name] = full
         return found
+
+    def write_pretrained(self, directory: str | None, send_files: bool) -> SavedFiles | None:
+        weights = None if directory is None else self.get_weights()
+        if self.rank:
+            return None
+        return write_model(self.worker, self.worker.model, directory, send_files, weights)
 
     def set_weights(self, weights: Any) -> None:
         """Take this rank's part of ``weights``; ``ValueError`` where names or shapes differ."""

@@ -16,6 +16,7 @@ from miniray.train.ddp import checks as setup
 from miniray.train.ddp.worker import rank_spec
 from miniray.train.lockstep.trainer import RankTrainer
 from miniray.train.options import WORKER_HINTS
+from miniray.train.pretrained import SavedFiles
 from miniray.train.workers.aggregate import aggregate
 from miniray.train.workers.evaluate import combine, cut, evaluate_on
 
@@ -188,11 +189,19 @@ class DDPTrainer(RankTrainer):
         state: dict[str, Any] = self._of_all("_rank_shared_state")
         return state
 
-    def _of_all(self, method: str) -> Any:
+    def _write_pretrained(
+        self, directory: str | None, send_files: bool, *weights: Any
+    ) -> SavedFiles:
+        def write() -> SavedFiles:
+            return self._of_all("_rank_write_pretrained", directory, send_files)  # type: ignore[no-any-return]
+
+        return self._retried(write)
+
+    def _of_all(self, method: str, *args: Any) -> Any:
         """What rank 0 says for all of them; where the model is sharded, with the others' help."""
         group = self._ranks
         ranks = range(1 if self._settings.shard == "none" else self.num_workers)
-        return group.call_some(ranks, lambda rank: group.submit(rank, method), method)[0]
+        return group.call_some(ranks, lambda rank: group.submit(rank, method, *args), method)[0]
 
     def _describe(self) -> dict[str, Any]:
         names = ("shard", "uneven", "accumulate", "precision", "ddp_options")

@@ -51,6 +51,9 @@ class RankMethods(MemberMethods):
         self._member = Kind(self, rank, world_size, settings)
         return self._member.describe()
 
+    def _rank_write_pretrained(self, directory: str | None, send_files: bool) -> Any:
+        return self._mine().write_pretrained(directory, send_files)
+
     def _rank_evaluate(self, rows: Any) -> Any:
         return self._mine().evaluate(rows)
 

@@ -18,6 +18,7 @@ from typing import Any
 import miniray
 from miniray.errors import CheckpointError
 from miniray.tracebacks import hides_frames
+from miniray.train import pretrained
 from miniray.train.callbacks import Callback, check_callbacks
 from miniray.train.options import warn
 from miniray.train.run.checkpoint_store import CheckpointStore
@@ -229,6 +230,38 @@ class Saving(Lifecycle):
             raise RuntimeError(NO_WORKERS)
         target = Path(path) if path is not None else self.run.path / "final_model.safetensors"
         return save_model(target, self.model_weights())
+
+    def save_pretrained(self, path: str | Path) -> Path:
+        """Save the trained Hugging Face model to the directory ``path``, and return the path.
+
+        Saves the configuration, the full weights as safetensors, and the worker's ``tokenizer`` and
+        ``processor`` if it has them. A PEFT model saves its adapter. Load the model with
+        ``AutoModelForCausalLM.from_pretrained(path)`` or a different ``Auto`` class.
+
+        Raises:
+            TypeError: The model isn't a ``PreTrainedModel`` or a PEFT model. Use
+                ``save_final_model``.
+            FileExistsError: ``path`` exists and isn't a saved model.
+            CheckpointError: The files can't be written. ``path`` is unchanged.
+        """
+        if not self.workers:
+            raise RuntimeError(NO_WORKERS)
+        return pretrained.save_pretrained(path, self._write_pretrained)
+
+    def _write_pretrained(
+        self, directory: str | None, send_files: bool, *weights: Any
+    ) -> pretrained.SavedFiles:
+        """Let worker 0 write the model; see ``pretrained.save_pretrained``."""
+        group, method = self._group, "_write_pretrained"
+        assert group is not None
+        if not group.has(method):
+            raise TypeError(
+                f"save_pretrained() needs a TorchWorker, not {self.workers[0]._info.class_name}. "
+                "Use save_final_model()."
+            )
+        arguments = (directory, send_files, *weights)
+        saved = group.call_some([0], lambda i: group.submit(i, method, *arguments), method)
+        return saved[0]  # type: ignore[no-any-return]
 
     @hides_frames
     def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
