@@ -36,7 +36,7 @@ MODULES = (
     "miniray.core.local.worker",
     "torch",
     "miniray.doctor.instrument",
-    "miniray.train.ddp.rank",
+    "miniray.train.ddp.replicated",
 )
 
 #: In place of the command line of a zygote, the values in it.

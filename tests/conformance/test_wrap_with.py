@@ -7,6 +7,7 @@ import cloudpickle
 import pytest
 
 import miniray
+from miniray.core import startup
 from miniray.core.remote import ActorClass
 from miniray.errors import ActorDiedError, NotSerializableError, TaskError
 from tests.conformance.helpers import eventually, needs
@@ -246,6 +247,42 @@ def test_actor_subclass_can_be_wrapped():
     assert miniray.get(handle.run.remote("pid"))[0] == miniray.get(handle.pid.remote())
     with pytest.raises(AttributeError):
         handle.remote
+
+
+class Binder(Wrapper):
+    """Binds a value before ``__init__``, and takes any arguments for a method of the user's."""
+
+    @staticmethod
+    def __before_init__(user):
+        user.bound = "before"
+
+    def scale(self, *args, **kwargs):
+        return self.user.scale(*args, **kwargs)
+
+
+class Bound:
+    def __init__(self, value=0):
+        self.value = value
+        self.seen = self.bound
+
+    def scale(self, n, *, plus=0):
+        return self.seen, n * self.value + plus
+
+
+def test_context_wraps_and_binds_before_init():
+    with startup.actors_with(wrapper=Binder):
+        handle = miniray.remote(Bound).remote(3)
+        typed = Worker.wrap_with(Wrapper).remote()  # keeps its own
+    assert miniray.get(handle.scale.remote(2, plus=1)) == ("before", 7)
+    assert miniray.get(typed.evaluate.remote(1)) == ("wrapper", 1, "user")
+
+
+@pytest.mark.slow_on_ray
+def test_variadic_wrapper_method_has_the_users_signature():
+    handle = miniray.remote(Bound).wrap_with(Binder).remote()
+    with pytest.raises(TypeError) as caught:
+        handle.scale.remote(2, minus=1)
+    assert not isinstance(caught.value, TaskError)
 
 
 def test_invalid_wrapper_raises_type_error(wrapped):

@@ -11,11 +11,11 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import miniray
-from miniray.core.remote import ClassSpec
 from miniray.data import shard_indices
 from miniray.train.ddp.checks import RankSettings
-from miniray.train.ddp.worker import rank_spec
 from miniray.train.lockstep.process_group import GroupHost
+from miniray.train.lockstep.rank import RankActor
+from miniray.train.workers.context import WorkerContext
 
 SEED = 5
 
@@ -114,7 +114,7 @@ class Faulty(Stepper):
         self.how, self.marker, self.at = how, marker, tuple(at)
 
     def training_step(self, batch, batch_idx):
-        here = (self._member.pulse.epoch, batch_idx) == self.at
+        here = (self.train_loader.batch_sampler.epoch, batch_idx) == self.at
         if not self.is_victim or not here or os.path.exists(self.marker):
             return super().training_step(batch, batch_idx)
         if self.marker:
@@ -197,22 +197,25 @@ class Place:
     """A process in which one rank after the other lives; torch is loaded once."""
 
     def run(self, cls, arguments, settings, spec, rank, world_size, epochs):
-        worker = rank_spec(ClassSpec(cls)).cls(rank, **arguments)
-        facts = worker._rank_prepare(rank, world_size, settings)
+        worker = cls(rank, **arguments)
+        WorkerContext(rank, world_size, "cpu").bind(worker)
+        actor = RankActor(worker)
+        facts = actor.prepare_rank(rank, world_size, settings)
         counts = None if facts["batches"] is None else [facts["batches"]] * world_size
-        worker._rank_join(spec, counts, False)
+        actor.join_group(spec, counts, False)
         try:
-            losses = [worker._rank_epoch(epoch)["loss"] for epoch in range(epochs)]
+            reports = [actor.run_rank_epoch(epoch) for epoch in range(epochs)]
             return {
-                "losses": losses,
-                "weights": worker.get_weights(),
+                "losses": [report.metrics["loss"] for report in reports],
+                "steps": [report.step for report in reports],
+                "weights": actor.get_weights(),
                 "samples": facts["batches"],
-                "shared": worker._rank_shared_state(),
-                "own": worker.get_state(),
+                "shared": actor._replica.get_shared(),
+                "own": actor.get_state(),
                 "bytes": local_bytes(worker),
             }
         finally:
-            worker._rank_leave()
+            actor.leave_group()
 
 
 def run_ranks(

@@ -70,7 +70,7 @@ class Deep:
         self.marker = marker
 
     def training_step(self, batch, batch_idx):
-        here = self._member.pulse.epoch, batch_idx
+        here = self.train_loader.batch_sampler.epoch, batch_idx
         if here == self.at and not os.path.exists(self.marker):
             open(self.marker, "w").close()
             os.kill(os.getpid(), signal.SIGKILL)

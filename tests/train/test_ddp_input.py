@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler  # noqa: E402
 
-from miniray.train.ddp.loop import read_output  # noqa: E402
+from miniray.train.ddp.checks import read_output  # noqa: E402
 from miniray.train.lockstep.data import own_share, planned, set_epoch  # noqa: E402
 from miniray.train.lockstep.group import in_context  # noqa: E402
 from miniray.train.workers.torch_utils import Means, length, moved  # noqa: E402

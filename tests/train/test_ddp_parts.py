@@ -14,8 +14,8 @@ from miniray.errors import BarrierTimeoutError, WeightsMismatchError
 from miniray.train.ddp.checks import RankSettings, agree
 from miniray.train.lockstep.group import StepBar
 from miniray.train.lockstep.process_group import GroupHost
-from miniray.train.lockstep.rank import RankStream
 from miniray.train.lockstep.status import Place, PulseThread, read_places, readable
+from miniray.train.workers.process import RankStream
 
 torch = pytest.importorskip("torch")
 

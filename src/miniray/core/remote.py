@@ -103,6 +103,9 @@ class ActorClass(Generic[T, P]):
         """Start an actor; returns its handle at once."""
         adapt = _adapt.get()
         spec = self._spec if adapt is None else adapt(self._spec)
+        wrapper = startup.current_wrapper()
+        if wrapper is not None and spec.wrapper is None:
+            spec = spec.wrapped_with(wrapper)
         spec.init.check(args, kwargs)
         options = self._options.inheriting(startup.environment())
         return session.engine().create_actor(spec, args, kwargs, options)
@@ -117,7 +120,8 @@ class ActorClass(Generic[T, P]):
         Arguments, handles and names in errors are those of the user's class. If ``wrapper`` defines
         a method, calls of it go to the wrapper, even if the user's class has a method of that name.
         All other calls go to the instance. If ``wrapper(instance)`` raises, it is an error in
-        ``__init__``.
+        ``__init__``. A static method ``__before_init__`` of the wrapper is called with the instance
+        before its ``__init__``.
 
         Raises:
             TypeError: ``wrapper`` isn't a class, or this class has a wrapper already.
@@ -126,7 +130,7 @@ class ActorClass(Generic[T, P]):
             raise TypeError(f"wrapper must be a class, not {wrapper!r}")
         if self._spec.wrapper is not None:
             raise TypeError(f"{self!r} is already wrapped with {self._spec.wrapper.__qualname__}")
-        return ActorClass(ClassSpec(self._spec.cls, wrapper), self._options)
+        return ActorClass(self._spec.wrapped_with(wrapper), self._options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         name = self.__name__

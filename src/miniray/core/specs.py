@@ -56,6 +56,13 @@ class CallSpec:
             num_returns = "streaming" if generator else 1
         return cls(name, signature, low, high, generator, is_async, num_returns)
 
+    @property
+    def takes_anything(self) -> bool:
+        """Whether the parameters are ``*args`` and ``**kwargs``."""
+        parameters = () if self.signature is None else self.signature.parameters.values()
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        return tuple(p.kind for p in parameters) == variadic
+
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise ``TypeError``, as the call itself would, when the arguments do not fit."""
         if not kwargs and self.min_positional <= len(args) <= self.max_positional:
@@ -127,13 +134,19 @@ class ClassSpec:
     """A user's class, its methods, and what engines cache about it.
 
     With a ``wrapper``, actors hold ``wrapper(instance)`` and the instance (see ``startup``). Names
-    in messages stay those of the user's class.
+    in messages stay those of the user's class. Calls of a wrapper method that takes any arguments
+    (``*args, **kwargs``) are checked against the user's method of that name.
     """
 
     def __init__(self, cls: type, wrapper: type | None = None) -> None:
         self.cls = cls
         self.wrapper = wrapper
         self.cache: dict[Any, Any] = {}
+        self._wrapped: dict[type, ClassSpec] = {}
+
+    def wrapped_with(self, wrapper: type) -> ClassSpec:
+        """Return the spec of this class with ``wrapper``: always the same object."""
+        return self._wrapped.setdefault(wrapper, ClassSpec(self.cls, wrapper))
 
     @functools.cached_property
     def name(self) -> str:
@@ -150,7 +163,9 @@ class ClassSpec:
         if self.wrapper is None:
             return ActorInfo(name, methods)
         own = _method_specs(self.wrapper, name)
-        return ActorInfo(name, {**methods, **own}, frozenset(own.keys() - methods.keys()))
+        unlisted = frozenset(own.keys() - methods.keys())
+        called = {n: spec for n, spec in own.items() if n in unlisted or not spec.takes_anything}
+        return ActorInfo(name, {**methods, **called}, unlisted)
 
     @functools.cached_property
     def is_async(self) -> bool:

@@ -27,27 +27,43 @@ RUN_SEED = "MINIRAY_RUN_SEED"
 SET_UP = "MINIRAY_SET_UP"
 #: Modules, space between them, that the local engine loads once for all workers, before it forks.
 PRELOAD = "MINIRAY_PRELOAD"
+#: A static method of a wrapper, called with the user's object before that object's ``__init__``.
+BEFORE_INIT = "__before_init__"
 
 _own_run_seed = False  # whether the run's seed in the environment is this session's
 _env: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar("env", default=None)
+_wrapper: contextvars.ContextVar[type | None] = contextvars.ContextVar("wrapper", default=None)
 
 
 @contextlib.contextmanager
-def actors_with(seed: int | None = None, env: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Actors created inside begin with this seed and these environment variables."""
+def actors_with(
+    seed: int | None = None,
+    env: Mapping[str, str] | None = None,
+    wrapper: type | None = None,
+) -> Iterator[None]:
+    """Create actors inside with this seed, these environment variables and this wrapper.
+
+    The wrapper is used as by ``ActorClass.wrap_with``. Actors whose class has one keep it.
+    """
     own = dict(env or {})
     if seed is not None:
         own[SEED] = str(seed)
-    token = _env.set(own or None)
+    env_token, wrapper_token = _env.set(own or None), _wrapper.set(wrapper)
     try:
         yield
     finally:
-        _env.reset(token)
+        _env.reset(env_token)
+        _wrapper.reset(wrapper_token)
 
 
 def environment() -> dict[str, str] | None:
     """What an actor created here and now gets on top of its own environment variables."""
     return _env.get()
+
+
+def current_wrapper() -> type | None:
+    """Return the wrapper for actors that are created here and now."""
+    return _wrapper.get()
 
 
 def set_run_seed() -> None:
@@ -98,10 +114,23 @@ def construct(
     if where is not None:
         module, _, function = where.partition(":")
         after = getattr(importlib.import_module(module), function)()
-    instance = cls(*args, **kwargs)
+    instance = _create(cls, args, kwargs, getattr(wrapper, BEFORE_INIT, None))
     if after is not None:
         after(instance)
     return instance if wrapper is None else WrappedObject(wrapper(instance), instance)
+
+
+def _create(
+    cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], before: Callable[[Any], None] | None
+) -> Any:
+    """Return ``cls(*args, **kwargs)``, after ``before(instance)`` was called with a bare one."""
+    if before is None or type(cls).__call__ is not type.__call__:  # a metaclass creates instances
+        return cls(*args, **kwargs)
+    instance: Any = cls.__new__(cls, *args, **kwargs)
+    if isinstance(instance, cls):
+        before(instance)
+        instance.__init__(*args, **kwargs)  # type: ignore[misc]
+    return instance
 
 
 def _seed() -> None:

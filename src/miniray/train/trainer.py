@@ -84,6 +84,8 @@ class BaseTrainer(Saving):
     _process_set_up = "miniray.doctor.actors:set_up"
     #: Whether its own workers train with torch, of whatever class they are.
     _uses_torch = False
+    #: Class that wraps the workers; see ``ActorClass.wrap_with``.
+    _wrapper: type | None = None
     #: What its progress counts.
     _unit = "epoch"
 
@@ -323,7 +325,8 @@ class BaseTrainer(Saving):
             cls = self._worker_class._spec.cls
             methods = [getattr(cls, name) for name in names if hasattr(cls, name)]
         elif self._group is not None:
-            specs = [method_spec(self._group.handles[0], name) for name in names]
+            worker = self._group.handles[0]
+            specs = [method_spec(worker, n) for n in names if n not in worker._info.unlisted]
             methods = [spec.signature for spec in specs if spec is not None]
         else:
             return
@@ -402,7 +405,7 @@ class BaseTrainer(Saving):
             path, modules = self.run.path, self._preloaded
             env |= environment(path, worker_id, self.num_workers, modules, self._process_set_up)
             env |= gpus.get_environment(self._num_gpus, self._use_gpu)
-        with startup.actors_with(seed, env):
+        with startup.actors_with(seed, env, self._wrapper):
             return self.create_worker(worker_id, **self._taken(self.create_worker))
 
     def _set_up_all(self) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miniray.checks import check_choice
+from miniray.core.refs import ActorHandle
 from miniray.train.lockstep.options import RunFacts
-from miniray.train.workers.group import WorkerGroup
+from miniray.train.lockstep.rank import RankContext, WorkerTraits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,15 @@ class RankSettings(RunFacts):
     uneven: str = "join"
     compile: Any = False
     ddp_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def create_replica(self, user: Any, traits: WorkerTraits, context: RankContext) -> Any:
+        if self.shard == "full":  # torch's FSDP takes a second to import
+            from miniray.train.ddp.sharded import ShardedReplica
+
+            return ShardedReplica(user, traits, self, context)
+        from miniray.train.ddp.replicated import ReplicatedModel
+
+        return ReplicatedModel(user, traits, self, context)
 
     def __post_init__(self) -> None:
         check_choice("shard", self.shard, ("none", "full"))
@@ -84,11 +94,11 @@ def refuse_step_options(settings: RankSettings) -> None:
         )
 
 
-def check_can_evaluate(group: WorkerGroup) -> None:
-    """``TypeError`` where the workers can be evaluated neither by miniray nor by themselves."""
-    if not group.has("evaluate"):
+def check_can_evaluate(worker: ActorHandle[Any]) -> None:
+    """Raise ``TypeError`` if the workers have neither ``evaluate`` nor ``validation_step``."""
+    if not {"evaluate", "validation_step"}.intersection(worker._info.list_methods()):
         raise TypeError(
-            f"worker class {group.handles[0]._info.class_name} cannot be evaluated: it has neither "
+            f"worker class {worker._info.class_name} cannot be evaluated: it has neither "
             "validation_step(batch, batch_idx) nor evaluate()"
         )
 
@@ -131,3 +141,41 @@ def agree(facts: Sequence[dict[str, Any]], settings: RankSettings) -> list[int] 
             "single model can do without it"
         )
     return None
+
+
+def create_parts_error(method: str, model: str) -> RuntimeError:
+    """Return the error for a model whose parts were called instead of the model itself."""
+    return RuntimeError(
+        f"{method} must call self.{model}(...) itself: calling its parts (self.{model}.encoder(x)) "
+        "gives gradients that are not averaged, and the ranks' models drift apart"
+    )
+
+
+def read_output(output: Any, rank: int) -> tuple[Any, dict[str, Any]]:
+    """Return the loss and all metrics of what a step returned."""
+    import torch
+
+    metrics = dict(output) if isinstance(output, Mapping) else {"loss": output}
+    loss = metrics.get("loss")
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"{type(output).__name__} {output!s:.80}"
+        if isinstance(loss, float):
+            what += ". Return the tensor itself, without .item()"
+        elif isinstance(loss, torch.Tensor):
+            what = f"a tensor of shape {tuple(loss.shape)}. Return its mean()"
+        elif output is None:
+            what = (
+                "None. A rank cannot leave out a step: the others wait for its gradients. Return a "
+                "loss times 0 instead"
+            )
+        raise TypeError(
+            f"training_step() on rank {rank} must return the loss, a tensor of one number, or a "
+            f'dict with it as "loss"; it returned {what}'
+        )
+    if not loss.requires_grad:
+        raise RuntimeError(
+            f"the loss of rank {rank} has no gradient: it was detached, or depends on no parameter "
+            "that is trained. A rank cannot leave out a step: the others wait for its gradients. "
+            "Return a loss times 0 instead"
+        )
+    return loss.reshape(()), metrics

@@ -1,13 +1,14 @@
-"""``shard="full"``: a rank of a model whose weights, gradients and optimizer state are cut.
+"""``shard="full"``: each rank holds a shard of weights, gradients and optimizer state.
 
-torch's FSDP2 (``fully_shard``) does it: a layer's weights are gathered when it is computed, forward
-and back, and given up again; gradients are averaged and cut in the same go. So every rank is needed
-for every step, evaluation and checkpoint.
+torch's FSDP2 (``fully_shard``) gathers a layer's weights when the layer is computed, forward and
+backward, and frees them again. Gradients are averaged and sharded in one operation. So every rank
+is needed for every step, evaluation and checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,118 +17,126 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from miniray.train.ddp.checks import RankSettings
-from miniray.train.ddp.rank import Rank
+from miniray.train.ddp.replicated import ReplicatedModel
 from miniray.train.lockstep.mesh import cut_numbers, make_mesh, put_weights, whole, whole_numbers
-from miniray.train.lockstep.status import EVALUATION
+from miniray.train.lockstep.rank import WorkerTraits
 from miniray.train.pretrained import SavedFiles, write_model
 from miniray.train.workers import torch_utils as parts
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-class ShardedRank(Rank):
-    """What a rank with a part of the model does otherwise than ``Rank``."""
+class ShardedReplica(ReplicatedModel):
+    """A ``Replica`` that holds a shard of the model; every rank is needed to gather it."""
 
-    def __init__(self, worker: Any, rank: int, world_size: int, settings: RankSettings) -> None:
-        super().__init__(worker, rank, world_size, settings)
-        if self.has_steps:  # else the driver refuses it in a moment
-            _check_worker(worker)
+    def prepare(self) -> dict[str, Any]:
+        facts = super().prepare()
+        if self.traits.has_steps:  # else the driver raises an error for the options
+            _check_worker(self.user, self.traits)
+        return facts
 
     def _place_models(self) -> Any:
-        """The device; each part of the model goes there when it is cut."""
-        return torch.device(self.worker.device)
+        """Return the device; the parts of the model move there when they are sharded."""
+        return torch.device(self.user.device)
 
-    def _wrap(self, optimizers: Any) -> dict[str, Any]:
-        return {"model": _shard(self.worker.model, self.device, self.world_size, optimizers)}
+    def _wrap_models(self, optimizers: Any) -> dict[str, Any]:
+        context = self.context
+        model = _shard(self.user.model, context.device, context.world_size, optimizers)
+        return {"model": model}
 
-    def evaluate(self, rows: Any) -> dict[str, Any]:
-        """Sums and counts over ``rows`` (default: this rank's of ``val_loader``), with all ranks.
+    @contextlib.contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        with super().evaluation_context():
+            try:
+                yield
+            finally:
+                for part in self.user.model.modules():
+                    if isinstance(part, FSDPModule):
+                        part.reshard()
 
-        A rank that has fewer batches goes through one of them again, or one of its training
-        batches, and what comes of it does not count.
+    def _use_synced_models(self) -> None:
+        """Do nothing: the worker has the model itself."""
+
+    def _load_evaluation(self, data: Any, shard_id: int, num_shards: int) -> Any:
+        if data is not None and not len(data):
+            return ()
+        return super()._load_evaluation(data, shard_id, num_shards)
+
+    def _evaluate_batches(self, batches: Any) -> dict[str, Any]:
+        """Evaluate together with all ranks.
+
+        A rank that has fewer batches repeats one of them, or uses one of its training batches,
+        without counting the result.
         """
-        worker, model = self.worker, self.worker.model
-        assert self.loop is not None
-        self.pulse.at(EVALUATION, step=-1)
-        if rows is None:
-            loader = parts.shard(worker._part("val_loader"), self.rank, self.world_size)
-        else:
-            loader = parts.loader_over(rows, worker.train_loader) if len(rows) else ()
-        most = torch.tensor([len(loader)], device=self.device)
+        device = self.context.device
+        most = torch.tensor([len(batches)], device=device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        step = parts.step_of(getattr(worker, "validation_step", worker.training_step))
-        means, batches, batch = parts.Means(), iter(loader), None
-        was_training = model.training
-        model.eval()
-        try:
-            with torch.no_grad(), self.loop.autocast():
-                for number in range(int(most)):
-                    found = next(batches, None)
-                    if found is not None:
-                        batch = parts.moved(found, self.device)
-                    elif batch is None:
-                        batch = parts.moved(_any_batch(worker), self.device)
-                    values = parts.as_dict(step(batch, number), "validation_step")
-                    if found is not None:
-                        means.add(values, parts.length(batch))
-        finally:
-            model.train(was_training)
-            for part in model.modules():
-                if isinstance(part, FSDPModule):
-                    part.reshard()
-        self.pulse.at("idle")
+        means, step, batch = parts.Means(), self.validation_step, None
+        with torch.no_grad():
+            for number, found in zip(range(int(most)), _pad(batches), strict=False):
+                self.context.status.go_on()  # a slow loader doesn't hang
+                if found is not None:
+                    batch = parts.moved(found, device)
+                elif batch is None:
+                    batch = parts.moved(_load_any_batch(self.user), device)
+                values = parts.as_dict(step(batch, number), "validation_step")
+                if found is not None:
+                    means.add(values, parts.length(batch))
         return means.sums()
 
-    # -- state, in one piece on rank 0 and nothing elsewhere. Collectives. -------------------------
+    # -- state: whole on rank 0 and nothing on other ranks. Collectives. ---------------------------
 
     def get_weights(self) -> dict[str, Any]:
         found = {}
-        for name, value in self.worker.model.state_dict().items():
+        for name, value in self.user.model.state_dict().items():
             full = whole(value)  # one at a time: a rank that does not keep them never has two
-            if not self.rank:
+            if not self.context.rank:
                 found[name] = full
         return found
 
     def write_pretrained(self, directory: str | None, send_files: bool) -> SavedFiles | None:
         weights = None if directory is None else self.get_weights()
-        if self.rank:
+        if self.context.rank:
             return None
-        return write_model(self.worker, self.worker.model, directory, send_files, weights)
+        return write_model(self.user, self.user.model, directory, send_files, weights)
 
     def set_weights(self, weights: Any) -> None:
-        """Take this rank's part of ``weights``; ``ValueError`` where names or shapes differ."""
-        targets = self.worker.model.state_dict()
+        """Load this rank's part of ``weights``. Raise ``ValueError`` if names or shapes differ."""
+        targets = self.user.model.state_dict()
         extra = [name for name in weights if name not in targets]
         if extra:
             raise ValueError(f"the weights do not fit the model, which has no {extra[0]}")
         put_weights(targets, weights)
 
-    def shared_state(self) -> dict[str, Any] | None:
-        found = super().shared_state()
-        return None if self.rank else found
+    def gather_weights(self) -> dict[str, Any] | None:
+        weights = self.get_weights()
+        return None if self.context.rank else weights
 
-    def part_state(self, part: Any) -> dict[str, Any]:
-        saved = super().part_state(part)
+    def gather_shared(self) -> dict[str, Any] | None:
+        shared = self.get_shared()
+        return None if self.context.rank else shared
+
+    def get_part_state(self, part: Any) -> dict[str, Any]:
+        saved = super().get_part_state(part)
         numbers = saved.get("state")
         if not isinstance(numbers, Mapping):
             return saved  # a scheduler's
         return {**saved, "state": {index: whole_numbers(v) for index, v in numbers.items()}}
 
-    def load_part(self, part: Any, saved: Mapping[str, Any]) -> None:
-        """Each of an optimizer's numbers is cut as the parameter is that it belongs to."""
+    def load_part_state(self, part: Any, state: Mapping[str, Any]) -> None:
+        """Restore a scheduler, or an optimizer, whose tensors are sharded as their parameters."""
         if isinstance(part, torch.optim.Optimizer):
             parameters = [p for group in part.param_groups for p in group["params"]]
-            numbers = {i: cut_numbers(parameters[int(i)], v) for i, v in saved["state"].items()}
-            saved = {**saved, "state": numbers}
-        super().load_part(part, saved)
+            numbers = {i: cut_numbers(parameters[int(i)], v) for i, v in state["state"].items()}
+            state = {**state, "state": numbers}
+        super().load_part_state(part, state)
 
 
-def _check_worker(worker: Any) -> None:
-    """Refuse a worker whose own code would see a part of the model and take it for the whole."""
-    if worker._ddp_own_methods:
+def _check_worker(worker: Any, traits: WorkerTraits) -> None:
+    """Raise an error if the worker's own code would use a shard as the whole model."""
+    if traits.own_methods:
         raise TypeError(
-            f'shard="full" does not go with {type(worker).__name__}.{worker._ddp_own_methods[0]}():'
+            f'shard="full" does not go with {type(worker).__name__}.{traits.own_methods[0]}():'
             " no worker has the whole model. Leave it out, and miniray does that (evaluate: by "
             "validation_step)"
         )
@@ -229,8 +238,13 @@ class ShardedModel:
             root.set_requires_gradient_sync(True)
 
 
-def _any_batch(worker: Any) -> Any:
-    """A batch to keep the others company with; random numbers stay as they were."""
+def _pad(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches, and then None forever."""
+    return itertools.chain(batches, itertools.repeat(None))
+
+
+def _load_any_batch(worker: Any) -> Any:
+    """Return a batch to keep other ranks company with. Random numbers are restored."""
     before = parts.random_state()
     try:
         return next(iter(worker.train_loader))

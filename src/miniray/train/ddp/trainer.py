@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miniray.checks import check_int, suggest_options
-from miniray.core.remote import adapting
 from miniray.tracebacks import hides_frames
 from miniray.train.ddp import checks as setup
-from miniray.train.ddp.worker import rank_spec
 from miniray.train.lockstep.trainer import RankTrainer
 from miniray.train.options import WORKER_HINTS
 from miniray.train.pretrained import SavedFiles
 from miniray.train.workers.aggregate import aggregate
 from miniray.train.workers.evaluate import combine, cut, evaluate_on
+
+if TYPE_CHECKING:
+    from miniray.train.lockstep.loop import EpochReport
 
 
 @suggest_options({**WORKER_HINTS, "data": WORKER_HINTS["train_loader"]})
@@ -113,9 +114,9 @@ class DDPTrainer(RankTrainer):
             max_failures=max_failures,
             **kwargs,
         )
-        kind = "rank" if shard == "none" else "sharded"
+        kind = "replicated" if shard == "none" else "sharded"
         self._preloaded = (
-            *("tqdm.std", "miniray.train.ddp.worker"),
+            "tqdm.std",
             f"miniray.train.ddp.{kind}",
             *(("torch._dynamo.convert_frame",) if compile else ()),
         )
@@ -129,7 +130,7 @@ class DDPTrainer(RankTrainer):
         model is sharded: then the workers go in step, those without samples for company.
         """
         epoch, group = self._epoch_for_errors(), self._ranks
-        setup.check_can_evaluate(group)
+        setup.check_can_evaluate(group.handles[0])
         if self._settings.shard == "full":
             return self._evaluated(lambda: self._evaluate_in_step(data, epoch))
         return self._evaluated(lambda: evaluate_on(group, data, kwargs, epoch))
@@ -137,10 +138,12 @@ class DDPTrainer(RankTrainer):
     def _evaluate_in_step(self, data: Any, epoch: int | None) -> dict[str, Any]:
         count = self.num_workers
         rows = [None if data is None else cut(data, rank, count)[0] for rank in range(count)]
-        results = self._call_ranks("_rank_evaluate", lambda rank: (rows[rank],), epoch)
+        shards = {"num_shards": count}
+        results = self._call_ranks("evaluate", lambda rank: (rows[rank], rank), epoch, **shards)
         return combine([(rank, None, sums) for rank, sums in enumerate(results)])
 
-    def _summary(self, results: list[Any]) -> dict[str, Any]:
+    def _summary(self, reports: list[EpochReport]) -> dict[str, Any]:
+        results = [report.metrics for report in reports]
         if self._steps_are_ours and not any(result["num_samples"] for result in results):
             raise RuntimeError(
                 "no rank's loader gave a batch in this epoch. A generator can be gone through once "
@@ -150,28 +153,24 @@ class DDPTrainer(RankTrainer):
 
     # -- workers ----------------------------------------------------------------------------------
 
-    def _create(self, worker_id: int) -> Any:
-        with adapting(rank_spec):
-            return super()._create(worker_id)
-
     def _set_up_ranks(self) -> None:
         """Data, then what all must agree on, then the group: in this order nobody can hang."""
         group = self._ranks
         evaluates = self._eval_interval and type(self).evaluate is DDPTrainer.evaluate
         if evaluates:
-            setup.check_can_evaluate(group)
+            setup.check_can_evaluate(group.handles[0])
         if not group.has("training_step") and not group.has("train_epoch"):
             raise TypeError(
                 f"worker class {self.workers[0]._info.class_name} has neither "
                 "training_step(batch, batch_idx) nor train_epoch(epoch)"
             )
-        if group.has("load_data_shard"):
+        if "load_data_shard" in self.workers[0]._info.list_methods():
             count = self.num_workers
             self._call_ranks("load_data_shard", lambda i: (i, count), **self._kwargs)
         settings = dataclasses.replace(self._settings, **self._run_facts())
-        facts = self._call_ranks("_rank_prepare", lambda i: (i, self.num_workers, settings))
+        facts = self._call_ranks("prepare_rank", lambda i: (i, self.num_workers, settings))
         self._steps_are_ours = facts[0]["steps"]
-        group.watched = {"_rank_epoch", "_rank_evaluate"}
+        group.watched = {"run_rank_epoch"}
         if "evaluate" not in facts[0]["own_methods"]:  # whether the user's own moves is not known
             group.watched |= {"evaluate"}
             if evaluates:
@@ -183,17 +182,17 @@ class DDPTrainer(RankTrainer):
     # -- state ------------------------------------------------------------------------------------
 
     def _whole_weights(self) -> Any:
-        return self._of_all("get_weights")
+        return self._of_all("gather_weights")
 
     def _shared_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._of_all("_rank_shared_state")
+        state: dict[str, Any] = self._of_all("gather_shared")
         return state
 
     def _write_pretrained(
         self, directory: str | None, send_files: bool, *weights: Any
     ) -> SavedFiles:
         def write() -> SavedFiles:
-            return self._of_all("_rank_write_pretrained", directory, send_files)  # type: ignore[no-any-return]
+            return self._of_all("write_pretrained", directory, send_files)  # type: ignore[no-any-return]
 
         return self._retried(write)
 

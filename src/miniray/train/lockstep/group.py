@@ -83,7 +83,7 @@ class RankGroup(WorkerGroup):
                 cause = next(iter(failures.items()))  # it may be no collective that it speaks of
             if cause is not None:
                 rank, error = cause
-                place = places[rank] if places and method == "_rank_epoch" else None
+                place = places[rank] if places and method == "run_rank_epoch" else None
                 told = in_context(error, rank, epoch, place)
             else:
                 told = _without_cause(failures, sorted(pending.values()), verdict, epoch, places)
@@ -141,7 +141,7 @@ class RankGroup(WorkerGroup):
     def _tell_of_waiting(self, method: str, ranks: Iterable[int], seconds: float) -> None:
         """Say on stderr who is waited for, and how to find out what for."""
         text = (
-            f"{named(ranks)}: {method.removeprefix('_rank_')}() takes {seconds:.0f} s so far and "
+            f"{named(ranks)}: {method}() takes {seconds:.0f} s so far and "
             f"is waited for; `miniray doctor {self.run_dir}` shows where it is, worker_timeout= "
             "would set a limit"
         )

@@ -7,7 +7,7 @@ checkpoint knows nothing of the layout it was written on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -100,3 +100,10 @@ def cut_like(target: Any, value: Any) -> Any:
     if not isinstance(target, DTensor):
         return value
     return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+
+
+def share_buffers(modules: Iterable[Any], source: int = 0, group: Any = None) -> None:
+    """Give all ranks the buffers of rank ``source`` (running statistics). A collective."""
+    for module in modules:
+        for buffer in module.buffers():
+            dist.broadcast(buffer, src=source, group=group)

@@ -1,4 +1,4 @@
-"""What all trainers of ranks are asked for: what cannot be is refused before anything starts."""
+"""Options that all lock-step trainers share, and their checks."""
 
 from __future__ import annotations
 
@@ -6,25 +6,32 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miniray.checks import check_choice
 from miniray.core import session
 from miniray.errors import CapabilityError
 from miniray.train.options import check_seconds
 
+if TYPE_CHECKING:
+    from miniray.train.lockstep.rank import RankContext, WorkerTraits
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What every rank is told of its run, whatever the trainer.
+    """Settings of a run that every rank gets; subclasses add those of their trainer.
 
-    ``own_process``: the rank's process is nobody else's, and was set up by ``ranks.worker``.
+    ``own_process``: the process belongs to the rank, and ``workers.process`` has set it up.
     """
 
     seed: int = 0
     own_process: bool = True
     clip_norm: float | None = None
     on_nonfinite: str = "error"
+
+    def create_replica(self, user: Any, traits: WorkerTraits, context: RankContext) -> Any:
+        """Return the ``Replica`` of a rank that holds ``user``. Called in its process."""
+        raise NotImplementedError
 
 
 def check_options(

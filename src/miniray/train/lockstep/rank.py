@@ -1,127 +1,271 @@
-"""The actor that is a rank: its process made ready, and what the driver calls on it.
+"""A rank: the actor that the driver calls, and what its parts share.
 
-What it prints is flushed and marked ``[Rank r/N]``, line by line, and goes into a file of its own,
-too. From before the user's object is made: what its ``__init__`` prints is the rank's, and a
-logging handler made there keeps the stream that it finds.
+After an error the process group is in an unknown state: the driver stops all ranks, and the process
+isn't used again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import inspect
 import os
-import sys
-import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TextIO
+import socket
+from typing import TYPE_CHECKING, Any
 
-from miniray.doctor import actors
+from miniray.doctor import barriers, recorder
+from miniray.train.lockstep import process_group
+from miniray.train.lockstep.options import RunFacts
+from miniray.train.lockstep.status import PulseThread
+from miniray.train.torch_worker import TorchWorker
+from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.context import WorkerContext
+from miniray.train.workers.group import accepted
+from miniray.train.workers.process import keep_freed_memory
 
-#: Lines that Ray prints for whoever shows a worker's output, and knows by how they begin.
-_FOR_RAY = (":actor_name:", ":task_name:", ":job_id:")
+if TYPE_CHECKING:
+    from miniray.train.lockstep.loop import EpochReport, RankState
 
 
-class RankStream:
-    """A text stream that marks each line and passes it on at once; everything else is the stream's.
+@dataclasses.dataclass(frozen=True)
+class WorkerTraits:
+    """What the user's class defines itself, instead of inheriting it from ``TorchWorker``.
 
-    ``log`` gets the same lines; a full disk ends the log and not the training.
+    Attributes:
+        has_steps: ``StepLoop`` trains the epochs, with ``training_step``. If the class has its own
+            ``train_epoch`` or ``optimize``, that is used instead.
+        shards_data: The class has its own ``load_data_shard``.
+        own_methods: Its own methods among ``get_weights``, ``set_weights`` and ``evaluate``.
     """
 
-    def __init__(self, stream: TextIO, mark: str, log: TextIO | None) -> None:
-        self._stream = stream
-        self._mark = mark
-        self._log = log
-        self._fresh = True  # at the beginning of a line
-        self._lock = threading.Lock()
+    has_steps: bool
+    shards_data: bool
+    own_methods: tuple[str, ...]
 
-    def write(self, text: str) -> int:
-        if text.startswith(_FOR_RAY):
-            return self._stream.write(text)
-        with self._lock:
-            shown = ""
-            for line in text.splitlines(keepends=True):
-                shown += f"{self._mark} {line}" if self._fresh else line
-                self._fresh = line.endswith("\n")
-            self._stream.write(shown)
-            if self._log is not None:
-                try:
-                    self._log.write(shown)
-                except OSError:
-                    self._log = None
-            if "\n" in text:
-                self._stream.flush()
-        return len(text)
+    @classmethod
+    def from_class(cls, user_class: type) -> WorkerTraits:
+        def is_own(name: str) -> bool:
+            return defines(user_class, name)
 
-    def writelines(self, lines: Any) -> None:
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return cls(
+            is_own("training_step") and not (is_own("train_epoch") or is_own("optimize")),
+            is_own("load_data_shard"),
+            tuple(filter(is_own, ("get_weights", "set_weights", "evaluate"))),
+        )
 
 
-def set_up() -> Callable[[Any], None] | None:
-    """Prepare the process of a rank, which is nobody else's: its output, its bars, its recorder.
+def defines(user_class: type, name: str) -> bool:
+    """Return whether a worker class has a method that isn't ``TorchWorker``'s."""
+    method = getattr(user_class, name, None)
+    return method is not None and method is not getattr(TorchWorker, name, None)
 
-    Called before the worker is made in it. Where the run directory is not there, on another machine
-    than the driver's, the output is marked and not copied.
+
+class RankContext:
+    """What the parts of a rank share: its number, device, position, heartbeat and barriers."""
+
+    status: PulseThread
+
+    def __init__(self, rank: int, world_size: int, facts: RunFacts) -> None:
+        import torch  # not in the driver, which imports this module
+
+        from miniray.train.lockstep.loop import RankState
+
+        self.rank, self.world_size, self.facts = rank, world_size, facts
+        self.device: Any = torch.device("cpu")
+        self.state: RankState = RankState()
+        self.recorder: Any = None
+        self._shares_boxes = False
+        self._opened = contextlib.ExitStack()
+
+    def describe(self) -> dict[str, Any]:
+        """Return the machine, process and device of this rank."""
+        gpu = None
+        if self.device.type == "cuda":
+            import torch
+
+            gpu = str(torch.cuda.get_device_properties(self.device).uuid)
+        where = {"host": socket.gethostname(), "pid": os.getpid()}
+        return {**where, "device": self.device.type, "gpu": gpu}
+
+    def join(self, spec: process_group.ProcessGroupSpec, one_machine: bool) -> None:
+        """Join the process group. ``one_machine``: all ranks see each other's flight recorders."""
+        if self.device.type == "cuda":
+            import torch
+
+            torch.cuda.set_device(self.device)
+        if self.facts.own_process:
+            self.recorder = recorder.current()  # None if there is no run directory
+            self._shares_boxes = one_machine and self.recorder is not None
+            keep_freed_memory()
+        store = process_group.join(spec, self.rank)
+        self._opened.callback(process_group.leave)
+        self.status = PulseThread(spec, self.rank, store)
+        self._opened.callback(self.status.close)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Set the position to the start of an epoch."""
+        self.state.start_epoch(epoch)
+        self.status.epoch, self.status.step = epoch, -1
+        if self.recorder is not None:
+            self.recorder.tell_epoch(epoch)
+            self.recorder.note(steps_before_epoch=self.recorder.step_number)
+
+    def barrier(self, name: str) -> None:
+        """Wait for all ranks: by the flight recorders, which the doctor reads, or by the store."""
+        if not self._shares_boxes:
+            self.status.barrier(name)
+            return
+        self.status.at(f"barrier {name!r}")
+        barriers.barrier(name, timeout=self.status.limit)
+        self.status.at(f"after barrier {name!r}")
+
+    def post_status(self) -> None:
+        """Report the step of an error: the last heartbeat may be of an earlier one."""
+        with contextlib.suppress(RuntimeError):  # the store is closed: then nobody reads it
+            self.status.post()
+
+    def leave(self) -> None:
+        """Leave the process group and restore the process."""
+        self._opened.close()
+
+
+class RankActor:
+    """One rank of a run: the methods that the driver calls, around the user's object.
+
+    A rank is prepared (``prepare_rank``), joins the others (``join_group``), runs one epoch after
+    the other (``run_rank_epoch``) and leaves (``leave_group``). Methods that users call too
+    (``evaluate``, ``get_weights``, ...) use the user's own if the class has one, and otherwise do
+    what ``TorchWorker`` does. Calls of all other methods go to the user's object.
     """
-    run_dir, rank, world_size = (
-        os.environ[name] for name in (actors.RUN_DIR, actors.RANK, actors.WORLD_SIZE)
-    )
-    mark, log = f"[Rank {rank}/{world_size}]", None
-    if os.access(run_dir, os.W_OK):
-        folder = Path(run_dir) / "ranks"
-        folder.mkdir(exist_ok=True)
-        log = open(folder / f"{rank}.log", "a", buffering=1, encoding="utf-8")
-    sys.stdout = RankStream(sys.stdout, mark, log)
-    sys.stderr = RankStream(sys.stderr, mark, log)
-    tame_tqdm(int(rank))
-    return actors.set_up()
 
+    def __init__(self, user: Any) -> None:
+        self._user = user
+        self._traits = WorkerTraits.from_class(type(user))
+        self._context: Any = None
+        self._replica: Any = None
+        self._loop: Any = None
 
-def tame_tqdm(rank: int) -> None:
-    """Bars that the worker's own code makes: on rank 0 only, and without what can hang.
+    @staticmethod
+    def __before_init__(user: Any) -> None:
+        WorkerContext.from_environment().bind(user)
 
-    tqdm's lock is shared with forked processes: a loader's worker that is killed while it holds it
-    stops this process for ever. Its monitor is a thread more at every fork.
-    """
-    from tqdm import std  # not in the driver, which knows this module, too
+    # -- the life of a rank -----------------------------------------------------------------------
 
-    std.tqdm.set_lock(threading.RLock())
-    std.tqdm.monitor_interval = 0
-    if rank != 0:
-        make = std.tqdm.__init__
+    def prepare_rank(self, rank: int, world_size: int, facts: RunFacts) -> dict[str, Any]:
+        """Check the user's object and return what the driver compares before any rank waits."""
+        self._context = RankContext(rank, world_size, facts)
+        self._replica = facts.create_replica(self._user, self._traits, self._context)
+        found = self._replica.prepare()
+        return {**self._context.describe(), **found}
 
-        def silent(self: Any, *args: Any, **options: Any) -> None:
-            make(self, *args, **{**options, "disable": True})
+    def join_group(
+        self, spec: process_group.ProcessGroupSpec, agreed: Any, one_machine: bool
+    ) -> int | None:
+        """Join the process group; return the number of steps of an epoch, if it is known."""
+        self._context.join(spec, one_machine)
+        self._context.status.at("wrapping the model")
+        steps: int | None = self._replica.wrap(agreed)
+        self._loop = self._replica.create_loop()
+        self._context.status.at("idle")
+        return steps
 
-        std.tqdm.__init__ = silent  # type: ignore[method-assign]
+    def run_rank_epoch(self, epoch: int) -> EpochReport:
+        """Train one epoch together with all other ranks."""
+        context = self._context
+        context.start_epoch(epoch)
+        try:
+            report: EpochReport = self._loop.run(epoch)
+        except Exception:
+            context.post_status()
+            raise
+        context.status.at("idle")
+        if context.recorder is not None:
+            context.recorder.flush()
+        return report
 
+    def leave_group(self) -> None:
+        """Leave the process group, if this rank has joined."""
+        if self._context is not None:
+            self._context.leave()
 
-class MemberMethods:
-    """For worker classes: passes the driver's calls on to ``_member``, the rank it is.
+    # -- state ------------------------------------------------------------------------------------
 
-    The rank is made when the driver prepares it, before the ranks meet.
-    """
+    def gather_weights(self) -> Any:
+        """Return this rank's part of the weights for the driver; None if other ranks' are enough.
 
-    _member: Any = None
+        A collective if the model is sharded.
+        """
+        if "get_weights" in self._traits.own_methods:
+            return None if self._context.rank else self._user.get_weights()
+        return self._replica.gather_weights()
 
-    def _rank_join(self, spec: Any, agreed: Any, one_machine: bool) -> Any:
-        return self._mine().join(spec, agreed, one_machine)
+    def gather_shared(self) -> Any:
+        """Return the like of the state that all ranks share: optimizers, position, data order."""
+        return self._replica.gather_shared()
 
-    def _rank_epoch(self, epoch: int) -> Any:
-        return self._mine().epoch(epoch)
+    def load_shared(self, shared: Any) -> None:
+        self._replica.load_shared(shared)
 
-    def _rank_shared_state(self) -> Any:
-        return self._mine().shared_state()
+    def get_snapshot(self) -> dict[str, Any]:
+        """Return this rank's part of all that a restart needs."""
+        weights, shared = self.gather_weights(), self.gather_shared()
+        return {"weights": weights, "shared": shared, "own": self.get_state()}
 
-    def _rank_load_shared(self, state: Any) -> None:
-        self._mine().load_shared(state)
+    def load_snapshot(self, weights: Any, shared: Any, own: Any) -> None:
+        """Restore a merged snapshot; ``own`` is None for a rank that the saved run didn't have."""
+        if weights is not None:
+            self.set_weights(weights)
+        self.load_shared(shared)
+        if own is not None:
+            self.set_state(own)
 
-    def _rank_leave(self) -> None:
-        if self._member is not None:
-            self._member.leave()
+    def write_pretrained(self, directory: str | None, send_files: bool) -> Any:
+        """Write a Hugging Face model to a directory. A collective if the model is sharded."""
+        return self._replica.write_pretrained(directory, send_files)
 
-    def _mine(self) -> Any:
-        assert self._member is not None, "the worker is no rank yet"
-        return self._member
+    # -- methods that users call too --------------------------------------------------------------
+
+    def load_data_shard(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the user's method; ``TorchWorker``'s only if the worker makes its own steps."""
+        if self._traits.shards_data or not self._traits.has_steps:
+            return self._user.load_data_shard(*args, **kwargs)
+        return None  # the samples are planned step by step when the rank is prepared
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate by the user's own ``evaluate``, or by ``validation_step``."""
+        with self._replica.evaluation_context():
+            if "evaluate" in self._traits.own_methods:
+                return self._user.evaluate(*args, **kwargs)
+            accepts = inspect.signature(self._replica.evaluate)
+            return self._replica.evaluate(*args, **accepted(accepts, kwargs))
+
+    def get_weights(self) -> Any:
+        if "get_weights" in self._traits.own_methods:
+            return self._user.get_weights()
+        return self._replica.get_weights()
+
+    def set_weights(self, weights: Any) -> None:
+        if "set_weights" in self._traits.own_methods:
+            self._user.set_weights(weights)
+        else:
+            self._replica.set_weights(weights)
+
+    def set_lr(self, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(self._user, "set_lr"):
+            return self._user.set_lr(*args, **kwargs)
+        return self._replica.set_lr(*args, **kwargs)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the state of this rank alone: random numbers, loader, the user's ``get_state``."""
+        user = self._user.get_state() if defines(type(self._user), "get_state") else None
+        return {
+            "rank": {"random": parts.random_state(), **self._replica.get_data_state()},
+            "worker": user,
+        }
+
+    def set_state(self, state: Any) -> None:
+        own = state["rank"]
+        self._replica.load_data_state(own)
+        parts.set_random_state(own["random"])
+        if state["worker"] is not None and defines(type(self._user), "set_state"):
+            self._user.set_state(state["worker"])

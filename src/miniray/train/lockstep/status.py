@@ -38,7 +38,7 @@ _WAITING_CODE = (
     os.path.join("torch", "distributed", ""),
     os.path.join("torch", "autograd", ""),
     os.path.join("torch", "nn", "parallel", ""),
-    os.path.join("miniray", "train", "group.py"),
+    os.path.join("miniray", "train", "lockstep", "process_group.py"),
 )
 #: What torch says where other ranks are gone: by its own kinds of errors, or by these words.
 _LOST = re.compile(

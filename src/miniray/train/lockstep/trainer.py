@@ -29,6 +29,7 @@ from miniray.train.lockstep.group import RankGroup
 from miniray.train.lockstep.monitor import Watch
 from miniray.train.lockstep.options import check_engine, check_options, choose_backend
 from miniray.train.lockstep.process_group import GroupHost
+from miniray.train.lockstep.rank import RankActor
 from miniray.train.run.checkpointer import NO_WORKERS
 from miniray.train.trainer import BaseTrainer
 from miniray.train.workers.nodes import NodeLosses
@@ -46,7 +47,8 @@ class RankTrainer(BaseTrainer, ABC):
     _uses_torch = True
     #: Not ``train_epoch``, which is called with the epoch only.
     _kwargs_methods: Sequence[str] = ("__init__", "setup", "load_data_shard", "evaluate")
-    _process_set_up = "miniray.train.lockstep.rank:set_up"
+    _process_set_up = "miniray.train.workers.process:set_up_rank"
+    _wrapper = RankActor
 
     def __init__(
         self,
@@ -107,7 +109,7 @@ class RankTrainer(BaseTrainer, ABC):
         """Train an epoch on all ranks together and aggregate what they report."""
 
         def attempt() -> list[Any]:
-            results = self._call_ranks("_rank_epoch", lambda _: (epoch,), epoch)
+            results = self._call_ranks("run_rank_epoch", lambda _: (epoch,), epoch)
             self._keep_state()  # a rank that is lost while it gives its state costs the epoch, too
             return results
 
@@ -257,7 +259,7 @@ class RankTrainer(BaseTrainer, ABC):
         )
         spec = self._host.spec
         ranks.watch = Watch(self._host, self._hang_timeout, ranks.run_dir)
-        joined = self._call_ranks("_rank_join", lambda _: (spec, agreed, len(hosts) == 1))
+        joined = self._call_ranks("join_group", lambda _: (spec, agreed, len(hosts) == 1))
         ranks.steps, ranks.broken = joined[0], False
         if self._kept is not None:
             self._apply(self._kept)
@@ -278,7 +280,7 @@ class RankTrainer(BaseTrainer, ABC):
 
     def _load_extra_state(self, state: Mapping[str, Any]) -> None:
         shared = miniray.put(state[self._kind])
-        self._call_ranks("_rank_load_shared", lambda _: (shared,))
+        self._call_ranks("load_shared", lambda _: (shared,))
         self._keep_state()
 
     def _keep_state(self) -> None:
@@ -295,7 +297,7 @@ class RankTrainer(BaseTrainer, ABC):
     def _apply(self, kept: Mapping[str, Any]) -> None:
         weights, shared = miniray.put(kept["weights"]), miniray.put(kept["shared"])
         self._call_ranks("set_weights", lambda _: (weights,))
-        self._call_ranks("_rank_load_shared", lambda _: (shared,))
+        self._call_ranks("load_shared", lambda _: (shared,))
         self._call_ranks("set_state", lambda rank: (kept["own"][rank],))
 
     # -- the end ----------------------------------------------------------------------------------
@@ -315,7 +317,7 @@ class RankTrainer(BaseTrainer, ABC):
         """Part in peace, where the ranks can. One in this very process can always: it is alone."""
         if self._ranks.broken and session.engine().capabilities.processes:
             return
-        leaving = [worker._rank_leave.remote() for worker in self.workers]
+        leaving = [worker.leave_group.remote() for worker in self.workers]
         try:
             miniray.get(leaving, timeout=5.0)
         except MinirayError:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from miniray.train.lockstep.member import check_scheduler
+from miniray.train.lockstep.loop import check_scheduler
 from miniray.train.lockstep.mesh import cut_numbers, put_weights, whole, whole_numbers
 from miniray.train.lockstep.status import is_consequence
 from miniray.train.parallel.plan.job import Job, Place

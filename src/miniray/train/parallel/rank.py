@@ -1,23 +1,20 @@
-"""One rank of a split model: what happens in the worker's process, and in which order.
-
-A rank goes through ``prepare`` (rank 0 measures, plans and refuses what cannot be, before anybody
-waits for anybody), ``join``, one ``epoch`` after the other, ``leave``; see ``ranks.member``.
-"""
+"""One rank of a pipeline or of a model whose layers are sharded: what it holds and computes."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from miniray.core import session
-from miniray.train.lockstep.member import Member, check_loss, share_buffers
-from miniray.train.lockstep.mesh import local, make_mesh
+from miniray.train.lockstep.loop import MicroBatch, StepLoop, StepOutput
+from miniray.train.lockstep.mesh import local, make_mesh, share_buffers
+from miniray.train.lockstep.rank import RankContext
 from miniray.train.lockstep.status import EVALUATION
 from miniray.train.parallel.assembly import assemble
 from miniray.train.parallel.feed import Feed
@@ -28,174 +25,215 @@ from miniray.train.parallel.samples import Samples
 from miniray.train.parallel.stages import StepRecord
 from miniray.train.parallel.timeline import busy_seconds
 from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.context import find_device
 
 
-class ModelRank(Member):
-    """The rank of a worker; see the module."""
+class PartReplica:
+    """A ``Replica`` that holds some stages of the model, or a shard of its layers.
 
-    def __init__(self, rank: int, job: Job) -> None:
-        super().__init__(rank, job.layout.world_size, job)
-        self.job, self.layout = job, job.layout
-        self.place = job.layout.place(rank)
-        mine = torch.cuda.is_available() and session.get_gpu_ids()
-        self.device = torch.device("cuda:0" if mine else "cpu")
+    ``forward`` runs the whole schedule of a batch, forward and backward.
+    """
+
+    site = ""
+
+    def __init__(self, job: Job, context: RankContext) -> None:
+        self.job, self.layout, self.context = job, job.layout, context
+        self.place = job.layout.place(context.rank)
+        self.checks_losses = job.on_nonfinite == "error"
         self.samples = Samples(job, self.place)
         self.part: Any = None
+        self._count = 0  # samples of the current step
+        self._times: list[tuple[float, float]] = []  # busy and total seconds of each step
+        self._last_step: tuple[list[Any], float] = ([], 0.0)  # the last one with a whole batch
+        self._seconds = 0.0  # of all steps of the epoch, with loading
 
     def prepare(self) -> dict[str, Any]:
-        """Who this is; and on rank 0 the plan. Raises what is wrong with the user's input."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        """Open the loader; rank 0 plans. Raise an error for what is wrong with the user's input."""
+        device = self.context.device = torch.device(find_device())
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         samples = self.samples
         samples.open()
         plan = None
-        if self.rank == 0:
+        if self.context.rank == 0:
             with samples.random():
-                plan = planning.make_plan(self.job, samples.loader, self.device)
-        return {**self.whereabouts(), "plan": plan}
+                plan = planning.make_plan(self.job, samples.loader, device)
+        return {"plan": plan}
 
-    def join(self, spec: Any, plan: Plan, one_machine: bool) -> int | None:
-        """Join the group and build this rank's part of the model; returns an epoch's steps."""
-        layout = self.layout
-        if self.facts.own_process:
-            # On any error they print hundreds of lines a rank: the whole schedule of all ranks, and
-            # what is wrong with a plan, which is said once, in its error.
+    def wrap(self, agreed: Plan) -> int | None:
+        """Build this rank's part of the model after rank 0's plan."""
+        layout, context, device = self.layout, self.context, self.context.device
+        if context.facts.own_process:
+            # On an error they print hundreds of lines per rank: the schedule of all ranks, and
+            # problems of a plan, which its error names.
             for name in ("distributed.pipelining.schedules", "_subclasses.fake_tensor"):
                 logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
-        self.enter(spec, one_machine)
-        if self.recorder is not None:
-            self.recorder.explicit_losses = True  # of the batch, not of a microbatch
-        self.pulse.at("building the model")
-        self.plan = plan
-        self.mesh = make_mesh(self.device, layout.sizes)
-        self.record = StepRecord(self._tell_work, self.pulse.at)
-        self.part = assemble(self.job, plan, self.place, self.mesh, self.device, self.record)
-        last = 0 if plan.stages is None else plan.stages.holder(len(plan.stages.sizes) - 1)
-        self._feed = Feed(layout, self.place, last, self.device)
-        self.pulse.at("idle")
+        context.status.at("building the model")
+        self.plan = agreed
+        self.mesh = make_mesh(device, layout.sizes)
+        self.record = StepRecord(self._set_work, context.status.at)
+        self.part = assemble(self.job, agreed, self.place, self.mesh, device, self.record)
+        stages = agreed.stages
+        last = 0 if stages is None else stages.holder(len(stages.sizes) - 1)
+        self._feed = Feed(layout, self.place, last, device)
         return self.samples.steps
 
-    def _tell_work(self, what: str) -> None:
-        self.pulse.at(what)
-        if self.recorder is not None:
-            self.recorder.set_work(what)
+    def _set_work(self, work: str) -> None:
+        self.context.status.at(work)
+        if self.context.recorder is not None:
+            self.context.recorder.set_work(work)
+
+    def create_loop(self) -> StepLoop:
+        """Return the loop that trains epochs."""
+        return StepLoop(self, self.context)
 
     # -- an epoch ---------------------------------------------------------------------------------
 
-    def _epoch(self, epoch: int) -> dict[str, Any]:
-        pulse = self.pulse
-        pulse.at("starting the loader")
+    def start_epoch(self, epoch: int) -> Iterator[Iterable[MicroBatch]]:
         self.part.train()
-        items = self.samples.batches(epoch, pulse.at)
-        self.barrier("before-iteration")
-        means, times, spans, began = parts.Means(), [], self.record.spans, 0.0
-        loop_began = time.perf_counter()
-        for step, (count, inputs, target) in enumerate(self._feed.batches(items)):
-            pulse.at("step", step=step)
-            loss = self._step(step, count, inputs, target)
-            if loss is not None:
-                means.add({"loss": loss}, count)
-            if count == self.plan.batch_size:
-                spans, began = self.record.spans, self.record.began
-                times.append((busy_seconds(spans), self.record.wall))
-        seconds = time.perf_counter() - loop_began
-        pulse.at("end of the epoch")
-        if self.layout.data > 1:  # all copies go on with the first one's
-            source = self.layout.rank(0, self.place.pipeline, self.place.tensor)
-            share_buffers(self.part.modules.values(), source, self.mesh.get_group("data"))
-        self.barrier("epoch-end")
-        if self.part.scheduler is not None:
-            self.part.scheduler.step()
-        pulse.at("idle")
-        return {
-            "means": means.means(),
-            # The first step also connects the ranks and finds out shapes.
-            "times": times[1:] or times,
-            "seconds": seconds,  # of all steps, loading included: benchmarks ask for it
-            "spans": [tuple(span) for span in spans],  # of the last step with a whole batch
-            "began": began,
-            "peak_activations": self.record.peak_activations,
-        }
+        return self._iter_steps(self.samples.batches(epoch, self.context.status.at))
 
-    def _step(self, number: int, count: int, inputs: Any, target: Any) -> Any:
-        part, record = self.part, self.record
-        part.optimizer.zero_grad(set_to_none=True)
-        record.begin(measure_memory=not record.peak_activations)
+    def _iter_steps(self, items: Iterator[Any] | None) -> Iterator[list[MicroBatch]]:
+        """Yield one micro-batch per step: the feed knows when the rank that loads has no more."""
+        self._times, self._last_step = [], (self.record.spans, 0.0)
+        start = time.perf_counter()
+        for step, batch in enumerate(self._feed.batches(items)):
+            self.context.status.at("step", step=step)
+            yield [MicroBatch(step, batch)]
+            if self._count == self.plan.batch_size:
+                self._last_step = (self.record.spans, self.record.began)
+                self._times.append((busy_seconds(self.record.spans), self.record.wall))
+        self._seconds = time.perf_counter() - start
+
+    def epoch_context(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def zero_grad(self) -> None:
+        self.part.optimizer.zero_grad(set_to_none=True)
+
+    def micro_batch_context(self, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        del is_last
+        return contextlib.nullcontext()
+
+    def forward(self, batch: Any, number: int) -> StepOutput:
+        self._count, inputs, target = batch
         loss = None
-        if count:
-            loss = part.runner.train(count, self.plan.batch_size, inputs, target)
-        record.end()
-        if loss is not None:
-            self._check(loss, number)
-        self.pulse.at("gradients")
-        if self.layout.data > 1:
+        self.record.begin(measure_memory=not self.record.peak_activations)
+        if self._count:
+            loss = self.part.runner.train(self._count, self.plan.batch_size, inputs, target)
+        self.record.end()
+        return StepOutput(loss, {"loss": loss}, self._count)
+
+    def backward(self, loss: Any, weight: float) -> None:
+        """Do nothing: ``forward`` has run the backward passes."""
+
+    def check_gradients(self) -> None:
+        """Average the gradients over the copies of the model, and clip them."""
+        part, layout = self.part, self.layout
+        if layout.data > 1:
             data = self.mesh.get_group("data")
-            average_over_copies(part.parameters, count, data, self.device)
+            average_over_copies(part.parameters, self._count, data, self.context.device)
         if self.job.clip_norm is not None:
             clip(
                 part.parameters,
                 self.job.clip_norm,
-                self.mesh.get_group("tensor") if self.layout.tensor > 1 else None,
-                self.mesh.get_group("pipeline") if self.layout.pipeline > 1 else None,
+                self.mesh.get_group("tensor") if layout.tensor > 1 else None,
+                self.mesh.get_group("pipeline") if layout.pipeline > 1 else None,
             )
-        self.pulse.at("optimizer")
-        part.optimizer.step()
-        return loss
 
-    def _check(self, loss: Any, number: int) -> None:
-        value = loss.item()
-        if self.recorder is not None:
-            self.recorder.set_loss(value, "")
-        check_loss(value, self.job.on_nonfinite, self.rank, number, self.pulse.epoch)
+    def step_optimizer(self) -> None:
+        self.part.optimizer.step()
 
-    def evaluate(self, data: Any) -> dict[str, Any]:
-        """Sums and counts over this copy's part of ``data``; nothing where it has no last stage."""
+    def end_epoch(self) -> None:
+        if self.layout.data > 1:  # all copies continue with the buffers of the first
+            source = self.layout.rank(0, self.place.pipeline, self.place.tensor)
+            share_buffers(self.part.modules.values(), source, self.mesh.get_group("data"))
+        if self.part.scheduler is not None:
+            self.part.scheduler.step()
+
+    def get_details(self) -> Mapping[str, Any]:
+        """Return the timing and memory of the epoch.
+
+        ``spans`` and ``began`` are those of the last step with a whole batch.
+        """
+        spans, began = self._last_step
+        return {
+            # The first step also connects the ranks and finds out shapes.
+            "times": self._times[1:] or self._times,
+            "seconds": self._seconds,
+            "spans": [tuple(span) for span in spans],
+            "began": began,
+            "peak_activations": self.record.peak_activations,
+        }
+
+    # -- evaluation -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def evaluation_context(self) -> Iterator[None]:
         self.part.train(False)
+        self.context.status.at(EVALUATION, step=-1)
+        yield
+        self.context.status.at("idle")
+
+    def evaluate(self, data: Any = None) -> dict[str, Any]:
+        """Return sums and counts over this copy's part of ``data``; none without the last stage."""
         means = parts.Means()
         functions = {"loss": self.job.loss, **self.job.metrics}
         items = self.samples.evaluation(data, self.plan.batch_size)
-        self.pulse.at(EVALUATION, step=-1)
         with torch.no_grad():
             for count, inputs, target in self._feed.batches(items):
-                self.pulse.at(EVALUATION, step=-1)
+                self.context.status.at(EVALUATION, step=-1)
                 output = self.part.runner.forward(inputs, count)
                 if output is not None:
                     means.add({k: f(output, target) for k, f in functions.items()}, count)
-        self.pulse.at("idle")
         return means.sums()
 
     # -- state ------------------------------------------------------------------------------------
 
-    def weights(self) -> dict[int, dict[str, Any]]:
-        """This rank's stages in one piece; nothing where another rank says the same."""
+    def get_weights(self) -> dict[int, dict[str, Any]]:
+        """Return this rank's stages, whole; nothing if a different rank returns the same."""
         if self.place.data:
             return {}
-        found = self.part.weights()
-        return {} if self.place.tensor else found
+        weights: dict[int, dict[str, Any]] = self.part.weights()
+        return {} if self.place.tensor else weights
 
-    def shared_state(self) -> dict[str, Any] | None:
-        """The optimizer's state of this rank's weights, and what all ranks share."""
+    gather_weights = get_weights
+
+    def set_weights(self, weights: Any) -> None:
+        self.part.load_weights(weights)
+
+    def set_lr(self, lr: float) -> None:
+        for options in self.part.optimizer.param_groups:
+            options["lr"] = lr
+
+    def gather_shared(self) -> dict[str, Any] | None:
+        """Return the optimizer's state of this rank's weights, and what all ranks share."""
         if self.place.data:
             return None
-        found = self.part.optimizer_state()
+        optimizer = self.part.optimizer_state()
         if self.place.tensor:
             return None
         scheduler = None if self.part.scheduler is None else self.part.scheduler.state_dict()
-        return {"optimizer": found, "scheduler": scheduler, "seed": self.job.seed}
+        position = self.context.state.state_dict()
+        return {
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "seed": self.job.seed,
+            "position": position,
+        }
 
     def load_shared(self, shared: Any) -> None:
         self.part.load_optimizer(shared["optimizer"])
         if self.part.scheduler is not None and shared["scheduler"] is not None:
             self.part.scheduler.load_state_dict(shared["scheduler"])
         self.samples.set_order(shared["seed"])
+        self.context.state.load_state_dict(shared.get("position", {}))
 
-    def own_state(self) -> dict[str, Any]:
-        """This rank's random numbers, and where its loader is."""
-        return {"random": parts.random_state(), **self.samples.state()}
+    def get_data_state(self) -> dict[str, Any]:
+        return self.samples.state()
 
-    def load_own(self, saved: Any) -> None:
-        self.samples.load(saved)
-        parts.set_random_state(saved["random"])
+    def load_data_state(self, state: Any) -> None:
+        self.samples.load(state)
 
 
 def average_over_copies(parameters: Iterable[Any], samples: int, group: Any, device: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import miniray
 from miniray.checks import check_int
@@ -19,9 +19,15 @@ from miniray.train.parallel import timeline
 from miniray.train.parallel.plan.job import SPLIT_HINTS, Job, Layout
 from miniray.train.parallel.plan.schedules import SCHEDULES
 from miniray.train.parallel.timeline import ParallelResult
-from miniray.train.parallel.worker import ModelWorker
 from miniray.train.run.result import TrainResult
 from miniray.train.workers.evaluate import combine
+
+if TYPE_CHECKING:
+    from miniray.train.lockstep.loop import EpochReport
+
+
+class ModelWorker:
+    """The worker class of these trainers: the replica holds the model, so it is empty."""
 
 
 class SplitModelTrainer(RankTrainer):
@@ -31,7 +37,7 @@ class SplitModelTrainer(RankTrainer):
     _kwargs_methods = ()
     _option_hints = _train_hints = SPLIT_HINTS
     _preloaded = (
-        *("tqdm.std", "miniray.train.parallel.worker", "miniray.train.parallel.rank"),
+        *("tqdm.std", "miniray.train.parallel.rank"),
         "torch.distributed.tensor.parallel",
     )
 
@@ -83,9 +89,10 @@ class SplitModelTrainer(RankTrainer):
 
     # -- an epoch ---------------------------------------------------------------------------------
 
-    def _summary(self, results: list[dict[str, Any]]) -> dict[str, Any]:
+    def _summary(self, reports: list[EpochReport]) -> dict[str, Any]:
         layout = self.layout
-        told = [r["means"] for i, r in enumerate(results) if not layout.place(i).tensor]
+        told = [r.metrics for i, r in enumerate(reports) if not layout.place(i).tensor]
+        results = [report.details for report in reports]
         weighted = [
             (rank, means["num_samples"], means)
             for rank, means in enumerate(told)
@@ -112,7 +119,7 @@ class SplitModelTrainer(RankTrainer):
             timeline.save(self.run.path, self._epoch_record)
         return summary
 
-    def _on_one_clock(self, row: list[dict[str, Any]]) -> list[Any]:
+    def _on_one_clock(self, row: list[Mapping[str, Any]]) -> list[Any]:
         """The workers' spans since the first of them began; since each began, on several machines.
 
         There is one such clock for all processes of a machine, but not for all machines.
@@ -162,10 +169,10 @@ class SplitModelTrainer(RankTrainer):
 
     def _set_up_ranks(self) -> None:
         """Rank 0 plans and refuses; then the group: in this order nobody can hang."""
-        self._ranks.watched = {"_rank_epoch", "evaluate"}
+        self._ranks.watched = {"run_rank_epoch", "evaluate"}
         sizes = self._sizes_before() or self._job.layers_per_stage
         job = dataclasses.replace(self._job, layers_per_stage=sizes, **self._run_facts())
-        facts = self._call_ranks("_rank_prepare", lambda _: (job,))
+        facts = self._call_ranks("prepare_rank", lambda i: (i, self.num_workers, job))
         self.plan = facts[0]["plan"]
         self._show_plan()
         self._one_machine = len({fact["host"] for fact in facts}) == 1
@@ -203,12 +210,12 @@ class SplitModelTrainer(RankTrainer):
     def _whole_weights(self) -> Any:
         """By the names of the model's ``state_dict``, in the order of its stages."""
         by_stage: dict[int, Mapping[str, Any]] = {}
-        for part in self._call_ranks("get_weights"):
+        for part in self._call_ranks("gather_weights"):
             by_stage.update(part)
         return {name: value for _, part in sorted(by_stage.items()) for name, value in part.items()}
 
     def _shared_state(self) -> dict[str, Any]:
-        parts = [p for p in self._call_ranks("_rank_shared_state") if p is not None]
+        parts = [p for p in self._call_ranks("gather_shared") if p is not None]
         numbers: dict[str, Any] = {}
         for part in parts:
             numbers.update(part["optimizer"]["state"])

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from miniray.checks import check_int
 from miniray.train.lockstep.options import RunFacts
+from miniray.train.lockstep.rank import RankContext, WorkerTraits
 
 DIMENSIONS = ("data", "pipeline", "tensor")
 
@@ -118,6 +119,11 @@ class Job(RunFacts):
     layers_per_stage: Sequence[int] | None = None
     memory_limit: float | None = None
     tensor_plan: Mapping[str, str] | None = None
+
+    def create_replica(self, user: Any, traits: WorkerTraits, context: RankContext) -> Any:
+        from miniray.train.parallel.rank import PartReplica  # it needs torch
+
+        return PartReplica(self, context)
 
     def __post_init__(self) -> None:
         _check(self)

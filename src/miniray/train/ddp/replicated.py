@@ -1,0 +1,536 @@
+"""``shard="none"``: every rank holds the whole model, and backward passes average gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
+
+from miniray.doctor import sites
+from miniray.ps import to_host
+from miniray.train.ddp import model as models
+from miniray.train.ddp.checks import RankSettings, create_parts_error, read_output
+from miniray.train.lockstep import data
+from miniray.train.lockstep.loop import (
+    EpochReport,
+    MicroBatch,
+    StepLoop,
+    StepOutput,
+    check_scheduler,
+)
+from miniray.train.lockstep.mesh import share_buffers
+from miniray.train.lockstep.plan import Window, counted_windows
+from miniray.train.lockstep.rank import RankContext, WorkerTraits
+from miniray.train.lockstep.status import EVALUATION
+from miniray.train.pretrained import SavedFiles, write_model
+from miniray.train.torch_worker import TorchWorker
+from miniray.train.workers import torch_utils as parts
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ReplicatedModel:
+    """A ``Replica`` by torch's DistributedDataParallel, around the worker ``user``."""
+
+    def __init__(
+        self, user: Any, traits: WorkerTraits, settings: RankSettings, context: RankContext
+    ) -> None:
+        self.user, self.traits, self.settings, self.context = user, traits, settings, context
+        self.site = ""
+        self._training_step: Any = None  # called with batch and index
+        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
+        #: When ``user.scheduler`` is stepped: after each "epoch" or "step"; None without one.
+        self.scheduler_interval: str | None = None
+        self.modules: dict[str, Any] = {}
+        self._synced: dict[str, Any] = {}  # as ``modules``, with averaged gradients
+        self._windows: list[Window] | None = None  # of an epoch; None if their number isn't known
+        self._forwards: dict[str, int] = {}  # before the current step
+        self._step_counts: dict[str, int] = {}  # by optimizer
+
+    @property
+    def checks_losses(self) -> bool:
+        """With fp16 the scaler finds overflows, and skips the step on all ranks."""
+        return self.settings.on_nonfinite == "error" and not self.scaler.is_enabled()
+
+    # -- before ranks wait for each other ---------------------------------------------------------
+
+    def prepare(self) -> dict[str, Any]:
+        """Check models, optimizers and loaders, and take this rank's share of the data."""
+        self.modules = {name: self._find_module(name) for name in self.settings.models}
+        self.context.device = self._place_models()
+        if self.traits.has_steps:
+            self.site = sites.definition_site(self.user.training_step)
+            self._training_step = parts.step_of(self.user.training_step)
+            self._take_loader()
+            self.scheduler_interval = get_scheduler_interval(self.user)
+            enabled = self.settings.precision == "fp16"
+            self.scaler = torch.amp.GradScaler(self.context.device.type, enabled=enabled)
+        elif not self.traits.shards_data and hasattr(self.user, "train_loader"):
+            share = data.shard_data(
+                self.user.train_loader, self.context.rank, self.context.world_size
+            )
+            self.user.train_loader = share
+        self._check_optimizers()
+        has_steps = self.traits.has_steps
+        return {
+            "models": [
+                (f"{name}.{parameter}", shape, dtype)
+                for name, module in self.modules.items()
+                for parameter, shape, dtype in models.signature(module)
+            ],
+            "steps": has_steps,
+            "planned": self.planned is not None,
+            "batches": data.length(self.user.train_loader) if has_steps else None,
+            "own_methods": self.traits.own_methods,
+            "val_loader": getattr(self.user, "val_loader", None) is not None,
+        }
+
+    def _find_module(self, name: str) -> Any:
+        module = getattr(self.user, name, None)
+        if isinstance(module, torch.nn.Module) and any(
+            p.requires_grad for p in module.parameters()
+        ):
+            return module
+        found = [k for k, v in vars(self.user).items() if isinstance(v, torch.nn.Module)]
+        there = f"it has: {', '.join(found)}" if found else "it has no torch module at all"
+        raise TypeError(
+            f"{type(self.user).__name__}.{name} must be a torch.nn.Module with parameters to "
+            f"train, made in __init__ or load_data_shard ({there}); "
+            'DDPTrainer(models=("generator", "discriminator")) takes others'
+        )
+
+    def _place_models(self) -> Any:
+        """Return the device; workers with their own epoch loop have chosen one already."""
+        if not self.traits.has_steps:
+            return next(next(iter(self.modules.values())).parameters()).device
+        device = torch.device(self.user.device)
+        for module in self.modules.values():
+            module.to(device)
+        return device
+
+    def _take_loader(self) -> None:
+        user, settings = self.user, self.settings
+        for needed in ("train_loader", "optimizer"):
+            if getattr(user, needed, None) is None:
+                raise TypeError(
+                    f"{type(user).__name__} has training_step() but no self.{needed}; make it in "
+                    "__init__ (or in load_data_shard)"
+                )
+        data.check_loader(user.train_loader, "self.train_loader")
+        user.train_loader = data.own_share(
+            user.train_loader,
+            self.context.rank,
+            self.context.world_size,
+            accumulate=settings.accumulate,
+            uneven=settings.uneven,
+            seed=settings.seed,
+            sharded=self.traits.shards_data,
+        )
+        if getattr(user, "val_loader", None) is not None:
+            data.check_loader(user.val_loader, "self.val_loader")
+
+    def _check_optimizers(self) -> None:
+        """Raise ``ValueError`` if an optimizer trains parameters whose gradients aren't averaged.
+
+        These are of a model that was replaced later, or of one that isn't named in ``models``.
+        """
+        known = set(self._whole_model().parameters())
+        names = " and ".join(f"self.{name}" for name in self.modules)
+        for name, optimizer in parts.stateful(self.user, optimizers_only=True).items():
+            trained = {p for group in optimizer.param_groups for p in group["params"]}
+            others = {p for p in trained - known if p.requires_grad}
+            if not others:
+                continue
+            owners = [
+                key
+                for key, module in vars(self.user).items()
+                if isinstance(module, torch.nn.Module) and others & set(module.parameters())
+            ]
+            if not owners and not trained & known:
+                raise ValueError(
+                    f"self.{name} has no parameter of {names}, which would not be trained by it; "
+                    "make the optimizer after the model is what it will be"
+                )
+            whose = f" but of self.{' and self.'.join(owners)}" if owners else ""
+            hint = f", or pass models={(*self.modules, *owners)!r}" if owners else ""
+            raise ValueError(
+                f"self.{name} has parameters that are not {names}'s{whose}: their gradients would "
+                "not be averaged, and the workers' copies drift apart. Make them a part of "
+                f"self.{next(iter(self.modules))}{hint}"
+            )
+
+    @property
+    def planned(self) -> data.PlannedBatches | None:
+        return data.planned(getattr(self.user, "train_loader", None))
+
+    # -- together ---------------------------------------------------------------------------------
+
+    def wrap(self, agreed: Sequence[int] | None) -> int | None:
+        """Wrap the models; ``agreed`` is the number of batches per rank, if it matters."""
+        optimizers = parts.stateful(self.user, optimizers_only=True)
+        self._synced = self._wrap_models(optimizers.values())
+        for name, optimizer in optimizers.items():
+            self._step_counts[name] = 0
+            optimizer.register_step_post_hook(self._create_counter(name))
+        settings = self.settings
+        if self.planned is not None:
+            self._windows = self.planned.windows()
+        elif agreed is not None:
+            self._windows = counted_windows(
+                agreed, self.context.rank, settings.accumulate, settings.uneven
+            )
+        return None if self._windows is None else len(self._windows)
+
+    def _wrap_models(self, optimizers: Iterable[Any]) -> dict[str, Any]:
+        """Return the models with averaged gradients. A collective."""
+        settings, device = self.settings, self.context.device
+        wrapped = {
+            name: models.wrap(module, device, settings.compile, settings.ddp_options)
+            for name, module in self.modules.items()
+        }
+        vars(self.user).update(wrapped)
+        return wrapped
+
+    def _create_counter(self, name: str) -> Any:
+        def count(*_: Any) -> None:
+            self._step_counts[name] += 1
+
+        return count
+
+    def create_loop(self) -> StepLoop | UserLoop:
+        """Return the loop that trains epochs."""
+        return StepLoop(self, self.context) if self.traits.has_steps else UserLoop(self)
+
+    # -- an epoch ---------------------------------------------------------------------------------
+
+    def start_epoch(self, epoch: int) -> Iterator[Iterable[MicroBatch]]:
+        for model in self._synced:
+            getattr(self.user, model).train()
+        data.set_epoch(self.user.train_loader, epoch)
+        batches = enumerate(iter(self.user.train_loader))
+        if self._windows is None:
+            return self._iter_batches(batches)
+        return self._iter_windows(batches, self._windows)
+
+    def _iter_windows(
+        self, batches: Iterator[tuple[int, Any]], windows: Iterable[Window]
+    ) -> Iterator[Iterator[MicroBatch]]:
+        """Yield the micro-batches of each step. If a rank has none left, it repeats its last."""
+        last: Any = None
+
+        def load(weights: Window) -> Iterator[MicroBatch]:
+            nonlocal last
+            status, step = self.context.status, self.context.state.step_in_epoch
+            for index, weight in enumerate(weights):
+                status.at("data", step=step)
+                item = next(batches, None) if weight else last
+                if item is None:
+                    raise RuntimeError(
+                        f"rank {self.context.rank} ran out of data at step {step}: its loader gave "
+                        "fewer batches than its len() says"
+                    )
+                last = number, batch = item
+                yield MicroBatch(number, batch, weight, index == len(weights) - 1)
+
+        return map(load, windows)
+
+    def _iter_batches(self, batches: Iterator[tuple[int, Any]]) -> Iterator[list[MicroBatch]]:
+        """Yield one step per batch, until this rank has no more."""
+        for step in itertools.count():
+            self.context.status.at("data", step=step)
+            item = next(batches, None)
+            if item is None:
+                return
+            yield [MicroBatch(*item)]
+
+    @contextlib.contextmanager
+    def epoch_context(self) -> Iterator[None]:
+        """If the number of steps isn't known, keep ranks company that have more batches.
+
+        Gradients are averaged over the ranks that still have batches.
+        """
+        if self._windows is not None:
+            yield
+            return
+        with Join([*self._synced.values()], divide_by_initial_world_size=False):
+            yield
+        self.catch_up()
+
+    def zero_grad(self) -> None:
+        self._forwards = {name: model.forwards for name, model in self._synced.items()}
+        self.user.optimizer.zero_grad(set_to_none=True)
+
+    def micro_batch_context(self, is_last: bool) -> contextlib.ExitStack:
+        """Add up gradients on this rank before the last micro-batch of a step."""
+        stack = contextlib.ExitStack()
+        for model in self._synced.values() if not is_last else ():
+            stack.enter_context(model.no_sync())
+        return stack
+
+    def forward(self, batch: Any, number: int) -> StepOutput:
+        batch = parts.moved(batch, self.context.device)
+        self.context.status.at("forward")
+        before = [model.forwards for model in self._synced.values()]
+        with self.autocast():
+            output = self._training_step(batch, number)
+        loss, metrics = read_output(output, self.context.rank)
+        if before == [model.forwards for model in self._synced.values()]:
+            raise create_parts_error("training_step()", next(iter(self._synced)))
+        return StepOutput(loss, metrics, parts.length(batch))
+
+    def backward(self, loss: Any, weight: float) -> None:
+        self.context.status.at("backward")
+        self.scaler.scale(loss if weight == 1.0 else loss * weight).backward()
+
+    def check_gradients(self) -> None:
+        """Raise ``RuntimeError`` if a model that was called in this step lacks a gradient.
+
+        A model that wasn't called must have none.
+        """
+        for name, model in self._synced.items():
+            parameters = {k: p for k, p in model.module.named_parameters() if p.requires_grad}
+            missing = [key for key, parameter in parameters.items() if parameter.grad is None]
+            if model.forwards == self._forwards[name]:
+                if len(missing) < len(parameters):
+                    raise create_parts_error("training_step()", name)
+                continue
+            if not missing or self.settings.ddp_options.get("find_unused_parameters"):
+                continue
+            shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+            raise RuntimeError(
+                f"rank {self.context.rank} has no gradient for {shown} at step "
+                f"{self.context.state.step_in_epoch}: the loss does not depend on it there, and "
+                "other ranks wait for it. Use it in the loss, take it out "
+                "(requires_grad_(False)), or pass find_unused_parameters=True"
+            )
+
+    def step_optimizer(self) -> None:
+        optimizer = self.user.optimizer
+        if self.settings.clip_norm is not None:
+            self.scaler.unscale_(optimizer)
+            parameters = [p for m in self._synced.values() for p in m.module.parameters()]
+            torch.nn.utils.clip_grad_norm_(parameters, self.settings.clip_norm)
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        if self.scheduler_interval == "step":
+            self.user.scheduler.step()
+
+    def end_epoch(self) -> None:
+        if self.context.world_size > 1:
+            share_buffers(self.modules.values())
+        if self.scheduler_interval == "epoch":
+            self.user.scheduler.step()
+
+    def get_details(self) -> Mapping[str, Any]:
+        return {}
+
+    def autocast(self) -> Any:
+        """Return a context in which the model computes with ``precision``."""
+        dtype = PRECISIONS[self.settings.precision]
+        if dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.context.device.type, dtype=dtype)
+
+    def catch_up(self) -> None:
+        """Give ranks that ran out of data the optimizers of the rank with the most steps.
+
+        ``Join`` gives them its model only: their next steps would differ, and the models with them.
+        """
+        self.context.status.at("end of the epoch")
+        steps = sum(self._step_counts.values())
+        counts: list[Any] = [None] * self.context.world_size
+        dist.all_gather_object(counts, steps)
+        most = max(counts)
+        if min(counts) == most:
+            return
+        source = counts.index(most)
+        box = [self.get_shared() if self.context.rank == source else None]
+        dist.broadcast_object_list(box, src=source)
+        if steps != most:
+            self.load_shared(box[0])
+        self._step_counts = dict.fromkeys(self._step_counts, 0)
+
+    def count_steps(self) -> int:
+        """Return the steps of the optimizer that has made most, since ranks were last equal."""
+        return max(self._step_counts.values(), default=0)
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def get_weights(self) -> dict[str, Any]:
+        """Return the model's ``state_dict``; of several, with the models' names before each key."""
+        weights: dict[str, Any] = to_host(self._whole_model().state_dict())
+        return weights
+
+    def write_pretrained(self, directory: str | None, send_files: bool) -> SavedFiles | None:
+        """Write the model on rank 0; see ``write_model``."""
+        return write_model(self.user, self.modules.get("model"), directory, send_files)
+
+    def set_weights(self, weights: Any) -> None:
+        self._whole_model().load_state_dict(weights)
+
+    def gather_weights(self) -> dict[str, Any] | None:
+        return None if self.context.rank else self.get_weights()
+
+    def gather_shared(self) -> dict[str, Any] | None:
+        return None if self.context.rank else self.get_shared()
+
+    def _whole_model(self) -> Any:
+        model = self.modules.get("model") if len(self.modules) == 1 else None
+        return model or torch.nn.ModuleDict(self.modules)
+
+    def get_shared(self) -> dict[str, Any]:
+        """Return the state that is equal on all ranks.
+
+        It is the same whether the model is sharded or not: tensors are saved whole.
+        """
+        planned = self.planned
+        owned = parts.stateful(self.user)
+        return {
+            "parts": {name: self.get_part_state(part) for name, part in owned.items()},
+            "buffers": {key: buffer.detach().cpu() for key, buffer in self._iter_buffers()},
+            "scaler": self.scaler.state_dict(),
+            "position": self.context.state.state_dict(),
+            "order": None if planned is None else planned.seed,
+        }
+
+    def load_shared(self, shared: Any) -> None:
+        """Restore ``get_shared``. Raise ``ValueError`` if the worker has different parts."""
+        owned = parts.stateful(self.user)
+        if set(owned) != set(shared["parts"]):
+            raise ValueError(
+                f"the state has {sorted(shared['parts'])}, this {type(self.user).__name__} has "
+                f"{sorted(owned)}"
+            )
+        for name, part in owned.items():
+            self.load_part_state(part, shared["parts"][name])
+        for key, buffer in self._iter_buffers():
+            if key in shared["buffers"]:
+                buffer.copy_(shared["buffers"][key])
+        if shared["scaler"]:
+            self.scaler.load_state_dict(shared["scaler"])
+        self.context.state.load_state_dict(shared.get("position", {}))
+        if self.planned is not None and shared["order"] is not None:
+            self.planned.seed = shared["order"]
+
+    def _iter_buffers(self) -> Iterator[tuple[str, Any]]:
+        for name, module in self.modules.items():
+            for key, buffer in module.named_buffers():
+                yield f"{name}.{key}", buffer
+
+    def get_part_state(self, part: Any) -> dict[str, Any]:
+        """Return the state of an optimizer or a scheduler."""
+        state: dict[str, Any] = part.state_dict()
+        return state
+
+    def load_part_state(self, part: Any, state: Mapping[str, Any]) -> None:
+        part.load_state_dict(state)
+
+    def get_data_state(self) -> dict[str, Any]:
+        return {"loader": parts.loader_state(getattr(self.user, "train_loader", None))}
+
+    def load_data_state(self, state: Mapping[str, Any]) -> None:
+        parts.load_loader_state(getattr(self.user, "train_loader", None), state["loader"])
+
+    def set_lr(self, lr: float) -> None:
+        TorchWorker.set_lr(self.user, lr)
+
+    # -- evaluation -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        """Give the worker its plain models, which wait for no other rank.
+
+        Ranks may have different numbers of samples in an evaluation, or none.
+        """
+        vars(self.user).update(self.modules)
+        training = {name: module.training for name, module in self.modules.items()}
+        if "evaluate" not in self.traits.own_methods:
+            self._whole_model().eval()
+        self.context.status.at(EVALUATION, step=-1)
+        try:
+            with self.autocast() if self.traits.has_steps else contextlib.nullcontext():
+                yield
+        finally:
+            self.context.status.at("idle")
+            self._use_synced_models()
+            for name, is_training in training.items():
+                self.modules[name].train(is_training)
+
+    def _use_synced_models(self) -> None:
+        vars(self.user).update(self._synced)
+
+    def evaluate(self, data: Any = None, shard_id: int = 0, num_shards: int = 1) -> dict[str, Any]:
+        """Return sums and counts over ``data``, by default this rank's part of ``val_loader``."""
+        return self._evaluate_batches(self._load_evaluation(data, shard_id, num_shards))
+
+    def _load_evaluation(self, data: Any, shard_id: int, num_shards: int) -> Any:
+        if data is not None:
+            return parts.loader_over(data, getattr(self.user, "train_loader", None))
+        loader = getattr(self.user, "val_loader", None)
+        if loader is None:
+            name = type(self.user).__name__
+            raise TypeError(f"{name}.setup() (or __init__) must set self.val_loader")
+        return parts.shard(loader, shard_id, num_shards)
+
+    def _evaluate_batches(self, batches: Iterable[Any]) -> dict[str, Any]:
+        means, step = parts.Means(), self.validation_step
+        with torch.no_grad():
+            for number, batch in enumerate(batches):
+                self.context.status.go_on()  # a slow loader doesn't hang
+                batch = parts.moved(batch, self.context.device)
+                means.add(
+                    parts.as_dict(step(batch, number), "validation_step"), parts.length(batch)
+                )
+        return means.sums()
+
+    @property
+    def validation_step(self) -> Any:
+        method = getattr(self.user, "validation_step", None)
+        return parts.step_of(self.user.training_step if method is None else method)
+
+
+class UserLoop:
+    """Trains epochs with the worker's own ``train_epoch``."""
+
+    def __init__(self, replica: ReplicatedModel) -> None:
+        self.replica = replica
+
+    def run(self, epoch: int) -> EpochReport:
+        """Train one epoch."""
+        replica, context, user = self.replica, self.replica.context, self.replica.user
+        context.barrier("before-epoch")
+        context.status.at("train_epoch")
+        names = list(replica.modules)
+        is_joined = replica.settings.uneven == "join" and context.world_size > 1 and len(names) == 1
+        before = replica.count_steps()
+        synced = [getattr(user, name) for name in names]
+        with Join(synced, enable=is_joined, divide_by_initial_world_size=False):
+            result = user.train_epoch(epoch)
+        steps = replica.count_steps()
+        for name in names:
+            if not getattr(user, name).forwards and steps:
+                raise create_parts_error("train_epoch()", name)
+        context.state.advance(0, max(0, steps - before))
+        if is_joined:
+            replica.catch_up()
+        context.status.at("end of the epoch")
+        context.barrier("epoch-end")
+        replica.end_epoch()
+        return EpochReport(context.state.step, result)
+
+
+def get_scheduler_interval(worker: Any) -> str | None:
+    """Return when ``worker.scheduler`` is stepped, ``"epoch"`` or ``"step"``; None without one."""
+    scheduler = getattr(worker, "scheduler", None)
+    if scheduler is None:
+        return None
+    check_scheduler(scheduler, "self.scheduler")
+    interval: str = getattr(worker, "scheduler_interval", "epoch")
+    if interval not in ("epoch", "step"):
+        raise ValueError(f'scheduler_interval must be "epoch" or "step", not {interval!r}')
+    return interval
