@@ -47,7 +47,7 @@ class WarmUp:
         self.guesses["untrained"] = self.guess()
         if warm_up:
             self.say(f"warm-up, {warm_up} steps: right answers shown, to learn what one looks like")
-        with Steps(warm_up, "warm-up", "steps", enabled=self._progress) as bar:
+        with Steps(warm_up, "warm-up", "steps", enabled=self.options.progress) as bar:
             for step in range(warm_up):
                 told = pool(self.call_workers("warm_up", step, warm_up, warm_up_lr))
                 bar.advance(note=f"loss={told['loss'][0] / told['loss'][1]:.3f}")
@@ -63,7 +63,7 @@ class WarmUp:
             self.say(f"step {epoch + 1}, held-out rows: mean reward {result['val_reward']:.3f}")
 
     def say(self: Any, text: str) -> None:
-        if self._progress:
+        if self.options.progress:
             click.echo(text, err=True)
 
     def guess(self: Any) -> np.ndarray:

@@ -218,23 +218,29 @@ def get_options(cls: type) -> frozenset[str]:
     If ``__init__`` has ``**kwargs``, the options of the base class are included, except arguments
     that the base class requires: ``cls`` passes these itself.
     """
-    options: set[str] = set()
-    inherited = False
-    for base in cls.__mro__:
-        init = vars(base).get("__init__")
-        if init is None or base is object:
-            continue
-        parameters = list(inspect.signature(init).parameters.values())[1:]
-        options |= {
-            p.name
-            for p in parameters
-            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-            and not (inherited and p.default is p.empty)
-        }
+    return frozenset(_get_parameters(cls))
+
+
+def _get_parameters(cls: type, extends: type | None = None) -> dict[str, inspect.Parameter]:
+    """Return the parameters of ``cls(...)`` by name; see ``get_options``.
+
+    ``extends`` receives the ``**kwargs`` of ``cls`` in place of the base class.
+    """
+    found: dict[str, inspect.Parameter] = {}
+    bases = [base for base in cls.__mro__ if "__init__" in vars(base) and base is not object]
+    for base in bases if extends is None else [*bases[:1], extends]:
+        inherited = bool(found)
+        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+        for p in parameters:
+            if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) or p.name in found:
+                continue
+            if not inherited:
+                found[p.name] = p
+            elif p.default is not p.empty:
+                found[p.name] = p.replace(kind=p.KEYWORD_ONLY)
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
-        inherited = True
-    return frozenset(options)
+    return found
 
 
 def check_options(
@@ -252,31 +258,49 @@ def check_options(
 
 
 def suggest_options(
-    hints: Mapping[str, str] | None = None,
+    hints: Mapping[str, str] | None = None, *, extends: type | None = None
 ) -> Callable[[type[T]], type[T]]:
     """Decorate a class so that unknown keyword arguments raise the error of ``unknown_option``.
 
     Without it, Python's ``TypeError`` names only the keyword, and with ``**kwargs`` it comes from a
-    base class. The signature doesn't change, so type checkers and editors still see every option.
+    base class. Type checkers see the signature as it is written. At run time, it lists the options
+    of base classes in place of ``**kwargs``.
 
     Args:
         hints: Hints for names that aren't options of the class, even if a base class has them.
+        extends: A class whose options ``**kwargs`` of the decorated class accepts.
     """
 
     def decorate(cls: type[T]) -> type[T]:
         init: Any = vars(cls)["__init__"]
-        known = get_options(cls) - set(hints or ())
+        known = _get_parameters(cls, extends).keys() - set(hints or ())
 
         @functools.wraps(init)
         def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
             if not known.issuperset(kwargs):
                 # A subclass may have further options, which only its own __init__ accepts.
                 name = next(name for name in kwargs if name not in known)
-                options = known | get_options(type(self))
-                raise unknown_option(type(self).__name__, name, options, hints)
+                all_known = known | get_options(type(self))
+                raise unknown_option(type(self).__name__, name, all_known, hints)
             init(self, *args, **kwargs)
 
         cls.__init__ = checked_init  # type: ignore[method-assign]
+        show_options(cls, hidden=hints or (), extends=extends)
         return cls
 
     return decorate
+
+
+def show_options(cls: type, *, hidden: Collection[str] = (), extends: type | None = None) -> None:
+    """Let ``inspect.signature(cls)`` list the options of base classes in place of ``**kwargs``.
+
+    Args:
+        cls: The class.
+        hidden: Options of base classes that ``cls`` doesn't have.
+        extends: See ``suggest_options``.
+    """
+    init: Any = vars(cls)["__init__"]
+    own = list(inspect.signature(init).parameters.values())
+    shown = [p for name, p in _get_parameters(cls, extends).items() if name not in hidden]
+    shown += [p for p in own if p.kind is p.VAR_POSITIONAL]
+    init.__signature__ = inspect.Signature([own[0], *sorted(shown, key=lambda p: p.kind)])

@@ -228,15 +228,15 @@ def test_dictionaries_are_decoded_in_small_steps(tmp_path):
 def test_trainers_build_the_copy_before_training(parquet_folder):
     """Not at the first batch, when the other ranks wait at a barrier."""
     data = pytest.importorskip("miniray.train.lockstep.data")
-    from miniray.train.workers.data import _Dealt
+    from miniray.train.workers.actor import WorkerActor
 
-    class Worker(_Dealt):
+    class Worker:
         def load_data_shard(self, shard_id, num_shards, data):
             self.entries = RowCache().list_entries()
 
     worker = Worker()
     dataset = ParquetDataset(parquet_folder, shuffle="global", seed=1)
-    worker._dealt_load_data_shard(DataLoader(dataset, 4), 0, 2)
+    WorkerActor(worker).assign_shard(DataLoader(dataset, 4), 0, 2)
     assert len(worker.entries) == 1
     narrow = ParquetDataset(parquet_folder, columns=["id"], shuffle="global", seed=1)
     data.shard_data(DataLoader(narrow, 4), 1, 2)

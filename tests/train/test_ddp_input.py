@@ -279,7 +279,7 @@ def test_a_checkpoint_of_another_kind_of_trainer_is_refused():
     with DataParallelTrainer(1, worker=Averaged, backend="inline", progress=False) as trainer:
         trainer.train(epochs=1)
         path = trainer.save_checkpoint()
-    with pytest.raises(CheckpointError, match=r"no checkpoint of a DDPTrainer.*load_model"):
+    with pytest.raises(CheckpointError, match=r"'workers' instead of 'ddp'.*load_model"):
         train(Averaged, resume=path)
 
 
@@ -290,7 +290,7 @@ def test_nor_does_another_kind_take_one_of_ddp(tmp_path):
     other = DataParallelTrainer(
         1, worker=Averaged, backend="inline", progress=False, run_dir=tmp_path / "other"
     )
-    with pytest.raises(CheckpointError, match=r"no checkpoint of a DataParallelTrainer.*'ddp'"):
+    with pytest.raises(CheckpointError, match="'ddp' instead of 'workers'"):
         other.train(epochs=1, resume=path)
 
 

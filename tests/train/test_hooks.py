@@ -47,7 +47,7 @@ def lines(run_dir, name="metrics.jsonl"):
 
 def saved(run_dir):
     """The history in the newest checkpoint."""
-    return CheckpointStore(run_dir / "checkpoints").load()[1]["history"]
+    return CheckpointStore(run_dir / "checkpoints").load()[1]["state"]["history"]
 
 
 @pytest.mark.parametrize("backend", ["inline", "local"])

@@ -16,13 +16,14 @@ class Recorder(DDPTrainer):
         super().__init__(2, worker=Stepper, max_failures=max_failures, progress=False)
         self.restarts, self.failed_ranks = [], []
         self.restart_errors = restart_errors
+        self.session.append_event = self._record_event
 
     def _start_again(self, epoch, reason):
         self.restarts.append(reason)
         if self.restart_errors:
             raise self.restart_errors.pop(0)
 
-    def _on_worker_event(self, event):
+    def _record_event(self, event):
         assert event["event"] == "worker_failed"
         self.failed_ranks.append(event["worker"])
 

@@ -8,8 +8,6 @@ Type checkers see the signatures of functions and of the methods of typed actors
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
 import inspect
 import weakref
@@ -24,23 +22,6 @@ from miniray.core.specs import METHOD_OPTIONS, NOT_A_METHOD, CallSpec, ClassSpec
 A = TypeVar("A", bound="Actor")
 V = TypeVar("V")
 Q = ParamSpec("Q")
-
-_adapt: contextvars.ContextVar[Callable[[ClassSpec], ClassSpec] | None] = contextvars.ContextVar(
-    "adapt", default=None
-)
-
-
-@contextlib.contextmanager
-def adapting(adapt: Callable[[ClassSpec], ClassSpec]) -> Iterator[None]:
-    """Actors created inside are made of what ``adapt`` gives for their class.
-
-    For trainers whose workers can do more than the user's class says.
-    """
-    token = _adapt.set(adapt)
-    try:
-        yield
-    finally:
-        _adapt.reset(token)
 
 
 class RemoteFunction(Generic[P, R]):
@@ -101,8 +82,7 @@ class ActorClass(Generic[T, P]):
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> ActorHandle[T]:
         """Start an actor; returns its handle at once."""
-        adapt = _adapt.get()
-        spec = self._spec if adapt is None else adapt(self._spec)
+        spec = self._spec
         wrapper = startup.current_wrapper()
         if wrapper is not None and spec.wrapper is None:
             spec = spec.wrapped_with(wrapper)
@@ -339,7 +319,6 @@ __all__ = [
     "CallSpec",
     "ClassSpec",
     "RemoteFunction",
-    "adapting",
     "method",
     "remote",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from miniray.checks import check_options, get_options
 from miniray.rl.config import Algorithm, KLPenalty, Sampling
@@ -13,7 +13,34 @@ from miniray.train.data_parallel import (
     check_trainer_options,
     find_strategies,
 )
+from miniray.train.options import RunKwargs, RunOptions
 from miniray.train.trainer import BaseTrainer
+
+if TYPE_CHECKING:
+    from miniray.ps import Strategy
+
+
+class RLKwargs(RunKwargs, total=False):
+    """Keyword arguments of RL trainers, besides the parameters in their signature.
+
+    Those that aren't in ``RunKwargs`` need ``sync="weights"``. Options of a strategy that isn't
+    built in are passed with the strategy: ``sync_strategy=MyStrategy(option=...)``.
+    """
+
+    sync_interval: int
+    sync_strategy: str | Strategy
+    initial_sync: bool
+    on_nonfinite: Literal["error", "skip"]
+    num_servers: int
+    momentum: float
+    decay: float
+    trim: float
+    lr: float
+    beta_1: float
+    beta_2: float
+    tau: float
+    num_byzantine: int
+    num_selected: int
 
 
 def get_hints(config: type[Algorithm]) -> Mapping[str, str]:
@@ -50,8 +77,18 @@ def check_trainer_kwargs(
         check_trainer_options(trainer, strategy, kwargs, hints)
         return
     of_weights = get_options(DataParallelTrainer) - get_options(BaseTrainer) - {"data", "mode"}
-    known = get_options(trainer) - of_weights - set(hints)
+    known = (get_options(trainer) - set(hints)) | {"mode"}
     unknown = [name for name in kwargs if name not in known]
     uses = {**dict.fromkeys(of_weights, ""), **find_strategies(unknown)}
     needs_weights = {name: f'It needs sync="weights". {use}'.strip() for name, use in uses.items()}
     check_options(trainer.__name__, unknown, known, {**needs_weights, **hints})
+
+
+def split_trainer_kwargs(options: Mapping[str, Any]) -> tuple[RunKwargs, dict[str, Any]]:
+    """Return the options of ``BaseTrainer`` and those of ``SyncPolicy``."""
+    run_options, rest = RunOptions.split(options)
+    names = {"sync_interval": "interval", "sync_strategy": "strategy"}
+    names |= {name: name for name in ("initial_sync", "mode")}
+    sync_options = {new: rest.pop(name) for name, new in names.items() if name in rest}
+    sync_options["server_options"] = rest
+    return run_options, sync_options  # type: ignore[return-value]

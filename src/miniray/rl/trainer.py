@@ -11,18 +11,14 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import miniray
-from miniray.checks import check_choice
+from miniray.checks import check_choice, show_options
 from miniray.data.plan.shard import split_evenly
-from miniray.errors import (
-    ActorDiedError,
-    NoTokensError,
-    PeerLostError,
-    TaskError,
-)
+from miniray.errors import NoTokensError, PeerLostError
 from miniray.rl.calls import Setup, Worker
+from miniray.rl.checkpoint_parts import OptimizerPart, ReferencePart, SourcePart
 from miniray.rl.config import (
     PROMPTS_PER_STEP,
     AdaptiveKL,
@@ -31,23 +27,25 @@ from miniray.rl.config import (
     PPOConfig,
     Sampling,
 )
+from miniray.rl.gradient_group import GradientGroup
 from miniray.rl.metrics import pool, record
-from miniray.rl.options import check_trainer_kwargs, get_hints
-from miniray.rl.resuming import Resumable
+from miniray.rl.options import check_trainer_kwargs, get_hints, split_trainer_kwargs
 from miniray.rl.sources import check_rows, steps_per_pass
 from miniray.tracebacks import hides_frames
-from miniray.train import gpus
-from miniray.train.run.checkpointer import NO_WORKERS
+from miniray.train.run.checkpointer import Part
 from miniray.train.run.result import TrainResult
 from miniray.train.trainer import BaseTrainer
-from miniray.train.workers.group import in_context
+from miniray.train.workers.group import NO_WORKERS
+from miniray.train.workers.sync import SyncPolicy
 
-#: Seconds after which a worker that is alive has answered, unless it is busy.
-_PATIENCE = 5.0
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from miniray.rl.options import RLKwargs
 
 
-class RLTrainer(Resumable):
-    """What the two have in common; use ``PPOTrainer`` or ``GRPOTrainer``.
+class RLTrainer(BaseTrainer):
+    """The base class of ``PPOTrainer`` and ``GRPOTrainer``.
 
     Args:
         policy: called in every worker; returns a policy (``miniray.rl.Policy``), a causal language
@@ -74,9 +72,9 @@ class RLTrainer(Resumable):
         device, precision: ``"auto"``, ``"cpu"``, ``"cuda"``; ``"fp32"``, or ``"bf16"`` autocast.
         group_backend: ``"gloo"``, or ``"nccl"`` where every worker has a GPU of its own.
         group_timeout: seconds workers wait for each other with ``sync="grad"``.
-        resources_per_worker: options of each worker, such as ``{"num_gpus": 0.5}``. By default, a
-            worker reserves one GPU if there are GPUs; see ``use_gpu`` of ``BaseTrainer``.
-        num_workers and other keywords: as for ``DataParallelTrainer``.
+        **options: The options of ``RunOptions``. With ``sync="weights"``, also ``sync_interval``,
+            ``sync_strategy``, ``initial_sync`` and the options of the strategy; see
+            ``DataParallelTrainer``.
 
     An exception on one worker ends the run and names it; with ``sync="grad"`` so does the death of
     one, since the others cannot go on without its gradients: resume from the last checkpoint.
@@ -104,17 +102,15 @@ class RLTrainer(Resumable):
         tokenizer: Any = None,
         eval_data: Any = None,
         num_workers: int = 1,
-        sync: str = "grad",
+        sync: Literal["grad", "weights"] = "grad",
         optimizer: Callable[[Any], Any] | None = None,
-        on_error: str = "raise",
+        on_error: Literal["raise", "skip"] = "raise",
         reward_timeout: float | None = 60.0,
         device: str = "auto",
-        precision: str = "fp32",
-        group_backend: str = "gloo",
+        precision: Literal["fp32", "bf16"] = "fp32",
+        group_backend: Literal["gloo", "nccl"] = "gloo",
         group_timeout: float = 1800.0,
-        resources_per_worker: Mapping[str, Any] | None = None,
-        seed: int | None = None,
-        **kwargs: Any,
+        **options: Unpack[RLKwargs],
     ) -> None:
         config = self.config_class() if config is None else config
         if not isinstance(config, self.config_class):
@@ -139,9 +135,9 @@ class RLTrainer(Resumable):
             device=device,
             precision=precision,
         )
-        check_trainer_kwargs(type(self), sync, kwargs, self._option_hints)
-        self._worker_options = dict(resources_per_worker or {})
-        super().__init__(num_workers, seed=seed, **kwargs)
+        check_trainer_kwargs(type(self), sync, options, self._option_hints)
+        run_options, sync_options = split_trainer_kwargs(options)
+        super().__init__(num_workers, worker=self.worker_class, **run_options)
         prompts = config.prompts_per_step
         if prompts is None and not callable(data):
             prompts = PROMPTS_PER_STEP
@@ -150,30 +146,53 @@ class RLTrainer(Resumable):
                 f"prompts_per_step={prompts} is less than the {num_workers} workers: some would "
                 "have nothing to do in any step"
             )
-        if sync == "grad" and self._max_failures:
+        if sync == "grad" and self.options.max_failures:
             raise ValueError(
                 'max_failures needs sync="weights": workers that sum up gradients cannot go on '
                 "without one of them. Save checkpoints and resume instead"
             )
-        if self.mode != "sync":
+        if sync_options.pop("mode", "sync") != "sync":
             raise ValueError(
                 'mode="async" is not for reinforcement learning: workers share the KL coefficient '
                 'of each step. sync="weights" with a longer sync_interval waits less'
             )
-        self.sync = sync
+        self._uses_torch = device != "cpu"
         self.config = config
         self.sampling = setup.sampling
-        self._eval_given = eval_data is not None
-        if self._eval_interval and not self._eval_given:
+        self._has_eval_data = eval_data is not None
+        if self.options.eval_interval and not self._has_eval_data:
             raise ValueError("eval_interval needs eval_data to evaluate on")
-        self._group_options = {"backend": group_backend, "timeout": group_timeout}
-        # Drawn once for all: workers must agree on what is random in a step.
+        # One seed for all: workers must agree on what is random in a step.
+        seed = self.options.seed
         self._run_seed = secrets.randbits(62) if seed is None else seed
         self._setup = setup
         self._setup_ref: Any = None
-        self._reference_ref: Any = None  # for workers that take the place of others
         kl = config.kl
         self._adaptive = None if kl.target is None else AdaptiveKL(kl.coef, kl.target, kl.horizon)
+        self.sync: SyncPolicy | GradientGroup
+        if sync == "grad":
+            self.sync = GradientGroup(group_backend, group_timeout)
+        else:
+            averaging = SyncPolicy(self.num_workers, **sync_options)
+            self.checkpointer.register(
+                "sync", averaging, in_workers=True, on_missing=averaging.load_missing_state
+            )
+            self.sync = averaging
+        # Only workers that can be replaced need the reference model again.
+        can_replace = self.options.max_failures > 0 and config.kl.coef > 0
+        self._reference = ReferencePart(lambda: self.workers, keep=can_replace)
+        self._setups += [self.sync, self._reference]
+        self.checkpointer.register("rl", Part(self._get_run_state, self._load_run_state))
+        self.checkpointer.register("source", SourcePart(lambda: self.workers), in_workers=True)
+        self.checkpointer.register("reference", self._reference, in_workers=True)
+        if sync == "grad":  # the optimizers are equal: one is enough for any number of workers
+            self.checkpointer.register(
+                "optimizer", OptimizerPart(lambda: self.workers), in_workers=True
+            )
+
+    @property
+    def _title(self) -> str:
+        return type(self).__name__
 
     # -- the run -----------------------------------------------------------------------------------
 
@@ -214,24 +233,10 @@ class RLTrainer(Resumable):
         return f"One pass over the {len(data)} prompts takes {steps} step{'s' * (steps > 1)}."
 
     def create_worker(self, worker_id: int, **kwargs: Any) -> Any:
-        """An actor of ``worker_class``, with everything the trainer was told."""
+        """Create an actor of ``worker_class`` with the arguments of the trainer."""
         if self._setup_ref is None:  # rows of a list are in shared memory once
             self._setup_ref = miniray.put(self._setup)
-        options = {**self._worker_options, **gpus.get_options(self._num_gpus)}
-        worker: Any = miniray.remote(self.worker_class).options(**options)
-        return worker.remote(worker_id, self._setup_ref)
-
-    @property
-    def _creates_workers(self) -> bool:
-        return type(self).create_worker.__module__.partition(".")[0] == "miniray"
-
-    def _choose_num_gpus(self) -> float | None:
-        if not self._creates_workers:
-            return None
-        requested, on_gpu = self._worker_options.get("num_gpus"), self._setup.device != "cpu"
-        return gpus.choose_num_gpus(
-            type(self).__name__, self.num_workers, self._use_gpu, requested, on_gpu
-        )
+        return self._get_actor_class().remote(worker_id, self._setup_ref)
 
     def train_epoch(self, epoch: int, **kwargs: Any) -> dict[str, Any]:
         """A step on every worker; returns their numbers as one."""
@@ -242,7 +247,8 @@ class RLTrainer(Resumable):
                 "train_epoch", epoch, epoch=epoch, seed=self._run_seed, kl_coef=kl_coef
             )
         except PeerLostError:
-            self._raise_if_dead(epoch)
+            if isinstance(self.sync, GradientGroup):
+                self.sync.raise_if_dead(epoch)
             raise
         pooled = pool(made)
         line: dict[str, Any] = record(pooled)
@@ -258,27 +264,27 @@ class RLTrainer(Resumable):
             line["kl_coef"] = kl_coef
         if self._adaptive is not None and "kl" in pooled:
             self._adaptive.update(line["kl"], line["counts"]["sequences"])
-        if self.sync == "weights" and (epoch + 1) % self.sync_interval == 0:
-            self.sync_parameters(epoch)
+        if isinstance(self.sync, SyncPolicy) and self.sync.is_due(epoch):
+            self.sync.sync(epoch)
         return line
 
-    def _raise_if_dead(self, epoch: int) -> None:
-        """Raise the death of a worker instead of the errors it made the others have."""
-        refs = {worker.ping.remote(): i for i, worker in enumerate(self.workers)}
-        ready, _ = miniray.wait(list(refs), num_returns=len(refs), timeout=_PATIENCE)
-        for ref in ready:
-            try:
-                miniray.get(ref)
-            except ActorDiedError as error:
-                if not isinstance(error, TaskError):
-                    told = in_context(error, refs[ref], "train_epoch", epoch, self._unit)
-                    raise told from None
+    def _train_epoch(self, epoch: int) -> dict[str, Any]:
+        if isinstance(self.sync, SyncPolicy):
+            self.sync.start_epoch()
+        return super()._train_epoch(epoch)
 
-    def _after_epoch(self, epoch: int, result: dict[str, Any]) -> None:
-        if self.sync == "weights":
-            super()._after_epoch(epoch, result)
-        else:
-            BaseTrainer._after_epoch(self, epoch, result)
+    def _finish_epoch(self, epoch: int, result: dict[str, Any]) -> None:
+        if isinstance(self.sync, SyncPolicy):
+            result["synced"] = self.sync.settle(epoch)
+        super()._finish_epoch(epoch, result)
+
+    def get_sync_stats(self) -> dict[str, Any]:
+        """Return the statistics of the parameter server. {} with ``sync="grad"``."""
+        return self.sync.get_stats()
+
+    def model_weights(self) -> Any:
+        """Return the trained weights: those of worker 0."""
+        return self.sync.get_weights()
 
     @hides_frames
     def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
@@ -290,7 +296,7 @@ class RLTrainer(Resumable):
             raise RuntimeError(NO_WORKERS)
         if data is not None:
             check_rows("data", data)
-        elif not self._eval_given:
+        elif not self._has_eval_data:
             raise ValueError("there is no eval_data: give it to the trainer, or data= here")
         count = self.num_workers
 
@@ -308,15 +314,61 @@ class RLTrainer(Resumable):
             raise ValueError("the evaluation has no reward: no prompt was left, or all failed")
         return scores
 
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def load_checkpoint(self, path: str | Path = "latest") -> int:
+        """Restore a checkpoint; see ``BaseTrainer``. Its seed becomes that of the run."""
+        epoch = super().load_checkpoint(path)
+        if self._loaded is not None:  # the run is described before workers exist
+            self._run_seed = self._loaded["rl"]["seed"]
+        return epoch
+
+    def _restore(self, loaded: dict[str, Any]) -> None:
+        before, now = loaded["rl"]["sync"], self._setup.sync
+        if before != now:
+            raise ValueError(
+                f"the checkpoint was made with sync={before!r}, this trainer has {now!r}"
+            )
+        super()._restore(loaded)
+
+    def _get_run_state(self) -> dict[str, Any]:
+        return {
+            "sync": self._setup.sync,
+            "seed": self._run_seed,
+            "kl": None if self._adaptive is None else self._adaptive.state_dict(),
+        }
+
+    def _load_run_state(self, state: Mapping[str, Any]) -> None:
+        self._run_seed = state["seed"]
+        if self._adaptive is not None and state["kl"] is not None:
+            self._adaptive.load_state_dict(state["kl"])
+
+    def _get_shared_weights(self) -> list[Any] | None:
+        return [self.model_weights()] if self.sync.is_in_sync else None
+
+    def _make_result(self, *args: Any, **more: Any) -> TrainResult:
+        return super()._make_result(*args, sync=self.get_sync_stats(), **more)
+
     def _describe(self) -> dict[str, Any]:
         return {
             **super()._describe(),
+            **self.sync.describe(),
             "unit": self._unit,
-            "sync": self.sync,
+            "sync": self._setup.sync,
             "seed": self._run_seed,
             "algorithm": dataclasses.asdict(self.config),
             "sampling": dataclasses.asdict(self.sampling),
         }
+
+    def shutdown(self) -> None:
+        """Stop the workers. Safe to call twice."""
+        super().shutdown()
+        self.sync.stop()
+        self._reference.stop()
+        self._setup_ref = None
+
+
+show_options(RLTrainer, hidden=("worker",))
 
 
 class PPOTrainer(RLTrainer):

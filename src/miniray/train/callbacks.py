@@ -10,7 +10,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -20,6 +20,7 @@ from miniray.checks import check_bool, check_int, suggest_options
 from miniray.train.options import warn
 from miniray.train.run import records
 from miniray.train.run.result import better_direction
+from miniray.train.workers.group import WorkerGroup, setting_up
 
 __all__ = ["CSVLogger", "Callback", "Checkpoint", "EarlyStopping", "LRSchedule", "TensorBoard"]
 
@@ -292,6 +293,50 @@ class TensorBoard(Callback):
 
     def on_train_end(self, trainer: Any, history: Any, **kwargs: Any) -> None:
         self._writer.close()
+
+
+class CallbackStates:
+    """The states of callbacks, as a part of checkpoints.
+
+    Each callback receives the state of the next one of its type, because a resumed run may have
+    other callbacks.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks = callbacks
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return types and states, in order."""
+        return [{"type": _get_type(c), "state": c.get_state()} for c in self._callbacks]
+
+    def load_state_dict(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Restore the states."""
+        left = list(saved)
+        for callback in self._callbacks:
+            kind = _get_type(callback)
+            mine = next((i for i, entry in enumerate(left) if entry["type"] == kind), None)
+            if mine is not None:
+                callback.set_state(left.pop(mine)["state"])
+
+
+def _get_type(callback: Callback) -> str:
+    return type(callback).__qualname__
+
+
+class CallbackSetup:
+    """Call ``on_worker_replaced`` of all callbacks when a replacement is prepared."""
+
+    def __init__(self, trainer: Any, callbacks: Sequence[Callback]) -> None:
+        self._trainer, self._callbacks = trainer, callbacks
+
+    def start(self, group: WorkerGroup) -> None:
+        """Do nothing: ``on_train_start`` is called for new workers."""
+
+    def set_up(self, group: WorkerGroup, worker_id: int) -> None:
+        """Call the callbacks. A replacement that is lost during this is replaced too."""
+        for callback in self._callbacks:
+            with setting_up("on_worker_replaced"):
+                callback.on_worker_replaced(self._trainer, worker_id)
 
 
 def check_callbacks(callbacks: Callback | Iterable[Any]) -> list[Callback]:

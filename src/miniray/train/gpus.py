@@ -15,16 +15,16 @@ from miniray.errors import ActorUnschedulableError
 _DEVICE = "MINIRAY_DEVICE"
 
 
-def check_use_gpu(use_gpu: Any, creates_workers: bool) -> bool | None:
-    """Return the option ``use_gpu``. Raise ``ValueError`` if ``create_worker`` is overridden."""
+def check_use_gpu(use_gpu: Any, creates_workers: bool) -> None:
+    """Raise ``ValueError`` if the option isn't a bool, or if ``create_worker`` is overridden."""
     if use_gpu is None:
-        return None
+        return
     if not creates_workers:
         raise ValueError(
             "use_gpu has no effect on an overridden create_worker(). "
             "Use MyWorker.options(num_gpus=1).remote(...) there."
         )
-    return check_bool("use_gpu", use_gpu)
+    check_bool("use_gpu", use_gpu)
 
 
 def choose_num_gpus(

@@ -1,20 +1,27 @@
-"""Arguments that make no sense are refused where they are given, in the same words everywhere."""
+"""Options of trainers, and checks that report an invalid argument before anything is started."""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import miniray
-from miniray.checks import get_options, unknown_option
+from miniray.checks import check_int, get_options, unknown_option
+from miniray.core import session
 from miniray.core.remote import ActorClass
 from miniray.doctor.sites import is_users
+from miniray.train.run.directory import check_name
+
+if TYPE_CHECKING:
+    from miniray.train.callbacks import Callback
 
 #: Methods of trainers and callbacks that get the keyword arguments of train().
 _HOOKS = ("train_epoch", "on_train_start", "on_epoch_start", "on_epoch_end", "on_train_end")
@@ -35,6 +42,111 @@ WORKER_HINTS: Mapping[str, str] = {
     "train_loader": "Set self.train_loader in the worker.",
     "val_loader": "Set self.val_loader in the worker.",
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options that all trainers share.
+
+    Args:
+        name: Name of the run, whose directory is ``runs/<name>``.
+        run_dir: The directory of the run, in place of ``runs/<name>``.
+        seed: Worker i starts with ``random``, NumPy and torch seeded with ``seed + i``. Datasets
+            that workers create without a seed use it too.
+        resume: The default of ``train(resume=...)`` for the first call.
+        max_failures: How many workers that crash or hang are replaced during the run.
+        worker_timeout: Limit in seconds for one call to a worker. None: no limit.
+        progress: Show a progress bar, or plain lines if the output isn't a terminal.
+        callbacks: One callback or several; see ``miniray.train.callbacks``.
+        resources_per_worker: Options of the worker actors, such as ``num_cpus`` and ``num_gpus``.
+        use_gpu: With ``worker=``: True reserves one GPU per worker, False trains on the CPU. None:
+            workers that train with torch reserve one GPU each if there are GPUs. If there are fewer
+            GPUs than workers, ``train`` raises ``ActorUnschedulableError``.
+        backend: The engine to start if none is running: ``"local"``, ``"ray"`` or ``"inline"``.
+        eval_interval: Evaluate after every ``eval_interval`` epochs (0: never). The scores are
+            added to the result of the epoch as ``val_...``.
+        keep_last: How many of the newest checkpoints to keep. None keeps all.
+        keep_best: ``(metric, "min" or "max")``: also keep the best checkpoint by this metric.
+    """
+
+    name: str | None = None
+    run_dir: str | Path | None = None
+    seed: int | None = None
+    resume: bool | str | Path = False
+    max_failures: int = 0
+    worker_timeout: float | None = None
+    progress: bool = True
+    callbacks: Callback | Sequence[Callback] = ()
+    resources_per_worker: Mapping[str, Any] | None = None
+    use_gpu: bool | None = None
+    backend: str | None = None
+    eval_interval: int = 0
+    keep_last: int | None = 3
+    keep_best: tuple[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_failures", "eval_interval"):
+            object.__setattr__(self, name, check_int(name, getattr(self, name), 0))
+        if self.seed is not None:
+            object.__setattr__(self, "seed", check_int("seed", self.seed, 0))
+        check_seconds("worker_timeout", self.worker_timeout)
+        check_name(self.name)
+        if self.run_dir is not None:
+            object.__setattr__(self, "run_dir", Path(self.run_dir).expanduser())
+        if self.backend is not None:
+            object.__setattr__(self, "backend", session.choose_backend(self.backend))
+
+    @classmethod
+    def split(cls, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the keyword arguments that are fields of this class, and the others."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        return (
+            {name: value for name, value in kwargs.items() if name in names},
+            {name: value for name, value in kwargs.items() if name not in names},
+        )
+
+
+class RunKwargs(TypedDict, total=False):
+    """The fields of ``RunOptions`` as keyword arguments of trainers, for editors and checkers."""
+
+    name: str | None
+    run_dir: str | Path | None
+    seed: int | None
+    resume: bool | str | Path
+    max_failures: int
+    worker_timeout: float | None
+    progress: bool
+    callbacks: Callback | Sequence[Callback]
+    resources_per_worker: Mapping[str, Any] | None
+    use_gpu: bool | None
+    backend: Literal["local", "ray", "inline"] | None
+    eval_interval: int
+    keep_last: int | None
+    keep_best: tuple[str, Literal["min", "max"]] | None
+
+
+class LockstepKwargs(RunKwargs, total=False):
+    """Keyword arguments of all trainers whose workers step together; see ``DDPTrainer``."""
+
+    clip_norm: float | None
+    on_nonfinite: Literal["error", "ignore"]
+    group_backend: Literal["auto", "gloo", "nccl"]
+    hang_timeout: float | None
+    timeout: float
+
+
+class ParallelKwargs(LockstepKwargs, total=False):
+    """Keyword arguments of the trainers of split models; see ``PipelineParallelTrainer``."""
+
+    model: Any
+    loss: Callable[[Any, Any], Any]
+    optimizer: Callable[[Any], Any]
+    data: Any
+    val_data: Any
+    metrics: Mapping[str, Callable[[Any, Any], Any]] | None
+    lr_scheduler: Callable[[Any], Any] | None
+    layers_per_stage: Sequence[int] | None
+    memory_limit: float | None
 
 
 def warn(text: str) -> None:
@@ -63,8 +175,8 @@ def check_seconds(name: str, value: Any) -> Any:
     return value
 
 
-def worker_class(worker: Any, resources: Mapping[str, Any] | None) -> ActorClass[Any] | None:
-    """The class to make workers of, decorated or not; None where ``create_worker`` makes them."""
+def get_worker_class(worker: Any, resources: Mapping[str, Any] | None) -> ActorClass[Any] | None:
+    """Return the actor class of ``worker``. None if ``create_worker`` creates the workers."""
     if inspect.isclass(worker):
         worker = miniray.remote(worker)
     if worker is not None and not isinstance(worker, ActorClass):

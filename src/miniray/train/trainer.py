@@ -1,79 +1,102 @@
-"""``BaseTrainer``: lifecycle, workers, epoch loop, hooks. The loop is written once, here.
+"""``BaseTrainer``: the epoch loop and the hooks.
 
-What a run leaves behind is in its run directory (``rundir``), whatever ended it. If anything
-raises, everything the trainer started is ended (``lifecycle``) and the error goes to the caller.
+A trainer has parts: ``session`` (engine and run directory), ``state`` (position of the run),
+``checkpointer``, ``callbacks``, a group of workers, and the ``setups`` that prepare each worker.
+Subclasses add parts, such as parameter sync.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import inspect
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import miniray
 from miniray.checks import check_int, suggest_options
 from miniray.core import session, startup
-from miniray.tracebacks import hide_frames
-from miniray.train import gpus
-from miniray.train.callbacks import Callback
+from miniray.core.remote import ActorClass
+from miniray.tracebacks import hide_frames, hides_frames
+from miniray.train import gpus, pretrained
+from miniray.train.callbacks import CallbackSetup, CallbackStates, check_callbacks
 from miniray.train.options import (
     WORKER_HINTS,
+    RunOptions,
     check_names,
-    check_seconds,
     check_train_kwargs,
-    worker_class,
+    get_worker_class,
+    warn,
 )
-from miniray.train.run.checkpointer import NO_WORKERS, Saving
+from miniray.train.run.checkpoint_store import CheckpointStore
+from miniray.train.run.checkpointer import Checkpointer
+from miniray.train.run.directory import RunDirectory
+from miniray.train.run.modelfile import save_model
 from miniray.train.run.progress import Progress
 from miniray.train.run.result import TrainResult
+from miniray.train.run.session import RunSession
+from miniray.train.run.state import TrainState
 from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers.aggregate import aggregate
+from miniray.train.workers.checkpoint_parts import (
+    WorkerStates,
+    WorkerWeights,
+    describe_other_size,
+)
+from miniray.train.workers.evaluate import evaluate_on
 from miniray.train.workers.group import (
+    NO_WORKERS,
     WorkerGroup,
+    WorkerSetup,
     accepted,
     create_worker_actor,
     method_spec,
-    setting_up,
 )
 from miniray.train.workers.process import environment
 
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
 
-@suggest_options(WORKER_HINTS)
-class BaseTrainer(Saving):
-    """Runs ``train_epoch`` on several workers, epoch after epoch. Subclasses say how to make one.
+    from miniray.train.options import RunKwargs
 
-    Constructing a trainer starts nothing; ``train`` does. It may be called again and goes on from
-    where it was. ``shutdown`` (or ``with``) ends the workers.
+
+@suggest_options(WORKER_HINTS, extends=RunOptions)
+class BaseTrainer:
+    """Run ``train_epoch`` on several workers, epoch after epoch.
+
+    Creating a trainer starts nothing. ``train`` starts the engine, if none is running, and the
+    workers, and can be called again to train for longer. ``shutdown``, or the ``with`` statement,
+    stops the workers.
 
     Args:
-        num_workers: how many.
-        worker: a worker class, instead of a subclass with ``create_worker``; decorated with
-            ``@miniray.remote`` or not.
-        name: of the run, which is in ``runs/<name>``.
-        run_dir: the run's directory itself, whatever its name.
-        seed: worker i begins with ``random``, numpy and torch seeded by ``seed + i``. Datasets made
-            in workers without a seed of their own take it too.
-        max_failures: how many workers that died or hung are replaced in the run.
-        worker_timeout: seconds one call to a worker may take; no limit by default.
-        progress: show a bar over epochs (plain lines when output is not a terminal).
-        callbacks: see ``miniray.train.callbacks``.
-        resources_per_worker: options such as ``num_cpus`` and ``num_gpus`` for ``worker``.
-        use_gpu: With ``worker=``: True reserves one GPU per worker, False trains on the CPU. By
-            default, workers that train with torch reserve one GPU each if there are GPUs. If there
-            are fewer GPUs than workers, ``train`` raises ``ActorUnschedulableError``.
-        backend: the engine to start if none is running.
-        eval_interval: evaluate every so many epochs (0: never); results appear as ``val_...``.
-        resume: like ``train(resume=...)``, for its first call.
-        keep_last, keep_best: which checkpoints to keep; see ``CheckpointStore``.
+        num_workers: Number of workers.
+        worker: A worker class, decorated with ``@miniray.remote`` or not. Without it, a subclass
+            implements ``create_worker``.
+        **options: The options of ``RunOptions``: ``name``, ``run_dir``, ``seed``, ``resume``,
+            ``max_failures``, ``worker_timeout``, ``progress``, ``callbacks``,
+            ``resources_per_worker``, ``use_gpu``, ``backend``, ``eval_interval``, ``keep_last``,
+            ``keep_best``.
+
+    Attributes:
+        workers: Handles of the workers, by worker id.
+        epoch: Number of completed epochs.
+        history: One record per epoch.
+        callbacks: The callbacks, in the order in which they are called.
+        checkpointer: Writes checkpoints. ``checkpointer.register(name, part)`` adds a part to them.
+        run: The run directory; None before ``train``.
+        should_stop: Set it in a hook to end the run after the current epoch.
+        stop_reason: Why the run was stopped.
+        result: The result of the last ``train``.
     """
 
-    #: Methods every worker must have, besides those that are called by the trainer's own.
+    #: Methods that every worker must have, besides those that the trainer calls.
     required_methods: Sequence[str] = ()
-    #: What all workers import: loaded once, where the engine can.
+    #: Modules that workers import. The local engine imports them once for all workers.
     _preloaded: Sequence[str] = ()
-    #: Worker methods that get the keyword arguments of ``train()``.
+    #: Worker methods that receive the keyword arguments of ``train()``.
     _kwargs_methods: Sequence[str] = (
         *("__init__", "setup", "load_data_shard", "train_epoch", "evaluate"),
     )
@@ -86,53 +109,83 @@ class BaseTrainer(Saving):
     _uses_torch = False
     #: Class that wraps the workers; see ``ActorClass.wrap_with``.
     _wrapper: type | None = None
-    #: What its progress counts.
+    #: Unit of the progress bar.
     _unit = "epoch"
+    #: Trainers of one kind can load each other's checkpoints.
+    _kind = "workers"
 
     def __init__(
-        self,
-        num_workers: int = 4,
-        *,
-        worker: Any = None,
-        name: str | None = None,
-        run_dir: str | Path | None = None,
-        seed: int | None = None,
-        resume: bool | str | Path = False,
-        max_failures: int = 0,
-        worker_timeout: float | None = None,
-        progress: bool = True,
-        callbacks: Callback | Sequence[Callback] = (),
-        resources_per_worker: Mapping[str, Any] | None = None,
-        use_gpu: bool | None = None,
-        backend: str | None = None,
-        eval_interval: int = 0,
-        keep_last: int = 3,
-        keep_best: tuple[str, str] | None = None,
+        self, num_workers: int = 4, *, worker: Any = None, **options: Unpack[RunKwargs]
     ) -> None:
         self.num_workers = check_int("num_workers", num_workers, 1)
-        self._seed = None if seed is None else check_int("seed", seed, 0)
-        self._max_failures = check_int("max_failures", max_failures, 0)
-        self._eval_interval = check_int("eval_interval", eval_interval, 0)
-        self._worker_timeout = check_seconds("worker_timeout", worker_timeout)
-        self._worker_class = worker_class(worker, resources_per_worker)
-        self._use_gpu = gpus.check_use_gpu(use_gpu, self._creates_workers)
+        self.options = RunOptions(**options)
+        self._worker_class = get_worker_class(worker, self.options.resources_per_worker)
+        gpus.check_use_gpu(self.options.use_gpu, self._creates_workers)
         self._num_gpus: float | None = None  # of each worker; known after the engine has started
-        super().__init__(callbacks, name, run_dir, backend, keep_last, keep_best, progress)
-        self._end = 0  # the epoch this train() goes up to
+        self.callbacks = check_callbacks(self.options.callbacks)
+        self.session = RunSession(
+            self._title,
+            name=self.options.name,
+            run_dir=None if self.options.run_dir is None else Path(self.options.run_dir),
+            backend=self.options.backend,
+            verbose=self.options.progress,
+        )
+        self.state = TrainState()
+        self.checkpointer = Checkpointer(
+            self._kind,
+            keep_last=self.options.keep_last,
+            keep_best=self.options.keep_best,
+            on_event=self.session.append_event,
+        )
+        self.checkpointer.register("callbacks", CallbackStates(self.callbacks))
+        weights = WorkerWeights(self._get_group, self._get_shared_weights)
+        self.checkpointer.register("weights", weights, in_workers=True)
+        self.checkpointer.register("workers", WorkerStates(self._get_group), in_workers=True)
         self.should_stop, self.stop_reason = False, ""
         self.result: TrainResult | None = None
-        self._resume = resume
+        #: Prepare each worker, in this order.
+        self._setups: list[WorkerSetup] = []
+        self._group: WorkerGroup | None = None
+        self._resume = self.options.resume
+        self._loaded: dict[str, Any] | None = None  # a checkpoint to restore when workers exist
         self._kwargs: dict[str, Any] = {}
+        self._end = 0  # the epoch before which this train() ends
 
     @property
     def _title(self) -> str:
+        """Start of the name of run directories, by which ``resume=True`` finds the newest run."""
         cls = None if self._worker_class is None else self._worker_class._spec.cls
         if cls is None or cls.__module__.partition(".")[0] == "miniray":
-            return super()._title
-        # One trainer class trains whatever it is given: the next run of it may be of another model.
-        return f"{super()._title}-{cls.__name__}"
+            return type(self).__name__
+        # The next run of this trainer class may train a different model.
+        return f"{type(self).__name__}-{cls.__name__}"
 
-    # -- what users override ----------------------------------------------------------------------
+    @property
+    def run(self) -> RunDirectory | None:
+        """The run directory. None before ``train``."""
+        return self.session.run
+
+    @property
+    def checkpoints(self) -> CheckpointStore | None:
+        """The checkpoints of the run on disk. None before ``train``."""
+        return self.checkpointer.store
+
+    @property
+    def workers(self) -> list[Any]:
+        """The workers' handles, by worker id. They change when a worker is replaced."""
+        return self._group.handles if self._group is not None else []
+
+    @property
+    def epoch(self) -> int:
+        """Number of completed epochs."""
+        return self.state.epoch
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One record per epoch."""
+        return self.state.history
+
+    # -- methods that users override --------------------------------------------------------------
 
     def create_worker(self, worker_id: int, **kwargs: Any) -> Any:
         """Create one worker: ``return MyWorker.remote(worker_id)``. Subclasses must implement it.
@@ -146,15 +199,14 @@ class BaseTrainer(Saving):
                 f"{type(self).__name__} must implement create_worker(self, worker_id, **kwargs), "
                 "returning MyWorker.remote(worker_id); or pass worker=MyWorker"
             )
-        worker_class = self._worker_class.options(**gpus.get_options(self._num_gpus))
-        return create_worker_actor(worker_class, worker_id, kwargs)
+        return create_worker_actor(self._get_actor_class(), worker_id, kwargs)
 
     def train_epoch(self, epoch: int, **kwargs: Any) -> dict[str, Any]:
-        """One epoch on all workers; returns their results aggregated. May be overridden."""
+        """Train an epoch on all workers, and return the aggregated results. May be overridden."""
         return aggregate(self.call_workers("train_epoch", epoch, epoch=epoch, **kwargs))
 
     def on_train_start(self, **kwargs: Any) -> None:
-        """Called once workers are there, before the first epoch."""
+        """Called when the workers are ready, before the first epoch."""
 
     def on_train_end(self, history: TrainResult, **kwargs: Any) -> TrainResult:
         """Called after the last epoch with the result of the run, which ``train`` returns."""
@@ -164,9 +216,9 @@ class BaseTrainer(Saving):
         """Called before each epoch."""
 
     def on_epoch_end(self, epoch: int, result: dict[str, Any], **kwargs: Any) -> None:
-        """Called after each epoch with its result, which is what the run remembers of it.
+        """Called after each epoch with its result.
 
-        What is added to it is in the history, in ``metrics.jsonl`` and in checkpoints.
+        Values that are added to it appear in the history, ``metrics.jsonl`` and checkpoints.
         """
 
     # -- the run ----------------------------------------------------------------------------------
@@ -193,7 +245,7 @@ class BaseTrainer(Saving):
         """
         epochs = check_int(f"{self._unit}s", epochs, 0)
         check_names(kwargs)
-        if not hasattr(self, "_resume"):
+        if not hasattr(self, "state"):
             raise RuntimeError(
                 f"{type(self).__name__}.__init__() must call super().__init__(num_workers, ...)"
             )
@@ -206,85 +258,85 @@ class BaseTrainer(Saving):
                 "checkpoint, a new trainer begins anew"
             )
         self.should_stop, self.stop_reason = False, ""
-        self._in_epoch = False
+        self.state.in_epoch = False
         self._kwargs = kwargs
         self._check_kwargs()
-        began = time.monotonic()
+        start = time.monotonic()
         try:
-            self._start(wanted)
-            self._emit("on_train_start")
-            self._loop(epochs)
-            result = self.result = self._make_result(time.monotonic() - began)
-            self._emit("on_train_end", result)
-            assert self.run is not None
-            assert self.checkpoints is not None
-            result.checkpoint = self.checkpoints.newest()  # it may have come with the hooks
+            with self.session.record_attempt(self._abort, self.checkpointer.find_newest) as attempt:
+                self._start(wanted)
+                self._emit("on_train_start")
+                self._loop(epochs)
+                result = self.result = self._make_result(time.monotonic() - start)
+                self._emit("on_train_end", result)
+                result.checkpoint = self.checkpointer.find_newest()  # hooks may have written one
+                attempt.fields = {"stop_reason": self.stop_reason or None}
+                attempt.fields["sync"] = result.sync or None
         except BaseException as error:
-            self._abort(error)
             hide_frames(error)  # run.json has the full traceback
             raise
-        with self._writing("its end is not in"):
-            self.run.finish(stop_reason=self.stop_reason or None, sync=result.sync or None)
-        self._write_report()
         return result
 
     def _loop(self, epochs: int) -> None:
-        with Progress(self.epoch, epochs, unit=self._unit, enabled=self._progress) as progress:
+        progress = Progress(self.epoch, epochs, unit=self._unit, enabled=self.options.progress)
+        with progress:
             for left in range(epochs, 0, -1):
-                epoch, started = self.epoch, time.monotonic()  # a hook may have gone back
+                epoch, start = self.epoch, time.monotonic()  # a hook may load a checkpoint
                 self._end = epoch + left
                 self._emit("on_epoch_start", epoch)
                 result = self._train_epoch(epoch)
-                self._after_epoch(epoch, result)
-                record = {"epoch": epoch, "seconds": time.monotonic() - started, **result}
+                self._finish_epoch(epoch, result)
                 progress.update(epoch, result)
-                self._remember(epoch, record)
+                self._end_epoch({"epoch": epoch, "seconds": time.monotonic() - start, **result})
                 if self.should_stop:
-                    assert self.run is not None
-                    self.run.append_event(
+                    self.session.append_event(
                         {"event": "stopped", "epoch": epoch, "reason": self.stop_reason}
                     )
                     why = f": {self.stop_reason}" if self.stop_reason else ""
                     progress.note(f"stopped after {self._unit} {epoch}{why}")
                     break
 
-    def _remember(self, epoch: int, record: dict[str, Any]) -> None:
-        """Let the hooks add to what is known of an epoch; then it is written down.
+    def _end_epoch(self, record: dict[str, Any]) -> None:
+        """Add the record to the history, let hooks change it, and write it to the metrics.
 
-        Whatever they raise, the epoch was trained. A checkpoint that is written meanwhile has it.
+        It is written even if a hook raises, because the epoch was trained.
         """
-        record["epoch"] = epoch  # workers may call something else so, or count from 1
-        self.history.append(record)
-        self.epoch = epoch + 1
-        self._hooks_record = record
+        self.state.end_epoch(record)
         try:
-            self._emit("on_epoch_end", epoch, record)
+            self._emit("on_epoch_end", record["epoch"], record)
         except BaseException:
-            with self._writing("its last epoch is not in"):
+            with self.session.printing_errors("its last epoch is not in"):
                 self._write_record()
             raise
         self._write_record()
 
+    def _write_record(self) -> None:
+        """Write the record that hooks could change, unless it was written."""
+        record = self.state.close_record()
+        if record is not None:
+            self.session.directory.append_metrics(record)
+
     def _train_epoch(self, epoch: int) -> dict[str, Any]:
-        self._in_epoch = True
+        self.state.in_epoch = True
         result: Any = self.train_epoch(epoch, **self._taken(self.train_epoch))
-        self._in_epoch = False
+        self.state.in_epoch = False
         if not isinstance(result, dict):
             raise TypeError(
                 f"{type(self).__name__}.train_epoch() must return a dict of results, not {result!r}"
             )
         return result
 
-    def _after_epoch(self, epoch: int, result: dict[str, Any]) -> None:
-        """What comes with an epoch besides training; may add to ``result``."""
-        if self._eval_interval and (epoch + 1) % self._eval_interval == 0:
-            # Not on data that was given to train with.
+    def _finish_epoch(self, epoch: int, result: dict[str, Any]) -> None:
+        """Do what follows the training of an epoch, and add to ``result``."""
+        interval = self.options.eval_interval
+        if interval and (epoch + 1) % interval == 0:
+            # Without data=, which train() received to train on.
             scores = self.evaluate(**{k: v for k, v in self._kwargs.items() if k != "data"})
-            # Who comes from Lightning calls it val_loss already.
+            # In Lightning, names start with val_ already.
             result.update({f"val_{k.removeprefix('val_')}": v for k, v in scores.items()})
 
     def _emit(self, hook: str, *arguments: Any) -> None:
-        """Call the trainer's own hook and then the callbacks'."""
+        """Call the trainer's hook and then those of the callbacks."""
         own = getattr(self, hook)
         own(*arguments, **self._taken(own))
         for callback in self.callbacks:
@@ -292,21 +344,19 @@ class BaseTrainer(Saving):
             theirs(self, *arguments, **self._taken(theirs))
 
     def _taken(self, function: Any) -> dict[str, Any]:
-        """Those of ``train``'s keyword arguments that ``function`` takes."""
+        """Return the keyword arguments of ``train()`` that ``function`` accepts."""
         return accepted(inspect.signature(function), self._kwargs)
 
     def _make_result(
         self, wall_time: float, kind: type[TrainResult] = TrainResult, **more: Any
     ) -> TrainResult:
-        assert self.run is not None
-        assert self.checkpoints is not None
         return kind(
             history=self.history,
             epochs=self.epoch,
             unit=self._unit,
             wall_time=wall_time,
-            run_dir=self.run.path,
-            checkpoint=self.checkpoints.newest(),
+            run_dir=self.session.directory.path,
+            checkpoint=self.checkpointer.find_newest(),
             **more,
         )
 
@@ -336,50 +386,54 @@ class BaseTrainer(Saving):
     def call_workers(
         self, method: str, /, *args: Any, epoch: int | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Call a method on all workers at once; results by worker id.
+        """Call a method on all workers at the same time, and return the results by worker id.
 
-        Of ``kwargs`` each worker gets what its method takes. A worker that dies or hangs is
-        replaced within ``max_failures``; an exception is raised with worker id and epoch.
+        Each worker gets the ``kwargs`` that its method accepts. A worker that crashes or hangs is
+        replaced within ``max_failures``. Exceptions are raised with worker id and epoch.
         """
-        if self._group is None:
-            raise RuntimeError(NO_WORKERS)
-        return self._group.call(method, lambda _: args, kwargs, epoch)
+        return self._get_group().call(method, lambda _: args, kwargs, epoch)
 
     def _start(self, resume: bool | str | Path) -> None:
-        """Engine, run directory, workers: whatever is not there yet."""
+        """Start the engine, the run directory and the workers, unless they are running."""
         self._start_engine()
         if resume:
             self.load_checkpoint("latest" if resume is True else resume)
-        self._open_run()
-        if resume and self._progress:
-            assert self.run is not None
-            print(f"resuming {self.run.path} after {self._unit} {self.epoch}", file=sys.stderr)
+        run = self.session.open()
+        self.checkpointer.open(run.checkpoints)
+        self.session.write_description(self._describe())
+        if resume and self.options.progress:
+            print(f"resuming {run.path} after {self._unit} {self.epoch}", file=sys.stderr)
         if self._group is None:
             self._num_gpus = self._choose_num_gpus()
             required = list(self.required_methods)
             if type(self).train_epoch is BaseTrainer.train_epoch:
                 required.append("train_epoch")
-            if self._eval_interval and type(self).evaluate is BaseTrainer.evaluate:
+            if self.options.eval_interval and type(self).evaluate is BaseTrainer.evaluate:
                 required.append("evaluate")
             self._group = self._make_group(
-                self.num_workers,
-                self._create,
-                self._set_up_replacement,
-                required,
-                self._max_failures,
-                self._worker_timeout,
-                self._on_worker_event,
-                self._unit,
+                count=self.num_workers,
+                create=self._create,
+                setups=[*self._setups, CallbackSetup(self, self.callbacks)],
+                required=required,
+                max_failures=self.options.max_failures,
+                timeout=self.options.worker_timeout,
+                on_event=self.session.append_event,
+                unit=self._unit,
             )
+            self._group.kwargs = self._kwargs
             self._group.start()
             self._check_kwargs()
             self._set_up_all()
+        self._group.kwargs = self._kwargs
         if self._loaded is not None:
-            self._take_up(self._loaded)
+            self._restore(self._loaded)
             self._loaded = None
 
-    def _make_group(self, *options: Any) -> WorkerGroup:
-        return WorkerGroup(*options)
+    def _start_engine(self) -> None:
+        self.session.start_engine()
+
+    def _make_group(self, **options: Any) -> WorkerGroup:
+        return WorkerGroup(**options)
 
     @property
     def _creates_workers(self) -> bool:
@@ -394,36 +448,181 @@ class BaseTrainer(Saving):
             return None
         is_torch = self._uses_torch or issubclass(cls._spec.cls, TorchWorker)
         return gpus.choose_num_gpus(
-            type(self).__name__, self.num_workers, self._use_gpu, cls._options.num_gpus, is_torch
+            type(self).__name__,
+            self.num_workers,
+            self.options.use_gpu,
+            cls._options.num_gpus,
+            is_torch,
         )
 
+    def _get_actor_class(self) -> ActorClass[Any]:
+        """Return the class of ``worker=`` with the GPUs that each worker reserves."""
+        assert self._worker_class is not None
+        return self._worker_class.options(**gpus.get_options(self._num_gpus))
+
     def _create(self, worker_id: int) -> Any:
-        seed = None if self._seed is None else self._seed + worker_id
-        env = {} if self._seed is None else {startup.RUN_SEED: str(self._seed)}
-        if session.engine().capabilities.processes:  # else there is one process for all workers
-            assert self.run is not None
-            path, modules = self.run.path, self._preloaded
+        seed = self.options.seed
+        env = {} if seed is None else {startup.RUN_SEED: str(seed)}
+        if session.engine().capabilities.processes:  # else all workers are in this process
+            path, modules = self.session.directory.path, self._preloaded
             env |= environment(path, worker_id, self.num_workers, modules, self._process_set_up)
-            env |= gpus.get_environment(self._num_gpus, self._use_gpu)
-        with startup.actors_with(seed, env, self._wrapper):
+            env |= gpus.get_environment(self._num_gpus, self.options.use_gpu)
+        own_seed = None if seed is None else seed + worker_id
+        with startup.actors_with(own_seed, env, self._wrapper):
             return self.create_worker(worker_id, **self._taken(self.create_worker))
 
     def _set_up_all(self) -> None:
-        """Bring new workers to where training can start."""
-
-    def _set_up_worker(self, worker_id: int) -> None:
-        """Bring one worker, a replacement, to where its predecessor was."""
-
-    def _set_up_replacement(self, worker_id: int) -> None:
-        self._set_up_worker(worker_id)
-        for callback in self.callbacks:
-            with setting_up("on_worker_replaced"):
-                callback.on_worker_replaced(self, worker_id)
+        """Prepare new workers for training."""
+        assert self._group is not None
+        self._group.set_up_all()
 
     def _describe(self) -> dict[str, Any]:
+        """Return the configuration of the run for ``run.json``."""
         return {
-            **super()._describe(),
+            "trainer": type(self).__name__,
+            "backend": session.engine().name,
             "num_workers": self.num_workers,
-            "seed": self._seed,
+            "seed": self.options.seed,
             "kwargs": {key: repr(value) for key, value in self._kwargs.items()},
         }
+
+    # -- the model and its evaluation -------------------------------------------------------------
+
+    def model_weights(self) -> Any:
+        """Return the trained weights: those of worker 0."""
+        if not self.workers:
+            raise RuntimeError(NO_WORKERS)
+        # A replacement wouldn't have trained, so a lost worker isn't replaced.
+        return miniray.get(self.workers[0].get_weights.remote())
+
+    def save_final_model(self, path: str | Path | None = None) -> Path:
+        """Write the weights as one safetensors file (default: ``final_model.safetensors``)."""
+        if self.run is None or not self.workers:
+            raise RuntimeError(NO_WORKERS)
+        target = Path(path) if path is not None else self.run.path / "final_model.safetensors"
+        return save_model(target, self.model_weights())
+
+    def save_pretrained(self, path: str | Path) -> Path:
+        """Save the trained Hugging Face model to the directory ``path``, and return the path.
+
+        Saves the configuration, the full weights as safetensors, and the worker's ``tokenizer`` and
+        ``processor`` if it has them. A PEFT model saves its adapter. Load the model with
+        ``AutoModelForCausalLM.from_pretrained(path)`` or a different ``Auto`` class.
+
+        Raises:
+            TypeError: The model isn't a ``PreTrainedModel`` or a PEFT model. Use
+                ``save_final_model``.
+            FileExistsError: ``path`` exists and isn't a saved model.
+            CheckpointError: The files can't be written. ``path`` is unchanged.
+        """
+        self._get_group()  # raises if there are no workers
+        return pretrained.save_pretrained(path, self._write_pretrained)
+
+    def _write_pretrained(
+        self, directory: str | None, send_files: bool, *weights: Any
+    ) -> pretrained.SavedFiles:
+        """Let worker 0 write the model; see ``pretrained.save_pretrained``."""
+        group, method = self._get_group(), "_write_pretrained"
+        if not group.has(method):
+            raise TypeError(
+                f"save_pretrained() needs a TorchWorker, not {self.workers[0]._info.class_name}. "
+                "Use save_final_model()."
+            )
+        arguments = (directory, send_files, *weights)
+        saved = group.call_some([0], lambda i: group.submit(i, method, *arguments), method)
+        return saved[0]  # type: ignore[no-any-return]
+
+    @hides_frames
+    def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
+        """Evaluate on all workers, every sample exactly once."""
+        group = self._get_group()
+        with self._with_final_weights():
+            return evaluate_on(group, data, kwargs)
+
+    def _with_final_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the workers have the weights of ``model_weights``."""
+        return contextlib.nullcontext()
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def save_checkpoint(self, epoch: int | None = None) -> Path:
+        """Write a checkpoint of the last completed epoch, and return its path.
+
+        Inside ``train_epoch``, ``epoch`` says that the running epoch counts as completed.
+        """
+        if self.checkpointer.store is None or self._group is None:
+            raise RuntimeError(NO_WORKERS)
+        done = self.epoch + (self.state.in_epoch and epoch is not None)
+        if not done:
+            raise RuntimeError(
+                "no epoch was trained yet, so there is nothing to go on from: train() first, or "
+                "save_final_model() for the weights as they are"
+            )
+        self.state.number_record()
+        return self.checkpointer.save(dataclasses.replace(self.state, epoch=done))
+
+    def load_checkpoint(self, path: str | Path = "latest") -> int:
+        """Restore a checkpoint, now or when ``train`` starts the workers, and return its epoch.
+
+        The run continues in the directory of the checkpoint's run. If ``name`` or ``run_dir`` names
+        a different one, or the checkpoint isn't in a run directory, a new run starts from it.
+        """
+        where, loaded = self.checkpointer.load(
+            path, self.session.requested_path, self.session.title
+        )
+        self._write_record()  # of the epoch that a hook goes back from
+        self.state.load_state_dict(loaded["state"])
+        run = self.session.open_for(where)
+        self.checkpointer.open(run.checkpoints)
+        epoch = self.epoch - 1
+        run.truncate_metrics(epoch)
+        written = {record.get("epoch") for record in run.read_metrics()}
+        for record in self.history:  # all if it is a new run; the last if a hook was killed
+            if record["epoch"] not in written:
+                run.append_metrics(record)
+        self._loaded = loaded
+        if self._group is not None:
+            self._restore(loaded)
+            self._loaded = None
+        return epoch
+
+    def _restore(self, loaded: dict[str, Any]) -> None:
+        """Restore workers and all other parts, and warn if the number of workers has changed."""
+        if loaded["workers"]["count"] != self.num_workers:
+            text = describe_other_size(loaded, self.num_workers)
+            self._warn_of_change("resumed_on_other_size", text)
+        self.checkpointer.restore(loaded, lambda: list(self.workers))
+
+    def _warn_of_change(self, event: str, text: str) -> None:
+        """Warn that the run continues with a different configuration, and record the event."""
+        warn(text)
+        self.session.append_event({"event": event, "message": text})
+
+    def _get_shared_weights(self) -> list[Any] | None:
+        """Return the weights that all workers have, in a list. None if they differ."""
+        return None
+
+    def _get_group(self) -> WorkerGroup:
+        """Return the workers. Raise ``RuntimeError`` if there are none."""
+        if self._group is None:
+            raise RuntimeError(NO_WORKERS)
+        return self._group
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _abort(self, error: BaseException) -> None:
+        """Stop everything after an error in ``train``."""
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Stop the workers, and the engine if a trainer started it. Safe to call twice."""
+        group, self._group = self._group, None
+        self.checkpointer.close()
+        if not self.session.close() and group is not None:
+            group.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()

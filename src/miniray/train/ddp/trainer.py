@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from miniray.checks import check_int, suggest_options
 from miniray.tracebacks import hides_frames
@@ -19,7 +19,10 @@ from miniray.train.workers.aggregate import aggregate
 from miniray.train.workers.evaluate import combine, cut, evaluate_on
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from miniray.train.lockstep.loop import EpochReport
+    from miniray.train.options import LockstepKwargs
 
 
 @suggest_options({**WORKER_HINTS, "data": WORKER_HINTS["train_loader"]})
@@ -68,24 +71,18 @@ class DDPTrainer(RankTrainer):
         num_workers: int = 4,
         *,
         worker: Any = None,
-        shard: str = "none",
-        uneven: str = "join",
+        shard: Literal["none", "full"] = "none",
+        uneven: Literal["join", "pad", "drop", "error"] = "join",
         accumulate: int = 1,
-        precision: str = "fp32",
-        clip_norm: float | None = None,
+        precision: Literal["fp32", "bf16", "fp16"] = "fp32",
         compile: bool | str | Mapping[str, Any] = False,
-        on_nonfinite: str = "error",
         models: Sequence[str] = ("model",),
-        group_backend: str = "auto",
-        hang_timeout: float | None = 60.0,
-        timeout: float = 600.0,
-        max_failures: int = 0,
         find_unused_parameters: bool | None = None,
         bucket_cap_mb: float | None = None,
         broadcast_buffers: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
         static_graph: bool | None = None,
-        **kwargs: Any,
+        **options: Unpack[LockstepKwargs],
     ) -> None:
         ddp_options = {
             "find_unused_parameters": find_unused_parameters,
@@ -103,17 +100,7 @@ class DDPTrainer(RankTrainer):
             compile=compile,
             ddp_options={k: v for k, v in ddp_options.items() if v is not None},
         )
-        super().__init__(
-            num_workers,
-            worker=worker,
-            clip_norm=clip_norm,
-            on_nonfinite=on_nonfinite,
-            group_backend=group_backend,
-            hang_timeout=hang_timeout,
-            timeout=timeout,
-            max_failures=max_failures,
-            **kwargs,
-        )
+        super().__init__(num_workers, worker=worker, **options)
         kind = "replicated" if shard == "none" else "sharded"
         self._preloaded = (
             "tqdm.std",
@@ -156,7 +143,7 @@ class DDPTrainer(RankTrainer):
     def _set_up_ranks(self) -> None:
         """Data, then what all must agree on, then the group: in this order nobody can hang."""
         group = self._ranks
-        evaluates = self._eval_interval and type(self).evaluate is DDPTrainer.evaluate
+        evaluates = self.options.eval_interval and type(self).evaluate is DDPTrainer.evaluate
         if evaluates:
             setup.check_can_evaluate(group.handles[0])
         if not group.has("training_step") and not group.has("train_epoch"):
@@ -174,7 +161,7 @@ class DDPTrainer(RankTrainer):
         if "evaluate" not in facts[0]["own_methods"]:  # whether the user's own moves is not known
             group.watched |= {"evaluate"}
             if evaluates:
-                setup.check_val_loader(facts, self._eval_interval)
+                setup.check_val_loader(facts, self.options.eval_interval)
         if not self._steps_are_ours:
             setup.refuse_step_options(settings)
         self._meet(facts, setup.agree(facts, settings))

@@ -15,7 +15,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import miniray
 from miniray.core import session
@@ -30,9 +30,15 @@ from miniray.train.lockstep.monitor import Watch
 from miniray.train.lockstep.options import check_engine, check_options, choose_backend
 from miniray.train.lockstep.process_group import GroupHost
 from miniray.train.lockstep.rank import RankActor
-from miniray.train.run.checkpointer import NO_WORKERS
+from miniray.train.run.checkpointer import Part
 from miniray.train.trainer import BaseTrainer
+from miniray.train.workers.group import NO_WORKERS
 from miniray.train.workers.nodes import NodeLosses
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from miniray.train.options import RunKwargs
 
 T = TypeVar("T")
 
@@ -54,12 +60,13 @@ class RankTrainer(BaseTrainer, ABC):
         self,
         num_workers: int,
         *,
+        worker: Any = None,
         clip_norm: float | None = None,
         on_nonfinite: str = "error",
         group_backend: str = "auto",
         hang_timeout: float | None = 60.0,
         timeout: float = 600.0,
-        **options: Any,
+        **options: Unpack[RunKwargs],
     ) -> None:
         check_options(
             clip_norm=clip_norm,
@@ -68,14 +75,16 @@ class RankTrainer(BaseTrainer, ABC):
             on_nonfinite=on_nonfinite,
             group_backend=group_backend,
         )
-        super().__init__(num_workers, **options)
+        super().__init__(num_workers, worker=worker, **options)
+        shared = Part(self._shared_state, self._load_shared_state)
+        self.checkpointer.register(self._kind, shared, in_workers=True)
         self.clip_norm = clip_norm
         self.failures = 0  # counted here: one rank cannot be replaced, the others wait for it
         self._on_nonfinite, self._group_backend = on_nonfinite, group_backend
         self._hang_timeout = math.inf if hang_timeout is None else hang_timeout
         self._timeout = timeout
         unseeded = random.SystemRandom().getrandbits(48)
-        self._order_seed = unseeded if self._seed is None else self._seed
+        self._order_seed = unseeded if self.options.seed is None else self.options.seed
         self._host: GroupHost | None = None
         self._node_losses = NodeLosses()
         self._kept: dict[str, Any] | None = None  # the state to start again from
@@ -181,10 +190,10 @@ class RankTrainer(BaseTrainer, ABC):
                 same_failure = starting and self._node_losses.explain_failure()
                 self.failures += not same_failure
                 rank, reason = getattr(error, "rank", None), str(error)
-                self._on_worker_event(
+                self.session.append_event(
                     {"event": "worker_failed", "worker": rank, "epoch": epoch, "reason": reason}
                 )
-                if self.failures > self._max_failures:
+                if self.failures > self.options.max_failures:
                     raise
             finally:
                 self._retrying = False
@@ -199,7 +208,7 @@ class RankTrainer(BaseTrainer, ABC):
         for worker_id in range(self.num_workers):
             for callback in self.callbacks:
                 callback.on_worker_replaced(self, worker_id)
-        self._on_worker_event({"event": "ranks_restarted", "epoch": epoch, "reason": reason})
+        self.session.append_event({"event": "ranks_restarted", "epoch": epoch, "reason": reason})
 
     def _call_ranks(
         self,
@@ -217,14 +226,13 @@ class RankTrainer(BaseTrainer, ABC):
         super()._start_engine()
         check_engine(type(self).__name__, self.num_workers)
 
-    def _make_group(self, *options: Any) -> RankGroup:
-        assert self.run is not None
+    def _make_group(self, **options: Any) -> RankGroup:
         return RankGroup(
-            *options,
-            run_dir=self.run.path,
+            **options,
+            run_dir=self.session.directory.path,
             held_by=self._held_by,
             patience=self._hang_timeout,
-            progress=self._progress,
+            progress=self.options.progress,
         )
 
     @property
@@ -268,24 +276,21 @@ class RankTrainer(BaseTrainer, ABC):
 
     # -- state ------------------------------------------------------------------------------------
 
-    def _take_up(self, state: dict[str, Any]) -> None:
-        take_up = super()._take_up
-        self._retried(lambda: take_up(state))
+    def _restore(self, loaded: dict[str, Any]) -> None:
+        restore = super()._restore
+        self._retried(lambda: restore(loaded))
 
-    def _workers_in_sync(self) -> bool:
-        return True
+    def _get_shared_weights(self) -> list[Any]:
+        return [self.model_weights()]
 
-    def _extra_state(self) -> dict[str, Any]:
-        return {self._kind: self._shared_state()}
-
-    def _load_extra_state(self, state: Mapping[str, Any]) -> None:
-        shared = miniray.put(state[self._kind])
+    def _load_shared_state(self, state: Mapping[str, Any]) -> None:
+        shared = miniray.put(state)
         self._call_ranks("load_shared", lambda _: (shared,))
         self._keep_state()
 
     def _keep_state(self) -> None:
         """Fetch what a restart of the ranks would need, if there may be one."""
-        if self._max_failures <= self.failures:
+        if self.options.max_failures <= self.failures:
             self._kept = None
             return
         self._kept = {

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
 from miniray.checks import check_int, suggest_options
 from miniray.train.parallel.plan.job import SPLIT_HINTS, Layout, read_layout
 from miniray.train.parallel.trainer import SplitModelTrainer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from miniray.train.options import ParallelKwargs
 
 
 @suggest_options({**SPLIT_HINTS, "schedule": "Pass it to PipelineParallelTrainer."})
@@ -42,10 +47,10 @@ class ModelParallelTrainer(SplitModelTrainer):
         *,
         tensor_parallel: int | None = None,
         plan: Mapping[str, str] | None = None,
-        split: str = "tensor",
+        split: Literal["tensor", "layers"] = "tensor",
         parallel: Mapping[str, int] | None = None,
         microbatches: int = 1,
-        **options: Any,
+        **options: Unpack[ParallelKwargs],
     ) -> None:
         layout = _layout(num_workers, tensor_parallel, split, parallel, plan)
         super().__init__(layout, schedule="gpipe", microbatches=microbatches, plan=plan, **options)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
 from miniray.checks import check_choice, check_int, suggest_options
 from miniray.train.parallel.plan.job import SPLIT_HINTS, read_layout
 from miniray.train.parallel.plan.schedules import SCHEDULES
 from miniray.train.parallel.trainer import SplitModelTrainer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from miniray.train.options import ParallelKwargs
 
 
 @suggest_options(SPLIT_HINTS)
@@ -53,12 +58,12 @@ class PipelineParallelTrainer(SplitModelTrainer):
         self,
         num_workers: int = 2,
         *,
-        schedule: str = "1f1b",
+        schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b",
         microbatches: int = 4,
         stages_per_worker: int | None = None,
         parallel: Mapping[str, int] | None = None,
         plan: Mapping[str, str] | None = None,
-        **options: Any,
+        **options: Unpack[ParallelKwargs],
     ) -> None:
         layout = read_layout(parallel, num_workers, "pipeline")
         check_choice("schedule", schedule, SCHEDULES)

@@ -23,7 +23,10 @@ from miniray.train.run.result import TrainResult
 from miniray.train.workers.evaluate import combine
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from miniray.train.lockstep.loop import EpochReport
+    from miniray.train.options import LockstepKwargs
 
 
 class ModelWorker:
@@ -58,7 +61,7 @@ class SplitModelTrainer(RankTrainer):
         layers_per_stage: Sequence[int] | None = None,
         memory_limit: float | None = None,
         plan: Mapping[str, str] | None = None,
-        **options: Any,
+        **options: Unpack[LockstepKwargs],
     ) -> None:
         # Not required by the signature: the error for a misspelled name has to come first.
         required = {"model": model, "loss": loss, "optimizer": optimizer, "data": data}
@@ -190,7 +193,7 @@ class SplitModelTrainer(RankTrainer):
             return None
         if self.plan is not None:
             return list(self.plan.stages.sizes)
-        before = (self._loaded or {}).get("extra", {}).get("parallel", {}).get("stages")
+        before = (self._loaded or {}).get("parallel", {}).get("stages")
         per_worker = self._job.stages_per_worker or SCHEDULES[self._job.schedule].default
         here = {"places": self.layout.pipeline, "per_worker": per_worker}
         if before is None or any(before[key] != value for key, value in here.items()):
@@ -202,7 +205,7 @@ class SplitModelTrainer(RankTrainer):
         text = "\n\n".join(self.plan.tables())
         if text:
             (self.run.path / "plan.txt").write_text(text + "\n", "utf-8")
-            if self._progress and not self.failures:
+            if self.options.progress and not self.failures:
                 print(text, flush=True)
 
     # -- state ------------------------------------------------------------------------------------

@@ -1,295 +1,228 @@
-"""What a trainer does with its state: checkpoints to go on from, and the model itself, in a file or
-judged on held-out data.
+"""The content of checkpoints: named parts, each with ``state_dict`` and ``load_state_dict``.
 
-A checkpoint has the weights (one copy if all workers are in sync, else every worker's own), what
-the workers' ``get_state`` gave, the state of the sync strategy, and the history. With the same
-number of workers, a fixed seed and workers that save what they need (optimizer, random numbers,
-position in the data), going on gives the same bits as never having stopped. How it lies on disk is
-in ``checkpoint``.
+Trainers register the position of the run (``state``), ``callbacks``, ``weights`` (one copy if all
+workers are in sync, else those of every worker), ``workers`` (the results of their ``get_state``)
+and parts of subclasses, such as ``sync`` and ``data``. Users can add parts. With the same number of
+workers, a fixed seed, and workers that save what they need (optimizer, random numbers, position in
+the data), a resumed run has the same bits as one that was never interrupted. ``checkpoint_store``
+describes the files.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-import miniray
 from miniray.errors import CheckpointError
-from miniray.tracebacks import hides_frames
-from miniray.train import pretrained
-from miniray.train.callbacks import Callback, check_callbacks
 from miniray.train.options import warn
-from miniray.train.run.checkpoint_store import CheckpointStore
-from miniray.train.run.directory import RunDirectory
-from miniray.train.run.modelfile import save_model
+from miniray.train.run.checkpoint_store import CheckpointStore, check_keeping
 from miniray.train.run.records import simplify
-from miniray.train.run.session import Lifecycle
-from miniray.train.workers.evaluate import evaluate_on
+from miniray.train.run.state import TrainState
 
-_FORMAT = 1
-NO_WORKERS = "there are no workers before train(), and none after shutdown()"
+_FORMAT = 2
+#: Names in a checkpoint that aren't registered parts.
+_RESERVED = ("format", "kind", "metrics", "state")
 
 
-class Saving(Lifecycle):
-    """The part of every trainer that is about its state; see the module."""
+@runtime_checkable
+class Stateful(Protocol):
+    """A part of checkpoints.
 
-    #: What runs: trainers of one kind take up each other's checkpoints.
-    _kind = "workers"
+    ``state_dict`` returns numbers, texts, arrays, tensors, and lists, tuples and dicts of them. It
+    is called between two epochs, in the driver. ``load_state_dict`` receives the same values.
+    """
 
-    def __init__(self, callbacks: Callback | Iterable[Callback], *options: Any) -> None:
-        super().__init__(*options)
-        self.history: list[dict[str, Any]] = []
-        self.epoch = 0  # epochs done so far
-        self._in_epoch = False  # whether another one is being trained
-        self._hooks_record: dict[str, Any] | None = None  # a record of the history hooks may add to
-        self.callbacks = check_callbacks(callbacks)
-        self._loaded: dict[str, Any] | None = None  # a checkpoint to apply when workers are there
+    def state_dict(self) -> Any: ...
 
-    def save_checkpoint(self, epoch: int | None = None) -> Path:
-        """Write all there is to go on from here; returns where. Call it from ``on_epoch_end``.
+    def load_state_dict(self, state: Any) -> None: ...
 
-        It is of the last epoch that was trained; ``epoch`` matters within ``train_epoch`` only,
-        where it says that this one counts.
-        """
-        if self.checkpoints is None or self._group is None:
-            raise RuntimeError(NO_WORKERS)
-        done = self.epoch + (self._in_epoch and epoch is not None)
-        if not done:
-            raise RuntimeError(
-                "no epoch was trained yet, so there is nothing to go on from: train() first, or "
-                "save_final_model() for the weights as they are"
-            )
-        self._number_record()
-        return self.checkpoints.save(done - 1, self._state_of_run())
 
-    def _number_record(self) -> None:
-        """Give the record that hooks add to its epoch, whatever they made of that."""
-        if self._hooks_record is not None:
-            self._hooks_record["epoch"] = self.epoch - 1
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part that consists of two functions."""
 
-    def _write_record(self) -> None:
-        """Into ``metrics.jsonl``, unless it is there: no hook has it any more."""
-        self._number_record()
-        latest, self._hooks_record = self._hooks_record, None
-        if latest is not None:
-            assert self.run is not None
-            self.run.append_metrics(latest)
+    state_dict: Callable[[], Any]
+    load_state_dict: Callable[[Any], None]
 
-    def load_checkpoint(self, path: str | Path = "latest") -> int:
-        """Take up a checkpoint, now or when ``train`` starts the workers; returns its epoch.
 
-        The run goes on in the directory it was in. Where ``name`` or ``run_dir`` is another one, or
-        the checkpoint lies in no run's directory, a new run begins from it.
-        """
-        named = Path("runs") / self._name if self._name is not None else None
-        wanted = self._run_dir or named
-        store, where = _locate(path, self.checkpoints, wanted, self._title)
-        epoch, state = store.load(where)
-        self._write_record()  # of the epoch that a hook takes back
-        self.epoch = epoch + 1
-        self.history = list(state["history"])
-        if self.run is None:
-            self.run = self._run_from(store, wanted)
-        self.checkpoints = self.checkpoints or self._store(self.run.checkpoints)
-        self.run.truncate_metrics(epoch)
-        written = {record.get("epoch") for record in self.run.read_metrics()}
-        for record in self.history:  # of the last epoch, if a hook was killed; of all in a new run
-            if record["epoch"] not in written:
-                self.run.append_metrics(record)
-        self._loaded = state
-        if self._group is not None:
-            self._take_up(state)
-            self._loaded = None
-        return epoch
+class Checkpointer:
+    """Write checkpoints of registered parts, and restore them.
 
-    def _run_from(self, store: CheckpointStore, wanted: Path | None) -> RunDirectory:
-        """The run that ``store`` is of, or a new one with what was done before it as its own."""
-        before = store.directory.parent
-        same = wanted is None or wanted.resolve() == before.resolve()
-        if same and (before / "run.json").exists():
-            return RunDirectory.reopen(before)
-        run = RunDirectory.open(self._run_dir, self._name, self._title)
-        run.append_event({"event": "started_from", "checkpoint": str(store.loaded)})
-        return run
+    Args:
+        kind: Trainers of one kind can load each other's checkpoints.
+        keep_last: See ``CheckpointStore``.
+        keep_best: See ``CheckpointStore``.
+        on_event: Called with a dict for events of the run, such as a damaged checkpoint.
+    """
 
-    def _state_of_run(self) -> dict[str, Any]:
-        """What a checkpoint has, between two epochs."""
-        group = self._group
-        assert group is not None
-        state: dict[str, Any] = {
-            "format": _FORMAT,
-            "kind": self._kind,
-            "num_workers": len(group.handles),
-            "history": [simplify(record) for record in self.history],
-            "callbacks": [callback.get_state() for callback in self.callbacks],
-            "callback_types": self._callback_types(),
-            "weights": None,
-            "worker_states": None,
-            "extra": self._extra_state(),
-        }
-        if group.has("get_weights"):
-            if self._workers_in_sync():
-                state["weights"] = [self.model_weights()]
-            else:
-                state["weights"] = group.call("get_weights", lambda _: (), {})
-        if group.has("get_state"):
-            state["worker_states"] = group.call("get_state", lambda _: (), {})
-        return state
+    def __init__(
+        self,
+        kind: str,
+        *,
+        keep_last: int | None,
+        keep_best: tuple[str, str] | None,
+        on_event: Callable[[dict[str, Any]], None],
+    ) -> None:
+        check_keeping(keep_last, keep_best)
+        self.kind = kind
+        #: The checkpoints of the run on disk, once its directory is open.
+        self.store: CheckpointStore | None = None
+        self._keep_last, self._keep_best = keep_last, keep_best
+        self._on_event = on_event
+        self._parts: dict[str, Stateful] = {}
+        self._on_missing: dict[str, Callable[[], None]] = {}
+        self._in_workers: set[str] = set()
 
-    def _take_up(self, state: dict[str, Any]) -> None:
-        """Bring workers and trainer to where they were; says so where their number is another.
+    def register(
+        self,
+        name: str,
+        part: Stateful,
+        *,
+        in_workers: bool = False,
+        on_missing: Callable[[], None] | None = None,
+    ) -> None:
+        """Add a part to all checkpoints from now on.
 
-        A worker that is lost meanwhile is replaced within ``max_failures``, and gets it too.
-        """
-        workers = self.workers
-        if state.get("format") != _FORMAT:
-            raise CheckpointError(
-                f"the checkpoint has format {state.get('format')!r}, not {_FORMAT}"
-            )
-        kind = state.get("kind", self._kind)  # the first checkpoints did not say
-        if kind != self._kind:
-            raise CheckpointError(
-                f"this is no checkpoint of a {type(self).__name__}, but one of {kind!r}. "
-                "From one kind of trainer to another the weights go as a file: save_final_model(), "
-                "and load_model() where the model is made"
-            )
-        weights, states = state["weights"], state["worker_states"]
-        before = state["num_workers"]
-        if before != len(workers):
-            kept = min(before, len(workers))
-            text = f"resuming a run of {before} workers on {len(workers)}: data is sharded anew"
-            if weights is not None and len(weights) > 1:
-                text += ", the workers' weights are averaged"
-            if states is not None:
-                others = (
-                    "the others start fresh" if kept == before else "that of the others is dropped"
-                )
-                text += f", workers 0 to {kept - 1} take up their own state and {others}"
-            self._tell_of_change("resumed_on_other_size", text)
-        self._give_callbacks(state)
-        if weights is not None and len(weights) != len(workers):
-            from miniray.ps.weights import mean
+        When a checkpoint is loaded, parts are restored in the order in which they were registered,
+        after the weights and states of the workers. Register a part before ``train`` or
+        ``load_checkpoint`` if it has to be restored.
 
-            one = mean(weights) if len(weights) > 1 else weights[0]
-            weights = [miniray.put(one)] * len(workers)
-        complete = False
-        while not complete:  # one that is lost meanwhile is replaced, and needs all of it again
-            before = list(workers)
-            if weights is not None:
-                self._give("set_weights", dict(enumerate(weights)))
-            if states is not None:
-                self._give("set_state", dict(enumerate(states[: len(workers)])))
-            complete = list(workers) == before
-        self._load_extra_state(state["extra"])
-
-    def _give_callbacks(self, state: dict[str, Any]) -> None:
-        """Each gets the state of the next one of its type: there may be other callbacks by now."""
-        types = self._callback_types()
-        saved = list(zip(state.get("callback_types", types), state["callbacks"], strict=False))
-        for callback, kind in zip(self.callbacks, types, strict=True):
-            mine = next((i for i, (type_, _) in enumerate(saved) if type_ == kind), None)
-            if mine is not None:
-                callback.set_state(saved.pop(mine)[1])
-
-    def _callback_types(self) -> list[str]:
-        return [type(callback).__qualname__ for callback in self.callbacks]
-
-    def _tell_of_change(self, event: str, text: str) -> None:
-        """Say that the run goes on otherwise than it was: a warning, and an event of the run."""
-        warn(text)
-        self._on_worker_event({"event": event, "message": text})
-
-    def _give(self, method: str, values: Mapping[int, Any]) -> None:
-        """Call ``method(value)`` on the workers that have a value here, by worker id."""
-        group = self._group
-        assert group is not None
-        group.call_some(values, lambda i: group.submit(i, method, values[i]), method)
-
-    def _workers_in_sync(self) -> bool:
-        """Whether all workers have the same weights, so that one copy is enough."""
-        return False
-
-    def _extra_state(self) -> dict[str, Any]:
-        """What a subclass adds to a checkpoint."""
-        return {}
-
-    def _load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what ``_extra_state`` gave."""
-
-    def model_weights(self) -> Any:
-        """The trained weights: worker 0's."""
-        if not self.workers:
-            raise RuntimeError(NO_WORKERS)
-        return miniray.get(self.workers[0].get_weights.remote())  # one in its place has not trained
-
-    def save_final_model(self, path: str | Path | None = None) -> Path:
-        """Write the weights as one safetensors file (default: ``final_model.safetensors``)."""
-        if self.run is None or not self.workers:
-            raise RuntimeError(NO_WORKERS)
-        target = Path(path) if path is not None else self.run.path / "final_model.safetensors"
-        return save_model(target, self.model_weights())
-
-    def save_pretrained(self, path: str | Path) -> Path:
-        """Save the trained Hugging Face model to the directory ``path``, and return the path.
-
-        Saves the configuration, the full weights as safetensors, and the worker's ``tokenizer`` and
-        ``processor`` if it has them. A PEFT model saves its adapter. Load the model with
-        ``AutoModelForCausalLM.from_pretrained(path)`` or a different ``Auto`` class.
+        Args:
+            name: Name of the part, unique for the trainer.
+            part: An object with ``state_dict()`` and ``load_state_dict(state)``; see ``Stateful``.
+            in_workers: The state is sent to the workers. If one of them is replaced while a
+                checkpoint is restored, ``load_state_dict`` is called again.
+            on_missing: Called in place of ``load_state_dict`` if the checkpoint doesn't contain the
+                part. By default, the trainer warns, and the part keeps its state.
 
         Raises:
-            TypeError: The model isn't a ``PreTrainedModel`` or a PEFT model. Use
-                ``save_final_model``.
-            FileExistsError: ``path`` exists and isn't a saved model.
-            CheckpointError: The files can't be written. ``path`` is unchanged.
+            ValueError: The name is used already.
+            TypeError: ``part`` lacks one of the methods.
         """
-        if not self.workers:
-            raise RuntimeError(NO_WORKERS)
-        return pretrained.save_pretrained(path, self._write_pretrained)
-
-    def _write_pretrained(
-        self, directory: str | None, send_files: bool, *weights: Any
-    ) -> pretrained.SavedFiles:
-        """Let worker 0 write the model; see ``pretrained.save_pretrained``."""
-        group, method = self._group, "_write_pretrained"
-        assert group is not None
-        if not group.has(method):
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"the name of a checkpoint part must be an identifier, not {name!r}")
+        if name in self._parts or name in _RESERVED:
+            raise ValueError(f"checkpoints already have a part {name!r}: choose a different name")
+        if not isinstance(part, Stateful) or isinstance(part, type):
             raise TypeError(
-                f"save_pretrained() needs a TorchWorker, not {self.workers[0]._info.class_name}. "
-                "Use save_final_model()."
+                f"part {name!r} of checkpoints needs state_dict() and load_state_dict(state); "
+                f"it is {part!r:.200}"
             )
-        arguments = (directory, send_files, *weights)
-        saved = group.call_some([0], lambda i: group.submit(i, method, *arguments), method)
-        return saved[0]  # type: ignore[no-any-return]
+        self._parts[name] = part
+        if in_workers:
+            self._in_workers.add(name)
+        if on_missing is not None:
+            self._on_missing[name] = on_missing
 
-    @hides_frames
-    def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
-        """Evaluate on all workers, every sample exactly once."""
-        if self._group is None:
-            raise RuntimeError(NO_WORKERS)
-        with self._with_final_weights():
-            return evaluate_on(self._group, data, kwargs)
+    def open(self, directory: Path) -> None:
+        """Write checkpoints to ``directory``, and read them from there, unless it is open."""
+        if self.store is None:
+            self.store = CheckpointStore(
+                directory,
+                keep_last=self._keep_last,
+                keep_best=self._keep_best,
+                on_event=self._on_event,
+            )
 
-    def _with_final_weights(self) -> contextlib.AbstractContextManager[None]:
-        """While workers are evaluated they have the weights that count."""
-        return contextlib.nullcontext()
+    def close(self) -> None:
+        """Wait for the checkpoint that is being written. It raises if that failed."""
+        if self.store is not None:
+            self.store.close()
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def save(self, state: TrainState) -> Path:
+        """Write a checkpoint of the run at ``state``, and return its path."""
+        assert self.store is not None
+        contents = {
+            "format": _FORMAT,
+            "kind": self.kind,
+            "metrics": simplify(state.history[-1]) if state.history else {},
+            "state": state.state_dict(),
+            **{name: part.state_dict() for name, part in self._parts.items()},
+        }
+        return self.store.save(state.epoch - 1, contents)
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def find_newest(self) -> Path | None:
+        """Return the path of the newest checkpoint, without reading it."""
+        return None if self.store is None else self.store.newest()
+
+    def find_best(self) -> Path | None:
+        """Return the path of the best checkpoint by ``keep_best``."""
+        return None if self.store is None else self.store.best()
+
+    def load(self, path: str | Path, run: Path | None, title: str) -> tuple[Path, dict[str, Any]]:
+        """Read a checkpoint, and return its path and its parts by name.
+
+        Args:
+            path: A checkpoint, a run directory or its ``checkpoints``. ``"latest"`` is the newest
+                intact checkpoint of the open run, else of ``run``, else of the newest run whose
+                directory name starts with ``title``.
+            run: The run directory that the user named.
+            title: Class of the trainer, and of the worker if it isn't miniray's.
+
+        Raises:
+            CheckpointError: There is no intact checkpoint, or a different kind of trainer or an
+                older version of miniray wrote it.
+        """
+        store, where = _locate(path, self.store, run, title)
+        _, loaded = store.load(where)
+        assert store.loaded is not None
+        self._check(store.loaded, loaded)
+        return store.loaded, loaded
+
+    def _check(self, path: Path, loaded: Mapping[str, Any]) -> None:
+        found = loaded.get("format")
+        if found != _FORMAT:
+            raise CheckpointError(
+                f"{path} has format {found!r}, and this version of miniray resumes from format "
+                f"{_FORMAT}. To read its weights, call miniray.train.CheckpointStore("
+                f"{str(path.parent)!r}).load({str(path)!r})[1]['weights']",
+                entry=str(path),
+            )
+        if loaded["kind"] != self.kind:
+            raise CheckpointError(
+                f"{path} was written by a different kind of trainer ({loaded['kind']!r} instead of "
+                f"{self.kind!r}). To continue with its weights, write them with "
+                "save_final_model() and read them with load_model() where the model is created",
+                entry=str(path),
+            )
+
+    def restore(self, loaded: Mapping[str, Any], get_workers: Callable[[], list[Any]]) -> None:
+        """Restore all registered parts from what ``load`` returned.
+
+        If a worker is replaced during this, restore the parts that are in the workers again.
+        """
+        before = get_workers()
+        self._restore(loaded, self._parts)
+        while get_workers() != before:
+            before = get_workers()
+            self._restore(loaded, self._in_workers)
+
+    def _restore(self, loaded: Mapping[str, Any], names: Collection[str]) -> None:
+        for name, part in self._parts.items():
+            if name not in names:
+                continue
+            if name in loaded:
+                part.load_state_dict(loaded[name])
+            elif name in self._on_missing:
+                self._on_missing[name]()
+            else:
+                warn(f"the checkpoint has no part {name!r}, which keeps its current state")
 
 
 def _locate(
-    path: str | Path,
-    store: CheckpointStore | None,
-    run: Path | None,
-    trainer: str,
+    path: str | Path, store: CheckpointStore | None, run: Path | None, title: str
 ) -> tuple[CheckpointStore, str | Path]:
-    """(the store, what to load from it) for what a user may call a checkpoint.
-
-    ``"latest"`` is that of the store, else of ``run``, else of the newest run of the trainer.
-    """
+    """Return a store and what to load from it; see ``Checkpointer.load``."""
     if str(path) == "latest":
         if store is not None:
             return store, "latest"
-        path = run / "checkpoints" if run is not None else _newest(trainer)
+        path = run / "checkpoints" if run is not None else _find_newest_run(title)
     where = Path(path).expanduser()
     if where.name == "checkpoints":
         return CheckpointStore(where), "latest"
@@ -298,13 +231,13 @@ def _locate(
     return CheckpointStore(where.parent), where
 
 
-def _newest(trainer: str) -> Path:
-    """The checkpoints of the newest run of a trainer that has any."""
-    found = Path("runs").glob(f"{trainer}-[0-9]*/checkpoints")
+def _find_newest_run(title: str) -> Path:
+    """Return the checkpoints of the newest run of a trainer that has any."""
+    found = Path("runs").glob(f"{title}-[0-9]*/checkpoints")
     runs = [p for p in found if any(p.iterdir())]
     if not runs:
         raise CheckpointError(
-            f"resume=True, but {Path('runs').resolve()} has no run of {trainer} with a checkpoint; "
+            f"resume=True, but {Path('runs').resolve()} has no run of {title} with a checkpoint; "
             "name the run with run_dir=, name= or resume=PATH"
         )
     return max(runs, key=lambda p: p.stat().st_mtime)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from miniray.runs.report_writer import write_report
 from miniray.train.run.records import number
 
 if TYPE_CHECKING:
@@ -190,8 +191,6 @@ class TrainResult(Mapping[str, Any]):
 
     def report(self, path: str | Path | None = None) -> Path:
         """Write the run as one self-contained page (default: ``report.html`` beside it)."""
-        from miniray.report import write_report
-
         return write_report(self.run_dir, path)
 
     def to_frame(self) -> pandas.DataFrame:

@@ -1,169 +1,219 @@
-"""What a trainer starts and must end: the engine, the run's directory, its checkpoints on disk.
+"""The engine, the run directory and the outcome of a trainer's run.
 
-If anything raises while training, the run's directory says so, the workers are ended, and so is the
-engine if a trainer started it and no other one uses it. A user's own is left running.
+If ``train`` raises, ``run.json`` records the error, the workers are stopped, and the engine is shut
+down if a trainer started it and no other trainer uses it. An engine that the user started keeps
+running.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import miniray
 from miniray.core import session
 from miniray.core.engine import Engine
-from miniray.train.run.checkpoint_store import CheckpointStore, check_keeping
-from miniray.train.run.directory import RunDirectory, check_name
-from miniray.train.workers.group import WorkerGroup
+from miniray.runs.report_writer import write_report
+from miniray.train.run.directory import RunDirectory
 
-#: Trainers that have started: of those that share an engine the last one ends it.
-_started: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
-_starting = threading.RLock()  # trainers may run in several threads
+#: Leases of each engine that trainers use.
+_leases: weakref.WeakKeyDictionary[Engine, weakref.WeakSet[EngineLease]] = (
+    weakref.WeakKeyDictionary()
+)
+#: Engines that were started by a lease.
+_started: weakref.WeakSet[Engine] = weakref.WeakSet()
+_lock = threading.RLock()  # trainers may run in several threads
 
 
-class Lifecycle:
-    """The part of every trainer that is about starting and ending; see the module."""
+class EngineLease:
+    """The use of an engine by one trainer, which starts the engine if none is running.
+
+    Leases are counted per engine. If a lease started the engine, releasing the last one shuts it
+    down.
+
+    Raises:
+        RuntimeError: An engine other than ``backend`` is running.
+    """
+
+    def __init__(self, backend: str | None) -> None:
+        with _lock:
+            if not miniray.is_initialized():
+                _started.add(miniray.init(backend=backend).engine)
+            self._engine = session.engine()
+            if backend not in (None, self._engine.name):
+                raise RuntimeError(
+                    f"backend={backend!r}, but miniray is running on {self._engine.name!r}"
+                )
+            _leases.setdefault(self._engine, weakref.WeakSet()).add(self)
+
+    def release(self) -> bool:
+        """Return whether this shut down the engine, and with it all actors."""
+        with _lock:
+            leases = _leases[self._engine]
+            leases.discard(self)
+            is_running = session.is_initialized() and session.engine() is self._engine
+            if leases or self._engine not in _started or not is_running:
+                return False
+            miniray.shutdown()
+            return True
+
+
+@dataclasses.dataclass
+class Attempt:
+    """One call of ``train()``. ``fields`` are added to ``run.json`` if the call succeeds."""
+
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class RunSession:
+    """The engine lease, the run directory and the outcome of a trainer's run.
+
+    Args:
+        title: Start of the directory's name, if neither ``name`` nor ``run_dir`` is set.
+        name: See ``RunOptions``.
+        run_dir: See ``RunOptions``.
+        backend: See ``RunOptions``.
+        verbose: Print on stderr what replaced workers and ended the run.
+    """
 
     def __init__(
         self,
-        name: str | None,
-        run_dir: str | Path | None,
-        backend: str | None,
-        keep_last: int,
-        keep_best: tuple[str, str] | None,
-        progress: bool,
+        title: str,
+        *,
+        name: str | None = None,
+        run_dir: Path | None = None,
+        backend: str | None = None,
+        verbose: bool = True,
     ) -> None:
-        check_keeping(keep_last, keep_best)
-        check_name(name)
+        self.title = title
+        self.verbose = verbose
+        #: The directory of the run, once it is open.
         self.run: RunDirectory | None = None
-        self.checkpoints: CheckpointStore | None = None
-        self._name = name
-        self._run_dir = None if run_dir is None else Path(run_dir).expanduser()
-        self._backend = None if backend is None else session.choose_backend(backend)
-        self._keep_last, self._keep_best = keep_last, keep_best
-        self._group: WorkerGroup | None = None
-        self._owned_session: session.Session | None = None
-        self._used: Engine | None = None  # the engine, from its start to shutdown()
-        self._progress = progress
+        self._name, self._run_dir, self._backend = name, run_dir, backend
+        self._lease: EngineLease | None = None
+
+    # -- start ------------------------------------------------------------------------------------
+
+    def start_engine(self) -> None:
+        """Start an engine, or use the one that is running."""
+        lease = EngineLease(self._backend)
+        if self._lease is not None:  # released second, so that the engine keeps running
+            self._lease.release()
+        self._lease = lease
 
     @property
-    def _title(self) -> str:
-        """By what its runs are named, and known where the newest is to be taken up."""
-        return type(self).__name__
+    def requested_path(self) -> Path | None:
+        """The directory that ``run_dir`` or ``name`` names."""
+        return self._run_dir or (None if self._name is None else Path("runs") / self._name)
 
     @property
-    def workers(self) -> list[Any]:
-        """The workers' handles, by worker id. A worker that is replaced has a new one here."""
-        return self._group.handles if self._group is not None else []
-
-    # -- the start --------------------------------------------------------------------------------
-
-    def _start_engine(self) -> None:
-        with _starting:
-            if not miniray.is_initialized():
-                self._owned_session = miniray.init(backend=self._backend)
-            elif self._backend not in (None, session.engine().name):
-                running = session.engine().name
-                raise RuntimeError(
-                    f"backend={self._backend!r}, but miniray is running on {running!r}"
-                )
-            self._used = session.engine()
-            _started.add(self)
-
-    def _open_run(self) -> None:
+    def directory(self) -> RunDirectory:
+        """The directory of the run. Raise ``RuntimeError`` before it is open."""
         if self.run is None:
-            self.run = RunDirectory.open(self._run_dir, self._name, self._title)
-        if self.checkpoints is None:
-            self.checkpoints = self._store(self.run.checkpoints)
-        self.run.write_run(self._describe(), self._name)
+            raise RuntimeError("the run directory doesn't exist before train()")
+        return self.run
 
-    def _store(self, directory: Path) -> CheckpointStore:
-        return CheckpointStore(
-            directory,
-            keep_last=self._keep_last,
-            keep_best=self._keep_best,
-            on_event=self._on_worker_event,
-        )
+    def open(self) -> RunDirectory:
+        """Create the run directory unless it is open, and return it."""
+        if self.run is None:
+            self.run = RunDirectory.open(self._run_dir, self._name, self.title)
+        return self.run
 
-    def _describe(self) -> dict[str, Any]:
-        """What ``run.json`` says about this run besides versions and machine."""
-        return {"trainer": type(self).__name__, "backend": session.engine().name}
+    def open_for(self, checkpoint: Path) -> RunDirectory:
+        """Open the directory to continue in after loading ``checkpoint``, and return it.
 
-    def _on_worker_event(self, event: dict[str, Any]) -> None:
-        """Who fails is in the run's directory; that somebody else goes on is also said aloud."""
-        assert self.run is not None
-        self.run.append_event(event)
+        It is the directory of the checkpoint's run, unless ``name`` or ``run_dir`` names a
+        different one or the checkpoint isn't in a run directory. Then a new run starts from it.
+        """
+        if self.run is not None:
+            return self.run
+        source, wanted = checkpoint.parent.parent, self.requested_path
+        is_same = wanted is None or wanted.resolve() == source.resolve()
+        if is_same and (source / "run.json").exists():
+            self.run = RunDirectory.reopen(source)
+        else:
+            self.open().append_event({"event": "started_from", "checkpoint": str(checkpoint)})
+        return self.directory
+
+    def write_description(self, description: Mapping[str, Any]) -> None:
+        """Write ``run.json`` for a new attempt, with ``description`` as its configuration."""
+        self.directory.write_run(description, self._name)
+
+    # -- during the run ---------------------------------------------------------------------------
+
+    def append_event(self, event: Mapping[str, Any]) -> None:
+        """Add an event to ``events.jsonl``. Print it if workers were replaced."""
+        self.directory.append_event(event)
         done = {
             "worker_replaced": f"worker {event.get('worker')} was replaced",
             "ranks_restarted": "all ranks were started again",
         }.get(event["event"])
-        if done and self._progress:
-            why = event["reason"].partition("\n")[0]
-            print(f"{done}: {why}", file=sys.stderr, flush=True)
+        if done and self.verbose:
+            reason = event["reason"].partition("\n")[0]
+            print(f"{done}: {reason}", file=sys.stderr, flush=True)
 
-    # -- the end ----------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def record_attempt(
+        self, stop: Callable[[BaseException], None], find_checkpoint: Callable[[], Path | None]
+    ) -> Iterator[Attempt]:
+        """Record how the code inside ends, in ``run.json`` and the report.
 
-    def _abort(self, error: BaseException) -> None:
-        with self._writing("its end is not in"):
-            if self.run is not None:
-                state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-                self.run.finish(state, error=error)
-        self.shutdown()
-        with self._writing("how its workers ended is not in"):
-            if self.run is not None:
-                from miniray.train.workers.exits import (
-                    record_ends,  # nothing before a failure needs it
-                )
+        If it raises, call ``stop(error)``, which stops the workers, and print the name of the
+        checkpoint that ``find_checkpoint()`` returns. The error of the code takes precedence over
+        errors of writing, which are printed.
+        """
+        attempt = Attempt()
+        try:
+            yield attempt
+        except BaseException as error:
+            with self.printing_errors("its end is not in"):
+                if self.run is not None:
+                    is_interrupt = isinstance(error, KeyboardInterrupt)
+                    self.run.finish("interrupted" if is_interrupt else "failed", error=error)
+            stop(error)
+            with self.printing_errors("how its workers ended is not in"):
+                if self.run is not None:
+                    from miniray.train.workers.exits import record_ends  # only after a failure
 
-                record_ends(self.run.path / "ranks", error)
+                    record_ends(self.run.path / "ranks", error)
+            self._write_report()
+            with self.printing_errors("no way to go on with"):
+                self._print_how_to_resume(find_checkpoint)
+            raise
+        with self.printing_errors("its end is not in"):
+            self.directory.finish(**attempt.fields)
         self._write_report()
-        with self._writing("no way to go on with"):
-            if self._progress and self.run is not None and self.checkpoints is not None:
-                newest = self.checkpoints.newest()
-                how = f"; resume=True goes on from {newest.name}" if newest is not None else ""
-                print(f"the run is in {self.run.path}{how}", file=sys.stderr, flush=True)
+
+    def _print_how_to_resume(self, find_checkpoint: Callable[[], Path | None]) -> None:
+        if not self.verbose or self.run is None:
+            return
+        newest = find_checkpoint()
+        how = f"; resume=True goes on from {newest.name}" if newest is not None else ""
+        print(f"the run is in {self.run.path}{how}", file=sys.stderr, flush=True)
 
     def _write_report(self) -> None:
-        """The run as a page, at its end."""
-        with self._writing("no report of"):
+        with self.printing_errors("no report of"):
             if self.run is not None:
-                from miniray.report import write_report  # nothing before the end of a run needs it
-
                 write_report(self.run.path)
 
     @contextlib.contextmanager
-    def _writing(self, failed: str) -> Iterator[None]:
-        """What cannot be written at the end of a run is said: the run's own error comes first."""
+    def printing_errors(self, failed: str) -> Iterator[None]:
+        """Print errors of writing at the end of a run: the run's own error takes precedence."""
         try:
             yield
-        except Exception as error:  # whatever a reader and writer of files may meet
-            assert self.run is not None
-            print(f"{failed} {self.run.path}: {error}", file=sys.stderr, flush=True)
+        except Exception as error:  # reading and writing files may raise anything
+            path = None if self.run is None else self.run.path
+            print(f"{failed} {path}: {error}", file=sys.stderr, flush=True)
 
-    def shutdown(self) -> None:
-        """End the workers, and the engine if ``train`` started it. Safe to call twice."""
-        group, self._group = self._group, None
-        if self.checkpoints is not None:
-            self.checkpoints.close()
-        with _starting:
-            self._used = None
-            owned, self._owned_session = self._owned_session, None
-            if owned is not None and session.is_initialized() and session.engine() is owned.engine:
-                heir = next((t for t in _started if t._used is owned.engine), None)
-                if heir is None:
-                    miniray.shutdown()
-                    return
-                heir._owned_session = owned
-        if group is not None:
-            group.stop()
+    # -- end --------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.shutdown()
+    def close(self) -> bool:
+        """Release the engine. Return whether that shut it down. Safe to call twice."""
+        lease, self._lease = self._lease, None
+        return lease is not None and lease.release()

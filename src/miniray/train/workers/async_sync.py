@@ -26,7 +26,8 @@ import miniray
 from miniray.checks import check_int
 from miniray.core import session
 from miniray.train.run.records import simplify
-from miniray.train.workers.group import WorkerGroup, located
+from miniray.train.workers.group import NO_WORKERS, WorkerGroup, located
+from miniray.train.workers.sync import SyncPolicy
 
 
 def check_mode(mode: str, staleness: int | None, data: Any) -> None:
@@ -55,69 +56,104 @@ class _Step:
     result: Any = None  # of the epoch whose weights they are
 
 
-class AsyncEpochs:
-    """Keeps every worker busy and hands out results epoch by epoch; see the module."""
+class AsyncSync(SyncPolicy):
+    """Keep every worker busy, and return results epoch by epoch; see the module.
 
-    def __init__(
-        self, group: WorkerGroup, server: Any, interval: int, staleness: int | None, epoch: int
-    ) -> None:
-        self._group = group
-        self._server = server
-        self._interval = interval
-        self._staleness = staleness
-        self._count = len(group.handles)
-        self._next = [epoch] * self._count  # the epoch each worker does next
-        self._end = epoch
+    Args:
+        staleness: How many syncs a worker may be ahead of the slowest. None: no limit.
+    """
+
+    mode = "async"
+
+    def __init__(self, num_workers: int, *, staleness: int | None = None, **options: Any) -> None:
+        server_options = {**options.pop("server_options", {}), "num_workers": num_workers}
+        super().__init__(num_workers, server_options=server_options, **options)
+        self.staleness = staleness
+        self._next = [0] * num_workers  # the epoch each worker does next
+        self._end = 0
         self._kwargs: Mapping[str, Any] = {}
         self._results: dict[int, dict[int, Any]] = {}  # by epoch, by worker
         self._running: dict[Any, _Step] = {}
         self._given: dict[int, Any] = {}  # by worker: weights on their way to it
 
-    def finish(self, epoch: int, end: int, kwargs: Mapping[str, Any]) -> list[Any]:
-        """Go on until every worker is through ``epoch``; its results by worker id.
+    def start(self, group: WorkerGroup) -> None:
+        """Start the server, with no worker training yet."""
+        super().start(group)
+        self._running, self._given = {}, {}
 
-        No worker goes beyond epoch ``end - 1``.
+    def start_at(self, epoch: int) -> None:
+        """Let all workers continue with ``epoch``."""
+        self._next, self._results = [epoch] * self.num_workers, {}
+
+    @property
+    def _workers(self) -> WorkerGroup:
+        if self._group is None:
+            raise RuntimeError(NO_WORKERS)
+        return self._group
+
+    def finish(self, epoch: int, end: int, kwargs: Mapping[str, Any]) -> list[Any]:
+        """Train until every worker has completed ``epoch``, and return its results by worker id.
+
+        No worker trains an epoch after ``end - 1``.
         """
         self._end, self._kwargs = end, kwargs
-        while len(self._results.get(epoch, ())) < self._count:
+        while len(self._results.get(epoch, ())) < self.num_workers:
             self._start_idle()
             self._advance()
-        self._start_idle()  # nobody idles while the hooks run
+        self._start_idle()  # no worker is idle while hooks run
         found = self._results.pop(epoch)
-        return [found[i] for i in range(self._count)]
+        return [found[i] for i in range(self.num_workers)]
 
-    def settle(self) -> dict[str, Any]:
-        """Let every worker finish the epoch it is in; returns where all are, for a checkpoint."""
+    def pause(self) -> None:
+        """Let every worker finish its epoch, and wait for it."""
         while self._running:
             self._advance()
         for worker in list(self._given):
             try:
-                miniray.get(self._given.pop(worker), timeout=self._group.timeout)
+                miniray.get(self._given.pop(worker), timeout=self._workers.timeout)
             except Exception as error:
-                self._group.recover(error, worker, "set_weights", self._next[worker] - 1)
+                self._workers.recover(error, worker, "set_weights", self._next[worker] - 1)
+
+    def settle(self, epoch: int) -> bool:
+        """Raise the error of a failed push, and return whether the epoch ends with a sync."""
+        super().settle(epoch)
+        return self.is_due(epoch)
+
+    @property
+    def is_in_sync(self) -> bool:
+        """False: each worker has its own weights."""
+        return False
+
+    def get_weights(self) -> Any:
+        """Return the weights of the server."""
+        return miniray.get(self.server.get_weights.remote())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of each worker too. No worker may be training; see ``pause``."""
         results = [
             [epoch, worker, simplify(result)]
             for epoch, found in self._results.items()
             for worker, result in found.items()
         ]
-        return {"next": list(self._next), "results": results}
+        return {**super().state_dict(), "next": list(self._next), "results": results}
 
-    def restore(self, epoch: int, saved: Mapping[str, Any] | None) -> None:
-        """Go on from ``settle``'s answer; without one of as many workers, all from ``epoch``."""
-        if saved is None or len(saved["next"]) != self._count:
-            saved = {"next": [epoch] * self._count, "results": ()}
-        self._next, self._results = list(saved["next"]), {}
-        for done, worker, result in saved["results"]:
-            self._results.setdefault(done, {})[worker] = result
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the positions, if the number of workers is the same."""
+        super().load_state_dict(state)
+        if len(state.get("next", ())) == self.num_workers:
+            self._next, self._results = list(state["next"]), {}
+            for done, worker, result in state["results"]:
+                self._results.setdefault(done, {})[worker] = result
 
     @contextlib.contextmanager
-    def at_rest_with(self, weights: Any) -> Iterator[None]:
-        """All workers between two epochs and with these weights; with their own again after.
+    def final_weights(self) -> Iterator[None]:
+        """Set the weights of the server on all workers, and afterwards their own again.
 
-        One that is replaced meanwhile keeps those of the server, as all replacements do.
+        A worker that is replaced inside keeps those of the server, as all replacements do.
         """
-        self.settle()
-        group = self._group
+        weights = self.server.get_weights.remote()
+        self.pause()
+        group = self._workers
         session.engine().peek(weights)  # the server's error, if it is one, and not a worker's
         before = list(group.handles)
         own = [worker.get_weights.remote() for worker in before]
@@ -130,43 +166,43 @@ class AsyncEpochs:
 
     def _start_idle(self) -> None:
         busy = {step.worker for step in self._running.values()}
-        slowest = min(self._syncs(i) for i in range(self._count))
-        for worker in range(self._count):
+        slowest = min(self._syncs(i) for i in range(self.num_workers))
+        for worker in range(self.num_workers):
             if worker in busy or self._next[worker] >= self._end:
                 continue
-            if self._staleness is None or self._syncs(worker) - slowest <= self._staleness:
+            if self.staleness is None or self._syncs(worker) - slowest <= self.staleness:
                 self._train(worker)
 
     def _syncs(self, worker: int) -> int:
-        return self._next[worker] // self._interval
+        return self._next[worker] // self.interval
 
     def _train(self, worker: int) -> None:
         epoch = self._next[worker]
-        ref = self._group.submit(worker, "train_epoch", epoch, **self._kwargs)
+        ref = self._workers.submit(worker, "train_epoch", epoch, **self._kwargs)
         self._running[ref] = _Step(worker, epoch, time.monotonic())
 
     def _advance(self) -> None:
         """Wait for something to be done, and have its worker do what comes next."""
-        for ref in self._group.some_ready({ref: s.began for ref, s in self._running.items()}):
+        for ref in self._workers.some_ready({ref: s.began for ref, s in self._running.items()}):
             step, method = self._running.pop(ref), "set_weights"
             try:
                 if step.worker in self._given:  # before the epoch, and may be where it hangs
-                    self._group.outcome(self._given.pop(step.worker))
+                    self._workers.outcome(self._given.pop(step.worker))
                 method = "train_epoch"
-                value = self._group.outcome(ref)
+                value = self._workers.outcome(ref)
             except Exception as error:
                 self._lost(step, error, method)
                 continue
-            handle = self._group.handles[step.worker]
-            if step.weights is None and (step.epoch + 1) % self._interval == 0:
+            handle = self._workers.handles[step.worker]
+            if step.weights is None and (step.epoch + 1) % self.interval == 0:
                 weights = handle.get_weights.remote()
-                push = self._server.push_weights.remote(step.worker, weights)
+                push = self.server.push_weights.remote(step.worker, weights)
                 began = time.monotonic()
                 self._running[push] = _Step(step.worker, step.epoch, began, weights, value)
                 continue
             if step.weights is not None:
                 value = step.result
-                pulled = self._server.pull_weights.remote()
+                pulled = self.server.pull_weights.remote()
                 self._given[step.worker] = handle.set_weights.remote(pulled)
             self._results.setdefault(step.epoch, {})[step.worker] = value
             self._next[step.worker] = step.epoch + 1
@@ -176,10 +212,10 @@ class AsyncEpochs:
         if step.weights is not None:
             method = "get_weights"
             try:
-                self._group.outcome(step.weights)
+                self._workers.outcome(step.weights)
             except Exception as cause:  # the worker's, and not the server's
                 error = cause
             else:
                 raise located(error, f"worker {step.worker} in epoch {step.epoch}") from None
-        self._group.recover(error, step.worker, method, step.epoch)
+        self._workers.recover(error, step.worker, method, step.epoch)
         self._train(step.worker)

@@ -1,76 +1,55 @@
-"""Data that the trainer deals out: ``DataParallelTrainer(data=...)``.
+"""Assign data to workers: ``load_data_shard``, and ``DataParallelTrainer(data=...)``.
 
-Worker i gets ``data.shard(i, num_workers)`` as the argument ``data`` of its ``load_data_shard``.
-Its class is derived from, so that the trainer can ask the shard how far it has come (every epoch,
-for checkpoints, for a worker's replacement) and tell it where to go on. The states of all workers
-make one, which any number of workers can go on from: every row of an epoch comes exactly once.
+With ``data=``, worker i gets ``data.shard(i, num_workers)`` as the argument ``data`` of its
+``load_data_shard``. The trainer reads the position of each shard after every epoch, for checkpoints
+and replacements. The positions of all workers merge into one, from which any number of workers can
+continue: every row of an epoch is trained exactly once.
 
-Where a worker is travels with the result of its epoch, in one answer: a worker that dies before it
-repeats the epoch's rows, one that dies after it does not.
+The position is part of the answer that contains the result of an epoch. A worker that is lost
+before its answer repeats the rows of the epoch. One that is lost after it doesn't.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from miniray.core.remote import ClassSpec
 from miniray.data import merge_states
 from miniray.errors import DataError
-from miniray.train.workers.group import WorkerGroup, accepted
+from miniray.train.workers.group import WorkerGroup, accepted, method_spec
 
 
 class Shardable(Protocol):
-    """A dataset or loader of ``miniray.data``, or anything that can do the same."""
+    """A dataset or loader of ``miniray.data``, or an object with the same methods."""
 
     def shard(self, rank: int, world_size: int) -> Any: ...
 
 
-class _Dealt:
-    """What the trainer calls. After the user's class in the order of bases: its names win.
+class ShardLoading:
+    """Call ``load_data_shard(shard_id, num_shards, **kwargs)`` of workers that have it."""
 
-    Errors speak of the user's methods: there ``_dealt_`` (``workers.WRAPPED``) is left out.
+    def start(self, group: WorkerGroup) -> None:
+        """Load the shards of all workers at the same time."""
+        if group.has("load_data_shard"):
+            count = len(group.handles)
+            group.call("load_data_shard", lambda i: (i, count), group.kwargs)
+
+    def set_up(self, group: WorkerGroup, worker_id: int) -> None:
+        """Load the shard of a replacement."""
+        if group.has("load_data_shard"):
+            shard = (worker_id, len(group.handles))
+            group.set_up_call(worker_id, "load_data_shard", *shard, **group.kwargs)
+
+
+class DataFeed:
+    """Assign shards of ``data`` to the workers, and track how far each has read.
+
+    It is a ``WorkerSetup``, and the part ``data`` of checkpoints. The workers are wrapped with
+    ``WorkerActor``.
+
+    Raises:
+        TypeError: ``data`` has no method ``shard``.
     """
-
-    _dealt: Any = None
-
-    def _dealt_load_data_shard(
-        self, data: Any, shard_id: int, num_shards: int, **kwargs: Any
-    ) -> None:
-        self._dealt = data
-        if callable(prepare := getattr(data, "prepare", None)):
-            prepare()  # a filter or a cache build can take long, so not between barriers
-        load: Any = self.load_data_shard  # type: ignore[attr-defined]
-        load(shard_id, num_shards, data=data, **accepted(inspect.signature(load), kwargs))
-
-    def _dealt_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._dealt.state_dict()
-        return state
-
-    def _dealt_train_epoch(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        train: Any = self.train_epoch  # type: ignore[attr-defined]
-        result = train(*args, **accepted(inspect.signature(train), kwargs))
-        return result, self._dealt_state()
-
-    def _load_dealt_state(self, state: Mapping[str, Any]) -> None:
-        self._dealt.load_state_dict(state)
-
-
-@functools.cache
-def dealt_spec(spec: ClassSpec) -> ClassSpec:
-    """The class of ``spec`` as one that data can be dealt to; as it is where it takes none."""
-    cls: Any = spec.cls
-    load = getattr(cls, "load_data_shard", None)
-    if load is None or not accepted(inspect.signature(load), {"data": None}):
-        return spec
-    own = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
-    return ClassSpec(type(cls.__name__, (cls, _Dealt), own))
-
-
-class Dealer:
-    """The driver's side: the data itself and, after each epoch, where the workers are in it."""
 
     def __init__(self, data: Shardable) -> None:
         if not callable(getattr(data, "shard", None)):
@@ -79,65 +58,71 @@ class Dealer:
                 "put anything with len and [] into miniray.data.IndexedDataset(...)"
             )
         self._data = data
+        self._group: WorkerGroup | None = None
         self._states: Sequence[Mapping[str, Any]] = ()
-        self._trained = False  # whether they are those of the end of the epoch under way
+        self._trained = False  # whether the states are those of the end of the running epoch
 
-    def deal(self, group: WorkerGroup, kwargs: Mapping[str, Any]) -> None:
-        """Give every worker its shard."""
-        if not group.has("_dealt_load_data_shard"):
+    def start(self, group: WorkerGroup) -> None:
+        """Assign a shard to every worker.
+
+        Raises:
+            TypeError: ``load_data_shard`` of the workers doesn't accept ``data``.
+        """
+        self._group, self._states = group, ()
+        load = method_spec(group.handles[0], "load_data_shard")
+        if load is None or not accepted(load.signature, {"data": None}):
             raise TypeError(
                 f"data= was given to the trainer, but {group.handles[0]._info.class_name} does not "
                 "take it: it needs load_data_shard(self, shard_id, num_shards, data)"
             )
         count = len(group.handles)
-        group.call(
-            "_dealt_load_data_shard", lambda i: (self._data.shard(i, count), i, count), kwargs
-        )
-        self._states = group.call("_dealt_state", lambda _: (), {})
+        group.call("assign_shard", lambda i: (self._data.shard(i, count), i, count), group.kwargs)
+        self._states = group.call("get_shard_state", lambda _: (), {})
 
-    def deal_one(self, group: WorkerGroup, worker_id: int, kwargs: Mapping[str, Any]) -> None:
-        """Give a replacement its shard, as this epoch found it or, once it was trained, left it."""
+    def set_up(self, group: WorkerGroup, worker_id: int) -> None:
+        """Assign a replacement its shard, at the start or the end of the running epoch."""
         count = len(group.handles)
         shard = self._data.shard(worker_id, count)
-        group.set_up_call(worker_id, "_dealt_load_data_shard", shard, worker_id, count, **kwargs)
-        if self._states:  # else it is lost while the first shards are dealt
-            group.set_up_call(worker_id, "_load_dealt_state", self.state())
+        group.set_up_call(worker_id, "assign_shard", shard, worker_id, count, **group.kwargs)
+        if self._states:  # else the worker was lost while the first shards were assigned
+            group.set_up_call(worker_id, "load_shard_state", self.state_dict())
 
-    def train(
-        self,
-        group: WorkerGroup,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        epoch: int | None,
+    def train_epoch(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], epoch: int | None
     ) -> list[Any]:
-        """``train_epoch`` on all workers; results by worker id."""
-        answers = group.call("_dealt_train_epoch", lambda _: args, kwargs, epoch)
+        """Call ``train_epoch`` on all workers, and return the results by worker id."""
+        assert self._group is not None
+        answers = self._group.call("train_on_shard", lambda _: args, kwargs, epoch)
         self._states = [state for _, state in answers]
         self._trained = True
         return [result for result, _ in answers]
 
-    def note(self, group: WorkerGroup) -> None:
-        """The epoch is over. What it has left of a pass over the data is shared out anew.
+    def end_epoch(self) -> None:
+        """Divide the rows that are left of the current pass over the data again.
 
-        So all workers count from the same point, and the part of a replacement in the next epoch
-        cannot overlap with the others'.
+        All workers then count from the same position, so the shard of a replacement in the next
+        epoch can't overlap with those of the others.
         """
-        if not self._trained:  # they were called in some other way
-            self._states = group.call("_dealt_state", lambda _: (), {})
+        group = self._group
+        assert group is not None
+        if not self._trained:  # train_epoch was called directly
+            self._states = group.call("get_shard_state", lambda _: (), {})
         self._trained = False
         try:
-            state = self.state()
+            state = self.state_dict()
         except DataError:
-            return  # some are an epoch ahead; whoever needs one state for all hears of it
+            return  # some workers are an epoch ahead; what needs one state for all raises
         taken = state["taken"]
         if any(taken) if isinstance(taken, list) else taken:
-            self.load(group, state)
+            self.load_state_dict(state)
 
-    def state(self) -> dict[str, Any]:
-        """One state for the whole run. ``DataError`` where there is none."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return one position for all workers. Raise ``DataError`` if they have none."""
         return merge_states(self._states)
 
-    def load(self, group: WorkerGroup, state: Mapping[str, Any]) -> None:
-        """Let all workers go on from ``state``, however many they were then."""
-        group.call("_load_dealt_state", lambda _: (state,), {})
-        self._states = group.call("_dealt_state", lambda _: (), {})
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let all workers continue at ``state``, whatever their number was."""
+        group = self._group
+        assert group is not None
+        group.call("load_shard_state", lambda _: (state,), {})
+        self._states = group.call("get_shard_state", lambda _: (), {})

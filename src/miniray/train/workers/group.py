@@ -14,7 +14,7 @@ import dataclasses
 import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import miniray
 from miniray.core import session
@@ -32,11 +32,13 @@ from miniray.train.workers.nodes import NodeLosses
 #: What every worker must have; ``load_data_shard`` and others may be absent.
 REQUIRED_METHODS = ("train_epoch", "get_weights", "set_weights")
 
+NO_WORKERS = "there are no workers before train(), and none after shutdown()"
+
 #: Parameters of a worker's ``__init__`` that get its id.
 _ID_NAMES = ("worker_id", "rank", "id")
 
-#: Before the name of a method that calls the user's own of that name, and does something more.
-WRAPPED = "_dealt_"
+#: Methods of ``WorkerActor`` and the user's methods that they call, which errors name.
+USER_METHODS = {"assign_shard": "load_data_shard", "train_on_shard": "train_epoch"}
 
 Handle = ActorHandle[Any]
 
@@ -136,22 +138,48 @@ def setting_up(method: str, worker_id: int | None = None) -> Iterator[None]:
         raise in_context(error, worker_id, method, None) from error.__cause__
 
 
+class WorkerSetup(Protocol):
+    """Prepares workers for training: loads their data, sets their weights.
+
+    A group calls its setups in order.
+    """
+
+    def start(self, group: WorkerGroup) -> None:
+        """Prepare all workers of a new group, at the same time."""
+
+    def set_up(self, group: WorkerGroup, worker_id: int) -> None:
+        """Prepare a replacement to continue in the place of the worker before it.
+
+        It is also called if a worker is lost while ``start`` runs, of this setup or a different
+        one. Call the replacement with ``group.set_up_call``.
+        """
+
+
 @dataclasses.dataclass(eq=False)
 class WorkerGroup:
-    """See the module's docstring.
+    """Workers that train independently of each other; see the module.
 
-    ``create`` makes worker i; ``set_up`` brings a replacement to where the one before it was;
-    ``on_event`` hears of every failure and replacement. ``unit`` is what is counted as epochs are.
+    Attributes:
+        count: Number of workers.
+        create: Creates the worker with the given id.
+        setups: Prepare the workers, in this order.
+        required: Methods that workers must have.
+        max_failures: Number of lost workers that are replaced.
+        timeout: Limit in seconds for one call. None: no limit.
+        on_event: Called with a dict for each failure and replacement.
+        unit: Unit of epochs in errors: an epoch or a step.
+        kwargs: Keyword arguments of ``train()``.
     """
 
     count: int
     create: Callable[[int], Any]
-    set_up: Callable[[int], None]
+    setups: Sequence[WorkerSetup]
     required: Sequence[str]
     max_failures: int
     timeout: float | None
     on_event: Callable[[dict[str, Any]], None]
     unit: str = "epoch"
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     handles: list[Handle] = dataclasses.field(default_factory=list)
     failures: int = 0
     node_losses: NodeLosses = dataclasses.field(default_factory=NodeLosses)
@@ -162,6 +190,11 @@ class WorkerGroup:
             worker = self.create(worker_id)
             check_worker(worker, worker_id, self.required)
             self.handles.append(worker)
+
+    def set_up_all(self) -> None:
+        """Prepare all workers after ``start``."""
+        for setup in self.setups:
+            setup.start(self)
 
     def has(self, method: str) -> bool:
         return method_spec(self.handles[0], method) is not None
@@ -207,6 +240,10 @@ class WorkerGroup:
                     started[worker_id] = time.monotonic()
                     pending[submit(worker_id)] = worker_id
         return results
+
+    def map(self, method: str, values: Mapping[int, Any]) -> dict[int, Any]:
+        """Call ``method(value)`` on the workers that have a value, by worker id."""
+        return self.call_some(values, lambda i: self.submit(i, method, values[i]), method)
 
     def submit(self, worker_id: int, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call one worker; of ``kwargs`` it gets what its method takes. Returns the ref."""
@@ -278,7 +315,8 @@ class WorkerGroup:
         self.node_losses.settle()
         self.handles[worker_id] = self.create(worker_id)
         check_worker(self.handles[worker_id], worker_id, self.required)
-        self.set_up(worker_id)
+        for setup in self.setups:
+            setup.set_up(self, worker_id)
 
     def stop(self) -> None:
         """End all workers."""
@@ -299,7 +337,7 @@ def in_context(
 ) -> Exception:
     """``error`` saying which worker it came from, and when; of the same types as before."""
     when = "" if epoch is None else f" in {unit} {epoch}"
-    call = "" if isinstance(error, TaskError) else f", {method.removeprefix(WRAPPED)}()"
+    call = "" if isinstance(error, TaskError) else f", {USER_METHODS.get(method, method)}()"
     told = located(error, f"worker {worker_id}{call}{when}")
     if isinstance(told, MinirayError):
         told.add_fields(worker=worker_id, **{unit: epoch})
@@ -312,7 +350,8 @@ def located(error: Exception, where: str, meant: str = "") -> Exception:
     ``meant`` comes after its text, unless the worker's code raised it.
     """
     if isinstance(error, TaskError):
-        function = f"{where}: {error.function.replace(WRAPPED, '')}"
+        owner, dot, method = error.function.rpartition(".")
+        function = f"{where}: {owner}{dot}{USER_METHODS.get(method, method)}"
         trace = error.remote_traceback
         if isinstance(error, ValueError) and "read-only" in str(error.cause):
             trace = f"{trace.rstrip()}\n{_READ_ONLY}"

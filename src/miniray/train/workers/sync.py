@@ -1,140 +1,242 @@
-"""A sync that workers may not survive, and what everybody has after it.
-
-The server changes nothing before all workers have taken the combined weights, so after a failure
-the survivors may be ahead of it. The rule, whichever worker was lost and when:
-
-- Lost while weights were collected: no survivor was changed. The replacement becomes a copy of a
-  surviving worker (the first), and the sync is repeated with all of them.
-- Lost while the combined weights were given out: the survivors have them, so they are what was
-  agreed on. The replacement and the server take them from a survivor and nothing is combined twice.
-  What the strategy remembers (momentum) is then that of the sync before.
-- No survivor: the replacements have the server's weights, and the sync is repeated with those.
-
-So after every sync all workers have the same weights, those of the server. In the server's figures
-a sync that was made good so is a failed one.
-"""
+"""``SyncPolicy``: combine the weights of the workers on a parameter server."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import miniray
-from miniray.errors import (
-    ActorDiedError,
-    GetTimeoutError,
-    MinirayError,
-    NonFiniteWeightsError,
-    SyncError,
-    TaskError,
-    WeightsMismatchError,
-)
-from miniray.train.workers.group import LostAgainError, WorkerGroup, is_loss, located
+from miniray.checks import check_bool, check_int
+from miniray.core import session
+from miniray.errors import MinirayError
+from miniray.ps import Strategy, create_parameter_server
+from miniray.ps.create import check_parameter_server
+from miniray.ps.strategies.base import at_least
+from miniray.train.options import warn
+from miniray.train.workers.group import NO_WORKERS, WorkerGroup, end
+from miniray.train.workers.sync_repair import sync
 
 
-def begin_with(group: WorkerGroup, server: Any) -> Any:
-    """Set the server's weights to those of worker 0, and return a ref to them.
+class SyncPolicy:
+    """Average the parameters of all workers every ``interval`` epochs.
 
-    Raise ``TypeError`` or ``ValueError`` if they can't be combined.
+    It is a ``WorkerSetup``: new workers start with the weights of worker 0, replacements with those
+    of the server. It is the part ``sync`` of checkpoints.
+
+    Args:
+        num_workers: Number of workers.
+        strategy: Name of a strategy of ``miniray.ps``, or a ``Strategy``.
+        interval: Number of epochs between two syncs.
+        initial_sync: Copy the weights of worker 0 to all workers at the start.
+        server_options: Further options of ``create_parameter_server``, with those of the strategy.
+
+    Attributes:
+        server: The parameter server, an actor. None if no workers exist.
+        strategy: Name of the strategy.
     """
-    weights = group.ref_of(0, "get_weights")
-    try:
-        miniray.get(server.set_weights.remote(weights))
-    except (TypeError, ValueError) as error:  # the server doesn't know the owner of the weights
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"worker 0, get_weights(): {getattr(error, 'cause', error)}") from None
-    return weights
 
+    #: Whether workers train without waiting for each other.
+    mode = "sync"
 
-def sync(
-    group: WorkerGroup, server: Any, timeout: float | None, epoch: int | None
-) -> tuple[dict[str, Any], bool]:
-    """Sync all workers; returns the sync's figures and whether a failed one was made good.
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        strategy: str | Strategy = "average",
+        interval: int = 1,
+        initial_sync: bool = True,
+        server_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.interval = check_int("sync_interval", interval, 1)
+        self.num_workers = num_workers
+        self.server: Any = None
+        self._server_options = {**(server_options or {}), "strategy": strategy, "mode": self.mode}
+        made = check_parameter_server(**{**self._server_options, "num_workers": num_workers})
+        self.strategy: str = made.name or type(made).__name__
+        self._uses_worker_weights = made.uses_worker_weights or self.mode == "async"
+        self._initial_sync = check_bool("initial_sync", initial_sync)
+        self._group: WorkerGroup | None = None
+        self._worker_weights: dict[int, float] = {}
+        self._has_weights = False  # whether the server has weights
+        self._is_in_sync = False
+        self._was_repaired = False  # since the last settle()
+        self._num_syncs = self._num_repaired = 0  # as of the last settle(), and repair
+        self._last_stats: dict[str, Any] = {}
 
-    Raises what the server raised where every worker is well (an error of their code, or the
-    server's end), and what ``WorkerGroup`` raises where no more failures may be spared.
-    """
-    while True:
-        ref = server.sync_from_workers.remote(group.handles)
+    # -- workers ----------------------------------------------------------------------------------
+
+    def start(self, group: WorkerGroup) -> None:
+        """Start the server with the weights of worker 0, and copy them to all workers.
+
+        Raises:
+            TypeError: The weights aren't arrays that can be combined.
+            ValueError: The same, for their values.
+        """
+        self._group = group
+        self.server = create_parameter_server(**self._server_options)
+        self._num_syncs = self._num_repaired = 0
+        self._send_worker_weights()
+        first = group.ref_of(0, "get_weights")
         try:
-            return miniray.get(ref, timeout=timeout), False
-        except (ActorDiedError, GetTimeoutError, SyncError) as error:
-            before = list(group.handles)
-            lost = _replaced(group, before, epoch)
-            if not lost and not isinstance(error, GetTimeoutError):
-                raise _told(error, group, epoch) from None
-            # Else somebody was slow who answers now: the sync has as long once more.
-        except TaskError as error:  # what the server found, or the strategy raised
-            raise _told(error, group, epoch) from None
-        failure = _failure(ref, timeout)
-        if failure is not None and not set(failure.workers) <= set(lost):
-            lost = _replaced(group, before, epoch)  # some may be lost since they were asked
-            if not set(failure.workers) <= set(lost):
-                raise _told(failure, group, epoch) from None  # another one's code raised as well
-        survivors = [i for i in range(len(before)) if i not in lost]
-        # After the call above: whatever the server sent a survivor has reached it.
-        weights = _weights_of(group, survivors, timeout)
-        if weights is not None:
-            for worker_id in lost:
-                _give(group, worker_id, weights, epoch)
-        if failure is None:  # it was late, but it went through
-            return miniray.get(ref), False
-        if weights is not None and failure.phase == "distribute":
-            version = miniray.get(server.set_weights.remote(weights))
-            return {"synced": True, "version": version, "num_workers": len(before)}, True
+            miniray.get(self.server.set_weights.remote(first))
+        except (TypeError, ValueError) as error:  # the server doesn't know the worker
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"worker 0, get_weights(): {getattr(error, 'cause', error)}") from None
+        self._has_weights = True
+        if self._initial_sync:
+            group.map("set_weights", dict.fromkeys(range(1, self.num_workers), first))
+        self._is_in_sync = self._initial_sync
 
-
-def _told(error: Exception, group: WorkerGroup, epoch: int | None) -> Exception:
-    """The server's error saying when. What is wrong with weights needs no traceback of ours."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, (NonFiniteWeightsError, WeightsMismatchError)):
-        error = cause
-    told = located(error, "sync" if epoch is None else f"sync in {group.unit} {epoch}")
-    if isinstance(told, MinirayError):
-        told.add_fields(**{group.unit: epoch})
-    return told
-
-
-def _replaced(group: WorkerGroup, before: Sequence[Any], epoch: int | None) -> list[int]:
-    """Finds out who is lost, and replaces it or raises what the user should see."""
-    group.call("get_weights", lambda _: (), {}, epoch)
-    return [i for i, handle in enumerate(before) if group.handles[i] is not handle]
-
-
-def _weights_of(group: WorkerGroup, survivors: Sequence[int], timeout: float | None) -> Any:
-    """A ref to the weights of the first survivor that still is one; None without any."""
-    for worker_id in survivors:
-        weights = group.handles[worker_id].get_weights.remote()
-        try:
-            miniray.get(weights, timeout=timeout)  # here, so that its loss is not another one's
-        except Exception as error:
-            if not is_loss(error):
-                raise
-        else:
-            return weights
-    return None
-
-
-def _give(group: WorkerGroup, worker_id: int, weights: Any, epoch: int | None) -> None:
-    """Give a replacement these weights, or the one that replaces it if it is lost too."""
-    while True:
-        try:
-            group.set_up_call(worker_id, "set_weights", weights)
+    def set_up(self, group: WorkerGroup, worker_id: int) -> None:
+        """Set the weights of the server on a replacement, once the server has weights."""
+        if not self._has_weights:  # no worker has trained
             return
-        except LostAgainError as lost:
-            group.recover(lost.error, worker_id, lost.method, epoch)
+        weights = self.server.get_weights.remote()
+        session.engine().peek(weights)  # an error of the server isn't one of the worker
+        group.set_up_call(worker_id, "set_weights", weights)
 
+    def stop(self) -> None:
+        """Stop the server, after the workers."""
+        server, self.server = self.server, None
+        self._group = None
+        self._has_weights = False
+        if server is not None:
+            end(server)
 
-def _failure(ref: Any, timeout: float | None) -> SyncError | None:
-    """Why the sync failed, now that nobody it waited for hangs any more; None if it did not."""
-    try:
-        miniray.get(ref, timeout=timeout)
-    except SyncError as error:
-        return error
-    except GetTimeoutError:
-        assert timeout is not None
-        raise GetTimeoutError(
-            f"the parameter server has not ended a sync in {2 * timeout:g} s, though all workers "
-            "answer: it hangs, or worker_timeout is too short for weights of this size"
-        ) from None
-    return None
+    # -- epochs -----------------------------------------------------------------------------------
+
+    def is_due(self, epoch: int) -> bool:
+        """Return whether a sync follows this epoch."""
+        return (epoch + 1) % self.interval == 0
+
+    def start_epoch(self) -> None:
+        """Note that workers are about to change their weights."""
+        self._is_in_sync = False
+
+    def sync(self, epoch: int | None = None) -> dict[str, Any]:
+        """Combine the weights of all workers, wait until all have them, and return statistics.
+
+        A worker that crashes or hangs is replaced within ``max_failures``. Afterwards, all workers
+        have the weights of the server; ``sync_repair`` says which ones.
+        """
+        if self._group is None:
+            raise RuntimeError(NO_WORKERS)
+        stats, was_repaired = sync(self._group, self.server, self._group.timeout, epoch)
+        if was_repaired:
+            self._was_repaired = True
+            self._num_repaired = self.get_stats()["failed_syncs"]
+        return stats
+
+    def settle(self, epoch: int) -> bool:
+        """Wait for all syncs of the epoch, and return whether the workers are in sync.
+
+        A ``train_epoch`` of the user may have started a sync without waiting for it. The server
+        answers in order, so its answer follows the last sync.
+
+        Raises:
+            MinirayError: A sync failed.
+        """
+        stats = self.get_stats()
+        self._is_in_sync = stats["num_syncs"] > self._num_syncs or self._was_repaired
+        self._num_syncs, self._was_repaired = stats["num_syncs"], False
+        if stats["last_error"] and stats["failed_syncs"] > self._num_repaired:
+            text = f"sync in epoch {epoch} failed: {stats['last_error']}"
+            raise MinirayError(text, epoch=epoch)
+        return self._is_in_sync
+
+    @property
+    def is_in_sync(self) -> bool:
+        """Whether all workers have the same weights."""
+        return self._is_in_sync
+
+    def pause(self) -> None:
+        """Wait until no worker trains."""
+
+    def start_at(self, epoch: int) -> None:
+        """Let all workers continue with ``epoch``."""
+
+    def get_weights(self) -> Any:
+        """Return the weights that count: those of worker 0, which is replaced if it is lost."""
+        if self._group is None:
+            raise RuntimeError(NO_WORKERS)
+        return miniray.get(self._group.ref_of(0, "get_weights"))
+
+    def final_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the workers have the weights of ``get_weights``."""
+        return contextlib.nullcontext()
+
+    # -- settings and statistics ------------------------------------------------------------------
+
+    def set_worker_weight(self, worker_id: int, weight: float) -> None:
+        """Set how much a worker counts, now or when the server starts. The default is 1.
+
+        Raises:
+            ValueError: The strategy doesn't use the weights, or there is no such worker.
+        """
+        if not self._uses_worker_weights:
+            raise ValueError(
+                f"set_worker_weight() would do nothing with sync_strategy={self.strategy!r}; "
+                'it needs "weighted" or another one that is based on the weighted mean'
+            )
+        if worker_id not in range(self.num_workers):
+            raise ValueError(
+                f"there is no worker {worker_id!r}: there are {self.num_workers}, from 0"
+            )
+        self._worker_weights[worker_id] = at_least("a worker's weight", weight, 0)
+        if self.server is not None:
+            self._send_worker_weights()
+
+    def _send_worker_weights(self) -> None:
+        send = self.server.set_worker_weight
+        miniray.get([send.remote(worker, w) for worker, w in self._worker_weights.items()])
+
+    def get_stats(self) -> dict[str, Any]:
+        """Return the number of syncs, bytes, seconds and distances; see ``miniray.ps``."""
+        if self.server is not None:
+            self._last_stats = miniray.get(self.server.get_stats.remote())
+        return dict(self._last_stats)
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the server and the weights of the workers."""
+        return {
+            "strategy": self.strategy,
+            "server": miniray.get(self.server.get_state.remote()),
+            "worker_weights": {str(k): v for k, v in self._worker_weights.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the server. With a different strategy, it starts with the workers' weights."""
+        before = state["strategy"]
+        if before == self.strategy:
+            miniray.get(self.server.set_state.remote(state["server"]))
+        else:
+            self._restart_strategy(f"was made with sync_strategy={before!r}")
+        if self._uses_worker_weights:
+            for worker, weight in state["worker_weights"].items():
+                if int(worker) < self.num_workers:  # weights set since then take precedence
+                    self._worker_weights.setdefault(int(worker), weight)
+            self._send_worker_weights()
+        self._num_syncs = self.get_stats()["num_syncs"]
+
+    def load_missing_state(self) -> None:
+        """Continue from a checkpoint of a trainer that didn't sync."""
+        self._restart_strategy("has no sync strategy")
+        self._num_syncs = self.get_stats()["num_syncs"]
+
+    def _restart_strategy(self, reason: str) -> None:
+        assert self._group is not None
+        text = (
+            f"the checkpoint {reason}; this run goes on with {self.strategy!r}, which begins "
+            "without what the one before remembered"
+        )
+        warn(text)
+        self._group.on_event({"event": "resumed_with_other_strategy", "message": text})
+        weights = self._group.handles[0].get_weights.remote()
+        miniray.get(self.server.set_weights.remote(weights))
+
+    def describe(self) -> dict[str, Any]:
+        """Return the configuration for ``run.json``."""
+        return {"sync_interval": self.interval, "sync_strategy": self.strategy, "mode": self.mode}

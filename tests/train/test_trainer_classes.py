@@ -1,0 +1,46 @@
+"""The shape of trainer classes, and their options as type checkers and editors see them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+
+from miniray.rl import GRPOTrainer, PPOTrainer
+from miniray.train import (
+    BaseTrainer,
+    DataParallelTrainer,
+    DDPTrainer,
+    ModelParallelTrainer,
+    PipelineParallelTrainer,
+)
+from miniray.train.options import RunKwargs, RunOptions
+
+TRAINERS = [
+    *(BaseTrainer, DataParallelTrainer, DDPTrainer, PipelineParallelTrainer),
+    *(ModelParallelTrainer, PPOTrainer, GRPOTrainer),
+]
+OPTIONS = {field.name for field in dataclasses.fields(RunOptions)}
+
+
+def test_keyword_arguments_for_checkers_are_the_options():
+    assert set(RunKwargs.__annotations__) == OPTIONS
+
+
+@pytest.mark.parametrize("trainer", [t for t in TRAINERS if t is not DataParallelTrainer])
+def test_editors_see_all_options(trainer):
+    """At run time; ``tests/typing`` checks what type checkers see."""
+    parameters = inspect.signature(trainer).parameters
+    assert set(parameters) >= OPTIONS
+    assert parameters["keep_last"].default == 3
+
+
+def test_data_parallel_trainer_accepts_options_of_strategies():
+    kinds = [p.kind for p in inspect.signature(DataParallelTrainer).parameters.values()]
+    assert inspect.Parameter.VAR_KEYWORD in kinds
+
+
+@pytest.mark.parametrize("trainer", [BaseTrainer, DataParallelTrainer, PPOTrainer, GRPOTrainer])
+def test_trainers_are_at_most_three_classes_deep(trainer):
+    assert len(trainer.__mro__) - 1 <= 3  # without object
