@@ -438,7 +438,7 @@ class BaseTrainer:
     @property
     def _creates_workers(self) -> bool:
         """Whether ``create_worker`` is miniray's own and has a worker class."""
-        is_ours = type(self).create_worker.__module__.partition(".")[0] == "miniray"
+        is_ours = str(type(self).create_worker.__module__).partition(".")[0] == "miniray"
         return is_ours and self._worker_class is not None
 
     def _choose_num_gpus(self) -> float | None:
