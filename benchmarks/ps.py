@@ -6,8 +6,7 @@ Weights of 100 MB in 10 and in 400 tensors on 2 and 4 workers. All systems run i
 processes, twice, so that a change of the machine's load meets all. gloo's figure is for all bytes
 in place, as one flat tensor or in DDP's buckets, whichever is faster. Ray's is for workers that
 give tensors; below it is that for numpy arrays, which Ray hands out without a copy. GB/s count what
-the workers give and get. Two servers that share the work, and compressed pushes, are measured once
-at the end. Figures are medians of all samples; the JSON file has every one.
+the workers give and get. Figures are medians of all samples; the JSON file has every one.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from common import Line, median
 
 ROWS_FILE = Path(__file__).with_name("ps_rows.py")
 CASES = [(2, 10), (2, 400), (4, 10), (4, 400)]
-VARIANTS = {"sharded": (4, 10), "compression": (1, 10)}
 MEGABYTES = 100
 
 #: Wanted: so many times faster than gloo (with 4 workers) and than the plain server on Ray; and the
@@ -66,17 +64,6 @@ def summarise(found: dict[str, dict[str, Samples]]) -> list[Line]:
         lines.append(_speed_line(samples["miniray"], workers))
         lines.append(_transport_line(samples["miniray"]))
         lines.append(_memory_line(samples["miniray"]))
-    return lines
-
-
-def summarise_variants(variants: dict[str, Samples]) -> list[Line]:
-    sharded, pushes = variants["sharded"], variants["compression"]
-    cell = common.human(median(sharded["sync"]), "s")
-    lines = [Line("4 workers, 10 tensors, num_servers=2", [cell, "", ""])]
-    for codec in ("plain", "bf16", "int8"):
-        seconds = common.human(median(pushes[f"{codec}_push"]), "s")
-        size = f"{median(pushes[f'{codec}_bytes']):.3f}× the bytes"
-        lines.append(Line(f"push, {codec}", [seconds, "", size]))
     return lines
 
 
@@ -128,11 +115,7 @@ def main() -> None:
         print(text, flush=True)
 
     found = measure(systems, repetitions, rounds, MEGABYTES, say)
-    variants = {}
-    for system, case in VARIANTS.items():
-        say(f"{system}: {_name(case)}")
-        variants[system] = _run(system, case, rounds, MEGABYTES)
-    lines = summarise(found) + summarise_variants(variants)
+    lines = summarise(found)
     columns = ["miniray", "other", "ratio"]
     if arguments.markdown:
         print(common.markdown_table(columns, lines))
@@ -146,7 +129,6 @@ def main() -> None:
         "repetitions": repetitions,
         "rounds": rounds,
         "samples": found,
-        "variants": variants,
         "table": [vars(line) for line in lines],
     }
     common.write_json(arguments.json, record)

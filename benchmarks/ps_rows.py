@@ -84,16 +84,14 @@ def timed(sync: Any, rounds: int) -> list[float]:
     return samples
 
 
-def run_miniray(
-    workers: int, tensors: int, numbers: int, rounds: int, num_servers: int = 1
-) -> Samples:
+def run_miniray(workers: int, tensors: int, numbers: int, rounds: int) -> Samples:
     import miniray
     from miniray import ps
 
     miniray.init(num_workers=1, log_to_driver=False)
     actor = miniray.remote(Worker)
     handles = [actor.remote(i, tensors, numbers) for i in range(workers)]
-    server = ps.create_parameter_server("average", num_servers=num_servers)
+    server = ps.create_parameter_server("average")
     pid = server_pid(server)
     phases: list[dict[str, float]] = []
     memory = Memory(pid)
@@ -170,36 +168,6 @@ class Memory:
     @property
     def grown(self) -> int:
         return self._peak - self._before
-
-
-def run_sharded(workers: int, tensors: int, numbers: int, rounds: int) -> Samples:
-    """Two servers that share the work. ``server_memory`` is that of the coordinator alone."""
-    return run_miniray(workers, tensors, numbers, rounds, num_servers=2)
-
-
-def run_compression(workers: int, tensors: int, numbers: int, rounds: int) -> Samples:
-    """A worker's pushes: bytes of each over those of the weights, and seconds."""
-    import miniray
-    from miniray import ps
-    from miniray.ps.compression import CODECS, encode
-
-    samples: Samples = {}
-    miniray.init(num_workers=1, log_to_driver=False)
-    generator = np.random.default_rng(0)
-    weights = [generator.standard_normal(numbers, np.float32) for _ in range(tensors)]
-    size = sum(w.nbytes for w in weights)
-    for codec in (None, *CODECS):
-        server = ps.create_parameter_server("average", compression=codec, num_workers=workers)
-        miniray.get(server.set_weights.remote([np.zeros_like(w) for w in weights]))
-        client = ps.Client(server, 0)
-        client.pull()
-        name = codec or "plain"
-        samples[f"{name}_push"] = timed(lambda client=client: client.push(weights), rounds)
-        sent = [weights] if codec is None else [encode(codec, w) for w in weights]
-        samples[f"{name}_bytes"] = [sum(a.nbytes for entry in sent for a in entry) / size]
-        miniray.kill(server)
-    miniray.shutdown()
-    return samples
 
 
 def run_ray(workers: int, tensors: int, numbers: int, rounds: int) -> Samples:
@@ -281,8 +249,6 @@ SYSTEMS = {
     "miniray": run_miniray,
     "gloo": run_gloo,
     "ray": run_ray,
-    "sharded": run_sharded,
-    "compression": run_compression,
 }
 
 

@@ -63,8 +63,6 @@ def test_every_public_name_of_the_reference_has_a_docstring():
 
 #: What users call on these and their bases bring, which have no page of their own.
 INHERITED = {
-    "miniray.train.BaseTrainer": "workers save_checkpoint load_checkpoint save_final_model "
-    "model_weights evaluate shutdown",
     "miniray.rl.PPOTrainer": "train evaluate load_checkpoint",
 }
 

@@ -46,10 +46,9 @@ def unchanged(server, handles, error):
     return caught.value
 
 
-@pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("method", ["get_weights", "set_weights"])
-def test_an_exception_in_a_worker(engine, method, servers):
-    server, handles = prepared(num_servers=servers)
+def test_an_exception_in_a_worker(engine, method):
+    server, handles = prepared()
     call(handles[1], "fail_in", method)
     error = unchanged(server, handles, SyncError)
     assert not isinstance(error, ActorDiedError)
@@ -128,9 +127,8 @@ def test_weights_that_are_not_finite(engine, strategy, bad):
 
 
 @pytest.mark.parametrize("strategy", ["average", "median"])
-@pytest.mark.parametrize("servers", [1, 2])
-def test_skipping_a_worker(engine, strategy, servers):
-    server, handles = prepared(strategy, on_nonfinite="skip", num_servers=servers)
+def test_skipping_a_worker(engine, strategy):
+    server, handles = prepared(strategy, on_nonfinite="skip")
     for i, value in enumerate((1.0, NAN, 5.0)):
         call(handles[i], "set_weights", [np.full(4, value)])
     report = call(server, "sync_from_workers", handles)

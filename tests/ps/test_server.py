@@ -177,7 +177,7 @@ class Plain:
     def set_weights(self, weights):
         self.weights = weights
 
-server = miniray.ps.create_parameter_server("momentum", num_servers=2)
+server = miniray.ps.create_parameter_server("momentum")
 workers = [Plain.remote(), Plain.remote()]
 print(miniray.get(server.sync_from_workers.remote(workers))["synced"])
 """

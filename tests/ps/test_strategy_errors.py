@@ -60,8 +60,8 @@ def test_exception_in_any_piece_is_raised(kind, place, threads):
 @pytest.mark.parametrize("size", [5, LARGE])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"threads": 1}, {"num_servers": 2}, {"mode": "async"}],
-    ids=["sync", "one-thread", "sharded", "async"],
+    [{}, {"threads": 1}, {"mode": "async"}],
+    ids=["sync", "one-thread", "async"],
 )
 def test_failed_sync_changes_nothing(engine, options, size):
     server = create_parameter_server(Failing(IndexError), **options)

@@ -225,7 +225,7 @@ def test_a_worker_that_others_wait_for_is_not_held(monkeypatch):
     """Worker 1 asks worker 0 for something in its get_weights."""
     monkeypatch.setitem(collect._PATIENCE, "read", 0.2)
     holders = [Holder.remote(v, SMALL) for v in (1, 3)]
-    options = {"on_nonfinite": "error", "compression": None, "num_workers": None, "threads": None}
+    options = {"on_nonfinite": "error", "num_workers": None, "threads": None}
     server = Server(make_strategy("average", {}), transport="read", **options)  # not in an actor
     for _ in range(2):
         server.sync_from_workers(holders)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler 
 
 from miniray.train.ddp.checks import read_output  # noqa: E402
 from miniray.train.lockstep.data import own_share, planned, set_epoch  # noqa: E402
-from miniray.train.lockstep.group import in_context  # noqa: E402
+from miniray.train.lockstep.failure import add_rank_context  # noqa: E402
 from miniray.train.workers.torch_utils import Means, length, moved  # noqa: E402
 from tests.train.ddp_for_tests import Stepper, make_data  # noqa: E402
 
@@ -335,5 +335,5 @@ def test_a_loss_that_is_none(output, advice):
 
 def test_a_worker_that_brings_its_own_ddp_is_told_who_does_that():
     died = ActorDiedError("ValueError: Default process group has not been initialized, please ...")
-    told = in_context(died, 1, None, None)
+    told = add_rank_context(died, 1, None, None)
     assert "The ranks meet after __init__. The trainer wraps self.model itself" in str(told)

@@ -12,9 +12,9 @@ import pytest
 import miniray
 from miniray.errors import BarrierTimeoutError, WeightsMismatchError
 from miniray.train.ddp.checks import RankSettings, agree
-from miniray.train.lockstep.group import StepBar
 from miniray.train.lockstep.process_group import GroupHost
 from miniray.train.lockstep.status import Place, PulseThread, read_places, readable
+from miniray.train.run.progress import StepBar
 from miniray.train.workers.process import RankStream
 
 torch = pytest.importorskip("torch")
@@ -134,14 +134,8 @@ def test_every_line_is_marked_and_flushed():
     assert (terminal.getvalue(), log.getvalue()) == (f"{wanted}:actor_name:Worker\n", wanted)
 
 
-class Ranks:
-    """Stands in for ``Watch``: ranks that are where one says."""
-
-    def __init__(self, *steps):
-        self.steps = steps
-
-    def places(self):
-        return [Place(rank, epoch=2, step=step) for rank, step in enumerate(self.steps)]
+def places(*steps):
+    return [Place(rank, epoch=2, step=step) for rank, step in enumerate(steps)]
 
 
 def test_the_bar_of_steps_comes_when_all_ranks_are_in_the_loop(monkeypatch):
@@ -152,13 +146,13 @@ def test_the_bar_of_steps_comes_when_all_ranks_are_in_the_loop(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     bar = StepBar(epoch=2, steps=10, enabled=True)
-    bar.update(Ranks(0, -1))  # rank 1 is still before the barrier
+    bar.update(places(0, -1))  # rank 1 is still before the barrier
     assert terminal.getvalue() == ""
-    bar.update(Ranks(3, 3))
+    bar.update(places(3, 3))
     assert "epoch 2" in terminal.getvalue()
     assert "/10" in terminal.getvalue()
     bar.close()
     bar.close()
     quiet = StepBar(epoch=2, steps=10, enabled=False)
-    quiet.update(Ranks(3, 3))
+    quiet.update(places(3, 3))
     assert quiet._bar is None

@@ -194,16 +194,8 @@ def test_a_loop_of_ones_own_on_the_base_trainer():
     assert miniray.is_initialized()  # it was there before
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"strategy": "momentum"},
-        pytest.param({"num_servers": 2}, marks=pytest.mark.slow_on_ray),
-    ],
-    ids=str,
-)
-def test_a_parameter_server_by_itself(engine, options):
-    server = create_parameter_server(**options)
+def test_a_parameter_server_by_itself(engine):
+    server = create_parameter_server("momentum")
     workers = ps.workers([torch.zeros(200_000)], [torch.full((200_000,), 2.0)])
     assert ps.call(server, "sync_from_workers", workers)["synced"]
     assert ps.weights_of(workers)[1][0].tolist()[:2] == [1, 1]

@@ -1,30 +1,48 @@
-"""When a trainer restarts its ranks: a table of failures and outcomes, without processes."""
+"""When ranks restart: a table of failures and outcomes, without processes."""
+
+import math
+from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 from miniray.errors import ActorDiedError, BarrierTimeoutError, TaskError, WorkerTimeoutError
-from miniray.train import DDPTrainer
-from tests.train.ddp_for_tests import Stepper
+from miniray.train.lockstep.group import LockstepGroup
+from miniray.train.lockstep.snapshot import Keep, RankSnapshots
+from miniray.train.workers.budget import FailureBudget
 
 
-class Recorder(DDPTrainer):
+class Recorder(LockstepGroup):
     """Records restarts instead of restarting; each one raises the next of ``restart_errors``."""
 
-    def __init__(self, max_failures, restart_errors):
-        super().__init__(2, worker=Stepper, max_failures=max_failures, progress=False)
+    def __init__(self, max_failures, restart_errors=()):
+        super().__init__(
+            count=2,
+            create=None,
+            required=(),
+            prepare=None,
+            snapshots=RankSnapshots(None, None),
+            budget=FailureBudget(max_failures),
+            name="test",
+            backend="gloo",
+            timeout=1,
+            hang_timeout=math.inf,
+            call_timeout=None,
+            run_dir=Path("run"),
+            shows_progress=False,
+            describe_part=lambda rank: None,
+            on_event=self.record_event,
+            on_replaced=self.record_event,
+        )
         self.restarts, self.failed_ranks = [], []
         self.restart_errors = restart_errors
-        self.session.append_event = self._record_event
 
-    def _start_again(self, epoch, reason):
+    def _restart(self, reason, epoch):
         self.restarts.append(reason)
         if self.restart_errors:
             raise self.restart_errors.pop(0)
 
-    def _record_event(self, event):
-        assert event["event"] == "worker_failed"
+    def record_event(self, event):
+        assert (event["event"], event["epoch"]) == ("worker_failed", 3)
         self.failed_ranks.append(event["worker"])
 
 
@@ -61,38 +79,37 @@ def test_restart_depends_on_error_and_failures_left(
 ):
     """An error while ranks restart counts like one in the next attempt."""
     left = list(errors)
-    trainer = Recorder(max_failures, left if is_restart_failing else [])
+    group = Recorder(max_failures, left if is_restart_failing else [])
 
     def attempt():
-        if left and (not is_restart_failing or not trainer.restarts):
+        if left and (not is_restart_failing or not group.restarts):
             raise left.pop(0)
         return "result"
 
     try:
-        outcome = trainer._retried(attempt)
+        outcome = group.run(attempt, epoch=3, keep=Keep.NOTHING)
     except Exception as error:
         outcome = error
     lost = [error for error in errors if error in (DIED, HUNG)]
     assert outcome == (raised or "result")
-    assert trainer.failed_ranks == [error.rank for error in lost]
-    assert trainer.failures == len(lost)
-    assert trainer.restarts == [str(error) for error in lost[:restarts]]
+    assert group.failed_ranks == [error.rank for error in lost]
+    assert group.budget.failures == len(lost)
+    assert group.restarts == [str(error) for error in lost[:restarts]]
 
 
-def test_failure_in_a_nested_attempt_repeats_the_outer_one():
-    """A rank lost while a checkpoint gathers weights repeats the checkpoint, not the gathering."""
-    trainer, calls, errors = Recorder(1, []), [], [DIED]
+def test_loss_while_state_is_kept_repeats_the_attempt():
+    """The snapshot of a restart must never be older than the last result."""
+    group, calls, errors = Recorder(1), [], [DIED]
 
-    def inner():
-        calls.append("inner")
+    def fetch(method):
+        calls.append(method)
         if errors:
             raise errors.pop()
+        return ["random numbers"]
 
-    def outer():
-        calls.append("outer")
-        trainer._retried(inner)
-        return "result"
-
-    assert trainer._retried(outer) == "result"
-    assert calls == ["outer", "inner", "outer", "inner"]
-    assert (trainer.failures, len(trainer.restarts)) == (1, 1)
+    group.call_ranks = fetch
+    group.snapshots.set("weights", "shared", [])
+    assert group.run(lambda: calls.append("attempt"), epoch=3, keep=Keep.OWN) is None
+    assert calls == ["attempt", "get_state", "attempt"]
+    assert group.snapshots.is_empty  # no failure is left: nothing is kept
+    assert (group.budget.failures, len(group.restarts)) == (1, 1)

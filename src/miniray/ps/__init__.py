@@ -3,13 +3,11 @@
 ``docs/parameter-server.md`` is the guide.
 """
 
-from miniray.ps.compression import Client
 from miniray.ps.create import ParameterServer, create_parameter_server
 from miniray.ps.strategies import Strategy, check_strategy, register_strategy, strategy_names
 from miniray.ps.weights import to_host
 
 __all__ = [
-    "Client",
     "ParameterServer",
     "Strategy",
     "check_strategy",

@@ -71,7 +71,7 @@ class AsyncServer(Server):
         self._clocks.setdefault(worker_id, min(self._clocks.values(), default=0))
         try:
             if self._weight(worker_id) > 0:
-                self._apply(worker_id, self._plain(weights))
+                self._apply(worker_id, weights)
         except BaseException as error:
             self._stats.failed(error)
             raise

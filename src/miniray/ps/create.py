@@ -12,27 +12,22 @@ from miniray.core.options import Options
 from miniray.core.remote import ActorClass, ActorHandle, ClassSpec
 from miniray.ps.asynchronous import AsyncServer
 from miniray.ps.collect import TRANSPORTS
-from miniray.ps.compression import CODECS
 from miniray.ps.server import Server
-from miniray.ps.sharded import Coordinator
 from miniray.ps.strategies import Strategy, make_strategy
 from miniray.ps.strategies.base import at_least
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "mode": ("sync", "async"),
     "on_nonfinite": ("error", "skip"),
-    "compression": (None, *CODECS),
     "transport": TRANSPORTS,
 }
-_LOWEST = {"num_servers": 1, "num_workers": 1, "max_staleness": 0, "threads": 1}
+_LOWEST = {"num_workers": 1, "max_staleness": 0, "threads": 1}
 
 
 def create_parameter_server(
     strategy: str | Strategy = "average",
     *,
-    num_servers: int = 1,
     mode: str = "sync",
-    compression: str | None = None,
     on_nonfinite: str = "error",
     num_workers: int | None = None,
     max_staleness: int | None = None,
@@ -45,9 +40,7 @@ def create_parameter_server(
 
     Args:
         strategy: a name (``strategy_names()`` lists them) or a ``Strategy``.
-        num_servers: actors that share the work; above 1 for models too large for one.
         mode: ``"sync"``, or ``"async"``: pushes take effect one by one.
-        compression: ``"bf16"`` or ``"int8"`` for what ``Client.push`` sends.
         on_nonfinite: what to do with a worker that has NaN or Inf: ``"error"`` or ``"skip"`` it.
         num_workers: how many workers push, if known: see ``push_weights``.
         max_staleness: with ``mode="async"``, how many pushes a worker may be ahead of the slowest.
@@ -114,19 +107,17 @@ def _checked(*args: Any, **kwargs: Any) -> tuple[type[Server], dict[str, Any]]:
     for name, allowed in _CHOICES.items():
         check_choice(name, given[name], allowed)
     for name, low in _LOWEST.items():
-        if given[name] is not None or name == "num_servers":
+        if given[name] is not None:
             check_int(name, given[name], low)
     if given["num_workers"] is not None:  # too few of them are not found out after an epoch
         count = given["num_workers"]
         made.weigh([1 / count] * count, np.zeros((count, count)) if made.uses_distances else None)
-    mode, servers = given.pop("mode"), given.pop("num_servers")
+    mode = given.pop("mode")
     staleness = {name: given.pop(name) for name in ("max_staleness", "staleness_power")}
     if mode == "sync":
         if staleness["max_staleness"] is not None or staleness["staleness_power"]:
             raise ValueError('max_staleness and staleness_power need mode="async"')
-        return (Server, given) if servers == 1 else (Coordinator, given | {"num_servers": servers})
-    if servers > 1:
-        raise ValueError('num_servers above 1 needs mode="sync"')
+        return Server, given
     if made.compares_workers:
         raise ValueError(
             f"strategy {made.name!r} compares workers and cannot take them one by one: "

@@ -17,7 +17,6 @@ import miniray
 from miniray.core.remote import ActorHandle
 from miniray.ps.collect import Collector, Round, failure
 from miniray.ps.combine import Tally
-from miniray.ps.compression import Compressed
 from miniray.ps.model import Combined, Given, Model
 from miniray.ps.reading import UnreadableError
 from miniray.ps.state import load_state, save_state
@@ -86,13 +85,11 @@ class Server:
         strategy: Strategy,
         *,
         on_nonfinite: str,
-        compression: str | None,
         num_workers: int | None,
         threads: int | None,
         transport: str,
     ) -> None:
         self._strategy = strategy
-        self._compression = compression
         self._num_workers = num_workers
         self._model = self._make_model(on_nonfinite, threads)
         self._collector = Collector(self._model, transport)
@@ -182,7 +179,7 @@ class Server:
         They are combined with those of the others by the next ``pull_weights``; if the server knows
         ``num_workers``, by the push that completes the round. Returns the version.
         """
-        self._pushed[worker_id] = self._plain(weights)
+        self._pushed[worker_id] = weights
         self._stats.num_pushes += 1
         if self._num_workers is not None and len(self._pushed) >= self._num_workers:
             self._combine_pushed()
@@ -210,11 +207,6 @@ class Server:
             raise
         seconds = {"collect": 0.0, "combine": time.perf_counter() - start, "distribute": 0.0}
         self._adopt(new, len(given), seconds, moved=len(given))
-
-    def _plain(self, weights: Any) -> Any:
-        if isinstance(weights, Compressed):
-            return weights.restored(self._model.weights)
-        return weights
 
     # -- the weights themselves --------------------------------------------------------------------
 
@@ -264,8 +256,6 @@ class Server:
             "strategy": self._strategy.name,
             "options": self._strategy.options(),
             "mode": self.mode,
-            "compression": self._compression,
-            "num_servers": 1,
             "model_bytes": self._model.nbytes,
             "worker_weights": dict(self._worker_weights),
             **self._stats.as_dict(),

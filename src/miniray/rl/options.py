@@ -31,7 +31,6 @@ class RLKwargs(RunKwargs, total=False):
     sync_strategy: str | Strategy
     initial_sync: bool
     on_nonfinite: Literal["error", "skip"]
-    num_servers: int
     momentum: float
     decay: float
     trim: float

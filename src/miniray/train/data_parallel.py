@@ -39,11 +39,9 @@ class DataParallelTrainer(BaseTrainer):
         data: A dataset or loader of ``miniray.data``. ``load_data_shard`` of each worker receives
             its shard as ``data``. The position is part of checkpoints, and a run that is resumed
             on a different number of workers continues with the remaining rows.
-        num_servers: See ``miniray.ps.create_parameter_server``.
         on_nonfinite: If the weights of a worker contain NaN or infinity, raise (``"error"``) or
             leave out the worker (``"skip"``).
         staleness_power: With ``mode="async"``, how much less stale weights count.
-        compression: See ``miniray.ps.create_parameter_server``.
         **kwargs: The options of ``RunOptions``, and those of the strategy.
 
     An epoch is reported as synced only if it was: the trainer waits for each sync, and an error in
@@ -64,10 +62,8 @@ class DataParallelTrainer(BaseTrainer):
         mode: Literal["sync", "async"] = "sync",
         staleness: int | None = None,
         data: Shardable | None = None,
-        num_servers: int = 1,
         on_nonfinite: Literal["error", "skip"] = "error",
         staleness_power: float = 0.0,
-        compression: str | None = None,
         **kwargs: Any,
     ) -> None:
         check_mode(mode, staleness, data)
@@ -79,10 +75,8 @@ class DataParallelTrainer(BaseTrainer):
             "interval": sync_interval,
             "initial_sync": initial_sync,
             "server_options": {
-                "num_servers": num_servers,
                 "on_nonfinite": on_nonfinite,
                 "staleness_power": staleness_power,
-                "compression": compression,
                 **self._strategy_options,
             },
         }

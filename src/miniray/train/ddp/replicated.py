@@ -368,6 +368,8 @@ class ReplicatedModel:
 
     def write_pretrained(self, directory: str | None, send_files: bool) -> SavedFiles | None:
         """Write the model on rank 0; see ``write_model``."""
+        if self.context.rank:
+            return None
         return write_model(self.user, self.modules.get("model"), directory, send_files)
 
     def set_weights(self, weights: Any) -> None:

@@ -1,22 +1,25 @@
-"""``DDPTrainer``: gradients averaged over all workers in every step, by torch's own DDP or FSDP.
+"""``DDPTrainer``: gradients averaged over all workers in every step, by torch's DDP or FSDP.
 
-What happens when a rank fails is ``RankTrainer``'s: one error, the cause's, and all ranks ended.
+``lockstep.trainer`` documents what happens when a rank fails.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from miniray.checks import check_int, suggest_options
 from miniray.tracebacks import hides_frames
 from miniray.train.ddp import checks as setup
-from miniray.train.lockstep.trainer import RankTrainer
+from miniray.train.lockstep.group import LockstepGroup
+from miniray.train.lockstep.snapshot import Keep
+from miniray.train.lockstep.trainer import LockstepTrainer
 from miniray.train.options import WORKER_HINTS
 from miniray.train.pretrained import SavedFiles
 from miniray.train.workers.aggregate import aggregate
-from miniray.train.workers.evaluate import combine, cut, evaluate_on
+from miniray.train.workers.evaluate import combine, cut
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @suggest_options({**WORKER_HINTS, "data": WORKER_HINTS["train_loader"]})
-class DDPTrainer(RankTrainer):
+class DDPTrainer(LockstepTrainer):
     """Trains one model on several workers with gradients averaged in every step.
 
     The worker has ``self.model``, ``self.optimizer``, ``self.train_loader`` and a
@@ -44,7 +47,7 @@ class DDPTrainer(RankTrainer):
         uneven: what to do when samples do not divide by workers. ``"join"``: every sample once,
             weighted so that each counts the same; workers that run out early keep the others
             company. ``"pad"``: some samples twice. ``"drop"``: some not at all. ``"error"``:
-            refuse to begin.
+            raise ``ValueError``.
         accumulate: micro-batches in an optimizer step.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"`` (with a gradient scaler).
         clip_norm: largest norm of the gradients of all parameters together.
@@ -107,29 +110,36 @@ class DDPTrainer(RankTrainer):
             f"miniray.train.ddp.{kind}",
             *(("torch._dynamo.convert_frame",) if compile else ()),
         )
-        self._steps_are_ours = False
+        self._steps_are_ours = self._has_own_evaluate = False
 
     @hides_frames
     def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Evaluate on all workers, every sample exactly once.
 
         Workers may have different numbers of samples, or none. No collective is called, unless the
-        model is sharded: then the workers go in step, those without samples for company.
+        model is sharded: then all workers take part, also those without samples.
         """
-        epoch, group = self._epoch_for_errors(), self._ranks
+        epoch, group, count = self._epoch_for_errors(), self._get_ranks(), self.num_workers
         setup.check_can_evaluate(group.handles[0])
-        if self._settings.shard == "full":
-            return self._evaluated(lambda: self._evaluate_in_step(data, epoch))
-        return self._evaluated(lambda: evaluate_on(group, data, kwargs, epoch))
+        rows = [(None, None) if data is None else cut(data, rank, count) for rank in range(count)]
+        is_sharded = self._settings.shard == "full"
+        ranks = [rank for rank, (_, samples) in enumerate(rows) if samples != 0 or is_sharded]
+        attempt = partial(
+            group.call_ranks,
+            "evaluate",
+            lambda rank: () if data is None else (rows[rank][0],),
+            lambda rank: {**kwargs, "shard_id": rank, "num_shards": count},
+            epoch,
+            ranks=ranks,
+            reports_progress=not self._has_own_evaluate,
+        )
+        # The user's own may change anything; ours draws random numbers.
+        keep = Keep.ALL if self._has_own_evaluate else Keep.OWN
+        scores = group.run(attempt, epoch=epoch, keep=keep)
+        pairs = zip(ranks, scores, strict=True)
+        return combine([(rank, rows[rank][1], score) for rank, score in pairs])
 
-    def _evaluate_in_step(self, data: Any, epoch: int | None) -> dict[str, Any]:
-        count = self.num_workers
-        rows = [None if data is None else cut(data, rank, count)[0] for rank in range(count)]
-        shards = {"num_shards": count}
-        results = self._call_ranks("evaluate", lambda rank: (rows[rank], rank), epoch, **shards)
-        return combine([(rank, None, sums) for rank, sums in enumerate(results)])
-
-    def _summary(self, reports: list[EpochReport]) -> dict[str, Any]:
+    def _summarize(self, reports: Sequence[EpochReport]) -> dict[str, Any]:
         results = [report.metrics for report in reports]
         if self._steps_are_ours and not any(result["num_samples"] for result in results):
             raise RuntimeError(
@@ -140,54 +150,43 @@ class DDPTrainer(RankTrainer):
 
     # -- workers ----------------------------------------------------------------------------------
 
-    def _set_up_ranks(self) -> None:
-        """Data, then what all must agree on, then the group: in this order nobody can hang."""
-        group = self._ranks
+    def _prepare_ranks(self, group: LockstepGroup) -> tuple[Sequence[Mapping[str, Any]], Any]:
+        """Load the data, prepare the ranks and compare them."""
+        worker, count = group.handles[0], self.num_workers
+        methods = worker._info.list_methods()
         evaluates = self.options.eval_interval and type(self).evaluate is DDPTrainer.evaluate
         if evaluates:
-            setup.check_can_evaluate(group.handles[0])
-        if not group.has("training_step") and not group.has("train_epoch"):
+            setup.check_can_evaluate(worker)
+        if "training_step" not in methods and "train_epoch" not in methods:
             raise TypeError(
-                f"worker class {self.workers[0]._info.class_name} has neither "
+                f"worker class {worker._info.class_name} has neither "
                 "training_step(batch, batch_idx) nor train_epoch(epoch)"
             )
-        if "load_data_shard" in self.workers[0]._info.list_methods():
-            count = self.num_workers
-            self._call_ranks("load_data_shard", lambda i: (i, count), **self._kwargs)
+        if "load_data_shard" in methods:
+            group.call_ranks("load_data_shard", lambda i: (i, count), lambda _: self._kwargs)
         settings = dataclasses.replace(self._settings, **self._run_facts())
-        facts = self._call_ranks("prepare_rank", lambda i: (i, self.num_workers, settings))
+        facts = group.call_ranks("prepare_rank", lambda i: (i, count, settings))
         self._steps_are_ours = facts[0]["steps"]
-        group.watched = {"run_rank_epoch"}
-        if "evaluate" not in facts[0]["own_methods"]:  # whether the user's own moves is not known
-            group.watched |= {"evaluate"}
-            if evaluates:
-                setup.check_val_loader(facts, self.options.eval_interval)
+        self._has_own_evaluate = "evaluate" in facts[0]["own_methods"]
+        if evaluates and not self._has_own_evaluate:
+            setup.check_val_loader(facts, self.options.eval_interval)
         if not self._steps_are_ours:
             setup.refuse_step_options(settings)
-        self._meet(facts, setup.agree(facts, settings))
+        return facts, setup.agree(facts, settings)
 
     # -- state ------------------------------------------------------------------------------------
 
-    def _whole_weights(self) -> Any:
-        return self._of_all("gather_weights")
+    def _merge_weights(self, parts: Sequence[Any]) -> Any:
+        return parts[0]
 
-    def _shared_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._of_all("gather_shared")
-        return state
+    def _merge_shared(self, parts: Sequence[Any]) -> Any:
+        return parts[0]
 
     def _write_pretrained(
         self, directory: str | None, send_files: bool, *weights: Any
     ) -> SavedFiles:
-        def write() -> SavedFiles:
-            return self._of_all("write_pretrained", directory, send_files)  # type: ignore[no-any-return]
-
-        return self._retried(write)
-
-    def _of_all(self, method: str, *args: Any) -> Any:
-        """What rank 0 says for all of them; where the model is sharded, with the others' help."""
-        group = self._ranks
-        ranks = range(1 if self._settings.shard == "none" else self.num_workers)
-        return group.call_some(ranks, lambda rank: group.submit(rank, method, *args), method)[0]
+        saved = self._get_ranks().call("write_pretrained", lambda _: (directory, send_files))
+        return saved[0]  # type: ignore[no-any-return]
 
     def _describe(self) -> dict[str, Any]:
         names = ("shard", "uneven", "accumulate", "precision", "ddp_options")

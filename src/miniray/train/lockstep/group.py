@@ -1,9 +1,7 @@
-"""Calling ranks at once, and finding the one cause when something goes wrong.
+"""``LockstepGroup``: starts the ranks, calls all of them at once, and restarts them after a loss.
 
-When a rank is gone or does not answer, the others fail too, a moment later or earlier: what they
-say is a consequence, in whatever call it is. So after the first failure the cause is waited for,
-for a few seconds, and raised alone. The caller ends the ranks: those that are left are stuck in a
-collective.
+No rank is replaced alone: after an error the others are stuck in a collective. So the first failure
+stops all ranks, and the error is that of its one cause, which may arrive a few seconds later.
 """
 
 from __future__ import annotations
@@ -12,134 +10,347 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import miniray
+from miniray.core import session
 from miniray.doctor.findings import named
-from miniray.errors import (
-    ActorDiedError,
-    BarrierTimeoutError,
-    MinirayError,
-    TaskError,
-    WorkerTimeoutError,
-)
+from miniray.errors import ActorDiedError, MinirayError, TaskError, WorkerTimeoutError
+from miniray.train.lockstep.failure import add_rank_context, create_group_error, find_root_cause
 from miniray.train.lockstep.monitor import Verdict, Watch
-from miniray.train.lockstep.status import Place, is_consequence, tell
-from miniray.train.workers.group import WorkerGroup, located
+from miniray.train.lockstep.options import choose_backend
+from miniray.train.lockstep.process_group import GroupHost
+from miniray.train.lockstep.snapshot import Keep, RankSnapshots
+from miniray.train.run.progress import StepBar
+from miniray.train.workers.budget import Decision, FailureBudget, is_loss
+from miniray.train.workers.group import accepted, check_worker, end, located, method_spec
 
-_LOOK_EVERY = 0.5  # seconds between two looks at the ranks' pulses
-_LAST_WORDS = 5.0  # seconds for a rank that was ended to be known as such
-_GRACE = 5.0  # seconds for the cause to be heard of after its first consequence
-#: What to say of a rank that died with these words.
-_MEANT = {
-    "collective mismatch": "The ranks did not make the same collective calls in the same order: "
-    "one of them left out a forward or a backward pass, or a parameter in its loss, that the "
-    "others did not leave out",
-    "process group has not been initialized": "The ranks meet after __init__. The trainer wraps "
-    "self.model itself and deals out the samples of self.train_loader: make the bare model, and a "
-    "DataLoader of all samples without a DistributedSampler",
-}
+T = TypeVar("T")
+
+#: The method that trains an epoch: its errors have a step.
+TRAIN_EPOCH = "run_rank_epoch"
+
+_POLL_INTERVAL_S = 0.5  # between two checks of the ranks' heartbeats
+_STOP_TIMEOUT_S = 5.0  # for calls of stopped ranks to fail, and for ranks to leave
+_CAUSE_TIMEOUT_S = 5.0  # for the cause to arrive after its first consequence
+
+
+def no_arguments(rank: int) -> tuple[Any, ...]:
+    """Return no arguments for the call of a rank."""
+    del rank
+    return ()
+
+
+def no_kwargs(rank: int) -> Mapping[str, Any]:
+    """Return no keyword arguments for the call of a rank."""
+    del rank
+    return {}
+
+
+@dataclasses.dataclass
+class _Answers:
+    """The state of a call of several ranks."""
+
+    pending: dict[Any, int]  # ranks by ref
+    results: dict[int, Any] = dataclasses.field(default_factory=dict)
+    failures: dict[int, Exception] = dataclasses.field(default_factory=dict)
+    verdict: Verdict | None = None
+
+    def receive(self, timeout: float) -> bool:
+        """Wait for a result or a failure; return whether there was one."""
+        ready = miniray.wait(list(self.pending), timeout=timeout)[0]
+        for ref in ready:
+            rank = self.pending.pop(ref)
+            try:
+                self.results[rank] = miniray.get(ref)
+            except (
+                Exception
+            ) as error:  # user code raises anything; it is raised again by the caller
+                self.failures[rank] = error
+        return bool(ready)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class RankGroup(WorkerGroup):
-    """Workers that go in step. None is replaced: after an error all of them are of no use any more.
+class LockstepGroup:
+    """All ranks of a run; see the module.
 
-    ``held_by(rank)`` is what is lost with a rank. In calls that are ``watched`` ranks say that they
-    move, so that one that hangs is found by ``watch``, which there is once they have met; in all
-    others one that is stopped. How long those may rightly take nobody knows: it is said who has not
-    answered after ``patience`` seconds, after twice as many, and so on.
+    Attributes:
+        count: Number of ranks.
+        create: Creates the actor of a rank.
+        required: Methods that workers must have.
+        prepare: Prepares new ranks with ``call_ranks``. Returns what ``prepare_rank`` returned, by
+            rank, and what they agree on for ``join_group``. No rank may wait for others in it.
+        snapshots: The state to restart from.
+        budget: Decides whether a lost rank may be repaired.
+        name: Name of the process group.
+        backend: ``"gloo"``, ``"nccl"`` or ``"auto"``.
+        timeout: Seconds that ranks wait for each other in a collective.
+        hang_timeout: Seconds without progress after which idle ranks hang. In calls whose ranks
+            report no progress, the time after which a message names the ranks that haven't
+            answered; it is repeated after twice as long, and so on.
+        call_timeout: Seconds that a call may take, or None.
+        run_dir: The run directory.
+        shows_progress: Show a bar over the steps of an epoch.
+        describe_part: Returns what is lost with a rank, or None if all ranks hold the same.
+        on_event: Called with each event of the run.
+        on_replaced: Called with each rank after a restart.
     """
 
+    count: int
+    create: Callable[[int], Any]
+    required: Sequence[str]
+    prepare: Callable[[LockstepGroup], tuple[Sequence[Mapping[str, Any]], Any]]
+    snapshots: RankSnapshots
+    budget: FailureBudget
+    name: str
+    backend: str
+    timeout: float
+    hang_timeout: float
+    call_timeout: float | None
     run_dir: Path
-    held_by: Callable[[int], str | None]
-    patience: float
-    progress: bool
-    watched: Set[str] = frozenset()
-    watch: Watch | None = None
-    steps: int | None = None  # of an epoch
-    broken: bool = False
-    unanswered: list[Any] = dataclasses.field(default_factory=list)
+    shows_progress: bool
+    describe_part: Callable[[int], str | None]
+    on_event: Callable[[dict[str, Any]], None]
+    on_replaced: Callable[[int], None]
+    handles: list[Any] = dataclasses.field(default_factory=list)
+    _steps: int | None = None  # of an epoch, if known
+    _host: GroupHost | None = None
+    _watch: Watch | None = None
+    _is_broken: bool = False
+    _is_restarting: bool = False
+    _unanswered: list[Any] = dataclasses.field(default_factory=list)
 
-    def call_some(
-        self,
-        worker_ids: Iterable[int],
-        submit: Callable[[int], Any],
-        method: str,
-        epoch: int | None = None,
-    ) -> dict[int, Any]:
-        """Results by rank. Raises one error, the cause's, with ``rank``, ``epoch`` and ``step``."""
-        pending = {submit(rank): rank for rank in worker_ids}
-        failures: dict[int, Exception] = {}
-        try:
-            results, verdict = self._answers(pending, failures, method, epoch)
-            if not failures and verdict is None:
-                return results
-            places = self.watch.last_places() if self.watch is not None else []
-            cause = root_cause(failures)
-            if cause is None and not pending and method not in self.watched:
-                cause = next(iter(failures.items()))  # it may be no collective that it speaks of
-            if cause is not None:
-                rank, error = cause
-                place = places[rank] if places and method == "run_rank_epoch" else None
-                told = in_context(error, rank, epoch, place)
-            else:
-                told = _without_cause(failures, sorted(pending.values()), verdict, epoch, places)
-            raise self._with_loss(told)
-        except BaseException:
-            self.broken = True
-            self.unanswered += pending
-            raise
+    # -- start and stop ---------------------------------------------------------------------------
 
-    def _answers(
-        self,
-        pending: dict[Any, int],
-        failures: dict[int, Exception],
-        method: str,
-        epoch: int | None,
-    ) -> tuple[dict[int, Any], Verdict | None]:
-        """Wait for all, or until some are known not to answer: they are left in ``pending``."""
-        results: dict[int, Any] = {}
-        verdict: Verdict | None = None
-        watch, patience, moves = self.watch, self.patience, method in self.watched
-        bar = StepBar(epoch or 0, self.steps, moves and self.progress)
-        began = answered = time.monotonic()
-        grace: float | None = None
+    def start(self) -> None:
+        """Create the actors of all ranks. They start at the same time."""
+        for rank in range(self.count):
+            worker = self.create(rank)
+            check_worker(worker, rank, self.required)
+            self.handles.append(worker)
+
+    def join(self, *, keep: Keep) -> None:
+        """Prepare the ranks and let them join each other."""
+        self.run(self._join, keep=keep)
+
+    def _join(self) -> None:
+        if self._host is not None:  # by a restart
+            return
+        facts, agreed = self.prepare(self)
+        machines = {fact["host"] for fact in facts}
+        self._host = GroupHost(
+            self.count,
+            backend=choose_backend(self.backend, facts),
+            name=self.name,
+            timeout=self.timeout,
+            other_machines=len(machines) > 1 or session.engine().capabilities.multi_node,
+        )
+        self._watch = Watch(self._host, self.hang_timeout, self.run_dir)
+        arguments = (self._host.spec, agreed, len(machines) == 1)
+        self._steps = self.call_ranks("join_group", lambda _: arguments)[0]
+        self._is_broken = False
+
+    def _restart(self, reason: str, epoch: int | None) -> None:
+        """Stop all ranks and start them with the newest snapshot, or else the initial state."""
+        self._is_restarting = True
         try:
-            while pending and verdict is None:
-                for ref in miniray.wait(list(pending), timeout=_LOOK_EVERY)[0]:
-                    rank = pending.pop(ref)
-                    try:
-                        results[rank] = miniray.get(ref)
-                    except Exception as error:
-                        failures[rank] = error
-                    answered = time.monotonic()
-                now = time.monotonic()
-                if failures:
-                    grace = grace or now + _GRACE
-                    if root_cause(failures) is not None or now > grace:
-                        break
-                elif not pending:
-                    break
-                elif self.timeout is not None and now > began + self.timeout:
-                    late = sorted(pending.values())
-                    verdict = Verdict(late, f"{named(late)} gave no result in {self.timeout:g} s")
-                elif watch is not None and moves:
-                    bar.update(watch)
-                    verdict = watch.hung(pending.values(), answered)
-                elif watch is not None and (verdict := watch.stopped(pending.values())):
-                    break
-                elif now > began + patience:
-                    self._tell_of_waiting(method, pending.values(), now - began)
-                    patience *= 2
+            self.stop()  # whatever they are in
+            self.budget.settle()
+            self.start()
+            self._join()
+            if not self.snapshots.is_empty:
+                self._load_snapshot()
+            for rank in range(self.count):
+                self.on_replaced(rank)
         finally:
-            bar.close()
-        return results, verdict
+            self._is_restarting = False
+        self.on_event({"event": "ranks_restarted", "epoch": epoch, "reason": reason})
 
-    def _tell_of_waiting(self, method: str, ranks: Iterable[int], seconds: float) -> None:
-        """Say on stderr who is waited for, and how to find out what for."""
+    def leave(self) -> None:
+        """Let the ranks leave the process group, if they can. In this process they always can."""
+        if not miniray.is_initialized():
+            return
+        if self._is_broken and session.engine().capabilities.processes:
+            return
+        leaving = [worker.leave_group.remote() for worker in self.handles]
+        with contextlib.suppress(MinirayError):  # they are stopped in a moment in any case
+            miniray.get(leaving, timeout=_STOP_TIMEOUT_S)
+
+    def abandon(self) -> None:
+        """Note that ranks can't leave in order any more."""
+        self._is_broken = True
+
+    def stop(self) -> None:
+        """Stop all ranks and the store, and read the results of unanswered calls.
+
+        The engine would log the errors of calls whose results are dropped unread.
+        """
+        for worker in self.handles:
+            end(worker)
+        self.handles.clear()
+        self._watch = None
+        unanswered, self._unanswered = self._unanswered, []
+        for ref in unanswered if miniray.is_initialized() else ():
+            with contextlib.suppress(Exception):
+                miniray.get(ref, timeout=_STOP_TIMEOUT_S)
+        self.close()
+
+    def close(self) -> None:
+        """Close the store at which the ranks met, after they have ended."""
+        host, self._host = self._host, None
+        if host is not None:
+            host.close()
+
+    # -- recovery ---------------------------------------------------------------------------------
+
+    def run(
+        self, attempt: Callable[[], T], *, epoch: int | None = None, keep: Keep = Keep.ALL
+    ) -> T:
+        """Return ``attempt()``. If a rank is lost, restart all ranks and repeat it.
+
+        Args:
+            attempt: Calls ranks with ``call_ranks``, and changes nothing in this process.
+            epoch: For events.
+            keep: The state that ``attempt`` changes. It is kept afterwards; a loss meanwhile
+                repeats the attempt.
+        """
+        lost: Exception | None = None
+        while True:
+            is_repairing = lost is not None
+            try:
+                if lost is not None:
+                    self._restart(str(lost), epoch)
+                is_repairing = False
+                result = attempt()
+                self._keep(keep)
+                return result
+            except (ActorDiedError, WorkerTimeoutError) as error:
+                # A call that a callback makes during a restart is part of the restart.
+                if self._is_restarting or not is_loss(error):
+                    raise
+                decision = self.budget.decide(error, is_repairing=is_repairing)
+                rank = getattr(error, "rank", None)
+                event = {"event": "worker_failed", "worker": rank, "epoch": epoch}
+                self.on_event({**event, "reason": str(error)})
+                if decision is Decision.RAISE:
+                    raise
+                lost = error
+
+    def call(
+        self,
+        method: str,
+        arguments: Callable[[int], tuple[Any, ...]] = no_arguments,
+        kwargs: Mapping[str, Any] | None = None,
+        epoch: int | None = None,
+        *,
+        keep: Keep = Keep.NOTHING,
+    ) -> list[Any]:
+        """Call a method of all ranks, as ``run`` does; return the results by rank."""
+        given = {} if kwargs is None else kwargs
+        attempt = partial(self.call_ranks, method, arguments, lambda _: given, epoch)
+        return self.run(attempt, epoch=epoch, keep=keep)
+
+    def map(self, method: str, values: Mapping[int, Any]) -> dict[int, Any]:
+        """Call ``method(value)`` on the ranks that have a value, as ``run`` does."""
+        attempt = partial(self.call_ranks, method, lambda rank: (values[rank],), ranks=values)
+        return dict(zip(values, self.run(attempt, keep=Keep.NOTHING), strict=True))
+
+    def _load_snapshot(self) -> None:
+        self.call_ranks("load_snapshot", self.snapshots.create_arguments())
+
+    def _keep(self, keep: Keep) -> None:
+        """Keep the state that a restart needs, if another one is allowed."""
+        if self.budget.is_spent:
+            self.snapshots.clear()
+        elif keep is Keep.ALL:
+            self.snapshots.collect(self.call_ranks("get_snapshot"))
+        elif keep is Keep.OWN:
+            self.snapshots.set_own(self.call_ranks("get_state"))
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    def has(self, method: str) -> bool:
+        return method_spec(self.handles[0], method) is not None
+
+    def call_ranks(
+        self,
+        method: str,
+        arguments: Callable[[int], tuple[Any, ...]] = no_arguments,
+        kwargs: Callable[[int], Mapping[str, Any]] = no_kwargs,
+        epoch: int | None = None,
+        *,
+        ranks: Iterable[int] | None = None,
+        reports_progress: bool = False,
+    ) -> list[Any]:
+        """Call a method of ranks at once, without recovery; return the results in their order.
+
+        Args:
+            method: Name of the method.
+            arguments: Returns the positional arguments for a rank.
+            kwargs: Returns the keyword arguments for a rank, which gets those that its method
+                accepts.
+            epoch: For errors.
+            ranks: Which ranks; all by default.
+            reports_progress: The ranks report progress in this call, so one that hangs is found.
+
+        Raises:
+            ActorDiedError, WorkerTimeoutError: A rank was lost. The error has ``rank``, ``epoch``
+                and, in an epoch, ``step``.
+        """
+        pending = {}
+        for rank in range(self.count) if ranks is None else ranks:
+            worker = self.handles[rank]
+            spec = method_spec(worker, method)
+            given = accepted(spec.signature if spec else None, kwargs(rank))
+            pending[getattr(worker, method).remote(*arguments(rank), **given)] = rank
+        called, answers = list(pending.values()), _Answers(pending)
+        try:
+            self._await(answers, method, epoch, reports_progress)
+            if answers.failures or answers.verdict is not None:
+                raise self._create_error(answers, method, epoch, reports_progress)
+        except BaseException:
+            self._is_broken = True
+            self._unanswered += answers.pending
+            raise
+        return [answers.results[rank] for rank in called]
+
+    def _await(
+        self, answers: _Answers, method: str, epoch: int | None, reports_progress: bool
+    ) -> None:
+        """Wait until all ranks have answered, or until it is known that some won't."""
+        watch, pending, notice_s = self._watch, answers.pending, self.hang_timeout
+        bar = StepBar(epoch or 0, self._steps, reports_progress and self.shows_progress)
+        start = answered = time.monotonic()
+        give_up: float | None = None
+        with contextlib.closing(bar):
+            while pending and answers.verdict is None:
+                has_answer = answers.receive(_POLL_INTERVAL_S)
+                now = time.monotonic()
+                answered = now if has_answer else answered
+                if answers.failures:
+                    give_up = give_up or now + _CAUSE_TIMEOUT_S
+                    if find_root_cause(answers.failures) is not None or now > give_up:
+                        return
+                elif not pending:
+                    return
+                elif self.call_timeout is not None and now > start + self.call_timeout:
+                    late = sorted(pending.values())
+                    text = f"{named(late)} gave no result in {self.call_timeout:g} s"
+                    answers.verdict = Verdict(late, text)
+                elif watch is not None and reports_progress:
+                    bar.update(watch.places())
+                    answers.verdict = watch.hung(pending.values(), answered)
+                elif watch is not None and (verdict := watch.stopped(pending.values())):
+                    answers.verdict = verdict
+                elif now > start + notice_s:
+                    self._print_waiting(method, pending.values(), now - start)
+                    notice_s *= 2
+
+    def _print_waiting(self, method: str, ranks: Iterable[int], seconds: float) -> None:
+        """Print which ranks haven't answered, and how to find out why."""
         text = (
             f"{named(ranks)}: {method}() takes {seconds:.0f} s so far and "
             f"is waited for; `miniray doctor {self.run_dir}` shows where it is, worker_timeout= "
@@ -147,123 +358,29 @@ class RankGroup(WorkerGroup):
         )
         print(text, file=sys.stderr, flush=True)
 
-    def _with_loss(self, error: Exception) -> Exception:
-        """Of a rank that is lost also what is lost with it."""
-        rank, lost = getattr(error, "rank", None), (ActorDiedError, WorkerTimeoutError)
-        held = None if rank is None else self.held_by(rank)
-        if held is None or not isinstance(error, lost) or isinstance(error, TaskError):
-            return error
-        return located(error, held)
-
-    def stop(self) -> None:
-        """End all ranks, and hear out what they still had to say.
-
-        Nobody wants to know; but of an answer that nobody asked for the log would tell.
-        """
-        super().stop()
-        self.watch = None
-        left, self.unanswered = self.unanswered, []
-        for ref in left if miniray.is_initialized() else ():
-            with contextlib.suppress(Exception):
-                miniray.get(ref, timeout=_LAST_WORDS)
-
-
-def _without_cause(
-    failures: Mapping[int, Exception],
-    pending: list[int],
-    verdict: Verdict | None,
-    epoch: int | None,
-    places: list[Place],
-) -> Exception:
-    """The error where ranks only say that others are gone: who did not answer, or all they said."""
-    said = "\n".join(
-        f"  rank {rank}: {str(getattr(error, 'cause', None) or error).splitlines()[0]}"
-        for rank, error in sorted(failures.items())
-    )
-    if verdict is None and pending and places:
-        lines = [f"{named(pending)} did not answer, and the others waited in vain"]
-        lines += [tell(place) for place in places if place.rank in pending]
-        verdict = Verdict(pending, "\n".join([*lines, said]))
-    barrier = next((e for e in failures.values() if isinstance(e, BarrierTimeoutError)), None)
-    if barrier is not None:
-        text = str(getattr(barrier, "cause", None) or barrier)
-    elif verdict is not None:
-        text = verdict.text
-    else:
-        text = (
-            "the ranks lost one another, and all of them are alive: they did not make the same "
-            f"collective calls in the same order\n{said}"
-        )
-    if verdict is None or len(verdict.ranks) != 1:
-        return WorkerTimeoutError(text, epoch=epoch)
-    rank = verdict.ranks[0]
-    error = WorkerTimeoutError(text, rank=rank, worker=rank, epoch=epoch)
-    if places:
-        place = places[rank]
-        step = None if place.step < 0 else place.step
-        error.add_fields(step=step, host=place.host or None, pid=place.pid or None)
-    return error
-
-
-def root_cause(failures: Mapping[int, Exception]) -> tuple[int, Exception] | None:
-    """Whose failure is not a consequence of another's; the first that came, of several."""
-    for rank, error in failures.items():
-        if not is_consequence(error):
-            return rank, error
-    return None
-
-
-def in_context(error: Exception, rank: int, epoch: int | None, place: Place | None) -> Exception:
-    """``error`` saying which rank it came from, and when; of the same types as before."""
-    when = "" if epoch is None else f" in epoch {epoch}"
-    step = place.step if place is not None and place.epoch == epoch and place.step >= 0 else None
-    if step is not None:
-        when += f", step {step}"
-    meant = "".join(f"\n{text}" for words, text in _MEANT.items() if words in str(error))
-    told = located(error, f"rank {rank}{when}", meant if isinstance(error, ActorDiedError) else "")
-    if isinstance(told, MinirayError):
-        told.add_fields(rank=rank, worker=rank, epoch=epoch, step=step)
-        if place is not None:
-            told.add_fields(host=place.host or None, pid=place.pid or None)
-    return told
-
-
-class StepBar:
-    """The steps of an epoch on a terminal, below the bar of epochs; nothing elsewhere.
-
-    It is made by the driver, which takes no part in any barrier, when all ranks are through the one
-    before the first step.
-    """
-
-    def __init__(self, epoch: int, steps: int | None, enabled: bool) -> None:
-        self._epoch, self._steps = epoch, steps
-        self._enabled = enabled and sys.stderr is not None and sys.stderr.isatty()
-        self._bar: Any = None
-
-    def update(self, watch: Watch) -> None:
-        """Show how far rank 0 is, once all are training."""
-        if not self._enabled:
-            return
-        places = watch.places()
-        if self._bar is None:
-            if any(place.epoch != self._epoch or place.step < 0 for place in places):
-                return
-            from miniray.train.run.progress import _bar_class, _size
-
-            self._bar = _bar_class()(
-                total=self._steps,
-                desc=f"epoch {self._epoch}",
-                unit=" steps",
-                leave=False,
-                position=1,
-                file=sys.stderr,
-                **_size(sys.stderr),
+    def _create_error(
+        self, answers: _Answers, method: str, epoch: int | None, reports_progress: bool
+    ) -> Exception:
+        """Return the error of the one cause."""
+        failures, pending = answers.failures, answers.pending
+        places = self._watch.last_places() if self._watch is not None else []
+        cause = find_root_cause(failures)
+        if cause is None and not pending and not reports_progress:
+            cause = next(iter(failures.items()))  # it may not be about a collective
+        if cause is None:
+            ranks = sorted(pending.values())
+            return self._add_part(
+                create_group_error(failures, ranks, answers.verdict, epoch, places)
             )
-        done = places[0].step + 1
-        if done > self._bar.n:
-            self._bar.update(done - self._bar.n)
+        rank, error = cause
+        place = places[rank] if places and method == TRAIN_EPOCH else None
+        return self._add_part(add_rank_context(error, rank, epoch, place))
 
-    def close(self) -> None:
-        bar, self._bar = self._bar, None
-        if bar is not None:
-            bar.close()
+    def _add_part(self, error: Exception) -> Exception:
+        """Add to the error of a lost rank what part of the model it held."""
+        rank = getattr(error, "rank", None)
+        part = None if rank is None else self.describe_part(rank)
+        is_lost = isinstance(error, (ActorDiedError, WorkerTimeoutError))
+        if part is None or not is_lost or isinstance(error, TaskError):
+            return error
+        return located(error, part)

@@ -37,7 +37,7 @@ class RunFacts:
 def check_options(
     *, clip_norm: Any, hang_timeout: Any, timeout: Any, on_nonfinite: str, group_backend: str
 ) -> None:
-    """``ValueError`` for options of ``RankTrainer`` that make no sense."""
+    """Raise ``ValueError`` for invalid options of ``LockstepTrainer``."""
     check_choice("on_nonfinite", on_nonfinite, ("error", "ignore"))
     check_choice("group_backend", group_backend, ("auto", "gloo", "nccl"))
     if clip_norm is not None and not _is_positive(clip_norm):

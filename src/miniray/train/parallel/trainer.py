@@ -1,20 +1,23 @@
-"""What the trainers of split models have in common.
+"""Base of the trainers whose ranks hold parts of the model.
 
-What happens when a rank fails is ``RankTrainer``'s: one error, the cause's, which here also says
-what part of the model the rank held.
+``lockstep.trainer`` documents what happens when a rank fails. The error also names the part of the
+model that the rank held.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import miniray
 from miniray.checks import check_int
 from miniray.tracebacks import hides_frames
+from miniray.train.lockstep.group import LockstepGroup
 from miniray.train.lockstep.options import choose_backend
-from miniray.train.lockstep.trainer import RankTrainer
+from miniray.train.lockstep.snapshot import Keep
+from miniray.train.lockstep.trainer import LockstepTrainer
 from miniray.train.parallel import timeline
 from miniray.train.parallel.plan.job import SPLIT_HINTS, Job, Layout
 from miniray.train.parallel.plan.schedules import SCHEDULES
@@ -33,7 +36,7 @@ class ModelWorker:
     """The worker class of these trainers: the replica holds the model, so it is empty."""
 
 
-class SplitModelTrainer(RankTrainer):
+class SplitModelTrainer(LockstepTrainer):
     """See the module. The arguments are described at ``PipelineParallelTrainer``."""
 
     _kind = "parallel"
@@ -92,7 +95,7 @@ class SplitModelTrainer(RankTrainer):
 
     # -- an epoch ---------------------------------------------------------------------------------
 
-    def _summary(self, reports: list[EpochReport]) -> dict[str, Any]:
+    def _summarize(self, reports: Sequence[EpochReport]) -> dict[str, Any]:
         layout = self.layout
         told = [r.metrics for i, r in enumerate(reports) if not layout.place(i).tensor]
         results = [report.details for report in reports]
@@ -140,12 +143,15 @@ class SplitModelTrainer(RankTrainer):
 
         All ranks take part: the model is in all of them.
         """
-        ranks = self._ranks
+        group = self._get_ranks()
         if data is None and self._job.val_data is None:
             raise TypeError("there is nothing to evaluate on: pass data=, or val_data= before")
         epoch = self._epoch_for_errors()
         given = miniray.put(data) if data is not None else None
-        results = self._evaluated(lambda: ranks.call("evaluate", lambda _: (given,), {}, epoch))
+        attempt = partial(
+            group.call_ranks, "evaluate", lambda _: (given,), epoch=epoch, reports_progress=True
+        )
+        results = group.run(attempt, epoch=epoch, keep=Keep.OWN)
         mine = [
             (rank, None, sums)
             for rank, sums in enumerate(results)
@@ -153,7 +159,7 @@ class SplitModelTrainer(RankTrainer):
         ]
         return combine(mine)
 
-    def _held_by(self, rank: int) -> str | None:
+    def _describe_part(self, rank: int) -> str | None:
         """``stage 1 (layers 3-5)``: what part of the model is lost with a rank."""
         if self.plan is None:
             return None
@@ -170,18 +176,17 @@ class SplitModelTrainer(RankTrainer):
 
     # -- workers ----------------------------------------------------------------------------------
 
-    def _set_up_ranks(self) -> None:
-        """Rank 0 plans and refuses; then the group: in this order nobody can hang."""
-        self._ranks.watched = {"run_rank_epoch", "evaluate"}
+    def _prepare_ranks(self, group: LockstepGroup) -> tuple[Sequence[Mapping[str, Any]], Any]:
+        """Open the loaders and let rank 0 plan."""
         sizes = self._sizes_before() or self._job.layers_per_stage
         job = dataclasses.replace(self._job, layers_per_stage=sizes, **self._run_facts())
-        facts = self._call_ranks("prepare_rank", lambda i: (i, self.num_workers, job))
+        facts = group.call_ranks("prepare_rank", lambda i: (i, self.num_workers, job))
         self.plan = facts[0]["plan"]
         self._show_plan()
         self._one_machine = len({fact["host"] for fact in facts}) == 1
         if self.layout.tensor > 1 and facts[0]["gpu"] is not None:
             _check_gpus(choose_backend(self._group_backend, facts))
-        self._meet(facts, miniray.put(self.plan))
+        return facts, miniray.put(self.plan)
 
     def _sizes_before(self) -> list[int] | None:
         """The stages as they were cut before a restart or in the run that is resumed, if they fit.
@@ -210,21 +215,21 @@ class SplitModelTrainer(RankTrainer):
 
     # -- state ------------------------------------------------------------------------------------
 
-    def _whole_weights(self) -> Any:
-        """By the names of the model's ``state_dict``, in the order of its stages."""
+    def _merge_weights(self, parts: Sequence[Any]) -> Any:
+        """Return a ``state_dict`` of the model, in the order of its stages."""
         by_stage: dict[int, Mapping[str, Any]] = {}
-        for part in self._call_ranks("gather_weights"):
+        for part in parts:
             by_stage.update(part)
         return {name: value for _, part in sorted(by_stage.items()) for name, value in part.items()}
 
-    def _shared_state(self) -> dict[str, Any]:
-        parts = [p for p in self._call_ranks("gather_shared") if p is not None]
+    def _merge_shared(self, parts: Sequence[Any]) -> dict[str, Any]:
+        found = [part for part in parts if part is not None]
         numbers: dict[str, Any] = {}
-        for part in parts:
+        for part in found:
             numbers.update(part["optimizer"]["state"])
-        optimizer = {"groups": parts[0]["optimizer"]["groups"], "state": numbers}
+        optimizer = {"groups": found[0]["optimizer"]["groups"], "state": numbers}
         stages = None if self.plan.stages is None else self.plan.stages.state()
-        return {**parts[0], "optimizer": optimizer, "stages": stages}
+        return {**found[0], "optimizer": optimizer, "stages": stages}
 
     def _describe(self) -> dict[str, Any]:
         layout = self.layout

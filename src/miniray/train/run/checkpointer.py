@@ -34,9 +34,11 @@ class Stateful(Protocol):
     is called between two epochs, in the driver. ``load_state_dict`` receives the same values.
     """
 
-    def state_dict(self) -> Any: ...
+    def state_dict(self) -> Any:
+        """Return the state."""
 
-    def load_state_dict(self, state: Any) -> None: ...
+    def load_state_dict(self, state: Any) -> None:
+        """Restore the state."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from miniray.train.run.records import number
@@ -275,3 +275,41 @@ class _Above:
 def beneath(stream: TextIO) -> TextIO:
     """The stream itself, where ``stream`` stands in for it."""
     return stream.stream if isinstance(stream, _Above) else stream
+
+
+class StepBar:
+    """The steps of an epoch on a terminal, below the bar of epochs; elsewhere nothing.
+
+    The driver, which takes part in no barrier, creates it when all ranks have passed the barrier
+    before the first step.
+    """
+
+    def __init__(self, epoch: int, steps: int | None, enabled: bool) -> None:
+        self._epoch, self._steps = epoch, steps
+        self._enabled = enabled and sys.stderr is not None and sys.stderr.isatty()
+        self._bar: Any = None
+
+    def update(self, places: Sequence[Any]) -> None:
+        """Show the step of rank 0, once all ranks are training."""
+        if not self._enabled:
+            return
+        if self._bar is None:
+            if any(place.epoch != self._epoch or place.step < 0 for place in places):
+                return
+            self._bar = _bar_class()(
+                total=self._steps,
+                desc=f"epoch {self._epoch}",
+                unit=" steps",
+                leave=False,
+                position=1,
+                file=sys.stderr,
+                **_size(sys.stderr),
+            )
+        done = places[0].step + 1
+        if done > self._bar.n:
+            self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.close()

@@ -15,8 +15,8 @@ class TrainState:
 
     Attributes:
         epoch: Number of completed epochs, which is the index of the next one.
-        step: Number of completed optimizer steps, if the workers report ``num_steps``. Each epoch
-            without it counts as one step.
+        step: Number of completed optimizer steps, if the workers report them, as their position or
+            as ``num_steps``. Each epoch without it counts as one step.
         history: One record per epoch.
         in_epoch: Whether ``train_epoch`` is running.
     """
@@ -25,13 +25,21 @@ class TrainState:
     step: int = 0
     history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     in_epoch: bool = False
+    _reported_step: int | None = dataclasses.field(default=None, repr=False)
     #: The last record of the history, while hooks may change it.
     _open_record: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
+
+    def report_step(self, step: int) -> None:
+        """Note that ``step`` optimizer steps of the run are completed at the end of this epoch."""
+        self._reported_step = step
 
     def end_epoch(self, record: dict[str, Any]) -> None:
         """Add the record of the epoch to the history. Hooks may change it until it is closed."""
         steps = number(record.get("num_steps"))
-        self.step += 1 if steps is None else int(steps)
+        step, self._reported_step = self._reported_step, None
+        if step is None:
+            step = self.step + (1 if steps is None else int(steps))
+        self.step = step
         self.history.append(record)
         self.epoch += 1
         self._open_record = record

@@ -1,0 +1,89 @@
+"""Finding the one cause of a failure.
+
+If a rank is lost or doesn't answer, the others fail too, a moment later or earlier, in whatever
+call they are. Their errors are consequences and aren't shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from miniray.doctor.findings import named
+from miniray.errors import ActorDiedError, BarrierTimeoutError, MinirayError, WorkerTimeoutError
+from miniray.train.lockstep.monitor import Verdict
+from miniray.train.lockstep.status import Place, is_consequence, tell
+from miniray.train.workers.group import located
+
+#: Explanations of words in the message of a rank that died.
+_HINTS = {
+    "collective mismatch": "The ranks did not make the same collective calls in the same order: "
+    "one of them left out a forward or a backward pass, or a parameter in its loss, that the "
+    "others did not leave out",
+    "process group has not been initialized": "The ranks meet after __init__. The trainer wraps "
+    "self.model itself and deals out the samples of self.train_loader: make the bare model, and a "
+    "DataLoader of all samples without a DistributedSampler",
+}
+
+
+def create_group_error(
+    failures: Mapping[int, Exception],
+    pending: list[int],
+    verdict: Verdict | None,
+    epoch: int | None,
+    places: list[Place],
+) -> Exception:
+    """Return the error if ranks only report that others are gone: it names the missing ranks."""
+    messages = "\n".join(
+        f"  rank {rank}: {str(getattr(error, 'cause', None) or error).splitlines()[0]}"
+        for rank, error in sorted(failures.items())
+    )
+    if verdict is None and pending and places:
+        lines = [f"{named(pending)} did not answer, and the others waited in vain"]
+        lines += [tell(place) for place in places if place.rank in pending]
+        verdict = Verdict(pending, "\n".join([*lines, messages]))
+    barrier = next((e for e in failures.values() if isinstance(e, BarrierTimeoutError)), None)
+    if barrier is not None:
+        text = str(getattr(barrier, "cause", None) or barrier)
+    elif verdict is not None:
+        text = verdict.text
+    else:
+        text = (
+            "the ranks lost one another, and all of them are alive: they did not make the same "
+            f"collective calls in the same order\n{messages}"
+        )
+    if verdict is None or len(verdict.ranks) != 1:
+        return WorkerTimeoutError(text, epoch=epoch)
+    rank = verdict.ranks[0]
+    error = WorkerTimeoutError(text, rank=rank, worker=rank, epoch=epoch)
+    if places:
+        place = places[rank]
+        step = None if place.step < 0 else place.step
+        error.add_fields(step=step, host=place.host or None, pid=place.pid or None)
+    return error
+
+
+def find_root_cause(failures: Mapping[int, Exception]) -> tuple[int, Exception] | None:
+    """Return rank and error of the first failure that isn't a consequence of a different one."""
+    for rank, error in failures.items():
+        if not is_consequence(error):
+            return rank, error
+    return None
+
+
+def add_rank_context(
+    error: Exception, rank: int, epoch: int | None, place: Place | None
+) -> Exception:
+    """Return ``error`` with rank, epoch and step in its text and fields; of the same types."""
+    when = "" if epoch is None else f" in epoch {epoch}"
+    step = place.step if place is not None and place.epoch == epoch and place.step >= 0 else None
+    if step is not None:
+        when += f", step {step}"
+    hint = "".join(f"\n{text}" for words, text in _HINTS.items() if words in str(error))
+    located_error = located(
+        error, f"rank {rank}{when}", hint if isinstance(error, ActorDiedError) else ""
+    )
+    if isinstance(located_error, MinirayError):
+        located_error.add_fields(rank=rank, worker=rank, epoch=epoch, step=step)
+        if place is not None:
+            located_error.add_fields(host=place.host or None, pid=place.pid or None)
+    return located_error
