@@ -57,7 +57,7 @@ FOREIGN_OPTIONS: Mapping[str, str] = {
     "epochs": "Pass train(epochs=...).",
     "max_steps": "Pass train(epochs=...), or train(steps=...) to a trainer of miniray.rl.",
     "steps": "Pass train(epochs=...), or train(steps=...) to a trainer of miniray.rl.",
-    "accelerator": "Reserve GPUs with resources_per_worker={'num_gpus': 1}.",
+    "accelerator": "Trainers use GPUs if there are any. Pass use_gpu=False to train on the CPU.",
     "strategy": "The trainer class is the strategy, such as DDPTrainer or ModelParallelTrainer.",
     "every_n_train_steps": "Pass callbacks=Checkpoint(every=...).",
     "every_n_epochs": "Pass callbacks=Checkpoint(every=...).",

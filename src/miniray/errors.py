@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import re
 import traceback
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, ClassVar
 
+from miniray import tracebacks
 from miniray.exception_pickling import PickledException, get_parts, rebuild_exception, to_picklable
 
 __all__ = [
@@ -354,12 +356,17 @@ class WorkerLostError(SyncError, ActorDiedError):
     """A parameter sync failed because the process of a worker exited."""
 
 
+#: True while a TaskError is captured that may contain others: they keep all their frames.
+_in_capture: ContextVar[bool] = ContextVar("miniray_in_capture", default=False)
+
+
 class TaskError(MinirayError):
     """User code raised an exception in a different process.
 
     ``get`` raises it as an instance of the original type as well, so that ``except ValueError``
     works. The attributes of the original exception are available, and the message shows the remote
-    traceback.
+    traceback. In it, frames of miniray and of frameworks are hidden unless ``MINIRAY_DEBUG=1`` is
+    set. Its last line names the rank or worker, and the file and line that raised.
 
     Attributes:
         cause: The original exception, or None if it couldn't be pickled.
@@ -385,10 +392,27 @@ class TaskError(MinirayError):
         Exception.__init__(self, function, actor, pid, remote_traceback, cause)
 
     def __str__(self) -> str:
-        return (
-            f"{self.function} failed in {self.actor} (pid {self.pid})\n\n"
-            f"{self.remote_traceback.rstrip()}"
-        )
+        head = f"{self.function} failed in {self.actor} (pid {self.pid})"
+        text = self.remote_traceback.rstrip()
+        if _in_capture.get():
+            return f"{head}\n\n{text}"
+        shown = text if tracebacks.is_debug() else tracebacks.fold(text)
+        location = tracebacks.find_location(text)
+        last_line = f"\n{self._describe_place()}: {location}" if location else ""
+        return f"{head}\n\n{shown}{last_line}"
+
+    def _describe_place(self) -> str:
+        """Return the rank or worker, or the process in which the original exception was raised."""
+        names = (("rank", "Rank"), ("worker", "Worker"))
+        fields = {name: vars(self).get(name) for name in ("rank", "worker", "epoch", "step")}
+        place = next((f"{noun} {fields[n]}" for n, noun in names if fields[n] is not None), None)
+        if place is None:
+            inner = self
+            while isinstance(inner.cause, TaskError):  # passed through a chain of calls
+                inner = inner.cause
+            return f"{inner.actor} (pid {inner.pid})"
+        when = [f"{name} {fields[name]}" for name in ("epoch", "step") if fields[name] is not None]
+        return ", ".join([place, *when])
 
     def __reduce__(self) -> tuple[Any, ...]:
         cause = None if self.cause is None else PickledException(self.cause)
@@ -405,7 +429,11 @@ class TaskError(MinirayError):
         can't be pickled are dropped. If the type can't be pickled, ``cause`` is None, and the
         traceback still shows type and message.
         """
-        text = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__))
+        token = _in_capture.set(True)
+        try:
+            text = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__))
+        finally:
+            _in_capture.reset(token)
         return cls(function, actor, pid, text, to_picklable(exc))
 
     def as_cause_type(self) -> TaskError:

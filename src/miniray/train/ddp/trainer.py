@@ -13,6 +13,7 @@ from miniray.train.ddp.checks import RankSettings
 from miniray.train.ddp.parallelism import DataParallelism
 from miniray.train.lockstep.trainer import LockstepTrainer
 from miniray.train.options import WORKER_HINTS
+from miniray.train.pretrained import SavedFiles
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -102,3 +103,9 @@ class DDPTrainer(LockstepTrainer):
             ddp_options=ddp_options,
         )
         super().__init__(num_workers, DataParallelism(settings), worker=worker, **options)
+
+    def _write_pretrained(
+        self, directory: str | None, send_files: bool, *weights: Any
+    ) -> SavedFiles:
+        saved = self._get_ranks().call("write_pretrained", lambda _: (directory, send_files))
+        return saved[0]  # type: ignore[no-any-return]

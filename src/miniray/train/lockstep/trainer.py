@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import miniray
 from miniray.core import session
+from miniray.tracebacks import hides_frames
 from miniray.train.lockstep.group import TRAIN_EPOCH, LockstepGroup
 from miniray.train.lockstep.options import check_engine, check_options
 from miniray.train.lockstep.parallelism import Parallelism, RunSettings
@@ -40,6 +41,7 @@ class LockstepTrainer(BaseTrainer):
     """A trainer whose workers step together. ``DDPTrainer`` documents the arguments."""
 
     _kind = "ranks"
+    _uses_torch = True
     #: Not ``train_epoch``, which is called with the epoch only.
     _kwargs_methods: Sequence[str] = ("__init__", "setup", "load_data_shard", "evaluate")
     _process_set_up = "miniray.train.workers.process:set_up_rank"
@@ -107,6 +109,7 @@ class LockstepTrainer(BaseTrainer):
         """Return the whole trained weights, whichever ranks hold them."""
         return self._parallelism.merge_weights(self._get_ranks().call("gather_weights"))
 
+    @hides_frames
     def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Evaluate on all workers, every sample exactly once.
 
@@ -151,6 +154,7 @@ class LockstepTrainer(BaseTrainer):
             describe_part=parallelism.describe_part,
             on_event=options["on_event"],
             on_replaced=self._call_on_replaced,
+            get_kwargs=options["get_kwargs"],
         )
 
     def _set_up_all(self) -> None:
