@@ -28,6 +28,7 @@ from miniray.train.lockstep.plan import Window, counted_windows
 from miniray.train.lockstep.rank import RankContext, WorkerTraits
 from miniray.train.lockstep.schedule import Action, Agreement
 from miniray.train.lockstep.status import EVALUATION
+from miniray.train.pretrained import SavedFiles, write_model
 from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers import torch_utils as parts
 
@@ -404,6 +405,12 @@ class ReplicatedModel:
         """Return the model's ``state_dict``; of several, with the models' names before each key."""
         weights: dict[str, Any] = to_host(self._whole_model().state_dict())
         return weights
+
+    def write_pretrained(self, directory: str | None, send_files: bool) -> SavedFiles | None:
+        """Write the model on rank 0; see ``write_model``."""
+        if self.context.rank:
+            return None
+        return write_model(self.user, self.modules.get("model"), directory, send_files)
 
     def set_weights(self, weights: Any) -> None:
         self._whole_model().load_state_dict(weights)

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from miniray.train.ddp.replicated import ReplicatedModel
 from miniray.train.lockstep.mesh import cut_numbers, make_mesh, put_weights, whole, whole_numbers
 from miniray.train.lockstep.rank import WorkerTraits
+from miniray.train.pretrained import SavedFiles, write_model
 from miniray.train.workers import torch_utils as parts
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -92,6 +93,12 @@ class ShardedReplica(ReplicatedModel):
             if not self.context.rank:
                 found[name] = full
         return found
+
+    def write_pretrained(self, directory: str | None, send_files: bool) -> SavedFiles | None:
+        weights = None if directory is None else self.get_weights()
+        if self.context.rank:
+            return None
+        return write_model(self.user, self.user.model, directory, send_files, weights)
 
     def set_weights(self, weights: Any) -> None:
         """Load this rank's part of ``weights``. Raise ``ValueError`` if names or shapes differ."""

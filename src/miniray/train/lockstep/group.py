@@ -100,6 +100,7 @@ class LockstepGroup:
         describe_part: Returns what is lost with a rank, or None if all ranks hold the same.
         on_event: Called with each event of the run.
         on_replaced: Called with each rank after a restart.
+        get_kwargs: Returns the keyword arguments of ``train()``.
     """
 
     count: int
@@ -119,6 +120,7 @@ class LockstepGroup:
     on_event: Callable[[dict[str, Any]], None]
     on_replaced: Callable[[int], None]
     on_poll: Callable[[list[LogWindow]], None]
+    get_kwargs: Callable[[], Mapping[str, Any]]
     handles: list[Any] = dataclasses.field(default_factory=list)
     #: Optimizer steps of an epoch; None if it isn't known.
     steps_per_epoch: int | None = None

@@ -231,6 +231,10 @@ class RankActor:
         if own is not None:
             self.set_state(own)
 
+    def write_pretrained(self, directory: str | None, send_files: bool) -> Any:
+        """Write a Hugging Face model to a directory. A collective if the model is sharded."""
+        return self._replica.write_pretrained(directory, send_files)
+
     # -- methods that users call too --------------------------------------------------------------
 
     def load_data_shard(self, *args: Any, **kwargs: Any) -> Any:
