@@ -157,7 +157,7 @@ def test_a_replacement_lost_with_its_node_is_no_second_failure(
 
     with make(plan, tmp_path / "run", max_failures=2, callbacks=[Kills()]) as trainer:
         trainer.train(epochs=2, graves=str(plan.folder))
-        assert trainer._group.failures == failures
+        assert trainer._group.budget.failures == failures
     assert told(trainer) == [("worker_failed", 1)] * 2 + [("worker_replaced", 1)]
     assert (plan.left(), views) == ([], [])
 

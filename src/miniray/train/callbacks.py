@@ -26,38 +26,38 @@ __all__ = ["CSVLogger", "Callback", "Checkpoint", "EarlyStopping", "LRSchedule",
 
 
 class Callback:
-    """Override what you need. ``kwargs`` are those of ``train()``.
+    """Base class of callbacks. ``kwargs`` are those of ``train()``.
 
-    ``get_state`` and ``set_state`` are for callbacks whose memory should survive a resume: a dict
-    of plain values, stored in checkpoints. A ``Checkpoint`` that comes before another callback
-    saves what that knew before the epoch.
+    Implement ``get_state`` and ``set_state`` to keep state across a resume: a dict of plain values,
+    stored in checkpoints. A ``Checkpoint`` saves callbacks that come after it in the state before
+    the epoch.
     """
 
     def on_train_start(self, trainer: Any, **kwargs: Any) -> None:
-        """Workers are there, no epoch was trained yet."""
+        """Called when the workers are ready, before the first epoch."""
 
     def on_epoch_start(self, trainer: Any, epoch: int, **kwargs: Any) -> None:
-        """Before each epoch."""
+        """Called before each epoch."""
 
     def on_epoch_end(self, trainer: Any, epoch: int, result: dict[str, Any], **kwargs: Any) -> None:
-        """After each epoch, with its result; what is added to it is in the history, too."""
+        """Called after each epoch. Values that are added to ``result`` appear in the history."""
 
     def on_worker_replaced(self, trainer: Any, worker_id: int) -> None:
-        """A worker was lost; the one in its place has its shard and weights and does nothing yet.
+        """Called when a replacement has the shard and weights of the lost worker.
 
-        Comes at any time, in the middle of an epoch too. Call no other worker here: one that is
-        lost in this call is taken for the new one, which is then replaced in turn.
+        This can be at any time, also inside an epoch. Call no other worker here: if it is lost, the
+        replacement is taken for lost.
         """
 
     def on_train_end(self, trainer: Any, history: Any, **kwargs: Any) -> None:
-        """After the last epoch, with the result of the run. Not called where the run failed."""
+        """Called after the last epoch with the result, unless the run failed."""
 
     def get_state(self) -> dict[str, Any]:
-        """What a resumed run must know again; goes into every checkpoint, so plain values."""
+        """Return plain values that a resumed run needs."""
         return {}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """What ``get_state`` gave when the checkpoint was written; before the first epoch."""
+        """Restore the values of ``get_state`` before the first epoch of a resumed run."""
 
 
 @suggest_options(
@@ -157,7 +157,7 @@ class EarlyStopping(Callback):
             trainer.stop_reason = result["stop_reason"] = reason
 
     def _look_at(self, epoch: int, result: Mapping[str, Any]) -> bool:
-        """False where the metric is no better than the best so far."""
+        """Return False if the metric isn't better than the best so far."""
         self._seen = epoch
         value = records.number(result.get(self.monitor))
         if value is None and self.monitor in result:
@@ -340,7 +340,7 @@ class CallbackSetup:
 
 
 def check_callbacks(callbacks: Callback | Iterable[Any]) -> list[Callback]:
-    """Them as a list; ``TypeError`` for what is none: a class, say, and no object of it."""
+    """Return the callbacks as a list. Raise ``TypeError`` for other objects and for classes."""
     found = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
     for callback in found:
         if not isinstance(callback, Callback):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 #: Methods of trainers and callbacks that get the keyword arguments of train().
 _HOOKS = ("train_epoch", "on_train_start", "on_epoch_start", "on_epoch_end", "on_train_end")
-#: What these get besides.
+#: Arguments that miniray passes to them.
 _OURS = ("worker_id", "shard_id", "num_shards", "epoch", "result", "history")
 
 
@@ -145,7 +145,7 @@ class ParallelKwargs(LockstepKwargs, total=False):
 
 
 def warn(text: str) -> None:
-    """Warn at the user's line, however deep in miniray what is to be said was found."""
+    """Warn with the innermost line of the user's code as the location."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
@@ -153,7 +153,7 @@ def warn(text: str) -> None:
 
 
 def check_names(kwargs: Iterable[str]) -> None:
-    """``TypeError`` for arguments of ``train()`` that others would get twice."""
+    """Raise ``TypeError`` for arguments of ``train()`` that hooks and workers would get twice."""
     clash = ", ".join(name for name in kwargs if name in _OURS)
     if clash:
         raise TypeError(
@@ -163,7 +163,7 @@ def check_names(kwargs: Iterable[str]) -> None:
 
 
 def check_seconds(name: str, value: Any) -> Any:
-    """``value``; ``ValueError`` unless it is a time limit, or None for none."""
+    """Return ``value`` if it is a time limit in seconds, or None for no limit."""
     number = isinstance(value, Real) and not isinstance(value, bool)
     if value is not None and not (number and value > 0):
         raise ValueError(f"{name} must be a number of seconds > 0 or None, not {value!r}")

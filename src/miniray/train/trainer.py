@@ -37,6 +37,7 @@ from miniray.train.run.result import TrainResult
 from miniray.train.run.session import RunSession
 from miniray.train.run.state import TrainState
 from miniray.train.workers.aggregate import aggregate
+from miniray.train.workers.budget import FailureBudget
 from miniray.train.workers.checkpoint_parts import (
     WorkerStates,
     WorkerWeights,
@@ -384,7 +385,8 @@ class BaseTrainer:
         Each worker gets the ``kwargs`` that its method accepts. A worker that crashes or hangs is
         replaced within ``max_failures``. Exceptions are raised with worker id and epoch.
         """
-        return self._get_group().call(method, lambda _: args, kwargs, epoch)
+        results: list[Any] = self._get_group().call(method, lambda _: args, kwargs, epoch)
+        return results
 
     def _start(self, resume: bool | str | Path) -> None:
         """Start the engine, the run directory and the workers, unless they are running."""
@@ -407,16 +409,15 @@ class BaseTrainer:
                 create=self._create,
                 setups=[*self._setups, CallbackSetup(self, self.callbacks)],
                 required=required,
-                max_failures=self.options.max_failures,
+                budget=FailureBudget(self.options.max_failures),
                 timeout=self.options.worker_timeout,
                 on_event=self.session.append_event,
                 unit=self._unit,
+                get_kwargs=lambda: self._kwargs,
             )
-            self._group.kwargs = self._kwargs
             self._group.start()
             self._check_kwargs()
             self._set_up_all()
-        self._group.kwargs = self._kwargs
         if self._loaded is not None:
             self._restore(self._loaded)
             self._loaded = None
@@ -537,8 +538,8 @@ class BaseTrainer:
         """Return the weights that all workers have, in a list. None if they differ."""
         return None
 
-    def _get_group(self) -> WorkerGroup:
-        """Return the workers. Raise ``RuntimeError`` if there are none."""
+    def _get_group(self) -> Any:
+        """Return the ``WorkerGroup`` or ``LockstepGroup``. Raise ``RuntimeError`` without one."""
         if self._group is None:
             raise RuntimeError(NO_WORKERS)
         return self._group

@@ -25,7 +25,7 @@ from miniray.train.lockstep.options import choose_backend
 from miniray.train.lockstep.process_group import GroupHost
 from miniray.train.lockstep.snapshot import Keep, RankSnapshots
 from miniray.train.run.progress import StepBar
-from miniray.train.workers.budget import Decision, FailureBudget
+from miniray.train.workers.budget import Decision, FailureBudget, is_loss
 from miniray.train.workers.group import accepted, check_worker, end, located, method_spec
 
 T = TypeVar("T")
@@ -97,7 +97,6 @@ class LockstepGroup:
         describe_part: Returns what is lost with a rank, or None if all ranks hold the same.
         on_event: Called with each event of the run.
         on_replaced: Called with each rank after a restart.
-        kwargs: Keyword arguments of ``train()``.
     """
 
     count: int
@@ -116,7 +115,6 @@ class LockstepGroup:
     describe_part: Callable[[int], str | None]
     on_event: Callable[[dict[str, Any]], None]
     on_replaced: Callable[[int], None]
-    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     handles: list[Any] = dataclasses.field(default_factory=list)
     _steps: int | None = None  # of an epoch, if known
     _host: GroupHost | None = None
@@ -231,7 +229,7 @@ class LockstepGroup:
                 return result
             except (ActorDiedError, WorkerTimeoutError) as error:
                 # A call that a callback makes during a restart is part of the restart.
-                if self._is_restarting or not self.budget.is_loss(error):
+                if self._is_restarting or not is_loss(error):
                     raise
                 decision = self.budget.decide(error, is_repairing=is_repairing)
                 rank = getattr(error, "rank", None)

@@ -172,7 +172,8 @@ class LockstepTrainer(BaseTrainer):
         evaluates = type(self).evaluate is LockstepTrainer.evaluate
         interval = self.options.eval_interval if evaluates else 0
         loaded = (self._loaded or {}).get(self._kind)
-        return self._parallelism.prepare(group, RunSettings(facts, interval, loaded))
+        settings = RunSettings(facts, interval, loaded, self._kwargs)
+        return self._parallelism.prepare(group, settings)
 
     def _describe(self) -> dict[str, Any]:
         described = {**super()._describe(), **self._parallelism.describe()}

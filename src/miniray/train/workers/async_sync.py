@@ -1,17 +1,17 @@
 """Epochs without a barrier: ``DataParallelTrainer(mode="async")``.
 
-Each worker trains an epoch, hands its weights to the server (every ``sync_interval`` epochs), takes
-what the server has then and goes on, whatever the others do. So a worker that is slow for a while
-holds up nobody; with ``staleness=n`` one that is more than n syncs ahead of the slowest waits.
+Every ``sync_interval`` epochs, a worker pushes its weights to the server and pulls those of the
+server. It never waits for the others, so a slow worker delays only itself. With ``staleness=n``, a
+worker that is more than n syncs ahead of the slowest waits.
 
-What the driver counts stays as it is with a barrier: every worker does every epoch once, an epoch
-is over, with its results and hooks, when the last worker is through it, and ``train(epochs)``
-returns when all are through all. Hooks therefore run at the pace of the slowest worker, while
-others are ahead. Saving a checkpoint and evaluating let every worker finish the epoch it is in; a
-checkpoint has each worker's own position, and nothing is done twice after a resume.
+Every worker trains every epoch once. An epoch ends, with its results and hooks, when the last
+worker has completed it, so hooks run at the pace of the slowest worker. ``train(epochs)`` returns
+when all workers have completed all epochs. Before a checkpoint and an evaluation, every worker
+finishes its epoch. A checkpoint contains the position of each worker, so no epoch is trained twice
+after a resume.
 
-A worker that is lost is replaced as ever: the new one has the server's weights and does that epoch
-again. Results depend on who came first, so runs are not the same bit for bit.
+The replacement of a lost worker starts with the weights of the server and repeats the epoch.
+Results depend on the order of pushes, so runs aren't bit-identical.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from miniray.train.workers.sync import SyncPolicy
 
 
 def check_mode(mode: str, staleness: int | None, data: Any) -> None:
-    """``ValueError`` for a mode that there is not, or what does not go with it."""
+    """Raise ``ValueError`` for an unknown mode, or options that need a different one."""
     if mode not in ("sync", "async"):
         raise ValueError(f'mode must be "sync" or "async", not {mode!r}')
     if staleness is not None:
@@ -47,7 +47,7 @@ def check_mode(mode: str, staleness: int | None, data: Any) -> None:
 
 @dataclass
 class _Step:
-    """What one worker is doing: training an epoch, or (with ``weights``) handing them in."""
+    """The current task of a worker: training an epoch or, with ``weights``, pushing them."""
 
     worker: int
     epoch: int
@@ -182,7 +182,7 @@ class AsyncSync(SyncPolicy):
         self._running[ref] = _Step(worker, epoch, time.monotonic())
 
     def _advance(self) -> None:
-        """Wait for something to be done, and have its worker do what comes next."""
+        """Wait until a task completes, and start the next one of its worker."""
         for ref in self._workers.some_ready({ref: s.began for ref, s in self._running.items()}):
             step, method = self._running.pop(ref), "set_weights"
             try:
@@ -208,7 +208,7 @@ class AsyncSync(SyncPolicy):
             self._next[step.worker] = step.epoch + 1
 
     def _lost(self, step: _Step, error: Exception, method: str) -> None:
-        """Replace the worker and let the new one do the epoch again, or raise."""
+        """Replace the worker and let the new one repeat the epoch, or raise."""
         if step.weights is not None:
             method = "get_weights"
             try:

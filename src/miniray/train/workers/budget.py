@@ -15,6 +15,13 @@ class Decision(enum.Enum):
     RAISE = "raise"
 
 
+def is_loss(error: BaseException) -> bool:
+    """Return whether ``error`` reports a lost worker; see ``FailureBudget``."""
+    if isinstance(error, TaskError) or getattr(error, "in_init", False):
+        return False
+    return isinstance(error, (ActorDiedError, GetTimeoutError, WorkerTimeoutError))
+
+
 class FailureBudget:
     """Counts lost workers, up to ``max_failures`` of which are repaired.
 
@@ -32,12 +39,6 @@ class FailureBudget:
         """Whether the next loss ends the run."""
         return self.failures >= self.max_failures
 
-    def is_loss(self, error: BaseException) -> bool:
-        """Return whether ``error`` reports a lost worker."""
-        if isinstance(error, TaskError) or getattr(error, "in_init", False):
-            return False
-        return isinstance(error, (ActorDiedError, GetTimeoutError, WorkerTimeoutError))
-
     def decide(self, error: BaseException, *, is_repairing: bool = False) -> Decision:
         """Count a loss, and decide whether to repair it. Other errors are raised.
 
@@ -46,7 +47,7 @@ class FailureBudget:
             is_repairing: It happened while an earlier loss was repaired. If a node was lost
                 meanwhile, both are one failure.
         """
-        if not self.is_loss(error):
+        if not is_loss(error):
             return Decision.RAISE
         self.failures += not (is_repairing and self._node_losses.explain_failure())
         return Decision.RAISE if self.failures > self.max_failures else Decision.RETRY

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import miniray
-from miniray.train.workers.group import WorkerGroup
 
-#: Returns the current group of workers.
-GetGroup = Callable[[], WorkerGroup]
+#: Returns the current ``WorkerGroup``. ``LockstepGroup`` has the methods that saving needs.
+GetGroup = Callable[[], Any]
 
 
 class WorkerWeights:

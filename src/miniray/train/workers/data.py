@@ -32,13 +32,13 @@ class ShardLoading:
         """Load the shards of all workers at the same time."""
         if group.has("load_data_shard"):
             count = len(group.handles)
-            group.call("load_data_shard", lambda i: (i, count), group.kwargs)
+            group.call("load_data_shard", lambda i: (i, count), group.get_kwargs())
 
     def set_up(self, group: WorkerGroup, worker_id: int) -> None:
         """Load the shard of a replacement."""
         if group.has("load_data_shard"):
             shard = (worker_id, len(group.handles))
-            group.set_up_call(worker_id, "load_data_shard", *shard, **group.kwargs)
+            group.set_up_call(worker_id, "load_data_shard", *shard, **group.get_kwargs())
 
 
 class DataFeed:
@@ -76,14 +76,16 @@ class DataFeed:
                 "take it: it needs load_data_shard(self, shard_id, num_shards, data)"
             )
         count = len(group.handles)
-        group.call("assign_shard", lambda i: (self._data.shard(i, count), i, count), group.kwargs)
+        group.call(
+            "assign_shard", lambda i: (self._data.shard(i, count), i, count), group.get_kwargs()
+        )
         self._states = group.call("get_shard_state", lambda _: (), {})
 
     def set_up(self, group: WorkerGroup, worker_id: int) -> None:
         """Assign a replacement its shard, at the start or the end of the running epoch."""
         count = len(group.handles)
         shard = self._data.shard(worker_id, count)
-        group.set_up_call(worker_id, "assign_shard", shard, worker_id, count, **group.kwargs)
+        group.set_up_call(worker_id, "assign_shard", shard, worker_id, count, **group.get_kwargs())
         if self._states:  # else the worker was lost while the first shards were assigned
             group.set_up_call(worker_id, "load_shard_state", self.state_dict())
 

@@ -1,10 +1,10 @@
-"""The workers of a trainer: made, checked, called together, replaced when they die.
+"""``WorkerGroup``: create, check, call and replace independent workers.
 
-An exception in a worker's code ends the run: it reaches the caller as it was raised, with worker
-id, epoch and remote traceback. A worker whose process dies, or that takes longer than
-``worker_timeout`` for one call, is replaced up to ``max_failures`` times in the run: the new one is
-set up like the old one and repeats its call; what the others did is kept. One that is lost while it
-is set up is replaced in turn.
+An exception in a worker's code ends the run. The caller gets it with worker id, epoch and remote
+traceback. A worker that crashes, or that exceeds ``worker_timeout`` in one call, is replaced up to
+``max_failures`` times per run. The replacement is set up like the worker before it and repeats its
+call. The results of the others are kept. A replacement that is lost during its setup is replaced
+too.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ import miniray
 from miniray.core import session
 from miniray.core.remote import ActorClass, ActorHandle, CallSpec
 from miniray.errors import (
-    ActorDiedError,
     GetTimeoutError,
     MinirayError,
     SessionEndedError,
     TaskError,
     WorkerTimeoutError,
 )
-from miniray.train.workers.nodes import NodeLosses
+from miniray.train.workers.budget import Decision, FailureBudget, is_loss
 
-#: What every worker must have; ``load_data_shard`` and others may be absent.
+#: Methods that every worker must have. Others, such as ``load_data_shard``, are optional.
 REQUIRED_METHODS = ("train_epoch", "get_weights", "set_weights")
 
 NO_WORKERS = "there are no workers before train(), and none after shutdown()"
@@ -46,7 +45,7 @@ _READ_ONLY = "Arrays of another process are read-only: set_weights() must copy t
 
 
 def accepted(parameters: inspect.Signature | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``kwargs`` that a function with this signature takes."""
+    """Return the ``kwargs`` that a function with this signature accepts."""
     if parameters is None:
         return dict(kwargs)
     kinds = {name: p.kind for name, p in parameters.parameters.items()}
@@ -84,12 +83,12 @@ def create_worker_actor(cls: ActorClass[Any], worker_id: int, kwargs: Mapping[st
 
 
 def method_spec(worker: Handle, name: str) -> CallSpec | None:
-    """How a worker's method may be called; None where it has none of that name."""
+    """Return the signature of a worker's method. None if it has no method of that name."""
     return worker._info.methods.get(name)
 
 
 def check_worker(worker: Any, worker_id: int, required: Sequence[str]) -> None:
-    """Refuse what cannot be trained, before anything is."""
+    """Raise ``TypeError`` if ``worker`` isn't an actor with the required methods."""
     if not isinstance(worker, ActorHandle):
         raise TypeError(
             f"create_worker({worker_id}) must return an actor handle, as MyWorker.remote(...) "
@@ -115,19 +114,9 @@ class LostAgainError(Exception):
         self.error, self.method = error, method
 
 
-def is_loss(error: Exception) -> bool:
-    """Whether ``error`` says that the worker is gone or hangs; else its code raised it.
-
-    What its ``__init__`` raised is an actor's death too.
-    """
-    if isinstance(error, ActorDiedError) and not isinstance(error, TaskError):
-        return not error.in_init
-    return isinstance(error, GetTimeoutError)
-
-
 @contextlib.contextmanager
 def setting_up(method: str, worker_id: int | None = None) -> Iterator[None]:
-    """Around a call to a replacement, whose loss is a ``LostAgainError``."""
+    """Raise ``LostAgainError`` if the replacement that is called inside is lost."""
     try:
         yield
     except Exception as error:
@@ -164,25 +153,23 @@ class WorkerGroup:
         create: Creates the worker with the given id.
         setups: Prepare the workers, in this order.
         required: Methods that workers must have.
-        max_failures: Number of lost workers that are replaced.
+        budget: Decides whether a lost worker may be replaced.
         timeout: Limit in seconds for one call. None: no limit.
         on_event: Called with a dict for each failure and replacement.
         unit: Unit of epochs in errors: an epoch or a step.
-        kwargs: Keyword arguments of ``train()``.
+        get_kwargs: Returns the keyword arguments of ``train()``.
     """
 
     count: int
     create: Callable[[int], Any]
     setups: Sequence[WorkerSetup]
     required: Sequence[str]
-    max_failures: int
+    budget: FailureBudget
     timeout: float | None
     on_event: Callable[[dict[str, Any]], None]
     unit: str = "epoch"
-    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    get_kwargs: Callable[[], Mapping[str, Any]] = dict
     handles: list[Handle] = dataclasses.field(default_factory=list)
-    failures: int = 0
-    node_losses: NodeLosses = dataclasses.field(default_factory=NodeLosses)
 
     def start(self) -> None:
         """Make all workers. They start up at the same time."""
@@ -206,10 +193,10 @@ class WorkerGroup:
         kwargs: Mapping[str, Any],
         epoch: int | None = None,
     ) -> list[Any]:
-        """Call ``method`` on all workers at once; results by worker id.
+        """Call ``method`` on all workers at the same time, and return the results by worker id.
 
-        ``arguments(i)`` are worker i's own; of ``kwargs`` each gets what its method takes. Raises
-        the first worker's error; the others' calls go on, the caller ends them.
+        Worker i gets ``arguments(i)``, and the ``kwargs`` that its method accepts. The first error
+        is raised. The calls of the other workers continue until the caller stops them.
         """
 
         def submit(worker_id: int) -> Any:
@@ -226,7 +213,7 @@ class WorkerGroup:
         method: str,
         epoch: int | None = None,
     ) -> dict[int, Any]:
-        """Like ``call``, on some workers; ``submit(i)`` begins worker i's call of ``method``."""
+        """Call some workers like ``call``. ``submit(i)`` starts the call of worker i."""
         pending = {submit(i): i for i in worker_ids}
         started = dict.fromkeys(pending.values(), time.monotonic())
         results: dict[int, Any] = {}
@@ -246,14 +233,14 @@ class WorkerGroup:
         return self.call_some(values, lambda i: self.submit(i, method, values[i]), method)
 
     def submit(self, worker_id: int, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call one worker; of ``kwargs`` it gets what its method takes. Returns the ref."""
+        """Call a worker with the ``kwargs`` that its method accepts, and return the ref."""
         worker = self.handles[worker_id]
         spec = method_spec(worker, method)
         taken = accepted(spec.signature if spec else None, kwargs)
         return getattr(worker, method).remote(*args, **taken)
 
     def ref_of(self, worker_id: int, method: str) -> Any:
-        """A ref to what one worker answers, which is there; it is replaced like in ``call``."""
+        """Call a worker, wait, and return the ref. The worker is replaced like in ``call``."""
         while True:
             ref = self.submit(worker_id, method)
             try:
@@ -263,17 +250,20 @@ class WorkerGroup:
                 self.recover(error, worker_id, method, None)
 
     def set_up_call(self, worker_id: int, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a replacement while it is set up, and wait; ``LostAgainError`` where it is lost too.
+        """Call a replacement while it is set up, and return the result.
 
-        No ref in ``args`` may be another actor's that has not answered yet: its death would be
-        taken for the worker's.
+        Refs in ``args`` must be ready: the crash of the actor that computes one would be taken for
+        a crash of the worker.
+
+        Raises:
+            LostAgainError: The replacement is lost too.
         """
         ref = self.submit(worker_id, method, *args, **kwargs)
         with setting_up(method, worker_id):
             return miniray.get(ref, timeout=self.timeout)
 
     def some_ready(self, started: Mapping[Any, float]) -> list[Any]:
-        """Of refs and when each was begun, those that have an outcome or have run out of time."""
+        """Wait, and return the refs that are ready or timed out. ``started`` maps refs to times."""
         refs = list(started)
         if self.timeout is None:
             return miniray.wait(refs)[0]
@@ -283,50 +273,49 @@ class WorkerGroup:
         return ready or [ref for ref in refs if limits[ref] <= time.monotonic()]
 
     def outcome(self, ref: Any) -> Any:
-        """What became of a ref that ``some_ready`` gave; ``GetTimeoutError`` if nothing yet."""
+        """Return the value of a ref from ``some_ready``. Raise ``GetTimeoutError`` if timed out."""
         return miniray.get(ref, timeout=0 if self.timeout else None)
 
     # -- failure ----------------------------------------------------------------------------------
 
     def recover(self, error: Exception, worker_id: int, method: str, epoch: int | None) -> None:
-        """Replace the worker that ``error`` came from, or raise what the caller should see."""
-        replaced = same_failure = False
-        while not replaced:
+        """Replace the worker that raised ``error``, or raise the error with its context."""
+        is_repairing = False
+        while True:
             if not is_loss(error):
                 raise in_context(error, worker_id, method, epoch, self.unit) from error.__cause__
             if isinstance(error, GetTimeoutError):
                 error = WorkerTimeoutError(f"gave no result in {self.timeout:g} s")
-            self.failures += not same_failure
+            decision = self.budget.decide(error, is_repairing=is_repairing)
             what = {"worker": worker_id, "epoch": epoch, "reason": str(error)}
             self.on_event({"event": "worker_failed", **what})
-            if self.failures > self.max_failures:
+            if decision is Decision.RAISE:
                 raise in_context(error, worker_id, method, epoch, self.unit) from None
             try:
                 self.replace(worker_id)
-                replaced = True
+                break
             except LostAgainError as lost:
-                error, method = lost.error, lost.method
-                same_failure = self.node_losses.explain_failure()
+                error, method, is_repairing = lost.error, lost.method, True
         self.on_event({"event": "worker_replaced", **what})
 
     def replace(self, worker_id: int) -> None:
-        """End a worker if it still runs, make another in its place and set it up."""
+        """Stop a worker, create a new one in its place and set it up."""
         miniray.kill(self.handles[worker_id])
-        self.node_losses.settle()
+        self.budget.settle()
         self.handles[worker_id] = self.create(worker_id)
         check_worker(self.handles[worker_id], worker_id, self.required)
         for setup in self.setups:
             setup.set_up(self, worker_id)
 
     def stop(self) -> None:
-        """End all workers."""
+        """Stop all workers."""
         for worker in self.handles:
             end(worker)
         self.handles.clear()
 
 
 def end(actor: Handle) -> None:
-    """End an actor, unless it ended with its engine."""
+    """Stop an actor, unless its engine was shut down."""
     if session.is_initialized() and session.engine() is actor._engine:
         with contextlib.suppress(SessionEndedError):  # in this moment, by another thread
             miniray.kill(actor)
@@ -335,7 +324,7 @@ def end(actor: Handle) -> None:
 def in_context(
     error: Exception, worker_id: int, method: str, epoch: int | None, unit: str = "epoch"
 ) -> Exception:
-    """``error`` saying which worker it came from, and when; of the same types as before."""
+    """Return ``error`` with worker, method and epoch in message and fields; types are kept."""
     when = "" if epoch is None else f" in {unit} {epoch}"
     call = "" if isinstance(error, TaskError) else f", {USER_METHODS.get(method, method)}()"
     told = located(error, f"worker {worker_id}{call}{when}")

@@ -29,16 +29,17 @@ from miniray.errors import (
     TaskError,
     WeightsMismatchError,
 )
-from miniray.train.workers.group import LostAgainError, WorkerGroup, is_loss, located
+from miniray.train.workers.budget import is_loss
+from miniray.train.workers.group import LostAgainError, WorkerGroup, located
 
 
 def sync(
     group: WorkerGroup, server: Any, timeout: float | None, epoch: int | None
 ) -> tuple[dict[str, Any], bool]:
-    """Sync all workers; returns the sync's figures and whether a failed one was made good.
+    """Sync all workers. Return the statistics, and whether a failed sync was repaired.
 
-    Raises what the server raised where every worker is well (an error of their code, or the
-    server's end), and what ``WorkerGroup`` raises where no more failures may be spared.
+    If no worker is lost, the error of the server is raised: an exception in a worker's code, or the
+    crash of the server. If ``max_failures`` is exceeded, the error of the lost worker is raised.
     """
     while True:
         ref = server.sync_from_workers.remote(group.handles)
@@ -46,32 +47,34 @@ def sync(
             return miniray.get(ref, timeout=timeout), False
         except (ActorDiedError, GetTimeoutError, SyncError) as error:
             before = list(group.handles)
-            lost = _replaced(group, before, epoch)
+            lost = _replace_lost(group, before, epoch)
             if not lost and not isinstance(error, GetTimeoutError):
-                raise _told(error, group, epoch) from None
-            # Else somebody was slow who answers now: the sync has as long once more.
-        except TaskError as error:  # what the server found, or the strategy raised
-            raise _told(error, group, epoch) from None
-        failure = _failure(ref, timeout)
+                raise _add_context(error, group, epoch) from None
+            # Otherwise a slow worker answers now, and the sync gets the same time again.
+        except TaskError as error:  # an error of the server or the strategy
+            raise _add_context(error, group, epoch) from None
+        failure = _get_failure(ref, timeout)
         if failure is not None and not set(failure.workers) <= set(lost):
-            lost = _replaced(group, before, epoch)  # some may be lost since they were asked
+            lost = _replace_lost(group, before, epoch)  # some may be lost since they were asked
             if not set(failure.workers) <= set(lost):
-                raise _told(failure, group, epoch) from None  # another one's code raised as well
+                raise _add_context(
+                    failure, group, epoch
+                ) from None  # the code of a different worker raised too
         survivors = [i for i in range(len(before)) if i not in lost]
-        # After the call above: whatever the server sent a survivor has reached it.
-        weights = _weights_of(group, survivors, timeout)
+        # The survivors answered the call above, so they have received all that the server sent.
+        weights = _get_surviving_weights(group, survivors, timeout)
         if weights is not None:
             for worker_id in lost:
-                _give(group, worker_id, weights, epoch)
-        if failure is None:  # it was late, but it went through
+                _set_weights(group, worker_id, weights, epoch)
+        if failure is None:  # it was late, but successful
             return miniray.get(ref), False
         if weights is not None and failure.phase == "distribute":
             version = miniray.get(server.set_weights.remote(weights))
             return {"synced": True, "version": version, "num_workers": len(before)}, True
 
 
-def _told(error: Exception, group: WorkerGroup, epoch: int | None) -> Exception:
-    """The server's error saying when. What is wrong with weights needs no traceback of ours."""
+def _add_context(error: Exception, group: WorkerGroup, epoch: int | None) -> Exception:
+    """Return the error with the epoch, and without our traceback if the weights are invalid."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, (NonFiniteWeightsError, WeightsMismatchError)):
         error = cause
@@ -81,18 +84,20 @@ def _told(error: Exception, group: WorkerGroup, epoch: int | None) -> Exception:
     return told
 
 
-def _replaced(group: WorkerGroup, before: Sequence[Any], epoch: int | None) -> list[int]:
-    """Finds out who is lost, and replaces it or raises what the user should see."""
+def _replace_lost(group: WorkerGroup, before: Sequence[Any], epoch: int | None) -> list[int]:
+    """Call all workers, replace the lost ones, and return their ids."""
     group.call("get_weights", lambda _: (), {}, epoch)
     return [i for i, handle in enumerate(before) if group.handles[i] is not handle]
 
 
-def _weights_of(group: WorkerGroup, survivors: Sequence[int], timeout: float | None) -> Any:
-    """A ref to the weights of the first survivor that still is one; None without any."""
+def _get_surviving_weights(
+    group: WorkerGroup, survivors: Sequence[int], timeout: float | None
+) -> Any:
+    """Return a ref to the weights of the first survivor that isn't lost. None if all are."""
     for worker_id in survivors:
         weights = group.handles[worker_id].get_weights.remote()
         try:
-            miniray.get(weights, timeout=timeout)  # here, so that its loss is not another one's
+            miniray.get(weights, timeout=timeout)  # here, where a loss is known to be its own
         except Exception as error:
             if not is_loss(error):
                 raise
@@ -101,8 +106,8 @@ def _weights_of(group: WorkerGroup, survivors: Sequence[int], timeout: float | N
     return None
 
 
-def _give(group: WorkerGroup, worker_id: int, weights: Any, epoch: int | None) -> None:
-    """Give a replacement these weights, or the one that replaces it if it is lost too."""
+def _set_weights(group: WorkerGroup, worker_id: int, weights: Any, epoch: int | None) -> None:
+    """Set weights on a replacement, or on the next one if it is lost too."""
     while True:
         try:
             group.set_up_call(worker_id, "set_weights", weights)
@@ -111,8 +116,8 @@ def _give(group: WorkerGroup, worker_id: int, weights: Any, epoch: int | None) -
             group.recover(lost.error, worker_id, lost.method, epoch)
 
 
-def _failure(ref: Any, timeout: float | None) -> SyncError | None:
-    """Why the sync failed, now that nobody it waited for hangs any more; None if it did not."""
+def _get_failure(ref: Any, timeout: float | None) -> SyncError | None:
+    """Return the error of a sync whose hanging workers were replaced. None if it succeeded."""
     try:
         miniray.get(ref, timeout=timeout)
     except SyncError as error:
