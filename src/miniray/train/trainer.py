@@ -259,9 +259,9 @@ class BaseTrainer:
         self._resume = False
         if self.epoch and self._group is None and self._loaded is None and not wanted:
             raise RuntimeError(
-                f"the weights of these {self.epoch} {self._unit}s ended with their workers, by "
-                "shutdown() or an error; train(..., resume=True) goes on from the newest "
-                "checkpoint, a new trainer begins anew"
+                f"the weights of these {self.epoch} {self._unit}s are gone: shutdown() or an error "
+                "stopped the workers. Call train(..., resume=True) to continue from the newest "
+                "checkpoint, or create a new trainer"
             )
         self.should_stop, self.stop_reason = False, ""
         self.state.in_epoch = False
@@ -564,8 +564,8 @@ class BaseTrainer:
         done = self.epoch + (self.state.in_epoch and epoch is not None)
         if not done:
             raise RuntimeError(
-                "no epoch was trained yet, so there is nothing to go on from: train() first, or "
-                "save_final_model() for the weights as they are"
+                "no epoch was trained yet, so there is nothing to resume from: call train() first, "
+                "or save_final_model() for the current weights"
             )
         self.state.number_record()
         return self.checkpointer.save(dataclasses.replace(self.state, epoch=done))

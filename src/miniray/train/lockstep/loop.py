@@ -1,9 +1,9 @@
 """The steps of an epoch on one rank: one loop for every kind of replica.
 
-What must be equal on all ranks is checked if it can differ, and the error names rank and step. A
-rank never continues alone: if it left out a backward pass, the others would wait for its gradients.
-So a step without a loss, a loss that isn't finite, a parameter without a gradient and a loader that
-ends early are errors.
+If ranks could differ in something that must be equal, it is checked, and the error names rank and
+step. A rank never continues alone: if it left out a backward pass, the others would wait for its
+gradients. So a step without a loss, a loss that isn't finite, a parameter without a gradient and a
+loader that ends early are errors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class MicroBatch(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What a forward pass returns; ``loss`` is None on ranks that don't compute it."""
+    """The result of a forward pass; ``loss`` is None on ranks that don't compute it."""
 
     loss: Any
     metrics: Mapping[str, Any]
@@ -75,7 +75,7 @@ class RankState:
 
 
 class EpochReport(NamedTuple):
-    """What a rank reports after an epoch.
+    """The report of a rank after an epoch.
 
     Attributes:
         step: Completed optimizer steps of the run.
@@ -90,9 +90,9 @@ class EpochReport(NamedTuple):
 
 
 class Replica(Protocol):
-    """What one rank holds of the model, and how it computes a step with it."""
+    """The part of the model that one rank holds, and how it computes a step with it."""
 
-    #: Where losses come from, for the flight recorder: ``"train.py:17"``.
+    #: The source line of losses for the flight recorder, such as ``"train.py:17"``.
     site: str
 
     @property
@@ -150,14 +150,14 @@ class StepLoop:
         """Train one epoch."""
         replica, context = self.replica, self.context
         self._means = parts.Means()
-        context.status.at("starting the loader")
+        context.status.set_phase("starting the loader")
         steps = replica.start_epoch(epoch)  # starts loader processes, which no rank waits for
         context.barrier("before-iteration")
         with replica.epoch_context():
             for micro_batches in steps:
                 self._run_step(micro_batches)
         self._check_losses()
-        context.status.at("end of the epoch")
+        context.status.set_phase("end of the epoch")
         context.barrier("epoch-end")
         replica.end_epoch()
         return EpochReport(self.state.step, self._means.means(), replica.get_details())
@@ -172,9 +172,9 @@ class StepLoop:
                     self._record(output)
                     samples += output.samples
                 replica.backward(output.loss, weight)
-        self.context.status.at("gradients")
+        self.context.status.set_phase("gradients")
         replica.check_gradients()
-        self.context.status.at("optimizer")
+        self.context.status.set_phase("optimizer")
         replica.step_optimizer()
         self.state.advance(samples)
 
