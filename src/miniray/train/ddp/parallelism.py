@@ -46,7 +46,7 @@ class DataParallelism:
                 "training_step(batch, batch_idx) nor train_epoch(epoch)"
             )
         if "load_data_shard" in methods:
-            group.call_ranks("load_data_shard", lambda i: (i, count), lambda _: group.get_kwargs())
+            group.call_ranks("load_data_shard", lambda i: (i, count), lambda _: settings.kwargs)
         rank_settings = dataclasses.replace(self.settings, **settings.facts)
         facts = group.call_ranks("prepare_rank", lambda i: (i, count, rank_settings))
         self._steps_are_ours = facts[0]["steps"]

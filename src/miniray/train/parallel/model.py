@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from miniray.checks import check_int, suggest_options
 from miniray.train.lockstep.trainer import LockstepTrainer
@@ -69,6 +69,12 @@ class ModelParallelTrainer(LockstepTrainer):
             plan=plan,
         )
         super().__init__(num_workers, split_model, worker=ModelWorker, **others)
+        self._split = split_model
+
+    @property
+    def plan(self) -> Any:
+        """The ``Plan`` that divides the model over the workers. None before ``train``."""
+        return self._split.plan
 
 
 def _layout(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from miniray.checks import check_choice, check_int, suggest_options
 from miniray.train.lockstep.trainer import LockstepTrainer
@@ -92,6 +92,12 @@ class PipelineParallelTrainer(LockstepTrainer):
             plan=plan,
         )
         super().__init__(num_workers, split, worker=ModelWorker, **others)
+        self._split = split
         problem = chosen.problem(layout.pipeline, microbatches)
         if problem is not None and layout.pipeline > 1:
             raise ValueError(problem)
+
+    @property
+    def plan(self) -> Any:
+        """The ``Plan`` that divides the model over the workers. None before ``train``."""
+        return self._split.plan
