@@ -97,6 +97,7 @@ class LockstepGroup:
         describe_part: Returns what is lost with a rank, or None if all ranks hold the same.
         on_event: Called with each event of the run.
         on_replaced: Called with each rank after a restart.
+        get_kwargs: Returns the keyword arguments of ``train()``.
     """
 
     count: int
@@ -115,6 +116,7 @@ class LockstepGroup:
     describe_part: Callable[[int], str | None]
     on_event: Callable[[dict[str, Any]], None]
     on_replaced: Callable[[int], None]
+    get_kwargs: Callable[[], Mapping[str, Any]] = dict
     handles: list[Any] = dataclasses.field(default_factory=list)
     _steps: int | None = None  # of an epoch, if known
     _host: GroupHost | None = None

@@ -154,6 +154,7 @@ class LockstepTrainer(BaseTrainer):
             describe_part=parallelism.describe_part,
             on_event=options["on_event"],
             on_replaced=self._call_on_replaced,
+            get_kwargs=options["get_kwargs"],
         )
 
     def _set_up_all(self) -> None:
