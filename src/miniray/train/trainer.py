@@ -293,9 +293,9 @@ class BaseTrainer:
             is_total = bool(resume)
         if self.state.step and self._group is None and self._loaded is None and not resume:
             raise RuntimeError(
-                f"the workers with the weights of step {self.state.step} were stopped by "
-                "shutdown() or an error. Call train(..., resume=True) to continue from the newest "
-                "checkpoint, or create a new trainer."
+                f"the weights of these {self.epoch} {self._unit}s are gone: shutdown() or an error "
+                "stopped the workers. Call train(..., resume=True) to continue from the newest "
+                "checkpoint, or create a new trainer"
             )
         self.should_stop, self.stop_reason = False, ""
         self.state.in_epoch = False
@@ -645,8 +645,8 @@ class BaseTrainer:
         done = self.epoch + (is_inside and epoch is not None)
         if not done and not self.state.step_in_epoch:
             raise RuntimeError(
-                "no epoch was trained yet, so there is nothing to go on from: train() first, or "
-                "save_final_model() for the weights as they are"
+                "no epoch was trained yet, so there is nothing to resume from: call train() first, "
+                "or save_final_model() for the current weights"
             )
         self.state.number_record()
         return self.checkpointer.save(dataclasses.replace(self.state, epoch=done))

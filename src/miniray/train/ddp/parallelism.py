@@ -46,7 +46,7 @@ class DataParallelism:
                 "training_step(batch, batch_idx) nor train_epoch(epoch)"
             )
         if "load_data_shard" in methods:
-            group.call_ranks("load_data_shard", lambda i: (i, count), lambda _: group.get_kwargs())
+            group.call_ranks("load_data_shard", lambda i: (i, count), lambda _: settings.kwargs)
         rank_settings = dataclasses.replace(self.settings, **settings.facts)
         facts = group.call_ranks("prepare_rank", lambda i: (i, count, rank_settings))
         self._steps_are_ours = facts[0]["steps"]
@@ -54,8 +54,8 @@ class DataParallelism:
         if settings.eval_interval and not self._has_own_evaluate:
             checks.check_val_loader(facts, settings.eval_interval)
         if not self._steps_are_ours:
-            checks.refuse_step_options(rank_settings)
-        return facts, checks.agree(facts, rank_settings)
+            checks.check_no_step_options(rank_settings)
+        return facts, checks.check_agreement(facts, rank_settings)
 
     def summarize(self, reports: Sequence[EpochReport]) -> dict[str, Any]:
         results = [report.metrics for report in reports]

@@ -20,11 +20,13 @@ class RunSettings:
         facts: The fields of ``RunFacts``.
         eval_interval: The option; 0 if a subclass of the trainer evaluates in a different way.
         loaded: The shared state of the checkpoint from which the run resumes, or None.
+        kwargs: Keyword arguments of ``train()``.
     """
 
     facts: Mapping[str, Any]
     eval_interval: int
     loaded: Mapping[str, Any] | None
+    kwargs: Mapping[str, Any]
 
 
 class Parallelism(Protocol):

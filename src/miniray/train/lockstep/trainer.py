@@ -232,7 +232,6 @@ class LockstepTrainer(BaseTrainer):
             on_event=options["on_event"],
             on_replaced=self._call_on_replaced,
             on_poll=self._on_poll,
-            get_kwargs=options["get_kwargs"],
         )
 
     def _set_up_all(self) -> None:
@@ -256,7 +255,8 @@ class LockstepTrainer(BaseTrainer):
         evaluates = type(self).evaluate is LockstepTrainer.evaluate
         interval = self.options.eval_interval if evaluates else 0
         loaded = (self._loaded or {}).get(self._kind)
-        return self._parallelism.prepare(group, RunSettings(facts, interval, loaded))
+        settings = RunSettings(facts, interval, loaded, self._kwargs)
+        return self._parallelism.prepare(group, settings)
 
     def _describe(self) -> dict[str, Any]:
         described = {**super()._describe(), **self._parallelism.describe()}
