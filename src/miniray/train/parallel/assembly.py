@@ -19,12 +19,12 @@ import torch
 
 from miniray.train.lockstep.loop import check_scheduler
 from miniray.train.lockstep.mesh import (
-    cut_numbers,
+    gather_full,
+    gather_optimizer_values,
     load_tensors,
+    load_weights,
     local,
-    put_weights,
-    whole,
-    whole_numbers,
+    shard_optimizer_values,
 )
 from miniray.train.lockstep.status import is_consequence
 from miniray.train.parallel.plan.job import Job, Place
@@ -60,14 +60,14 @@ class Part:
     def weights(self) -> dict[int, dict[str, Any]]:
         """{stage: {name: weight in one piece}}. A collective where layers are cut."""
         return {
-            stage: {name: whole(value) for name, value in module.state_dict().items()}
+            stage: {name: gather_full(value) for name, value in module.state_dict().items()}
             for stage, module in self.modules.items()
         }
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:
         """Take this part of the whole model's; ``ValueError`` where one is missing or no fit."""
         for module in self.modules.values():
-            put_weights(module.state_dict(), weights)
+            load_weights(module.state_dict(), weights)
 
     def optimizer_state(self) -> dict[str, Any]:
         """``{"groups": settings, "state": {name: numbers}}``, in one piece; as ``weights``."""
@@ -77,7 +77,10 @@ class Part:
             for group in self.optimizer.param_groups
         ]
         numbers = self.optimizer.state.items()
-        return {"groups": groups, "state": {names[p]: whole_numbers(v) for p, v in numbers}}
+        return {
+            "groups": groups,
+            "state": {names[p]: gather_optimizer_values(v) for p, v in numbers},
+        }
 
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
         """Take this part of what ``optimizer_state`` of all parts gave."""
@@ -93,7 +96,9 @@ class Part:
             values = saved["state"].get(name)
             if values is not None:
                 # Not what was saved itself: optimizers change their numbers in place.
-                self.optimizer.state[parameter] = copy.deepcopy(cut_numbers(parameter, values))
+                self.optimizer.state[parameter] = copy.deepcopy(
+                    shard_optimizer_values(parameter, values)
+                )
 
     def get_local(self) -> dict[str, Any]:
         """Return the parameters and buffers of this rank as they are, by stage and name."""

@@ -182,7 +182,7 @@ class RunSession:
 
                     record_ends(self.run.path / "ranks", error)
             self._write_report()
-            with self.printing_errors("no way to go on with"):
+            with self.printing_errors("cannot say how to resume"):
                 self._print_how_to_resume(find_checkpoint)
             raise
         with self.printing_errors("its end is not in"):
@@ -193,7 +193,7 @@ class RunSession:
         if not self.verbose or self.run is None:
             return
         newest = find_checkpoint()
-        how = f"; resume=True goes on from {newest.name}" if newest is not None else ""
+        how = f"; resume=True continues from {newest.name}" if newest is not None else ""
         print(f"the run is in {self.run.path}{how}", file=sys.stderr, flush=True)
 
     def _write_report(self) -> None:
