@@ -85,7 +85,6 @@ class RankContext:
         self.device: Any = torch.device("cpu")
         self.state: RankState = RankState()
         self.recorder: Any = None
-        self._random_state: dict[str, Any] | None = None
         self._shares_boxes = False
         self._opened = contextlib.ExitStack()
 
@@ -122,17 +121,6 @@ class RankContext:
             self.recorder.tell_epoch(epoch)
             done = self.state.step_in_epoch
             self.recorder.note(steps_before_epoch=self.recorder.step_number - done)
-
-    def set_random_state(self, state: dict[str, Any]) -> None:
-        """Set the random numbers, now and once more inside an epoch when its loader is started."""
-        parts.set_random_state(state)
-        self._random_state = state
-
-    def restore_random_state(self) -> None:
-        """Set the random numbers of the step that a run inside an epoch continues from."""
-        state, self._random_state = self._random_state, None
-        if state is not None and self.state.step_in_epoch:
-            parts.set_random_state(state)
 
     def barrier(self, name: str) -> None:
         """Wait for all ranks: by the flight recorders, which the doctor reads, or by the store."""
@@ -359,6 +347,6 @@ class RankActor:
         own = state["rank"]
         self._replica.load_data_state(own)
         self._loop.load_means(own.get("means", {}))
-        self._context.set_random_state(own["random"])
+        parts.set_random_state(own["random"])
         if state["worker"] is not None and defines(type(self._user), "set_state"):
             self._user.set_state(state["worker"])
