@@ -160,7 +160,7 @@ class Replica(Protocol):
 
     @property
     def has_position(self) -> bool:
-        """Whether this rank's loader can start inside of an epoch."""
+        """Whether this rank's loader can start inside an epoch."""
 
     def get_local_state(self) -> tuple[Any, Any]:
         """Return the state that all ranks share, and what only this rank has. No collective.

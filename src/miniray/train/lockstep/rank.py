@@ -242,7 +242,7 @@ class RankActor:
     def measure_snapshot(self) -> SnapshotNeed:
         """Return how much memory a snapshot needs, once the optimizer has its state."""
         if not self._replica.has_position:
-            return SnapshotNeed(0, "the train_loader can't start inside of an epoch")
+            return SnapshotNeed(0, "the train_loader can't start inside an epoch")
         context = self._context
         try:
             shared, own = self._get_local_state()
