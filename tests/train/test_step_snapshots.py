@@ -7,7 +7,9 @@ import warnings
 import pytest
 
 import miniray
+from miniray.errors import ActorDiedError, WorkerTimeoutError
 from miniray.train.lockstep.arena import SnapshotWriter
+from miniray.train.lockstep.failure import describe_loss
 from miniray.train.lockstep.rank import SnapshotNeed
 from miniray.train.lockstep.snapshot import StepSnapshots
 from miniray.train.lockstep.status import LogWindow
@@ -70,6 +72,33 @@ def test_fixed_interval_is_not_tuned():
     snapshots.start(1.0, 1.0)
     assert snapshots.tune([make_window(100, 50, 1.0)]) is None
     assert snapshots.every == 7
+
+
+@pytest.mark.parametrize(
+    ("error", "died_at", "resumed_at", "line"),
+    [
+        (
+            ActorDiedError("gone", rank=1, signal="SIGKILL"), 57, 48,
+            "rank 1 was killed (SIGKILL) at step 57; "
+            "all ranks restarted in 0.31 s and continue at step 48",
+        ),
+        (
+            ActorDiedError("gone", rank=0, exit_code=3), None, 48,
+            "rank 0 exited with code 3; all ranks restarted in 0.31 s and continue at step 48",
+        ),
+        (
+            WorkerTimeoutError("hangs", rank=2), 5, None,
+            "rank 2 stopped responding at step 5; all ranks restarted in 0.31 s and start over",
+        ),
+        (
+            WorkerTimeoutError("all hang"), 5, 4,
+            "ranks stopped responding at step 5; "
+            "all ranks restarted in 0.31 s and continue at step 4",
+        ),
+    ],
+)  # fmt: skip
+def test_one_line_tells_what_was_lost(error, died_at, resumed_at, line):
+    assert describe_loss(error, died_at, resumed_at, 0.312) == line
 
 
 @pytest.mark.parametrize(("after", "found"), [(None, 6), (3, 6), (6, None), (8, None)])
