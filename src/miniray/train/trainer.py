@@ -295,7 +295,8 @@ class BaseTrainer:
                 result = self._train_epoch(epoch)
                 self._finish_epoch(epoch, result)
                 progress.update(epoch, result)
-                self._end_epoch({"epoch": epoch, "seconds": time.monotonic() - start, **result})
+                seconds = time.monotonic() - start
+                self._end_epoch(epoch, {"epoch": epoch, "seconds": seconds, **result})
                 if self.should_stop:
                     self.session.append_event(
                         {"event": "stopped", "epoch": epoch, "reason": self.stop_reason}
@@ -304,14 +305,14 @@ class BaseTrainer:
                     progress.note(f"stopped after {self._unit} {epoch}{why}")
                     break
 
-    def _end_epoch(self, record: dict[str, Any]) -> None:
+    def _end_epoch(self, epoch: int, record: dict[str, Any]) -> None:
         """Add the record to the history, let hooks change it, and write it to the metrics.
 
         It is written even if a hook raises, because the epoch was trained.
         """
-        self.state.end_epoch(record)
+        self.state.end_epoch(epoch, record)
         try:
-            self._emit("on_epoch_end", record["epoch"], record)
+            self._emit("on_epoch_end", epoch, record)
         except BaseException:
             with self.session.printing_errors("its last epoch is not in"):
                 self._write_record()

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from miniray.train.run.records import number, simplify
+from miniray.train.run.records import finite, simplify
 
 
 @dataclasses.dataclass
@@ -33,15 +33,15 @@ class TrainState:
         """Note that ``step`` optimizer steps of the run are completed at the end of this epoch."""
         self._reported_step = step
 
-    def end_epoch(self, record: dict[str, Any]) -> None:
-        """Add the record of the epoch to the history. Hooks may change it until it is closed."""
-        steps = number(record.get("num_steps"))
+    def end_epoch(self, epoch: int, record: dict[str, Any]) -> None:
+        """Add the record of ``epoch`` to the history. Hooks may change it until it is closed."""
+        steps = finite(record.get("num_steps"))
         step, self._reported_step = self._reported_step, None
         if step is None:
             step = self.step + (1 if steps is None else int(steps))
         self.step = step
         self.history.append(record)
-        self.epoch += 1
+        self.epoch = epoch + 1
         self._open_record = record
         self.number_record()
 
