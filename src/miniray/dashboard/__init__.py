@@ -176,7 +176,7 @@ class _Http(ThreadingHTTPServer):
                     continue
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print all errors except those that are caused by clients that disconnect."""
+        """Print all errors except those caused by clients that have disconnected."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 

@@ -1,9 +1,9 @@
 """Control access to the dashboard by checking the token, the Host header and file paths.
 
-Any web page can send requests to 127.0.0.1 from the user's browser. If the page is served on a
-different port of localhost, its requests even include the cookie of the dashboard. Therefore, every
-request must contain the token and must not come from a different origin. To prevent DNS rebinding
-attacks, the Host header must also contain a loopback address.
+Any web page can send requests to 127.0.0.1 from the user's browser. Requests from a page on a
+different port of localhost even include the cookie of the dashboard. Therefore, every request must
+contain the token and must not come from a different origin. To prevent DNS rebinding attacks, the
+Host header must also name a loopback host.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def is_same_origin(host_header: str | None, origin: str | None) -> bool:
 class ServedDirectory:
     """The directory that the dashboard serves, which is either a run or a directory of runs.
 
-    A symbolic link is followed only if its target is inside of this directory. The constructor
+    A symbolic link is followed only if its target is within this directory. The constructor
     raises ``FileNotFoundError`` if the directory doesn't exist.
     """
 

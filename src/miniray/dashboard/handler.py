@@ -1,8 +1,8 @@
 """Handle the HTTP requests of the page.
 
 The ``access`` module checks each request, and ``poller`` and ``monitor`` provide the content of the
-response. Each response contains the security headers in ``_HEADERS``. The only POST request is the
-one that requests a stack from a rank.
+response. Each response contains the security headers in ``_HEADERS``. The page sends only one type
+of POST request, which requests the stack of a rank.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Read the logs of ranks.
 
-A log is read in pieces from its end, so that the response time doesn't depend on its size.
+A log is read in pieces from its end, so that the response time doesn't depend on the size of the
+log.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ def tail(path: Path, since: int | None = None, before: int | None = None) -> dic
     By default, return the last lines. If ``since`` is set, return the lines after this byte
     position. If ``before`` is set, return the lines before this byte position.
 
-    In the result, ``start`` and ``end`` are the byte positions of the lines, which the next request
-    can use. ``rest`` is the last line if it is incomplete. If the file is shorter than ``since``,
-    the log was restarted, and the last lines of the new log are returned.
+    In the result, ``start`` and ``end`` are byte positions, which the next request can pass as
+    ``before`` and ``since``. ``rest`` contains the last line if that line is incomplete. If the
+    file is shorter than ``since``, the log was restarted, and the last lines of the new log are
+    returned.
     """
     with files.open_file(path) as file:
         size = os.fstat(file.fileno()).st_size

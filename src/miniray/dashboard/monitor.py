@@ -130,7 +130,11 @@ class RunMonitor:
             continue
 
     def _valid_stacks(self, run: RunRecord) -> dict[int, tuple[ThreadStack, ...]]:
-        """Return the stacks of the ranks that have made no progress since they sent their stack."""
+        """Return the last stack of each rank if the stack is still valid.
+
+        A stack is valid if the rank has made no progress since it sent the stack, or if the rank
+        has ended.
+        """
         with self._lock:
             shown = dict(self._shown)
         found = {}
@@ -156,17 +160,17 @@ class RunMonitor:
     # -- curves -----------------------------------------------------------------------------------
 
     def _sources(self, name: str, by_rank: bool) -> Metrics:
-        """Return the source of a chart.
+        """Return the curves that contain the data for a chart.
 
-        The source is ``metrics.jsonl``. If a chart by rank isn't available there, the source is the
-        rank records.
+        The curves come from ``metrics.jsonl``. If this file doesn't contain values by rank, a chart
+        by rank uses the curves from the rank records.
         """
         if by_rank and not any(self._metrics.get_chart(name, True)):
             return self._losses
         return self._metrics
 
     def _charts(self) -> list[dict[str, Any]]:
-        """Return a list of all charts with their number of points.
+        """Return a list of all charts with the number of points in each chart.
 
         The page uses the number of points to decide which charts to fetch.
         """
@@ -216,10 +220,11 @@ class RunMonitor:
     # -- timelines, stacks ------------------------------------------------------------------------
 
     def timelines(self, seconds: float | None, buckets: int) -> dict[str, Any]:
-        """Return how the ranks spent the last ``seconds``, or the entire run if it is None.
+        """Return how each rank spent its time during the last ``seconds``.
 
-        The time range is divided into ``buckets`` intervals of equal length. For each interval, the
-        result contains the fraction of the time that a rank spent in each category.
+        If ``seconds`` is None, the result covers the entire run. The time range is split into
+        ``buckets`` intervals of equal length. For each interval, the result contains the fraction
+        of time that a rank spent in each category.
         """
         with self._lock:
             every = list(self._timelines.values())

@@ -1,7 +1,7 @@
-"""Poll the list of runs and the runs that are shown on open pages in a single thread.
+"""Poll the list of runs and the runs that are shown on open pages.
 
-The thread polls once per second and uses at most a quarter of a CPU core. After a page is closed,
-the thread continues to poll the run if it is still in progress, so that its timelines have no gaps.
+A single thread polls once per second and uses at most a quarter of a CPU core. Runs in progress are
+polled even after their page was closed, so that their timelines have no gaps.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Poller:
             self._thread.join()
 
     def runs(self) -> list[dict[str, Any]]:
-        """Return all runs. For a run that is monitored, include the severity of its findings."""
+        """Return all runs. The entry of a monitored run includes the severity of its findings."""
         known = {name: monitor.state.get("severity") for name, monitor in [*self._monitors.items()]}
         return [{**run, "severity": known.get(run["name"])} for run in self._listing.runs]
 
@@ -76,9 +76,9 @@ class Poller:
     def news(self, names: list[str], seen: str) -> dict[str, Any]:
         """Return the list of runs, and the state of each run in ``names``.
 
-        The response omits the list or the state of a run if it hasn't changed since the previous
-        response. ``seen`` is a value from the previous response, or ``""`` if there is none. The
-        method doesn't wait for changes, because a browser opens only a few connections to a server
+        Parts that haven't changed since the previous response are omitted. ``seen`` is the value of
+        the field ``seen`` in the previous response, or ``""`` for the first request. The method
+        doesn't wait for changes, because a browser opens only a few connections to a server
         and all tabs share these connections.
         """
         if not self._has_viewers:
@@ -136,7 +136,7 @@ class Poller:
         return behind
 
     def _monitor_running(self) -> None:
-        """Monitor all runs in progress, because the list shows whether a run is stuck."""
+        """Monitor the newest runs in progress, because the list shows whether a run is stuck."""
         running = [entry["name"] for entry in self._listing.runs if entry["state"] == "running"]
         with self._news:
             for name in running[:_MOST_RUNNING]:
@@ -193,7 +193,7 @@ class Listing:
         }
 
     def _read_entry(self, name: str, path: Path) -> RunEntry:
-        """Return the contents of ``run.json``, and read the file again only if it has changed.
+        """Return the contents of ``run.json``. The file is read again only if it has changed.
 
         If the file is damaged, the doctor reports the problem.
         """

@@ -1,4 +1,4 @@
-"""Read the curves in ``metrics.jsonl`` while the file grows, and select the points to send.
+"""Read the curves in ``metrics.jsonl`` while the file grows, and select the points to display.
 
 Each read continues at the position where the previous read ended, and reads a limited number of
 bytes. If the last line is incomplete, it is stored until the rest of the line has been written. If
@@ -33,7 +33,7 @@ _NOT_A_METRIC = frozenset({"epoch", "step", "rank", "time", "timestamp", "world_
 
 
 class Lines:
-    """A reader of a growing file. ``read`` returns the complete lines that are new."""
+    """A reader of a growing file. ``read`` returns the next complete lines of the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -139,8 +139,8 @@ class Metrics:
     """All curves of a run.
 
     The keys of ``series`` are ``(name, rank)`` tuples. The rank is None if a curve describes the
-    whole run. ``earlier`` contains the curves of earlier attempts, because the steps of each
-    attempt are numbered from 1.
+    whole run. ``earlier`` contains the curves of earlier attempts, which are kept separate because
+    the steps of each attempt are numbered from 1.
     """
 
     def __init__(self, path: Path) -> None:

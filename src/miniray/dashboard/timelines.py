@@ -1,9 +1,8 @@
 """Compute timelines, which show how each rank spent its time.
 
-A rank records the duration of each step, and how much of this time it spent on data loading, on
-computation, on the backward pass and on waiting for other ranks. For the time between steps, and
-for ranks that record no steps, the timeline uses the phases that the server observed when it polled
-the run.
+For each step, a rank records how much time it spent on loading data, on computation, on the
+backward pass and on waiting for other ranks. For the time between steps, and for ranks that record
+no steps, the timeline uses the phases that the server observed when it polled the run.
 
 A timeline records, at several moments, the cumulative time that the rank has spent in each
 category. To compute the time spent in a category during an interval, subtract the value at the
@@ -95,7 +94,7 @@ class Timeline:
         ]
 
     def _commit_until(self, until: float) -> None:
-        """Store the observations before ``until``, for which no step records exist, permanently."""
+        """Permanently store the observations before ``until``, which no step record covers."""
         for begin, end, kind in self._observed:
             begin, end = max(begin, self._moments[-1]), min(end, until)
             if end > begin:

@@ -68,7 +68,7 @@ def choose_verdict(diagnosis: Diagnosis, run: Mapping[str, Any], state: str) -> 
 
 
 def severity_by_rank(diagnosis: Diagnosis) -> dict[int, str]:
-    """Return the highest severity among the findings about each rank.
+    """Return the highest severity of the findings about each rank.
 
     Notes and findings that affect all ranks are ignored.
     """

@@ -1,8 +1,8 @@
 """Create an HTML report of a run: ``write_report(run_dir)`` writes the file ``report.html``.
 
-The page is self-contained. It doesn't use scripts, other files or the network. If a part of the run
-is missing, the report omits the section about it. Damaged files are listed at the end of the page.
-This package doesn't import torch.
+The page is self-contained and loads no scripts, no other files and nothing from the network. If a
+part of the run is missing, the report omits the section about this part. Damaged files are listed
+at the end of the page. This package doesn't import torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Build HTML elements.
 
-The functions escape strings of type ``str`` and insert ``Markup`` objects without changes.
+Plain strings of type ``str`` are escaped, and ``Markup`` objects are inserted unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Markup(str):
 
 
 def strip_escapes(text: str) -> str:
-    """Return the text without terminal escape sequences, such as colors and cursor moves."""
+    """Remove terminal escape sequences, such as those for colors and cursor movements."""
     return _ESCAPE_SEQUENCES.sub("", text)
 
 
@@ -47,7 +47,7 @@ def escape(value: Any) -> str:
 
 
 def format_number(value: float) -> str:
-    """Format a number with few characters, such as ``0.0173``, ``1.44k`` or ``2.5e-07``."""
+    """Format a number in a compact form, such as ``0.0173``, ``1.44k`` or ``2.5e-07``."""
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
@@ -68,7 +68,7 @@ def render_code_spans(text: str) -> Markup:
 
 
 def tag(name: str, *inside: Any, **attributes: Any) -> Markup:
-    """Return an HTML element. For example, ``tag("p", "a < b", cls="soft")`` is a paragraph."""
+    """Return an HTML element. For example, ``tag("p", "text", cls="soft")`` returns a paragraph."""
     rendered = "".join(
         f' {"class" if key == "cls" else key}="{escape(value)}"'
         for key, value in attributes.items()

@@ -124,9 +124,9 @@ def _get_throughput(run: Run) -> float | None:
 def render_verdict(run: Run, diagnosis: Diagnosis, curves: Sequence[Curve]) -> Markup:
     """Return a box that shows the outcome of the run.
 
-    The box contains the findings of the doctor and the error that the run recorded. The more severe
-    of the two becomes the heading. If findings were saved while the ranks were running, they are
-    shown instead of the findings from the current files.
+    The box contains the findings of the doctor and the error that the run recorded. The heading
+    shows the finding or the error, whichever is more severe. If findings were saved while the ranks
+    were running, they are shown instead of the findings from the current files.
     """
     findings = _read_saved_findings(run) or list(_current_findings(run, diagnosis))
     error = _render_error(run)

@@ -79,8 +79,8 @@ def _render_phases(run: Run) -> list[Markup]:
 def get_phase_seconds(rank: RankRecord, over: float | None) -> dict[str, float]:
     """Return the number of seconds that a rank spent in each phase.
 
-    The recorded times of steps begin at the end of the first step. The remaining time is counted as
-    time outside of steps. ``over`` is the time at which the run ended. The time after it isn't
+    Step times are recorded from the end of the first step onward, and the remaining time is counted
+    as time outside of steps. ``over`` is the time at which the run ended. Later times aren't
     counted, even if the workers keep running.
     """
     total = rank.total
@@ -108,7 +108,7 @@ def get_phase_seconds(rank: RankRecord, over: float | None) -> dict[str, float]:
 def _find_open_phase(rank: RankRecord, over: bool) -> tuple[str, float]:
     """Return the last phase of a rank and the time at which this phase started.
 
-    The recorded times of steps don't include this phase. If a rank has finished its work, it only
+    The recorded step times don't include this phase. If a rank has finished its work, it only
     waits to be terminated, and the phase is ``"other"``.
     """
     wait = wait_of(rank)
@@ -154,8 +154,8 @@ def _render_legend(names: Sequence[str]) -> Markup:
 def render_data(run: Run) -> Markup:
     """Return the section that shows how many samples each rank used.
 
-    The section also shows which part of the dataset the last pass covered, and the overlap of the
-    samples between ranks.
+    The section also shows how much of the dataset the last pass covered, and how many samples the
+    ranks have in common.
     """
     seen = [rank for rank in run.record if rank.samples]
     if not seen:
@@ -300,7 +300,7 @@ def _format_gpu_memory(rank: RankRecord) -> str | None:
 
 
 def render_ranks(run: Run) -> Markup:
-    """Return the section that shows a table with one row per rank, and the ends of their logs.
+    """Return the section with a table of all ranks and the last lines of their logs.
 
     The logs of failed ranks are shown. If no rank failed, the log of the first rank is shown.
     """

@@ -49,8 +49,8 @@ class Run(RunEntry):
     def record(self) -> RunRecord:
         """The records of all ranks.
 
-        A trainer kills its workers at the end of every run. Therefore, a missing exit record
-        doesn't mean that the rank has failed.
+        A trainer kills its workers after every run, whether the run succeeded or failed. Therefore,
+        a missing exit record doesn't mean that the rank has failed.
         """
         found = read_run(self.path)
         over = self.info.get("state") in ("failed", "interrupted") and "trainer" in self.config
@@ -78,7 +78,7 @@ class Run(RunEntry):
     def started(self) -> float | None:
         """Unix time of the start of the run.
 
-        If ``run.json`` is missing, this is the time at which the first rank started its record.
+        If ``run.json`` is missing, this is the start time of the first rank record.
         """
         found = super().started
         if found is not None or self.info:

@@ -70,7 +70,7 @@ def is_higher_better(metric: str) -> bool:
 def to_float(value: Any) -> float | None:
     """Convert a number to a float.
 
-    Return None for booleans, for other types, and for integers that are too large for a float.
+    Return None if the value is a boolean, isn't a number, or is too large for a float.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
@@ -165,7 +165,7 @@ def _get_x(record: Mapping[str, Any], index: int, word: str) -> float:
 def find_axis(metrics: Sequence[Mapping[str, Any]]) -> str:
     """Return the name of the x axis of the curves.
 
-    The axis shows epochs. If there are several lines per epoch, it shows steps.
+    The axis shows epochs, or steps if the file contains several lines per epoch.
     """
     first = metrics[0] if metrics else {}
     known = [key for key in _PLACES if key in first]
@@ -199,10 +199,10 @@ def thin_points(points: Points, most: int) -> Points:
 
 
 def select_extremes(heights: np.ndarray, most: int) -> np.ndarray:
-    """Return the indices of the points to draw, which are at most ``most``.
+    """Select at most ``most`` points of a curve to draw, and return their indices.
 
-    The selection includes the first and the last point of the curve. It also includes the lowest
-    and the highest point of each interval, so that spikes remain visible.
+    The selection includes the first and the last point of the curve. The lowest and the highest
+    point of each interval are also included, so that spikes remain visible.
     """
     import numpy as np
 
