@@ -118,7 +118,7 @@ def examine(
 
 
 def _find_kinds(diagnosis: Diagnosis) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the findings and the live ranks of a diagnosis in a form that can be compared.
+    """Return the findings and the live ranks of a diagnosis as a list that can be compared.
 
     ``--watch`` prints a full diagnosis only if this value changes.
     """
@@ -185,7 +185,7 @@ def data(nproc: int, as_json: bool, hang_timeout: float, script: str, args: tupl
 
 
 def _launch(command: tuple[str, ...], nproc: int, run_dir: Path, hang_timeout: float) -> int:
-    """Run the launcher in a subprocess, because it installs signal handlers and adopts orphans."""
+    """Run the launcher in a subprocess, because it handles signals and adopts orphans."""
     import subprocess
 
     full = [sys.executable, "-m", "miniray", "run", "--nproc", str(nproc)]
