@@ -391,9 +391,9 @@ class TaskError(MinirayError):
 
     The error that ``get`` raises is also an instance of the original type, so statements such as
     ``except ValueError`` work. The error has the attributes of the original exception, and its
-    message contains the remote traceback. In it, frames of miniray and of frameworks are hidden unless
-    ``MINIRAY_DEBUG=1`` is set. The last line of the message names the rank or worker, and the file
-    and line that raised the exception.
+    message contains the remote traceback. In it, frames of miniray and of frameworks are hidden
+    unless ``MINIRAY_DEBUG=1`` is set. The last line of the message names the rank or worker, and
+    the file and line that raised the exception.
 
     Attributes:
         cause: The original exception, or None if the exception couldn't be pickled.
