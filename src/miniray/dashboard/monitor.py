@@ -255,8 +255,8 @@ class RunMonitor:
         why = _explain_missing_stack(record)
         old = self._read_last_stack(file)
         if not old:
-            raise NoStackError(f"No stack of rank {rank}: {why}.")
-        note = f"Last saved stack, because {why}."
+            raise NoStackError(f"No stack of rank {rank} is available: {why}.")
+        note = f"This is the last saved stack, because {why}."
         return {"rank": rank, "threads": view.stack_to_json(old), "note": note}
 
 
