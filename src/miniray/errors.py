@@ -466,7 +466,7 @@ class TaskError(MinirayError):
     def as_cause_type(self) -> TaskError:
         """Return an error that is also an instance of the type of the original exception.
 
-        If that isn't possible, return this error unchanged.
+        If such an error can't be created, return this error unchanged.
         """
         cause = self.cause
         while isinstance(cause, TaskError):  # the exception passed through a chain of calls

@@ -25,8 +25,8 @@ from miniray.errors import TaskError
 #: of the same name. The texts are defined here so that `miniray --help` doesn't import the modules.
 GROUPS = {
     "Get started": {
-        "demo": "Run a demo: actors, trainers, a pipeline, RL.",
-        "status": "Show versions, hardware and available engines.",
+        "demo": "Run a demo of actors, trainers, a pipeline or RL.",
+        "status": "Show installed versions, hardware and available engines.",
     },
     "Launch": {
         "run": "Launch a script on several ranks and diagnose hangs.",
@@ -34,12 +34,12 @@ GROUPS = {
     "Inspect runs": {
         "runs": "List, compare and delete runs.",
         "report": "Write an HTML report of a run.",
-        "top": "Show the ranks of a run, live.",
-        "dashboard": "Show runs in the browser, live.",
+        "top": "Show a live view of the ranks of a run.",
+        "dashboard": "Show a live view of runs in the browser.",
         "doctor": "Diagnose a run, its data or its speedup.",
     },
     "Other": {
-        "data": "Inspect and repack data files, manage the row cache.",
+        "data": "Inspect and repack data files, and manage the row cache.",
         "bench": "Run a benchmark from a checkout.",
         "completion": "Print a shell completion script.",
     },

@@ -101,8 +101,8 @@ class _Demo(Group):
 def demo(ctx: click.Context, list_demos: bool, as_json: bool) -> None:
     """Run a demo.
 
-    Each demo is a small, complete program that is easy to read. A demo creates a run directory in
-    runs/ and writes a report to this directory.
+    Each demo is a small, complete program that is easy to read. Each demo creates a run
+    directory with a report in runs/.
     """
     if not list_demos:
         return

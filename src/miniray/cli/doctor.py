@@ -173,7 +173,7 @@ def data(nproc: int, as_json: bool, hang_timeout: float, script: str, args: tupl
         code = _launch(command, nproc, run_dir, hang_timeout)
         reports = data_probe.read(run_dir, nproc)
     if code or not reports:
-        why = "its ranks failed before" if code else "it never iterates"
+        why = "a rank failed before it iterated over" if code else "the script never iterated over"
         click.echo(f"error: {script}: {why} a DataLoader of torch or miniray.data", err=True)
         return 2
     if as_json:
@@ -211,7 +211,7 @@ def _launch(command: tuple[str, ...], nproc: int, run_dir: Path, hang_timeout: f
 @click.option(
     "--keep",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Directory in which to keep run directories and output.",
+    help="Directory in which to keep the run directories and the output.",
 )
 @json_option
 def speedup(

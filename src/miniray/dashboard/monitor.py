@@ -235,9 +235,9 @@ class RunMonitor:
     def stack(self, rank: int) -> dict[str, Any]:
         """Request the stack of a rank. If the rank can't respond, return its last saved stack.
 
-        This is the only action of the dashboard that affects a run: it sends a signal to the rank,
-        and the flight recorder of the rank handles the signal. If no stack is available, raise
-        ``NoStackError`` with the reason.
+        Requesting a stack is the only action of the dashboard that affects a run. The server sends
+        a signal to the rank, and the flight recorder of the rank handles the signal. If no stack is
+        available, raise ``NoStackError`` with the reason.
         """
         file = self._path / "ranks" / f"{rank}.box"
         self._root.inside(file)
@@ -255,8 +255,8 @@ class RunMonitor:
         why = _explain_missing_stack(record)
         old = self._read_last_stack(file)
         if not old:
-            raise NoStackError(f"No stack of rank {rank}: {why}.")
-        note = f"Last saved stack, because {why}."
+            raise NoStackError(f"No stack of rank {rank} is available: {why}.")
+        note = f"This is the last saved stack, because {why}."
         return {"rank": rank, "threads": view.stack_to_json(old), "note": note}
 
 

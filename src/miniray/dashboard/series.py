@@ -229,6 +229,6 @@ def _parse_lines(lines: list[bytes]) -> list[Any]:
 def _round(value: float) -> float:
     """Round a value to six digits.
 
-    This precision is sufficient for a chart on a screen, and it halves the size of the response.
+    Six digits are sufficient for a chart on a screen and halve the size of the response.
     """
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")

@@ -187,7 +187,9 @@ def render_data(run: Run) -> Markup:
             "location",
         ]
         inside.append(collapsible("Show loaders", table(head, loaders, texts=(0, 1, 4, 8))))
-    return section("data", "Data", *inside, note="Samples that each rank used, over all epochs")
+    return section(
+        "data", "Data", *inside, note="Number of samples that each rank used in all epochs"
+    )
 
 
 def _render_sample_bar(rank: RankRecord, most: int) -> Markup:

@@ -94,8 +94,8 @@ class Run(RunEntry):
     def seconds(self) -> float | None:
         """Duration of the run in seconds.
 
-        If the run is in progress, this is the time since its start. If the run died, the duration
-        ends with the last heartbeat or the last change of a file.
+        If the run is in progress, the duration is the time since its start. If the run died, the
+        duration ends with the last heartbeat or the last change of a file.
         """
         started = self.started
         if started is None:
@@ -116,7 +116,7 @@ class Run(RunEntry):
     def unit(self) -> str:
         """The unit that each line of metrics describes, such as "epoch" or "step".
 
-        A trainer may use a different name for its epochs.
+        A trainer may define a different name for its epochs.
         """
         axis, unit = find_axis(self.metrics), self.config.get("unit")
         return unit if axis == "epoch" and isinstance(unit, str) else axis

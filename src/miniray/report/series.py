@@ -152,8 +152,8 @@ def get_field_points(metrics: Sequence[Mapping[str, Any]], key: str) -> Points:
 def _get_x(record: Mapping[str, Any], index: int, word: str) -> float:
     """Return the x value of a line.
 
-    The value comes from the field of the axis or, if that field is missing, from a similar field.
-    If the line has none of these fields, return its index in the file.
+    The value comes from the field that the axis shows. If the line has no such field, use a similar
+    field, or else the index of the line in the file.
     """
     for key in (word, *_PLACES):
         value = to_float(record.get(key))
