@@ -365,7 +365,7 @@ class BaseTrainer:
                 progress.update(epoch, result, 1 if target.steps is None else state.step - step)
                 record = {"epoch": epoch, "seconds": time.monotonic() - start, **result}
                 if is_complete:
-                    self._end_epoch(record)
+                    self._end_epoch(epoch, record)
                 else:
                     state.stop_inside_epoch(record)
                     self._write_record()
@@ -377,14 +377,14 @@ class BaseTrainer:
                     progress.note(f"stopped after {self._unit} {epoch}{why}")
                     break
 
-    def _end_epoch(self, record: dict[str, Any]) -> None:
+    def _end_epoch(self, epoch: int, record: dict[str, Any]) -> None:
         """Add the record to the history, let hooks change it, and write it to the metrics.
 
         It is written even if a hook raises, because the epoch was trained.
         """
-        self.state.end_epoch(record)
+        self.state.end_epoch(epoch, record)
         try:
-            self._emit("on_epoch_end", record["epoch"], record)
+            self._emit("on_epoch_end", epoch, record)
         except BaseException:
             with self.session.printing_errors("its last epoch is not in"):
                 self._write_record()
