@@ -184,7 +184,9 @@ class PartReplica:
     def evaluation_context(self) -> Iterator[None]:
         self.part.train(False)
         self.context.status.at(EVALUATION, step=-1)
+        before = self.samples.random.state
         yield
+        self.samples.random.state = before
         self.context.status.at("idle")
 
     def evaluate(self, data: Any = None) -> dict[str, Any]:
