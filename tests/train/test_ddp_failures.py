@@ -238,7 +238,7 @@ def test_a_rank_killed_while_a_checkpoint_is_taken_up_is_a_failure_like_others(e
     with DDPTrainer(2, callbacks=[Checkpoint()], **options) as trainer:
         trainer.train(epochs=1)
     with DDPTrainer(2, max_failures=1, **options) as trainer:
-        result = trainer.train(epochs=1, resume=True, marker="gone-wrong")
+        result = trainer.train(epochs=2, resume=True, marker="gone-wrong")
     losses, _ = one_process(32, 8, epochs=2)
     assert [record["loss"] for record in result.history] == pytest.approx(losses, abs=1e-5)
     failed, restarted = trainer.run.read_events()

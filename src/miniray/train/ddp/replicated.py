@@ -52,7 +52,9 @@ class ReplicatedModel:
         self._windows: list[Window] | None = None  # of an epoch; None if their number isn't known
         self._forwards: dict[str, int] = {}  # before the current step
         self._step_counts: dict[str, int] = {}  # by optimizer
-        self._grad_norm: Any = None  # of the last step that was logged or clipped
+        #: At the start of the epoch, for loaders that can't continue inside it: see _skip_batches.
+        self._start_state: dict[str, Any] | None = None
+        self._grad_norm: Any = None  # of the last step, if it is logged or clipped
 
     @property
     def checks_losses(self) -> bool:
@@ -214,8 +216,10 @@ class ReplicatedModel:
         for model in self._synced:
             getattr(self.user, model).train()
         state, planned = self.context.state, self.planned
-        data.set_epoch(self.user.train_loader, state.epoch)
         first, last = state.step_in_epoch, None
+        if self._skips_batches:
+            self._set_start_state(first)
+        data.set_epoch(self.user.train_loader, state.epoch)
         if self._windows is None:
             return self._iter_batches(enumerate(iter(self.user.train_loader)))
         windows = self._windows[first:]
@@ -226,8 +230,35 @@ class ReplicatedModel:
                 planned.set_epoch(state.epoch, first - 1)
                 *_, batch = iter(self.user.train_loader)
                 last = number - 1, batch
-        batches = enumerate(iter(self.user.train_loader) if any(map(any, windows)) else (), number)
-        return self._iter_windows(batches, windows, last)
+        batches = iter(self.user.train_loader if any(map(any, windows)) else ())
+        if self._skips_batches:
+            last = self._skip_batches(batches, number)
+        return self._iter_windows(enumerate(batches, number), windows, last)
+
+    @property
+    def _skips_batches(self) -> bool:
+        """Whether the worker's own loader can only continue inside an epoch from its start.
+
+        Then the batches before the position are loaded again, with the random numbers of the start.
+        """
+        return self.planned is None and not hasattr(self.user.train_loader, "state_dict")
+
+    def _skip_batches(self, batches: Iterator[Any], count: int) -> tuple[int, Any] | None:
+        """Load batches that this rank has trained on; return the last one and its number."""
+        last = None
+        for item in enumerate(itertools.islice(batches, count)):
+            self.context.status.touch()
+            last = item
+        return last
+
+    def _set_start_state(self, first: int) -> None:
+        loader = self.user.train_loader
+        if not first or self._start_state is None:
+            loader_state = parts.loader_state(loader, has_position=False)
+            self._start_state = {"random": parts.random_state(), "loader": loader_state}
+        else:
+            parts.set_random_state(self._start_state["random"])
+            parts.load_loader_state(loader, self._start_state["loader"])
 
     def _iter_windows(
         self, batches: Iterator[tuple[int, Any]], windows: Iterable[Window], last: Any
@@ -331,6 +362,8 @@ class ReplicatedModel:
             self.scaler.unscale_(optimizer)
             gradients = [p.grad for p in self._iter_parameters() if p.grad is not None]
             self._grad_norm = torch.nn.utils.get_total_norm(gradients)
+        else:
+            self._grad_norm = None
         self.scaler.step(optimizer)
         self.scaler.update()
         if self.scheduler_interval == "step":
@@ -367,7 +400,10 @@ class ReplicatedModel:
     @property
     def logs_next_step(self) -> bool:
         """Whether the step under way is logged."""
-        return Action.LOG in self.settings.step_schedule.get_actions(self.context.state.step + 1)
+        state, windows = self.context.state, self._windows
+        is_last = windows is not None and state.step_in_epoch + 1 == len(windows)
+        actions = self.settings.step_schedule.get_actions(state.step + 1)
+        return Action.LOG in actions or is_last or state.step + 1 == self.context.until
 
     def autocast(self) -> Any:
         """Return a context in which the model computes with ``precision``."""
@@ -474,10 +510,13 @@ class ReplicatedModel:
 
     def get_data_state(self) -> dict[str, Any]:
         loader = getattr(self.user, "train_loader", None)
-        return {"loader": parts.loader_state(loader, has_position=self.planned is None)}
+        start = self._start_state if self.context.state.step_in_epoch else None
+        found = parts.loader_state(loader, has_position=self.planned is None)
+        return {"loader": found, "start": start}
 
     def load_data_state(self, state: Mapping[str, Any]) -> None:
         parts.load_loader_state(getattr(self.user, "train_loader", None), state["loader"])
+        self._start_state = state["start"]
 
     def set_lr(self, lr: float) -> None:
         TorchWorker.set_lr(self.user, lr)

@@ -282,11 +282,6 @@ class LockstepGroup:
     def has(self, method: str) -> bool:
         return method_spec(self.handles[0], method) is not None
 
-    def train(self, epoch: int, until: int | None) -> list[Any]:
-        """Let all ranks train an epoch, or until a step inside of it; return their reports."""
-        arguments = (epoch, until)
-        return self.call_ranks(TRAIN_EPOCH, lambda _: arguments, epoch=epoch, reports_progress=True)
-
     def call_ranks(
         self,
         method: str,
@@ -354,7 +349,7 @@ class LockstepGroup:
                     answers.verdict = Verdict(late, text)
                 elif monitor is not None and reports_progress:
                     bar.update(monitor.read())
-                    self._poll_logs()
+                    self.on_poll(self.read_logs())
                     answers.verdict = monitor.find_hung(pending.values(), answered)
                 elif monitor is not None and (verdict := monitor.find_stopped(pending.values())):
                     answers.verdict = verdict
@@ -362,9 +357,9 @@ class LockstepGroup:
                     self._print_waiting(method, pending.values(), now - start)
                     notice_s *= 2
 
-    def _poll_logs(self) -> None:
-        if self._logs is not None:
-            self.on_poll(self._logs.read())
+    def read_logs(self) -> list[LogWindow]:
+        """Return the log windows that the ranks have posted since the last call."""
+        return [] if self._logs is None else self._logs.read()
 
     def request(self, action: Action, argument: int = 0) -> None:
         """Ask the ranks for an action. All take it after the same step, in about a second."""

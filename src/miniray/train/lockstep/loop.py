@@ -181,8 +181,10 @@ class StepLoop:
 
         The last step of an epoch doesn't count for ``until``: the epoch ends with it.
         """
+        self.context.until = until
         if self._steps is None or self._position != self.state.state_dict():
             self._open_epoch()
+        self._window_start = time.monotonic()  # without the pause
         assert self._steps is not None
         for micro_batches in self._steps:
             self._run_step(micro_batches)
@@ -207,7 +209,7 @@ class StepLoop:
         self.agreement = self.replica.create_agreement()
         context.barrier("before-iteration")
         self._log_means, self._tokens = parts.Means(), 0
-        self._window_step, self._window_start = state.step, time.monotonic()
+        self._window_step = state.step
         self._opened.enter_context(self.replica.epoch_context())
 
     def _close_epoch(self) -> None:

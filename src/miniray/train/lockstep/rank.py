@@ -74,6 +74,7 @@ class RankContext:
         self.device: Any = torch.device("cpu")
         self.state: RankState = RankState()
         self.recorder: Any = None
+        self.until: int | None = None  # the step at which the driver wants the ranks to pause
         self._random_state: dict[str, Any] | None = None
         self._shares_boxes = False
         self._opened = contextlib.ExitStack()
@@ -244,12 +245,16 @@ class RankActor:
         return None  # the samples are planned step by step when the rank is prepared
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate by the user's own ``evaluate``, or by ``validation_step``."""
+        """Evaluate by the user's own ``evaluate``, or by ``validation_step``.
+
+        With ``validation_step``, training continues with the random numbers it had before.
+        """
         with self._replica.evaluation_context():
             if "evaluate" in self._traits.own_methods:
                 return self._user.evaluate(*args, **kwargs)
             accepts = inspect.signature(self._replica.evaluate)
-            return self._replica.evaluate(*args, **accepted(accepts, kwargs))
+            with parts.keep_random_state():
+                return self._replica.evaluate(*args, **accepted(accepts, kwargs))
 
     def get_weights(self) -> Any:
         if "get_weights" in self._traits.own_methods:

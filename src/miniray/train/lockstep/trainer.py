@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from miniray.checks import check_int
 from miniray.core import session
 from miniray.tracebacks import hides_frames
 from miniray.train.callbacks import Checkpoint
-from miniray.train.lockstep.group import LockstepGroup
+from miniray.train.lockstep.group import TRAIN_EPOCH, LockstepGroup
 from miniray.train.lockstep.logs import LogMerger
 from miniray.train.lockstep.options import check_engine, check_options
 from miniray.train.lockstep.parallelism import Parallelism, RunSettings
@@ -39,6 +39,7 @@ from miniray.train.workers.budget import FailureBudget
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from miniray.train.lockstep.loop import EpochReport
     from miniray.train.options import RunKwargs
 
 
@@ -111,21 +112,34 @@ class LockstepTrainer(BaseTrainer):
         """
         group, before = self._get_ranks(), self.failures
         while True:
-            attempt = partial(group.train, epoch, self._find_pause())
+            attempt = self._create_attempt(epoch, self._find_pause())
             reports = group.run(attempt, epoch=epoch)
             self.state.report_step(reports[0].step, reports[0].step_in_epoch)
+            self._logs.add(group.read_logs())
             self._logs.add(window for report in reports for window in report.logs)
+            if not reports[0].step_in_epoch:
+                self._logs.complete()
             self._log_steps(at_once=True)
+            result = {"step": self.state.step, **self._parallelism.summarize(reports)}
             if not reports[0].step_in_epoch:
                 break
             self._has_requested_pause = False
-            self._act_inside_epoch()
+            self._act_inside_epoch(result)
             if self.should_stop or self._target.is_reached(self.state):
                 break
-        result = {"step": self.state.step, **self._parallelism.summarize(reports)}
         if self.failures > before:
             result["restarts"] = self.failures - before
         return result
+
+    def _create_attempt(self, epoch: int, until: int | None) -> Callable[[], list[EpochReport]]:
+        """Return a function that lets all ranks train to ``until``, or the end of the epoch."""
+        return partial(
+            self._get_ranks().call_ranks,
+            TRAIN_EPOCH,
+            lambda _: (epoch, until),
+            epoch=epoch,
+            reports_progress=True,
+        )
 
     # -- inside an epoch --------------------------------------------------------------------------
 
@@ -139,26 +153,54 @@ class LockstepTrainer(BaseTrainer):
         if not pauses:
             return None
         steps = self._get_ranks().steps_per_epoch
-        if steps is None:
-            raise TypeError(
-                "train(steps=), eval_every_steps= and Checkpoint(every_steps=) need workers with "
-                "training_step() and a train_loader that has a length"
-            )
+        assert steps is not None  # see _check_target
         end = step - self.state.step_in_epoch + steps
         return min(pauses) if min(pauses) < end else None
+
+    def _check_target(self) -> None:
+        options = {
+            "train(steps=...)": self._target.steps,
+            "eval_every_steps": self._eval_every_steps,
+            "Checkpoint(every_steps=...)": self._find_checkpoint_steps(),
+        }
+        asked = [name for name, value in options.items() if value is not None]
+        if asked and self._get_ranks().steps_per_epoch is None:
+            raise TypeError(
+                f"{', '.join(asked)} needs workers with training_step(batch, batch_idx) and a "
+                "train_loader that has a length. With train_epoch, the steps are the workers' own"
+            )
 
     def _get_checkpoint_callbacks(self) -> list[Checkpoint]:
         return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
 
-    def _act_inside_epoch(self) -> None:
-        """Evaluate and write a checkpoint if they are due after a step inside of an epoch."""
-        step = self.state.step
-        if self._eval_every_steps and step % self._eval_every_steps == 0:
-            scores = {f"val_{k.removeprefix('val_')}": v for k, v in self.evaluate().items()}
-            self._write_step({"step": step, "epoch": self.epoch, **scores})
-            self._emit("on_evaluate_end", step, scores)
+    def _act_inside_epoch(self, result: dict[str, Any]) -> None:
+        """Evaluate and write a checkpoint if they are due after a step inside an epoch.
+
+        Args:
+            result: The metrics of the epoch up to this step.
+        """
+        self.state.part_metrics = {**result, **self._evaluate_if_due({})}
         for callback in self._get_checkpoint_callbacks():
             callback.save_if_due(self)
+
+    def _evaluate_if_due(self, scores: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return and log the scores of ``eval_every_steps``; {} if none are due at this step.
+
+        ``scores`` of an evaluation at the same step are used if there are any.
+        """
+        step = self.state.step
+        if not self._eval_every_steps or step % self._eval_every_steps:
+            return {}
+        scores = dict(scores) or self._evaluate_for_record()
+        self._write_step({"step": step, "epoch": self.epoch, **scores})
+        self._emit("on_evaluate_end", step, scores)
+        return scores
+
+    def _finish_epoch(self, epoch: int, result: dict[str, Any]) -> None:
+        before = set(result)
+        super()._finish_epoch(epoch, result)
+        scores = {name: value for name, value in result.items() if name not in before}
+        result.update(self._evaluate_if_due(scores))
 
     def _on_poll(self, windows: list[LogWindow]) -> None:
         """Log what ranks have reported, and ask them to pause if a checkpoint is due."""
@@ -172,8 +214,7 @@ class LockstepTrainer(BaseTrainer):
             self._get_ranks().request(Action.STOP)
 
     def _log_steps(self, *, at_once: bool = False) -> None:
-        record = self._logs.take_record(at_once=at_once)
-        if record is not None:
+        for record in self._logs.take_records(at_once=at_once):
             self._write_step(record)
             self._emit("on_step_end", record["step"], record)
 
@@ -241,6 +282,8 @@ class LockstepTrainer(BaseTrainer):
 
     def _call_on_replaced(self, rank: int) -> None:
         self._logs.clear()
+        self._has_requested_pause = False
+        self.session.directory.truncate_steps(self.state.step)
         for callback in self.callbacks:
             callback.on_worker_replaced(self, rank)
 

@@ -186,7 +186,9 @@ class PartReplica:
     def evaluation_context(self) -> Iterator[None]:
         self.part.train(False)
         self.context.status.set_phase(EVALUATION, step=-1)
+        before = self.samples.random.state
         yield
+        self.samples.random.state = before
         self.context.status.set_phase("idle")
 
     def evaluate(self, data: Any = None) -> dict[str, Any]:

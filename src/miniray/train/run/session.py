@@ -119,9 +119,18 @@ class RunSession:
             raise RuntimeError("the run directory doesn't exist before train()")
         return self.run
 
-    def open(self) -> RunDirectory:
-        """Create the run directory unless it is open, and return it."""
-        if self.run is None:
+    def open(self, *, restart: bool = False) -> RunDirectory:
+        """Create the run directory unless it is open, and return it.
+
+        With ``restart``, it may hold a run that left no checkpoint and starts again. Its records
+        are discarded.
+        """
+        path = self.requested_path
+        if self.run is None and restart and path is not None and (path / "run.json").exists():
+            self.run = RunDirectory.reopen(path)
+            self.run.truncate_metrics(-1)
+            self.run.truncate_steps(0)
+        elif self.run is None:
             self.run = RunDirectory.open(self._run_dir, self._name, self.title)
         return self.run
 
