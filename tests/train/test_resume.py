@@ -159,7 +159,7 @@ def test_a_trainer_that_failed_goes_on_from_its_own_run(tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt):
         trainer.train(epochs=3)
     told = capsys.readouterr().err.splitlines()[-1]
-    assert told == f"the run is in {trainer.run.path}; resume=True goes on from epoch-00000001"
+    assert told == f"the run is in {trainer.run.path}; resume=True continues from epoch-00000001"
     with make(None) as other:  # the newest of all runs
         other.train(epochs=1)
     with trainer:

@@ -137,7 +137,8 @@ class LockstepTrainer(BaseTrainer, ABC):
             if not reports[0].step_in_epoch:
                 break
             self._has_requested_pause = False
-            self._act_inside_epoch()
+            if self.session.signals.number is None:  # else time is short
+                self._act_inside_epoch()
             if self.should_stop or self._target.is_reached(self.state):
                 break
         result = {"step": self.state.step, **self._summarize(reports)}
@@ -248,6 +249,7 @@ class LockstepTrainer(BaseTrainer, ABC):
         self._get_ranks().join(keep=keep)
 
     def _call_on_replaced(self, rank: int) -> None:
+        self._has_requested_pause = False  # the request is lost with the ranks
         self._logs.clear()
         for callback in self.callbacks:
             callback.on_worker_replaced(self, rank)
