@@ -157,7 +157,6 @@ def make_trainer(
         device=device,
         precision=precision,
         group_backend="nccl" if several_gpus else "gloo",
-        resources_per_worker={"num_gpus": 1} if several_gpus else None,
         seed=seed,
         **options,
     )

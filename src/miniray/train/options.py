@@ -74,6 +74,9 @@ class RunOptions:
         loggers: One logger or several: ``"csv"``, ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, or
             ``Logger`` objects. ``metrics.jsonl`` is always written.
         resources_per_worker: Options of the worker actors, such as ``num_cpus`` and ``num_gpus``.
+        use_gpu: With ``worker=``: True reserves one GPU per worker, False trains on the CPU. None:
+            workers that train with torch reserve one GPU each if there are GPUs. If there are fewer
+            GPUs than workers, ``train`` raises ``ActorUnschedulableError``.
         backend: The engine to start if none is running: ``"local"``, ``"ray"`` or ``"inline"``.
         eval_interval: Evaluate after every ``eval_interval`` epochs (0: never). The scores are
             added to the result of the epoch as ``val_...``.
@@ -94,6 +97,7 @@ class RunOptions:
     callbacks: Callback | Sequence[Callback] = ()
     loggers: str | Logger | Sequence[str | Logger] = ()
     resources_per_worker: Mapping[str, Any] | None = None
+    use_gpu: bool | None = None
     backend: str | None = None
     eval_interval: int = 0
     keep_last: int | None = 3
@@ -138,6 +142,7 @@ class RunKwargs(TypedDict, total=False):
     callbacks: Callback | Sequence[Callback]
     loggers: str | Logger | Sequence[str | Logger]
     resources_per_worker: Mapping[str, Any] | None
+    use_gpu: bool | None
     backend: Literal["local", "ray", "inline"] | None
     eval_interval: int
     keep_last: int | None

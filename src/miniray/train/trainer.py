@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Any
 import miniray
 from miniray.checks import check_int, suggest_options
 from miniray.core import session, startup
+from miniray.core.remote import ActorClass
+from miniray.tracebacks import hide_frames, hides_frames
+from miniray.train import gpus, pretrained
 from miniray.train.callbacks import CallbackSetup, CallbackStates, check_callbacks
 from miniray.train.options import (
     IN_WORKER_HINTS,
@@ -39,6 +42,7 @@ from miniray.train.run.progress import Progress
 from miniray.train.run.result import TrainResult
 from miniray.train.run.session import RunSession
 from miniray.train.run.state import TrainState, TrainTarget
+from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers.aggregate import aggregate
 from miniray.train.workers.budget import FailureBudget
 from miniray.train.workers.checkpoint_parts import (
@@ -77,8 +81,8 @@ class BaseTrainer:
             implements ``create_worker``.
         **options: The options of ``RunOptions``: ``name``, ``run_dir``, ``seed``, ``resume``,
             ``max_failures``, ``worker_timeout``, ``progress``, ``callbacks``, ``loggers``,
-            ``resources_per_worker``, ``backend``, ``eval_interval``, ``keep_last``, ``keep_best``,
-            ``grace_seconds``.
+            ``resources_per_worker``, ``use_gpu``, ``backend``, ``eval_interval``, ``keep_last``,
+            ``keep_best``, ``grace_seconds``.
 
     Attributes:
         workers: Handles of the workers, by worker id.
@@ -106,6 +110,8 @@ class BaseTrainer:
     _train_hints: Mapping[str, str] = IN_WORKER_HINTS
     #: Called in a worker's process before the worker is created; see ``startup.SET_UP``.
     _process_set_up = "miniray.doctor.actors:set_up"
+    #: Whether its own workers train with torch, of whatever class they are.
+    _uses_torch = False
     #: Class that wraps the workers; see ``ActorClass.wrap_with``.
     _wrapper: type | None = None
     #: Unit of the progress bar.
@@ -121,6 +127,8 @@ class BaseTrainer:
         self.num_workers = check_int("num_workers", num_workers, 1)
         self.options = RunOptions(**options)
         self._worker_class = get_worker_class(worker, self.options.resources_per_worker)
+        gpus.check_use_gpu(self.options.use_gpu, self._creates_workers)
+        self._num_gpus: float | None = None  # of each worker; known after the engine has started
         self.callbacks, deprecated = check_callbacks(self.options.callbacks)
         self.loggers = LoggerList([*create_loggers(self.options.loggers), *deprecated])
         self.session = RunSession(
@@ -200,7 +208,7 @@ class BaseTrainer:
                 f"{type(self).__name__} must implement create_worker(self, worker_id, **kwargs), "
                 "returning MyWorker.remote(worker_id); or pass worker=MyWorker"
             )
-        return create_worker_actor(self._worker_class, worker_id, kwargs)
+        return create_worker_actor(self._get_actor_class(), worker_id, kwargs)
 
     def train_epoch(self, epoch: int, **kwargs: Any) -> dict[str, Any]:
         """Train an epoch on all workers, and return the aggregated results. May be overridden."""
@@ -286,9 +294,9 @@ class BaseTrainer:
             is_total = bool(resume)
         if self.state.step and self._group is None and self._loaded is None and not resume:
             raise RuntimeError(
-                f"the workers with the weights of step {self.state.step} were stopped by "
-                "shutdown() or an error. Call train(..., resume=True) to continue from the newest "
-                "checkpoint, or create a new trainer."
+                f"the weights of these {self.epoch} {self._unit}s are gone: shutdown() or an error "
+                "stopped the workers. Call train(..., resume=True) to continue from the newest "
+                "checkpoint, or create a new trainer"
             )
         self.should_stop, self.stop_reason = False, ""
         self.state.in_epoch = False
@@ -315,10 +323,8 @@ class BaseTrainer:
                 result.checkpoint = self.checkpointer.find_newest()  # hooks may have written one
                 attempt.fields = {"stop_reason": self.stop_reason or None}
                 attempt.fields["sync"] = result.sync or None
-        except KeyboardInterrupt as error:  # run.json has the whole traceback
-            from miniray.train.workers.exits import users_part
-
-            error.__traceback__ = users_part(error.__traceback__)
+        except BaseException as error:
+            hide_frames(error)  # run.json has the full traceback
             raise
         finally:
             self.loggers.close()
@@ -379,7 +385,7 @@ class BaseTrainer:
                 progress.update(epoch, result, 1 if target.steps is None else state.step - step)
                 record = {"epoch": epoch, "seconds": time.monotonic() - start, **result}
                 if is_complete:
-                    self._end_epoch(record)
+                    self._end_epoch(epoch, record)
                 else:
                     state.stop_inside_epoch(record)
                     self._write_record()
@@ -391,14 +397,14 @@ class BaseTrainer:
                     progress.note(f"stopped after {self._unit} {epoch}{why}")
                     break
 
-    def _end_epoch(self, record: dict[str, Any]) -> None:
+    def _end_epoch(self, epoch: int, record: dict[str, Any]) -> None:
         """Add the record to the history, let hooks change it, and write it to the metrics.
 
         It is written even if a hook raises, because the epoch was trained.
         """
-        self.state.end_epoch(record)
+        self.state.end_epoch(epoch, record)
         try:
-            self._emit("on_epoch_end", record["epoch"], record)
+            self._emit("on_epoch_end", epoch, record)
         except BaseException:
             with self.session.printing_errors("its last epoch is not in"):
                 self._write_record()
@@ -508,6 +514,7 @@ class BaseTrainer:
         if resume and self.options.progress:
             print(f"resuming {run.path} after {self._unit} {self.epoch}", file=sys.stderr)
         if self._group is None:
+            self._num_gpus = self._choose_num_gpus()
             required = list(self.required_methods)
             if type(self).train_epoch is BaseTrainer.train_epoch:
                 required.append("train_epoch")
@@ -537,12 +544,38 @@ class BaseTrainer:
     def _make_group(self, **options: Any) -> WorkerGroup:
         return WorkerGroup(**options)
 
+    @property
+    def _creates_workers(self) -> bool:
+        """Whether ``create_worker`` is miniray's own and has a worker class."""
+        is_ours = str(type(self).create_worker.__module__).partition(".")[0] == "miniray"
+        return is_ours and self._worker_class is not None
+
+    def _choose_num_gpus(self) -> float | None:
+        """Return the number of GPUs that each worker reserves."""
+        cls = self._worker_class
+        if cls is None or not self._creates_workers:
+            return None
+        is_torch = self._uses_torch or issubclass(cls._spec.cls, TorchWorker)
+        return gpus.choose_num_gpus(
+            type(self).__name__,
+            self.num_workers,
+            self.options.use_gpu,
+            cls._options.num_gpus,
+            is_torch,
+        )
+
+    def _get_actor_class(self) -> ActorClass[Any]:
+        """Return the class of ``worker=`` with the GPUs that each worker reserves."""
+        assert self._worker_class is not None
+        return self._worker_class.options(**gpus.get_options(self._num_gpus))
+
     def _create(self, worker_id: int) -> Any:
         seed = self.options.seed
         env = {} if seed is None else {startup.RUN_SEED: str(seed)}
         if session.engine().capabilities.processes:  # else all workers are in this process
             path, modules = self.session.directory.path, self._preloaded
             env |= environment(path, worker_id, self.num_workers, modules, self._process_set_up)
+            env |= gpus.get_environment(self._num_gpus, self.options.use_gpu)
         own_seed = None if seed is None else seed + worker_id
         with startup.actors_with(own_seed, env, self._wrapper):
             return self.create_worker(worker_id, **self._taken(self.create_worker))
@@ -578,6 +611,37 @@ class BaseTrainer:
         target = Path(path) if path is not None else self.run.path / "final_model.safetensors"
         return save_model(target, self.model_weights())
 
+    def save_pretrained(self, path: str | Path) -> Path:
+        """Save the trained Hugging Face model to the directory ``path``, and return the path.
+
+        Saves the configuration, the full weights as safetensors, and the worker's ``tokenizer`` and
+        ``processor`` if it has them. A PEFT model saves its adapter. Load the model with
+        ``AutoModelForCausalLM.from_pretrained(path)`` or a different ``Auto`` class.
+
+        Raises:
+            TypeError: The model isn't a ``PreTrainedModel`` or a PEFT model. Use
+                ``save_final_model``.
+            FileExistsError: ``path`` exists and isn't a saved model.
+            CheckpointError: The files can't be written. ``path`` is unchanged.
+        """
+        self._get_group()  # raises if there are no workers
+        return pretrained.save_pretrained(path, self._write_pretrained)
+
+    def _write_pretrained(
+        self, directory: str | None, send_files: bool, *weights: Any
+    ) -> pretrained.SavedFiles:
+        """Let worker 0 write the model; see ``pretrained.save_pretrained``."""
+        group, method = self._get_group(), "_write_pretrained"
+        if not group.has(method):
+            raise TypeError(
+                f"save_pretrained() needs a TorchWorker, not {self.workers[0]._info.class_name}. "
+                "Use save_final_model()."
+            )
+        arguments = (directory, send_files, *weights)
+        saved = group.call_some([0], lambda i: group.submit(i, method, *arguments), method)
+        return saved[0]  # type: ignore[no-any-return]
+
+    @hides_frames
     def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Evaluate on all workers, every sample exactly once."""
         group = self._get_group()
@@ -601,8 +665,8 @@ class BaseTrainer:
         done = self.epoch + (is_inside and epoch is not None)
         if not done and not self.state.step_in_epoch:
             raise RuntimeError(
-                "no epoch was trained yet, so there is nothing to go on from: train() first, or "
-                "save_final_model() for the weights as they are"
+                "no epoch was trained yet, so there is nothing to resume from: call train() first, "
+                "or save_final_model() for the current weights"
             )
         self.state.number_record()
         return self.checkpointer.save(dataclasses.replace(self.state, epoch=done))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from miniray.doctor import barriers, recorder
 from miniray.train.lockstep import process_group
 from miniray.train.lockstep.options import RunFacts
-from miniray.train.lockstep.status import PulseThread
+from miniray.train.lockstep.status import HeartbeatSender
 from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers import torch_utils as parts
 from miniray.train.workers.context import WorkerContext
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerTraits:
-    """What the user's class defines itself, instead of inheriting it from ``TorchWorker``.
+    """The methods that the user's class defines itself, instead of inheriting ``TorchWorker``'s.
 
     Attributes:
         has_steps: ``StepLoop`` trains the epochs, with ``training_step``. If the class has its own
@@ -61,9 +61,9 @@ def defines(user_class: type, name: str) -> bool:
 
 
 class RankContext:
-    """What the parts of a rank share: its number, device, position, heartbeat and barriers."""
+    """The state that the parts of a rank share: number, device, position, status, barriers."""
 
-    status: PulseThread
+    status: HeartbeatSender
 
     def __init__(self, rank: int, world_size: int, facts: RunFacts) -> None:
         import torch  # not in the driver, which imports this module
@@ -100,7 +100,7 @@ class RankContext:
             keep_freed_memory()
         store = process_group.join(spec, self.rank)
         self._opened.callback(process_group.leave)
-        self.status = PulseThread(spec, self.rank, store)
+        self.status = HeartbeatSender(spec, self.rank, store)
         self._opened.callback(self.status.close)
 
     def start_epoch(self, epoch: int) -> None:
@@ -127,13 +127,13 @@ class RankContext:
         if not self._shares_boxes:
             self.status.barrier(name)
             return
-        self.status.at(f"barrier {name!r}")
+        self.status.set_phase(f"barrier {name!r}")
         barriers.barrier(name, timeout=self.status.limit)
-        self.status.at(f"after barrier {name!r}")
+        self.status.set_phase(f"after barrier {name!r}")
 
     def post_status(self) -> None:
         """Report the step of an error: the last heartbeat may be of an earlier one."""
-        with contextlib.suppress(RuntimeError):  # the store is closed: then nobody reads it
+        with contextlib.suppress(RuntimeError):  # the store is closed: the driver reads it no more
             self.status.post()
 
     def leave(self) -> None:
@@ -175,10 +175,10 @@ class RankActor:
     ) -> int | None:
         """Join the process group; return the number of steps of an epoch, if it is known."""
         self._context.join(spec, one_machine)
-        self._context.status.at("wrapping the model")
+        self._context.status.set_phase("wrapping the model")
         steps: int | None = self._replica.wrap(agreed)
         self._loop = self._replica.create_loop()
-        self._context.status.at("idle")
+        self._context.status.set_phase("idle")
         return steps
 
     def run_rank_epoch(self, epoch: int, until: int | None = None) -> EpochReport:
@@ -190,7 +190,7 @@ class RankActor:
         except Exception:
             context.post_status()
             raise
-        context.status.at("idle")
+        context.status.set_phase("idle")
         if context.recorder is not None:
             context.recorder.flush()
         return report
@@ -212,7 +212,7 @@ class RankActor:
         return self._replica.gather_weights()
 
     def gather_shared(self) -> Any:
-        """Return the like of the state that all ranks share: optimizers, position, data order."""
+        """Return the state that all ranks share: optimizers, position, data order. See above."""
         return self._replica.gather_shared()
 
     def load_shared(self, shared: Any) -> None:
@@ -230,6 +230,10 @@ class RankActor:
         self.load_shared(shared)
         if own is not None:
             self.set_state(own)
+
+    def write_pretrained(self, directory: str | None, send_files: bool) -> Any:
+        """Write a Hugging Face model to a directory. A collective if the model is sharded."""
+        return self._replica.write_pretrained(directory, send_files)
 
     # -- methods that users call too --------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,30 +21,33 @@ from typing import TYPE_CHECKING, Any
 import miniray
 from miniray.checks import check_int
 from miniray.core import session
+from miniray.tracebacks import hides_frames
 from miniray.train.callbacks import Checkpoint
 from miniray.train.lockstep.group import LockstepGroup
 from miniray.train.lockstep.logs import LogMerger
 from miniray.train.lockstep.options import check_engine, check_options
+from miniray.train.lockstep.parallelism import Parallelism, RunSettings
 from miniray.train.lockstep.rank import RankActor
 from miniray.train.lockstep.schedule import Action, StepSchedule
 from miniray.train.lockstep.snapshot import Keep, RankSnapshots
 from miniray.train.lockstep.status import LogWindow
 from miniray.train.run.checkpointer import Part
+from miniray.train.run.result import TrainResult
 from miniray.train.trainer import BaseTrainer
 from miniray.train.workers.budget import FailureBudget
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from miniray.train.lockstep.loop import EpochReport
     from miniray.train.options import RunKwargs
 
 
-class LockstepTrainer(BaseTrainer, ABC):
+class LockstepTrainer(BaseTrainer):
     """A trainer whose workers step together. ``DDPTrainer`` documents the arguments."""
 
     _kind = "ranks"
     _counts_steps = True
+    _uses_torch = True
     #: Not ``train_epoch``, which is called with the epoch only.
     _kwargs_methods: Sequence[str] = ("__init__", "setup", "load_data_shard", "evaluate")
     _process_set_up = "miniray.train.workers.process:set_up_rank"
@@ -54,6 +56,7 @@ class LockstepTrainer(BaseTrainer, ABC):
     def __init__(
         self,
         num_workers: int,
+        parallelism: Parallelism,
         *,
         worker: Any = None,
         clip_norm: float | None = None,
@@ -82,6 +85,8 @@ class LockstepTrainer(BaseTrainer, ABC):
         shared = Part(self._collect_shared, self._load_shared)
         self.checkpointer.register(self._kind, shared, in_workers=True)
         self.clip_norm = clip_norm
+        self._parallelism = parallelism
+        self._preloaded = parallelism.modules
         self._on_nonfinite, self._group_backend = on_nonfinite, group_backend
         self._hang_timeout = math.inf if hang_timeout is None else hang_timeout
         self._timeout = timeout
@@ -90,29 +95,6 @@ class LockstepTrainer(BaseTrainer, ABC):
         self._budget = FailureBudget(self.options.max_failures)
         self._logs = LogMerger(self.num_workers)
         self._has_requested_pause = False
-
-    # -- methods of subclasses --------------------------------------------------------------------
-
-    @abstractmethod
-    def _prepare_ranks(self, group: LockstepGroup) -> tuple[Sequence[Mapping[str, Any]], Any]:
-        """See ``LockstepGroup.prepare``."""
-
-    @abstractmethod
-    def _summarize(self, reports: Sequence[EpochReport]) -> dict[str, Any]:
-        """Return the result of an epoch from the reports of the ranks."""
-
-    @abstractmethod
-    def _merge_weights(self, parts: Sequence[Any]) -> Any:
-        """Return the whole weights from the ranks' ``gather_weights``."""
-
-    @abstractmethod
-    def _merge_shared(self, parts: Sequence[Any]) -> Any:
-        """Return the state that all ranks share from their ``gather_shared``."""
-
-    def _describe_part(self, rank: int) -> str | None:
-        """Return what part of the model is lost with a rank; None if all ranks hold the same."""
-        del rank
-        return None
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -130,7 +112,7 @@ class LockstepTrainer(BaseTrainer, ABC):
         group, before = self._get_ranks(), self.failures
         while True:
             attempt = partial(group.train, epoch, self._find_pause())
-            reports: list[EpochReport] = group.run(attempt, epoch=epoch)
+            reports = group.run(attempt, epoch=epoch)
             self.state.report_step(reports[0].step, reports[0].step_in_epoch)
             self._logs.add(window for report in reports for window in report.logs)
             self._log_steps(at_once=True)
@@ -141,7 +123,7 @@ class LockstepTrainer(BaseTrainer, ABC):
                 self._act_inside_epoch()
             if self.should_stop or self._target.is_reached(self.state):
                 break
-        result = {"step": self.state.step, **self._summarize(reports)}
+        result = {"step": self.state.step, **self._parallelism.summarize(reports)}
         if self.failures > before:
             result["restarts"] = self.failures - before
         return result
@@ -203,7 +185,16 @@ class LockstepTrainer(BaseTrainer, ABC):
 
     def model_weights(self) -> Any:
         """Return the whole trained weights, whichever ranks hold them."""
-        return self._merge_weights(self._get_ranks().call("gather_weights"))
+        return self._parallelism.merge_weights(self._get_ranks().call("gather_weights"))
+
+    @hides_frames
+    def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
+        """Evaluate on all workers, every sample exactly once.
+
+        ``data`` is by default the workers' ``val_loader``, or the option ``val_data``.
+        """
+        epoch = self._epoch_for_errors()
+        return self._parallelism.evaluate(self._get_ranks(), data, kwargs, epoch)
 
     def _get_ranks(self) -> LockstepGroup:
         """Return the ranks. Raise ``RuntimeError`` if they haven't started."""
@@ -223,12 +214,13 @@ class LockstepTrainer(BaseTrainer, ABC):
         check_engine(type(self).__name__, self.num_workers)
 
     def _make_group(self, **options: Any) -> Any:
+        parallelism = self._parallelism
         return LockstepGroup(
             count=options["count"],
             create=options["create"],
             required=options["required"],
             prepare=self._prepare_ranks,
-            snapshots=RankSnapshots(self._merge_weights, self._merge_shared),
+            snapshots=RankSnapshots(parallelism.merge_weights, parallelism.merge_shared),
             budget=self._budget,
             name=self._kind,
             backend=self._group_backend,
@@ -237,7 +229,7 @@ class LockstepTrainer(BaseTrainer, ABC):
             call_timeout=options["timeout"],
             run_dir=self.session.directory.path,
             shows_progress=self.options.progress,
-            describe_part=self._describe_part,
+            describe_part=parallelism.describe_part,
             on_event=options["on_event"],
             on_replaced=self._call_on_replaced,
             on_poll=self._on_poll,
@@ -254,15 +246,27 @@ class LockstepTrainer(BaseTrainer, ABC):
         for callback in self.callbacks:
             callback.on_worker_replaced(self, rank)
 
-    def _run_facts(self) -> dict[str, Any]:
-        """Return the fields of ``RunFacts``."""
-        return {
+    def _prepare_ranks(self, group: LockstepGroup) -> tuple[Sequence[Mapping[str, Any]], Any]:
+        facts = {
             "seed": self._order_seed,
             "own_process": session.engine().capabilities.processes,
             "clip_norm": self.clip_norm,
             "on_nonfinite": self._on_nonfinite,
             "step_schedule": StepSchedule(log_every=self._log_every),
         }
+        evaluates = type(self).evaluate is LockstepTrainer.evaluate
+        interval = self.options.eval_interval if evaluates else 0
+        loaded = (self._loaded or {}).get(self._kind)
+        settings = RunSettings(facts, interval, loaded, self._kwargs)
+        return self._parallelism.prepare(group, settings)
+
+    def _describe(self) -> dict[str, Any]:
+        described = {**super()._describe(), **self._parallelism.describe()}
+        return {**described, "clip_norm": self.clip_norm}
+
+    def _make_result(self, wall_time: float, *_: Any, **__: Any) -> TrainResult:
+        kind, fields = self._parallelism.get_result()
+        return super()._make_result(wall_time, kind, **fields)
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -271,7 +275,7 @@ class LockstepTrainer(BaseTrainer, ABC):
 
     def _collect_shared(self) -> Any:
         """Return the state that all ranks share, merged."""
-        return self._merge_shared(self._get_ranks().call("gather_shared"))
+        return self._parallelism.merge_shared(self._get_ranks().call("gather_shared"))
 
     def _load_shared(self, shared: Any) -> None:
         shared = miniray.put(shared)

@@ -214,7 +214,7 @@ class RunSession:
 
                     record_ends(self.run.path / "ranks", error)
             self._write_report()
-            with self.printing_errors("no way to go on with"):
+            with self.printing_errors("cannot say how to resume"):
                 self._print_how_to_resume(find_checkpoint)
             raise
         with self.printing_errors("its end is not in"):

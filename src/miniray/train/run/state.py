@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from miniray.train.run.records import number, simplify
+from miniray.train.run.records import finite, simplify
 
 
 @dataclasses.dataclass
@@ -38,12 +38,12 @@ class TrainState:
         """Set the position inside an epoch, or at its end, that ranks have reported."""
         self.step, self.step_in_epoch, self._is_reported = step, step_in_epoch, True
 
-    def end_epoch(self, record: dict[str, Any]) -> None:
-        """Add the record of the epoch to the history. Hooks may change it until it is closed."""
+    def end_epoch(self, epoch: int, record: dict[str, Any]) -> None:
+        """Add the record of ``epoch`` to the history. Hooks may change it until it is closed."""
         if not self._is_reported:
-            steps = number(record.get("num_steps"))
+            steps = finite(record.get("num_steps"))
             self.step += 1 if steps is None else int(steps)
-        self.epoch += 1
+        self.epoch = epoch + 1
         self.step_in_epoch = 0
         self._add_record(record)
 
