@@ -105,3 +105,21 @@ def test_rank_that_hangs_is_stopped_after_grace_seconds(own_handler):
     state = read_state("hung")
     assert (state["state"], state["step"]) == ("preempted", STEPS)
     assert "takes longer than 2 s" in state["error"]["message"]
+
+
+def test_rank_in_this_process_pauses_too(own_handler):
+    class Alone(Stepper):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2:
+                signal.raise_signal(signal.SIGTERM)
+            time.sleep(0.05)
+            return super().training_step(batch, batch_idx)
+
+    miniray.shutdown()
+    miniray.init(backend="inline")
+    with pytest.raises(SystemExit):
+        DDPTrainer(1, worker=Alone, name="alone", progress=False).train(epochs=9, n=STEPS * 4)
+    state = read_state("alone")
+    assert 3 <= state["step"] < STEPS
+    (checkpoint,) = os.listdir("runs/alone/checkpoints")
+    assert checkpoint == f"epoch-00000000-step-{state['step']:08d}"

@@ -169,8 +169,15 @@ class LockstepTrainer(BaseTrainer):
             callback.is_time_due() for callback in self._get_checkpoint_callbacks()
         )
         if is_due and not self._has_requested_pause:
-            self._has_requested_pause = True
-            self._get_ranks().request(Action.STOP)
+            self._request_pause()
+
+    def _request_pause(self) -> None:
+        self._has_requested_pause = True
+        self._get_ranks().request(Action.STOP)
+
+    def _stop_for_signal(self, name: str) -> None:
+        super()._stop_for_signal(name)
+        self._request_pause()  # at once: a rank in this process is never polled
 
     def _log_steps(self, *, at_once: bool = False) -> None:
         record = self._logs.take_record(at_once=at_once)
