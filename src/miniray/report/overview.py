@@ -168,6 +168,8 @@ def _render_error(run: Run) -> tuple[str, str, list[Markup]] | None:
     kind, message = str(error.get("type") or ""), str(error.get("message") or "").strip()
     if run.state == "interrupted":
         return "warn", "Interrupted", [tag("p", message or "The run was stopped with Ctrl-C.")]
+    if run.state == "preempted" and not kind:
+        return "warn", "Preempted", [tag("p", message)]
     lines = message.splitlines() or [""]
     remote = str(error.get("remote_traceback") or "").rstrip()
     heading = ": ".join(part for part in (kind, lines[0]) if part)
@@ -205,7 +207,7 @@ def _describe_success(
 def _current_findings(run: Run, diagnosis: Diagnosis) -> Iterator[Finding]:
     if not diagnosis.readable:
         return
-    ended = run.state in ("finished", "failed", "interrupted")
+    ended = run.state in ("finished", "failed", "interrupted", "preempted")
     for finding in (*diagnosis.findings, *diagnosis.notes):
         if ended and finding.severity is Severity.STUCK:
             continue  # the ranks are only waiting for a driver that has finished

@@ -53,7 +53,8 @@ class Run(RunEntry):
         a missing exit record doesn't mean that the rank has failed.
         """
         found = read_run(self.path)
-        over = self.info.get("state") in ("failed", "interrupted") and "trainer" in self.config
+        over = self.info.get("state") in ("failed", "interrupted", "preempted")
+        over = over and "trainer" in self.config
         if not over:
             return found
         ranks = {number: _ended_by_trainer(rank) for number, rank in found.ranks.items()}

@@ -18,6 +18,7 @@ from miniray.checks import (
     RENAMED_OPTIONS,
     check_bool,
     check_int,
+    check_number,
     find_similar,
     get_options,
     unknown_option,
@@ -87,6 +88,9 @@ class RunOptions:
             added to the result of the epoch as ``val_...``.
         keep_last: How many of the newest checkpoints to keep. None keeps all.
         keep_best: ``(metric, "min" or "max")``: also keep the best checkpoint by this metric.
+        grace_seconds: Limit in seconds for the end of a run after the first SIGTERM, SIGUSR1 or
+            Ctrl-C. The run finishes its step, or its epoch if workers train it alone, saves a
+            checkpoint and stops the workers.
     """
 
     name: str | None = None
@@ -104,12 +108,15 @@ class RunOptions:
     eval_interval: int = 0
     keep_last: int | None = 3
     keep_best: tuple[str, str] | None = None
+    grace_seconds: float = 25.0
 
     def __post_init__(self) -> None:
         for name in ("max_failures", "eval_interval"):
             object.__setattr__(self, name, check_int(name, getattr(self, name), 0))
         if self.seed is not None:
             object.__setattr__(self, "seed", check_int("seed", self.seed, 0))
+        grace = check_number("grace_seconds", self.grace_seconds, 0, open_low=True)
+        object.__setattr__(self, "grace_seconds", grace)
         check_bool("progress", self.progress)
         check_seconds("worker_timeout", self.worker_timeout)
         check_name(self.name)
@@ -146,6 +153,7 @@ class RunKwargs(TypedDict, total=False):
     eval_interval: int
     keep_last: int | None
     keep_best: tuple[str, Literal["min", "max"]] | None
+    grace_seconds: float
 
 
 class LockstepKwargs(RunKwargs, total=False):

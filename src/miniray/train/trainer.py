@@ -82,7 +82,7 @@ class BaseTrainer:
         **options: The options of ``RunOptions``: ``name``, ``run_dir``, ``seed``, ``resume``,
             ``max_failures``, ``worker_timeout``, ``progress``, ``callbacks``, ``loggers``,
             ``resources_per_worker``, ``use_gpu``, ``backend``, ``eval_interval``, ``keep_last``,
-            ``keep_best``.
+            ``keep_best``, ``grace_seconds``.
 
     Attributes:
         workers: Handles of the workers, by worker id.
@@ -136,6 +136,7 @@ class BaseTrainer:
             name=self.options.name,
             run_dir=None if self.options.run_dir is None else Path(self.options.run_dir),
             backend=self.options.backend,
+            grace_seconds=self.options.grace_seconds,
             verbose=self.options.progress,
         )
         self.state = TrainState()
@@ -302,7 +303,9 @@ class BaseTrainer:
         self._check_kwargs()
         start = time.monotonic()
         try:
-            with self.session.record_attempt(self._abort, self.checkpointer.find_newest) as attempt:
+            with self.session.record_attempt(
+                self._abort, self.checkpointer.find_newest, self._stop_for_signal, self._get_step
+            ) as attempt:
                 self._start(resume, restart=is_auto)
                 self._target = TrainTarget.create(self.state, epochs, steps, is_total)
                 self._check_target()
@@ -311,9 +314,13 @@ class BaseTrainer:
                     self.result = self._make_result(0.0)
                     return self.result
                 self._emit("on_train_start")
-                self._loop()
-                result = self.result = self._make_result(time.monotonic() - start)
-                self._emit("on_train_end", result)
+                with self.session.signals.finishing():
+                    self._loop()
+                    result = self.result = self._make_result(time.monotonic() - start)
+                    if self.session.signals.number is None:
+                        self._emit("on_train_end", result)
+                    if self.session.signals.number is not None:
+                        self._save_for_resume()
                 result.checkpoint = self.checkpointer.find_newest()  # hooks may have written one
                 attempt.fields = {"stop_reason": self.stop_reason or None}
                 attempt.fields["sync"] = result.sync or None
@@ -322,7 +329,20 @@ class BaseTrainer:
             raise
         finally:
             self.loggers.close()
+            self.session.end_process_if_preempted()
         return result
+
+    def _stop_for_signal(self, name: str) -> None:
+        self.should_stop, self.stop_reason = True, name
+
+    def _get_step(self) -> int:
+        return self.state.step
+
+    def _save_for_resume(self) -> None:
+        """Write a checkpoint of the current position, unless it exists."""
+        if self.state.step and not self.checkpointer.is_saved(self.state):
+            with self.session.printing_errors("its last step is not in a checkpoint of"):
+                self.save_checkpoint()
 
     def _check_length(self, epochs: int | None, steps: int | None) -> tuple[int | None, int | None]:
         """Return the length of a run. Raise ``TypeError`` unless exactly one number is set."""

@@ -124,7 +124,8 @@ class LockstepTrainer(BaseTrainer):
             if not reports[0].step_in_epoch:
                 break
             self._has_requested_pause = False
-            self._act_inside_epoch(result)
+            if self.session.signals.number is None:  # else time is short
+                self._act_inside_epoch(result)
             if self.should_stop or self._target.is_reached(self.state):
                 break
         if self.failures > before:
@@ -210,8 +211,15 @@ class LockstepTrainer(BaseTrainer):
             callback.is_time_due() for callback in self._get_checkpoint_callbacks()
         )
         if is_due and not self._has_requested_pause:
-            self._has_requested_pause = True
-            self._get_ranks().request(Action.STOP)
+            self._request_pause()
+
+    def _request_pause(self) -> None:
+        self._has_requested_pause = True
+        self._get_ranks().request(Action.STOP)
+
+    def _stop_for_signal(self, name: str) -> None:
+        super()._stop_for_signal(name)
+        self._request_pause()  # at once: a rank in this process is never polled
 
     def _log_steps(self, *, at_once: bool = False) -> None:
         for record in self._logs.take_records(at_once=at_once):
@@ -281,8 +289,8 @@ class LockstepTrainer(BaseTrainer):
         self._get_ranks().join(keep=keep)
 
     def _call_on_replaced(self, rank: int) -> None:
+        self._has_requested_pause = False  # the request is lost with the ranks
         self._logs.clear()
-        self._has_requested_pause = False
         self.session.directory.truncate_steps(self.state.step)
         for callback in self.callbacks:
             callback.on_worker_replaced(self, rank)

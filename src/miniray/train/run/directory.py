@@ -49,7 +49,7 @@ _HOLDER_TIMEOUT_S = 1.0
 _locks: weakref.WeakValueDictionary[Path, FileLock] = weakref.WeakValueDictionary()
 
 #: Ends of a run that may have left nothing behind.
-_FAILED = ("failed", "interrupted", "died")
+_FAILED = ("failed", "interrupted", "preempted", "died")
 #: What is kept of an attempt when the run is taken up again.
 _ATTEMPT = ("started", "ended", "state", "error", "pid", "host", "world_size", "stop_reason")
 
@@ -210,7 +210,7 @@ class RunDirectory:
     def finish(
         self, state: str = "finished", error: BaseException | str | None = None, **fields: Any
     ) -> None:
-        """Record how the run ended: ``finished``, ``failed`` or ``interrupted``, and why.
+        """Record how the run ended, with one of ``STATES``, and why.
 
         Record type, message and traceback of ``error``, and the fields of a ``MinirayError``. Add
         ``fields`` to ``run.json``. Do nothing if a different process has continued the run, because
