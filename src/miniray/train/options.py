@@ -166,6 +166,7 @@ class LockstepKwargs(RunKwargs, total=False):
     timeout: float
     log_every: int
     eval_every_steps: int | None
+    snapshot_every: int | Literal["auto"] | None
 
 
 class ParallelKwargs(LockstepKwargs, total=False):

@@ -23,7 +23,7 @@ from miniray.train.lockstep.loop import (
     StepOutput,
     check_scheduler,
 )
-from miniray.train.lockstep.mesh import gather_full, share_buffers
+from miniray.train.lockstep.mesh import gather_full, load_tensors, share_buffers
 from miniray.train.lockstep.plan import Window, counted_windows
 from miniray.train.lockstep.rank import RankContext, WorkerTraits
 from miniray.train.lockstep.schedule import Action, Agreement
@@ -466,11 +466,16 @@ class ReplicatedModel:
 
         It is the same whether the model is sharded or not: tensors are saved whole.
         """
-        planned = self.planned
         owned = parts.stateful(self.user)
         return {
             "parts": {name: self.get_part_state(part) for name, part in owned.items()},
             "buffers": {key: buffer.detach().cpu() for key, buffer in self._iter_buffers()},
+            **self._get_progress(),
+        }
+
+    def _get_progress(self) -> dict[str, Any]:
+        planned = self.planned
+        return {
             "scaler": self.scaler.state_dict(),
             "position": self.context.state.state_dict(),
             "order": None if planned is None else planned.seed,
@@ -489,11 +494,45 @@ class ReplicatedModel:
         for key, buffer in self._iter_buffers():
             if key in shared["buffers"]:
                 buffer.copy_(shared["buffers"][key])
+        self._load_progress(shared)
+
+    def _load_progress(self, shared: Any) -> None:
         if shared["scaler"]:
             self.scaler.load_state_dict(shared["scaler"])
         self.context.state.load_state_dict(shared.get("position", {}))
         if self.planned is not None and shared["order"] is not None:
             self.planned.seed = shared["order"]
+
+    @property
+    def has_position(self) -> bool:
+        if not self.traits.has_steps or self._windows is None:
+            return False
+        return self.planned is not None or hasattr(self.user.train_loader, "state_dict")
+
+    def get_local_state(self) -> tuple[Any, Any]:
+        """Return parameters and optimizers, and this rank's buffers.
+
+        Inside an epoch, running statistics are those of each rank's own batches.
+        """
+        owned = parts.stateful(self.user)
+        shared = {
+            "parameters": {key: p.detach() for key, p in self._iter_named_parameters()},
+            "parts": {name: self.get_part_state(part) for name, part in owned.items()},
+            **self._get_progress(),
+        }
+        return shared, dict(self._iter_buffers())
+
+    def load_local_state(self, shared: Any, own: Any) -> None:
+        load_tensors(self._iter_named_parameters(), shared["parameters"])
+        load_tensors(self._iter_buffers(), own)
+        for name, part in parts.stateful(self.user).items():
+            self.load_part_state(part, shared["parts"][name])
+        self._load_progress(shared)
+
+    def _iter_named_parameters(self) -> Iterator[tuple[str, Any]]:
+        for name, module in self.modules.items():
+            for key, parameter in module.named_parameters():
+                yield f"{name}.{key}", parameter
 
     def _iter_buffers(self) -> Iterator[tuple[str, Any]]:
         for name, module in self.modules.items():

@@ -52,10 +52,10 @@ class LogMerger:
         self._merged += [self._waiting[step] for step in sorted(self._waiting)]
         self._waiting.clear()
 
-    def clear(self) -> None:
-        """Forget all windows: the ranks were restarted, and train these steps again."""
+    def restart(self, step: int) -> None:
+        """Drop incomplete windows, and those after ``step``, from which training continues."""
         self._waiting.clear()
-        self._merged.clear()
+        self._merged = [windows for windows in self._merged if windows[0].step <= step]
 
 
 def merge_windows(merged: list[list[LogWindow]]) -> dict[str, Any]:

@@ -165,13 +165,12 @@ class RunSession:
     def append_event(self, event: Mapping[str, Any]) -> None:
         """Add an event to ``events.jsonl``. Print it if workers were replaced."""
         self.directory.append_event(event)
-        done = {
-            "worker_replaced": f"worker {event.get('worker')} was replaced",
-            "ranks_restarted": "all ranks were started again",
-        }.get(event["event"])
-        if done and self.verbose:
+        text = event["message"] if event["event"] == "ranks_restarted" else None
+        if event["event"] == "worker_replaced":
             reason = event["reason"].partition("\n")[0]
-            print(f"{done}: {reason}", file=sys.stderr, flush=True)
+            text = f"worker {event.get('worker')} was replaced: {reason}"
+        if text is not None and self.verbose:
+            print(text, file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def record_attempt(
