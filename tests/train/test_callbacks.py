@@ -46,7 +46,7 @@ class Trainer:
         for epoch, result in enumerate(results, start=first):
             callback.on_epoch_start(self, epoch, **kwargs)
             self.state.epoch = epoch
-            self.state.end_epoch({"epoch": epoch, **result})
+            self.state.end_epoch(epoch, {"epoch": epoch, **result})
             callback.on_epoch_end(self, epoch, self.history[-1], **kwargs)
             if self.should_stop:
                 break

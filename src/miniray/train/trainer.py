@@ -279,13 +279,13 @@ class BaseTrainer:
             RuntimeError: The workers were stopped by ``shutdown`` or an error, so their weights are
                 gone, and ``resume`` isn't set.
         """
-        epochs, steps = self._check_length(epochs, steps)
-        self._check_step_options()
-        check_names(kwargs)
         if not hasattr(self, "state"):
             raise RuntimeError(
                 f"{type(self).__name__}.__init__() must call super().__init__(num_workers, ...)"
             )
+        epochs, steps = self._check_length(epochs, steps)
+        self._check_step_options()
+        check_names(kwargs)
         resume = self._resume if resume is None else resume
         self._resume = False
         is_total, is_auto = bool(resume), resume == "auto"
