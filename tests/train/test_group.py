@@ -7,7 +7,13 @@ import pytest
 import miniray
 from miniray.core.engine import Engine
 from miniray.errors import GroupError
-from miniray.train.lockstep.process_group import GroupHost, find_missing, find_interface, join, leave
+from miniray.train.lockstep.process_group import (
+    GroupHost,
+    find_interface,
+    find_missing,
+    join,
+    leave,
+)
 from miniray.train.lockstep.status import _is_waiting
 
 torch = pytest.importorskip("torch")
