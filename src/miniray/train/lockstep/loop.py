@@ -160,7 +160,7 @@ class Replica(Protocol):
 
     @property
     def has_position(self) -> bool:
-        """Whether this rank's loader can start inside of an epoch."""
+        """Whether this rank's loader can start inside an epoch."""
 
     def get_local_state(self) -> tuple[Any, Any]:
         """Return the state that all ranks share, and what only this rank has. No collective.
@@ -229,8 +229,10 @@ class StepLoop:
         context.status.set_phase("starting the loader")
         if not state.step_in_epoch:
             self._epoch_means = parts.Means()
+        random_state = parts.random_state()
         self._steps = self.replica.start_epoch()  # its processes start before ranks wait
-        context.restore_random_state()  # after the loader, which draws a random number
+        if state.step_in_epoch:  # a run that wasn't interrupted has started the loader before
+            parts.set_random_state(random_state)
         self.agreement = self.replica.create_agreement()
         context.barrier("before-iteration")
         if not self._log_means.samples:  # else a restored window continues

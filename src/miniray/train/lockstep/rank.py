@@ -86,7 +86,6 @@ class RankContext:
         self.state: RankState = RankState()
         self.recorder: Any = None
         self.until: int | None = None  # the step at which the driver wants the ranks to pause
-        self._random_state: dict[str, Any] | None = None
         self._shares_boxes = False
         self._opened = contextlib.ExitStack()
 
@@ -123,17 +122,6 @@ class RankContext:
             self.recorder.tell_epoch(epoch)
             done = self.state.step_in_epoch
             self.recorder.note(steps_before_epoch=self.recorder.step_number - done)
-
-    def set_random_state(self, state: dict[str, Any]) -> None:
-        """Set the random numbers, now and once more inside an epoch when its loader is started."""
-        parts.set_random_state(state)
-        self._random_state = state
-
-    def restore_random_state(self) -> None:
-        """Set the random numbers of the step that a run inside an epoch continues from."""
-        state, self._random_state = self._random_state, None
-        if state is not None and self.state.step_in_epoch:
-            parts.set_random_state(state)
 
     def barrier(self, name: str) -> None:
         """Wait for all ranks: by the flight recorders, which the doctor reads, or by the store."""
@@ -255,7 +243,7 @@ class RankActor:
     def measure_snapshot(self) -> SnapshotNeed:
         """Return how much memory a snapshot needs, once the optimizer has its state."""
         if not self._replica.has_position:
-            return SnapshotNeed(0, "the train_loader can't start inside of an epoch")
+            return SnapshotNeed(0, "the train_loader can't start inside an epoch")
         context = self._context
         try:
             shared, own = self._get_local_state()
@@ -364,6 +352,6 @@ class RankActor:
         own = state["rank"]
         self._replica.load_data_state(own)
         self._loop.load_means(own.get("means", {}))
-        self._context.set_random_state(own["random"])
+        parts.set_random_state(own["random"])
         if state["worker"] is not None and defines(type(self._user), "set_state"):
             self._user.set_state(state["worker"])
