@@ -16,6 +16,7 @@ from miniray.ps import to_host
 from miniray.train.ddp import model as models
 from miniray.train.ddp.checks import RankSettings, create_parts_error, read_output
 from miniray.train.lockstep import data
+from miniray.train.lockstep.epoch_data import EpochData
 from miniray.train.lockstep.loop import (
     EpochReport,
     MicroBatch,
@@ -24,7 +25,7 @@ from miniray.train.lockstep.loop import (
     check_scheduler,
 )
 from miniray.train.lockstep.mesh import share_buffers, whole
-from miniray.train.lockstep.plan import Window, counted_windows
+from miniray.train.lockstep.plan import Window
 from miniray.train.lockstep.rank import RankContext, WorkerTraits
 from miniray.train.lockstep.schedule import Action, Agreement
 from miniray.train.lockstep.status import EVALUATION
@@ -48,7 +49,7 @@ class ReplicatedModel:
         self.scheduler_interval: str | None = None
         self.modules: dict[str, Any] = {}
         self._synced: dict[str, Any] = {}  # as ``modules``, with averaged gradients
-        self._windows: list[Window] | None = None  # of an epoch; None if their number isn't known
+        self.epoch_data: EpochData | None = None  # with ``training_step``
         self._forwards: dict[str, int] = {}  # before the current step
         self._step_counts: dict[str, int] = {}  # by optimizer
         self._grad_norm: Any = None  # of the last step that was logged or clipped
@@ -71,6 +72,8 @@ class ReplicatedModel:
             self.scheduler_interval = get_scheduler_interval(self.user)
             enabled = self.settings.precision == "fp16"
             self.scaler = torch.amp.GradScaler(self.context.device.type, enabled=enabled)
+        elif self.traits.gets_loader:
+            self._share_loader()
         elif not self.traits.shards_data and hasattr(self.user, "train_loader"):
             share = data.shard_data(
                 self.user.train_loader, self.context.rank, self.context.world_size
@@ -85,7 +88,7 @@ class ReplicatedModel:
                 for parameter, shape, dtype in models.signature(module)
             ],
             "steps": has_steps,
-            "planned": self.planned is not None,
+            "planned": self.epoch_data is not None and self.epoch_data.has_position,
             "batches": data.length(self.user.train_loader) if has_steps else None,
             "own_methods": self.traits.own_methods,
             "val_loader": getattr(self.user, "val_loader", None) is not None,
@@ -123,6 +126,19 @@ class ReplicatedModel:
                     "__init__ (or in load_data_shard)"
                 )
         data.check_loader(user.train_loader, "self.train_loader")
+        self._share_loader()
+        self.epoch_data = EpochData(
+            user.train_loader,
+            self.context.rank,
+            self.context.world_size,
+            accumulate=settings.accumulate,
+            uneven=settings.uneven,
+        )
+        if getattr(user, "val_loader", None) is not None:
+            data.check_loader(user.val_loader, "self.val_loader")
+
+    def _share_loader(self) -> None:
+        user, settings = self.user, self.settings
         user.train_loader = data.own_share(
             user.train_loader,
             self.context.rank,
@@ -132,8 +148,6 @@ class ReplicatedModel:
             seed=settings.seed,
             sharded=self.traits.shards_data,
         )
-        if getattr(user, "val_loader", None) is not None:
-            data.check_loader(user.val_loader, "self.val_loader")
 
     def _check_optimizers(self) -> None:
         """Raise ``ValueError`` if an optimizer trains parameters whose gradients aren't averaged.
@@ -165,10 +179,6 @@ class ReplicatedModel:
                 f"self.{next(iter(self.modules))}{hint}"
             )
 
-    @property
-    def planned(self) -> data.PlannedBatches | None:
-        return data.planned(getattr(self.user, "train_loader", None))
-
     # -- together ---------------------------------------------------------------------------------
 
     def wrap(self, agreed: Sequence[int] | None) -> int | None:
@@ -178,14 +188,14 @@ class ReplicatedModel:
         for name, optimizer in optimizers.items():
             self._step_counts[name] = 0
             optimizer.register_step_post_hook(self._create_counter(name))
-        settings = self.settings
-        if self.planned is not None:
-            self._windows = self.planned.windows()
-        elif agreed is not None:
-            self._windows = counted_windows(
-                agreed, self.context.rank, settings.accumulate, settings.uneven
-            )
-        return None if self._windows is None else len(self._windows)
+        if self.epoch_data is None:
+            return None
+        if agreed is not None:
+            self.epoch_data.set_counts(agreed)
+        return self.epoch_data.count_steps()
+
+    def count_epoch_steps(self) -> int | None:
+        return None if self.epoch_data is None else self.epoch_data.count_steps()
 
     def _wrap_models(self, optimizers: Iterable[Any]) -> dict[str, Any]:
         """Return the models with averaged gradients. A collective."""
@@ -212,20 +222,10 @@ class ReplicatedModel:
     def start_epoch(self) -> Iterator[Iterable[MicroBatch]]:
         for model in self._synced:
             getattr(self.user, model).train()
-        state, planned = self.context.state, self.planned
-        data.set_epoch(self.user.train_loader, state.epoch)
-        first, last = state.step_in_epoch, None
-        if self._windows is None:
-            return self._iter_batches(enumerate(iter(self.user.train_loader)))
-        windows = self._windows[first:]
-        number = sum(weight > 0 for window in self._windows[:first] for weight in window)
-        if planned is not None:
-            planned.set_epoch(state.epoch, first)
-            if windows and not windows[0][0]:  # this rank repeats the last batch it had
-                planned.set_epoch(state.epoch, first - 1)
-                *_, batch = iter(self.user.train_loader)
-                last = number - 1, batch
-        batches = enumerate(iter(self.user.train_loader) if any(map(any, windows)) else (), number)
+        assert self.epoch_data is not None
+        batches, windows, last = self.epoch_data.start(self.context.state)
+        if windows is None:
+            return self._iter_batches(batches)
         return self._iter_windows(batches, windows, last)
 
     def _iter_windows(
@@ -264,7 +264,7 @@ class ReplicatedModel:
 
         Gradients are averaged over the ranks that still have batches.
         """
-        if self._windows is not None:
+        if self._knows_steps:
             yield
             return
         with Join([*self._synced.values()], divide_by_initial_world_size=False):
@@ -353,12 +353,16 @@ class ReplicatedModel:
     def create_agreement(self) -> Agreement | None:
         """Return what distributes rank 0's decisions; None if ranks make unequal steps."""
         context = self.context
-        if self._windows is None:
+        if not self._knows_steps:
             return None
         device = context.device if dist.get_backend() == "nccl" else "cpu"
         return Agreement(
             not context.rank, context.state.step, context.status.take_request, device=device
         )
+
+    @property
+    def _knows_steps(self) -> bool:
+        return self.epoch_data is not None and self.epoch_data.windows is not None
 
     def _iter_parameters(self) -> Iterator[Any]:
         return itertools.chain(*(model.module.parameters() for model in self._synced.values()))
@@ -423,7 +427,8 @@ class ReplicatedModel:
 
         It is the same whether the model is sharded or not: tensors are saved whole.
         """
-        planned = self.planned
+        found = self.epoch_data
+        planned = None if found is None else found.planned
         owned = parts.stateful(self.user)
         return {
             "parts": {name: self.get_part_state(part) for name, part in owned.items()},
@@ -431,6 +436,7 @@ class ReplicatedModel:
             "scaler": self.scaler.state_dict(),
             "position": self.context.state.state_dict(),
             "order": None if planned is None else planned.seed,
+            "data": None if found is None else found.get_position(self.context.state),
         }
 
     def load_shared(self, shared: Any) -> None:
@@ -449,8 +455,10 @@ class ReplicatedModel:
         if shared["scaler"]:
             self.scaler.load_state_dict(shared["scaler"])
         self.context.state.load_state_dict(shared.get("position", {}))
-        if self.planned is not None and shared["order"] is not None:
-            self.planned.seed = shared["order"]
+        if self.epoch_data is not None:
+            if self.epoch_data.planned is not None and shared["order"] is not None:
+                self.epoch_data.planned.seed = shared["order"]
+            self.epoch_data.load_position(shared.get("data"), self.context.state)
 
     def _iter_buffers(self) -> Iterator[tuple[str, Any]]:
         for name, module in self.modules.items():
@@ -466,8 +474,9 @@ class ReplicatedModel:
         part.load_state_dict(state)
 
     def get_data_state(self) -> dict[str, Any]:
-        loader = getattr(self.user, "train_loader", None)
-        return {"loader": parts.loader_state(loader, has_position=self.planned is None)}
+        if self.epoch_data is not None:
+            return {"loader": self.epoch_data.get_own_state()}
+        return {"loader": parts.loader_state(getattr(self.user, "train_loader", None))}
 
     def load_data_state(self, state: Mapping[str, Any]) -> None:
         parts.load_loader_state(getattr(self.user, "train_loader", None), state["loader"])
@@ -545,6 +554,8 @@ class UserLoop:
         is_joined = replica.settings.uneven == "join" and context.world_size > 1 and len(names) == 1
         before = replica.count_steps()
         synced = [getattr(user, name) for name in names]
+        if replica.traits.gets_loader:
+            data.set_epoch(user.train_loader, epoch)
         with Join(synced, enable=is_joined, divide_by_initial_world_size=False):
             result = user.train_epoch(epoch)
         steps = replica.count_steps()

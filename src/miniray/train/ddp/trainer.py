@@ -15,9 +15,10 @@ from miniray.train.ddp import checks as setup
 from miniray.train.lockstep.group import LockstepGroup
 from miniray.train.lockstep.snapshot import Keep
 from miniray.train.lockstep.trainer import LockstepTrainer
-from miniray.train.options import WORKER_HINTS
+from miniray.train.options import DATA_HINTS
 from miniray.train.workers.aggregate import aggregate
 from miniray.train.workers.evaluate import combine, cut
+from miniray.train.workers.shards import DataRef, TrainData
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from miniray.train.options import LockstepKwargs
 
 
-@suggest_options({**WORKER_HINTS, "data": WORKER_HINTS["train_loader"]})
+@suggest_options(DATA_HINTS)
 class DDPTrainer(LockstepTrainer):
     """Trains one model on several workers with gradients averaged in every step.
 
@@ -42,6 +43,13 @@ class DDPTrainer(LockstepTrainer):
         shard: ``"none"``: every worker has the whole model. ``"full"``: each keeps its part of
             weights, gradients and optimizer state, and gets the rest of a layer while it computes
             that layer (torch's FSDP); for workers with ``training_step``.
+        data: The training data: a torch ``Dataset`` or ``DataLoader``, a dataset or loader of
+            ``miniray.data``, or a Hugging Face dataset. Each worker gets the loader over its own
+            rows as ``self.train_loader``, or the shard as ``data`` of its ``load_data_shard``. The
+            position is part of checkpoints. Batches are tensors.
+        val_data: The same for ``evaluate``, as ``self.val_loader``.
+        batch_size: Rows per batch of each worker, if ``data`` has no batch size.
+            ``train(batch_size=)`` wins.
         uneven: what to do when samples do not divide by workers. ``"join"``: every sample once,
             weighted so that each counts the same; workers that run out early keep the others
             company. ``"pad"``: some samples twice. ``"drop"``: some not at all. ``"error"``:
@@ -66,12 +74,16 @@ class DDPTrainer(LockstepTrainer):
     """
 
     _kind = "ddp"
+    _option_hints = DATA_HINTS
 
     def __init__(
         self,
         num_workers: int = 4,
         *,
         worker: Any = None,
+        data: Any = None,
+        val_data: Any = None,
+        batch_size: int | None = None,
         shard: Literal["none", "full"] = "none",
         uneven: Literal["join", "pad", "drop", "error"] = "join",
         accumulate: int = 1,
@@ -108,6 +120,9 @@ class DDPTrainer(LockstepTrainer):
             ddp_options=ddp_options,
         )
         super().__init__(num_workers, worker=worker, **options)
+        self._data = DataRef(TrainData.create(data, val_data, batch_size, self.num_workers))
+        if data is not None:
+            self._own_kwargs = ("batch_size",)
         kind = "replicated" if shard == "none" else "sharded"
         self._preloaded = (
             "tqdm.std",
@@ -165,7 +180,10 @@ class DDPTrainer(LockstepTrainer):
                 f"worker class {worker._info.class_name} has neither "
                 "training_step(batch, batch_idx) nor train_epoch(epoch)"
             )
-        if "load_data_shard" in methods:
+        if self._data.data:
+            given = self._data.get()
+            group.call_ranks("assign_data", lambda i: (given, i, count), lambda _: self._kwargs)
+        elif "load_data_shard" in methods:
             group.call_ranks("load_data_shard", lambda i: (i, count), lambda _: self._kwargs)
         settings = dataclasses.replace(self._settings, **self._run_facts())
         facts = group.call_ranks("prepare_rank", lambda i: (i, count, settings))
@@ -176,6 +194,10 @@ class DDPTrainer(LockstepTrainer):
         if not self._steps_are_ours:
             setup.refuse_step_options(settings)
         return facts, setup.agree(facts, settings)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._data.close()
 
     # -- state ------------------------------------------------------------------------------------
 

@@ -90,6 +90,7 @@ class LockstepTrainer(BaseTrainer, ABC):
         self._budget = FailureBudget(self.options.max_failures)
         self._logs = LogMerger(self.num_workers)
         self._has_requested_pause = False
+        self._resumed_steps: int | None = None  # of an epoch that other ranks began
 
     # -- methods of subclasses --------------------------------------------------------------------
 
@@ -135,6 +136,7 @@ class LockstepTrainer(BaseTrainer, ABC):
             self._logs.add(window for report in reports for window in report.logs)
             self._log_steps(at_once=True)
             if not reports[0].step_in_epoch:
+                self._resumed_steps = None
                 break
             self._has_requested_pause = False
             self._act_inside_epoch()
@@ -156,7 +158,7 @@ class LockstepTrainer(BaseTrainer, ABC):
             pauses.append(self._target.steps)
         if not pauses:
             return None
-        steps = self._get_ranks().steps_per_epoch
+        steps = self._resumed_steps or self._get_ranks().steps_per_epoch
         if steps is None:
             raise TypeError(
                 "train(steps=), eval_every_steps= and Checkpoint(every_steps=) need workers with "
@@ -280,6 +282,9 @@ class LockstepTrainer(BaseTrainer, ABC):
         states = loaded["workers"]["states"]
         self._get_ranks().snapshots.set(loaded["weights"][0], loaded[self._kind], states)
         super()._restore(loaded)
+        self._resumed_steps = None
+        if self.state.step_in_epoch and loaded["workers"]["count"] != self.num_workers:
+            self._resumed_steps = self._get_ranks().call("count_epoch_steps")[0]
 
     # -- the end ----------------------------------------------------------------------------------
 
