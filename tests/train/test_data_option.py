@@ -5,11 +5,13 @@ import json
 import pickle
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import miniray
 from miniray.data import DataLoader, IndexedDataset, ParquetDataset
-from miniray.train import DDPTrainer, TorchWorker
+from miniray.errors import HandlesError
+from miniray.train import DataParallelTrainer, DDPTrainer, TorchWorker
 
 torch = pytest.importorskip("torch")
 pa = pytest.importorskip("pyarrow")
@@ -21,6 +23,7 @@ from miniray.data.torch import TorchDataset, TorchIterableDataset  # noqa: E402
 from miniray.train.lockstep.data import own_share  # noqa: E402
 from miniray.train.lockstep.epoch_data import EpochData  # noqa: E402
 from miniray.train.lockstep.loop import RankState  # noqa: E402
+from miniray.train.workers import shards  # noqa: E402
 from miniray.train.workers.shards import TrainData, give_data  # noqa: E402
 
 ROWS = 22
@@ -230,3 +233,150 @@ def test_checkpoint_inside_an_epoch_contains_the_position(kind, before, after, t
         trainer.train(epochs=2)
         rest = collect(trainer)[0]
     assert sorted([*first, *rest]) == sorted([*range(ROWS)] * 2)
+
+
+# -- DataParallelTrainer ---------------------------------------------------------------------------
+
+
+class Plain:
+    """Not a ``TorchWorker``; its loader is ``self.train_loader``."""
+
+    def __init__(self, worker_id):
+        self.trained, self.evaluated, self.sizes = [], [], []
+
+    def train_epoch(self, epoch):
+        for batch in self.train_loader:
+            self.trained += list(map(float, batch["x"]))
+            self.sizes.append(len(batch["x"]))
+        return {"num_samples": len(self.trained)}
+
+    def evaluate(self):
+        for batch in self.val_loader:
+            self.evaluated += list(map(float, batch["x"]))
+        return {"num_samples": len(self.evaluated)}
+
+    def get_weights(self):
+        return [np.zeros(1)]
+
+    def set_weights(self, weights):
+        pass
+
+    get_rows = Line.get_rows
+
+
+class Sharding(Plain):
+    """Gets its shard in ``load_data_shard``."""
+
+    def load_data_shard(self, shard_id, num_shards, data):
+        self.train_loader = data
+
+
+@pytest.mark.parametrize("worker", [Line, Plain, Sharding])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_parallel_trainer_delivers_each_row_once(kind, workers, worker, tmp_path):
+    options = make(kind, tmp_path)
+    options = {**options, "val_data": options["data"], "worker": worker, "progress": False}
+    with DataParallelTrainer(
+        workers, backend="inline", run_dir=tmp_path / "run", **options
+    ) as trainer:
+        trainer.train(epochs=2)
+        trainer.evaluate()
+        trained, evaluated, sizes = collect(trainer)
+    assert sorted(trained) == sorted([*range(ROWS)] * 2)
+    assert sorted(evaluated) == list(range(ROWS))
+    assert max(sizes) == 2
+
+
+# -- what is sent, and errors ----------------------------------------------------------------------
+
+
+def test_data_is_put_into_the_object_store_once(tmp_path, monkeypatch):
+    puts = []
+    put = miniray.put
+    monkeypatch.setattr(shards.miniray, "put", lambda value: puts.append(value) or put(value))
+    rows = torch_data.StackDataset(x=torch.arange(float(ROWS)))
+    options = {"data": rows, "batch_size": 2}
+    with create(tmp_path, 3, **options) as trainer:
+        trainer.train(epochs=1)
+        assert sorted(collect(trainer)[0]) == list(range(ROWS))
+    assert [type(value).__name__ for value in puts].count("TrainData") == 1
+    puts.clear()
+    with DataParallelTrainer(
+        3, worker=Line, run_dir=tmp_path / "other", backend="inline", progress=False, **options
+    ) as other:
+        other.train(epochs=1)
+    assert [type(value).__name__ for value in puts].count("TrainData") == 1
+
+
+def test_batch_size_of_train_wins(tmp_path):
+    with create(tmp_path, 1, data=Numbers(), batch_size=2) as trainer:
+        trainer.train(epochs=1, batch_size=11)
+        assert collect(trainer)[2] == [11, 11]
+
+
+def test_format_of_a_loader_wins():
+    loader = DataLoader(IndexedDataset(Numbers()), 2, format="numpy")
+    assert isinstance(
+        next(iter(shards.create_loader("data", loader, None, 0, 1, format="torch")))["x"],
+        np.ndarray,
+    )
+
+
+class SetsLoader(Line):
+    def setup(self):
+        super().setup()
+        self.train_loader = torch_data.DataLoader(Numbers(), batch_size=2)
+
+
+class Frame:
+    """A data frame, by the name of its class and module."""
+
+
+Frame.__module__, Frame.__name__ = "pandas.core.frame", "DataFrame"
+
+
+class Opened(Numbers):
+    def __init__(self, path):
+        self.file = open(path)
+
+
+class Stream(torch_data.IterableDataset):
+    def __iter__(self):
+        return iter(range(ROWS))
+
+
+def test_messages(tmp_path, golden):
+    path = tmp_path / "rows.txt"
+    path.write_text("")
+    opened = Opened(path)
+    loader = torch_data.DataLoader(Numbers(), batch_size=2)
+    sampler = torch_data.DistributedSampler(Numbers(), 2, 0)
+    cases = [
+        ({"data": Frame(), "batch_size": 2}, TypeError),
+        ({"data": [1, 2], "batch_size": 2}, TypeError),
+        ({"data": Stream(), "batch_size": 2}, TypeError),
+        ({"data": loader, "batch_size": 2}, ValueError),
+        ({"data": torch_data.DataLoader(Numbers(), sampler=sampler)}, ValueError),
+        ({"data": opened, "batch_size": 2}, HandlesError),
+        ({"batch_size": 2}, TypeError),
+        ({"data": Numbers(), "batch_size": 0}, ValueError),
+        ({"val_data": 3}, TypeError),
+    ]
+    lines = []
+    for options, kind in cases:
+        with pytest.raises(kind) as caught:
+            DDPTrainer(2, worker=Line, **options)
+        lines.append(str(caught.value).replace(str(path), "rows.txt"))
+        with pytest.raises(kind):
+            DataParallelTrainer(2, worker=Line, **options)
+    opened.file.close()
+    for options, arguments in [
+        ({"worker": SetsLoader, "data": Numbers(), "batch_size": 2}, {}),
+        ({"worker": Line, "data": Numbers()}, {}),
+        ({"worker": Line, "data": loader}, {"batch_size": 2}),
+    ]:
+        with create(tmp_path, 1, **options) as trainer, pytest.raises(ValueError) as caught:
+            trainer.train(epochs=1, **arguments)
+        lines.append(str(caught.value).splitlines()[-1])
+    golden("data_option.txt", "\n".join(lines) + "\n")
