@@ -90,7 +90,7 @@ class TextWorker(TorchWorker):
 
 
 if __name__ == "__main__":
-    with DataParallelTrainer(num_workers=2, worker=TextWorker, seed=0) as trainer:
+    with DataParallelTrainer(2, worker=TextWorker, use_gpu=False, seed=0) as trainer:
         result = trainer.train(epochs=6)
         scores = trainer.evaluate(data=TensorDataset(*make_sentences(1000, seed=2)))
         print(f"loss {result['loss']:.2g}, accuracy on new sentences {scores['accuracy']:.1%}")

@@ -74,6 +74,7 @@ def main(steps: int, workers: int, warm_up: int) -> None:
         eval_data=make_rows(100, seed=-2),
         eval_interval=10,
         num_workers=workers,
+        use_gpu=False,  # the model is tiny
         seed=0,
         callbacks=[Checkpoint(every=20, keep_best=True, monitor="val_reward")],
     ) as trainer:

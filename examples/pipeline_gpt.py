@@ -109,6 +109,7 @@ if __name__ == "__main__":
         microbatches=arguments.microbatches,
         parallel={"data": arguments.data_parallel, "pipeline": arguments.workers},
         clip_norm=1.0,
+        use_gpu=False,  # the model is tiny
         seed=0,
     )
     with trainer:

@@ -67,6 +67,7 @@ if __name__ == "__main__":
         val_data=DataLoader(TensorDataset(test_images, test_labels), 128),
         metrics={"accuracy": accuracy},
         tensor_parallel=arguments.tensor_parallel,
+        use_gpu=False,  # the model is tiny
         plan=PLAN if arguments.by_hand else None,
         eval_interval=1,
         seed=0,

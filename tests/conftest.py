@@ -7,6 +7,7 @@ import tempfile
 import pytest
 
 import miniray
+from miniray.core.machine import gpu_ids
 from tests.mother import Mother
 
 ENGINES = ("inline", "local", "ray")
@@ -41,6 +42,13 @@ def pytest_addoption(parser):
         action="store_true",
         help="write the golden files of the tests that run instead of comparing with them",
     )
+
+
+def pytest_configure(config):
+    """Hide GPUs unless GPU tests are selected, because trainers reserve them."""
+    selects_gpu = "gpu" in config.option.markexpr.replace("not gpu", "")
+    if gpu_ids() and not selects_gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session", autouse=True)

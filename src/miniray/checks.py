@@ -57,7 +57,7 @@ FOREIGN_OPTIONS: Mapping[str, str] = {
     "epochs": "Pass train(epochs=...).",
     "max_steps": "Pass train(epochs=...), or train(steps=...) to a trainer of miniray.rl.",
     "steps": "Pass train(epochs=...), or train(steps=...) to a trainer of miniray.rl.",
-    "accelerator": "Reserve GPUs with resources_per_worker={'num_gpus': 1}.",
+    "accelerator": "Trainers use GPUs if there are any. Pass use_gpu=False to train on the CPU.",
     "strategy": "The trainer class is the strategy, such as DDPTrainer or ModelParallelTrainer.",
     "every_n_train_steps": "Pass callbacks=Checkpoint(every=...).",
     "every_n_epochs": "Pass callbacks=Checkpoint(every=...).",
@@ -225,11 +225,11 @@ def get_options(cls: type) -> frozenset[str]:
 def _get_parameters(cls: type, extends: type | None = None) -> dict[str, inspect.Parameter]:
     """Return the parameters of ``cls(...)`` by name; see ``get_options``.
 
-    ``extends`` receives the ``**kwargs`` of ``cls`` in place of the base class.
+    ``extends`` receives ``**kwargs`` of ``cls`` before the base class does.
     """
     found: dict[str, inspect.Parameter] = {}
     bases = [base for base in cls.__mro__ if "__init__" in vars(base) and base is not object]
-    for base in bases if extends is None else [*bases[:1], extends]:
+    for base in bases if extends is None else [*bases[:1], extends, *bases[1:]]:
         inherited = bool(found)
         parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
         for p in parameters:
@@ -239,7 +239,7 @@ def _get_parameters(cls: type, extends: type | None = None) -> dict[str, inspect
                 found[p.name] = p
             elif p.default is not p.empty:
                 found[p.name] = p.replace(kind=p.KEYWORD_ONLY)
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        if base is not extends and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return found
 

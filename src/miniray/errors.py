@@ -1,17 +1,20 @@
 """All exceptions that miniray raises.
 
-``except MinirayError`` catches all of them. Errors with a counterpart in the standard library also
-derive from it (``GetTimeoutError`` is a ``TimeoutError``). An exception raised by remote code is
-re-raised by ``get`` as an instance of both ``TaskError`` and the original type.
+``except MinirayError`` catches all of them. If the standard library has a similar exception, the
+error also derives from that class. For example, ``GetTimeoutError`` is also a ``TimeoutError``.
+When remote code raises an exception, ``get`` raises an error that is an instance of both
+``TaskError`` and the original type.
 """
 
 from __future__ import annotations
 
 import re
 import traceback
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, ClassVar
 
+from miniray import tracebacks
 from miniray.exception_pickling import PickledException, get_parts, rebuild_exception, to_picklable
 
 __all__ = [
@@ -53,22 +56,23 @@ __all__ = [
 class MinirayError(Exception):
     """Base class of all miniray errors.
 
-    The attributes contain the facts in the message, so that programs don't have to parse it.
-    Attributes that don't apply are None. Pickling preserves all of them.
+    The attributes contain the same facts as the message, so programs don't have to parse the
+    message. An attribute that doesn't apply to an error is None. Pickling preserves all attributes.
 
     Attributes:
-        code: Stable identifier of the kind of error, such as ``"actor-died"``. Messages may change
-            in any release, codes don't.
-        worker: Index of the trainer's worker that failed.
-        rank: Rank that failed.
+        code: Stable identifier of the type of error, such as ``"actor-died"``. The wording of
+            messages may change in any release, but codes don't change.
+        worker: Index of the worker that failed.
+        rank: Rank of the process that failed.
         host: Host name of the process that failed, or its address on a Ray cluster.
-        epoch: Epoch in which it failed, from 0.
-        step: Number of completed optimizer steps.
-        entry: Name of the weight, metric or file entry.
+        epoch: Epoch in which the error occurred. The first epoch is 0.
+        step: Number of optimizer steps that were completed before the error.
+        entry: Name of the weight, metric or file entry that caused the error.
         exit_code: Exit status of the process.
-        signal: Name of the signal that ended the process, such as ``"SIGKILL"``.
-        pid: Process id.
-        in_init: True if ``__init__`` of an actor raised, or its arguments couldn't be computed.
+        signal: Name of the signal that terminated the process, such as ``"SIGKILL"``.
+        pid: Process ID.
+        in_init: True if the ``__init__`` method of an actor raised, or if its arguments couldn't be
+            computed.
     """
 
     FIELDS: ClassVar[tuple[str, ...]] = (
@@ -76,8 +80,9 @@ class MinirayError(Exception):
         "in_init",
     )  # fmt: skip
 
-    # Only annotations: a class attribute would hide one of the same name in the user's exception,
-    # from which the class that ``get`` raises also derives.
+    # These are annotations without values. The class that ``get`` raises also derives from the type
+    # of the user's exception, and a class attribute here would hide an attribute of the same name
+    # there.
     code: str
     worker: Any
     rank: int | None
@@ -95,7 +100,7 @@ class MinirayError(Exception):
         self.add_fields(**fields)
 
     def __getattr__(self, name: str) -> Any:
-        # Called only if normal lookup fails.
+        # Python calls this method only if the normal attribute lookup fails.
         if name == "code":
             return _get_code(type(self))
         if name in MinirayError.FIELDS:
@@ -103,7 +108,7 @@ class MinirayError(Exception):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def add_fields(self, **fields: Any) -> None:
-        """Set the fields that aren't None. Raise ``TypeError`` for unknown names."""
+        """Set all fields whose value isn't None. Raise ``TypeError`` if a field is unknown."""
         for name, value in fields.items():
             if name not in self.FIELDS:
                 raise TypeError(f"{type(self).__name__} has no field {name!r}")
@@ -112,7 +117,10 @@ class MinirayError(Exception):
 
 
 def _get_code(cls: type[MinirayError]) -> str:
-    """Derive the code from the name of the first miniray class: ``ActorDiedError``, actor-died."""
+    """Derive the code from the class name: ``ActorDiedError`` has the code ``actor-died``.
+
+    A class that is defined elsewhere has the code of its closest base class in this module.
+    """
     name = next(
         c.__name__ for c in cls.__mro__ if c.__module__ == __name__ and "(" not in c.__name__
     )
@@ -120,11 +128,11 @@ def _get_code(cls: type[MinirayError]) -> str:
 
 
 class EngineStartError(MinirayError, RuntimeError):
-    """The engine couldn't be started. No process was left running.
+    """The engine couldn't be started, and all of its processes were stopped.
 
     Attributes:
         limit: Name of the limit that was reached, such as ``"RLIMIT_NOFILE"`` or ``"pids.max"``.
-        limit_value: Value of that limit.
+        limit_value: Value of the limit.
     """
 
     def __init__(
@@ -140,15 +148,15 @@ class EngineStartError(MinirayError, RuntimeError):
 
 
 class SessionEndedError(MinirayError, RuntimeError):
-    """The session of this ref, handle or engine was shut down, or belongs to the parent process."""
+    """The session of a ref, a handle or an engine has ended or belongs to the parent process."""
 
 
 class CapabilityError(MinirayError, NotImplementedError):
-    """The engine doesn't support the operation. The message names engines that do."""
+    """The engine doesn't support the operation. The message lists the engines that support it."""
 
 
 class NotSerializableError(MinirayError, TypeError):
-    """A value can't be pickled. Raised by the call, before anything is sent.
+    """A value can't be pickled. The call raises this error before it sends any data.
 
     Attributes:
         path: Path to the attribute that can't be pickled.
@@ -160,15 +168,21 @@ class NotSerializableError(MinirayError, TypeError):
 
 
 class GetTimeoutError(MinirayError, TimeoutError):
-    """``get`` timed out. The call is still running; call ``get`` again to keep waiting."""
+    """``get`` timed out, but the remote call is still running.
+
+    To continue waiting for the result, call ``get`` again.
+    """
 
 
 class ObjectStoreFullError(MinirayError, MemoryError):
-    """The object store reached ``object_store_memory``, and the disk is too full for spilling."""
+    """The object store is full, and there isn't enough disk space to spill objects to disk.
+
+    ``object_store_memory`` limits the size of the object store.
+    """
 
 
 class ObjectLostError(MinirayError):
-    """The process that owned the object exited, so its value is lost."""
+    """The value of an object was lost because the process that owned the object exited."""
 
 
 class TaskCancelledError(MinirayError):
@@ -180,33 +194,34 @@ class ActorUnschedulableError(MinirayError):
 
 
 class WorkerCrashedError(MinirayError):
-    """The process that ran a task exited, and no retries are left.
+    """The process that was running a task exited, and the task has no retries left.
 
-    ``pid``, ``exit_code`` and ``signal`` describe the exit.
+    ``pid``, ``exit_code`` and ``signal`` describe how the process exited.
     """
 
 
 class ActorDiedError(MinirayError):
-    """The actor's process exited, was killed, or its ``__init__`` raised.
+    """An actor's process exited or was killed, or its ``__init__`` method raised an exception.
 
-    The message ends with the last lines that the process printed. Calls that were running may
-    or may not have completed. ``pid``, ``exit_code``, ``signal`` and ``in_init`` describe the exit.
+    The message ends with the last lines that the process printed. Calls that were running at that
+    time may or may not have completed. ``pid``, ``exit_code``, ``signal`` and ``in_init`` describe
+    how the process exited.
     """
 
 
 class WorkerTimeoutError(MinirayError, TimeoutError):
-    """A worker returned no result within ``worker_timeout`` and was stopped."""
+    """A worker was stopped because it didn't return a result within ``worker_timeout``."""
 
 
 class BarrierTimeoutError(MinirayError, TimeoutError):
     """Not all ranks reached a named barrier in time.
 
-    Raised on every rank at the barrier, and on ranks that arrive later. The message shows where
-    each missing rank is and what it did last.
+    The error is raised on every rank that waits at the barrier, and on ranks that arrive later. For
+    each missing rank, the message shows its current location and its last operation.
 
     Attributes:
         name: Name of the barrier.
-        missing: Ranks that didn't arrive.
+        missing: Ranks that didn't reach the barrier.
     """
 
     def __init__(
@@ -218,33 +233,33 @@ class BarrierTimeoutError(MinirayError, TimeoutError):
 
 
 class BoxError(MinirayError):
-    """A flight-recorder file is missing or damaged, or was written by a different version."""
+    """A flight-recorder file is missing, is damaged, or was written by a different version."""
 
 
 class CheckpointError(MinirayError):
     """A checkpoint couldn't be written, or no intact checkpoint exists.
 
-    A failed write leaves all earlier checkpoints intact. ``__cause__`` is the original error.
-    ``entry`` names the file or the entry.
+    If a checkpoint can't be written, all earlier checkpoints remain intact. ``__cause__`` is the
+    original error, and ``entry`` is the name of the file or of the entry in the file.
     """
 
 
 class RunLockedError(MinirayError, RuntimeError):
-    """A different process is writing to the run directory, or has continued the run.
+    """A different process is writing to the run directory, or has already resumed the run.
 
-    ``pid`` and ``host`` name it.
+    ``pid`` and ``host`` identify that process.
     """
 
 
 class DataError(MinirayError, ValueError):
     """Data can't be read or sharded.
 
-    Raised when the dataset is created if the file metadata reveals the problem, and otherwise when
-    the row is read.
+    If the file metadata reveals the problem, the error is raised when the dataset is created.
+    Otherwise, the error is raised when the affected row is read.
 
     Attributes:
-        file: Path of the file, if one is the cause.
-        row: Index of the row in the file, from 0, or -1 if unknown.
+        file: Path of the file that caused the error, or ``""`` if no single file caused it.
+        row: Index of the row in the file, starting at 0, or -1 if the row is unknown.
     """
 
     def __init__(self, message: str = "", file: str = "", row: int = -1, **fields: Any) -> None:
@@ -258,32 +273,39 @@ class RowError(DataError):
 
 
 class GroupError(MinirayError, RuntimeError):
-    """The process group couldn't be formed. The message names the missing ranks."""
+    """The process group couldn't be created. The message lists the missing ranks."""
 
 
 class PeerLostError(MinirayError, RuntimeError):
-    """The connection to a different rank was lost. This is a consequence, not the cause."""
+    """The connection to a different rank was lost.
+
+    This error is a consequence of a failure on the other rank, and not the original cause.
+    """
 
 
 class HandlesError(MinirayError, ValueError):
-    """A dataset holds an open handle that worker processes of a loader must not inherit."""
+    """A dataset has an open handle that the worker processes of a data loader must not inherit."""
 
 
 class RewardError(MinirayError):
-    """The reward function raised, or returned a non-finite number. The message names the row."""
+    """The reward function raised an exception or returned a number that isn't finite.
+
+    The message identifies the row.
+    """
 
 
 class RewardTimeoutError(RewardError, TimeoutError):
-    """The reward function took longer than ``reward_timeout`` for one response."""
+    """The reward function took longer than ``reward_timeout`` to score a response."""
 
 
 class NonFiniteError(MinirayError, ArithmeticError):
-    """Log-probs, values or gradients contain NaN or Inf. The weights are unchanged.
+    """Log probabilities, values or gradients contain NaN or Inf. The weights weren't changed.
 
-    Raised on all workers if the sum of their gradients isn't finite.
+    If the sum of the workers' gradients isn't finite, all workers raise this error.
 
     Attributes:
-        workers: Indexes of the workers with NaN or Inf, empty if each loss is finite.
+        workers: Indices of the workers whose loss is NaN or Inf. The tuple is empty if the loss of
+            every worker is finite.
     """
 
     def __init__(self, message: str = "", workers: tuple[int, ...] = (), **fields: Any) -> None:
@@ -292,13 +314,17 @@ class NonFiniteError(MinirayError, ArithmeticError):
 
 
 class NoTokensError(MinirayError, ValueError):
-    """A step has no tokens to train on: all prompts were skipped or all responses are empty."""
+    """A training step has no tokens to train on.
+
+    Either all prompts were skipped, or all responses are empty.
+    """
 
 
 class WeightsMismatchError(MinirayError, ValueError):
-    """The weights of a worker differ from the others in structure, shape or dtype.
+    """The weights of a worker differ in structure, shape or dtype from those of other workers.
 
-    ``worker`` and ``entry`` name the worker and the weight. No weights were combined.
+    ``worker`` is the index of the worker, and ``entry`` is the name of the weight. No weights were
+    combined.
     """
 
 
@@ -306,7 +332,7 @@ class NonFiniteWeightsError(MinirayError, ValueError):
     """The weights of a worker contain NaN or Inf. No weights were combined.
 
     Attributes:
-        workers: Ids of the workers, as registered with the server.
+        workers: IDs under which the workers are registered with the server.
     """
 
     def __init__(self, message: str = "", workers: tuple[Any, ...] = (), **fields: Any) -> None:
@@ -315,10 +341,11 @@ class NonFiniteWeightsError(MinirayError, ValueError):
 
 
 class StrategyError(MinirayError, RuntimeError):
-    """The ``combine`` method of a strategy raised. The weights of the server are unchanged.
+    """The ``combine`` method of a strategy raised. The weights on the server weren't changed.
 
-    ``__cause__`` is the original error. ``entry`` names the weight that was being combined, or the
-    first one if several small weights are combined together.
+    ``__cause__`` is the original error. ``entry`` is the name of the weight that was being
+    combined. If several small weights are combined together, ``entry`` is the name of the first
+    one.
 
     Attributes:
         strategy: Name of the strategy.
@@ -330,16 +357,17 @@ class StrategyError(MinirayError, RuntimeError):
 
 
 class SyncError(MinirayError, RuntimeError):
-    """A parameter sync failed because a worker raised or exited. Server weights are unchanged.
+    """A parameter sync failed because a worker raised an exception or exited.
 
-    ``worker``, ``host``, ``pid``, ``exit_code`` and ``signal`` describe the first worker that
-    exited, or the first one that raised if none did. If ``get`` raises it as a ``TaskError``,
-    ``pid`` is the process of the server, and ``cause.pid`` that of the worker.
+    The weights on the server weren't changed. ``worker``, ``host``, ``pid``, ``exit_code`` and
+    ``signal`` describe the first worker that exited. If no worker exited, these attributes describe
+    the first worker that raised an exception. If ``get`` raises this error as a ``TaskError``,
+    ``pid`` is the process ID of the server and ``cause.pid`` is the process ID of the worker.
 
     Attributes:
-        workers: Indexes of the workers that failed.
-        phase: ``"collect"`` if no worker was changed, or ``"distribute"`` if other workers may
-            already have the new weights.
+        workers: Indices of the workers that failed.
+        phase: ``"collect"`` if the weights of all workers are unchanged, or ``"distribute"`` if
+            some workers may already have received the new weights.
     """
 
     def __init__(
@@ -354,19 +382,25 @@ class WorkerLostError(SyncError, ActorDiedError):
     """A parameter sync failed because the process of a worker exited."""
 
 
+#: True while a TaskError is captured that may contain others: they keep all their frames.
+_in_capture: ContextVar[bool] = ContextVar("miniray_in_capture", default=False)
+
+
 class TaskError(MinirayError):
     """User code raised an exception in a different process.
 
-    ``get`` raises it as an instance of the original type as well, so that ``except ValueError``
-    works. The attributes of the original exception are available, and the message shows the remote
-    traceback.
+    The error that ``get`` raises is also an instance of the original type, so statements such as
+    ``except ValueError`` work. The error has the attributes of the original exception, and its
+    message contains the remote traceback. In it, frames of miniray and of frameworks are hidden
+    unless ``MINIRAY_DEBUG=1`` is set. The last line of the message names the rank or worker, and
+    the file and line that raised the exception.
 
     Attributes:
-        cause: The original exception, or None if it couldn't be pickled.
+        cause: The original exception, or None if the exception couldn't be pickled.
         remote_traceback: Traceback of the remote process, as text.
-        function: Name of the function or ``Class.method`` that was called.
+        function: Name of the function that was called, or ``Class.method`` for a method.
         actor: Name of the actor or worker process.
-        pid: Process id of the actor or worker process.
+        pid: Process ID of the actor or worker process.
     """
 
     def __init__(
@@ -385,10 +419,27 @@ class TaskError(MinirayError):
         Exception.__init__(self, function, actor, pid, remote_traceback, cause)
 
     def __str__(self) -> str:
-        return (
-            f"{self.function} failed in {self.actor} (pid {self.pid})\n\n"
-            f"{self.remote_traceback.rstrip()}"
-        )
+        head = f"{self.function} failed in {self.actor} (pid {self.pid})"
+        text = self.remote_traceback.rstrip()
+        if _in_capture.get():
+            return f"{head}\n\n{text}"
+        shown = text if tracebacks.is_debug() else tracebacks.fold(text)
+        location = tracebacks.find_location(text)
+        last_line = f"\n{self._describe_place()}: {location}" if location else ""
+        return f"{head}\n\n{shown}{last_line}"
+
+    def _describe_place(self) -> str:
+        """Return the rank or worker, or the process in which the original exception was raised."""
+        names = (("rank", "Rank"), ("worker", "Worker"))
+        fields = {name: vars(self).get(name) for name in ("rank", "worker", "epoch", "step")}
+        place = next((f"{noun} {fields[n]}" for n, noun in names if fields[n] is not None), None)
+        if place is None:
+            inner = self
+            while isinstance(inner.cause, TaskError):  # passed through a chain of calls
+                inner = inner.cause
+            return f"{inner.actor} (pid {inner.pid})"
+        when = [f"{name} {fields[name]}" for name in ("epoch", "step") if fields[name] is not None]
+        return ", ".join([place, *when])
 
     def __reduce__(self) -> tuple[Any, ...]:
         cause = None if self.cause is None else PickledException(self.cause)
@@ -398,20 +449,27 @@ class TaskError(MinirayError):
 
     @classmethod
     def capture(cls, exc: BaseException, function: str, actor: str, pid: int) -> TaskError:
-        """Create the error that reports ``exc``, the exception being handled, to the caller.
+        """Create an error that reports ``exc``, the exception being handled, to the caller.
 
-        If ``exc`` came from a third process, for example because an actor called another actor, its
-        remote traceback comes first, so that the message shows the whole chain. Attributes that
-        can't be pickled are dropped. If the type can't be pickled, ``cause`` is None, and the
-        traceback still shows type and message.
+        If ``exc`` was raised in a third process, for example because an actor called another actor,
+        the remote traceback of ``exc`` comes first, so that the message shows the whole chain of
+        calls. Attributes that can't be pickled are dropped. If the type of ``exc`` can't be
+        pickled, ``cause`` is None, but the traceback still shows the type and the message.
         """
-        text = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__))
+        token = _in_capture.set(True)
+        try:
+            text = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__))
+        finally:
+            _in_capture.reset(token)
         return cls(function, actor, pid, text, to_picklable(exc))
 
     def as_cause_type(self) -> TaskError:
-        """Return this error as an instance of the original exception type too, if possible."""
+        """Return an error that is also an instance of the type of the original exception.
+
+        If such an error can't be created, return this error unchanged.
+        """
         cause = self.cause
-        while isinstance(cause, TaskError):  # passed through a chain of calls
+        while isinstance(cause, TaskError):  # the exception passed through a chain of calls
             cause = cause.cause
         if cause is None:
             return self
@@ -420,7 +478,7 @@ class TaskError(MinirayError):
             return self
         try:
             error: TaskError = rebuild_exception(dual, *get_parts(cause))
-        except Exception:  # unusual layout or descriptors; the text still shows everything
+        except Exception:  # unusual memory layout or descriptors; the text still shows everything
             return self
         error.__dict__.update(self.__dict__)
         return error
@@ -429,7 +487,7 @@ class TaskError(MinirayError):
 def _rebuild_task_error(
     function: str, actor: str, pid: int, text: str, cause: Any, fields: dict[str, Any]
 ) -> TaskError:
-    if isinstance(cause, PickledException):  # copied in this process, not pickled
+    if isinstance(cause, PickledException):  # the error was copied without being pickled
         cause = cause.error
     error = TaskError(function, actor, pid, text, cause).as_cause_type()
     error.add_fields(**fields)
@@ -438,7 +496,10 @@ def _rebuild_task_error(
 
 @lru_cache(maxsize=256)
 def _get_dual_type(cause_type: type[BaseException]) -> type[TaskError] | None:
-    """Return a class derived from TaskError and ``cause_type``, or None if that isn't possible."""
+    """Return a class that derives from both ``TaskError`` and ``cause_type``.
+
+    Return None if Python can't create such a class.
+    """
     if issubclass(cause_type, TaskError):
         return None
     try:

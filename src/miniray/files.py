@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import shutil
 import time
 import weakref
 from collections.abc import Iterator
@@ -51,6 +52,24 @@ def sync_directory(path: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_directory(source: Path, target: Path) -> None:
+    """Rename the directory ``source`` to ``target``, after its files are on disk.
+
+    Readers see the old directory, briefly none, or the complete new one.
+    """
+    for path in source.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+    sync_directory(source)
+    old = source.with_name(f"{source.name}.old")
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(target, old)
+    os.rename(source, target)
+    sync_directory(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 class FileLock:

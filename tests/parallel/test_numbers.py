@@ -217,7 +217,7 @@ def test_stages_whose_layers_are_cut_train_as_one_process_does(engine):
     ) as trainer:
         result = trainer.train(4)
         check_same(trainer, result, expected)
-        assert "shard" in trainer._describe_part(1)
+        assert "shard" in trainer._parallelism.describe_part(1)
 
 
 @pytest.mark.slow

@@ -182,7 +182,7 @@ def test_after_shutdown_nothing_is_begun_anew_in_silence():
     trainer = Recording(1, backend="inline", progress=False)
     trainer.train(epochs=2)
     trainer.shutdown()
-    with pytest.raises(RuntimeError, match=r"weights of these 2 epochs.*resume=True"):
+    with pytest.raises(RuntimeError, match=r"weights of step 2.*resume=True"):
         trainer.train(epochs=1)
     assert trainer.run.status() == "finished"
     for call in (trainer.save_checkpoint, trainer.model_weights, trainer.evaluate):

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler  # noqa: E402
 
 from miniray.train.ddp.checks import read_output  # noqa: E402
-from miniray.train.lockstep.data import own_share, planned, set_epoch  # noqa: E402
+from miniray.train.lockstep.data import planned, set_epoch, take_share  # noqa: E402
 from miniray.train.lockstep.failure import add_rank_context  # noqa: E402
 from miniray.train.workers.torch_utils import Means, length, moved  # noqa: E402
 from tests.train.ddp_for_tests import Stepper, make_data  # noqa: E402
@@ -23,7 +23,7 @@ from tests.train.ddp_for_tests import Stepper, make_data  # noqa: E402
 
 def share(loader, world_size=2, sharded=False):
     """(the loader of rank 1, who takes which samples, if miniray deals them out)"""
-    own = own_share(loader, 1, world_size, accumulate=1, uneven="join", seed=0, sharded=sharded)
+    own = take_share(loader, 1, world_size, accumulate=1, uneven="join", seed=0, sharded=sharded)
     return own, getattr(planned(own), "plan", None)
 
 

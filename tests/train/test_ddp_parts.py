@@ -11,9 +11,9 @@ import pytest
 
 import miniray
 from miniray.errors import BarrierTimeoutError, WeightsMismatchError
-from miniray.train.ddp.checks import RankSettings, agree
+from miniray.train.ddp.checks import RankSettings, check_agreement
 from miniray.train.lockstep.process_group import GroupHost
-from miniray.train.lockstep.status import Place, PulseThread, read_places, readable
+from miniray.train.lockstep.status import HeartbeatSender, RankPosition, read_positions, readable
 from miniray.train.run.progress import StepBar
 from miniray.train.workers.process import RankStream
 
@@ -38,18 +38,18 @@ def test_models_that_differ_name_the_rank_and_the_entry(parameters, entry, golde
     first = [("model.w", (2, 3), "float32"), ("model.b", (2,), "float32")]
     facts = [{"models": models, "device": "cpu"} for models in (first, first, parameters)]
     with pytest.raises(WeightsMismatchError) as caught:
-        agree(facts, RankSettings())
+        check_agreement(facts, RankSettings())
     error = caught.value
     assert (error.rank, error.worker, error.entry) == (2, 2, entry)
     golden(f"models_differ_{'count' if entry is None else 'shape'}.txt", str(error))
 
 
 def test_a_barrier_names_who_is_missing_and_where(host):
-    pulses = [PulseThread(host.spec, rank, host.spec.connect()) for rank in range(2)]
+    pulses = [HeartbeatSender(host.spec, rank, host.spec.connect()) for rank in range(2)]
     try:
         first, second = pulses
         first.epoch, first.limit = second.epoch, second.limit = 4, 0.2
-        second.at("forward", step=3)
+        second.set_phase("forward", step=3)
         second._where = ("forward", second._where[1] - 5)  # five seconds ago
         second.post()
         with pytest.raises(BarrierTimeoutError) as failure:
@@ -63,7 +63,7 @@ def test_a_barrier_names_who_is_missing_and_where(host):
         assert (error.rank, error.epoch, error.step) == (0, 4, None)
         second.barrier("before-iteration")  # rank 0 has been there
         second.post()
-        assert read_places(host.store, host.spec)[1].phase == "after barrier 'before-iteration'"
+        assert read_positions(host.store, host.spec)[1].phase == "after barrier 'before-iteration'"
     finally:
         for pulse in pulses:
             pulse.close()
@@ -88,16 +88,16 @@ def test_a_stack_shows_the_users_line_however_deep_a_library_is_below_it():
 
 def test_the_cpu_time_of_a_place_is_counted_from_the_last_move_on(host):
     """However busy a phase was before: what counts is what its last piece has used."""
-    pulse = PulseThread(host.spec, 0, host.spec.connect())
+    pulse = HeartbeatSender(host.spec, 0, host.spec.connect())
     try:
-        pulse.at("evaluation")
+        pulse.set_phase("evaluation")
         pulse.post()
         began = time.process_time()
         while time.process_time() < began + 0.2:
             pass
-        pulse.go_on()
+        pulse.touch()
         pulse.post()
-        place = read_places(host.store, host.spec)[0]
+        place = read_positions(host.store, host.spec)[0]
         assert place.phase == "evaluation"
         assert place.cpu < 0.1
     finally:
@@ -105,7 +105,7 @@ def test_the_cpu_time_of_a_place_is_counted_from_the_last_move_on(host):
 
 
 def test_a_rank_that_never_came_is_missing_too(host):
-    pulse = PulseThread(host.spec, 1, host.spec.connect())
+    pulse = HeartbeatSender(host.spec, 1, host.spec.connect())
     pulse.limit = 0.1
     try:
         with pytest.raises(BarrierTimeoutError, match="rank 0 is in not joined"):
@@ -135,7 +135,7 @@ def test_every_line_is_marked_and_flushed():
 
 
 def places(*steps):
-    return [Place(rank, epoch=2, step=step) for rank, step in enumerate(steps)]
+    return [RankPosition(rank, epoch=2, step=step) for rank, step in enumerate(steps)]
 
 
 def test_the_bar_of_steps_comes_when_all_ranks_are_in_the_loop(monkeypatch):

@@ -32,6 +32,7 @@ class Recorder(LockstepGroup):
             describe_part=lambda rank: None,
             on_event=self.record_event,
             on_replaced=self.record_event,
+            on_poll=None,
         )
         self.restarts, self.failed_ranks = [], []
         self.restart_errors = restart_errors

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from torch.utils import data as torch_data  # noqa: E402
 
 from miniray.data.torch import ShardSampler, TorchDataset, TorchIterableDataset  # noqa: E402
-from miniray.train.lockstep.data import own_share, set_epoch  # noqa: E402
+from miniray.train.lockstep.data import set_epoch, take_share  # noqa: E402
 
 ROWS = 22
 
@@ -45,7 +45,7 @@ def read(loader):
 
 
 def share(loader, rank, world_size=4, **options):
-    return own_share(loader, rank, world_size, seed=0, **options)
+    return take_share(loader, rank, world_size, seed=0, **options)
 
 
 @pytest.mark.parametrize("form", FORMS)

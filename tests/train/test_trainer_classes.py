@@ -41,6 +41,6 @@ def test_data_parallel_trainer_accepts_options_of_strategies():
     assert inspect.Parameter.VAR_KEYWORD in kinds
 
 
-@pytest.mark.parametrize("trainer", [BaseTrainer, DataParallelTrainer, PPOTrainer, GRPOTrainer])
+@pytest.mark.parametrize("trainer", TRAINERS)
 def test_trainers_are_at_most_three_classes_deep(trainer):
     assert len(trainer.__mro__) - 1 <= 3  # without object

@@ -1,9 +1,9 @@
 """The command line, with one command per file.
 
-``main`` is the console script. It prints an error as one line and sets the exit code: 0 for
-success, 1 for a failure, 2 for wrong usage, 130 for an interrupt. ``--debug`` shows the traceback
-instead. The module of a command is imported when the command runs. ``completion`` is defined in
-this file.
+``main`` is the console script. If a command fails, ``main`` prints a one-line error message. With
+``--debug``, it prints the traceback instead. The exit code is 0 for success, 1 for a failure, 2 for
+incorrect usage and 130 for an interrupt. The module of a command is imported only when the command
+runs. The ``completion`` command is defined in this file.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from miniray import __version__
 from miniray.cli.terminal import paint
 from miniray.errors import TaskError
 
-#: Heading → command → help text. Each command is a function in the module of the same name. The
-#: texts are here, so that `miniray --help` doesn't import the modules.
+#: Help texts of the commands, by heading and by command. Each command is a function in the module
+#: of the same name. The texts are defined here so that `miniray --help` doesn't import the modules.
 GROUPS = {
     "Get started": {
-        "demo": "Run a demo: actors, trainers, a pipeline, RL.",
-        "status": "Show versions, hardware and available engines.",
+        "demo": "Run a demo of actors, trainers, a pipeline or RL.",
+        "status": "Show installed versions, hardware and available engines.",
     },
     "Launch": {
         "run": "Launch a script on several ranks and diagnose hangs.",
@@ -34,19 +34,19 @@ GROUPS = {
     "Inspect runs": {
         "runs": "List, compare and delete runs.",
         "report": "Write an HTML report of a run.",
-        "top": "Show the ranks of a run, live.",
-        "dashboard": "Show runs in the browser, live.",
+        "top": "Show a live view of the ranks of a run.",
+        "dashboard": "Show a live view of runs in the browser.",
         "doctor": "Diagnose a run, its data or its speedup.",
     },
     "Other": {
-        "data": "Inspect and repack data files, manage the row cache.",
+        "data": "Inspect and repack data files, and manage the row cache.",
         "bench": "Run a benchmark from a checkout.",
         "completion": "Print a shell completion script.",
     },
 }
 COMMANDS = [name for group in GROUPS.values() for name in group]
 
-#: Commands that pass their last arguments to a different program.
+#: Commands that pass their remaining arguments to a different program.
 _FORWARDING_COMMANDS = ({"run"}, {"bench"}, {"doctor", "data"})
 
 EPILOG = """\b
@@ -65,7 +65,7 @@ Examples:
 
 
 def print_definitions(ctx: click.Context, texts: Mapping[str, str]) -> None:
-    """Print names and their descriptions in the format of a help page."""
+    """Print names and their descriptions in the same format as a help page."""
     formatter = ctx.make_formatter()
     with formatter.indentation():
         formatter.write_dl(list(texts.items()))
@@ -73,18 +73,20 @@ def print_definitions(ctx: click.Context, texts: Mapping[str, str]) -> None:
 
 
 class Group(click.Group):
-    """A group with a default subcommand and suggestions for misspelled names.
+    """A command group that has a default subcommand and suggests corrections for misspelled names.
 
-    For example, ``miniray runs`` and ``miniray runs --json`` run ``miniray runs list``.
+    For example, if the default subcommand of ``runs`` is ``list``, then ``miniray runs --json`` is
+    equivalent to ``miniray runs list --json``.
     """
 
     default_command: str | None = None
-    shows_default_options = True  #: Whether the group's help lists the options of the default.
-    #: Options of the group. All other options belong to the default command.
+    #: True if the help of the group also lists the options of the default subcommand.
+    shows_default_options = True
+    #: Options of the group itself. All other options belong to the default subcommand.
     group_options: tuple[str, ...] = ("-h", "--help")
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        is_completion = ctx.resilient_parsing and not args  # A shell asks for the subcommands.
+        is_completion = ctx.resilient_parsing and not args  # The shell requests the subcommands.
         if self.default_command and not is_completion and self.uses_default(ctx, args):
             args = [self.default_command, *args]
         return super().parse_args(ctx, args)
@@ -93,7 +95,10 @@ class Group(click.Group):
         return not args or (args[0][:1] == "-" and args[0] not in self.group_options)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the options of the default command too, because its name may be omitted."""
+        """List the options of the group and of the default subcommand.
+
+        The options of the default subcommand are listed as well, because users may omit its name.
+        """
         params = self.get_params(ctx)
         default = None
         if self.shows_default_options:
@@ -116,7 +121,7 @@ class Group(click.Group):
 
 
 class LazyGroup(Group):
-    """A group that imports a command only to run it or to show its help."""
+    """A group that imports the module of a command only when the command or its help is needed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return COMMANDS
@@ -146,7 +151,7 @@ class LazyGroup(Group):
     "--debug",
     is_flag=True,
     expose_value=False,
-    help="Show tracebacks. May also follow the command.",
+    help="Show tracebacks. Can also be placed after the command.",
 )
 @click.pass_context
 def cli(ctx: click.Context) -> None:
@@ -158,18 +163,18 @@ def cli(ctx: click.Context) -> None:
 @cli.command(epilog=_COMPLETION_EPILOG)
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print the completion script of SHELL.
+    """Print the completion script for SHELL.
 
-    The script completes commands, options and the names of runs under runs/. It takes effect in
-    new shells.
+    The script completes commands, options and the names of runs in the runs/ directory. It takes
+    effect when you open a new shell.
     """
     from click.shell_completion import get_completion_class
 
     completion_class = get_completion_class(shell)
     assert completion_class is not None
     script = completion_class(cli, {}, "miniray", "_MINIRAY_COMPLETE")
-    # ``source()`` checks the version of bash on this machine, but the script may be for a different
-    # machine.
+    # Don't call ``source()``, because it checks the version of bash on this machine, and the script
+    # may be for a different machine.
     click.echo(script.source_template % script.source_vars())
 
 
@@ -178,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = list(sys.argv[1:] if argv is None else argv)
     args, debug = _extract_debug(args)
     for stream in (sys.stdout, sys.stderr):
-        # Print a question mark instead of raising UnicodeEncodeError for characters such as π.
+        # If a character such as π can't be encoded, print a question mark instead of raising.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     sys.exit(_run(args, debug))
@@ -187,8 +192,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _extract_debug(args: list[str]) -> tuple[list[str], bool]:
     """Remove ``--debug`` from the arguments of miniray, but not from those of the user's script.
 
-    click can't do this: the flag must work before and after the name of the command, and when click
-    itself fails.
+    A click option isn't sufficient, because the flag must work both before and after the command
+    name, and even when click itself raises an error.
     """
     words = [i for i, arg in enumerate(args) if not arg.startswith("-")][:2]
     end = args.index("--") if "--" in args else len(args)
@@ -205,7 +210,7 @@ def _run(args: list[str], debug: bool) -> int:
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
-        message = error.format_message().replace("\n\t", " ")  # click puts each choice on a line.
+        message = error.format_message().replace("\n\t", " ")  # click prints one choice per line.
         _print_error(f"error: {message}")
         if isinstance(error, click.UsageError) and error.ctx is not None:
             hint = f"Run `{error.ctx.command_path} --help` for details."
@@ -217,7 +222,8 @@ def _run(args: list[str], debug: bool) -> int:
         _print_error("interrupted")
         return 130
     except BrokenPipeError:
-        # The reader (head, less) has exited. Keep the interpreter from flushing again at exit.
+        # The program that reads the output, such as head, has exited. Redirect the output, so that
+        # the interpreter doesn't fail when it flushes the stream at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -229,7 +235,7 @@ def _run(args: list[str], debug: bool) -> int:
 
 
 def _summarize(error: Exception) -> str:
-    """Return the message without the remote traceback that a ``TaskError`` includes."""
+    """Return the error message without the remote traceback that a ``TaskError`` contains."""
     if isinstance(error, TaskError):
         where = f"{error.function} failed in {error.actor} (pid {error.pid})"
         return f"{where}: {error.remote_traceback.rstrip().rpartition(chr(10))[2]}"

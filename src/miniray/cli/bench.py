@@ -1,4 +1,4 @@
-"""``miniray bench``: run benchmarks from a checkout."""
+"""``miniray bench``: run the benchmarks of a checkout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from miniray.cli.demo import exec_script, find_script
 EPILOG = """\b
 Examples:
   miniray bench                    list the benchmarks
-  miniray bench engine --quick     run one of them with its own options
+  miniray bench engine --quick     run a benchmark with one of its options
   miniray bench ps --help          show the options of a benchmark
 """
 
@@ -32,9 +32,10 @@ Examples:
 )
 @click.pass_context
 def bench(ctx: click.Context, args: tuple[str, ...]) -> None:
-    """Run the benchmark NAME with ARGS. Without NAME, list the benchmarks.
+    """Run the benchmark NAME with the arguments ARGS. Without NAME, list the benchmarks.
 
-    Benchmarks need a checkout. They compare miniray with the peers that are installed.
+    You need a checkout of the repository to run a benchmark. Each benchmark compares miniray with
+    the peers that are installed.
     """
     if args and args[0] in ("-h", "--help"):
         click.echo(ctx.get_help())
@@ -54,7 +55,7 @@ def bench(ctx: click.Context, args: tuple[str, ...]) -> None:
 
 
 def find_benchmarks() -> dict[str, tuple[Path, str]]:
-    """Return the path and the description of each benchmark in the checkout, by name."""
+    """Return a dict that maps the name of each benchmark to its path and its description."""
     found: dict[str, tuple[Path, str]] = {}
     folder = find_script("benchmarks")
     for path in sorted(folder.glob("*.py")) if folder is not None else ():

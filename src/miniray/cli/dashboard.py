@@ -17,10 +17,10 @@ from miniray.cli.targets import (
 
 EPILOG = """\b
 Examples:
-  miniray dashboard               show all runs under runs/
-  miniray dashboard my-run        open one of them
-  miniray dashboard other-runs    show all runs under a different directory
-  miniray dashboard --no-browser  print the address, don't open a browser
+  miniray dashboard               show all runs in runs/
+  miniray dashboard my-run        show one run
+  miniray dashboard other-runs    show all runs in a different directory
+  miniray dashboard --no-browser  print the address without opening a browser
 """
 
 
@@ -37,14 +37,15 @@ Examples:
 @click.option("--no-browser", is_flag=True, help="Print the address instead of opening a browser.")
 @runs_dir_option
 def dashboard(target: str, port: int, no_browser: bool, runs_dir: Path) -> None:
-    """Show ranks, phases, metrics, logs and stacks of runs, live.
+    """Show a live view of the ranks, phases, metrics, logs and stacks of runs.
 
-    The server reads run directories and listens on 127.0.0.1 only. Press Ctrl-C to stop it.
+    The dashboard only reads the run directories, and its server listens only on 127.0.0.1. To stop
+    the server, press Ctrl-C.
     """
     from miniray.runs.listing import is_run
 
     run = resolve(target, runs_dir, folder=True) if target else None
-    if run is not None and not is_run(run):  # A directory that contains runs.
+    if run is not None and not is_run(run):  # The target is a directory that contains runs.
         runs_dir, run = run, None
     root = runs_dir if run is None else run.absolute().parent
     if not root.is_dir():
@@ -59,7 +60,7 @@ def dashboard(target: str, port: int, no_browser: bool, runs_dir: Path) -> None:
             port=port,
             open_browser=not no_browser,
         )
-    except ImportError as error:  # The message names the package to install.
+    except ImportError as error:  # The message names the extra to install.
         raise click.ClickException(str(error)) from error
     except OSError as error:
         if error.errno != errno.EADDRINUSE:

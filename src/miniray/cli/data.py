@@ -15,7 +15,7 @@ from miniray.cli.targets import json_option
 EPILOG = """\b
 Examples:
   miniray data inspect train/          show the cost of reading the files
-  miniray data repack train/ packed/   rewrite them into row groups of 8 MB
+  miniray data repack train/ packed/   rewrite files with row groups of 8 MB
   miniray data cache                   list the copies in the row cache
   miniray data cache --clear           delete the copies that aren't in use
 """
@@ -60,14 +60,14 @@ def inspect(files: tuple[str, ...], columns: tuple[str, ...], ranks: int, as_jso
         click.echo(f"\n{advice}")
 
 
-@data.command(epilog=EPILOG, short_help="Rewrite Parquet files into row groups of 8 MB.")
+@data.command(epilog=EPILOG, short_help="Rewrite Parquet files with row groups of 8 MB.")
 @click.argument("files", nargs=-1, required=True)
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option("--file-size", default="512MB", help="Decoded bytes per file. Defaults to 512MB.")
 def repack(files: tuple[str, ...], output: Path, file_size: str) -> None:
-    """Rewrite FILES into row groups of about 8 MB in the directory OUTPUT.
+    """Rewrite FILES with row groups of about 8 MB, and store the new files in OUTPUT.
 
-    Row order and schema are preserved. Small files are merged.
+    The order of the rows and the schema are preserved. Small files are merged.
     """
     from miniray.data.tools.repack import repack_files
 
@@ -81,7 +81,7 @@ def repack(files: tuple[str, ...], output: Path, file_size: str) -> None:
 @click.option("--dir", "directory", type=click.Path(path_type=Path), help="Directory of the cache.")
 @json_option
 def cache(clear: bool, directory: Path | None, as_json: bool) -> None:
-    """List the copies in the row cache, or delete those that no process uses."""
+    """List the copies in the row cache, or delete the copies that aren't in use."""
     from miniray.data import RowCache
 
     rows = RowCache(directory)

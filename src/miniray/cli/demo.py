@@ -1,7 +1,8 @@
 """``miniray demo``: run a demo right after the installation.
 
-The first demo is part of this package. The others are scripts: a checkout has them in ``examples``
-and ``recipes``, a wheel has the examples in ``miniray/demos/scripts`` and no recipes.
+The default demo is part of this package. The other demos are scripts. In a checkout, the scripts
+are in the directories ``examples`` and ``recipes``. A wheel contains only the examples, which are
+in the directory ``miniray/demos/scripts``.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ Examples:
   miniray demo                    estimate π with four actors (needs no extra)
   miniray demo --actors 8 --seed 7
   miniray demo classify           train a classifier on four workers
-  miniray demo gan --epochs 20    options of a demo follow its name
+  miniray demo gan --epochs 20    pass an option to a demo
   miniray demo geoguessr --quick  a short run that doesn't learn anything
-  miniray demo --list             list the demos and what they need
+  miniray demo --list             list the demos and their requirements
 """
 
 _DEFAULT = "pi"
 PACKAGE = Path(miniray.__file__).resolve().parent
-#: Import name → package name, if they differ.
+#: Names of packages whose import name differs from the package name, by import name.
 _PACKAGES = {"sklearn": "scikit-learn", "PIL": "pillow"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """A demo that runs an example from the repository."""
+    """A demo that runs an example script from the repository."""
 
     path: str
     text: str
     needs: tuple[str, ...] = ("torch", "sklearn", "matplotlib")
-    extra: str = "examples"  #: Extras of miniray that install ``needs``.
-    args: tuple[str, ...] = ()  #: Arguments before those of the user.
+    extra: str = "examples"  #: Extras of miniray that install the packages in ``needs``.
+    args: tuple[str, ...] = ()  #: Arguments that precede those of the user.
 
 
 SCRIPTS = {
@@ -78,10 +79,10 @@ SCRIPTS = {
 
 
 class _Demo(Group):
-    """The demos. The default is π."""
+    """The group of all demos. The default demo estimates π."""
 
     default_command = _DEFAULT
-    shows_default_options = False  # They apply to one of six demos.
+    shows_default_options = False  # They apply only to one of the six demos.
     group_options = ("-h", "--help", "--list", "--json")
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -94,14 +95,14 @@ class _Demo(Group):
 
 
 @click.group(cls=_Demo, epilog=EPILOG, invoke_without_command=True)
-@click.option("--list", "list_demos", is_flag=True, help="List the demos and what they need.")
+@click.option("--list", "list_demos", is_flag=True, help="List the demos and their requirements.")
 @click.option("--json", "as_json", is_flag=True, help="With --list, print JSON.")
 @click.pass_context
 def demo(ctx: click.Context, list_demos: bool, as_json: bool) -> None:
     """Run a demo.
 
-    Each demo is a small, complete program with readable source code. It creates a run directory
-    with a report under runs/.
+    Each demo is a small, complete program that is easy to read. Each demo creates a run
+    directory with a report in runs/.
     """
     if not list_demos:
         return
@@ -118,7 +119,7 @@ def demo(ctx: click.Context, list_demos: bool, as_json: bool) -> None:
 
 
 def _find_obstacle(script: Script) -> str:
-    """Return why the script can't run and what to do, or "" if it can."""
+    """Return the reason why the script can't run and a suggested fix, or "" if it can run."""
     missing = find_missing_packages(script.needs)
     if missing:
         return f"install {', '.join(missing)} with pip install 'miniray[{script.extra}]'."
@@ -128,7 +129,7 @@ def _find_obstacle(script: Script) -> str:
 
 
 def _create_command(name: str, script: Script) -> click.Command:
-    """Create a command that passes all its arguments to the script."""
+    """Create a command that passes all of its arguments to the script."""
 
     @click.command(
         name=name,
@@ -182,8 +183,9 @@ def _create_command(name: str, script: Script) -> click.Command:
 def pi(backend: str | None, name: str | None, runs_dir: Path, **config: int) -> None:
     """Estimate π with parallel actors.
 
-    Each actor draws random points in a square and reports how many of them lie in the circle to an
-    actor that adds up the counts. Prints a table and writes RUNS_DIR/NAME/report.html.
+    Each actor draws random points in a square and counts how many of them lie inside the circle.
+    Another actor adds up these counts. The demo prints a table and writes a report to
+    RUNS_DIR/NAME/report.html.
     """
     from miniray import demos
     from miniray.train.run.directory import RunDirectory
@@ -207,19 +209,25 @@ def pi(backend: str | None, name: str | None, runs_dir: Path, **config: int) -> 
 
 
 def find_script(name: str) -> Path | None:
-    """Return the path of ``examples/x.py`` in the checkout or in the installed package."""
+    """Return the path of a script such as ``examples/x.py``, or None if it isn't available.
+
+    The script is looked up in the checkout first and then in the installed package.
+    """
     checkout, installed = PACKAGE.parent.parent, PACKAGE / "demos" / "scripts"
     roots = [checkout] if (checkout / "pyproject.toml").exists() else []
     return next((r / name for r in [*roots, installed] if (r / name).exists()), None)
 
 
 def find_missing_packages(modules: Sequence[str]) -> list[str]:
-    """Return the names of the packages that have to be installed for ``modules``."""
+    """Return the package names of all ``modules`` that aren't installed."""
     return [_PACKAGES.get(m, m) for m in modules if importlib.util.find_spec(m) is None]
 
 
 def exec_script(script: Path, args: Sequence[str]) -> None:
-    """Replace this process with the script, which then handles signals and exits."""
+    """Print the command line of the script, and replace this process with the script.
+
+    The script therefore receives all signals and determines the exit status.
+    """
     shown = os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
     click.echo(f"$ python {shlex.join([shown, *args])}", err=True)
     sys.stdout.flush()

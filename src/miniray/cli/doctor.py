@@ -1,4 +1,4 @@
-"""``miniray doctor``: diagnose a run, the data of a script, or its speedup."""
+"""``miniray doctor``: diagnose a run, the data that a script loads, or the speedup of a script."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EPILOG = """\b
 Examples:
   miniray doctor latest                 diagnose the newest run under runs/
   miniray doctor runs/my-run --json     print JSON
-  miniray doctor 4711 --watch           repeat for the run of process 4711
+  miniray doctor 4711 --watch           watch the run of process 4711
   miniray doctor data --nproc 4 train.py
   miniray doctor speedup train.py --nproc 1,2,4 -- --epochs 1
 
@@ -41,15 +41,15 @@ Exit status: 0 if the run is healthy, 1 if there are findings, 2 if the run
 can't be read.
 """
 
-#: Name of the default command. It has spaces, so that it isn't mistaken for a run directory.
+#: Name of the default command. The name contains spaces, so that it can't be the name of a run.
 _DEFAULT_COMMAND = "diagnose a run"
 
-#: Seconds between two diagnoses of ``--watch``.
+#: Number of seconds that ``--watch`` waits between two diagnoses.
 _WATCH_INTERVAL_S = 2.0
 
 
 class _Doctor(Group):
-    """``miniray doctor X``, where X is a subcommand or a run."""
+    """The group of the command ``miniray doctor X``. X is either a subcommand or a run."""
 
     default_command = _DEFAULT_COMMAND
 
@@ -57,7 +57,7 @@ class _Doctor(Group):
         return not args or args[0] not in (*self.commands, *self.group_options)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete subcommands and runs."""
+        """Provide shell completion for subcommands and runs."""
         return [*super().shell_complete(ctx, incomplete), *complete_runs(ctx, None, incomplete)]
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -66,7 +66,7 @@ class _Doctor(Group):
 
 
 class _DefaultContext(click.Context):
-    """Context that hides the name of the default command in error messages."""
+    """A context that hides the name of the default command in error messages."""
 
     @property
     def command_path(self) -> str:
@@ -78,8 +78,8 @@ class _DefaultContext(click.Context):
 def doctor() -> None:
     """Diagnose a running, hung or finished run.
 
-    Reads the run directory and requests stack traces from running ranks. Doesn't affect the run
-    otherwise.
+    The command reads the run directory and requests stack traces from running ranks. It doesn't
+    affect the run in any other way.
     """
 
 
@@ -102,7 +102,7 @@ def examine(
     run_dir = resolve(target, runs_dir)
     try:
         diagnosis = diagnose(run_dir, hang_timeout=hang_timeout)
-        if not as_json and run_dir.name != Path(target).name:  # Named by `latest` or a pid.
+        if not as_json and run_dir.name != Path(target).name:  # The target is `latest` or a pid.
             click.echo(f"{run_dir}:")
         _show(diagnosis, as_json)
         while watch and diagnosis.case.live:
@@ -113,12 +113,15 @@ def examine(
             else:
                 click.echo(f"{time.strftime('%H:%M:%S')} {diagnosis.verdict}")
         return diagnosis.exit_code
-    except FileNotFoundError as error:  # The run was deleted in the meantime.
+    except FileNotFoundError as error:  # The run has been deleted in the meantime.
         raise NoRunError(str(error)) from error
 
 
 def _find_kinds(diagnosis: Diagnosis) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the findings and live ranks. ``--watch`` prints a full diagnosis when they change."""
+    """Return the findings and the live ranks of a diagnosis as a list that can be compared.
+
+    ``--watch`` prints a full diagnosis only if this value changes.
+    """
     found = [(finding.code, finding.ranks) for finding in diagnosis.findings]
     return [*found, ("live", tuple(facts.rank for facts in diagnosis.case.live))]
 
@@ -157,9 +160,10 @@ _hang_timeout = click.option(
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files)
 def data(nproc: int, as_json: bool, hang_timeout: float, script: str, args: tuple[str, ...]) -> int:
-    """Show which samples each rank of SCRIPT receives, without training.
+    """Show which samples each rank of SCRIPT receives, without training a model.
 
-    Runs the script on --nproc ranks until it iterates over a DataLoader for the first time.
+    The command runs the script on --nproc ranks and stops it when it first iterates over a
+    DataLoader.
     """
     from miniray.doctor import data_probe
 
@@ -169,14 +173,14 @@ def data(nproc: int, as_json: bool, hang_timeout: float, script: str, args: tupl
         code = _launch(command, nproc, run_dir, hang_timeout)
         reports = data_probe.read(run_dir, nproc)
     if code or not reports:
-        why = "its ranks failed before" if code else "it never iterates"
+        why = "a rank failed before it iterated over" if code else "the script never iterated over"
         click.echo(f"error: {script}: {why} a DataLoader of torch or miniray.data", err=True)
         return 2
     if as_json:
         click.echo(json.dumps([report.to_json() for report in reports], ensure_ascii=False))
     else:
         click.echo("\n\n".join(report.text() for report in reports))
-    # The purpose of loaders after the first is unknown.
+    # The exit code depends only on the first loader, because the purpose of the others is unknown.
     return reports[0].exit_code
 
 
@@ -207,7 +211,7 @@ def _launch(command: tuple[str, ...], nproc: int, run_dir: Path, hang_timeout: f
 @click.option(
     "--keep",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Directory in which to keep run directories and output.",
+    help="Directory in which to keep the run directories and the output.",
 )
 @json_option
 def speedup(
@@ -219,10 +223,10 @@ def speedup(
     keep: Path | None,
     as_json: bool,
 ) -> int:
-    """Measure the speedup of SCRIPT on several ranks.
+    """Measure how much faster SCRIPT runs on several ranks.
 
-    Runs the script once for each number of ranks, with the same number of threads per rank. Pass
-    ARGS after `--`.
+    The command runs the script once for each number of ranks, with the same number of threads per
+    rank. Pass the arguments of the script after `--`.
     """
     from miniray.doctor.speedup import measure
     from miniray.limits import cpu_count

@@ -12,7 +12,7 @@ from miniray.cli.targets import NoRunError, json_option, resolve, run_argument, 
 
 EPILOG = """\b
 Examples:
-  miniray report                        report the newest run under runs/
+  miniray report                        write a report of the newest run
   miniray report runs/my-run --open     open the report in the browser
   miniray report my-run -o my-run.html  write the report to a different file
   miniray report latest --json          print a summary as JSON
@@ -35,8 +35,8 @@ def report(
 ) -> None:
     """Write a self-contained HTML report of a run.
 
-    Reads only the run directory, so the run may still be in progress or may have crashed. Trainers
-    and `miniray run` write the report automatically at the end of a run.
+    The command reads only the run directory, so it also works if the run is still in progress or
+    has crashed. Trainers and `miniray run` write the report automatically at the end of a run.
     """
     from miniray.report import read, write_report
 
@@ -44,7 +44,7 @@ def report(
     try:
         path = write_report(run_dir, output)
     except OSError as error:
-        if error.errno is None:  # Raised by write_report, not by the operating system.
+        if error.errno is None:  # write_report raised the error, not the operating system.
             raise NoRunError(str(error)) from error
         where = output or run_dir / "report.html"
         raise click.ClickException(

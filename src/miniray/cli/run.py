@@ -19,12 +19,12 @@ Examples:
   miniray run --nproc 8 --nnodes 2 --node-rank 0 \\
       --master-addr 10.0.0.1 --master-port 29500 train.py
 
-On several machines, set MINIRAY_RUN_TOKEN to the same secret for each launcher.
+If you use several machines, set MINIRAY_RUN_TOKEN to the same secret on each.
 """
 
 
 class _NumRanks(click.IntRange):
-    """A number of ranks, or ``gpu``, ``cpu`` or ``auto``, as in torchrun."""
+    """The number of ranks, which can also be ``gpu``, ``cpu`` or ``auto`` as in torchrun."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
         if value not in ("gpu", "cpu", "auto"):
@@ -40,7 +40,7 @@ class _NumRanks(click.IntRange):
 
 @click.command(
     epilog=EPILOG,
-    # Options after the script belong to the script.
+    # Options that follow the script are passed to the script.
     context_settings={"allow_interspersed_args": False},
 )
 @click.option(
@@ -92,14 +92,14 @@ class _NumRanks(click.IntRange):
     type=float,
     default=60.0,
     show_default=True,
-    help="Seconds without progress before diagnosis. The run is stopped if a rank is stuck.",
+    help="Seconds without progress before a diagnosis. If a rank is stuck, the run is stopped.",
 )
 @click.option(
     "--no-instrument",
     is_flag=True,
-    help="Don't instrument torch. Record only what the script reports itself.",
+    help="Don't instrument torch. Record only the data that the script itself reports.",
 )
-@click.option("-m", "--module", is_flag=True, help="Run a module, like python -m.")
+@click.option("-m", "--module", is_flag=True, help="Run SCRIPT as a module, like python -m.")
 @click.option("--temporary", is_flag=True, hidden=True)  # see ``Options``
 @click.argument("script", shell_complete=complete_files)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files)
@@ -114,8 +114,9 @@ def run(
 ) -> int:
     """Launch SCRIPT on several ranks, as a drop-in replacement for torchrun.
 
-    If the run hangs, a rank fails, or collectives don't match, print a diagnosis, save it in the
-    run directory, terminate all ranks and exit with a nonzero status.
+    If the run hangs, a rank fails, or the collectives of the ranks don't match, the command prints
+    a diagnosis and saves it in the run directory. Then the command terminates all ranks and
+    exits with a nonzero status.
     """
     from miniray.doctor.launch import launch
     from miniray.doctor.launch_options import Options, check
@@ -131,7 +132,7 @@ def run(
         **given,
     )
     try:
-        check(options)  # Before the run directory is created.
+        check(options)  # Check the options before creating the run directory.
     except (ValueError, FileNotFoundError) as error:
         raise click.UsageError(str(error)) from error
     if run_dir is not None and not is_run(run_dir) and list_runs(run_dir):
@@ -149,7 +150,10 @@ def run(
 
 
 def _write_report(run_dir: Path) -> None:
-    """Write the report. A failure is printed and doesn't change the exit status of the run."""
+    """Write the report of the run.
+
+    If the report can't be written, print the error without changing the exit status of the run.
+    """
     from miniray.report import write_report
 
     try:

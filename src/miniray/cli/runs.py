@@ -66,7 +66,10 @@ def list_(as_json: bool, number: int | None, runs_dir: Path) -> None:
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """Return the fields that ``--json`` prints for a run. NaN and infinity become strings."""
+    """Return the fields that ``--json`` prints for a run.
+
+    NaN and infinite values are converted to strings.
+    """
     return {
         "name": run.name,
         "path": str(run.path.absolute()),
@@ -84,7 +87,7 @@ def summary(run: Run) -> dict[str, Any]:
 @json_option
 @runs_dir_option
 def compare(targets: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
-    """Compare the metrics of runs, and list the settings that differ."""
+    """Compare the metrics of runs, and show the settings that differ."""
     from miniray.report import read
 
     try:
@@ -125,8 +128,8 @@ def _settings(run: Run) -> dict[str, Any]:
 def delete(targets: tuple[str, ...], yes: bool, runs_dir: Path) -> None:
     """Delete run directories with their metrics, logs, checkpoints and models.
 
-    Deletes only run directories written by miniray, and no run in progress. If any RUN can't be
-    deleted, none is.
+    The command deletes only run directories that were written by miniray. Runs that are in progress
+    can't be deleted. If one RUN can't be deleted, the command doesn't delete any of them.
     """
     named = [resolve(target, runs_dir) for target in targets]
     for path in named:
@@ -146,7 +149,7 @@ def delete(targets: tuple[str, ...], yes: bool, runs_dir: Path) -> None:
 
 
 def find_obstacle(path: Path) -> str:
-    """Return why ``path`` must not be deleted, or "" if it may be deleted."""
+    """Return the reason why ``path`` must not be deleted, or "" if it may be deleted."""
     from miniray.report import read
     from miniray.report.run import is_created_by_miniray
     from miniray.runs.listing import is_run
@@ -174,7 +177,10 @@ def find_obstacle(path: Path) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Rename the directory before deleting it, so that a partly deleted run is never listed."""
+    """Delete a run directory.
+
+    The directory is renamed first, so that a partially deleted run is never listed.
+    """
     import shutil
 
     aside = path.with_name(f".{path.name}.{os.getpid()}.deleted")

@@ -17,7 +17,7 @@ from miniray.cli.targets import json_option
 from miniray.cli.terminal import console
 from miniray.core import machine
 
-#: Required packages, then optional ones.
+#: Packages to show. The required packages come first.
 PACKAGES = ("numpy", "cloudpickle", "psutil", "torch", "pyarrow", "ray")
 RAY_MINIMUM = (2, 40)
 
@@ -31,9 +31,10 @@ Examples:
 @click.command(epilog=EPILOG)
 @json_option
 def status(as_json: bool) -> None:
-    """Show versions, hardware and available engines.
+    """Show the installed versions, the hardware and the available engines.
 
-    Doesn't start any process except nvidia-smi, and doesn't import torch or Ray.
+    The command imports neither torch nor Ray. The only process that the command starts is
+    nvidia-smi.
     """
     found = collect()
     if as_json:
@@ -43,7 +44,7 @@ def status(as_json: bool) -> None:
 
 
 def collect() -> dict[str, Any]:
-    """Return everything that ``status`` shows."""
+    """Return all values that the ``status`` command shows."""
     from miniray import __version__
 
     return {
@@ -60,14 +61,20 @@ def collect() -> dict[str, Any]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Return the GPUs that the engine can assign. nvidia-smi provides name and memory."""
+    """Return the GPUs that the engine can assign to actors and tasks.
+
+    The name and the memory of each GPU come from nvidia-smi.
+    """
     known = _query_nvidia_smi()
     unknown: dict[str, Any] = {"name": None, "memory_bytes": None}
     return [{"id": gpu, **known.get(gpu, unknown)} for gpu in machine.gpu_ids()]
 
 
 def _query_nvidia_smi() -> dict[str, dict[str, Any]]:
-    """Return name and memory by index and by UUID. Return {} if the tool is missing or fails."""
+    """Return a dict that maps the index and the UUID of each GPU to its name and memory.
+
+    Return {} if nvidia-smi isn't installed or fails.
+    """
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return {}
@@ -86,7 +93,10 @@ def _query_nvidia_smi() -> dict[str, dict[str, Any]]:
 
 
 def backends() -> list[dict[str, Any]]:
-    """Return the engines. ``reason`` describes the engine, or names what is missing."""
+    """Return all engines.
+
+    The field ``reason`` describes the engine, or explains why it isn't available.
+    """
     unix = sys.platform != "win32"
     local = "processes and shared memory; the default" if unix else "needs Linux or macOS"
     return [

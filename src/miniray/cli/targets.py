@@ -1,4 +1,4 @@
-"""Resolve run arguments and complete them in shells."""
+"""Resolve the command-line arguments that identify runs, and provide shell completion for them."""
 
 from __future__ import annotations
 
@@ -24,27 +24,31 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 
 
 class NoRunError(click.ClickException):
-    """The run doesn't exist. The message names the searched directory and suggests a fix."""
+    """The run doesn't exist.
+
+    The message names the directory that was searched and suggests how to find or create a run.
+    """
 
     exit_code = 2
 
 
 def resolve(target: str, runs_dir: Path, *, folder: bool = False) -> Path:
-    """Return the directory of a run, given its path, its name, ``latest`` or a process id.
+    """Return the directory of the run that ``target`` identifies.
 
     Args:
-        target: The path, name, ``latest`` or process id.
+        target: The path or name of the run, ``latest``, or the ID of one of its processes.
         runs_dir: Directory that contains the runs.
-        folder: Accept a directory that contains runs, too.
+        folder: If True, also accept a directory that contains runs.
 
     Raises:
-        NoRunError: The run doesn't exist. The message suggests a similar name.
+        NoRunError: The run doesn't exist. If there is a run with a similar name, the message
+            suggests that name.
     """
     from miniray.runs.listing import is_run, list_runs
 
     places = [Path(target), *([runs_dir / target] if Path(target).name == target else [])]
     folders = [place for place in places if place.is_dir()]
-    if folders:  # Prefer a run to a directory of the same name.
+    if folders:  # Prefer a run to a plain directory of the same name.
         found = next(filter(is_run, folders), folders[0])
         inside = [] if folder or is_run(found) else list_runs(found)
         if inside:
@@ -71,7 +75,7 @@ def resolve(target: str, runs_dir: Path, *, folder: bool = False) -> Path:
 
 
 def how_to_get_one(runs_dir: Path) -> str:
-    """Return a hint for a ``runs_dir`` that has no runs."""
+    """Return a hint that tells the user how to proceed if ``runs_dir`` contains no runs."""
     if runs_dir == RUNS_DIR:
         return "Create one with `miniray demo classify`, or pass a different --runs-dir."
     return "Check --runs-dir."
@@ -87,7 +91,10 @@ def _find_run_of_process(pid: int, runs_dir: Path) -> Path:
 
 
 def names(runs_dir: Path) -> list[str]:
-    """Return the names of directories, except hidden ones and names that a shell can't complete."""
+    """Return the sorted names of the directories in ``runs_dir``.
+
+    Hidden directories and names that a shell can't complete are omitted.
+    """
     try:
         found = [path.name for path in runs_dir.iterdir() if path.is_dir()]
     except OSError:
@@ -98,7 +105,7 @@ def names(runs_dir: Path) -> list[str]:
 def complete_runs(
     ctx: click.Context, param: click.Parameter | None, incomplete: str
 ) -> list[CompletionItem]:
-    """Complete ``latest``, names of runs, and paths."""
+    """Provide shell completion for ``latest``, run names and paths."""
     from click.shell_completion import CompletionItem
 
     runs_dir = ctx.params.get("runs_dir") or RUNS_DIR
@@ -111,13 +118,13 @@ def complete_runs(
 def complete_files(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Complete files."""
+    """Provide shell completion for paths of files."""
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(incomplete, type="file")]
 
 
-#: Arguments that name one run or several.
+#: Arguments that identify one run, and one or more runs.
 run_argument = click.argument(
     "target", metavar="[RUN_DIR | PID | latest]", default="latest", shell_complete=complete_runs
 )

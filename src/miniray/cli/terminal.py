@@ -1,7 +1,7 @@
-"""Adapt output to the terminal: its width, its colors, and tables of runs.
+"""Print text and tables of runs in a format that fits the terminal.
 
-Colors are used only on terminals, and only if ``NO_COLOR`` isn't set. Output to a pipe isn't
-truncated.
+Colors are used only if the output is a terminal and ``NO_COLOR`` isn't set. Output that is written
+to a pipe isn't truncated.
 """
 
 from __future__ import annotations
@@ -22,49 +22,58 @@ if TYPE_CHECKING:
     from miniray.report import Run
 
 _HEAD = ["run", "state", "started", "took", "ranks", "epochs", "metrics"]
-#: Columns to drop on a narrow terminal, in this order. The name is never dropped, so it can be
-#: copied.
+#: Columns to drop on a narrow terminal, in this order. The name of the run is never dropped, so
+#: that the user can copy it.
 _DROPPABLE = ["ranks", "took", "started", "epochs"]
-_ROOM = 40  # terminal columns for metrics
+_ROOM = 40  # terminal columns that are needed for the metrics
 _STATES = {"finished": "green", "running": "cyan", "failed": "red", "died": "red"}
 
 
 def supports_color(stream: TextIO) -> bool:
-    """Return True if the stream is a terminal that may show colors."""
+    """Return True if the stream is a terminal that supports colors and colors aren't disabled."""
     dumb = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return stream.isatty() and not dumb
 
 
 def paint(text: str, color: str | None, stream: TextIO | None = None) -> str:
-    """Return ``text`` in a color if ``stream`` (default: standard output) supports colors."""
+    """Return ``text`` with escape sequences for the color if ``stream`` supports colors.
+
+    The default stream is the standard output.
+    """
     wanted = color is not None and supports_color(stream or sys.stdout)
     return click.style(text, fg=color) if wanted else text
 
 
 def columns() -> float:
-    """Return the width of the terminal, or infinity if the output isn't a terminal."""
+    """Return the number of columns of the terminal, or infinity if the output isn't a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
 
 
 def console() -> Console:
-    """Return a rich console. It wraps lines on a terminal, but not in a pipe."""
+    """Return a rich console that wraps long lines only if the output is a terminal."""
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else 100_000)
 
 
 def width(text: str) -> int:
-    """Return the number of terminal columns of the text. A Chinese character takes two."""
+    """Return the number of terminal columns that the text needs.
+
+    Wide characters, such as Chinese characters, need two columns.
+    """
     return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def printable(text: str) -> str:
-    """Replace control characters, and characters that can't be printed."""
+    """Replace control characters and other characters that can't be printed."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def truncate_line(line: str, used: int = 0) -> str:
-    """Truncate the line to the columns left after ``used``. In a pipe, return it unchanged."""
+    """Truncate the line to the width of the terminal, of which ``used`` columns are occupied.
+
+    If the output isn't a terminal, return the line unchanged.
+    """
     room = columns() - used
     if width(line) <= room:
         return line
@@ -97,9 +106,10 @@ def show(runs: list[Run]) -> None:
 
 
 def _fitting(rows: list[dict[str, str]], spare: list[str], room: float) -> dict[str, int]:
-    """Return widths by column, and drop columns of ``spare`` if needed.
+    """Return the width of each column of the table.
 
-    Return {} if less than ``room`` columns would be left.
+    Drop the columns in ``spare``, one after the other, until at least ``room`` terminal columns
+    remain for the metrics. Return {} if there still isn't enough space.
     """
     widths = {name: max(width(row[name]) for row in rows) for name in _HEAD[:-1]}
     for name in spare:
@@ -131,7 +141,7 @@ def _row(run: Run) -> dict[str, str]:
 
 
 def _epochs(run: Run) -> str:
-    """Return the number of completed epochs. Epochs count from 0."""
+    """Return the number of completed epochs. The first epoch in the metrics has the index 0."""
     last = run.last_metrics().get("epoch")
     return str(last + 1) if isinstance(last, int) else ""
 
@@ -160,14 +170,17 @@ def _metrics(last: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Format a number for a table. Return "" for other values."""
+    """Format a number for a table. Return "" if the value isn't a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return ""
     return str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
 def compare(runs: list[Run], bests: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
-    """Print one column per run: last and best metrics, and the settings that differ."""
+    """Print a table with one column per run.
+
+    The rows contain the last metrics, the best metrics and the settings that differ between runs.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -197,6 +210,6 @@ def compare(runs: list[Run], bests: list[dict[str, Any]], settings: list[dict[st
 
 
 def _keys(records: list[dict[str, Any]]) -> list[str]:
-    """Return the names of all numeric fields, in order of appearance."""
+    """Return the names of all numeric fields in the order in which they first appear."""
     items = [item for record in records for item in record.items()]
     return list(dict.fromkeys(key for key, value in items if _plain(value)))

@@ -35,10 +35,10 @@ Examples:
 )
 @runs_dir_option
 def top(target: str, once: bool, interval: float, runs_dir: Path) -> int:
-    """Show step, phase, loss, memory and state of each rank, live.
+    """Show a live view of the step, phase, loss, memory and state of each rank.
 
-    Exits when the run ends. Press Ctrl-C to quit earlier. The exit status is 2 if no rank has a
-    record.
+    The command exits when the run ends. To quit earlier, press Ctrl-C. The exit status is 2 if the
+    run directory contains no records of ranks.
     """
     from rich.console import Console
     from rich.live import Live
@@ -56,7 +56,7 @@ def top(target: str, once: bool, interval: float, runs_dir: Path) -> int:
     with Live(frame(run, None, console.width), console=console, auto_refresh=False) as live:
         try:
             while any(record.alive for record in run) or (
-                not run.ranks and get_state(run.run) in ("running", "unknown")  # It may start yet.
+                not run.ranks and get_state(run.run) in ("running", "unknown")  # May start.
             ):
                 time.sleep(interval)
                 before, run = run, read_run(run_dir)
@@ -67,7 +67,7 @@ def top(target: str, once: bool, interval: float, runs_dir: Path) -> int:
 
 
 def frame(run: RunRecord, before: RunRecord | None, width: int) -> Group:
-    """Format the verdict, the facts and the table of ranks."""
+    """Format the verdict of the doctor, the facts about the run and the table of ranks."""
     from rich.console import Group
     from rich.text import Text
 
@@ -77,7 +77,7 @@ def frame(run: RunRecord, before: RunRecord | None, width: int) -> Group:
     diagnosis = examine(run, before)
     parts: list[object] = [Text(render.wrapped(diagnosis.verdict, width), style="bold")]
     if diagnosis.readable:
-        parts += [Text(f"{run.path}", style="dim")]  # Shows which run `latest` is.
+        parts += [Text(f"{run.path}", style="dim")]  # Show the run that `latest` refers to.
         parts += [Text(render.facts_line(diagnosis.case, width), style="dim")]
         parts += [render.rank_table(diagnosis.case, width)]
         parts += [Text(line) for line in render.gpu_lines(diagnosis.case)]

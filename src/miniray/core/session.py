@@ -15,6 +15,7 @@ from miniray.core import startup
 from miniray.core.engine import Engine, InitConfig, RuntimeContext
 from miniray.core.options import amount, text
 from miniray.core.refs import ActorHandle, ObjectRef, ObjectRefGenerator
+from miniray.tracebacks import hide_frames
 
 if TYPE_CHECKING:
     from miniray.core.remote import Actor
@@ -200,10 +201,14 @@ def get(refs: Any, timeout: float | None = None) -> Any:
     """
     if timeout is not None:
         timeout = _limit(timeout)
-    if isinstance(refs, ObjectRef):
-        return refs._engine.get((refs,), timeout)[0]
-    _check_refs("get", refs)
-    return engine().get(refs, timeout) if refs else []
+    try:
+        if isinstance(refs, ObjectRef):
+            return refs._engine.get((refs,), timeout)[0]
+        _check_refs("get", refs)
+        return engine().get(refs, timeout) if refs else []
+    except BaseException as error:
+        hide_frames(error)
+        raise
 
 
 def put(value: T) -> ObjectRef[T]:

@@ -20,6 +20,7 @@ from miniray.rl.config import Algorithm, Sampling, above
 from miniray.rl.metrics import Quad
 from miniray.rl.sources import Row, Source, called_with, check_data
 from miniray.train.lockstep.process_group import ProcessGroupSpec
+from miniray.train.pretrained import SavedFiles, write_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,6 +131,11 @@ class Worker(ABC):
     def get_weights(self) -> dict[str, Tensor]:
         """The policy's, on the CPU."""
         return {k: v.detach().cpu() for k, v in self.policy.state_dict().items()}
+
+    def _write_pretrained(self, directory: str | None, send_files: bool) -> SavedFiles:
+        """Write the policy's model, without a value head; see ``write_model``."""
+        model = getattr(self.policy, "model", self.policy)
+        return write_model(self.policy, model, directory, send_files)
 
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Raises ``RuntimeError``, and changes nothing, if they are another model's."""

@@ -41,8 +41,8 @@ class SourcePart:
             place["apart"] = "the loaders have no state_dict() and no load_state_dict()"
         if "apart" in place:
             warnings.warn(
-                "workers may not go on from one place in the data, and rows may come again or "
-                f"not at all: {place['apart']}",
+                "workers may not continue at one position in the data, so rows may be repeated or "
+                f"skipped: {place['apart']}",
                 stacklevel=2,
             )
         miniray.get([worker.set_source.remote(place) for worker in workers])

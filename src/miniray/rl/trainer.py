@@ -31,6 +31,7 @@ from miniray.rl.gradient_group import GradientGroup
 from miniray.rl.metrics import pool, record
 from miniray.rl.options import check_trainer_kwargs, get_hints, split_trainer_kwargs
 from miniray.rl.sources import check_rows, steps_per_pass
+from miniray.tracebacks import hides_frames
 from miniray.train.run.checkpointer import Part
 from miniray.train.run.result import TrainResult
 from miniray.train.trainer import BaseTrainer
@@ -71,7 +72,6 @@ class RLTrainer(BaseTrainer):
         device, precision: ``"auto"``, ``"cpu"``, ``"cuda"``; ``"fp32"``, or ``"bf16"`` autocast.
         group_backend: ``"gloo"``, or ``"nccl"`` where every worker has a GPU of its own.
         group_timeout: seconds workers wait for each other with ``sync="grad"``.
-        resources_per_worker: ``{"num_gpus": 1}`` and the like.
         **options: The options of ``RunOptions``. With ``sync="weights"``, also ``sync_interval``,
             ``sync_strategy``, ``initial_sync`` and the options of the strategy; see
             ``DataParallelTrainer``.
@@ -156,6 +156,7 @@ class RLTrainer(BaseTrainer):
                 'mode="async" is not for reinforcement learning: workers share the KL coefficient '
                 'of each step. sync="weights" with a longer sync_interval waits less'
             )
+        self._uses_torch = device != "cpu"
         self.config = config
         self.sampling = setup.sampling
         self._has_eval_data = eval_data is not None
@@ -195,6 +196,7 @@ class RLTrainer(BaseTrainer):
 
     # -- the run -----------------------------------------------------------------------------------
 
+    @hides_frames
     def train(
         self,
         epochs: int | None = None,
@@ -234,8 +236,7 @@ class RLTrainer(BaseTrainer):
         """Create an actor of ``worker_class`` with the arguments of the trainer."""
         if self._setup_ref is None:  # rows of a list are in shared memory once
             self._setup_ref = miniray.put(self._setup)
-        assert self._worker_class is not None
-        return self._worker_class.remote(worker_id, self._setup_ref)
+        return self._get_actor_class().remote(worker_id, self._setup_ref)
 
     def train_epoch(self, epoch: int, **kwargs: Any) -> dict[str, Any]:
         """A step on every worker; returns their numbers as one."""
@@ -285,6 +286,7 @@ class RLTrainer(BaseTrainer):
         """Return the trained weights: those of worker 0."""
         return self.sync.get_weights()
 
+    @hides_frames
     def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Mean reward (and what else the reward function tells) on held-out prompts, each once.
 

@@ -10,6 +10,7 @@ from miniray.checks import check_int, check_options, get_options
 from miniray.ps import Strategy
 from miniray.ps.strategies.base import strategy_names, strategy_options
 from miniray.train.options import RunOptions
+from miniray.train.pretrained import SavedFiles
 from miniray.train.run.result import TrainResult
 from miniray.train.trainer import BaseTrainer
 from miniray.train.workers.actor import WorkerActor
@@ -189,6 +190,13 @@ class DataParallelTrainer(BaseTrainer):
     def model_weights(self) -> Any:
         """Return the trained weights: those of worker 0, or of the server with ``mode="async"``."""
         return self.sync.get_weights()
+
+    def _write_pretrained(
+        self, directory: str | None, send_files: bool, *weights: Any
+    ) -> SavedFiles:
+        if isinstance(self.sync, AsyncSync) and directory is not None:
+            weights = (self.param_server.get_weights.remote(),)
+        return super()._write_pretrained(directory, send_files, *weights)
 
     def _with_final_weights(self) -> contextlib.AbstractContextManager[None]:
         return self.sync.final_weights()

@@ -23,6 +23,8 @@ import inspect
 from typing import Any
 
 from miniray.ps import to_host
+from miniray.train.gpus import find_device
+from miniray.train.pretrained import SavedFiles, write_model
 from miniray.train.workers import torch_utils as parts
 from miniray.train.workers.group import accepted
 
@@ -40,13 +42,15 @@ class TorchWorker:
             rows can be dealt out: a dataset with a length, shuffled or in order.
         val_loader: the same for ``evaluate()`` without data; optional.
 
-    Where one of them is missing, ``TypeError`` names it before training starts. Batches are moved
-    to the device of the model, tensors inside tuples, lists and dicts too.
+    If one of them is missing, ``TypeError`` names it before training starts. If the trainer
+    reserved a GPU for the worker, the model is moved to it. Batches are moved to the device of the
+    model, tensors inside tuples, lists and dicts too.
     """
 
     model: Any
     optimizer: Any
     train_loader: Any
+    _is_placed = False  # other classes, which may use these methods, place their models
 
     def __init__(self, worker_id: int = 0, **kwargs: Any) -> None:
         self.worker_id = worker_id
@@ -149,6 +153,12 @@ class TorchWorker:
         """Take over what ``get_weights`` of another worker gave."""
         self._part("model").load_state_dict(weights)
 
+    def _write_pretrained(
+        self, directory: str | None, send_files: bool, weights: Any = None
+    ) -> SavedFiles:
+        """See ``write_model``."""
+        return write_model(self, self._part("model"), directory, send_files, weights)
+
     def set_lr(self, lr: float) -> None:
         """Let all optimizers go on with this learning rate (``LRSchedule``)."""
         for optimizer in parts.stateful(self, optimizers_only=True).values():
@@ -180,4 +190,8 @@ class TorchWorker:
         found = getattr(self, name, None)
         if found is None:
             raise TypeError(f"{type(self).__name__}.setup() (or __init__) must set self.{name}")
+        if name == "model" and getattr(self, "_is_placed", True) is False:
+            self._is_placed = True
+            if (device := find_device()) != "cpu":
+                found.to(device)
         return found

@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING, Any
 import miniray
 from miniray.checks import check_int, suggest_options
 from miniray.core import session, startup
-from miniray.train.callbacks import CallbackSetup, CallbackStates, check_callbacks
+from miniray.core.remote import ActorClass
+from miniray.tracebacks import hide_frames, hides_frames
+from miniray.train import gpus, pretrained
+from miniray.train.callbacks import CallbackSetup, CallbackStates, Checkpoint, check_callbacks
 from miniray.train.options import (
     IN_WORKER_HINTS,
     WORKER_HINTS,
@@ -39,6 +42,7 @@ from miniray.train.run.progress import Progress
 from miniray.train.run.result import TrainResult
 from miniray.train.run.session import RunSession
 from miniray.train.run.state import TrainState, TrainTarget
+from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers.aggregate import aggregate
 from miniray.train.workers.budget import FailureBudget
 from miniray.train.workers.checkpoint_parts import (
@@ -77,7 +81,8 @@ class BaseTrainer:
             implements ``create_worker``.
         **options: The options of ``RunOptions``: ``name``, ``run_dir``, ``seed``, ``resume``,
             ``max_failures``, ``worker_timeout``, ``progress``, ``callbacks``, ``loggers``,
-            ``resources_per_worker``, ``backend``, ``eval_interval``, ``keep_last``, ``keep_best``.
+            ``resources_per_worker``, ``use_gpu``, ``backend``, ``eval_interval``, ``keep_last``,
+            ``keep_best``, ``grace_seconds``.
 
     Attributes:
         workers: Handles of the workers, by worker id.
@@ -107,6 +112,8 @@ class BaseTrainer:
     _train_hints: Mapping[str, str] = IN_WORKER_HINTS
     #: Called in a worker's process before the worker is created; see ``startup.SET_UP``.
     _process_set_up = "miniray.doctor.actors:set_up"
+    #: Whether its own workers train with torch, of whatever class they are.
+    _uses_torch = False
     #: Class that wraps the workers; see ``ActorClass.wrap_with``.
     _wrapper: type | None = None
     #: Unit of the progress bar.
@@ -122,6 +129,8 @@ class BaseTrainer:
         self.num_workers = check_int("num_workers", num_workers, 1)
         self.options = RunOptions(**options)
         self._worker_class = get_worker_class(worker, self.options.resources_per_worker)
+        gpus.check_use_gpu(self.options.use_gpu, self._creates_workers)
+        self._num_gpus: float | None = None  # of each worker; known after the engine has started
         self.callbacks, deprecated = check_callbacks(self.options.callbacks)
         self.loggers = LoggerList([*create_loggers(self.options.loggers), *deprecated])
         self.session = RunSession(
@@ -129,6 +138,7 @@ class BaseTrainer:
             name=self.options.name,
             run_dir=None if self.options.run_dir is None else Path(self.options.run_dir),
             backend=self.options.backend,
+            grace_seconds=self.options.grace_seconds,
             verbose=self.options.progress,
         )
         self.state = TrainState()
@@ -200,7 +210,7 @@ class BaseTrainer:
                 f"{type(self).__name__} must implement create_worker(self, worker_id, **kwargs), "
                 "returning MyWorker.remote(worker_id); or pass worker=MyWorker"
             )
-        return create_worker_actor(self._worker_class, worker_id, kwargs)
+        return create_worker_actor(self._get_actor_class(), worker_id, kwargs)
 
     def train_epoch(self, epoch: int, **kwargs: Any) -> dict[str, Any]:
         """Train an epoch on all workers, and return the aggregated results. May be overridden."""
@@ -272,6 +282,7 @@ class BaseTrainer:
                 gone, and ``resume`` isn't set.
         """
         epochs, steps = self._check_length(epochs, steps)
+        self._check_step_options()
         check_names(kwargs)
         if not hasattr(self, "state"):
             raise RuntimeError(
@@ -279,16 +290,14 @@ class BaseTrainer:
             )
         resume = self._resume if resume is None else resume
         self._resume = False
-        if resume == "auto":
+        is_total, is_auto = bool(resume), resume == "auto"
+        if is_auto:
             resume = self._has_checkpoint()
-            is_total = True
-        else:
-            is_total = bool(resume)
         if self.state.step and self._group is None and self._loaded is None and not resume:
             raise RuntimeError(
-                f"the workers with the weights of step {self.state.step} were stopped by "
-                "shutdown() or an error. Call train(..., resume=True) to continue from the newest "
-                "checkpoint, or create a new trainer."
+                f"the weights of these {self.epoch} {self._unit}s are gone: shutdown() or an error "
+                "stopped the workers. Call train(..., resume=True) to continue from the newest "
+                "checkpoint, or create a new trainer"
             )
         self.should_stop, self.stop_reason = False, ""
         self.state.in_epoch = False
@@ -296,27 +305,46 @@ class BaseTrainer:
         self._check_kwargs()
         start = time.monotonic()
         try:
-            with self.session.record_attempt(self._abort, self.checkpointer.find_newest) as attempt:
-                self._start(resume)
+            with self.session.record_attempt(
+                self._abort, self.checkpointer.find_newest, self._stop_for_signal, self._get_step
+            ) as attempt:
+                self._start(resume, restart=is_auto)
                 self._target = TrainTarget.create(self.state, epochs, steps, is_total)
+                self._check_target()
                 if is_total and self._target.is_reached(self.state):
                     self._print_complete()
-                    return self._make_result(0.0)
+                    self.result = self._make_result(0.0)
+                    return self.result
                 self._emit("on_train_start")
-                self._loop()
-                result = self.result = self._make_result(time.monotonic() - start)
-                self._emit("on_train_end", result)
+                with self.session.signals.finishing():
+                    self._loop()
+                    result = self.result = self._make_result(time.monotonic() - start)
+                    if self.session.signals.number is None:
+                        self._emit("on_train_end", result)
+                    if self.session.signals.number is not None:
+                        self._save_for_resume()
                 result.checkpoint = self.checkpointer.find_newest()  # hooks may have written one
                 attempt.fields = {"stop_reason": self.stop_reason or None}
                 attempt.fields["sync"] = result.sync or None
-        except KeyboardInterrupt as error:  # run.json has the whole traceback
-            from miniray.train.workers.exits import users_part
-
-            error.__traceback__ = users_part(error.__traceback__)
+        except BaseException as error:
+            hide_frames(error)  # run.json has the full traceback
             raise
         finally:
             self.loggers.close()
+            self.session.end_process_if_preempted()
         return result
+
+    def _stop_for_signal(self, name: str) -> None:
+        self.should_stop, self.stop_reason = True, name
+
+    def _get_step(self) -> int:
+        return self.state.step
+
+    def _save_for_resume(self) -> None:
+        """Write a checkpoint of the current position, unless it exists."""
+        if self.state.step and not self.checkpointer.is_saved(self.state):
+            with self.session.printing_errors("its last step is not in a checkpoint of"):
+                self.save_checkpoint()
 
     def _check_length(self, epochs: int | None, steps: int | None) -> tuple[int | None, int | None]:
         """Return the length of a run. Raise ``TypeError`` unless exactly one number is set."""
@@ -332,6 +360,24 @@ class BaseTrainer:
             None if epochs is None else check_int(f"{self._unit}s", epochs, 0),
             None if steps is None else check_int("steps", steps, 0),
         )
+
+    def _check_step_options(self) -> None:
+        """Raise ``TypeError`` for options that need to know the steps of workers."""
+        has_steps = self._counts_steps or self._unit == "step"
+        if not has_steps and self._find_checkpoint_steps() is not None:
+            raise TypeError(
+                f"Checkpoint(every_steps=...) with {type(self).__name__} needs workers that train "
+                "step by step: with train_epoch, the steps are the workers' own. Use every= "
+                "(epochs), or DDPTrainer and workers with training_step"
+            )
+
+    def _find_checkpoint_steps(self) -> int | None:
+        """Return ``every_steps`` of the first ``Checkpoint`` that has it, or None."""
+        found = (c.every_steps for c in self.callbacks if isinstance(c, Checkpoint))
+        return next(filter(None, found), None)
+
+    def _check_target(self) -> None:
+        """Raise ``TypeError`` if the workers can't stop where the run should end or pause."""
 
     def _has_checkpoint(self) -> bool:
         """Return whether ``resume="auto"`` finds a checkpoint."""
@@ -360,7 +406,7 @@ class BaseTrainer:
                 progress.update(epoch, result, 1 if target.steps is None else state.step - step)
                 record = {"epoch": epoch, "seconds": time.monotonic() - start, **result}
                 if is_complete:
-                    self._end_epoch(record)
+                    self._end_epoch(epoch, record)
                 else:
                     state.stop_inside_epoch(record)
                     self._write_record()
@@ -372,14 +418,14 @@ class BaseTrainer:
                     progress.note(f"stopped after {self._unit} {epoch}{why}")
                     break
 
-    def _end_epoch(self, record: dict[str, Any]) -> None:
+    def _end_epoch(self, epoch: int, record: dict[str, Any]) -> None:
         """Add the record to the history, let hooks change it, and write it to the metrics.
 
         It is written even if a hook raises, because the epoch was trained.
         """
-        self.state.end_epoch(record)
+        self.state.end_epoch(epoch, record)
         try:
-            self._emit("on_epoch_end", record["epoch"], record)
+            self._emit("on_epoch_end", epoch, record)
         except BaseException:
             with self.session.printing_errors("its last epoch is not in"):
                 self._write_record()
@@ -413,10 +459,14 @@ class BaseTrainer:
         """Do what follows the training of an epoch, and add to ``result``."""
         interval = self.options.eval_interval
         if interval and (epoch + 1) % interval == 0:
-            # Without data=, which train() received to train on.
-            scores = self.evaluate(**{k: v for k, v in self._kwargs.items() if k != "data"})
-            # In Lightning, names start with val_ already.
-            result.update({f"val_{k.removeprefix('val_')}": v for k, v in scores.items()})
+            result.update(self._evaluate_for_record())
+
+    def _evaluate_for_record(self) -> dict[str, Any]:
+        """Evaluate, and return the scores with names for a record."""
+        # Without data=, which train() received to train on.
+        scores = self.evaluate(**{k: v for k, v in self._kwargs.items() if k != "data"})
+        # In Lightning, names start with val_ already.
+        return {f"val_{k.removeprefix('val_')}": v for k, v in scores.items()}
 
     def _emit(self, hook: str, *arguments: Any) -> None:
         """Call the trainer's hook and then those of the callbacks."""
@@ -478,18 +528,22 @@ class BaseTrainer:
         results: list[Any] = self._get_group().call(method, lambda _: args, kwargs, epoch)
         return results
 
-    def _start(self, resume: bool | str | Path) -> None:
-        """Start the engine, the run directory and the workers, unless they are running."""
+    def _start(self, resume: bool | str | Path, *, restart: bool = False) -> None:
+        """Start the engine, the run directory and the workers, unless they are running.
+
+        ``restart`` continues in the directory of a run that left no checkpoint.
+        """
         self._start_engine()
         if resume:
             self.load_checkpoint("latest" if resume is True else resume)
-        run = self.session.open()
+        run = self.session.open(restart=restart)
         self.checkpointer.open(run.checkpoints)
         self.session.write_description(self._describe())
         self.loggers.open(run, self._kwargs)
         if resume and self.options.progress:
             print(f"resuming {run.path} after {self._unit} {self.epoch}", file=sys.stderr)
         if self._group is None:
+            self._num_gpus = self._choose_num_gpus()
             required = list(self.required_methods)
             if type(self).train_epoch is BaseTrainer.train_epoch:
                 required.append("train_epoch")
@@ -519,12 +573,38 @@ class BaseTrainer:
     def _make_group(self, **options: Any) -> WorkerGroup:
         return WorkerGroup(**options)
 
+    @property
+    def _creates_workers(self) -> bool:
+        """Whether ``create_worker`` is miniray's own and has a worker class."""
+        is_ours = str(type(self).create_worker.__module__).partition(".")[0] == "miniray"
+        return is_ours and self._worker_class is not None
+
+    def _choose_num_gpus(self) -> float | None:
+        """Return the number of GPUs that each worker reserves."""
+        cls = self._worker_class
+        if cls is None or not self._creates_workers:
+            return None
+        is_torch = self._uses_torch or issubclass(cls._spec.cls, TorchWorker)
+        return gpus.choose_num_gpus(
+            type(self).__name__,
+            self.num_workers,
+            self.options.use_gpu,
+            cls._options.num_gpus,
+            is_torch,
+        )
+
+    def _get_actor_class(self) -> ActorClass[Any]:
+        """Return the class of ``worker=`` with the GPUs that each worker reserves."""
+        assert self._worker_class is not None
+        return self._worker_class.options(**gpus.get_options(self._num_gpus))
+
     def _create(self, worker_id: int) -> Any:
         seed = self.options.seed
         env = {} if seed is None else {startup.RUN_SEED: str(seed)}
         if session.engine().capabilities.processes:  # else all workers are in this process
             path, modules = self.session.directory.path, self._preloaded
             env |= environment(path, worker_id, self.num_workers, modules, self._process_set_up)
+            env |= gpus.get_environment(self._num_gpus, self.options.use_gpu)
         own_seed = None if seed is None else seed + worker_id
         with startup.actors_with(own_seed, env, self._wrapper):
             return self.create_worker(worker_id, **self._taken(self.create_worker))
@@ -560,6 +640,37 @@ class BaseTrainer:
         target = Path(path) if path is not None else self.run.path / "final_model.safetensors"
         return save_model(target, self.model_weights())
 
+    def save_pretrained(self, path: str | Path) -> Path:
+        """Save the trained Hugging Face model to the directory ``path``, and return the path.
+
+        Saves the configuration, the full weights as safetensors, and the worker's ``tokenizer`` and
+        ``processor`` if it has them. A PEFT model saves its adapter. Load the model with
+        ``AutoModelForCausalLM.from_pretrained(path)`` or a different ``Auto`` class.
+
+        Raises:
+            TypeError: The model isn't a ``PreTrainedModel`` or a PEFT model. Use
+                ``save_final_model``.
+            FileExistsError: ``path`` exists and isn't a saved model.
+            CheckpointError: The files can't be written. ``path`` is unchanged.
+        """
+        self._get_group()  # raises if there are no workers
+        return pretrained.save_pretrained(path, self._write_pretrained)
+
+    def _write_pretrained(
+        self, directory: str | None, send_files: bool, *weights: Any
+    ) -> pretrained.SavedFiles:
+        """Let worker 0 write the model; see ``pretrained.save_pretrained``."""
+        group, method = self._get_group(), "_write_pretrained"
+        if not group.has(method):
+            raise TypeError(
+                f"save_pretrained() needs a TorchWorker, not {self.workers[0]._info.class_name}. "
+                "Use save_final_model()."
+            )
+        arguments = (directory, send_files, *weights)
+        saved = group.call_some([0], lambda i: group.submit(i, method, *arguments), method)
+        return saved[0]  # type: ignore[no-any-return]
+
+    @hides_frames
     def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Evaluate on all workers, every sample exactly once."""
         group = self._get_group()
@@ -583,8 +694,8 @@ class BaseTrainer:
         done = self.epoch + (is_inside and epoch is not None)
         if not done and not self.state.step_in_epoch:
             raise RuntimeError(
-                "no epoch was trained yet, so there is nothing to go on from: train() first, or "
-                "save_final_model() for the weights as they are"
+                "no epoch was trained yet, so there is nothing to resume from: call train() first, "
+                "or save_final_model() for the current weights"
             )
         self.state.number_record()
         return self.checkpointer.save(dataclasses.replace(self.state, epoch=done))

@@ -19,6 +19,7 @@ from miniray.core.local.store import Lease
 from miniray.core.refs import ObjectRef, later, say_unseen
 from miniray.core.serialize import pack, unpack
 from miniray.errors import SessionEndedError, TaskCancelledError
+from miniray.tracebacks import hide_frames
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -152,8 +153,12 @@ class LocalRef(ObjectRef[Any]):
         return self._entry.id
 
     def __await__(self) -> Generator[Any, None, Any]:
-        with self._engine.on_block():
-            return (yield from super().__await__())
+        try:
+            with self._engine.on_block():
+                return (yield from super().__await__())
+        except BaseException as error:
+            hide_frames(error)
+            raise
 
     def future(self) -> concurrent.futures.Future[Any]:
         # From here to its end: who waits for it, and when, is not to be known.

@@ -1,7 +1,7 @@
-"""What is checked before the ranks of a DDP run may wait for one another.
+"""Checks before the ranks of a DDP run wait for each other.
 
-Once they wait, a difference between them is a hang. So everything they must agree on is compared on
-the driver first, and the error names the ranks and shows both sides.
+A difference between ranks that wait is a hang. So the driver first compares everything they must
+agree on, and the error names the ranks and shows both values.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from miniray.train.lockstep.rank import RankContext, WorkerTraits
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankSettings(RunFacts):
-    """What the driver tells every rank; see ``DDPTrainer``.
-
-    ``ValueError`` for what makes no sense.
-    """
+    """Settings that every rank gets; see ``DDPTrainer``. Invalid ones raise ``ValueError``."""
 
     accumulate: int = 1
     precision: str = "fp32"
@@ -77,8 +74,8 @@ def _check_combinations(settings: RankSettings) -> None:
         )
 
 
-def refuse_step_options(settings: RankSettings) -> None:
-    """A loop of the user's own makes its own steps: what it would not do is not accepted."""
+def check_no_step_options(settings: RankSettings) -> None:
+    """Raise ``ValueError`` for options that a worker with its own loop would ignore."""
     mine = {
         'shard="full"': settings.shard != "none",
         "accumulate": settings.accumulate != 1,
@@ -104,7 +101,7 @@ def check_can_evaluate(worker: ActorHandle[Any]) -> None:
 
 
 def check_val_loader(facts: Sequence[dict[str, Any]], eval_interval: int) -> None:
-    """``TypeError`` before training where ``eval_interval`` would find nothing to evaluate on."""
+    """Raise ``TypeError`` if ``eval_interval`` is set and a rank has no ``val_loader``."""
     missing = [rank for rank, fact in enumerate(facts) if not fact["val_loader"]]
     if missing:
         raise TypeError(
@@ -114,7 +111,7 @@ def check_val_loader(facts: Sequence[dict[str, Any]], eval_interval: int) -> Non
         )
 
 
-def agree(facts: Sequence[dict[str, Any]], settings: RankSettings) -> list[int] | None:
+def check_agreement(facts: Sequence[dict[str, Any]], settings: RankSettings) -> list[int] | None:
     """Check that the ranks can train together, and return the batches per rank if they matter.
 
     Raise ``WeightsMismatchError`` if their models differ, and ``ValueError`` if their devices or

@@ -68,7 +68,7 @@ def wrap(module: Any, device: Any, compile: Any, options: Mapping[str, Any]) -> 
 
 
 def signature(module: Any) -> list[tuple[str, tuple[int, ...], str]]:
-    """Names, shapes and types of the parameters that are trained: must be equal on all ranks."""
+    """Return names, shapes and types of the trained parameters: equal on all ranks."""
     return [
         (name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
         for name, p in module.named_parameters()

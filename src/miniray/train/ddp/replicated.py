@@ -24,11 +24,12 @@ from miniray.train.lockstep.loop import (
     StepOutput,
     check_scheduler,
 )
-from miniray.train.lockstep.mesh import share_buffers, whole
+from miniray.train.lockstep.mesh import gather_full, share_buffers
 from miniray.train.lockstep.plan import Window
 from miniray.train.lockstep.rank import RankContext, WorkerTraits
 from miniray.train.lockstep.schedule import Action, Agreement
 from miniray.train.lockstep.status import EVALUATION
+from miniray.train.pretrained import SavedFiles, write_model
 from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers import torch_utils as parts
 
@@ -52,7 +53,7 @@ class ReplicatedModel:
         self.epoch_data: EpochData | None = None  # with ``training_step``
         self._forwards: dict[str, int] = {}  # before the current step
         self._step_counts: dict[str, int] = {}  # by optimizer
-        self._grad_norm: Any = None  # of the last step that was logged or clipped
+        self._grad_norm: Any = None  # of the last step, if it is logged or clipped
 
     @property
     def checks_losses(self) -> bool:
@@ -133,13 +134,17 @@ class ReplicatedModel:
             self.context.world_size,
             accumulate=settings.accumulate,
             uneven=settings.uneven,
+            touch=self._touch,
         )
         if getattr(user, "val_loader", None) is not None:
             data.check_loader(user.val_loader, "self.val_loader")
 
+    def _touch(self) -> None:
+        self.context.status.touch()
+
     def _share_loader(self) -> None:
         user, settings = self.user, self.settings
-        user.train_loader = data.own_share(
+        user.train_loader = data.take_share(
             user.train_loader,
             self.context.rank,
             self.context.world_size,
@@ -237,7 +242,7 @@ class ReplicatedModel:
             nonlocal last
             status, step = self.context.status, self.context.state.step_in_epoch
             for index, weight in enumerate(weights):
-                status.at("data", step=step)
+                status.set_phase("data", step=step)
                 item = next(batches, None) if weight else last
                 if item is None:
                     raise RuntimeError(
@@ -252,7 +257,7 @@ class ReplicatedModel:
     def _iter_batches(self, batches: Iterator[tuple[int, Any]]) -> Iterator[list[MicroBatch]]:
         """Yield one step per batch, until this rank has no more."""
         for step in itertools.count():
-            self.context.status.at("data", step=step)
+            self.context.status.set_phase("data", step=step)
             item = next(batches, None)
             if item is None:
                 return
@@ -284,7 +289,7 @@ class ReplicatedModel:
 
     def forward(self, batch: Any, number: int) -> StepOutput:
         batch = parts.moved(batch, self.context.device)
-        self.context.status.at("forward")
+        self.context.status.set_phase("forward")
         before = [model.forwards for model in self._synced.values()]
         with self.autocast():
             output = self._training_step(batch, number)
@@ -294,7 +299,7 @@ class ReplicatedModel:
         return StepOutput(loss, metrics, parts.length(batch), parts.count_tokens(batch))
 
     def backward(self, loss: Any, weight: float) -> None:
-        self.context.status.at("backward")
+        self.context.status.set_phase("backward")
         self.scaler.scale(loss if weight == 1.0 else loss * weight).backward()
 
     def check_gradients(self) -> None:
@@ -330,6 +335,8 @@ class ReplicatedModel:
             self.scaler.unscale_(optimizer)
             gradients = [p.grad for p in self._iter_parameters() if p.grad is not None]
             self._grad_norm = torch.nn.utils.get_total_norm(gradients)
+        else:
+            self._grad_norm = None
         self.scaler.step(optimizer)
         self.scaler.update()
         if self.scheduler_interval == "step":
@@ -347,7 +354,7 @@ class ReplicatedModel:
     def get_facts(self) -> dict[str, float]:
         facts = {"lr": float(self.user.optimizer.param_groups[0]["lr"])}
         if self._grad_norm is not None:
-            facts["grad_norm"] = float(whole(self._grad_norm))
+            facts["grad_norm"] = float(gather_full(self._grad_norm))
         return facts
 
     def create_agreement(self) -> Agreement | None:
@@ -370,7 +377,10 @@ class ReplicatedModel:
     @property
     def logs_next_step(self) -> bool:
         """Whether the step under way is logged."""
-        return Action.LOG in self.settings.step_schedule.get_actions(self.context.state.step + 1)
+        state = self.context.state
+        is_last = state.step_in_epoch + 1 == self.count_epoch_steps()
+        actions = self.settings.step_schedule.get_actions(state.step + 1)
+        return Action.LOG in actions or is_last or state.step + 1 == self.context.until
 
     def autocast(self) -> Any:
         """Return a context in which the model computes with ``precision``."""
@@ -384,7 +394,7 @@ class ReplicatedModel:
 
         ``Join`` gives them its model only: their next steps would differ, and the models with them.
         """
-        self.context.status.at("end of the epoch")
+        self.context.status.set_phase("end of the epoch")
         steps = sum(self._step_counts.values())
         counts: list[Any] = [None] * self.context.world_size
         dist.all_gather_object(counts, steps)
@@ -408,6 +418,12 @@ class ReplicatedModel:
         """Return the model's ``state_dict``; of several, with the models' names before each key."""
         weights: dict[str, Any] = to_host(self._whole_model().state_dict())
         return weights
+
+    def write_pretrained(self, directory: str | None, send_files: bool) -> SavedFiles | None:
+        """Write the model on rank 0; see ``write_model``."""
+        if self.context.rank:
+            return None
+        return write_model(self.user, self.modules.get("model"), directory, send_files)
 
     def set_weights(self, weights: Any) -> None:
         self._whole_model().load_state_dict(weights)
@@ -475,11 +491,13 @@ class ReplicatedModel:
 
     def get_data_state(self) -> dict[str, Any]:
         if self.epoch_data is not None:
-            return {"loader": self.epoch_data.get_own_state()}
+            return self.epoch_data.get_own_state(self.context.state)
         return {"loader": parts.loader_state(getattr(self.user, "train_loader", None))}
 
     def load_data_state(self, state: Mapping[str, Any]) -> None:
         parts.load_loader_state(getattr(self.user, "train_loader", None), state["loader"])
+        if self.epoch_data is not None:
+            self.epoch_data.load_start_state(state.get("start"))
 
     def set_lr(self, lr: float) -> None:
         TorchWorker.set_lr(self.user, lr)
@@ -496,12 +514,12 @@ class ReplicatedModel:
         training = {name: module.training for name, module in self.modules.items()}
         if "evaluate" not in self.traits.own_methods:
             self._whole_model().eval()
-        self.context.status.at(EVALUATION, step=-1)
+        self.context.status.set_phase(EVALUATION, step=-1)
         try:
             with self.autocast() if self.traits.has_steps else contextlib.nullcontext():
                 yield
         finally:
-            self.context.status.at("idle")
+            self.context.status.set_phase("idle")
             self._use_synced_models()
             for name, is_training in training.items():
                 self.modules[name].train(is_training)
@@ -526,7 +544,7 @@ class ReplicatedModel:
         means, step = parts.Means(), self.validation_step
         with torch.no_grad():
             for number, batch in enumerate(batches):
-                self.context.status.go_on()  # a slow loader doesn't hang
+                self.context.status.touch()  # a slow loader doesn't hang
                 batch = parts.moved(batch, self.context.device)
                 means.add(
                     parts.as_dict(step(batch, number), "validation_step"), parts.length(batch)
@@ -549,7 +567,7 @@ class UserLoop:
         """Train one epoch. ``until`` isn't supported: the steps are the user's own."""
         replica, context, user = self.replica, self.replica.context, self.replica.user
         context.barrier("before-epoch")
-        context.status.at("train_epoch")
+        context.status.set_phase("train_epoch")
         names = list(replica.modules)
         is_joined = replica.settings.uneven == "join" and context.world_size > 1 and len(names) == 1
         before = replica.count_steps()
@@ -565,7 +583,7 @@ class UserLoop:
         context.state.advance(0, max(0, steps - before))
         if is_joined:
             replica.catch_up()
-        context.status.at("end of the epoch")
+        context.status.set_phase("end of the epoch")
         context.barrier("epoch-end")
         replica.end_epoch()
         context.state.end_epoch()

@@ -18,8 +18,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from miniray.train.ddp.replicated import ReplicatedModel
-from miniray.train.lockstep.mesh import cut_numbers, make_mesh, put_weights, whole, whole_numbers
+from miniray.train.lockstep.mesh import (
+    gather_full,
+    gather_optimizer_values,
+    load_weights,
+    make_mesh,
+    shard_optimizer_values,
+)
 from miniray.train.lockstep.rank import WorkerTraits
+from miniray.train.pretrained import SavedFiles, write_model
 from miniray.train.workers import torch_utils as parts
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -73,7 +80,7 @@ class ShardedReplica(ReplicatedModel):
         means, step, batch = parts.Means(), self.validation_step, None
         with torch.no_grad():
             for number, found in zip(range(int(most)), _pad(batches), strict=False):
-                self.context.status.go_on()  # a slow loader doesn't hang
+                self.context.status.touch()  # a slow loader doesn't hang
                 if found is not None:
                     batch = parts.moved(found, device)
                 elif batch is None:
@@ -88,10 +95,16 @@ class ShardedReplica(ReplicatedModel):
     def get_weights(self) -> dict[str, Any]:
         found = {}
         for name, value in self.user.model.state_dict().items():
-            full = whole(value)  # one at a time: a rank that does not keep them never has two
+            full = gather_full(value)  # one at a time: a rank that does not keep them never has two
             if not self.context.rank:
                 found[name] = full
         return found
+
+    def write_pretrained(self, directory: str | None, send_files: bool) -> SavedFiles | None:
+        weights = None if directory is None else self.get_weights()
+        if self.context.rank:
+            return None
+        return write_model(self.user, self.user.model, directory, send_files, weights)
 
     def set_weights(self, weights: Any) -> None:
         """Load this rank's part of ``weights``. Raise ``ValueError`` if names or shapes differ."""
@@ -99,7 +112,7 @@ class ShardedReplica(ReplicatedModel):
         extra = [name for name in weights if name not in targets]
         if extra:
             raise ValueError(f"the weights do not fit the model, which has no {extra[0]}")
-        put_weights(targets, weights)
+        load_weights(targets, weights)
 
     def gather_weights(self) -> dict[str, Any] | None:
         weights = self.get_weights()
@@ -114,13 +127,18 @@ class ShardedReplica(ReplicatedModel):
         numbers = saved.get("state")
         if not isinstance(numbers, Mapping):
             return saved  # a scheduler's
-        return {**saved, "state": {index: whole_numbers(v) for index, v in numbers.items()}}
+        return {
+            **saved,
+            "state": {index: gather_optimizer_values(v) for index, v in numbers.items()},
+        }
 
     def load_part_state(self, part: Any, state: Mapping[str, Any]) -> None:
         """Restore a scheduler, or an optimizer, whose tensors are sharded as their parameters."""
         if isinstance(part, torch.optim.Optimizer):
             parameters = [p for group in part.param_groups for p in group["params"]]
-            numbers = {i: cut_numbers(parameters[int(i)], v) for i, v in state["state"].items()}
+            numbers = {
+                i: shard_optimizer_values(parameters[int(i)], v) for i, v in state["state"].items()
+            }
             state = {**state, "state": numbers}
         super().load_part_state(part, state)
 
@@ -144,9 +162,9 @@ def _check_worker(worker: Any, traits: WorkerTraits) -> None:
 def _shard(
     model: nn.Module, device: Any, world_size: int, optimizers: Iterable[Any]
 ) -> ShardedModel:
-    """Cut ``model`` in place, and let ``optimizers`` go on with what is left of it here.
+    """Shard ``model`` in place, and let ``optimizers`` train this rank's part.
 
-    A collective: all ranks must call it. All begin with rank 0's weights.
+    A collective: all ranks must call it. All start with rank 0's weights.
     """
     _share_weights(model, device)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -165,9 +183,9 @@ def _shard(
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """What is gathered together: members of the model's outermost lists of layers.
+    """Return the modules that are gathered one by one: items of the outermost lists of layers.
 
-    What shares a weight with something outside of it is left to the model's own group.
+    A module that shares a weight with one outside of it isn't included.
     """
     found: list[nn.Module] = []
 
@@ -184,7 +202,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _uses(module: nn.Module) -> dict[int, int]:
-    """How many modules hold each parameter."""
+    """Return how many modules hold each parameter, by id."""
     uses: dict[int, int] = {}
     for part in module.modules():
         for parameter in part._parameters.values():
@@ -203,14 +221,14 @@ def _share_weights(model: nn.Module, device: Any) -> None:
 
 
 def _moved(state: Any, before: Any, mine: Any) -> Any:
-    """``mine``, with what an optimizer knows of the whole parameter, if anything."""
+    """Return ``mine``, and give it the optimizer's state of the whole parameter, if any."""
     if before in state:
-        state[mine] = cut_numbers(mine, state.pop(before))
+        state[mine] = shard_optimizer_values(mine, state.pop(before))
     return mine
 
 
 class ShardedModel:
-    """What ``StepLoop`` goes through; the worker has the model itself."""
+    """The model as the replica sees it; the worker has the model itself."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

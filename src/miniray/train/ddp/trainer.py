@@ -5,25 +5,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from miniray.checks import check_bool, check_int, check_number, suggest_options
-from miniray.train.ddp import checks as setup
-from miniray.train.lockstep.group import LockstepGroup
-from miniray.train.lockstep.snapshot import Keep
+from miniray.train.ddp.checks import RankSettings
+from miniray.train.ddp.parallelism import DataParallelism
 from miniray.train.lockstep.trainer import LockstepTrainer
 from miniray.train.options import DATA_HINTS
-from miniray.train.workers.aggregate import aggregate
-from miniray.train.workers.evaluate import combine, cut
+from miniray.train.pretrained import SavedFiles
 from miniray.train.workers.shards import DataRef, TrainData
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from miniray.train.lockstep.loop import EpochReport
     from miniray.train.options import LockstepKwargs
 
 
@@ -110,7 +105,7 @@ class DDPTrainer(LockstepTrainer):
             ddp_options["bucket_cap_mb"] = check_number(
                 "bucket_cap_mb", bucket_cap_mb, 0, open_low=True
             )
-        self._settings = setup.RankSettings(
+        settings = RankSettings(
             accumulate=check_int("accumulate", accumulate, 1),
             precision=precision,
             models=models if isinstance(models, str) else tuple(models),
@@ -119,95 +114,21 @@ class DDPTrainer(LockstepTrainer):
             compile=compile,
             ddp_options=ddp_options,
         )
-        super().__init__(num_workers, worker=worker, **options)
-        self._data = DataRef(TrainData.create(data, val_data, batch_size, self.num_workers))
+        given = TrainData.create(
+            data, val_data, batch_size, check_int("num_workers", num_workers, 1)
+        )
+        self._data = DataRef(given)
         if data is not None:
             self._own_kwargs = ("batch_size",)
-        kind = "replicated" if shard == "none" else "sharded"
-        self._preloaded = (
-            "tqdm.std",
-            f"miniray.train.ddp.{kind}",
-            *(("torch._dynamo.convert_frame",) if compile else ()),
-        )
-        self._steps_are_ours = self._has_own_evaluate = False
-
-    def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
-        """Evaluate on all workers, every sample exactly once.
-
-        Workers may have different numbers of samples, or none. No collective is called, unless the
-        model is sharded: then all workers take part, also those without samples.
-        """
-        epoch, group, count = self._epoch_for_errors(), self._get_ranks(), self.num_workers
-        setup.check_can_evaluate(group.handles[0])
-        rows = [(None, None) if data is None else cut(data, rank, count) for rank in range(count)]
-        is_sharded = self._settings.shard == "full"
-        ranks = [rank for rank, (_, samples) in enumerate(rows) if samples != 0 or is_sharded]
-        attempt = partial(
-            group.call_ranks,
-            "evaluate",
-            lambda rank: () if data is None else (rows[rank][0],),
-            lambda rank: {**kwargs, "shard_id": rank, "num_shards": count},
-            epoch,
-            ranks=ranks,
-            reports_progress=not self._has_own_evaluate,
-        )
-        # The user's own may change anything; ours draws random numbers.
-        keep = Keep.ALL if self._has_own_evaluate else Keep.OWN
-        scores = group.run(attempt, epoch=epoch, keep=keep)
-        pairs = zip(ranks, scores, strict=True)
-        return combine([(rank, rows[rank][1], score) for rank, score in pairs])
-
-    def _summarize(self, reports: Sequence[EpochReport]) -> dict[str, Any]:
-        results = [report.metrics for report in reports]
-        if self._steps_are_ours and not any(result["num_samples"] for result in results):
-            raise RuntimeError(
-                "no rank's loader gave a batch in this epoch. A generator can be gone through once "
-                "only: let self.train_loader be something that begins anew with every iter()"
-            )
-        return aggregate(results)
-
-    # -- workers ----------------------------------------------------------------------------------
-
-    def _prepare_ranks(self, group: LockstepGroup) -> tuple[Sequence[Mapping[str, Any]], Any]:
-        """Load the data, prepare the ranks and compare them."""
-        worker, count = group.handles[0], self.num_workers
-        methods = worker._info.list_methods()
-        evaluates = self.options.eval_interval and type(self).evaluate is DDPTrainer.evaluate
-        if evaluates:
-            setup.check_can_evaluate(worker)
-        if "training_step" not in methods and "train_epoch" not in methods:
-            raise TypeError(
-                f"worker class {worker._info.class_name} has neither "
-                "training_step(batch, batch_idx) nor train_epoch(epoch)"
-            )
-        if self._data.data:
-            given = self._data.get()
-            group.call_ranks("assign_data", lambda i: (given, i, count), lambda _: self._kwargs)
-        elif "load_data_shard" in methods:
-            group.call_ranks("load_data_shard", lambda i: (i, count), lambda _: self._kwargs)
-        settings = dataclasses.replace(self._settings, **self._run_facts())
-        facts = group.call_ranks("prepare_rank", lambda i: (i, count, settings))
-        self._steps_are_ours = facts[0]["steps"]
-        self._has_own_evaluate = "evaluate" in facts[0]["own_methods"]
-        if evaluates and not self._has_own_evaluate:
-            setup.check_val_loader(facts, self.options.eval_interval)
-        if not self._steps_are_ours:
-            setup.refuse_step_options(settings)
-        return facts, setup.agree(facts, settings)
+        parallelism = DataParallelism(settings, self._data)
+        super().__init__(num_workers, parallelism, worker=worker, **options)
 
     def shutdown(self) -> None:
         super().shutdown()
         self._data.close()
 
-    # -- state ------------------------------------------------------------------------------------
-
-    def _merge_weights(self, parts: Sequence[Any]) -> Any:
-        return parts[0]
-
-    def _merge_shared(self, parts: Sequence[Any]) -> Any:
-        return parts[0]
-
-    def _describe(self) -> dict[str, Any]:
-        names = ("shard", "uneven", "accumulate", "precision", "ddp_options")
-        own = {name: getattr(self._settings, name) for name in names}
-        return {**super()._describe(), **own, "clip_norm": self.clip_norm}
+    def _write_pretrained(
+        self, directory: str | None, send_files: bool, *weights: Any
+    ) -> SavedFiles:
+        saved = self._get_ranks().call("write_pretrained", lambda _: (directory, send_files))
+        return saved[0]  # type: ignore[no-any-return]

@@ -78,7 +78,7 @@ def check_loader(loader: Any, name: str) -> None:
         )
 
 
-def own_share(
+def take_share(
     loader: Any,
     rank: int,
     world_size: int,
@@ -104,7 +104,7 @@ def own_share(
         return loader
     if any(hasattr(part, "set_epoch") for part in (loader.sampler, loader.batch_sampler)):
         return loader  # it was cut by somebody who knows of ranks: a DistributedSampler
-    problem = own_way(loader)
+    problem = describe_custom_sampling(loader)
     if problem:
         if world_size == 1:
             return loader
@@ -153,7 +153,7 @@ def planned(loader: Any) -> PlannedBatches | None:
     return batches if isinstance(batches, PlannedBatches) else None
 
 
-def own_way(loader: Any) -> str:
+def describe_custom_sampling(loader: Any) -> str:
     """What a loader has that decides on its samples in a way of its own; "" where nothing does."""
     sampler = loader.sampler
     if isinstance(loader.dataset, IterableDataset):

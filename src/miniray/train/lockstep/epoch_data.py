@@ -9,7 +9,8 @@ and every row is delivered exactly once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from miniray.data import DataLoader
@@ -48,14 +49,24 @@ class EpochData:
     """
 
     def __init__(
-        self, loader: Any, rank: int, world_size: int, *, accumulate: int, uneven: str
+        self,
+        loader: Any,
+        rank: int,
+        world_size: int,
+        *,
+        accumulate: int,
+        uneven: str,
+        touch: Callable[[], None] = lambda: None,
     ) -> None:
         self.loader = loader
         self._rank, self._world_size = rank, world_size
-        self._accumulate, self._uneven = accumulate, uneven
+        self._accumulate, self._uneven, self._touch = accumulate, uneven, touch
         self.planned = data.planned(loader)
         self._plan = None if self.planned is None else self.planned.plan  # of the whole epoch
         self._is_seekable = isinstance(loader, DataLoader) and loader.batch_by is None
+        #: The loader can only continue inside an epoch from its start: batches are loaded again.
+        self._skips = not self.has_position and not hasattr(loader, "state_dict")
+        self._start_state: dict[str, Any] | None = None
         self._base = Base()
         self.windows: list[Window] | None = None
         self._counted: list[Window] | None = None
@@ -85,6 +96,8 @@ class EpochData:
         """
         if not state.step_in_epoch and self._base.step:
             self._set_base(Base())
+        if self._skips:
+            self._set_start_state(state.step_in_epoch)
         data.set_epoch(self.loader, state.epoch)
         if self.windows is None:
             return enumerate(iter(self.loader)), None, None
@@ -95,8 +108,20 @@ class EpochData:
         if windows and not windows[0][0] and self.has_position:
             last = number - 1, self._load_last(state.epoch, done)
         self._seek(state.epoch, done)
-        source = iter(self.loader) if any(map(any, windows)) else ()
-        return enumerate(source, number), windows, last
+        batches = iter(self.loader if self._skips or any(map(any, windows)) else ())
+        for item in enumerate(itertools.islice(batches, number)) if self._skips else ():
+            self._touch()  # a slow loader doesn't hang
+            last = item
+        return enumerate(batches, number), windows, last
+
+    def _set_start_state(self, first: int) -> None:
+        """Keep the random numbers of the start of an epoch, or restore them to skip batches."""
+        if not first or self._start_state is None:
+            loader_state = parts.loader_state(self.loader, has_position=False)
+            self._start_state = {"random": parts.random_state(), "loader": loader_state}
+        else:
+            parts.set_random_state(self._start_state["random"])
+            parts.load_loader_state(self.loader, self._start_state["loader"])
 
     def _seek(self, epoch: int, done: int) -> None:
         """Let the loader start at a number of steps after the base."""
@@ -230,9 +255,15 @@ class EpochData:
         else:
             self._set_base(Base(state.step_in_epoch, position))
 
-    def get_own_state(self) -> dict[str, Any]:
+    def get_own_state(self, state: RankState) -> dict[str, Any]:
         """Return the state of this rank's loader alone."""
-        return parts.loader_state(self.loader, has_position=not self.has_position)
+        return {
+            "loader": parts.loader_state(self.loader, has_position=not self.has_position),
+            "start": self._start_state if state.step_in_epoch else None,
+        }
+
+    def load_start_state(self, start: dict[str, Any] | None) -> None:
+        self._start_state = start
 
 
 _AT_START = {"taken": 0, "alone": False, "rank": None}

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from miniray.doctor.findings import named
 from miniray.errors import ActorDiedError, BarrierTimeoutError, MinirayError, WorkerTimeoutError
 from miniray.train.lockstep.monitor import Verdict
-from miniray.train.lockstep.status import Place, is_consequence, tell
+from miniray.train.lockstep.status import RankPosition, format_position, is_consequence
 from miniray.train.workers.group import located
 
 #: Explanations of words in the message of a rank that died.
@@ -30,16 +30,16 @@ def create_group_error(
     pending: list[int],
     verdict: Verdict | None,
     epoch: int | None,
-    places: list[Place],
+    positions: list[RankPosition],
 ) -> Exception:
     """Return the error if ranks only report that others are gone: it names the missing ranks."""
     messages = "\n".join(
         f"  rank {rank}: {str(getattr(error, 'cause', None) or error).splitlines()[0]}"
         for rank, error in sorted(failures.items())
     )
-    if verdict is None and pending and places:
+    if verdict is None and pending and positions:
         lines = [f"{named(pending)} did not answer, and the others waited in vain"]
-        lines += [tell(place) for place in places if place.rank in pending]
+        lines += [format_position(position) for position in positions if position.rank in pending]
         verdict = Verdict(pending, "\n".join([*lines, messages]))
     barrier = next((e for e in failures.values() if isinstance(e, BarrierTimeoutError)), None)
     if barrier is not None:
@@ -55,10 +55,10 @@ def create_group_error(
         return WorkerTimeoutError(text, epoch=epoch)
     rank = verdict.ranks[0]
     error = WorkerTimeoutError(text, rank=rank, worker=rank, epoch=epoch)
-    if places:
-        place = places[rank]
-        step = None if place.step < 0 else place.step
-        error.add_fields(step=step, host=place.host or None, pid=place.pid or None)
+    if positions:
+        position = positions[rank]
+        step = None if position.step < 0 else position.step
+        error.add_fields(step=step, host=position.host or None, pid=position.pid or None)
     return error
 
 
@@ -71,11 +71,15 @@ def find_root_cause(failures: Mapping[int, Exception]) -> tuple[int, Exception] 
 
 
 def add_rank_context(
-    error: Exception, rank: int, epoch: int | None, place: Place | None
+    error: Exception, rank: int, epoch: int | None, position: RankPosition | None
 ) -> Exception:
     """Return ``error`` with rank, epoch and step in its text and fields; of the same types."""
     when = "" if epoch is None else f" in epoch {epoch}"
-    step = place.step if place is not None and place.epoch == epoch and place.step >= 0 else None
+    step = (
+        position.step
+        if position is not None and position.epoch == epoch and position.step >= 0
+        else None
+    )
     if step is not None:
         when += f", step {step}"
     hint = "".join(f"\n{text}" for words, text in _HINTS.items() if words in str(error))
@@ -84,6 +88,6 @@ def add_rank_context(
     )
     if isinstance(located_error, MinirayError):
         located_error.add_fields(rank=rank, worker=rank, epoch=epoch, step=step)
-        if place is not None:
-            located_error.add_fields(host=place.host or None, pid=place.pid or None)
+        if position is not None:
+            located_error.add_fields(host=position.host or None, pid=position.pid or None)
     return located_error

@@ -21,7 +21,7 @@ from miniray.core import session
 from miniray.doctor.findings import named
 from miniray.errors import ActorDiedError, MinirayError, TaskError, WorkerTimeoutError
 from miniray.train.lockstep.failure import add_rank_context, create_group_error, find_root_cause
-from miniray.train.lockstep.monitor import Verdict, Watch
+from miniray.train.lockstep.monitor import HeartbeatMonitor, Verdict
 from miniray.train.lockstep.options import choose_backend
 from miniray.train.lockstep.process_group import GroupHost
 from miniray.train.lockstep.schedule import Action
@@ -124,7 +124,7 @@ class LockstepGroup:
     steps_per_epoch: int | None = None
     _logs: LogReader | None = None
     _host: GroupHost | None = None
-    _watch: Watch | None = None
+    _monitor: HeartbeatMonitor | None = None
     _is_broken: bool = False
     _is_restarting: bool = False
     _unanswered: list[Any] = dataclasses.field(default_factory=list)
@@ -154,7 +154,7 @@ class LockstepGroup:
             timeout=self.timeout,
             other_machines=len(machines) > 1 or session.engine().capabilities.multi_node,
         )
-        self._watch = Watch(self._host, self.hang_timeout, self.run_dir)
+        self._monitor = HeartbeatMonitor(self._host, self.hang_timeout, self.run_dir)
         self._logs = LogReader(self._host.store, self._host.spec)
         arguments = (self._host.spec, agreed, len(machines) == 1)
         self.steps_per_epoch = self.call_ranks("join_group", lambda _: arguments)[0]
@@ -198,7 +198,7 @@ class LockstepGroup:
         for worker in self.handles:
             end(worker)
         self.handles.clear()
-        self._watch = None
+        self._monitor = None
         unanswered, self._unanswered = self._unanswered, []
         for ref in unanswered if miniray.is_initialized() else ():
             with contextlib.suppress(Exception):
@@ -282,11 +282,6 @@ class LockstepGroup:
     def has(self, method: str) -> bool:
         return method_spec(self.handles[0], method) is not None
 
-    def train(self, epoch: int, until: int | None) -> list[Any]:
-        """Let all ranks train an epoch, or until a step inside of it; return their reports."""
-        arguments = (epoch, until)
-        return self.call_ranks(TRAIN_EPOCH, lambda _: arguments, epoch=epoch, reports_progress=True)
-
     def call_ranks(
         self,
         method: str,
@@ -333,7 +328,7 @@ class LockstepGroup:
         self, answers: _Answers, method: str, epoch: int | None, reports_progress: bool
     ) -> None:
         """Wait until all ranks have answered, or until it is known that some won't."""
-        watch, pending, notice_s = self._watch, answers.pending, self.hang_timeout
+        monitor, pending, notice_s = self._monitor, answers.pending, self.hang_timeout
         bar = StepBar(epoch or 0, self.steps_per_epoch, reports_progress and self.shows_progress)
         start = answered = time.monotonic()
         give_up: float | None = None
@@ -352,19 +347,19 @@ class LockstepGroup:
                     late = sorted(pending.values())
                     text = f"{named(late)} gave no result in {self.call_timeout:g} s"
                     answers.verdict = Verdict(late, text)
-                elif watch is not None and reports_progress:
-                    bar.update(watch.places())
-                    self._poll_logs()
-                    answers.verdict = watch.hung(pending.values(), answered)
-                elif watch is not None and (verdict := watch.stopped(pending.values())):
+                elif monitor is not None and reports_progress:
+                    bar.update(monitor.read())
+                    self.on_poll(self.read_logs())
+                    answers.verdict = monitor.find_hung(pending.values(), answered)
+                elif monitor is not None and (verdict := monitor.find_stopped(pending.values())):
                     answers.verdict = verdict
                 elif now > start + notice_s:
                     self._print_waiting(method, pending.values(), now - start)
                     notice_s *= 2
 
-    def _poll_logs(self) -> None:
-        if self._logs is not None:
-            self.on_poll(self._logs.read())
+    def read_logs(self) -> list[LogWindow]:
+        """Return the log windows that the ranks have posted since the last call."""
+        return [] if self._logs is None else self._logs.read()
 
     def request(self, action: Action, argument: int = 0) -> None:
         """Ask the ranks for an action. All take it after the same step, in about a second."""
@@ -386,18 +381,18 @@ class LockstepGroup:
     ) -> Exception:
         """Return the error of the one cause."""
         failures, pending = answers.failures, answers.pending
-        places = self._watch.last_places() if self._watch is not None else []
+        positions = self._monitor.read_last_positions() if self._monitor is not None else []
         cause = find_root_cause(failures)
         if cause is None and not pending and not reports_progress:
             cause = next(iter(failures.items()))  # it may not be about a collective
         if cause is None:
             ranks = sorted(pending.values())
             return self._add_part(
-                create_group_error(failures, ranks, answers.verdict, epoch, places)
+                create_group_error(failures, ranks, answers.verdict, epoch, positions)
             )
         rank, error = cause
-        place = places[rank] if places and method == TRAIN_EPOCH else None
-        return self._add_part(add_rank_context(error, rank, epoch, place))
+        position = positions[rank] if positions and method == TRAIN_EPOCH else None
+        return self._add_part(add_rank_context(error, rank, epoch, position))
 
     def _add_part(self, error: Exception) -> Exception:
         """Add to the error of a lost rank what part of the model it held."""

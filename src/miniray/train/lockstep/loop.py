@@ -1,9 +1,9 @@
 """The steps of an epoch on one rank: one loop for every kind of replica.
 
-What must be equal on all ranks is checked if it can differ, and the error names rank and step. A
-rank never continues alone: if it left out a backward pass, the others would wait for its gradients.
-So a step without a loss, a loss that isn't finite, a parameter without a gradient and a loader that
-ends early are errors.
+If ranks could differ in something that must be equal, it is checked, and the error names rank and
+step. A rank never continues alone: if it left out a backward pass, the others would wait for its
+gradients. So a step without a loss, a loss that isn't finite, a parameter without a gradient and a
+loader that ends early are errors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MicroBatch(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What a forward pass returns; ``loss`` is None on ranks that don't compute it."""
+    """The result of a forward pass; ``loss`` is None on ranks that don't compute it."""
 
     loss: Any
     metrics: Mapping[str, Any]
@@ -104,9 +104,9 @@ class EpochReport(NamedTuple):
 
 
 class Replica(Protocol):
-    """What one rank holds of the model, and how it computes a step with it."""
+    """The part of the model that one rank holds, and how it computes a step with it."""
 
-    #: Where losses come from, for the flight recorder: ``"train.py:17"``.
+    #: The source line of losses for the flight recorder, such as ``"train.py:17"``.
     site: str
 
     @property
@@ -181,8 +181,10 @@ class StepLoop:
 
         The last step of an epoch doesn't count for ``until``: the epoch ends with it.
         """
+        self.context.until = until
         if self._steps is None or self._position != self.state.state_dict():
             self._open_epoch()
+        self._window_start = time.monotonic()  # without the pause
         assert self._steps is not None
         for micro_batches in self._steps:
             self._run_step(micro_batches)
@@ -199,7 +201,7 @@ class StepLoop:
         """Start the loader and wait for the other ranks."""
         state, context = self.state, self.context
         self._opened.close()
-        context.status.at("starting the loader")
+        context.status.set_phase("starting the loader")
         if not state.step_in_epoch:
             self._epoch_means = parts.Means()
         self._steps = self.replica.start_epoch()  # its processes start before ranks wait
@@ -207,13 +209,13 @@ class StepLoop:
         self.agreement = self.replica.create_agreement()
         context.barrier("before-iteration")
         self._log_means, self._tokens = parts.Means(), 0
-        self._window_step, self._window_start = state.step, time.monotonic()
+        self._window_step = state.step
         self._opened.enter_context(self.replica.epoch_context())
 
     def _close_epoch(self) -> None:
         self._steps = None
         self._opened.close()
-        self.context.status.at("end of the epoch")
+        self.context.status.set_phase("end of the epoch")
         self.context.barrier("epoch-end")
         self.replica.end_epoch()
 
@@ -239,9 +241,9 @@ class StepLoop:
                     self._record(output)
                     samples += output.samples
                 replica.backward(output.loss, weight)
-        self.context.status.at("gradients")
+        self.context.status.set_phase("gradients")
         replica.check_gradients()
-        self.context.status.at("optimizer")
+        self.context.status.set_phase("optimizer")
         replica.step_optimizer()
         self.state.advance(samples)
 

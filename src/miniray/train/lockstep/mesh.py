@@ -1,8 +1,8 @@
-"""Meshes of the ranks, and tensors that are cut over them, as tensors in one piece and back.
+"""Meshes of ranks, and conversion of tensors between sharded and whole.
 
-A mesh's groups speak the backend that the ranks have met with: ``init_device_mesh`` takes NCCL for
-GPUs even where the ranks share one and have met over gloo. What is saved has its whole shape, so a
-checkpoint knows nothing of the layout it was written on.
+The groups of a mesh use the backend of the process group: ``init_device_mesh`` would use NCCL for
+GPUs even if ranks share one and use gloo. Saved tensors are whole, so a checkpoint doesn't depend
+on the layout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def make_mesh(device: Any, sizes: Mapping[str, int]) -> Any:
-    """A mesh of all ranks, in their order. A collective: every rank makes every group."""
+    """Return a mesh of all ranks, in their order. A collective: every rank creates every group."""
     names = tuple(sizes)
     ranks = torch.arange(dist.get_world_size()).reshape(*sizes.values())
     if len(names) == 1:
@@ -33,17 +33,17 @@ def make_mesh(device: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def stages_through_host(device: Any) -> bool:
-    """Whether tensors must be in host memory to be sent from rank to rank: gloo, and a GPU."""
+    """Return whether tensors must be in host memory to be sent between ranks: gloo and a GPU."""
     return bool(device.type == "cuda" and dist.get_backend() == "gloo")
 
 
 def local(tensor: Any) -> Any:
-    """This rank's part of a tensor that may be cut over ranks."""
+    """Return this rank's part of a tensor that may be sharded."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def whole(tensor: Any) -> Any:
-    """The tensor in one piece, on the CPU. A collective where it is cut over ranks."""
+def gather_full(tensor: Any) -> Any:
+    """Return the whole tensor, on the CPU. A collective if it is sharded."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().cpu().clone()
     if stages_through_host(tensor.device):
@@ -52,7 +52,7 @@ def whole(tensor: Any) -> Any:
 
 
 def _on_host(tensor: Any) -> Any:
-    """The same, each part in host memory: gloo would read a GPU's as its own, and crash."""
+    """Return the tensor with parts in host memory: gloo crashes if it reads those of a GPU."""
     mesh = tensor.device_mesh
     return DTensor.from_local(
         tensor.to_local().detach().cpu(),
@@ -64,10 +64,10 @@ def _on_host(tensor: Any) -> Any:
     )
 
 
-def put_weights(targets: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
-    """Fill ``targets``, which may be cut over ranks, from weights in one piece, by name.
+def load_weights(targets: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+    """Copy whole weights to ``targets``, which may be sharded, by name.
 
-    ``ValueError`` where one is missing or has another shape. Others may be there.
+    Raise ``ValueError`` if a weight is missing or has a different shape. Others are ignored.
     """
     for name, target in targets.items():
         value = weights.get(name)
@@ -78,24 +78,24 @@ def put_weights(targets: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
                 f"{'not there' if shape is None else shape} in the weights"
             )
         with torch.no_grad():
-            target.copy_(cut_like(target, torch.as_tensor(value)))
+            target.copy_(shard_like(target, torch.as_tensor(value)))
 
 
-def whole_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's numbers of a parameter, in one piece. A collective where they are cut."""
-    return {key: whole(v) if isinstance(v, torch.Tensor) else v for key, v in values.items()}
+def gather_optimizer_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's values of a parameter, whole. A collective if they are sharded."""
+    return {key: gather_full(v) if isinstance(v, torch.Tensor) else v for key, v in values.items()}
 
 
-def cut_numbers(parameter: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's numbers of a parameter, cut as it is; a count of steps is left as it is."""
+def shard_optimizer_values(parameter: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's values, sharded like their parameter, except a count of steps."""
     return {
-        key: cut_like(parameter, v) if getattr(v, "shape", None) == parameter.shape else v
+        key: shard_like(parameter, v) if getattr(v, "shape", None) == parameter.shape else v
         for key, v in values.items()
     }
 
 
-def cut_like(target: Any, value: Any) -> Any:
-    """``value`` cut as ``target`` is. Nothing is sent: every rank has all of ``value``."""
+def shard_like(target: Any, value: Any) -> Any:
+    """Return ``value`` sharded like ``target``. Nothing is sent: every rank has the whole value."""
     value = value.to(local(target).device)
     if not isinstance(target, DTensor):
         return value

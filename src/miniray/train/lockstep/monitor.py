@@ -1,14 +1,12 @@
-"""The driver's look at its ranks: who hangs, whose failure is the cause, how far they are.
-
-Who notices what:
+"""The driver's view of its ranks: their positions, and which of them hang.
 
 =====================  =========================================================================
-a rank raises          its call fails at once; the others are stuck in a collective and are ended
-a rank dies            its call fails; the others' lost connections are consequences and not shown
-a rank is stopped      no pulse comes from it, and the system says it is stopped: 2 seconds
-a rank hangs           nobody moves for ``hang_timeout`` and it is idle: it is named with its stack
-a rank is slow         the same but it uses the CPU: it is waited for, up to the group's ``timeout``
-a rank skips a step    all wait, for different things: the doctor finds out which rank it was
+a rank raises          its call fails at once; the others, stuck in a collective, are stopped
+a rank crashes         its call fails; lost connections of the others are consequences, not shown
+a rank is stopped      it sends no heartbeat, and the system reports it as stopped: 2 seconds
+a rank hangs           no rank moves for ``hang_timeout`` and it is idle: it is named
+a rank is slow         the same, but it uses the CPU: the driver waits, up to ``timeout``
+a rank skips a step    all wait, for different things: the doctor finds the rank
 =====================  =========================================================================
 """
 
@@ -24,134 +22,140 @@ from miniray.doctor.reader import read_box
 from miniray.doctor.verdict import save_diagnosis
 from miniray.errors import BoxError
 from miniray.train.lockstep.process_group import GroupHost
-from miniray.train.lockstep.status import EVALUATION, Place, read_places, tell
+from miniray.train.lockstep.status import EVALUATION, RankPosition, format_position, read_positions
 
-_STALE = 2.0  # seconds without a pulse after which the system is asked what the process does
+_STALE = 2.0  # seconds without a heartbeat after which the state of the process is read
 _BUSY = 0.05  # of one core: less than this is waiting
 
 
-class Watch:
-    """Reads the pulses of a group's ranks. ``hung`` says who has stopped moving, and where."""
+class HeartbeatMonitor:
+    """Reads the heartbeats of the ranks, and finds ranks that don't move."""
 
     def __init__(self, host: GroupHost, hang_timeout: float, run_dir: Path) -> None:
         self._host = host
         self._run_dir = run_dir
         self._limit = hang_timeout
         self._seen: dict[int, tuple[int, float]] = {}  # rank: (beat, when it was first seen)
-        self._cpu: dict[int, float] = {}  # rank: CPU seconds when its pulse had just stopped
+        self._cpu: dict[int, float] = {}  # rank: CPU seconds when its heartbeats had stopped
 
-    def places(self) -> list[Place]:
-        """Where each rank is; time without a pulse is added to what it said last."""
+    def read(self) -> list[RankPosition]:
+        """Return the position of each rank; ``seconds`` includes the time since its heartbeat."""
         now = time.monotonic()
-        found = read_places(self._host.store, self._host.spec)
-        for place in found:
-            beat, since = self._seen.get(place.rank, (-1, now))
-            if beat != place.beat:
-                self._seen[place.rank] = (place.beat, now)
-                self._cpu.pop(place.rank, None)
+        found = read_positions(self._host.store, self._host.spec)
+        for position in found:
+            beat, since = self._seen.get(position.rank, (-1, now))
+            if beat != position.beat:
+                self._seen[position.rank] = (position.beat, now)
+                self._cpu.pop(position.rank, None)
             else:
-                place.seconds += now - since
+                position.seconds += now - since
         return found
 
-    def last_places(self) -> list[Place]:
-        """``places`` with the last epoch and step from the ranks' black boxes, where they are here.
+    def read_last_positions(self) -> list[RankPosition]:
+        """Return the positions with epoch and step from flight recorders on this machine.
 
-        A pulse may be half a second old when its process dies.
+        A heartbeat may be half a second old when its process dies.
         """
-        found = self.places()
-        for place in found:
+        found = self.read()
+        for position in found:
             try:
-                box = read_box(self._run_dir / "ranks" / f"{place.rank}.box")
+                box = read_box(self._run_dir / "ranks" / f"{position.rank}.box")
             except BoxError:  # on another machine, or not begun
                 continue
             before = box.notes.get("steps_before_epoch")
-            if before is not None and place.phase != EVALUATION:
-                place.epoch, place.step = box.epoch, box.step - before
-            if self._silence(place) > _STALE:
-                place.phase = box.phase.name
+            if before is not None and position.phase != EVALUATION:
+                position.epoch, position.step = box.epoch, box.step - before
+            if self._silence(position) > _STALE:
+                position.phase = box.phase.name
         return found
 
-    def hung(self, pending: Collection[int], answered: float) -> Verdict | None:
-        """Who it is, if the ranks that have not answered are not going to; else None.
+    def find_hung(self, pending: Collection[int], answered: float) -> Verdict | None:
+        """Return which of the ranks that haven't answered hang; None if they may still answer.
 
-        ``answered`` is when the last of the others did (of the monotonic clock): its word is newer
-        than a pulse.
+        ``answered`` is the time of the last answer, by the monotonic clock. It may be newer than
+        the heartbeats.
         """
-        stopped = self.stopped(pending)
+        stopped = self.find_stopped(pending)
         if stopped:
             return stopped
-        places = [place for place in self.places() if place.rank in pending]
+        positions = [position for position in self.read() if position.rank in pending]
         quiet = time.monotonic() - answered
-        if not places or min(quiet, *(place.seconds for place in places)) < self._limit:
+        if not positions or min(quiet, *(position.seconds for position in positions)) < self._limit:
             return None
-        suspects = [place for place in places if not place.waits]
+        suspects = [position for position in positions if not position.waits]
         if not suspects:
             return self._verdict([], "all ranks wait for one another")
-        if any(self._is_busy(place) for place in suspects):
+        if any(self._is_busy(position) for position in suspects):
             return None
-        guilty = [place.rank for place in suspects]
-        others = ", and the others wait for it" if len(guilty) < self._host.spec.world_size else ""
-        return self._verdict(guilty, f"has not moved{others}")
+        hanging = [position.rank for position in suspects]
+        others = ", and the others wait for it" if len(hanging) < self._host.spec.world_size else ""
+        return self._verdict(hanging, f"has not moved{others}")
 
-    def stopped(self, pending: Collection[int]) -> Verdict | None:
-        """Who has not answered because it is stopped; None where nobody is."""
-        places = [place for place in self.places() if place.rank in pending]
-        ranks = [place.rank for place in places if self._outside(place) == "stopped"]
+    def find_stopped(self, pending: Collection[int]) -> Verdict | None:
+        """Return which of the ranks that haven't answered are stopped; None if none is."""
+        positions = [position for position in self.read() if position.rank in pending]
+        ranks = [position.rank for position in positions if self._outside(position) == "stopped"]
         if not ranks:
             return None
         what = "is stopped (SIGSTOP), and the others wait for it"
         return self._verdict(ranks, what, ask_doctor=False)  # there is no more to say
 
-    def _verdict(self, guilty: list[int], what: str, ask_doctor: bool = True) -> Verdict:
-        """The story as the pulses tell it; and as the doctor does, where the ranks have boxes."""
-        places = self.last_places()
-        names = ", ".join(map(str, guilty))
-        word = "each of ranks" if len(guilty) > 1 else "rank"
-        lines = [f"{word} {names} {what}" if guilty else what]
-        lines += [tell(place) for place in places if place.rank in guilty or not guilty]
+    def _verdict(self, hanging: list[int], what: str, ask_doctor: bool = True) -> Verdict:
+        """Return a verdict with the positions, and with the doctor's diagnosis if there is one."""
+        positions = self.read_last_positions()
+        names = ", ".join(map(str, hanging))
+        word = "each of ranks" if len(hanging) > 1 else "rank"
+        lines = [f"{word} {names} {what}" if hanging else what]
         lines += [
-            f"  {place.describe()}" for place in places if guilty and place.rank not in guilty
+            format_position(position)
+            for position in positions
+            if position.rank in hanging or not hanging
+        ]
+        lines += [
+            f"  {position.describe()}"
+            for position in positions
+            if hanging and position.rank not in hanging
         ]
         if ask_doctor and (self._run_dir / "ranks" / "0.box").exists():
-            # Now: it looks at living ranks, and they are ended in a moment.
+            # Not later: it inspects living ranks, which are stopped in a moment.
             found = save_diagnosis(self._run_dir, hang_timeout=self._limit)
             lines += ["", f"The doctor, kept in {self._run_dir / 'doctor.txt'}:", "", found]
-        return Verdict(guilty, "\n".join(lines))
+        return Verdict(hanging, "\n".join(lines))
 
-    def _outside(self, place: Place) -> str | None:
-        """The state of a process that gives no pulse, as the system sees it."""
-        if self._silence(place) < _STALE or place.host != socket.gethostname():
+    def _outside(self, position: RankPosition) -> str | None:
+        """Return the state of a process that sends no heartbeat, as the system reports it."""
+        if self._silence(position) < _STALE or position.host != socket.gethostname():
             return None
         import psutil
 
         try:
-            process = psutil.Process(place.pid)
-            if place.rank not in self._cpu:
-                self._cpu[place.rank] = sum(process.cpu_times()[:2])
+            process = psutil.Process(position.pid)
+            if position.rank not in self._cpu:
+                self._cpu[position.rank] = sum(process.cpu_times()[:2])
             return str(process.status())
         except psutil.Error:
             return None
 
-    def _silence(self, place: Place) -> float:
-        return time.monotonic() - self._seen[place.rank][1]
+    def _silence(self, position: RankPosition) -> float:
+        return time.monotonic() - self._seen[position.rank][1]
 
-    def _is_busy(self, place: Place) -> bool:
-        if self._silence(place) < _STALE:
-            return place.cpu / max(place.seconds, 1e-9) > _BUSY
+    def _is_busy(self, position: RankPosition) -> bool:
+        if self._silence(position) < _STALE:
+            return position.cpu / max(position.seconds, 1e-9) > _BUSY
         import psutil
 
-        before = self._cpu.get(place.rank)
+        before = self._cpu.get(position.rank)
         if before is None:
             return False
         try:
-            used = sum(psutil.Process(place.pid).cpu_times()[:2]) - before
+            used = sum(psutil.Process(position.pid).cpu_times()[:2]) - before
         except psutil.Error:
             return False
-        return bool(used / max(self._silence(place) - _STALE, 1.0) > _BUSY)
+        return bool(used / max(self._silence(position) - _STALE, 1.0) > _BUSY)
 
 
 class Verdict(NamedTuple):
-    """The ranks that hold up the others, and the story with their stacks."""
+    """The ranks that the others wait for, and a description with their stacks."""
 
     ranks: list[int]
     text: str

@@ -54,7 +54,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def check_engine(trainer: str, num_workers: int) -> None:
-    """``CapabilityError`` where the running engine has no process for each of the workers."""
+    """Raise ``CapabilityError`` if the engine has no process for each of the workers."""
     engine = session.engine()
     if num_workers > 1 and not engine.capabilities.processes:
         raise CapabilityError(
@@ -64,7 +64,7 @@ def check_engine(trainer: str, num_workers: int) -> None:
 
 
 def choose_backend(wanted: str, facts: Sequence[Mapping[str, Any]]) -> str:
-    """NCCL where every rank has a GPU that no other has, else gloo; or what the user wants."""
+    """Return the backend that the user chose, or NCCL if every rank has its own GPU, else gloo."""
     if wanted != "auto":
         return wanted
     gpus = {(fact["host"], fact["gpu"]) for fact in facts if fact["gpu"] is not None}

@@ -154,7 +154,7 @@ def join(spec: ProcessGroupSpec, rank: int) -> Any:
     if store.add(f"{spec.name}/claims/{rank}", 1) > 1:
         raise GroupError(f"two processes claim rank {rank} of {spec.name}", rank=rank)
     store.set(f"{spec.name}/here/{rank}", f"{socket.gethostname()}:{os.getpid()}")
-    missing = absent(store, f"{spec.name}/here", spec.world_size, spec.timeout)
+    missing = find_missing(store, f"{spec.name}/here", spec.world_size, spec.timeout)
     if missing:
         ranks = ", ".join(map(str, missing))
         raise GroupError(
@@ -182,8 +182,8 @@ def join(spec: ProcessGroupSpec, rank: int) -> Any:
     return store
 
 
-def absent(store: Any, prefix: str, world_size: int, timeout: float) -> list[int]:
-    """Wait until ``prefix/<rank>`` is there for all ranks; those for which it never came.
+def find_missing(store: Any, prefix: str, world_size: int, timeout: float) -> list[int]:
+    """Wait until ``prefix/<rank>`` exists for all ranks, and return the missing ranks.
 
     Asks again and again instead of waiting in the store: a waiting call cannot be interrupted, and
     says only that something is missing.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from miniray.doctor import barriers, recorder
 from miniray.train.lockstep import process_group
 from miniray.train.lockstep.options import RunFacts
-from miniray.train.lockstep.status import PulseThread
+from miniray.train.lockstep.status import HeartbeatSender
 from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers import torch_utils as parts
 from miniray.train.workers.context import WorkerContext
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerTraits:
-    """What the user's class defines itself, instead of inheriting it from ``TorchWorker``.
+    """The methods that the user's class defines itself, instead of inheriting ``TorchWorker``'s.
 
     Attributes:
         has_steps: ``StepLoop`` trains the epochs, with ``training_step``. If the class has its own
@@ -64,9 +64,9 @@ def defines(user_class: type, name: str) -> bool:
 
 
 class RankContext:
-    """What the parts of a rank share: its number, device, position, heartbeat and barriers."""
+    """The state that the parts of a rank share: number, device, position, status, barriers."""
 
-    status: PulseThread
+    status: HeartbeatSender
 
     def __init__(self, rank: int, world_size: int, facts: RunFacts) -> None:
         import torch  # not in the driver, which imports this module
@@ -77,6 +77,7 @@ class RankContext:
         self.device: Any = torch.device("cpu")
         self.state: RankState = RankState()
         self.recorder: Any = None
+        self.until: int | None = None  # the step at which the driver wants the ranks to pause
         self._random_state: dict[str, Any] | None = None
         self._shares_boxes = False
         self._opened = contextlib.ExitStack()
@@ -103,7 +104,7 @@ class RankContext:
             keep_freed_memory()
         store = process_group.join(spec, self.rank)
         self._opened.callback(process_group.leave)
-        self.status = PulseThread(spec, self.rank, store)
+        self.status = HeartbeatSender(spec, self.rank, store)
         self._opened.callback(self.status.close)
 
     def start_epoch(self, epoch: int) -> None:
@@ -130,13 +131,13 @@ class RankContext:
         if not self._shares_boxes:
             self.status.barrier(name)
             return
-        self.status.at(f"barrier {name!r}")
+        self.status.set_phase(f"barrier {name!r}")
         barriers.barrier(name, timeout=self.status.limit)
-        self.status.at(f"after barrier {name!r}")
+        self.status.set_phase(f"after barrier {name!r}")
 
     def post_status(self) -> None:
         """Report the step of an error: the last heartbeat may be of an earlier one."""
-        with contextlib.suppress(RuntimeError):  # the store is closed: then nobody reads it
+        with contextlib.suppress(RuntimeError):  # the store is closed: the driver reads it no more
             self.status.post()
 
     def leave(self) -> None:
@@ -185,10 +186,10 @@ class RankActor:
     ) -> int | None:
         """Join the process group; return the number of steps of an epoch, if it is known."""
         self._context.join(spec, one_machine)
-        self._context.status.at("wrapping the model")
+        self._context.status.set_phase("wrapping the model")
         steps: int | None = self._replica.wrap(agreed)
         self._loop = self._replica.create_loop()
-        self._context.status.at("idle")
+        self._context.status.set_phase("idle")
         return steps
 
     def run_rank_epoch(self, epoch: int, until: int | None = None) -> EpochReport:
@@ -200,7 +201,7 @@ class RankActor:
         except Exception:
             context.post_status()
             raise
-        context.status.at("idle")
+        context.status.set_phase("idle")
         if context.recorder is not None:
             context.recorder.flush()
         return report
@@ -227,7 +228,7 @@ class RankActor:
         return self._replica.gather_weights()
 
     def gather_shared(self) -> Any:
-        """Return the like of the state that all ranks share: optimizers, position, data order."""
+        """Return the state that all ranks share: optimizers, position, data order. See above."""
         return self._replica.gather_shared()
 
     def load_shared(self, shared: Any) -> None:
@@ -246,6 +247,10 @@ class RankActor:
         if own is not None:
             self.set_state(own)
 
+    def write_pretrained(self, directory: str | None, send_files: bool) -> Any:
+        """Write a Hugging Face model to a directory. A collective if the model is sharded."""
+        return self._replica.write_pretrained(directory, send_files)
+
     # -- methods that users call too --------------------------------------------------------------
 
     def load_data_shard(self, *args: Any, **kwargs: Any) -> Any:
@@ -255,12 +260,16 @@ class RankActor:
         return None  # the samples are planned step by step when the rank is prepared
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate by the user's own ``evaluate``, or by ``validation_step``."""
+        """Evaluate by the user's own ``evaluate``, or by ``validation_step``.
+
+        With ``validation_step``, training continues with the random numbers it had before.
+        """
         with self._replica.evaluation_context():
             if "evaluate" in self._traits.own_methods:
                 return self._user.evaluate(*args, **kwargs)
             accepts = inspect.signature(self._replica.evaluate)
-            return self._replica.evaluate(*args, **accepted(accepts, kwargs))
+            with parts.keep_random_state():
+                return self._replica.evaluate(*args, **accepted(accepts, kwargs))
 
     def get_weights(self) -> Any:
         if "get_weights" in self._traits.own_methods:

@@ -1,15 +1,14 @@
-"""What each rank is doing, known to all: a pulse a rank, and barriers with a name and a limit.
+"""Heartbeats of ranks, and barriers with a name and a time limit.
 
-Each rank has a thread that posts the rank's place in the loop to the store in the driver, twice a
-second, over a connection of its own. So a rank that is stuck still says where: which epoch, step
-and phase, since when, how much CPU it has used meanwhile, and its main thread's stack. A rank that
-is stopped or holds the interpreter's lock posts nothing, which says as much.
+A thread of each rank sends the rank's position to the store in the driver, twice per second, over
+its own connection. So a rank that is stuck still reports its epoch, step and phase, how long it has
+lasted, how much CPU time it has used, and the stack of its main thread. A rank that is stopped
+or holds the interpreter's lock sends nothing, which is information too.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import json
 import os
@@ -27,12 +26,12 @@ from miniray.data import observers
 from miniray.doctor.layout import PREPARING
 from miniray.errors import BarrierTimeoutError, PeerLostError, TaskError
 from miniray.train.lockstep import process_group
-from miniray.train.lockstep.process_group import ProcessGroupSpec, absent
+from miniray.train.lockstep.process_group import ProcessGroupSpec, find_missing
 
 EVALUATION = "evaluation"  #: the phase in which steps are not those of training
 
 _INTERVAL = 0.5
-_STACK_AFTER = 1.0  # seconds in one place; before that a stack tells nothing
+_STACK_AFTER = 1.0  # seconds in one phase; before that a stack says nothing
 _DEEPEST = 12
 
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
@@ -55,8 +54,8 @@ _LOST = re.compile(
 
 
 @dataclasses.dataclass
-class Place:
-    """Where a rank is. ``seconds``: how long there; ``cpu``: seconds of CPU time used since."""
+class RankPosition:
+    """The phase of a rank, how many ``seconds`` it has lasted, and its ``cpu`` seconds since."""
 
     rank: int
     pid: int = 0
@@ -123,10 +122,10 @@ class LogReader:
         return found
 
 
-class PulseThread:
-    """This rank's pulse. The main thread says where it is with ``at``; it costs well under 1 µs.
+class HeartbeatSender:
+    """Sends this rank's position. ``set_phase``, for the main thread, takes well under 1 µs.
 
-    ``close`` ends the thread. When the driver's store is gone, the thread ends by itself.
+    ``close`` stops the thread. If the driver's store is closed, the thread stops by itself.
     """
 
     def __init__(self, spec: ProcessGroupSpec, rank: int, store: Any) -> None:
@@ -144,21 +143,22 @@ class PulseThread:
         self._barriers = 0
         self._logs: collections.deque[Any] = collections.deque()
         self._logs_posted = 0
+        self._logs_lock = threading.Lock()  # held while windows are on their way to the store
         self._request: tuple[int, int] | None = None
         self._before_preparation: str | None = None
         observers.preparation_hooks.append(self._prepare)
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="miniray-pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="miniray-heartbeat", daemon=True)
         self._thread.start()
 
-    def at(self, phase: str, step: int | None = None) -> None:
-        """The main thread is in ``phase`` now."""
+    def set_phase(self, phase: str, step: int | None = None) -> None:
+        """Note that the main thread is in ``phase`` now."""
         if step is not None:
             self.step = step
         self._where = (phase, time.monotonic())
 
-    def go_on(self) -> None:
-        """The main thread is in the same phase, and moves."""
+    def touch(self) -> None:
+        """Note that the main thread makes progress in the same phase."""
         self._where = (self._where[0], time.monotonic())
 
     def _prepare(self, is_active: bool) -> None:
@@ -166,25 +166,25 @@ class PulseThread:
         if is_active:
             if self._before_preparation is None:
                 self._before_preparation = self._where[0]
-            self.at(PREPARING)
+            self.set_phase(PREPARING)
         elif self._before_preparation is not None:
-            self.at(self._before_preparation)
+            self.set_phase(self._before_preparation)
             self._before_preparation = None
 
     def barrier(self, name: str) -> None:
-        """Wait until all ranks are here; ``BarrierTimeoutError`` after ``limit`` seconds.
+        """Wait for all ranks. Raise ``BarrierTimeoutError`` after ``limit`` seconds.
 
-        It names those that did not come, and shows where they are.
+        The error names the missing ranks and shows their positions.
         """
-        self.at(f"barrier {name!r}")
+        self.set_phase(f"barrier {name!r}")
         self._barriers += 1
         prefix = f"{self._spec.name}/barrier/{self._barriers}/{name}"
         self._store.set(f"{prefix}/{self.rank}", b"")
-        missing = absent(self._store, prefix, self._spec.world_size, self.limit)
+        missing = find_missing(self._store, prefix, self._spec.world_size, self.limit)
         if missing:
-            places = read_places(self._store, self._spec)
+            positions = read_positions(self._store, self._spec)
             ranks = ", ".join(map(str, missing))
-            shown = "\n".join(tell(places[rank]) for rank in missing)
+            shown = "\n".join(format_position(positions[rank]) for rank in missing)
             raise BarrierTimeoutError(
                 f"barrier {name!r} of epoch {self.epoch} waited {self.limit:g} s in vain for rank"
                 f"{'s' if len(missing) > 1 else ''} {ranks} of {self._spec.world_size}\n{shown}",
@@ -194,17 +194,17 @@ class PulseThread:
                 epoch=None if self.epoch < 0 else self.epoch,
                 step=None if self.step < 0 else self.step,
             )
-        self.at(f"after barrier {name!r}")
+        self.set_phase(f"after barrier {name!r}")
 
     def post(self, store: Any = None) -> None:
-        """Say now where this rank is."""
+        """Send the position now."""
         phase, since = self._where
         if since != self._moved:
             self._moved, self._cpu_then = since, time.process_time()
         self._beats += 1
         seconds = time.monotonic() - since
         stack, waits = self._stack() if seconds > _STACK_AFTER else ("", False)
-        found = Place(
+        found = RankPosition(
             self.rank,
             os.getpid(),
             socket.gethostname(),
@@ -218,7 +218,7 @@ class PulseThread:
             stack,
         )
         text = json.dumps(dataclasses.asdict(found))
-        (store or self._store).set(f"{self._spec.name}/pulse/{self.rank}", text)
+        (store or self._store).set(f"{self._spec.name}/heartbeat/{self.rank}", text)
 
     def post_log(self, window: Any) -> None:
         """Queue a log window. The thread posts it, so a step waits for nothing."""
@@ -226,10 +226,9 @@ class PulseThread:
 
     def take_logs(self) -> list[Any]:
         """Return the log windows that weren't posted yet, for an answer to the driver."""
-        taken = []
-        with contextlib.suppress(IndexError):
-            while True:
-                taken.append(self._logs.popleft())
+        with self._logs_lock:
+            taken = list(self._logs)
+            self._logs.clear()
         return taken
 
     def take_request(self) -> tuple[int, int]:
@@ -243,8 +242,8 @@ class PulseThread:
     def _exchange(self, store: Any) -> None:
         """Post log windows, and read the driver's request on rank 0."""
         name = self._spec.name
-        with contextlib.suppress(IndexError):
-            while True:
+        with self._logs_lock:
+            while self._logs:
                 window = self._logs.popleft()
                 store.set(f"{name}/log/{self.rank}/{self._logs_posted}", json.dumps(window))
                 self._logs_posted += 1
@@ -270,7 +269,7 @@ class PulseThread:
             return
 
     def close(self) -> None:
-        """End the thread and wait for it."""
+        """Stop the thread and wait for it."""
         observers.preparation_hooks.remove(self._prepare)
         self._ended.set()
         self._thread.join(timeout=2 * _INTERVAL)
@@ -309,26 +308,26 @@ def _is_waiting(frame: Any) -> bool:
     return False
 
 
-def read_places(store: Any, spec: ProcessGroupSpec) -> list[Place]:
-    """The last place each rank has posted, by rank."""
-    places = []
+def read_positions(store: Any, spec: ProcessGroupSpec) -> list[RankPosition]:
+    """Return the last position that each rank has sent."""
+    positions = []
     for rank in range(spec.world_size):
-        key = f"{spec.name}/pulse/{rank}"
+        key = f"{spec.name}/heartbeat/{rank}"
         if store.check([key]):
-            places.append(Place(**json.loads(store.get(key))))
+            positions.append(RankPosition(**json.loads(store.get(key))))
         else:
-            places.append(Place(rank))
-    return places
+            positions.append(RankPosition(rank))
+    return positions
 
 
-def tell(place: Place) -> str:
-    """A place with its stack, for an error's text."""
-    stack = "".join(f"    {line}\n" for line in place.stack.splitlines())
-    return f"  {place.describe()}\n{stack}".rstrip()
+def format_position(position: RankPosition) -> str:
+    """Return a position with its stack, for the text of an error."""
+    stack = "".join(f"    {line}\n" for line in position.stack.splitlines())
+    return f"  {position.describe()}\n{stack}".rstrip()
 
 
 def is_consequence(error: BaseException | None) -> bool:
-    """Whether ``error`` only says that other ranks are gone or do not answer."""
+    """Return whether ``error`` only reports that other ranks are gone or don't answer."""
     while isinstance(error, TaskError):
         error = error.cause
     if isinstance(error, (BarrierTimeoutError, PeerLostError)):

@@ -14,23 +14,25 @@ from __future__ import annotations
 
 import math
 import random
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import miniray
 from miniray.checks import check_int
 from miniray.core import session
+from miniray.tracebacks import hides_frames
 from miniray.train.callbacks import Checkpoint
-from miniray.train.lockstep.group import LockstepGroup
+from miniray.train.lockstep.group import TRAIN_EPOCH, LockstepGroup
 from miniray.train.lockstep.logs import LogMerger
 from miniray.train.lockstep.options import check_engine, check_options
+from miniray.train.lockstep.parallelism import Parallelism, RunSettings
 from miniray.train.lockstep.rank import RankActor
 from miniray.train.lockstep.schedule import Action, StepSchedule
 from miniray.train.lockstep.snapshot import Keep, RankSnapshots
 from miniray.train.lockstep.status import LogWindow
 from miniray.train.run.checkpointer import Part
+from miniray.train.run.result import TrainResult
 from miniray.train.trainer import BaseTrainer
 from miniray.train.workers.budget import FailureBudget
 
@@ -41,11 +43,12 @@ if TYPE_CHECKING:
     from miniray.train.options import RunKwargs
 
 
-class LockstepTrainer(BaseTrainer, ABC):
+class LockstepTrainer(BaseTrainer):
     """A trainer whose workers step together. ``DDPTrainer`` documents the arguments."""
 
     _kind = "ranks"
     _counts_steps = True
+    _uses_torch = True
     #: Not ``train_epoch``, which is called with the epoch only.
     _kwargs_methods: Sequence[str] = ("__init__", "setup", "load_data_shard", "evaluate")
     _process_set_up = "miniray.train.workers.process:set_up_rank"
@@ -54,6 +57,7 @@ class LockstepTrainer(BaseTrainer, ABC):
     def __init__(
         self,
         num_workers: int,
+        parallelism: Parallelism,
         *,
         worker: Any = None,
         clip_norm: float | None = None,
@@ -82,6 +86,8 @@ class LockstepTrainer(BaseTrainer, ABC):
         shared = Part(self._collect_shared, self._load_shared)
         self.checkpointer.register(self._kind, shared, in_workers=True)
         self.clip_norm = clip_norm
+        self._parallelism = parallelism
+        self._preloaded = parallelism.modules
         self._on_nonfinite, self._group_backend = on_nonfinite, group_backend
         self._hang_timeout = math.inf if hang_timeout is None else hang_timeout
         self._timeout = timeout
@@ -91,29 +97,6 @@ class LockstepTrainer(BaseTrainer, ABC):
         self._logs = LogMerger(self.num_workers)
         self._has_requested_pause = False
         self._resumed_steps: int | None = None  # of an epoch that other ranks began
-
-    # -- methods of subclasses --------------------------------------------------------------------
-
-    @abstractmethod
-    def _prepare_ranks(self, group: LockstepGroup) -> tuple[Sequence[Mapping[str, Any]], Any]:
-        """See ``LockstepGroup.prepare``."""
-
-    @abstractmethod
-    def _summarize(self, reports: Sequence[EpochReport]) -> dict[str, Any]:
-        """Return the result of an epoch from the reports of the ranks."""
-
-    @abstractmethod
-    def _merge_weights(self, parts: Sequence[Any]) -> Any:
-        """Return the whole weights from the ranks' ``gather_weights``."""
-
-    @abstractmethod
-    def _merge_shared(self, parts: Sequence[Any]) -> Any:
-        """Return the state that all ranks share from their ``gather_shared``."""
-
-    def _describe_part(self, rank: int) -> str | None:
-        """Return what part of the model is lost with a rank; None if all ranks hold the same."""
-        del rank
-        return None
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -130,22 +113,36 @@ class LockstepTrainer(BaseTrainer, ABC):
         """
         group, before = self._get_ranks(), self.failures
         while True:
-            attempt = partial(group.train, epoch, self._find_pause())
-            reports: list[EpochReport] = group.run(attempt, epoch=epoch)
+            attempt = self._create_attempt(epoch, self._find_pause())
+            reports = group.run(attempt, epoch=epoch)
             self.state.report_step(reports[0].step, reports[0].step_in_epoch)
+            self._logs.add(group.read_logs())
             self._logs.add(window for report in reports for window in report.logs)
+            if not reports[0].step_in_epoch:
+                self._logs.complete()
             self._log_steps(at_once=True)
+            result = {"step": self.state.step, **self._parallelism.summarize(reports)}
             if not reports[0].step_in_epoch:
                 self._resumed_steps = None
                 break
             self._has_requested_pause = False
-            self._act_inside_epoch()
+            if self.session.signals.number is None:  # else time is short
+                self._act_inside_epoch(result)
             if self.should_stop or self._target.is_reached(self.state):
                 break
-        result = {"step": self.state.step, **self._summarize(reports)}
         if self.failures > before:
             result["restarts"] = self.failures - before
         return result
+
+    def _create_attempt(self, epoch: int, until: int | None) -> Callable[[], list[EpochReport]]:
+        """Return a function that lets all ranks train to ``until``, or the end of the epoch."""
+        return partial(
+            self._get_ranks().call_ranks,
+            TRAIN_EPOCH,
+            lambda _: (epoch, until),
+            epoch=epoch,
+            reports_progress=True,
+        )
 
     # -- inside an epoch --------------------------------------------------------------------------
 
@@ -159,26 +156,54 @@ class LockstepTrainer(BaseTrainer, ABC):
         if not pauses:
             return None
         steps = self._resumed_steps or self._get_ranks().steps_per_epoch
-        if steps is None:
-            raise TypeError(
-                "train(steps=), eval_every_steps= and Checkpoint(every_steps=) need workers with "
-                "training_step() and a train_loader that has a length"
-            )
+        assert steps is not None  # see _check_target
         end = step - self.state.step_in_epoch + steps
         return min(pauses) if min(pauses) < end else None
+
+    def _check_target(self) -> None:
+        options = {
+            "train(steps=...)": self._target.steps,
+            "eval_every_steps": self._eval_every_steps,
+            "Checkpoint(every_steps=...)": self._find_checkpoint_steps(),
+        }
+        asked = [name for name, value in options.items() if value is not None]
+        if asked and self._get_ranks().steps_per_epoch is None:
+            raise TypeError(
+                f"{', '.join(asked)} needs workers with training_step(batch, batch_idx) and a "
+                "train_loader that has a length. With train_epoch, the steps are the workers' own"
+            )
 
     def _get_checkpoint_callbacks(self) -> list[Checkpoint]:
         return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
 
-    def _act_inside_epoch(self) -> None:
-        """Evaluate and write a checkpoint if they are due after a step inside of an epoch."""
-        step = self.state.step
-        if self._eval_every_steps and step % self._eval_every_steps == 0:
-            scores = {f"val_{k.removeprefix('val_')}": v for k, v in self.evaluate().items()}
-            self._write_step({"step": step, "epoch": self.epoch, **scores})
-            self._emit("on_evaluate_end", step, scores)
+    def _act_inside_epoch(self, result: dict[str, Any]) -> None:
+        """Evaluate and write a checkpoint if they are due after a step inside an epoch.
+
+        Args:
+            result: The metrics of the epoch up to this step.
+        """
+        self.state.part_metrics = {**result, **self._evaluate_if_due({})}
         for callback in self._get_checkpoint_callbacks():
             callback.save_if_due(self)
+
+    def _evaluate_if_due(self, scores: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return and log the scores of ``eval_every_steps``; {} if none are due at this step.
+
+        ``scores`` of an evaluation at the same step are used if there are any.
+        """
+        step = self.state.step
+        if not self._eval_every_steps or step % self._eval_every_steps:
+            return {}
+        scores = dict(scores) or self._evaluate_for_record()
+        self._write_step({"step": step, "epoch": self.epoch, **scores})
+        self._emit("on_evaluate_end", step, scores)
+        return scores
+
+    def _finish_epoch(self, epoch: int, result: dict[str, Any]) -> None:
+        before = set(result)
+        super()._finish_epoch(epoch, result)
+        scores = {name: value for name, value in result.items() if name not in before}
+        result.update(self._evaluate_if_due(scores))
 
     def _on_poll(self, windows: list[LogWindow]) -> None:
         """Log what ranks have reported, and ask them to pause if a checkpoint is due."""
@@ -188,12 +213,18 @@ class LockstepTrainer(BaseTrainer, ABC):
             callback.is_time_due() for callback in self._get_checkpoint_callbacks()
         )
         if is_due and not self._has_requested_pause:
-            self._has_requested_pause = True
-            self._get_ranks().request(Action.STOP)
+            self._request_pause()
+
+    def _request_pause(self) -> None:
+        self._has_requested_pause = True
+        self._get_ranks().request(Action.STOP)
+
+    def _stop_for_signal(self, name: str) -> None:
+        super()._stop_for_signal(name)
+        self._request_pause()  # at once: a rank in this process is never polled
 
     def _log_steps(self, *, at_once: bool = False) -> None:
-        record = self._logs.take_record(at_once=at_once)
-        if record is not None:
+        for record in self._logs.take_records(at_once=at_once):
             self._write_step(record)
             self._emit("on_step_end", record["step"], record)
 
@@ -204,7 +235,16 @@ class LockstepTrainer(BaseTrainer, ABC):
 
     def model_weights(self) -> Any:
         """Return the whole trained weights, whichever ranks hold them."""
-        return self._merge_weights(self._get_ranks().call("gather_weights"))
+        return self._parallelism.merge_weights(self._get_ranks().call("gather_weights"))
+
+    @hides_frames
+    def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
+        """Evaluate on all workers, every sample exactly once.
+
+        ``data`` is by default the workers' ``val_loader``, or the option ``val_data``.
+        """
+        epoch = self._epoch_for_errors()
+        return self._parallelism.evaluate(self._get_ranks(), data, kwargs, epoch)
 
     def _get_ranks(self) -> LockstepGroup:
         """Return the ranks. Raise ``RuntimeError`` if they haven't started."""
@@ -224,12 +264,13 @@ class LockstepTrainer(BaseTrainer, ABC):
         check_engine(type(self).__name__, self.num_workers)
 
     def _make_group(self, **options: Any) -> Any:
+        parallelism = self._parallelism
         return LockstepGroup(
             count=options["count"],
             create=options["create"],
             required=options["required"],
             prepare=self._prepare_ranks,
-            snapshots=RankSnapshots(self._merge_weights, self._merge_shared),
+            snapshots=RankSnapshots(parallelism.merge_weights, parallelism.merge_shared),
             budget=self._budget,
             name=self._kind,
             backend=self._group_backend,
@@ -238,7 +279,7 @@ class LockstepTrainer(BaseTrainer, ABC):
             call_timeout=options["timeout"],
             run_dir=self.session.directory.path,
             shows_progress=self.options.progress,
-            describe_part=self._describe_part,
+            describe_part=parallelism.describe_part,
             on_event=options["on_event"],
             on_replaced=self._call_on_replaced,
             on_poll=self._on_poll,
@@ -250,19 +291,33 @@ class LockstepTrainer(BaseTrainer, ABC):
         self._get_ranks().join(keep=keep)
 
     def _call_on_replaced(self, rank: int) -> None:
+        self._has_requested_pause = False  # the request is lost with the ranks
         self._logs.clear()
+        self.session.directory.truncate_steps(self.state.step)
         for callback in self.callbacks:
             callback.on_worker_replaced(self, rank)
 
-    def _run_facts(self) -> dict[str, Any]:
-        """Return the fields of ``RunFacts``."""
-        return {
+    def _prepare_ranks(self, group: LockstepGroup) -> tuple[Sequence[Mapping[str, Any]], Any]:
+        facts = {
             "seed": self._order_seed,
             "own_process": session.engine().capabilities.processes,
             "clip_norm": self.clip_norm,
             "on_nonfinite": self._on_nonfinite,
             "step_schedule": StepSchedule(log_every=self._log_every),
         }
+        evaluates = type(self).evaluate is LockstepTrainer.evaluate
+        interval = self.options.eval_interval if evaluates else 0
+        loaded = (self._loaded or {}).get(self._kind)
+        settings = RunSettings(facts, interval, loaded, self._kwargs)
+        return self._parallelism.prepare(group, settings)
+
+    def _describe(self) -> dict[str, Any]:
+        described = {**super()._describe(), **self._parallelism.describe()}
+        return {**described, "clip_norm": self.clip_norm}
+
+    def _make_result(self, wall_time: float, *_: Any, **__: Any) -> TrainResult:
+        kind, fields = self._parallelism.get_result()
+        return super()._make_result(wall_time, kind, **fields)
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -271,7 +326,7 @@ class LockstepTrainer(BaseTrainer, ABC):
 
     def _collect_shared(self) -> Any:
         """Return the state that all ranks share, merged."""
-        return self._merge_shared(self._get_ranks().call("gather_shared"))
+        return self._parallelism.merge_shared(self._get_ranks().call("gather_shared"))
 
     def _load_shared(self, shared: Any) -> None:
         shared = miniray.put(shared)

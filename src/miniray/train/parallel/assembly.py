@@ -18,7 +18,12 @@ from typing import Any
 import torch
 
 from miniray.train.lockstep.loop import check_scheduler
-from miniray.train.lockstep.mesh import cut_numbers, put_weights, whole, whole_numbers
+from miniray.train.lockstep.mesh import (
+    gather_full,
+    gather_optimizer_values,
+    load_weights,
+    shard_optimizer_values,
+)
 from miniray.train.lockstep.status import is_consequence
 from miniray.train.parallel.plan.job import Job, Place
 from miniray.train.parallel.plan.layers import read_layers, whole_model
@@ -53,14 +58,14 @@ class Part:
     def weights(self) -> dict[int, dict[str, Any]]:
         """{stage: {name: weight in one piece}}. A collective where layers are cut."""
         return {
-            stage: {name: whole(value) for name, value in module.state_dict().items()}
+            stage: {name: gather_full(value) for name, value in module.state_dict().items()}
             for stage, module in self.modules.items()
         }
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:
         """Take this part of the whole model's; ``ValueError`` where one is missing or no fit."""
         for module in self.modules.values():
-            put_weights(module.state_dict(), weights)
+            load_weights(module.state_dict(), weights)
 
     def optimizer_state(self) -> dict[str, Any]:
         """``{"groups": settings, "state": {name: numbers}}``, in one piece; as ``weights``."""
@@ -70,7 +75,10 @@ class Part:
             for group in self.optimizer.param_groups
         ]
         numbers = self.optimizer.state.items()
-        return {"groups": groups, "state": {names[p]: whole_numbers(v) for p, v in numbers}}
+        return {
+            "groups": groups,
+            "state": {names[p]: gather_optimizer_values(v) for p, v in numbers},
+        }
 
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
         """Take this part of what ``optimizer_state`` of all parts gave."""
@@ -86,7 +94,9 @@ class Part:
             values = saved["state"].get(name)
             if values is not None:
                 # Not what was saved itself: optimizers change their numbers in place.
-                self.optimizer.state[parameter] = copy.deepcopy(cut_numbers(parameter, values))
+                self.optimizer.state[parameter] = copy.deepcopy(
+                    shard_optimizer_values(parameter, values)
+                )
 
     def _names(self) -> dict[Any, str]:
         return {p: name for m in self.modules.values() for name, p in m.named_parameters()}

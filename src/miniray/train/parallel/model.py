@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from miniray.checks import check_int, suggest_options
+from miniray.train.lockstep.trainer import LockstepTrainer
 from miniray.train.parallel.plan.job import SPLIT_HINTS, Layout, read_layout
-from miniray.train.parallel.trainer import SplitModelTrainer
+from miniray.train.parallel.split import ModelParts, ModelWorker, create_split
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -15,8 +16,10 @@ if TYPE_CHECKING:
     from miniray.train.options import ParallelKwargs
 
 
-@suggest_options({**SPLIT_HINTS, "schedule": "Pass it to PipelineParallelTrainer."})
-class ModelParallelTrainer(SplitModelTrainer):
+@suggest_options(
+    {**SPLIT_HINTS, "schedule": "Pass it to PipelineParallelTrainer."}, extends=ModelParts
+)
+class ModelParallelTrainer(LockstepTrainer):
     """Trains a model whose weights are cut over workers, all of which work on the same batch.
 
     Args:
@@ -41,6 +44,10 @@ class ModelParallelTrainer(SplitModelTrainer):
     All other arguments are those of ``PipelineParallelTrainer`` and ``BaseTrainer``.
     """
 
+    _kind = "parallel"
+    _kwargs_methods = ()
+    _option_hints = _train_hints = SPLIT_HINTS
+
     def __init__(
         self,
         num_workers: int = 2,
@@ -53,7 +60,21 @@ class ModelParallelTrainer(SplitModelTrainer):
         **options: Unpack[ParallelKwargs],
     ) -> None:
         layout = _layout(num_workers, tensor_parallel, split, parallel, plan)
-        super().__init__(layout, schedule="gpipe", microbatches=microbatches, plan=plan, **options)
+        split_model, others = create_split(
+            type(self).__name__,
+            layout,
+            options,
+            schedule="gpipe",
+            microbatches=microbatches,
+            plan=plan,
+        )
+        super().__init__(num_workers, split_model, worker=ModelWorker, **others)
+        self._split = split_model
+
+    @property
+    def plan(self) -> Any:
+        """The ``Plan`` that divides the model over the workers. None before ``train``."""
+        return self._split.plan
 
 
 def _layout(

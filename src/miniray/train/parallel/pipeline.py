@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from miniray.checks import check_choice, check_int, suggest_options
+from miniray.train.lockstep.trainer import LockstepTrainer
 from miniray.train.parallel.plan.job import SPLIT_HINTS, read_layout
 from miniray.train.parallel.plan.schedules import SCHEDULES
-from miniray.train.parallel.trainer import SplitModelTrainer
+from miniray.train.parallel.split import ModelParts, ModelWorker, create_split
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from miniray.train.options import ParallelKwargs
 
 
-@suggest_options(SPLIT_HINTS)
-class PipelineParallelTrainer(SplitModelTrainer):
+@suggest_options(SPLIT_HINTS, extends=ModelParts)
+class PipelineParallelTrainer(LockstepTrainer):
     """Trains a model that is cut into stages, one or more on each worker.
 
     The gradients are those of the mean over the whole batch, as on one worker. What the ranks need
@@ -54,6 +55,10 @@ class PipelineParallelTrainer(SplitModelTrainer):
     ``bubble_formula``, ``peak_activation_bytes`` and ``plot_pipeline()``.
     """
 
+    _kind = "parallel"
+    _kwargs_methods = ()
+    _option_hints = _train_hints = SPLIT_HINTS
+
     def __init__(
         self,
         num_workers: int = 2,
@@ -77,14 +82,22 @@ class PipelineParallelTrainer(SplitModelTrainer):
             )
         if plan is not None and layout.tensor == 1:
             raise ValueError('plan= says how layers are cut: it needs parallel={"tensor": N, ...}')
-        super().__init__(
+        split, others = create_split(
+            type(self).__name__,
             layout,
+            options,
             schedule=schedule,
             microbatches=microbatches,
             stages_per_worker=stages_per_worker,
             plan=plan,
-            **options,
         )
+        super().__init__(num_workers, split, worker=ModelWorker, **others)
+        self._split = split
         problem = chosen.problem(layout.pipeline, microbatches)
         if problem is not None and layout.pipeline > 1:
             raise ValueError(problem)
+
+    @property
+    def plan(self) -> Any:
+        """The ``Plan`` that divides the model over the workers. None before ``train``."""
+        return self._split.plan

@@ -69,10 +69,10 @@ class PartReplica:
             # problems of a plan, which its error names.
             for name in ("distributed.pipelining.schedules", "_subclasses.fake_tensor"):
                 logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
-        context.status.at("building the model")
+        context.status.set_phase("building the model")
         self.plan = agreed
         self.mesh = make_mesh(device, layout.sizes)
-        self.record = StepRecord(self._set_work, context.status.at)
+        self.record = StepRecord(self._set_work, context.status.set_phase)
         self.part = assemble(self.job, agreed, self.place, self.mesh, device, self.record)
         stages = agreed.stages
         last = 0 if stages is None else stages.holder(len(stages.sizes) - 1)
@@ -80,7 +80,7 @@ class PartReplica:
         return self.samples.steps
 
     def _set_work(self, work: str) -> None:
-        self.context.status.at(work)
+        self.context.status.set_phase(work)
         if self.context.recorder is not None:
             self.context.recorder.set_work(work)
 
@@ -93,7 +93,9 @@ class PartReplica:
     def start_epoch(self) -> Iterator[Iterable[MicroBatch]]:
         self.part.train()
         state, status = self.context.state, self.context.status
-        return self._iter_steps(self.samples.batches(state.epoch, state.step_in_epoch, status.at))
+        return self._iter_steps(
+            self.samples.batches(state.epoch, state.step_in_epoch, status.set_phase)
+        )
 
     def _iter_steps(self, items: Iterator[Any] | None) -> Iterator[list[MicroBatch]]:
         """Yield one micro-batch per step: the feed knows when the rank that loads has no more."""
@@ -101,7 +103,7 @@ class PartReplica:
         start = time.perf_counter()
         first = self.context.state.step_in_epoch
         for step, batch in enumerate(self._feed.batches(items), first):
-            self.context.status.at("step", step=step)
+            self.context.status.set_phase("step", step=step)
             yield [MicroBatch(step, batch)]
             if self._count == self.plan.batch_size:
                 self._last_step = (self.record.spans, self.record.began)
@@ -183,9 +185,11 @@ class PartReplica:
     @contextlib.contextmanager
     def evaluation_context(self) -> Iterator[None]:
         self.part.train(False)
-        self.context.status.at(EVALUATION, step=-1)
+        self.context.status.set_phase(EVALUATION, step=-1)
+        before = self.samples.random.state
         yield
-        self.context.status.at("idle")
+        self.samples.random.state = before
+        self.context.status.set_phase("idle")
 
     def evaluate(self, data: Any = None) -> dict[str, Any]:
         """Return sums and counts over this copy's part of ``data``; none without the last stage."""
@@ -194,7 +198,7 @@ class PartReplica:
         items = self.samples.evaluation(data, self.plan.batch_size)
         with torch.no_grad():
             for count, inputs, target in self._feed.batches(items):
-                self.context.status.at(EVALUATION, step=-1)
+                self.context.status.set_phase(EVALUATION, step=-1)
                 output = self.part.runner.forward(inputs, count)
                 if output is not None:
                     means.add({k: f(output, target) for k, f in functions.items()}, count)

@@ -45,7 +45,7 @@ def check_can_be_cut(loader: Any, argument: str, copies: int) -> None:
     """``TypeError`` for batches that cannot be dealt out to copies of the model."""
     what = f"a {type(loader).__name__}"
     if isinstance(loader, DataLoader):
-        what = sharing.own_way(loader)
+        what = sharing.describe_custom_sampling(loader)
     if what:
         raise TypeError(
             f"{argument}= has {what}, which cannot be dealt out to {copies} copies of the model; "
@@ -106,7 +106,7 @@ class Samples:
             if copies > 1:
                 check_can_be_cut(loader, "data", copies)
             sharing.check_loader(loader, "data")
-            self.loader = sharing.own_share(loader, self.copy, copies, seed=self.job.seed)
+            self.loader = sharing.take_share(loader, self.copy, copies, seed=self.job.seed)
         own = sharing.planned(self.loader)
         self.windows = None if own is None else own.windows()
 

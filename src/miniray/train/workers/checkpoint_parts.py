@@ -67,12 +67,14 @@ def describe_other_size(loaded: Mapping[str, Any], count: int) -> str:
     """Return how a run on ``count`` workers continues from a checkpoint of a different number."""
     weights, saved = loaded["weights"], loaded["workers"]
     kept = min(saved["count"], count)
-    text = f"resuming a run of {saved['count']} workers on {count}: data is sharded anew"
+    text = f"resuming a run of {saved['count']} workers on {count}: data is sharded again"
     if weights is not None and len(weights) > 1:
         text += ", the workers' weights are averaged"
     if saved["states"] is not None:
         rest = (
-            "the others start fresh" if kept == saved["count"] else "that of the others is dropped"
+            "the others start without one"
+            if kept == saved["count"]
+            else "that of the others is dropped"
         )
-        text += f", workers 0 to {kept - 1} take up their own state and {rest}"
+        text += f", workers 0 to {kept - 1} restore their state and {rest}"
     return text

@@ -14,7 +14,6 @@ import os
 import re
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from miniray.doctor import layout, runfile, sites
@@ -39,18 +38,6 @@ def record_ends(ranks: Path, error: BaseException) -> None:
             _write(path, _exception(error))
         else:
             _note(path, signal=signal or "", code=code, by_launcher=False)
-
-
-def users_part(trace: TracebackType | None) -> TracebackType | None:
-    """``trace`` up to the innermost line of the user's; None where there is none of theirs."""
-    last, frame = None, trace
-    while frame is not None:
-        last = frame if sites.is_users(frame.tb_frame.f_code.co_filename) else last
-        frame = frame.tb_next
-    if last is None:
-        return None
-    last.tb_next = None
-    return trace
 
 
 def _note(box: Path, **seen: Any) -> None:

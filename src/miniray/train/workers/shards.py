@@ -133,9 +133,9 @@ def is_loader(data: Any) -> bool:
 def _check_data(name: str, data: Any, num_workers: int) -> None:
     kind = find_kind(name, data)
     if kind == "torch loader" and num_workers > 1:
-        from miniray.train.lockstep.data import own_way
+        from miniray.train.lockstep.data import describe_custom_sampling
 
-        if problem := own_way(data):
+        if problem := describe_custom_sampling(data):
             raise ValueError(
                 f"{name} has {problem}, which can't be sharded on {num_workers} workers. Leave it "
                 "out, and set batch_size= and shuffle= of the DataLoader"

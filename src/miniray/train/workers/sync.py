@@ -229,8 +229,8 @@ class SyncPolicy:
     def _restart_strategy(self, reason: str) -> None:
         assert self._group is not None
         text = (
-            f"the checkpoint {reason}; this run goes on with {self.strategy!r}, which begins "
-            "without what the one before remembered"
+            f"the checkpoint {reason}; this run continues with {self.strategy!r}, which starts "
+            "without the state of the previous strategy"
         )
         warn(text)
         self._group.on_event({"event": "resumed_with_other_strategy", "message": text})

@@ -1,0 +1,116 @@
+"""Data parallelism: every rank trains on its own samples, and gradients are averaged."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from miniray.train.ddp import checks
+from miniray.train.lockstep.group import LockstepGroup
+from miniray.train.lockstep.parallelism import RunSettings
+from miniray.train.lockstep.snapshot import Keep
+from miniray.train.run.result import TrainResult
+from miniray.train.workers.aggregate import aggregate
+from miniray.train.workers.evaluate import combine, cut
+from miniray.train.workers.shards import DataRef
+
+if TYPE_CHECKING:
+    from miniray.train.lockstep.loop import EpochReport
+
+
+class DataParallelism:
+    """The ``Parallelism`` of ``DDPTrainer``."""
+
+    def __init__(self, settings: checks.RankSettings, data: DataRef) -> None:
+        self.settings, self._data = settings, data
+        self._steps_are_ours = self._has_own_evaluate = False
+
+    @property
+    def modules(self) -> Sequence[str]:
+        kind = "replicated" if self.settings.shard == "none" else "sharded"
+        compiler = ("torch._dynamo.convert_frame",) if self.settings.compile else ()
+        return ("tqdm.std", f"miniray.train.ddp.{kind}", *compiler)
+
+    def prepare(
+        self, group: LockstepGroup, settings: RunSettings
+    ) -> tuple[Sequence[Mapping[str, Any]], Any]:
+        """Load the data, prepare the ranks and compare them."""
+        worker, count = group.handles[0], group.count
+        methods = worker._info.list_methods()
+        if settings.eval_interval:
+            checks.check_can_evaluate(worker)
+        if "training_step" not in methods and "train_epoch" not in methods:
+            raise TypeError(
+                f"worker class {worker._info.class_name} has neither "
+                "training_step(batch, batch_idx) nor train_epoch(epoch)"
+            )
+        if self._data.data:
+            given = self._data.get()
+            group.call_ranks("assign_data", lambda i: (given, i, count), lambda _: settings.kwargs)
+        elif "load_data_shard" in methods:
+            group.call_ranks("load_data_shard", lambda i: (i, count), lambda _: settings.kwargs)
+        rank_settings = dataclasses.replace(self.settings, **settings.facts)
+        facts = group.call_ranks("prepare_rank", lambda i: (i, count, rank_settings))
+        self._steps_are_ours = facts[0]["steps"]
+        self._has_own_evaluate = "evaluate" in facts[0]["own_methods"]
+        if settings.eval_interval and not self._has_own_evaluate:
+            checks.check_val_loader(facts, settings.eval_interval)
+        if not self._steps_are_ours:
+            checks.check_no_step_options(rank_settings)
+        return facts, checks.check_agreement(facts, rank_settings)
+
+    def summarize(self, reports: Sequence[EpochReport]) -> dict[str, Any]:
+        results = [report.metrics for report in reports]
+        if self._steps_are_ours and not any(result["num_samples"] for result in results):
+            raise RuntimeError(
+                "no rank's loader gave a batch in this epoch. A generator can be gone through once "
+                "only: let self.train_loader be something that begins anew with every iter()"
+            )
+        return aggregate(results)
+
+    def evaluate(
+        self, group: LockstepGroup, data: Any, kwargs: Mapping[str, Any], epoch: int | None
+    ) -> dict[str, Any]:
+        """Evaluate on all ranks.
+
+        Ranks may have different numbers of samples, or none. No collective is called, unless the
+        model is sharded: then all ranks take part, also those without samples.
+        """
+        count = group.count
+        checks.check_can_evaluate(group.handles[0])
+        rows = [(None, None) if data is None else cut(data, rank, count) for rank in range(count)]
+        is_sharded = self.settings.shard == "full"
+        ranks = [rank for rank, (_, samples) in enumerate(rows) if samples != 0 or is_sharded]
+        attempt = partial(
+            group.call_ranks,
+            "evaluate",
+            lambda rank: () if data is None else (rows[rank][0],),
+            lambda rank: {**kwargs, "shard_id": rank, "num_shards": count},
+            epoch,
+            ranks=ranks,
+            reports_progress=not self._has_own_evaluate,
+        )
+        # The user's own may change anything; ours draws random numbers.
+        keep = Keep.ALL if self._has_own_evaluate else Keep.OWN
+        scores = group.run(attempt, epoch=epoch, keep=keep)
+        pairs = zip(ranks, scores, strict=True)
+        return combine([(rank, rows[rank][1], score) for rank, score in pairs])
+
+    def merge_weights(self, parts: Sequence[Any]) -> Any:
+        return parts[0]
+
+    def merge_shared(self, parts: Sequence[Any]) -> Any:
+        return parts[0]
+
+    def describe_part(self, rank: int) -> str | None:
+        del rank
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        names = ("shard", "uneven", "accumulate", "precision", "ddp_options")
+        return {name: getattr(self.settings, name) for name in names}
+
+    def get_result(self) -> tuple[type[TrainResult], dict[str, Any]]:
+        return TrainResult, {}
