@@ -114,9 +114,12 @@ def test_the_rest_of_an_epoch_goes_to_however_many_workers(run, then):
     assert len(delivered(log, 1)) == 12
 
 
-def test_a_worker_that_takes_no_data_is_refused(tmp_path):
+def test_load_data_shard_without_data_raises(tmp_path):
     @miniray.remote
     class Plain:
+        def load_data_shard(self, shard_id, num_shards):
+            pass
+
         def train_epoch(self, epoch):
             return {}
 

@@ -63,6 +63,10 @@ WORKER_HINTS: Mapping[str, str] = {
 }
 
 
+#: The same for trainers with ``data=`` and ``batch_size=``.
+DATA_HINTS: Mapping[str, str] = {k: v for k, v in WORKER_HINTS.items() if k != "batch_size"}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """The options that all trainers share.

@@ -105,6 +105,8 @@ class BaseTrainer:
     _kwargs_methods: Sequence[str] = (
         *("__init__", "setup", "load_data_shard", "train_epoch", "evaluate"),
     )
+    #: Keyword arguments of ``train()`` that the trainer uses itself.
+    _own_kwargs: Sequence[str] = ()
     #: Hints for names that aren't options of the trainer, or parameters of ``train()``.
     _option_hints: Mapping[str, str] = WORKER_HINTS
     _train_hints: Mapping[str, str] = IN_WORKER_HINTS
@@ -511,8 +513,9 @@ class BaseTrainer:
             methods = [spec.signature for spec in specs if spec is not None]
         else:
             return
-        options = ("epochs", "steps", "resume")
-        check_train_kwargs(self, self._kwargs, methods, options, self._train_hints)
+        options = ("epochs", "steps", "resume", *self._own_kwargs)
+        names = [name for name in self._kwargs if name not in self._own_kwargs]
+        check_train_kwargs(self, names, methods, options, self._train_hints)
 
     def call_workers(
         self, method: str, /, *args: Any, epoch: int | None = None, **kwargs: Any

@@ -16,6 +16,7 @@ from miniray.ps import to_host
 from miniray.train.ddp import model as models
 from miniray.train.ddp.checks import RankSettings, create_parts_error, read_output
 from miniray.train.lockstep import data
+from miniray.train.lockstep.epoch_data import EpochData
 from miniray.train.lockstep.loop import (
     EpochReport,
     MicroBatch,
@@ -24,7 +25,7 @@ from miniray.train.lockstep.loop import (
     check_scheduler,
 )
 from miniray.train.lockstep.mesh import gather_full, load_tensors, share_buffers
-from miniray.train.lockstep.plan import Window, counted_windows
+from miniray.train.lockstep.plan import Window
 from miniray.train.lockstep.rank import RankContext, WorkerTraits
 from miniray.train.lockstep.schedule import Action, Agreement
 from miniray.train.lockstep.status import EVALUATION
@@ -49,11 +50,9 @@ class ReplicatedModel:
         self.scheduler_interval: str | None = None
         self.modules: dict[str, Any] = {}
         self._synced: dict[str, Any] = {}  # as ``modules``, with averaged gradients
-        self._windows: list[Window] | None = None  # of an epoch; None if their number isn't known
+        self.epoch_data: EpochData | None = None  # with ``training_step``
         self._forwards: dict[str, int] = {}  # before the current step
         self._step_counts: dict[str, int] = {}  # by optimizer
-        #: At the start of the epoch, for loaders that can't continue inside it: see _skip_batches.
-        self._start_state: dict[str, Any] | None = None
         self._grad_norm: Any = None  # of the last step, if it is logged or clipped
 
     @property
@@ -74,6 +73,8 @@ class ReplicatedModel:
             self.scheduler_interval = get_scheduler_interval(self.user)
             enabled = self.settings.precision == "fp16"
             self.scaler = torch.amp.GradScaler(self.context.device.type, enabled=enabled)
+        elif self.traits.gets_loader:
+            self._share_loader()
         elif not self.traits.shards_data and hasattr(self.user, "train_loader"):
             share = data.shard_data(
                 self.user.train_loader, self.context.rank, self.context.world_size
@@ -88,7 +89,7 @@ class ReplicatedModel:
                 for parameter, shape, dtype in models.signature(module)
             ],
             "steps": has_steps,
-            "planned": self.planned is not None,
+            "planned": self.epoch_data is not None and self.epoch_data.has_position,
             "batches": data.length(self.user.train_loader) if has_steps else None,
             "own_methods": self.traits.own_methods,
             "val_loader": getattr(self.user, "val_loader", None) is not None,
@@ -126,6 +127,23 @@ class ReplicatedModel:
                     "__init__ (or in load_data_shard)"
                 )
         data.check_loader(user.train_loader, "self.train_loader")
+        self._share_loader()
+        self.epoch_data = EpochData(
+            user.train_loader,
+            self.context.rank,
+            self.context.world_size,
+            accumulate=settings.accumulate,
+            uneven=settings.uneven,
+            touch=self._touch,
+        )
+        if getattr(user, "val_loader", None) is not None:
+            data.check_loader(user.val_loader, "self.val_loader")
+
+    def _touch(self) -> None:
+        self.context.status.touch()
+
+    def _share_loader(self) -> None:
+        user, settings = self.user, self.settings
         user.train_loader = data.take_share(
             user.train_loader,
             self.context.rank,
@@ -135,8 +153,6 @@ class ReplicatedModel:
             seed=settings.seed,
             sharded=self.traits.shards_data,
         )
-        if getattr(user, "val_loader", None) is not None:
-            data.check_loader(user.val_loader, "self.val_loader")
 
     def _check_optimizers(self) -> None:
         """Raise ``ValueError`` if an optimizer trains parameters whose gradients aren't averaged.
@@ -168,10 +184,6 @@ class ReplicatedModel:
                 f"self.{next(iter(self.modules))}{hint}"
             )
 
-    @property
-    def planned(self) -> data.PlannedBatches | None:
-        return data.planned(getattr(self.user, "train_loader", None))
-
     # -- together ---------------------------------------------------------------------------------
 
     def wrap(self, agreed: Sequence[int] | None) -> int | None:
@@ -181,14 +193,14 @@ class ReplicatedModel:
         for name, optimizer in optimizers.items():
             self._step_counts[name] = 0
             optimizer.register_step_post_hook(self._create_counter(name))
-        settings = self.settings
-        if self.planned is not None:
-            self._windows = self.planned.windows()
-        elif agreed is not None:
-            self._windows = counted_windows(
-                agreed, self.context.rank, settings.accumulate, settings.uneven
-            )
-        return None if self._windows is None else len(self._windows)
+        if self.epoch_data is None:
+            return None
+        if agreed is not None:
+            self.epoch_data.set_counts(agreed)
+        return self.epoch_data.count_steps()
+
+    def count_epoch_steps(self) -> int | None:
+        return None if self.epoch_data is None else self.epoch_data.count_steps()
 
     def _wrap_models(self, optimizers: Iterable[Any]) -> dict[str, Any]:
         """Return the models with averaged gradients. A collective."""
@@ -215,50 +227,11 @@ class ReplicatedModel:
     def start_epoch(self) -> Iterator[Iterable[MicroBatch]]:
         for model in self._synced:
             getattr(self.user, model).train()
-        state, planned = self.context.state, self.planned
-        first, last = state.step_in_epoch, None
-        if self._skips_batches:
-            self._set_start_state(first)
-        data.set_epoch(self.user.train_loader, state.epoch)
-        if self._windows is None:
-            return self._iter_batches(enumerate(iter(self.user.train_loader)))
-        windows = self._windows[first:]
-        number = sum(weight > 0 for window in self._windows[:first] for weight in window)
-        if planned is not None:
-            planned.set_epoch(state.epoch, first)
-            if windows and not windows[0][0]:  # this rank repeats the last batch it had
-                planned.set_epoch(state.epoch, first - 1)
-                *_, batch = iter(self.user.train_loader)
-                last = number - 1, batch
-        batches = iter(self.user.train_loader if any(map(any, windows)) else ())
-        if self._skips_batches:
-            last = self._skip_batches(batches, number)
-        return self._iter_windows(enumerate(batches, number), windows, last)
-
-    @property
-    def _skips_batches(self) -> bool:
-        """Whether the worker's own loader can only continue inside an epoch from its start.
-
-        Then the batches before the position are loaded again, with the random numbers of the start.
-        """
-        return self.planned is None and not hasattr(self.user.train_loader, "state_dict")
-
-    def _skip_batches(self, batches: Iterator[Any], count: int) -> tuple[int, Any] | None:
-        """Load batches that this rank has trained on; return the last one and its number."""
-        last = None
-        for item in enumerate(itertools.islice(batches, count)):
-            self.context.status.touch()
-            last = item
-        return last
-
-    def _set_start_state(self, first: int) -> None:
-        loader = self.user.train_loader
-        if not first or self._start_state is None:
-            loader_state = parts.loader_state(loader, has_position=False)
-            self._start_state = {"random": parts.random_state(), "loader": loader_state}
-        else:
-            parts.set_random_state(self._start_state["random"])
-            parts.load_loader_state(loader, self._start_state["loader"])
+        assert self.epoch_data is not None
+        batches, windows, last = self.epoch_data.start(self.context.state)
+        if windows is None:
+            return self._iter_batches(batches)
+        return self._iter_windows(batches, windows, last)
 
     def _iter_windows(
         self, batches: Iterator[tuple[int, Any]], windows: Iterable[Window], last: Any
@@ -296,7 +269,7 @@ class ReplicatedModel:
 
         Gradients are averaged over the ranks that still have batches.
         """
-        if self._windows is not None:
+        if self._knows_steps:
             yield
             return
         with Join([*self._synced.values()], divide_by_initial_world_size=False):
@@ -387,12 +360,16 @@ class ReplicatedModel:
     def create_agreement(self) -> Agreement | None:
         """Return what distributes rank 0's decisions; None if ranks make unequal steps."""
         context = self.context
-        if self._windows is None:
+        if not self._knows_steps:
             return None
         device = context.device if dist.get_backend() == "nccl" else "cpu"
         return Agreement(
             not context.rank, context.state.step, context.status.take_request, device=device
         )
+
+    @property
+    def _knows_steps(self) -> bool:
+        return self.epoch_data is not None and self.epoch_data.windows is not None
 
     def _iter_parameters(self) -> Iterator[Any]:
         return itertools.chain(*(model.module.parameters() for model in self._synced.values()))
@@ -400,8 +377,8 @@ class ReplicatedModel:
     @property
     def logs_next_step(self) -> bool:
         """Whether the step under way is logged."""
-        state, windows = self.context.state, self._windows
-        is_last = windows is not None and state.step_in_epoch + 1 == len(windows)
+        state = self.context.state
+        is_last = state.step_in_epoch + 1 == self.count_epoch_steps()
         actions = self.settings.step_schedule.get_actions(state.step + 1)
         return Action.LOG in actions or is_last or state.step + 1 == self.context.until
 
@@ -474,11 +451,13 @@ class ReplicatedModel:
         }
 
     def _get_progress(self) -> dict[str, Any]:
-        planned = self.planned
+        found = self.epoch_data
+        planned = None if found is None else found.planned
         return {
             "scaler": self.scaler.state_dict(),
             "position": self.context.state.state_dict(),
             "order": None if planned is None else planned.seed,
+            "data": None if found is None else found.get_position(self.context.state),
         }
 
     def load_shared(self, shared: Any) -> None:
@@ -500,14 +479,16 @@ class ReplicatedModel:
         if shared["scaler"]:
             self.scaler.load_state_dict(shared["scaler"])
         self.context.state.load_state_dict(shared.get("position", {}))
-        if self.planned is not None and shared["order"] is not None:
-            self.planned.seed = shared["order"]
+        if self.epoch_data is not None:
+            if self.epoch_data.planned is not None and shared["order"] is not None:
+                self.epoch_data.planned.seed = shared["order"]
+            self.epoch_data.load_position(shared.get("data"), self.context.state)
 
     @property
     def has_position(self) -> bool:
-        if not self.traits.has_steps or self._windows is None:
+        if self.epoch_data is None or self.epoch_data.windows is None:
             return False
-        return self.planned is not None or hasattr(self.user.train_loader, "state_dict")
+        return self.epoch_data.has_position or hasattr(self.user.train_loader, "state_dict")
 
     def get_local_state(self) -> tuple[Any, Any]:
         """Return parameters and optimizers, and this rank's buffers.
@@ -548,14 +529,14 @@ class ReplicatedModel:
         part.load_state_dict(state)
 
     def get_data_state(self) -> dict[str, Any]:
-        loader = getattr(self.user, "train_loader", None)
-        start = self._start_state if self.context.state.step_in_epoch else None
-        found = parts.loader_state(loader, has_position=self.planned is None)
-        return {"loader": found, "start": start}
+        if self.epoch_data is not None:
+            return self.epoch_data.get_own_state(self.context.state)
+        return {"loader": parts.loader_state(getattr(self.user, "train_loader", None))}
 
     def load_data_state(self, state: Mapping[str, Any]) -> None:
         parts.load_loader_state(getattr(self.user, "train_loader", None), state["loader"])
-        self._start_state = state["start"]
+        if self.epoch_data is not None:
+            self.epoch_data.load_start_state(state.get("start"))
 
     def set_lr(self, lr: float) -> None:
         TorchWorker.set_lr(self.user, lr)
@@ -630,6 +611,8 @@ class UserLoop:
         is_joined = replica.settings.uneven == "join" and context.world_size > 1 and len(names) == 1
         before = replica.count_steps()
         synced = [getattr(user, name) for name in names]
+        if replica.traits.gets_loader:
+            data.set_epoch(user.train_loader, epoch)
         with Join(synced, enable=is_joined, divide_by_initial_world_size=False):
             result = user.train_epoch(epoch)
         steps = replica.count_steps()

@@ -25,6 +25,7 @@ from miniray.train.workers import torch_utils as parts
 from miniray.train.workers.context import WorkerContext
 from miniray.train.workers.group import accepted
 from miniray.train.workers.process import keep_freed_memory
+from miniray.train.workers.shards import TrainData, give_data
 
 if TYPE_CHECKING:
     from miniray.core import SharedBuffer
@@ -47,11 +48,13 @@ class WorkerTraits:
             ``train_epoch`` or ``optimize``, that is used instead.
         shards_data: The class has its own ``load_data_shard``.
         own_methods: Its own methods among ``get_weights``, ``set_weights`` and ``evaluate``.
+        gets_loader: The trainer sets ``self.train_loader`` (``data=``).
     """
 
     has_steps: bool
     shards_data: bool
     own_methods: tuple[str, ...]
+    gets_loader: bool = False
 
     @classmethod
     def from_class(cls, user_class: type) -> WorkerTraits:
@@ -165,6 +168,13 @@ class RankActor:
 
     # -- the life of a rank -----------------------------------------------------------------------
 
+    def assign_data(self, data: TrainData, rank: int, world_size: int, **kwargs: Any) -> None:
+        """Set the user's loaders from ``data=``, or call its ``load_data_shard`` with a shard."""
+        has_own_load = self._traits.shards_data
+        give_data(self._user, data, rank, world_size, kwargs, has_own_load=has_own_load)
+        gets_loader = data.data is not None and not has_own_load
+        self._traits = dataclasses.replace(self._traits, gets_loader=gets_loader)
+
     def prepare_rank(self, rank: int, world_size: int, facts: RunFacts) -> dict[str, Any]:
         """Check the user's object and return what the driver compares before any rank waits."""
         self._context = RankContext(rank, world_size, facts)
@@ -200,6 +210,11 @@ class RankActor:
         if context.recorder is not None:
             context.recorder.flush()
         return report
+
+    def count_epoch_steps(self) -> int | None:
+        """Return the steps of the epoch under way, if they are known."""
+        steps: int | None = self._replica.count_epoch_steps()
+        return steps
 
     def leave_group(self) -> None:
         """Leave the process group, if this rank has joined."""

@@ -100,6 +100,7 @@ class LockstepTrainer(BaseTrainer):
         self._budget = FailureBudget(self.options.max_failures)
         self._logs = LogMerger(self.num_workers)
         self._has_requested_pause = False
+        self._resumed_steps: int | None = None  # of an epoch that other ranks began
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -130,6 +131,7 @@ class LockstepTrainer(BaseTrainer):
             self._tune_snapshots(windows)
             result = {"step": self.state.step, **self._parallelism.summarize(reports)}
             if not reports[0].step_in_epoch:
+                self._resumed_steps = None
                 break
             self._has_requested_pause = False
             if group.step_snapshots.is_pending:
@@ -163,7 +165,7 @@ class LockstepTrainer(BaseTrainer):
         pauses = [step - step % n + n for n in every if n]
         if self._target.steps is not None:
             pauses.append(self._target.steps)
-        steps = self._get_ranks().steps_per_epoch
+        steps = self._resumed_steps or self._get_ranks().steps_per_epoch
         if self._get_ranks().step_snapshots.is_pending and steps is not None:
             pauses.append(step + 1)
         if not pauses:
@@ -375,6 +377,9 @@ class LockstepTrainer(BaseTrainer):
         group.snapshots.set(step, loaded["weights"][0], loaded[self._kind], states)
         group.step_snapshots.clear()
         super()._restore(loaded)
+        self._resumed_steps = None
+        if self.state.step_in_epoch and loaded["workers"]["count"] != self.num_workers:
+            self._resumed_steps = self._get_ranks().call("count_epoch_steps")[0]
 
     # -- the end ----------------------------------------------------------------------------------
 
