@@ -24,7 +24,6 @@ from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers import torch_utils as parts
 from miniray.train.workers.context import WorkerContext
 from miniray.train.workers.group import accepted
-from miniray.train.workers.process import keep_freed_memory
 from miniray.train.workers.shards import TrainData, give_data
 
 if TYPE_CHECKING:
@@ -111,7 +110,6 @@ class RankContext:
         if self.facts.own_process:
             self.recorder = recorder.current()  # None if there is no run directory
             self._shares_boxes = one_machine and self.recorder is not None
-            keep_freed_memory()
         store = process_group.join(spec, self.rank)
         self._opened.callback(process_group.leave)
         self.status = HeartbeatSender(spec, self.rank, store)
