@@ -408,3 +408,94 @@ def test_step_options_of_workers_that_average_weights():
     with pytest.raises(TypeError, match="training_step"):
         trainer.train(epochs=3)
     assert trainer.run is None
+
+
+# -- what workers see and log ----------------------------------------------------------------------
+
+
+class Scheduled(Stepper):
+    """Records its attributes in ``__init__`` and in each step; its rate falls to 0 at the end."""
+
+    def __init__(self, worker_id):
+        super().__init__(worker_id, n=57)
+        self.seen = [(self.global_step, self.epochs, self.total_steps)]
+
+    def configure_scheduler(self, optimizer, total_steps):
+        self.planned = total_steps
+        return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_steps)
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append((self.global_step, self.epochs, self.total_steps))
+        self.log("twice", 2 * len(batch[0]))
+        self.log("right", (torch.tensor(1.0), len(batch[0])))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("rows", float(len(batch[0])))
+        return super().validation_step(batch, batch_idx)
+
+    def get_seen(self):
+        return self.seen, self.planned, self.optimizer.param_groups[0]["lr"]
+
+
+def test_workers_know_the_length_of_the_run_and_build_schedules():
+    options = {"worker": Scheduled, "run_dir": "known", "callbacks": Checkpoint()}
+    with make(**options) as trainer:
+        trainer.train(steps=STEPS + 2)
+        for seen, planned, lr in trainer.call_workers("get_seen"):
+            assert seen == [(step, None, STEPS + 2) for step in (0, *range(STEPS + 2))]
+            assert (planned, lr) == (STEPS + 2, 0.0)
+    with make(**options) as trainer:
+        trainer.train(epochs=2, resume=True)
+        (seen, planned, _), _ = trainer.call_workers("get_seen")
+    steps = range(STEPS + 2, 2 * STEPS)
+    assert seen == [(STEPS + 2, 2, None), *((step, 2, 2 * STEPS) for step in steps)]
+    assert planned == 2 * STEPS
+
+
+def test_schedule_of_a_resumed_run_ends_at_its_total():
+    with make(worker=Scheduled, run_dir="half", callbacks=Checkpoint(every_steps=3)) as trainer:
+        trainer.callbacks.append(Interrupt(3))
+        with pytest.raises(InterruptedError_):
+            trainer.train(epochs=1)
+    with make(worker=Scheduled, run_dir="half") as trainer:
+        trainer.train(epochs=1, resume=True)
+        rates = [lr for _, _, lr in trainer.call_workers("get_seen")]
+    assert rates == [0.0, 0.0]
+
+
+class Own(Stepper):
+    """Has attributes of these names."""
+
+    epochs = "mine"
+
+    def __init__(self, worker_id):
+        super().__init__(worker_id)
+        self.global_step = 100
+        self.log = []
+
+    def training_step(self, batch, batch_idx):
+        self.log.append(self.global_step)
+        return super().training_step(batch, batch_idx)
+
+    def get_own(self):
+        return self.epochs, set(self.log)
+
+
+def test_attributes_of_the_users_code_are_left_unchanged():
+    with make(worker=Own) as trainer:
+        trainer.train(steps=3)
+        assert trainer.call_workers("get_own") == [("mine", {100})] * 2
+
+
+def test_values_that_workers_log():
+    watch = Watch()
+    with make(worker=Scheduled, callbacks=watch, eval_interval=1) as trainer:
+        result = trainer.train(epochs=1)
+        records = trainer.run.read_steps()
+    # 57 rows in 7 steps of 4 + 4 and one of 1: rank 1 repeats a batch that doesn't count.
+    assert result["twice"] == pytest.approx((56 * 8 + 1 * 2) / 57)
+    assert records[0]["twice"] == 8.0
+    assert result["right"] == pytest.approx(15 / 57)  # a sum over 15 batches
+    assert result["val_rows"] == pytest.approx((4 * 4 + 4 * 4 + 1) / 9)
+    assert "rows" not in result

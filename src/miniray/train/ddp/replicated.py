@@ -205,6 +205,12 @@ class ReplicatedModel:
 
         return count
 
+    def configure_scheduler(self, total_steps: int | None) -> None:
+        """Use the result of the worker's ``configure_scheduler``; it is stepped after each step."""
+        if self.traits.has_steps and hasattr(self.user, "configure_scheduler"):
+            self.user.scheduler = self.user.configure_scheduler(self.user.optimizer, total_steps)
+            self.scheduler_interval = get_scheduler_interval(self.user, "step")
+
     def create_loop(self) -> StepLoop | UserLoop:
         """Return the loop that trains epochs."""
         return StepLoop(self, self.context) if self.traits.has_steps else UserLoop(self)
@@ -320,6 +326,7 @@ class ReplicatedModel:
         with self.autocast():
             output = self._training_step(batch, number)
         loss, metrics = read_output(output, self.context.rank)
+        metrics = {**self.context.log.take(), **metrics}
         if before == [model.forwards for model in self._synced.values()]:
             raise create_parts_error("training_step()", next(iter(self._synced)))
         return StepOutput(loss, metrics, parts.length(batch), parts.count_tokens(batch))
@@ -558,10 +565,12 @@ class ReplicatedModel:
             for number, batch in enumerate(batches):
                 self.context.status.go_on()  # a slow loader doesn't hang
                 batch = parts.moved(batch, self.context.device)
-                means.add(
-                    parts.as_dict(step(batch, number), "validation_step"), parts.length(batch)
-                )
+                means.add(self._validate(step, batch, number), parts.length(batch))
         return means.sums()
+
+    def _validate(self, step: Any, batch: Any, number: int) -> dict[str, Any]:
+        values = parts.as_dict(step(batch, number), "validation_step")
+        return {**self.context.log.take(), **values}
 
     @property
     def validation_step(self) -> Any:
@@ -590,7 +599,7 @@ class UserLoop:
         for name in names:
             if not getattr(user, name).forwards and steps:
                 raise create_parts_error("train_epoch()", name)
-        context.state.advance(0, max(0, steps - before))
+        context.count_step(steps=max(0, steps - before))
         if is_joined:
             replica.catch_up()
         context.status.at("end of the epoch")
@@ -606,13 +615,13 @@ class UserLoop:
         """Do nothing: the worker computes its own means."""
 
 
-def get_scheduler_interval(worker: Any) -> str | None:
+def get_scheduler_interval(worker: Any, default: str = "epoch") -> str | None:
     """Return when ``worker.scheduler`` is stepped, ``"epoch"`` or ``"step"``; None without one."""
     scheduler = getattr(worker, "scheduler", None)
     if scheduler is None:
         return None
     check_scheduler(scheduler, "self.scheduler")
-    interval: str = getattr(worker, "scheduler_interval", "epoch")
+    interval: str = getattr(worker, "scheduler_interval", default)
     if interval not in ("epoch", "step"):
         raise ValueError(f'scheduler_interval must be "epoch" or "step", not {interval!r}')
     return interval

@@ -78,7 +78,7 @@ class ShardedReplica(ReplicatedModel):
                     batch = parts.moved(found, device)
                 elif batch is None:
                     batch = parts.moved(_load_any_batch(self.user), device)
-                values = parts.as_dict(step(batch, number), "validation_step")
+                values = self._validate(step, batch, number)
                 if found is not None:
                     means.add(values, parts.length(batch))
         return means.sums()

@@ -155,6 +155,9 @@ class Replica(Protocol):
     def get_facts(self) -> Mapping[str, float]:
         """Return what is logged of the last step: learning rate, gradient norm."""
 
+    def configure_scheduler(self, total_steps: int | None) -> None:
+        """Create a scheduler that depends on the number of steps of the run."""
+
     def create_agreement(self) -> Agreement | None:
         """Return what distributes rank 0's decisions; None if ranks make unequal steps."""
 
@@ -208,6 +211,7 @@ class StepLoop:
         context.restore_random_state()  # after the loader, which draws a random number
         self.agreement = self.replica.create_agreement()
         context.barrier("before-iteration")
+        context.count_step(steps=0)  # the position may have been restored
         self._log_means, self._tokens = parts.Means(), 0
         self._window_step = state.step
         self._opened.enter_context(self.replica.epoch_context())
@@ -245,7 +249,7 @@ class StepLoop:
         replica.check_gradients()
         self.context.status.at("optimizer")
         replica.step_optimizer()
-        self.state.advance(samples)
+        self.context.count_step(samples)
 
     def _act(self) -> bool:
         """Do what is due after a step; return whether to return to the driver."""

@@ -13,6 +13,7 @@ from miniray.core import session
 from miniray.errors import CapabilityError
 from miniray.train.lockstep.schedule import StepSchedule
 from miniray.train.options import check_seconds
+from miniray.train.run.state import TrainTarget
 
 if TYPE_CHECKING:
     from miniray.train.lockstep.rank import RankContext, WorkerTraits
@@ -23,6 +24,7 @@ class RunFacts:
     """Settings of a run that every rank gets; subclasses add those of their trainer.
 
     ``own_process``: the process belongs to the rank, and ``workers.process`` has set it up.
+    ``target``, ``position``: where the current ``train`` ends, and the ``RankState`` at its start.
     """
 
     seed: int = 0
@@ -30,6 +32,8 @@ class RunFacts:
     clip_norm: float | None = None
     on_nonfinite: str = "error"
     step_schedule: StepSchedule = dataclasses.field(default_factory=StepSchedule)
+    target: TrainTarget = dataclasses.field(default_factory=TrainTarget)
+    position: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def create_replica(self, user: Any, traits: WorkerTraits, context: RankContext) -> Any:
         """Return the ``Replica`` of a rank that holds ``user``. Called in its process."""

@@ -12,6 +12,7 @@ repeated. An exception of user code isn't repeated: it would be raised again.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from abc import ABC, abstractmethod
@@ -33,6 +34,7 @@ from miniray.train.lockstep.status import LogWindow
 from miniray.train.run.checkpointer import Part
 from miniray.train.trainer import BaseTrainer
 from miniray.train.workers.budget import FailureBudget
+from miniray.train.workers.context import PROGRESS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -153,7 +155,7 @@ class LockstepTrainer(BaseTrainer, ABC):
         return partial(
             self._get_ranks().call_ranks,
             TRAIN_EPOCH,
-            lambda _: (epoch, until),
+            lambda _: (epoch, until, self._target),
             epoch=epoch,
             reports_progress=True,
         )
@@ -302,7 +304,17 @@ class LockstepTrainer(BaseTrainer, ABC):
             "clip_norm": self.clip_norm,
             "on_nonfinite": self._on_nonfinite,
             "step_schedule": StepSchedule(log_every=self._log_every),
+            "target": self._target,
+            "position": {
+                "step": self.state.step,
+                "epoch": self.epoch,
+                "step_in_epoch": self.state.step_in_epoch,
+            },
         }
+
+    def _get_worker_env(self) -> dict[str, str]:
+        target = {"epochs": self._target.epochs, "total_steps": self._target.steps}
+        return {PROGRESS: json.dumps({"global_step": self.state.step, **target})}
 
     # -- state ------------------------------------------------------------------------------------
 

@@ -172,6 +172,9 @@ class PartReplica:
     def get_facts(self) -> dict[str, float]:
         return {"lr": float(self.part.optimizer.param_groups[0]["lr"])}
 
+    def configure_scheduler(self, total_steps: int | None) -> None:
+        """Do nothing: ``lr_scheduler=`` creates the scheduler."""
+
     def create_agreement(self) -> Agreement:
         context = self.context
         device = context.device if dist.get_backend() == "nccl" else "cpu"
