@@ -136,7 +136,7 @@ class Interrupt(Callback):
     ("num_workers", "options", "train_options"),
     [
         (2, {"accumulate": 3}, {"loader_workers": 2}),
-        (3, {}, {}),
+        pytest.param(3, {}, {}, marks=pytest.mark.slow),
         *(
             pytest.param(ranks, {"accumulate": n}, {"loader_workers": k}, marks=pytest.mark.slow)
             for ranks, n, k in [(2, 1, 0), (2, 1, 2), (3, 3, 2), (4, 1, 0), (4, 3, 2)]
