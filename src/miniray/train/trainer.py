@@ -359,7 +359,8 @@ class BaseTrainer:
 
     def _print_complete(self) -> None:
         target, done = self._target, self.session.directory.path
-        length = f"{target.steps} steps" if target.epochs is None else f"{target.epochs} epochs"
+        steps, epochs = f"{target.steps} steps", f"{target.epochs} {self._unit}s"
+        length = steps if target.epochs is None else epochs
         print(f"{done} has trained its {length}: nothing is left to train", file=sys.stderr)
 
     def _loop(self) -> None:
