@@ -499,3 +499,76 @@ def test_values_that_workers_log():
     assert result["right"] == pytest.approx(15 / 57)  # a sum over 15 batches
     assert result["val_rows"] == pytest.approx((4 * 4 + 4 * 4 + 1) / 9)
     assert "rows" not in result
+
+
+# -- limits ----------------------------------------------------------------------------------------
+
+
+class Rows(Stepper):
+    """Records the rows of each training step and the number of validation batches."""
+
+    def __init__(self, worker_id):
+        super().__init__(worker_id, n=57)
+        self.rows, self.validated = [], 0
+
+    def training_step(self, batch, batch_idx):
+        self.rows.append([round(value, 4) for value in batch[0][:, 0].tolist()])
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.validated += 1
+        return super().validation_step(batch, batch_idx)
+
+    def get_rows(self):
+        return self.rows, self.validated
+
+
+class OwnRows(Rows):
+    """Chooses its batches itself."""
+
+    def load_data_shard(self, shard_id, num_shards):
+        rows = torch.utils.data.Subset(self.train_loader.dataset, range(shard_id, 57, num_shards))
+        self.train_loader = DataLoader(rows, batch_size=4)
+
+
+@pytest.mark.parametrize("worker", [Rows, OwnRows])
+def test_limits_are_batches_per_rank(worker):
+    limits = {"limit_train_batches": 3, "limit_val_batches": 1, "eval_interval": 2}
+    with make(worker=worker, accumulate=2, **limits) as trainer:
+        result = trainer.train(epochs=2)
+        found = trainer.call_workers("get_rows")
+        config = trainer.run.read_run()["config"]
+    assert trainer.state.step == 4  # of 2 batches and of 1
+    assert [(len(rows), validated) for rows, validated in found] == [(6, 1)] * 2
+    assert (result["num_samples"], result["val_num_samples"]) == (24, 8)
+    assert (config["limit_train_batches"], config["limit_val_batches"]) == (3, 1)
+
+
+def test_overfitting_repeats_the_same_batches():
+    with make(worker=Rows, overfit_batches=2) as trainer:
+        trainer.train(epochs=3)
+        found = trainer.call_workers("get_rows")
+    for rows, _ in found:
+        assert len(rows) == 6
+        assert rows[:2] == rows[2:4] == rows[4:]
+    first = Rows(0).train_loader.dataset.tensors[0][:16, 0].tolist()
+    assert found[0][0][0] == [round(value, 4) for value in first[0:8:2]]
+    trainer = make(worker=OwnRows, overfit_batches=2)
+    with trainer, pytest.raises(ValueError, match="overfit_batches"):
+        trainer.train(epochs=1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"limit_train_batches": 0},
+        {"limit_val_batches": 1.5},
+        {"overfit_batches": True},
+        {"overfit_batches": 1, "limit_train_batches": 1},
+        {"log_every": 0},
+        {"eval_every_steps": -1},
+    ],
+)
+def test_invalid_step_options(options):
+    with pytest.raises((ValueError, TypeError), match=next(iter(options))):
+        make(**options)

@@ -153,6 +153,9 @@ class LockstepKwargs(RunKwargs, total=False):
     timeout: float
     log_every: int
     eval_every_steps: int | None
+    limit_train_batches: int | None
+    limit_val_batches: int | None
+    overfit_batches: int | None
 
 
 class ParallelKwargs(LockstepKwargs, total=False):

@@ -133,7 +133,14 @@ class ReplicatedModel:
             uneven=settings.uneven,
             seed=settings.seed,
             sharded=self.traits.shards_data,
+            limit=settings.limit_train_batches,
+            overfits=settings.overfits,
         )
+        if settings.overfits and self.planned is None:
+            raise ValueError(
+                "overfit_batches= needs a self.train_loader that miniray shards: a DataLoader over "
+                "all samples, in order or shuffled. Other loaders choose their batches themselves"
+            )
         if getattr(user, "val_loader", None) is not None:
             data.check_loader(user.val_loader, "self.val_loader")
 
@@ -184,6 +191,8 @@ class ReplicatedModel:
         if self.planned is not None:
             self._windows = self.planned.windows()
         elif agreed is not None:
+            limit = settings.limit_train_batches
+            agreed = [count if limit is None else min(count, limit) for count in agreed]
             self._windows = counted_windows(
                 agreed, self.context.rank, settings.accumulate, settings.uneven
             )
@@ -226,7 +235,9 @@ class ReplicatedModel:
             self._set_start_state(first)
         data.set_epoch(self.user.train_loader, state.epoch)
         if self._windows is None:
-            return self._iter_batches(enumerate(iter(self.user.train_loader)))
+            batches = iter(self.user.train_loader)
+            limit = self.settings.limit_train_batches
+            return self._iter_batches(enumerate(itertools.islice(batches, limit)))
         windows = self._windows[first:]
         number = sum(weight > 0 for window in self._windows[:first] for weight in window)
         if planned is not None:
@@ -546,9 +557,21 @@ class ReplicatedModel:
     def _use_synced_models(self) -> None:
         vars(self.user).update(self._synced)
 
-    def evaluate(self, data: Any = None, shard_id: int = 0, num_shards: int = 1) -> dict[str, Any]:
-        """Return sums and counts over ``data``, by default this rank's part of ``val_loader``."""
-        return self._evaluate_batches(self._load_evaluation(data, shard_id, num_shards))
+    def evaluate(
+        self,
+        data: Any = None,
+        shard_id: int = 0,
+        num_shards: int = 1,
+        max_batches: int | None = None,
+    ) -> dict[str, Any]:
+        """Return sums and counts over ``data``, by default this rank's part of ``val_loader``.
+
+        ``max_batches`` is ``limit_val_batches`` by default, or all of ``data``.
+        """
+        if data is None and max_batches is None:
+            max_batches = self.settings.limit_val_batches
+        batches = self._load_evaluation(data, shard_id, num_shards)
+        return self._evaluate_batches(batches, max_batches)
 
     def _load_evaluation(self, data: Any, shard_id: int, num_shards: int) -> Any:
         if data is not None:
@@ -559,10 +582,10 @@ class ReplicatedModel:
             raise TypeError(f"{name}.setup() (or __init__) must set self.val_loader")
         return parts.shard(loader, shard_id, num_shards)
 
-    def _evaluate_batches(self, batches: Iterable[Any]) -> dict[str, Any]:
+    def _evaluate_batches(self, batches: Iterable[Any], most: int | None) -> dict[str, Any]:
         means, step = parts.Means(), self.validation_step
         with torch.no_grad():
-            for number, batch in enumerate(batches):
+            for number, batch in enumerate(itertools.islice(batches, most)):
                 self.context.status.go_on()  # a slow loader doesn't hang
                 batch = parts.moved(batch, self.context.device)
                 means.add(self._validate(step, batch, number), parts.length(batch))

@@ -59,6 +59,11 @@ class DDPTrainer(LockstepTrainer):
         timeout: seconds the ranks wait for one another in a collective or barrier at most.
         max_failures: how often the ranks are started again after one died or hung. Then the state
             of the run is kept on the driver after each epoch.
+        log_every: steps between two log records.
+        eval_every_steps: steps between two evaluations.
+        limit_train_batches, limit_val_batches: largest number of batches per rank, in an epoch and
+            in an evaluation of ``val_loader``.
+        overfit_batches: train on the same batches in every epoch, this many per rank, in order.
         find_unused_parameters, bucket_cap_mb, broadcast_buffers, gradient_as_bucket_view,
             static_graph: go to DistributedDataParallel.
 

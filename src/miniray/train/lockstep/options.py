@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from miniray.checks import check_choice
+from miniray.checks import check_choice, check_int
 from miniray.core import session
 from miniray.errors import CapabilityError
 from miniray.train.lockstep.schedule import StepSchedule
@@ -24,6 +24,7 @@ class RunFacts:
     """Settings of a run that every rank gets; subclasses add those of their trainer.
 
     ``own_process``: the process belongs to the rank, and ``workers.process`` has set it up.
+    ``overfits``: every epoch has the same batches, in order.
     ``target``, ``position``: where the current ``train`` ends, and the ``RankState`` at its start.
     """
 
@@ -32,6 +33,9 @@ class RunFacts:
     clip_norm: float | None = None
     on_nonfinite: str = "error"
     step_schedule: StepSchedule = dataclasses.field(default_factory=StepSchedule)
+    limit_train_batches: int | None = None
+    limit_val_batches: int | None = None
+    overfits: bool = False
     target: TrainTarget = dataclasses.field(default_factory=TrainTarget)
     position: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
@@ -51,6 +55,11 @@ def check_options(
     check_seconds("hang_timeout", hang_timeout)
     if not _is_positive(timeout) or timeout == math.inf:
         raise ValueError(f"timeout must be a number of seconds > 0, not {timeout!r}")
+
+
+def check_optional_int(name: str, value: Any) -> int | None:
+    """Return a positive integer or None. Raise an error for other values."""
+    return None if value is None else check_int(name, value, 1, " or None")
 
 
 def _is_positive(value: Any) -> bool:

@@ -26,7 +26,7 @@ from miniray.core import session
 from miniray.train.callbacks import Checkpoint
 from miniray.train.lockstep.group import TRAIN_EPOCH, LockstepGroup
 from miniray.train.lockstep.logs import LogMerger
-from miniray.train.lockstep.options import check_engine, check_options
+from miniray.train.lockstep.options import check_engine, check_optional_int, check_options
 from miniray.train.lockstep.rank import RankActor
 from miniray.train.lockstep.schedule import Action, StepSchedule
 from miniray.train.lockstep.snapshot import Keep, RankSnapshots
@@ -65,6 +65,9 @@ class LockstepTrainer(BaseTrainer, ABC):
         timeout: float = 600.0,
         log_every: int = 10,
         eval_every_steps: int | None = None,
+        limit_train_batches: int | None = None,
+        limit_val_batches: int | None = None,
+        overfit_batches: int | None = None,
         **options: Unpack[RunKwargs],
     ) -> None:
         check_options(
@@ -75,11 +78,15 @@ class LockstepTrainer(BaseTrainer, ABC):
             group_backend=group_backend,
         )
         self._log_every = check_int("log_every", log_every, 1)
-        self._eval_every_steps = (
-            None
-            if eval_every_steps is None
-            else check_int("eval_every_steps", eval_every_steps, 1, " or None")
-        )
+        self._eval_every_steps = check_optional_int("eval_every_steps", eval_every_steps)
+        overfit_batches = check_optional_int("overfit_batches", overfit_batches)
+        if overfit_batches is not None and limit_train_batches is not None:
+            raise ValueError("pass either overfit_batches or limit_train_batches, not both")
+        self._limits = {
+            "limit_train_batches": check_optional_int("limit_train_batches", limit_train_batches),
+            "limit_val_batches": check_optional_int("limit_val_batches", limit_val_batches),
+            "overfit_batches": overfit_batches,
+        }
         super().__init__(num_workers, worker=worker, **options)
         shared = Part(self._collect_shared, self._load_shared)
         self.checkpointer.register(self._kind, shared, in_workers=True)
@@ -304,6 +311,11 @@ class LockstepTrainer(BaseTrainer, ABC):
             "clip_norm": self.clip_norm,
             "on_nonfinite": self._on_nonfinite,
             "step_schedule": StepSchedule(log_every=self._log_every),
+            "limit_train_batches": (
+                self._limits["overfit_batches"] or self._limits["limit_train_batches"]
+            ),
+            "limit_val_batches": self._limits["limit_val_batches"],
+            "overfits": self._limits["overfit_batches"] is not None,
             "target": self._target,
             "position": {
                 "step": self.state.step,
@@ -311,6 +323,10 @@ class LockstepTrainer(BaseTrainer, ABC):
                 "step_in_epoch": self.state.step_in_epoch,
             },
         }
+
+    def _describe(self) -> dict[str, Any]:
+        limits = {name: value for name, value in self._limits.items() if value is not None}
+        return {**super()._describe(), **limits}
 
     def _get_worker_env(self) -> dict[str, str]:
         target = {"epochs": self._target.epochs, "total_steps": self._target.steps}
