@@ -136,7 +136,7 @@ class Interrupt(Callback):
     ("num_workers", "options", "train_options"),
     [
         (2, {"accumulate": 3}, {"loader_workers": 2}),
-        (3, {}, {}),
+        pytest.param(3, {}, {}, marks=pytest.mark.slow),
         *(
             pytest.param(ranks, {"accumulate": n}, {"loader_workers": k}, marks=pytest.mark.slow)
             for ranks, n, k in [(2, 1, 0), (2, 1, 2), (3, 3, 2), (4, 1, 0), (4, 3, 2)]
@@ -408,3 +408,167 @@ def test_step_options_of_workers_that_average_weights():
     with pytest.raises(TypeError, match="training_step"):
         trainer.train(epochs=3)
     assert trainer.run is None
+
+
+# -- what workers see and log ----------------------------------------------------------------------
+
+
+class Scheduled(Stepper):
+    """Records its attributes in ``__init__`` and in each step; its rate falls to 0 at the end."""
+
+    def __init__(self, worker_id):
+        super().__init__(worker_id, n=57)
+        self.seen = [(self.global_step, self.epochs, self.total_steps)]
+
+    def configure_scheduler(self, optimizer, total_steps):
+        self.planned = total_steps
+        return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_steps)
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append((self.global_step, self.epochs, self.total_steps))
+        self.log("twice", 2 * len(batch[0]))
+        self.log("right", (torch.tensor(1.0), len(batch[0])))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("rows", float(len(batch[0])))
+        return super().validation_step(batch, batch_idx)
+
+    def get_seen(self):
+        return self.seen, self.planned, self.optimizer.param_groups[0]["lr"]
+
+
+def test_workers_know_the_length_of_the_run_and_build_schedules():
+    options = {"worker": Scheduled, "run_dir": "known", "callbacks": Checkpoint()}
+    with make(**options) as trainer:
+        trainer.train(steps=STEPS + 2)
+        for seen, planned, lr in trainer.call_workers("get_seen"):
+            assert seen == [(step, None, STEPS + 2) for step in (0, *range(STEPS + 2))]
+            assert (planned, lr) == (STEPS + 2, 0.0)
+    with make(**options) as trainer:
+        trainer.train(epochs=2, resume=True)
+        (seen, planned, _), _ = trainer.call_workers("get_seen")
+    steps = range(STEPS + 2, 2 * STEPS)
+    assert seen == [(STEPS + 2, 2, None), *((step, 2, 2 * STEPS) for step in steps)]
+    assert planned == 2 * STEPS
+
+
+def test_schedule_of_a_resumed_run_ends_at_its_total():
+    with make(worker=Scheduled, run_dir="half", callbacks=Checkpoint(every_steps=3)) as trainer:
+        trainer.callbacks.append(Interrupt(3))
+        with pytest.raises(InterruptedError_):
+            trainer.train(epochs=1)
+    with make(worker=Scheduled, run_dir="half") as trainer:
+        trainer.train(epochs=1, resume=True)
+        rates = [lr for _, _, lr in trainer.call_workers("get_seen")]
+    assert rates == [0.0, 0.0]
+
+
+class Own(Stepper):
+    """Has attributes of these names."""
+
+    epochs = "mine"
+
+    def __init__(self, worker_id):
+        super().__init__(worker_id)
+        self.global_step = 100
+        self.log = []
+
+    def training_step(self, batch, batch_idx):
+        self.log.append(self.global_step)
+        return super().training_step(batch, batch_idx)
+
+    def get_own(self):
+        return self.epochs, set(self.log)
+
+
+def test_attributes_of_the_users_code_are_left_unchanged():
+    with make(worker=Own) as trainer:
+        trainer.train(steps=3)
+        assert trainer.call_workers("get_own") == [("mine", {100})] * 2
+
+
+def test_values_that_workers_log():
+    watch = Watch()
+    with make(worker=Scheduled, callbacks=watch, eval_interval=1) as trainer:
+        result = trainer.train(epochs=1)
+        records = trainer.run.read_steps()
+    # 57 rows in 7 steps of 4 + 4 and one of 1: rank 1 repeats a batch that doesn't count.
+    assert result["twice"] == pytest.approx((56 * 8 + 1 * 2) / 57)
+    assert records[0]["twice"] == 8.0
+    assert result["right"] == pytest.approx(15 / 57)  # a sum over 15 batches
+    assert result["val_rows"] == pytest.approx((4 * 4 + 4 * 4 + 1) / 9)
+    assert "rows" not in result
+
+
+# -- limits ----------------------------------------------------------------------------------------
+
+
+class Rows(Stepper):
+    """Records the rows of each training step and the number of validation batches."""
+
+    def __init__(self, worker_id):
+        super().__init__(worker_id, n=57)
+        self.rows, self.validated = [], 0
+
+    def training_step(self, batch, batch_idx):
+        self.rows.append([round(value, 4) for value in batch[0][:, 0].tolist()])
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.validated += 1
+        return super().validation_step(batch, batch_idx)
+
+    def get_rows(self):
+        return self.rows, self.validated
+
+
+class OwnRows(Rows):
+    """Chooses its batches itself."""
+
+    def load_data_shard(self, shard_id, num_shards):
+        rows = torch.utils.data.Subset(self.train_loader.dataset, range(shard_id, 57, num_shards))
+        self.train_loader = DataLoader(rows, batch_size=4)
+
+
+@pytest.mark.parametrize("worker", [Rows, OwnRows])
+def test_limits_are_batches_per_rank(worker):
+    limits = {"limit_train_batches": 3, "limit_val_batches": 1, "eval_interval": 2}
+    with make(worker=worker, accumulate=2, **limits) as trainer:
+        result = trainer.train(epochs=2)
+        found = trainer.call_workers("get_rows")
+        config = trainer.run.read_run()["config"]
+    assert trainer.state.step == 4  # of 2 batches and of 1
+    assert [(len(rows), validated) for rows, validated in found] == [(6, 1)] * 2
+    assert (result["num_samples"], result["val_num_samples"]) == (24, 8)
+    assert (config["limit_train_batches"], config["limit_val_batches"]) == (3, 1)
+
+
+def test_overfitting_repeats_the_same_batches():
+    with make(worker=Rows, overfit_batches=2) as trainer:
+        trainer.train(epochs=3)
+        found = trainer.call_workers("get_rows")
+    for rows, _ in found:
+        assert len(rows) == 6
+        assert rows[:2] == rows[2:4] == rows[4:]
+    first = Rows(0).train_loader.dataset.tensors[0][:16, 0].tolist()
+    assert found[0][0][0] == [round(value, 4) for value in first[0:8:2]]
+    trainer = make(worker=OwnRows, overfit_batches=2)
+    with trainer, pytest.raises(ValueError, match="overfit_batches"):
+        trainer.train(epochs=1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"limit_train_batches": 0},
+        {"limit_val_batches": 1.5},
+        {"overfit_batches": True},
+        {"overfit_batches": 1, "limit_train_batches": 1},
+        {"log_every": 0},
+        {"eval_every_steps": -1},
+    ],
+)
+def test_invalid_step_options(options):
+    with pytest.raises((ValueError, TypeError), match=next(iter(options))):
+        make(**options)

@@ -171,6 +171,9 @@ class LockstepKwargs(RunKwargs, total=False):
     log_every: int
     eval_every_steps: int | None
     snapshot_every: int | Literal["auto"] | None
+    limit_train_batches: int | None
+    limit_val_batches: int | None
+    overfit_batches: int | None
 
 
 class ParallelKwargs(LockstepKwargs, total=False):

@@ -12,7 +12,8 @@ import dataclasses
 import inspect
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -308,8 +309,7 @@ class BaseTrainer:
             with self.session.record_attempt(
                 self._abort, self.checkpointer.find_newest, self._stop_for_signal, self._get_step
             ) as attempt:
-                self._start(resume, restart=is_auto)
-                self._target = TrainTarget.create(self.state, epochs, steps, is_total)
+                self._start(resume, partial(TrainTarget.create, epochs, steps, is_total), is_auto)
                 self._check_target()
                 if is_total and self._target.is_reached(self.state):
                     self._print_complete()
@@ -388,7 +388,8 @@ class BaseTrainer:
 
     def _print_complete(self) -> None:
         target, done = self._target, self.session.directory.path
-        length = f"{target.steps} steps" if target.epochs is None else f"{target.epochs} epochs"
+        steps, epochs = f"{target.steps} steps", f"{target.epochs} {self._unit}s"
+        length = steps if target.epochs is None else epochs
         print(f"{done} has trained its {length}: nothing is left to train", file=sys.stderr)
 
     def _loop(self) -> None:
@@ -528,14 +529,23 @@ class BaseTrainer:
         results: list[Any] = self._get_group().call(method, lambda _: args, kwargs, epoch)
         return results
 
-    def _start(self, resume: bool | str | Path, *, restart: bool = False) -> None:
+    def _start(
+        self,
+        resume: bool | str | Path,
+        create_target: Callable[[TrainState], TrainTarget],
+        restart: bool = False,
+    ) -> None:
         """Start the engine, the run directory and the workers, unless they are running.
 
-        ``restart`` continues in the directory of a run that left no checkpoint.
+        Args:
+            resume: See ``train``.
+            create_target: Returns where the run ends, seen from its start.
+            restart: Continue in the directory of a run that left no checkpoint.
         """
         self._start_engine()
         if resume:
             self.load_checkpoint("latest" if resume is True else resume)
+        self._target = create_target(self.state)
         run = self.session.open(restart=restart)
         self.checkpointer.open(run.checkpoints)
         self.session.write_description(self._describe())
@@ -600,7 +610,9 @@ class BaseTrainer:
 
     def _create(self, worker_id: int) -> Any:
         seed = self.options.seed
-        env = {} if seed is None else {startup.RUN_SEED: str(seed)}
+        env = self._get_worker_env()
+        if seed is not None:
+            env[startup.RUN_SEED] = str(seed)
         if session.engine().capabilities.processes:  # else all workers are in this process
             path, modules = self.session.directory.path, self._preloaded
             env |= environment(path, worker_id, self.num_workers, modules, self._process_set_up)
@@ -608,6 +620,10 @@ class BaseTrainer:
         own_seed = None if seed is None else seed + worker_id
         with startup.actors_with(own_seed, env, self._wrapper):
             return self.create_worker(worker_id, **self._taken(self.create_worker))
+
+    def _get_worker_env(self) -> dict[str, str]:
+        """Return environment variables for a new worker."""
+        return {}
 
     def _set_up_all(self) -> None:
         """Prepare new workers for training."""

@@ -134,6 +134,7 @@ class ReplicatedModel:
             self.context.world_size,
             accumulate=settings.accumulate,
             uneven=settings.uneven,
+            limit=settings.limit_train_batches,
             touch=self._touch,
         )
         if getattr(user, "val_loader", None) is not None:
@@ -152,7 +153,14 @@ class ReplicatedModel:
             uneven=settings.uneven,
             seed=settings.seed,
             sharded=self.traits.shards_data,
+            limit=settings.limit_train_batches,
+            overfits=settings.overfits,
         )
+        if settings.overfits and data.planned(user.train_loader) is None:
+            raise ValueError(
+                "overfit_batches= needs a self.train_loader that miniray shards: a DataLoader over "
+                "all samples, in order or shuffled. Other loaders choose their batches themselves"
+            )
 
     def _check_optimizers(self) -> None:
         """Raise ``ValueError`` if an optimizer trains parameters whose gradients aren't averaged.
@@ -196,7 +204,10 @@ class ReplicatedModel:
         if self.epoch_data is None:
             return None
         if agreed is not None:
-            self.epoch_data.set_counts(agreed)
+            limit = self.settings.limit_train_batches
+            self.epoch_data.set_counts(
+                [count if limit is None else min(count, limit) for count in agreed]
+            )
         return self.epoch_data.count_steps()
 
     def count_epoch_steps(self) -> int | None:
@@ -218,6 +229,12 @@ class ReplicatedModel:
 
         return count
 
+    def configure_scheduler(self, total_steps: int | None) -> None:
+        """Use the result of the worker's ``configure_scheduler``; it is stepped after each step."""
+        if self.traits.has_steps and hasattr(self.user, "configure_scheduler"):
+            self.user.scheduler = self.user.configure_scheduler(self.user.optimizer, total_steps)
+            self.scheduler_interval = get_scheduler_interval(self.user, "step")
+
     def create_loop(self) -> StepLoop | UserLoop:
         """Return the loop that trains epochs."""
         return StepLoop(self, self.context) if self.traits.has_steps else UserLoop(self)
@@ -230,7 +247,8 @@ class ReplicatedModel:
         assert self.epoch_data is not None
         batches, windows, last = self.epoch_data.start(self.context.state)
         if windows is None:
-            return self._iter_batches(batches)
+            limit = self.settings.limit_train_batches
+            return self._iter_batches(itertools.islice(batches, limit))
         return self._iter_windows(batches, windows, last)
 
     def _iter_windows(
@@ -294,6 +312,7 @@ class ReplicatedModel:
         with self.autocast():
             output = self._training_step(batch, number)
         loss, metrics = read_output(output, self.context.rank)
+        metrics = {**self.context.log.take(), **metrics}
         if before == [model.forwards for model in self._synced.values()]:
             raise create_parts_error("training_step()", next(iter(self._synced)))
         return StepOutput(loss, metrics, parts.length(batch), parts.count_tokens(batch))
@@ -566,9 +585,21 @@ class ReplicatedModel:
     def _use_synced_models(self) -> None:
         vars(self.user).update(self._synced)
 
-    def evaluate(self, data: Any = None, shard_id: int = 0, num_shards: int = 1) -> dict[str, Any]:
-        """Return sums and counts over ``data``, by default this rank's part of ``val_loader``."""
-        return self._evaluate_batches(self._load_evaluation(data, shard_id, num_shards))
+    def evaluate(
+        self,
+        data: Any = None,
+        shard_id: int = 0,
+        num_shards: int = 1,
+        max_batches: int | None = None,
+    ) -> dict[str, Any]:
+        """Return sums and counts over ``data``, by default this rank's part of ``val_loader``.
+
+        ``max_batches`` is ``limit_val_batches`` by default, or all of ``data``.
+        """
+        if data is None and max_batches is None:
+            max_batches = self.settings.limit_val_batches
+        batches = self._load_evaluation(data, shard_id, num_shards)
+        return self._evaluate_batches(batches, max_batches)
 
     def _load_evaluation(self, data: Any, shard_id: int, num_shards: int) -> Any:
         if data is not None:
@@ -579,16 +610,18 @@ class ReplicatedModel:
             raise TypeError(f"{name}.setup() (or __init__) must set self.val_loader")
         return parts.shard(loader, shard_id, num_shards)
 
-    def _evaluate_batches(self, batches: Iterable[Any]) -> dict[str, Any]:
+    def _evaluate_batches(self, batches: Iterable[Any], most: int | None) -> dict[str, Any]:
         means, step = parts.Means(), self.validation_step
         with torch.no_grad():
-            for number, batch in enumerate(batches):
+            for number, batch in enumerate(itertools.islice(batches, most)):
                 self.context.status.touch()  # a slow loader doesn't hang
                 batch = parts.moved(batch, self.context.device)
-                means.add(
-                    parts.as_dict(step(batch, number), "validation_step"), parts.length(batch)
-                )
+                means.add(self._validate(step, batch, number), parts.length(batch))
         return means.sums()
+
+    def _validate(self, step: Any, batch: Any, number: int) -> dict[str, Any]:
+        values = parts.as_dict(step(batch, number), "validation_step")
+        return {**self.context.log.take(), **values}
 
     @property
     def validation_step(self) -> Any:
@@ -619,7 +652,7 @@ class UserLoop:
         for name in names:
             if not getattr(user, name).forwards and steps:
                 raise create_parts_error("train_epoch()", name)
-        context.state.advance(0, max(0, steps - before))
+        context.count_step(steps=max(0, steps - before))
         if is_joined:
             replica.catch_up()
         context.status.set_phase("end of the epoch")
@@ -635,13 +668,13 @@ class UserLoop:
         """Do nothing: the worker computes its own means."""
 
 
-def get_scheduler_interval(worker: Any) -> str | None:
+def get_scheduler_interval(worker: Any, default: str = "epoch") -> str | None:
     """Return when ``worker.scheduler`` is stepped, ``"epoch"`` or ``"step"``; None without one."""
     scheduler = getattr(worker, "scheduler", None)
     if scheduler is None:
         return None
     check_scheduler(scheduler, "self.scheduler")
-    interval: str = getattr(worker, "scheduler_interval", "epoch")
+    interval: str = getattr(worker, "scheduler_interval", default)
     if interval not in ("epoch", "step"):
         raise ValueError(f'scheduler_interval must be "epoch" or "step", not {interval!r}')
     return interval

@@ -65,6 +65,11 @@ class DDPTrainer(LockstepTrainer):
         snapshot_every: Steps between two snapshots inside an epoch, from which ranks restart.
             ``"auto"`` chooses an interval at which copies take 0.5 % of the time at most. None: a
             lost rank costs the steps since the last epoch or pause.
+        log_every: steps between two log records.
+        eval_every_steps: steps between two evaluations.
+        limit_train_batches, limit_val_batches: largest number of batches per rank, in an epoch and
+            in an evaluation of ``val_loader``.
+        overfit_batches: train on the same batches in every epoch, this many per rank, in order.
         find_unused_parameters, bucket_cap_mb, broadcast_buffers, gradient_as_bucket_view,
             static_graph: go to DistributedDataParallel.
 

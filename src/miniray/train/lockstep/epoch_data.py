@@ -56,11 +56,13 @@ class EpochData:
         *,
         accumulate: int,
         uneven: str,
+        limit: int | None = None,
         touch: Callable[[], None] = lambda: None,
     ) -> None:
         self.loader = loader
         self._rank, self._world_size = rank, world_size
         self._accumulate, self._uneven, self._touch = accumulate, uneven, touch
+        self._limit = limit
         self.planned = data.planned(loader)
         self._plan = None if self.planned is None else self.planned.plan  # of the whole epoch
         self._is_seekable = isinstance(loader, DataLoader) and loader.batch_by is None
@@ -167,7 +169,7 @@ class EpochData:
         self._plan_windows()
 
     def _plan_windows(self) -> None:
-        position = self._base.position
+        position, limit = self._base.position, self._limit
         if self.planned is not None:
             plan = self._plan
             assert plan is not None
@@ -180,6 +182,9 @@ class EpochData:
                     uneven=plan.uneven,
                     drop_last=plan.drop_last,
                     start=position,
+                    limit=None
+                    if limit is None
+                    else max(0, limit - self._base.step * self._accumulate),
                 )
             self.planned.plan = plan
             self.windows = self.planned.windows()
@@ -188,6 +193,8 @@ class EpochData:
                 self.windows = self._counted
                 return
             rows = _count_rows(self.loader)
+            if limit is not None:
+                rows = rows[: max(0, limit - self._base.step * self._accumulate)]
             self.windows = row_windows(
                 rows, self._rank, self._accumulate, self._uneven, is_rest=position is not None
             )

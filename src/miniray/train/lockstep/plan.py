@@ -33,6 +33,8 @@ class EpochPlan:
     ``"error"`` refuses. ``drop_last`` leaves out a last micro-batch that is not full.
     ``ValueError`` where a rank would have nothing to do in the whole epoch.
 
+    ``limit`` is the largest number of micro-batches of an epoch.
+
     ``start`` samples of the epoch's order were trained on before, by any number of ranks. The plan
     is for the rest of the epoch, in which ranks may have nothing to do.
     """
@@ -47,6 +49,7 @@ class EpochPlan:
         uneven: str = "join",
         drop_last: bool = False,
         start: int = 0,
+        limit: int | None = None,
     ) -> None:
         self.n, self.batch_size, self.world_size = n, batch_size, world_size
         self.accumulate, self.uneven, self.start = accumulate, uneven, start
@@ -66,7 +69,7 @@ class EpochPlan:
         full = world_size * batch_size
         sizes = [full] * (used // full)
         tail = 0 if drop_last else used % full
-        self.sizes = sizes = [*sizes, tail] if tail else sizes
+        self.sizes = sizes = ([*sizes, tail] if tail else sizes)[:limit]
         if not start and (not sizes or sizes[0] < world_size):
             idle = world_size - (sizes[0] if sizes else 0)
             last = f"rank {world_size - 1} has" if idle == 1 else f"{idle} ranks have"

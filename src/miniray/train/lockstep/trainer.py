@@ -13,6 +13,7 @@ it would be raised again.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import time
@@ -27,7 +28,12 @@ from miniray.tracebacks import hides_frames
 from miniray.train.callbacks import Checkpoint
 from miniray.train.lockstep.group import TRAIN_EPOCH, LockstepGroup
 from miniray.train.lockstep.logs import LogMerger
-from miniray.train.lockstep.options import check_engine, check_options, check_snapshot_every
+from miniray.train.lockstep.options import (
+    check_engine,
+    check_optional_int,
+    check_options,
+    check_snapshot_every,
+)
 from miniray.train.lockstep.parallelism import Parallelism, RunSettings
 from miniray.train.lockstep.rank import RankActor
 from miniray.train.lockstep.schedule import Action, StepSchedule
@@ -37,6 +43,7 @@ from miniray.train.run.checkpointer import Part
 from miniray.train.run.result import TrainResult
 from miniray.train.trainer import BaseTrainer
 from miniray.train.workers.budget import FailureBudget
+from miniray.train.workers.context import PROGRESS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -70,6 +77,9 @@ class LockstepTrainer(BaseTrainer):
         log_every: int = 10,
         eval_every_steps: int | None = None,
         snapshot_every: int | Literal["auto"] | None = "auto",
+        limit_train_batches: int | None = None,
+        limit_val_batches: int | None = None,
+        overfit_batches: int | None = None,
         **options: Unpack[RunKwargs],
     ) -> None:
         check_options(
@@ -80,12 +90,16 @@ class LockstepTrainer(BaseTrainer):
             group_backend=group_backend,
         )
         self._log_every = check_int("log_every", log_every, 1)
-        self._eval_every_steps = (
-            None
-            if eval_every_steps is None
-            else check_int("eval_every_steps", eval_every_steps, 1, " or None")
-        )
+        self._eval_every_steps = check_optional_int("eval_every_steps", eval_every_steps)
         self._snapshot_every = check_snapshot_every(snapshot_every)
+        overfit_batches = check_optional_int("overfit_batches", overfit_batches)
+        if overfit_batches is not None and limit_train_batches is not None:
+            raise ValueError("pass either overfit_batches or limit_train_batches, not both")
+        self._limits = {
+            "limit_train_batches": check_optional_int("limit_train_batches", limit_train_batches),
+            "limit_val_batches": check_optional_int("limit_val_batches", limit_val_batches),
+            "overfit_batches": overfit_batches,
+        }
         super().__init__(num_workers, worker=worker, **options)
         shared = Part(self._collect_shared, self._load_shared)
         self.checkpointer.register(self._kind, shared, in_workers=True)
@@ -151,7 +165,7 @@ class LockstepTrainer(BaseTrainer):
         return partial(
             group.call_ranks,
             TRAIN_EPOCH,
-            lambda _: (epoch, until, group.step_snapshots.every),
+            lambda _: (epoch, until, group.step_snapshots.every, self._target),
             epoch=epoch,
             reports_progress=True,
         )
@@ -342,6 +356,17 @@ class LockstepTrainer(BaseTrainer):
             "clip_norm": self.clip_norm,
             "on_nonfinite": self._on_nonfinite,
             "step_schedule": StepSchedule(log_every=self._log_every),
+            "limit_train_batches": (
+                self._limits["overfit_batches"] or self._limits["limit_train_batches"]
+            ),
+            "limit_val_batches": self._limits["limit_val_batches"],
+            "overfits": self._limits["overfit_batches"] is not None,
+            "target": self._target,
+            "position": {
+                "step": self.state.step,
+                "epoch": self.epoch,
+                "step_in_epoch": self.state.step_in_epoch,
+            },
         }
         evaluates = type(self).evaluate is LockstepTrainer.evaluate
         interval = self.options.eval_interval if evaluates else 0
@@ -351,11 +376,16 @@ class LockstepTrainer(BaseTrainer):
 
     def _describe(self) -> dict[str, Any]:
         described = {**super()._describe(), **self._parallelism.describe()}
-        return {**described, "clip_norm": self.clip_norm}
+        limits = {name: value for name, value in self._limits.items() if value is not None}
+        return {**described, "clip_norm": self.clip_norm, **limits}
 
     def _make_result(self, wall_time: float, *_: Any, **__: Any) -> TrainResult:
         kind, fields = self._parallelism.get_result()
         return super()._make_result(wall_time, kind, **fields)
+
+    def _get_worker_env(self) -> dict[str, str]:
+        target = {"epochs": self._target.epochs, "total_steps": self._target.steps}
+        return {PROGRESS: json.dumps({"global_step": self.state.step, **target})}
 
     # -- state ------------------------------------------------------------------------------------
 

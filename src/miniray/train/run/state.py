@@ -108,20 +108,31 @@ class TrainTarget:
 
     @classmethod
     def create(
-        cls, state: TrainState, epochs: int | None, steps: int | None, is_total: bool
+        cls, epochs: int | None, steps: int | None, is_total: bool, state: TrainState
     ) -> TrainTarget:
         """Return the target for the arguments of ``train``.
 
         Args:
-            state: The position at the start of the call.
             epochs: Number of epochs.
             steps: Number of steps; one of both is None.
             is_total: They are totals of the run, instead of additional epochs or steps.
+            state: The position at the start of the call.
         """
         if epochs is not None:
             return cls(epochs=epochs if is_total else state.epoch + epochs)
         assert steps is not None
         return cls(steps=steps if is_total else state.step + steps)
+
+    def count_steps(self, state: Any, steps_per_epoch: int | None) -> int | None:
+        """Return the step at which the call ends; None if epochs have no known number of steps.
+
+        ``state`` is a position with ``step``, ``epoch`` and ``step_in_epoch``.
+        """
+        if self.epochs is None or steps_per_epoch is None:
+            return self.steps
+        epochs_left: int = self.epochs - state.epoch
+        start_of_epoch: int = state.step - state.step_in_epoch
+        return start_of_epoch + epochs_left * steps_per_epoch
 
     def is_reached(self, state: TrainState) -> bool:
         if self.epochs is not None:
