@@ -93,7 +93,7 @@ PASSED = {
     "every_n_train_steps": (*TRAINERS, Checkpoint),
     "gradient_accumulation_steps": (DDPTrainer, DataParallelTrainer, PipelineParallelTrainer),
     "accumulate": (DataParallelTrainer,),
-    "batch_size": (DDPTrainer, PipelineParallelTrainer, GRPOTrainer, ParquetDataset),
+    "batch_size": (PipelineParallelTrainer, GRPOTrainer, ParquetDataset),
     "learning_rate": (DDPTrainer, GRPOTrainer, GRPOConfig),
     "max_tokens": (DDPTrainer, DataLoader, GRPOTrainer, GRPOConfig, Sampling),
     "max_new_tokens": (GRPOTrainer, GRPOConfig),

@@ -119,7 +119,7 @@ class MinirayError(Exception):
 def _get_code(cls: type[MinirayError]) -> str:
     """Derive the code from the class name: ``ActorDiedError`` has the code ``actor-died``.
 
-    For a class that isn't defined in this module, use the first base class that is.
+    A class that is defined elsewhere has the code of its closest base class in this module.
     """
     name = next(
         c.__name__ for c in cls.__mro__ if c.__module__ == __name__ and "(" not in c.__name__
@@ -201,7 +201,7 @@ class WorkerCrashedError(MinirayError):
 
 
 class ActorDiedError(MinirayError):
-    """The process of an actor exited or was killed, or the ``__init__`` method of the actor raised.
+    """An actor's process exited or was killed, or its ``__init__`` method raised an exception.
 
     The message ends with the last lines that the process printed. Calls that were running at that
     time may or may not have completed. ``pid``, ``exit_code``, ``signal`` and ``in_init`` describe
@@ -216,8 +216,8 @@ class WorkerTimeoutError(MinirayError, TimeoutError):
 class BarrierTimeoutError(MinirayError, TimeoutError):
     """Not all ranks reached a named barrier in time.
 
-    The error is raised on every rank that waits at the barrier, and on ranks that arrive later. The
-    message shows the current location of each missing rank and the last operation of that rank.
+    The error is raised on every rank that waits at the barrier, and on ranks that arrive later. For
+    each missing rank, the message shows its current location and its last operation.
 
     Attributes:
         name: Name of the barrier.
@@ -254,8 +254,8 @@ class RunLockedError(MinirayError, RuntimeError):
 class DataError(MinirayError, ValueError):
     """Data can't be read or sharded.
 
-    If the metadata of the files shows the problem, creating the dataset raises the error.
-    Otherwise, reading the affected row raises it.
+    If the file metadata reveals the problem, the error is raised when the dataset is created.
+    Otherwise, the error is raised when the affected row is read.
 
     Attributes:
         file: Path of the file that caused the error, or ``""`` if no single file caused it.
@@ -279,7 +279,7 @@ class GroupError(MinirayError, RuntimeError):
 class PeerLostError(MinirayError, RuntimeError):
     """The connection to a different rank was lost.
 
-    This error is a consequence of the failure of that rank, and not the original cause.
+    This error is a consequence of a failure on the other rank, and not the original cause.
     """
 
 
@@ -360,9 +360,9 @@ class SyncError(MinirayError, RuntimeError):
     """A parameter sync failed because a worker raised an exception or exited.
 
     The weights on the server weren't changed. ``worker``, ``host``, ``pid``, ``exit_code`` and
-    ``signal`` describe the first worker that exited. If no worker exited, they describe the first
-    worker that raised an exception. If ``get`` raises this error as a ``TaskError``, ``pid`` is the
-    process ID of the server and ``cause.pid`` is the process ID of the worker.
+    ``signal`` describe the first worker that exited. If no worker exited, these attributes describe
+    the first worker that raised an exception. If ``get`` raises this error as a ``TaskError``,
+    ``pid`` is the process ID of the server and ``cause.pid`` is the process ID of the worker.
 
     Attributes:
         workers: Indices of the workers that failed.
@@ -390,15 +390,15 @@ class TaskError(MinirayError):
     """User code raised an exception in a different process.
 
     The error that ``get`` raises is also an instance of the original type, so statements such as
-    ``except ValueError`` work. It has the attributes of the original exception, and its message
-    contains the remote traceback. In it, frames of miniray and of frameworks are hidden unless
-    ``MINIRAY_DEBUG=1`` is set. The last line of the message names the rank or worker, and the file
-    and line that raised the exception.
+    ``except ValueError`` work. The error has the attributes of the original exception, and its
+    message contains the remote traceback. In it, frames of miniray and of frameworks are hidden
+    unless ``MINIRAY_DEBUG=1`` is set. The last line of the message names the rank or worker, and
+    the file and line that raised the exception.
 
     Attributes:
         cause: The original exception, or None if the exception couldn't be pickled.
         remote_traceback: Traceback of the remote process, as text.
-        function: Name of the function that was called. The name of a method includes its class.
+        function: Name of the function that was called, or ``Class.method`` for a method.
         actor: Name of the actor or worker process.
         pid: Process ID of the actor or worker process.
     """
@@ -466,7 +466,7 @@ class TaskError(MinirayError):
     def as_cause_type(self) -> TaskError:
         """Return an error that is also an instance of the type of the original exception.
 
-        If that isn't possible, return this error unchanged.
+        If such an error can't be created, return this error unchanged.
         """
         cause = self.cause
         while isinstance(cause, TaskError):  # the exception passed through a chain of calls

@@ -227,6 +227,7 @@ def test_trainers_build_the_copy_before_training(parquet_folder):
     """Not at the first batch, when the other ranks wait at a barrier."""
     data = pytest.importorskip("miniray.train.lockstep.data")
     from miniray.train.workers.actor import WorkerActor
+    from miniray.train.workers.shards import TrainData
 
     class Worker:
         def load_data_shard(self, shard_id, num_shards, data):
@@ -234,7 +235,7 @@ def test_trainers_build_the_copy_before_training(parquet_folder):
 
     worker = Worker()
     dataset = ParquetDataset(parquet_folder, shuffle="global", seed=1)
-    WorkerActor(worker).assign_shard(DataLoader(dataset, 4), 0, 2)
+    WorkerActor(worker).assign_data(TrainData(DataLoader(dataset, 4)), 0, 2)
     assert len(worker.entries) == 1
     narrow = ParquetDataset(parquet_folder, columns=["id"], shuffle="global", seed=1)
     data.shard_data(DataLoader(narrow, 4), 1, 2)

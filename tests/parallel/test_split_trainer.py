@@ -57,7 +57,7 @@ def test_a_run_goes_on_with_the_same_bits_and_on_another_layout(engine, tmp_path
     with pipeline(**options, name="first", layers_per_stage=sizes, callbacks=[Checkpoint()]) as t:
         t.train(1)
     with pipeline(**options, name="first", seed=99) as trainer:
-        result = trainer.train(1, resume=True)
+        result = trainer.train(2, resume=True)
         assert trainer.plan.stages.sizes == sizes  # as it was, without being told
         assert same(trainer.model_weights(), whole)
         assert trainer.state.step == 10

@@ -17,4 +17,4 @@ def _light_workers(monkeypatch):
     """For workers of numpy alone. Test modules have torch loaded, and what is loaded here the local
     engine would load for its workers, too: seconds for every start of it."""
     monkeypatch.setattr("miniray.core.local.spawner.PRELOAD", ("numpy",))
-    monkeypatch.setattr("miniray.train.workers.process.LOADED_LATE", {})
+    monkeypatch.setattr("miniray.train.workers.process.PRELOADED_WITH", {})

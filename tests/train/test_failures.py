@@ -276,7 +276,7 @@ def test_ctrl_c_ends_everything_and_says_so_in_the_run(tmp_path):
                     if epoch == 1:
                         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
 
-            Trainer(2, progress=False, name="stopped").train(epochs=3)
+            Trainer(2, progress=False, name="stopped", grace_seconds=1).train(epochs=3)
             """
         )
     )

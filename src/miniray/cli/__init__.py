@@ -1,9 +1,9 @@
 """The command line, with one command per file.
 
-``main`` is the console script. If a command fails, ``main`` prints the error on one line, or the
-traceback if ``--debug`` is set. The exit code is 0 for success, 1 for a failure, 2 for incorrect
-usage and 130 for an interrupt. The module of a command is imported only when the command runs. The
-``completion`` command is defined in this file.
+``main`` is the console script. If a command fails, ``main`` prints a one-line error message. With
+``--debug``, it prints the traceback instead. The exit code is 0 for success, 1 for a failure, 2 for
+incorrect usage and 130 for an interrupt. The module of a command is imported only when the command
+runs. The ``completion`` command is defined in this file.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from miniray.errors import TaskError
 #: of the same name. The texts are defined here so that `miniray --help` doesn't import the modules.
 GROUPS = {
     "Get started": {
-        "demo": "Run a demo: actors, trainers, a pipeline, RL.",
-        "status": "Show versions, hardware and available engines.",
+        "demo": "Run a demo of actors, trainers, a pipeline or RL.",
+        "status": "Show installed versions, hardware and available engines.",
     },
     "Launch": {
         "run": "Launch a script on several ranks and diagnose hangs.",
@@ -34,12 +34,12 @@ GROUPS = {
     "Inspect runs": {
         "runs": "List, compare and delete runs.",
         "report": "Write an HTML report of a run.",
-        "top": "Show the ranks of a run, live.",
-        "dashboard": "Show runs in the browser, live.",
+        "top": "Show a live view of the ranks of a run.",
+        "dashboard": "Show a live view of runs in the browser.",
         "doctor": "Diagnose a run, its data or its speedup.",
     },
     "Other": {
-        "data": "Inspect and repack data files, manage the row cache.",
+        "data": "Inspect and repack data files, and manage the row cache.",
         "bench": "Run a benchmark from a checkout.",
         "completion": "Print a shell completion script.",
     },
@@ -97,7 +97,7 @@ class Group(click.Group):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the options of the group and of the default subcommand.
 
-        The options of the default subcommand are included because its name may be omitted.
+        The options of the default subcommand are listed as well, because users may omit its name.
         """
         params = self.get_params(ctx)
         default = None
@@ -192,8 +192,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _extract_debug(args: list[str]) -> tuple[list[str], bool]:
     """Remove ``--debug`` from the arguments of miniray, but not from those of the user's script.
 
-    The flag must work both before and after the command name, and also if click raises an error
-    while it parses the arguments. A click option doesn't meet these requirements.
+    A click option isn't sufficient, because the flag must work both before and after the command
+    name, and even when click itself raises an error.
     """
     words = [i for i, arg in enumerate(args) if not arg.startswith("-")][:2]
     end = args.index("--") if "--" in args else len(args)

@@ -55,7 +55,7 @@ def bench(ctx: click.Context, args: tuple[str, ...]) -> None:
 
 
 def find_benchmarks() -> dict[str, tuple[Path, str]]:
-    """Return a dict from the name of each benchmark in the checkout to its path and description."""
+    """Return a dict that maps the name of each benchmark to its path and its description."""
     found: dict[str, tuple[Path, str]] = {}
     folder = find_script("benchmarks")
     for path in sorted(folder.glob("*.py")) if folder is not None else ():

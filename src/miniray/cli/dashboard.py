@@ -39,8 +39,8 @@ Examples:
 def dashboard(target: str, port: int, no_browser: bool, runs_dir: Path) -> None:
     """Show a live view of the ranks, phases, metrics, logs and stacks of runs.
 
-    The dashboard server only reads the run directories and listens only on 127.0.0.1. To stop the
-    server, press Ctrl-C.
+    The dashboard only reads the run directories, and its server listens only on 127.0.0.1. To stop
+    the server, press Ctrl-C.
     """
     from miniray.runs.listing import is_run
 

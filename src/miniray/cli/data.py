@@ -65,7 +65,7 @@ def inspect(files: tuple[str, ...], columns: tuple[str, ...], ranks: int, as_jso
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option("--file-size", default="512MB", help="Decoded bytes per file. Defaults to 512MB.")
 def repack(files: tuple[str, ...], output: Path, file_size: str) -> None:
-    """Rewrite FILES with row groups of about 8 MB, and write the new files to OUTPUT.
+    """Rewrite FILES with row groups of about 8 MB, and store the new files in OUTPUT.
 
     The order of the rows and the schema are preserved. Small files are merged.
     """

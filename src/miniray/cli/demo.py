@@ -1,8 +1,8 @@
 """``miniray demo``: run a demo right after the installation.
 
-The default demo is part of this package. The other demos are scripts. A checkout contains them in
-the directories ``examples`` and ``recipes``. A wheel contains only the examples, in the directory
-``miniray/demos/scripts``.
+The default demo is part of this package. The other demos are scripts. In a checkout, the scripts
+are in the directories ``examples`` and ``recipes``. A wheel contains only the examples, which are
+in the directory ``miniray/demos/scripts``.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class _Demo(Group):
 def demo(ctx: click.Context, list_demos: bool, as_json: bool) -> None:
     """Run a demo.
 
-    Each demo is a small, complete program that is easy to read. It creates a run directory in runs/
-    and writes a report there.
+    Each demo is a small, complete program that is easy to read. Each demo creates a run
+    directory with a report in runs/.
     """
     if not list_demos:
         return
@@ -119,7 +119,7 @@ def demo(ctx: click.Context, list_demos: bool, as_json: bool) -> None:
 
 
 def _find_obstacle(script: Script) -> str:
-    """Return the reason why the script can't run and how to fix it, or "" if the script can run."""
+    """Return the reason why the script can't run and a suggested fix, or "" if it can run."""
     missing = find_missing_packages(script.needs)
     if missing:
         return f"install {', '.join(missing)} with pip install 'miniray[{script.extra}]'."
@@ -219,7 +219,7 @@ def find_script(name: str) -> Path | None:
 
 
 def find_missing_packages(modules: Sequence[str]) -> list[str]:
-    """Return the names of the packages to install before ``modules`` can be imported."""
+    """Return the package names of all ``modules`` that aren't installed."""
     return [_PACKAGES.get(m, m) for m in modules if importlib.util.find_spec(m) is None]
 
 

@@ -118,7 +118,7 @@ def examine(
 
 
 def _find_kinds(diagnosis: Diagnosis) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the findings and the live ranks of a diagnosis in a form that can be compared.
+    """Return the findings and the live ranks of a diagnosis as a list that can be compared.
 
     ``--watch`` prints a full diagnosis only if this value changes.
     """
@@ -173,7 +173,7 @@ def data(nproc: int, as_json: bool, hang_timeout: float, script: str, args: tupl
         code = _launch(command, nproc, run_dir, hang_timeout)
         reports = data_probe.read(run_dir, nproc)
     if code or not reports:
-        why = "its ranks failed before" if code else "it never iterates"
+        why = "a rank failed before it iterated over" if code else "the script never iterated over"
         click.echo(f"error: {script}: {why} a DataLoader of torch or miniray.data", err=True)
         return 2
     if as_json:
@@ -185,7 +185,7 @@ def data(nproc: int, as_json: bool, hang_timeout: float, script: str, args: tupl
 
 
 def _launch(command: tuple[str, ...], nproc: int, run_dir: Path, hang_timeout: float) -> int:
-    """Run the launcher in a subprocess, because it installs signal handlers and adopts orphans."""
+    """Run the launcher in a subprocess, because it handles signals and adopts orphans."""
     import subprocess
 
     full = [sys.executable, "-m", "miniray", "run", "--nproc", str(nproc)]
@@ -211,7 +211,7 @@ def _launch(command: tuple[str, ...], nproc: int, run_dir: Path, hang_timeout: f
 @click.option(
     "--keep",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Directory in which to keep run directories and output.",
+    help="Directory in which to keep the run directories and the output.",
 )
 @json_option
 def speedup(

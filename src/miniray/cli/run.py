@@ -24,7 +24,7 @@ If you use several machines, set MINIRAY_RUN_TOKEN to the same secret on each.
 
 
 class _NumRanks(click.IntRange):
-    """A number of ranks, or one of the words ``gpu``, ``cpu`` and ``auto``, as in torchrun."""
+    """The number of ranks, which can also be ``gpu``, ``cpu`` or ``auto`` as in torchrun."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
         if value not in ("gpu", "cpu", "auto"):
@@ -115,8 +115,8 @@ def run(
     """Launch SCRIPT on several ranks, as a drop-in replacement for torchrun.
 
     If the run hangs, a rank fails, or the collectives of the ranks don't match, the command prints
-    a diagnosis and saves it in the run directory. Then it terminates all ranks and exits with a
-    nonzero status.
+    a diagnosis and saves it in the run directory. Then the command terminates all ranks and
+    exits with a nonzero status.
     """
     from miniray.doctor.launch import launch
     from miniray.doctor.launch_options import Options, check
@@ -152,7 +152,7 @@ def run(
 def _write_report(run_dir: Path) -> None:
     """Write the report of the run.
 
-    If that fails, print the error without changing the exit status of the run.
+    If the report can't be written, print the error without changing the exit status of the run.
     """
     from miniray.report import write_report
 

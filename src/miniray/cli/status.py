@@ -33,7 +33,8 @@ Examples:
 def status(as_json: bool) -> None:
     """Show the installed versions, the hardware and the available engines.
 
-    The command imports neither torch nor Ray. The only process that it starts is nvidia-smi.
+    The command imports neither torch nor Ray. The only process that the command starts is
+    nvidia-smi.
     """
     found = collect()
     if as_json:
@@ -70,7 +71,7 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def _query_nvidia_smi() -> dict[str, dict[str, Any]]:
-    """Return the name and the memory of each GPU, both by index and by UUID.
+    """Return a dict that maps the index and the UUID of each GPU to its name and memory.
 
     Return {} if nvidia-smi isn't installed or fails.
     """

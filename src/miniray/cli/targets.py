@@ -93,7 +93,7 @@ def _find_run_of_process(pid: int, runs_dir: Path) -> Path:
 def names(runs_dir: Path) -> list[str]:
     """Return the sorted names of the directories in ``runs_dir``.
 
-    Hidden directories are omitted, and so are names that a shell can't complete.
+    Hidden directories and names that a shell can't complete are omitted.
     """
     try:
         found = [path.name for path in runs_dir.iterdir() if path.is_dir()]

@@ -70,7 +70,7 @@ def printable(text: str) -> str:
 
 
 def truncate_line(line: str, used: int = 0) -> str:
-    """Truncate the line so that it fits on the terminal next to ``used`` occupied columns.
+    """Truncate the line to the width of the terminal, of which ``used`` columns are occupied.
 
     If the output isn't a terminal, return the line unchanged.
     """
@@ -141,7 +141,7 @@ def _row(run: Run) -> dict[str, str]:
 
 
 def _epochs(run: Run) -> str:
-    """Return the number of completed epochs, based on the last epoch index, which starts at 0."""
+    """Return the number of completed epochs. Metrics number epochs from 0."""
     last = run.last_metrics().get("epoch")
     return str(last + 1) if isinstance(last, int) else ""
 

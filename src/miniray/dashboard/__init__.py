@@ -1,11 +1,12 @@
-"""Serve a live page over run directories, as ``miniray dashboard`` does.
+"""Serve a live web page that shows runs, as ``miniray dashboard`` does.
 
 ::
 
     miniray.dashboard.serve(Path("runs"))       # prints its address, serves until Ctrl-C
 
-The server only reads run directories, so running, hung and finished runs look the same, and ranks
-have nothing to do for it. Needs plotly (``pip install 'miniray[dashboard]'``), but not torch.
+The server only reads run directories. Therefore, it works in the same way for running, hung and
+finished runs, and it causes no work on the ranks. The dashboard requires plotly, which
+``pip install 'miniray[dashboard]'`` installs. It doesn't require torch.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ def serve(
     port: int = 0,
     open_browser: bool = True,
 ) -> None:
-    """Serve the runs in ``root``, or the single run at ``root``, until Ctrl-C.
+    """Serve the runs in ``root`` until the user presses Ctrl-C.
 
-    Prints the address, which contains the access token.
+    ``root`` is either a directory of runs or the directory of a single run. The function prints the
+    address of the page, which contains the access token.
 
     Raises:
-        FileNotFoundError: The directory doesn't exist, or contains no run named ``run``.
+        FileNotFoundError: The directory doesn't exist, or it contains no run named ``run``.
         ValueError: ``host`` isn't a loopback address.
         ImportError: plotly isn't installed.
         OSError: The port is in use.
@@ -61,9 +63,10 @@ def serve(
 
 
 class DashboardServer:
-    """The dashboard for use in programs: ``start()``, ``url``, ``close()``.
+    """A dashboard that a program can start and stop with ``start()`` and ``close()``.
 
-    ``close`` stops all threads of the server, even if pages are open.
+    ``url`` is the address of the page. ``close`` stops all threads of the server, even if pages are
+    still open.
     """
 
     def __init__(
@@ -102,17 +105,17 @@ class DashboardServer:
 
     @property
     def address(self) -> str:
-        """The address without the token."""
+        """The address of the page without the token."""
         host = str(self._http.server_address[0])
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"
 
     @property
     def url(self) -> str:
-        """The address to open in a browser, with the token."""
+        """The address to open in a browser, which includes the token."""
         return f"{self.address}?token={self.gate.token}{self._run_parameter}"
 
     def new_browser_url(self) -> str:
-        """Return an address that works once and doesn't contain the token."""
+        """Return an address that can be used only once and doesn't contain the token."""
         return f"{self.address}?code={self.gate.new_code()}{self._run_parameter}"
 
     @property
@@ -124,7 +127,7 @@ class DashboardServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the server. May be called more than once."""
+        """Stop the server. This method may be called more than once."""
         self.poller.close()
         if self._thread.is_alive():
             self._http.shutdown()
@@ -134,12 +137,12 @@ class DashboardServer:
 
 
 class _Http(ThreadingHTTPServer):
-    """An HTTP server with one thread per connection.
+    """An HTTP server that handles each connection in a separate thread.
 
-    ``close_connections`` closes all connections, so that no thread keeps waiting for a client.
+    ``close_connections`` closes all connections, so that no thread continues to wait for a client.
     """
 
-    daemon_threads = False  # server_close must wait for them
+    daemon_threads = False  # server_close must wait for the threads
     block_on_close = True
 
     def __init__(self, address: tuple[str, int], handler: Any) -> None:
@@ -150,7 +153,7 @@ class _Http(ThreadingHTTPServer):
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
-        """Bind without the DNS lookup of ``HTTPServer``, which may take seconds."""
+        """Bind the socket without the DNS lookup in ``HTTPServer``, which may take seconds."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
@@ -169,17 +172,17 @@ class _Http(ThreadingHTTPServer):
             for request in self._open:
                 try:
                     request.shutdown(socket.SHUT_RDWR)
-                except OSError:  # already disconnected
+                except OSError:  # the client has already disconnected
                     continue
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that disconnect. Print all other errors."""
+        """Print all errors except those caused by clients that have disconnected."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
 
 def _find_plotly() -> Path:
-    """Return the path of plotly.js in the plotly package, without importing the package."""
+    """Return the path of ``plotly.min.js`` in the plotly package, without importing the package."""
     found = importlib.util.find_spec("plotly")
     for folder in (found.submodule_search_locations or ()) if found is not None else ():
         path = Path(folder) / "package_data" / "plotly.min.js"

@@ -1,9 +1,9 @@
-"""Control access to the dashboard: check the token, the Host header and file paths.
+"""Control access to the dashboard by checking the token, the Host header and file paths.
 
 Any web page can send requests to 127.0.0.1 from the user's browser. Requests from a page on a
-different port of localhost even include the cookie of the dashboard. Every request must therefore
-contain the token, name a loopback host (DNS rebinding uses other names) and not come from a
-different origin.
+different port of localhost even include the cookie of the dashboard. Therefore, every request must
+contain the token and must not come from a different origin. To prevent DNS rebinding attacks, the
+Host header must also name a loopback host.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from miniray.runs.listing import is_run
 
 
 class NotFoundError(LookupError):
-    """The run or file doesn't exist, or is outside of the served directory.
+    """The run or file doesn't exist, or it is outside of the served directory.
 
-    The error doesn't reveal which one.
+    The error intentionally doesn't reveal which of these reasons applies.
     """
 
 
 class Gate:
-    """Authentication of one server. ``allows`` decides on each request.
+    """Authenticate the requests to one server.
 
-    Requests contain the token, in the address or in a cookie. The address that is passed to the
-    browser contains a code instead, because all users of the machine can see command lines. The
-    code works once and is exchanged for the cookie.
+    A request contains the token either in its address or in a cookie. All users of the machine can
+    see the command line that opens the browser. Therefore, the address on this command line
+    contains a single-use code instead of the token, and the browser exchanges the code for the
+    cookie.
     """
 
     def __init__(self, port: int) -> None:
@@ -43,7 +44,7 @@ class Gate:
         self.cookie_name = f"miniray_{port}"  # cookies are shared between ports
 
     def allows(self, headers: Mapping[str, str], query_token: str | None) -> bool:
-        """Return True if the request contains the token, in the address or in the cookie."""
+        """Return True if the request contains the token in its address or in its cookie."""
         shown = query_token
         if shown is None:
             cookie: SimpleCookie = SimpleCookie()
@@ -55,13 +56,13 @@ class Gate:
         return hmac.compare_digest(shown.encode(), self.token.encode())
 
     def new_code(self) -> str:
-        """Return a code that can be redeemed once. Earlier codes become invalid."""
+        """Return a new code that can be redeemed once. All earlier codes become invalid."""
         with self._lock:
             self._code = secrets.token_urlsafe(24)
             return self._code
 
     def redeem(self, code: str) -> bool:
-        """Return True if ``code`` is valid. It isn't afterwards."""
+        """Return True if ``code`` is valid. After this call, the code is no longer valid."""
         with self._lock:
             valid = self._code is not None and hmac.compare_digest(
                 code.encode(), self._code.encode()
@@ -75,9 +76,9 @@ class Gate:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True for ``localhost`` and loopback addresses such as ``127.0.0.1`` and ``::1``.
+    """Return True for ``localhost`` and for loopback addresses such as ``127.0.0.1`` and ``::1``.
 
-    Names that merely resolve to such an address are rejected.
+    Return False for other names, even if they resolve to a loopback address.
     """
     if host.lower() == "localhost":
         return True
@@ -88,9 +89,10 @@ def is_loopback(host: str) -> bool:
 
 
 def is_same_origin(host_header: str | None, origin: str | None) -> bool:
-    """Return True if the request uses a loopback host name and comes from our own page.
+    """Return True if a request uses a loopback host name and comes from the dashboard's own page.
 
-    The port isn't compared with ours, because it is different behind ``ssh -L``.
+    The port in the Host header isn't compared with the port of the server, because the two ports
+    may differ if the user forwards the port with ``ssh -L``.
     """
     if not host_header:
         return False
@@ -104,10 +106,10 @@ def is_same_origin(host_header: str | None, origin: str | None) -> bool:
 
 
 class ServedDirectory:
-    """The directory that is served: a directory of runs, or a single run.
+    """The directory that the dashboard serves, which is either a run or a directory of runs.
 
-    Symbolic links are followed only if they stay inside. Raise ``FileNotFoundError`` if the
-    directory doesn't exist.
+    A symbolic link is followed only if its target is within this directory. The constructor
+    raises ``FileNotFoundError`` if the directory doesn't exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -117,7 +119,7 @@ class ServedDirectory:
         self.is_run = is_run(self.path)
 
     def names(self) -> list[str]:
-        """Return the names of all runs, unordered."""
+        """Return the names of all runs in arbitrary order."""
         if self.is_run:
             return [self.path.name]
         found = []
@@ -134,7 +136,7 @@ class ServedDirectory:
         return found
 
     def run(self, name: str) -> Path:
-        """Return the directory of a run. Raise ``NotFoundError`` if it isn't served."""
+        """Return the directory of a run. Raise ``NotFoundError`` if the run isn't served."""
         if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
             raise NotFoundError(name)
         if self.is_run and name != self.path.name:
@@ -147,13 +149,13 @@ class ServedDirectory:
         return path
 
     def inside(self, path: Path) -> Path:
-        """Return ``path`` with links resolved.
+        """Return ``path`` with all symbolic links resolved.
 
-        Raise ``NotFoundError`` if it doesn't exist or is outside of the served directory.
+        Raise ``NotFoundError`` if the path doesn't exist or is outside of the served directory.
         """
         try:
             real = path.resolve(strict=True)
-        except (OSError, RuntimeError):  # RuntimeError: a symlink loop, before Python 3.13
+        except (OSError, RuntimeError):  # before Python 3.13, symlink loops raise RuntimeError
             raise NotFoundError(str(path)) from None
         if not real.is_relative_to(self.path):
             raise NotFoundError(str(path))

@@ -1,6 +1,8 @@
-"""Handle HTTP requests: ``access`` checks them, ``poller`` and ``monitor`` provide the content.
+"""Handle the HTTP requests of the page.
 
-Each response sets security headers (``_HEADERS``). The only POST requests a stack from a rank.
+The ``access`` module checks each request, and ``poller`` and ``monitor`` provide the content of the
+response. Each response contains the security headers in ``_HEADERS``. The page sends only one type
+of POST request, which requests the stack of a rank.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _FILES = {
     "/style.css": ("style.css", "text/css; charset=utf-8"),
 }
 _HEADERS = {
-    # plotly sets inline styles. Scripts are only loaded from this server.
+    # plotly needs inline styles. Scripts may be loaded only from this server.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
     "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
@@ -48,17 +50,17 @@ _LONGEST_SEARCH = 200
 
 
 class BadRequestError(ValueError):
-    """A parameter is missing or invalid."""
+    """A parameter of the request is missing or invalid."""
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Handle one request. The server sets ``dashboard``."""
+    """Handle the requests of one connection. The server sets the attribute ``dashboard``."""
 
     dashboard: DashboardServer
     server_version = "miniray"
     sys_version = ""
     _entering = False
-    timeout = 30  # seconds for reading a request, so that a silent client doesn't block a thread
+    timeout = 30  # seconds to wait for a request, so that a silent client can't block a thread
 
     def do_GET(self) -> None:
         routes: dict[str, Callable[[], None]] = {
@@ -81,13 +83,14 @@ class Handler(BaseHTTPRequestHandler):
             return self._text(400, "400: The address is invalid.\n")
         token = self._query.get("token", [None])[0]
         same_origin = access.is_same_origin(self.headers.get("Host"), self.headers.get("Origin"))
-        # Browsers send the origin of a request. It is "none" if the user typed the address.
+        # Browsers send the origin of a request. The value is "none" if the user typed the address.
         site = self.headers.get("Sec-Fetch-Site", "none")
         same_origin = same_origin and (
             site in ("same-origin", "none") or (reads and url.path == "/")
         )
         gate, code = self.dashboard.gate, self._query.get("code", [None])[0]
-        # Only the page itself may redeem the code, so that no other request uses it up.
+        # Only a request for the page itself may redeem the code, so that other requests can't
+        # make the code invalid.
         is_page = same_origin and reads and url.path == "/"
         redeemed = is_page and code is not None and gate.redeem(code)
         if not same_origin or not (redeemed or gate.allows(dict(self.headers.items()), token)):
@@ -97,7 +100,8 @@ class Handler(BaseHTTPRequestHandler):
                 routes[url.path]()
             elif reads and url.path in _FILES:
                 name, kind = _FILES[url.path]
-                # Store the token in a cookie. The page removes token or code from the address.
+                # Store the token in a cookie. The page removes the token or the code from the
+                # address.
                 self._entering = token is not None or redeemed
                 self._send(200, (_STATIC / name).read_bytes(), kind, "no-cache")
             elif reads and url.path == "/plotly.min.js":
@@ -112,7 +116,7 @@ class Handler(BaseHTTPRequestHandler):
         except NoStackError as error:
             self._text(409, str(error))
         except (BrokenPipeError, ConnectionError, TimeoutError):
-            self.close_connection = True  # the client disconnected
+            self.close_connection = True  # the client has disconnected
 
     # -- answers ----------------------------------------------------------------------------------
 
@@ -139,7 +143,7 @@ class Handler(BaseHTTPRequestHandler):
         self._json(nothing if path is None else logs.tail(path, since, before))
 
     def _search(self) -> None:
-        """Search the log of one rank or of all ranks."""
+        """Search the log of a single rank or the logs of all ranks."""
         run, rank, text = self._one("run"), self._one("rank"), self._one("q")
         if not 0 < len(text) <= _LONGEST_SEARCH:
             raise BadRequestError(f"q must have 1 to {_LONGEST_SEARCH} characters")
@@ -167,7 +171,7 @@ class Handler(BaseHTTPRequestHandler):
     # -- parts ------------------------------------------------------------------------------------
 
     def _log_file(self, run: str, rank: str) -> Path | None:
-        """Return the log of a rank, or None if the rank has no log."""
+        """Return the path to a rank's log, or None if the rank has no log."""
         if not _is_rank(rank):
             raise BadRequestError("rank must be a number")
         root = self.dashboard.root
@@ -211,7 +215,7 @@ class Handler(BaseHTTPRequestHandler):
     def _send(self, status: int, body: bytes, kind: str, cache: str) -> None:
         takes = "gzip" in (self.headers.get("Accept-Encoding") or "")
         packed = takes and len(body) > _MIN_GZIP_BYTES
-        if packed:  # ssh connections may be slow
+        if packed:  # the page may be opened over a slow ssh connection
             body = gzip.compress(body, 1)
         self.send_response(status)
         self.send_header("Content-Type", kind)
@@ -227,7 +231,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Don't log requests: their addresses contain the token."""
+        """Don't log requests, because their addresses contain the token."""
 
 
 def _is_rank(text: str) -> bool:

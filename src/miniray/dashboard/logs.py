@@ -1,4 +1,8 @@
-"""Read the logs of ranks from their end, in pieces, so that the size of the file doesn't matter."""
+"""Read the logs of ranks.
+
+A log is read in pieces from its end, so that the response time doesn't depend on the size of the
+log.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,21 @@ from miniray.runs import files
 _PIECE = 128 << 10
 _BLOCK = 1 << 20
 _MOST_FOUND = 300
-#: Bytes at the end of a log that are searched.
+#: Number of bytes at the end of a log that are searched.
 _MOST_SEARCHED = 64 << 20
 _LONGEST_SHOWN = 2000
 
 
 def tail(path: Path, since: int | None = None, before: int | None = None) -> dict[str, Any]:
-    """Return whole lines: the last ones, those after byte ``since``, or before byte ``before``.
+    """Return some of the complete lines of a log.
 
-    ``start`` and ``end`` are their byte positions, for the next request. ``rest`` is an incomplete
-    last line. If the file became shorter than ``since``, it was restarted and is read from its end.
+    By default, return the last lines. If ``since`` is set, return the lines after this byte
+    position. If ``before`` is set, return the lines before this byte position.
+
+    In the result, ``start`` and ``end`` are byte positions, which the next request can pass as
+    ``before`` and ``since``. ``rest`` contains the last line if that line is incomplete. If the
+    file is shorter than ``since``, the log was restarted, and the last lines of the new log are
+    returned.
     """
     with files.open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -38,7 +47,7 @@ def tail(path: Path, since: int | None = None, before: int | None = None) -> dic
         cut = data.find(b"\n") + 1
         start, data = start + cut, data[cut:]
     whole = data.rfind(b"\n") + 1
-    if not whole and len(data) >= _PIECE:  # a line longer than the piece
+    if not whole and len(data) >= _PIECE:  # the line is longer than the piece
         whole = len(data)
     rest = data[whole:] if stop == size else b""
     return {
@@ -52,7 +61,7 @@ def tail(path: Path, since: int | None = None, before: int | None = None) -> dic
 
 
 def search(path: Path, text: str) -> dict[str, Any]:
-    """Return the last few hundred lines that contain ``text``, ignoring case."""
+    """Return the last few hundred lines that contain ``text``. The case of letters is ignored."""
     wanted = text.lower()
     found: deque[str] = deque(maxlen=_MOST_FOUND)
     total = 0

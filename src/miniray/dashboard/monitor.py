@@ -1,7 +1,7 @@
-"""Monitor one run: poll its files, and keep its state ready for requests.
+"""Monitor a run: poll its files, and store its state so that requests can be answered quickly.
 
-Damaged input never raises here. Damaged or truncated records are listed in the state. If a run is
-deleted, the page keeps showing its last known state.
+Damaged files never cause an exception in this module. Instead, the state lists the records that are
+damaged or truncated. If a run is deleted, the page continues to show the last known state.
 """
 
 from __future__ import annotations
@@ -23,20 +23,24 @@ from miniray.doctor.reader import read_box, read_run
 from miniray.errors import BoxError, MinirayError
 from miniray.runs.run_info import get_state
 
-#: Seconds between the first two polls of a running run. Progress needs two polls to be visible.
+#: Seconds between the first two polls of a run that is in progress. Two polls are necessary to see
+#: whether the run makes progress.
 _GAP = 0.5
-#: Seconds for reading metrics per poll. The next polls read the rest of a long file.
+#: Maximum number of seconds that a poll reads metrics. Later polls read the rest of a long file.
 _READING = 0.25
 #: Maximum number of points per curve and per chart.
 _MOST_POINTS, _MOST_IN_CHART = 2000, 40_000
 
 
 class NoStackError(MinirayError):
-    """The rank can't send a stack, and hasn't saved one."""
+    """The rank can't send its stack, and no saved stack is available."""
 
 
 class RunMonitor:
-    """The state of one run. ``poll`` runs in one thread, and all other methods in any thread."""
+    """The state of a run.
+
+    ``poll`` must be called from a single thread. All other methods may be called from any thread.
+    """
 
     def __init__(self, root: ServedDirectory, name: str) -> None:
         self.name = name
@@ -44,7 +48,7 @@ class RunMonitor:
         self.viewed = time.monotonic()
         self._root = root
         self._path = root.run(name)
-        self._lock = threading.Lock()  # guards the fields below, between poller and requests
+        self._lock = threading.Lock()  # the poller and requests both use the fields below
         self._metrics = Metrics(self._path / "metrics.jsonl")
         self._timelines: dict[int, timelines.Timeline] = {}
         self._losses = Metrics(self._path)  # from the rank records, not from a file
@@ -61,11 +65,11 @@ class RunMonitor:
 
     @property
     def behind(self) -> bool:
-        """True if ``metrics.jsonl`` contains more than was read."""
+        """True if ``metrics.jsonl`` contains data that hasn't been read yet."""
         return self._metrics.lines.behind
 
     def poll(self) -> None:
-        """Read what has changed."""
+        """Read the changes since the last poll, and update the state."""
         try:
             self._root.run(self.name)
             record = read_run(self._path, self._read_box)
@@ -89,7 +93,7 @@ class RunMonitor:
         self._before, self.state = record, found
 
     def _read_box(self, file: Path) -> RankRecord:
-        """Return a rank record. The record of a rank that has ended is read once."""
+        """Return the record of a rank. If the rank has ended, its record is read only once."""
         seen = file.with_suffix(".exit")
         try:
             real = self._root.inside(file)
@@ -126,7 +130,11 @@ class RunMonitor:
             continue
 
     def _valid_stacks(self, run: RunRecord) -> dict[int, tuple[ThreadStack, ...]]:
-        """Return stacks that are still valid, as their ranks have made no progress since."""
+        """Return the last stack of each rank if the stack is still valid.
+
+        A stack is valid if the rank has made no progress since it sent the stack, or if the rank
+        has ended.
+        """
         with self._lock:
             shown = dict(self._shown)
         found = {}
@@ -136,7 +144,7 @@ class RunMonitor:
                 found[rank] = threads
         for record in run:
             if not record.alive:
-                if record.path not in self._last_stacks:  # it won't send a new one
+                if record.path not in self._last_stacks:  # the rank won't send another stack
                     self._last_stacks[record.path] = self._read_last_stack(record.path)
                 if old := self._last_stacks[record.path]:
                     found[record.rank] = old
@@ -152,13 +160,20 @@ class RunMonitor:
     # -- curves -----------------------------------------------------------------------------------
 
     def _sources(self, name: str, by_rank: bool) -> Metrics:
-        """Return the curves of the file, or those of the rank records if it has none."""
+        """Return the curves that contain the data for a chart.
+
+        The curves come from ``metrics.jsonl``. If this file doesn't contain values by rank, a chart
+        by rank uses the curves from the rank records.
+        """
         if by_rank and not any(self._metrics.get_chart(name, True)):
             return self._losses
         return self._metrics
 
     def _charts(self) -> list[dict[str, Any]]:
-        """Return all charts and their numbers of points, so that the page knows what to fetch."""
+        """Return a list of all charts with the number of points in each chart.
+
+        The page uses the number of points to decide which charts to fetch.
+        """
         found: dict[tuple[str, bool], dict[str, Any]] = {}
         keys = [*self._metrics.series, *self._losses.series]
         for name, by_rank in dict.fromkeys((name, rank is not None) for name, rank in keys):
@@ -173,16 +188,16 @@ class RunMonitor:
         return sorted(found.values(), key=_chart_order)
 
     def _loading(self) -> float | None:
-        """Return the share of ``metrics.jsonl`` that was read, or None if it is complete."""
+        """Return the fraction of ``metrics.jsonl`` that was read, or None if all of it was read."""
         lines = self._metrics.lines
         return round(lines.offset / lines.size, 3) if lines.behind else None
 
     def chart(
         self, name: str, by_rank: bool, low: float | None = None, high: float | None = None
     ) -> dict[str, Any]:
-        """Return the curves of one chart with a limited number of points.
+        """Return the curves of a chart with a limited number of points.
 
-        ``low`` and ``high`` are the visible range of the x axis.
+        ``low`` and ``high`` are the limits of the visible range of the x axis.
         """
         with self._lock:
             curves = list(self._sources(name, by_rank).get_chart(name, by_rank))
@@ -205,7 +220,12 @@ class RunMonitor:
     # -- timelines, stacks ------------------------------------------------------------------------
 
     def timelines(self, seconds: float | None, buckets: int) -> dict[str, Any]:
-        """Return the share of each kind of time, in ``buckets`` equal intervals."""
+        """Return how each rank spent its time during the last ``seconds``.
+
+        If ``seconds`` is None, the result covers the entire run. The time range is split into
+        ``buckets`` intervals of equal length. For each interval, the result contains the fraction
+        of time that a rank spent in each category.
+        """
         with self._lock:
             every = list(self._timelines.values())
             begin, end, edges = timelines.get_window(every, seconds, buckets)
@@ -213,10 +233,11 @@ class RunMonitor:
         return {"kinds": timelines.KINDS, "begin": begin, "end": end, "timelines": shares}
 
     def stack(self, rank: int) -> dict[str, Any]:
-        """Request the stack of a rank, or return the last one it sent.
+        """Request the stack of a rank. If the rank can't respond, return its last saved stack.
 
-        This is the only action of the dashboard that affects a run. It sends a signal, which the
-        recorder of the rank handles. Raise ``NoStackError`` with the reason if there is no stack.
+        Requesting a stack is the only action of the dashboard that affects a run. The server sends
+        a signal to the rank, and the flight recorder of the rank handles the signal. If no stack is
+        available, raise ``NoStackError`` with the reason.
         """
         file = self._path / "ranks" / f"{rank}.box"
         self._root.inside(file)
@@ -234,8 +255,8 @@ class RunMonitor:
         why = _explain_missing_stack(record)
         old = self._read_last_stack(file)
         if not old:
-            raise NoStackError(f"No stack of rank {rank}: {why}.")
-        note = f"Last saved stack, because {why}."
+            raise NoStackError(f"No stack of rank {rank} is available: {why}.")
+        note = f"This is the last saved stack, because {why}."
         return {"rank": rank, "threads": view.stack_to_json(old), "note": note}
 
 
@@ -250,7 +271,10 @@ def _explain_missing_stack(record: RankRecord) -> str:
 
 
 def _chart_order(chart: dict[str, Any]) -> tuple[Any, ...]:
-    """Sort losses first, then metrics, then durations. Numbers in names sort as numbers."""
+    """Return a key that sorts charts of losses first and charts of durations last.
+
+    Numbers in the names of charts are sorted by their value.
+    """
     name = str(chart["name"])
     natural = [(part.isdigit(), part.zfill(12)) for part in re.split(r"(\d+)", name)]
     return "loss" not in name, not chart["by_rank"], name in ("seconds", "num_samples"), natural

@@ -1,7 +1,7 @@
-"""Read the list of runs and the runs that pages show, in one thread.
+"""Poll the list of runs and the runs that are shown on open pages.
 
-The thread polls once per second and uses at most a quarter of a core. It continues to poll running
-runs after their page was closed, so that the timelines have no gaps.
+A single thread polls once per second and uses at most a quarter of a CPU core. Runs in progress are
+polled even after their page was closed, so that their timelines have no gaps.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from miniray.dashboard.access import NotFoundError, ServedDirectory
 from miniray.dashboard.monitor import RunMonitor
 from miniray.runs.listing import RunEntry, read_entry
 
-#: Seconds between two polls, with and without open pages.
+#: Seconds between two polls if pages are open, and if no pages are open.
 _INTERVAL, _IDLE_INTERVAL = 1.0, 5.0
-#: Seconds until a run without viewers is no longer polled if it ended, or is dropped.
+#: Seconds after the last view of a run. After this time, the run isn't polled anymore if it has
+#: ended, and its monitor may be dropped.
 _KEEP = 60.0
 _MOST_MONITORS, _MOST_RUNNING = 16, 4
 _MOST_LISTED = 500
 
 
 class Poller:
-    """Poll runs in a background thread, between ``start`` and ``close``."""
+    """Poll runs in a background thread that ``start`` starts and ``close`` stops."""
 
     def __init__(self, root: ServedDirectory, interval: float = _INTERVAL) -> None:
         self._root = root
@@ -53,12 +54,12 @@ class Poller:
             self._thread.join()
 
     def runs(self) -> list[dict[str, Any]]:
-        """Return all runs. Runs that are monitored include the doctor's severity."""
+        """Return all runs. The entry of a monitored run includes the severity of its findings."""
         known = {name: monitor.state.get("severity") for name, monitor in [*self._monitors.items()]}
         return [{**run, "severity": known.get(run["name"])} for run in self._listing.runs]
 
     def monitor(self, name: str) -> RunMonitor:
-        """Return the monitor of a run after at least one poll.
+        """Return the monitor of a run after the run has been polled at least once.
 
         Raise ``NotFoundError`` if the run doesn't exist.
         """
@@ -73,10 +74,12 @@ class Poller:
         return monitor
 
     def news(self, names: list[str], seen: str) -> dict[str, Any]:
-        """Return the list of runs and the states of ``names``, except those that haven't changed.
+        """Return the list of runs, and the state of each run in ``names``.
 
-        ``seen`` is the value from the previous response, or empty. Doesn't wait for changes,
-        because a browser opens only a few connections per server and all tabs share them.
+        Parts that haven't changed since the previous response are omitted. ``seen`` is the value of
+        the field ``seen`` in the previous response, or ``""`` for the first request. The method
+        doesn't wait for changes, because a browser opens only a few connections to a server
+        and all tabs share these connections.
         """
         if not self._has_viewers:
             self._wake.set()
@@ -102,7 +105,10 @@ class Poller:
                 self._wake.wait(max(least, 3 * spent))
 
     def _poll_all(self) -> bool:
-        """Poll everything once. Return True if a file was too long to read in one poll."""
+        """Poll the list and all monitored runs once.
+
+        Return True if a file is so long that the next poll has to read the rest of it.
+        """
         self._listing.refresh()
         if self._has_viewers:
             self._monitor_running()
@@ -116,7 +122,8 @@ class Poller:
             try:
                 monitor.poll()
             except Exception as error:
-                # An unexpected record must not stop the page for all runs. Show the error instead.
+                # An unexpected record of one run must not affect the pages of the other runs. Show
+                # the error on the page instead.
                 traceback.print_exc()
                 monitor.state = {**monitor.state, "name": monitor.name, "error": repr(error)}
             behind = behind or monitor.behind
@@ -129,7 +136,7 @@ class Poller:
         return behind
 
     def _monitor_running(self) -> None:
-        """Monitor running runs as well, because the list shows which are stuck."""
+        """Monitor the newest runs in progress, because the list shows whether a run is stuck."""
         running = [entry["name"] for entry in self._listing.runs if entry["state"] == "running"]
         with self._news:
             for name in running[:_MOST_RUNNING]:
@@ -140,7 +147,7 @@ class Poller:
                         continue
 
     def _drop_idle_monitors(self) -> None:
-        """If there are too many monitors, drop the least recently viewed ones."""
+        """If there are too many monitors, drop those that were viewed least recently."""
         spare = sorted(self._monitors.values(), key=lambda monitor: -monitor.viewed)[
             _MOST_MONITORS:
         ]
@@ -150,7 +157,10 @@ class Poller:
 
 
 class Listing:
-    """All runs in the directory, newest first. ``refresh`` reads only changed files."""
+    """The list of all runs in the directory, starting with the newest.
+
+    ``refresh`` reads only the files that have changed.
+    """
 
     def __init__(self, root: ServedDirectory) -> None:
         self._root = root
@@ -162,7 +172,7 @@ class Listing:
         for name in self._root.names():
             try:
                 found.append(self._entry(name))
-            except (NotFoundError, OSError):  # deleted in the meantime
+            except (NotFoundError, OSError):  # the run has been deleted in the meantime
                 self._read.pop(name, None)
         found.sort(key=lambda entry: (entry["changed"], entry["name"]), reverse=True)
         del found[_MOST_LISTED:]
@@ -183,14 +193,17 @@ class Listing:
         }
 
     def _read_entry(self, name: str, path: Path) -> RunEntry:
-        """Read ``run.json`` again if it changed. The doctor reports what is wrong with it."""
+        """Return the contents of ``run.json``. The file is read again only if it has changed.
+
+        If the file is damaged, the doctor reports the problem.
+        """
         stamp = self._stamp(path)
         if name not in self._read or self._read[name][0] != stamp:
             self._read[name] = (stamp, read_entry(path) if stamp else RunEntry(path, {}, ""))
         return self._read[name][1]
 
     def _stamp(self, path: Path) -> tuple[int, ...]:
-        """Return a value that changes with ``run.json``, or () if the file doesn't exist."""
+        """Return a value that changes if ``run.json`` changes, or () if the file doesn't exist."""
         try:
             status = self._root.inside(path / "run.json").stat()
         except (NotFoundError, OSError):

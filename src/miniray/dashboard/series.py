@@ -1,9 +1,10 @@
-"""Read the curves of ``metrics.jsonl`` while the file grows, and send some of their points.
+"""Read the curves in ``metrics.jsonl`` while the file grows, and select the points to display.
 
-A file is read from where the last read ended, one bounded piece at a time. An incomplete last line
-is kept until its rest is written. A file that was replaced or truncated is read from the start.
-Each point takes 16 bytes. For each interval, the lowest and the highest point are sent, so that
-spikes remain visible.
+Each read continues at the position where the previous read ended, and reads a limited number of
+bytes. If the last line is incomplete, it is stored until the rest of the line has been written. If
+the file was replaced or truncated, it is read again from the beginning. Each point needs 16 bytes
+of memory. The points that are sent include the lowest and the highest point of each interval, so
+that spikes remain visible.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ import numpy as np
 from miniray.report.series import flatten, select_extremes, to_float
 from miniray.runs import files
 
-#: Bytes read at once, so that the page remains responsive while a large file is read.
+#: Maximum number of bytes to read at once. The limit keeps the page responsive while a large file
+#: is read.
 PIECE = 1 << 20
 _LONGEST_LINE = 1 << 20
 _MOST_MARKS = 200
 _MOST_SERIES = 5000
-_LARGEST = 1e307  # plotly can't handle the distance of larger values
+_LARGEST = 1e307  # plotly can't handle the difference of larger values
 _NOT_A_METRIC = frozenset({"epoch", "step", "rank", "time", "timestamp", "world_size"})
 
 
 class Lines:
-    """Whole lines of a growing file. ``read`` returns the new ones."""
+    """A reader of a growing file. ``read`` returns the next complete lines of the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,17 +41,19 @@ class Lines:
         self.size = 0
         self._inode = 0
         self._rest = b""
-        self._skipping = False  # skipping the rest of an overlong line
+        self._skipping = False  # True while the rest of a line that is too long is skipped
 
     @property
     def behind(self) -> bool:
-        """True if the file contains more than was read."""
+        """True if the file contains data that hasn't been read yet."""
         return self.offset < self.size
 
     def read(self) -> tuple[bool, list[bytes]]:
-        """Return (True if the file was replaced or truncated, the next complete lines).
+        """Read the next complete lines.
 
-        Without a file, return no lines.
+        Returns:
+            A ``(restarted, lines)`` tuple. ``restarted`` is True if the file was replaced or
+            truncated since the last read. If the file doesn't exist, ``lines`` is empty.
         """
         try:
             with files.open_file(self.path) as file:
@@ -61,7 +65,7 @@ class Lines:
                 self.size = status.st_size
                 file.seek(self.offset)
                 data = file.read(PIECE)
-        except OSError:  # missing, deleted or not readable
+        except OSError:  # the file is missing or can't be read
             self.size = self.offset
             return False, []
         self.offset += len(data)
@@ -76,9 +80,10 @@ class Lines:
 
 @dataclasses.dataclass
 class Series:
-    """One curve. Values that aren't finite are stored separately, with the last finite one.
+    """The points of a curve.
 
-    ``attempt`` is the number of restarts before its first point.
+    A value that isn't finite is stored in ``marks``, together with the last finite value before it.
+    ``attempt`` is the number of times that the rank was restarted before it recorded the curve.
     """
 
     axis: str
@@ -94,7 +99,7 @@ class Series:
             self.y.append(y)
             return
         self.bad += 1
-        if len(self.marks) < _MOST_MARKS:  # the first ones are those that matter
+        if len(self.marks) < _MOST_MARKS:  # the first ones are the most useful
             word = "NaN" if math.isnan(y) else "Infinity" if y > 0 else "-Infinity"
             self.marks.append((x, self.y[-1] if self.y else None, word))
 
@@ -103,7 +108,10 @@ class Series:
         return len(self.x) + self.bad
 
     def to_json(self, most: int, low: float | None, high: float | None) -> dict[str, Any]:
-        """Return at most ``most`` points in the range, and one neighbor on each side."""
+        """Return the points in the visible range and the nearest point on each side of it.
+
+        The result contains at most ``most`` points.
+        """
         x, y = np.array(self.x), np.array(self.y)
         if len(x) and (low is not None or high is not None):
             seen = np.ones(len(x), bool)
@@ -128,9 +136,11 @@ class Series:
 
 
 class Metrics:
-    """All curves of one run by (name, rank). The rank of run-wide curves is None.
+    """All curves of a run.
 
-    ``earlier`` has the curves of earlier attempts, whose steps are numbered from 1 too.
+    The keys of ``series`` are ``(name, rank)`` tuples. The rank is None if a curve describes the
+    whole run. ``earlier`` contains the curves of earlier attempts, which are kept separate because
+    the steps of each attempt are numbered from 1.
     """
 
     def __init__(self, path: Path) -> None:
@@ -141,7 +151,7 @@ class Metrics:
         self._count = 0
 
     def read(self) -> bool:
-        """Read the next piece of ``metrics.jsonl``. Return True if anything changed."""
+        """Read the next part of ``metrics.jsonl``. Return True if the curves may have changed."""
         restarted, lines = self.lines.read()
         if restarted:
             self.series = {}
@@ -162,7 +172,7 @@ class Metrics:
         rank = record.get("rank")
         owner = rank if type(rank) is int else None
         series = self.series
-        nested = dict in map(type, record.values())  # dotted names: timing.rollout
+        nested = dict in map(type, record.values())  # names such as timing.rollout
         for name, value in (flatten(record) if nested else record).items():
             if type(value) is str:
                 value = files.NUMBER_WORDS.get(value)
@@ -170,7 +180,7 @@ class Metrics:
                 continue
             known = series.get((name, owner))
             try:
-                if known is not None and value - value == 0:  # finite, the common case
+                if known is not None and value - value == 0:  # a finite value is the common case
                     known.y.append(value)
                     known.x.append(at)
                 else:
@@ -192,7 +202,7 @@ class Metrics:
         series.add(x, y)
 
     def get_chart(self, name: str, by_rank: bool) -> Iterator[tuple[int | None, Series]]:
-        """Yield (rank, curve) of one chart, ordered by rank and attempt."""
+        """Yield the ``(rank, curve)`` pairs of a chart, ordered by rank and attempt."""
         found = [
             (r, s)
             for (n, r), newest in self.series.items()
@@ -203,10 +213,11 @@ class Metrics:
 
 
 def _parse_lines(lines: list[bytes]) -> list[Any]:
-    """Return the value of each line, or None if the line isn't valid JSON."""
+    """Parse each line as JSON. The value of a line that isn't valid JSON is None."""
     whole = [line for line in lines if line.strip()]
     try:
-        # Parsing all lines at once is four times faster, and as strict: one value per line.
+        # Parsing all lines at once is four times faster. The length check below ensures that each
+        # line contains exactly one value.
         found = files.parse_json(b"[" + b",".join(whole) + b"]")
         if len(found) == len(whole):
             return list(found)
@@ -216,5 +227,8 @@ def _parse_lines(lines: list[bytes]) -> list[Any]:
 
 
 def _round(value: float) -> float:
-    """Round to six digits, which is enough for a screen and halves the response size."""
+    """Round a value to six digits.
+
+    Six digits are sufficient for a chart on a screen and halve the size of the response.
+    """
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")

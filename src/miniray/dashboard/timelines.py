@@ -1,12 +1,13 @@
 """Compute timelines, which show how each rank spent its time.
 
-A step record contains the duration of a step, and the time spent on data loading, compute, backward
-and waiting for other ranks. Between steps, and for ranks without step records, the timeline uses
-the phase that the server observed at each poll.
+For each step, a rank records how much time it spent on loading data, on computation, on the
+backward pass and on waiting for other ranks. For the time between steps, and for ranks that record
+no steps, the timeline uses the phases that the server observed when it polled the run.
 
-A timeline stores the cumulative time of each kind at several points in time. The share of a kind in
-an interval is the difference of two of these sums, so dropping old points doesn't falsify the
-shares.
+A timeline records, at several moments, the cumulative time that the rank has spent in each
+category. To compute the time spent in a category during an interval, subtract the value at the
+start of the interval from the value at its end. The result remains correct if some of the moments
+in between are deleted.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from miniray.doctor.facts import Facts
 from miniray.doctor.model import Steps
 
-#: Kinds of time, in the order in which they are sent and drawn.
+#: Categories of time, in the order in which they are sent and drawn.
 KINDS = ("compute", "backward", "data", "sync", "other")
 _COMPUTE, _BACKWARD, _DATA, _SYNC, _OTHER = range(len(KINDS))
 _PHASES = {"data": _DATA, "compute": _COMPUTE, "forward": _COMPUTE, "backward": _BACKWARD,
@@ -29,15 +30,18 @@ _LEVELS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 class Timeline:
-    """The timeline of one rank. Call ``update`` at each poll; the page shows ``shares``."""
+    """The timeline of a rank.
+
+    ``update`` must be called at each poll. The page displays the values that ``shares`` returns.
+    """
 
     def __init__(self) -> None:
         self._moments: list[float] = []
         self._sums: list[tuple[float, ...]] = []
-        # (begin, end, kind) for the time after the last step record
+        # (begin, end, kind) tuples for the time after the last step record
         self._observed: list[tuple[float, float, int]] = []
-        self._step = 0  # of this attempt
-        self._last = (0, 0)  # attempt and step of the newest step
+        self._step = 0  # number of the newest step in this attempt
+        self._last = (0, 0)  # attempt and number of the newest step
         self._pid = 0
 
     @property
@@ -51,10 +55,13 @@ class Timeline:
         return self._moments[-1] if self._moments else None
 
     def update(self, facts: Facts) -> list[Steps]:
-        """Add the new parts of the rank's record, and return its new steps, of all attempts."""
+        """Append the new data from the rank's record to the timeline.
+
+        Return the new steps of all attempts of the rank.
+        """
         record = facts.record
         attempt = record.total.attempt
-        if record.pid != self._pid:  # the rank was restarted, and so were its step numbers
+        if record.pid != self._pid:  # the rank was restarted, and its steps start at 1 again
             self._pid, self._step = record.pid, 0
             if self._last[0] == attempt:
                 self._last = attempt, 0
@@ -74,7 +81,7 @@ class Timeline:
     def _add_steps(self, steps: Steps) -> None:
         lost = self._step and steps.step - steps.count > self._step
         self._step = steps.step
-        if not lost:  # if step records were lost, assume they were similar to this one
+        if not lost:  # lost step records are assumed to be similar to this one
             self._commit_until(max(self._moments[-1], steps.ended - steps.seconds))
         length = steps.ended - self._moments[-1]
         parts = (steps.compute, steps.backward, steps.data, steps.collective, 0.0)
@@ -87,7 +94,7 @@ class Timeline:
         ]
 
     def _commit_until(self, until: float) -> None:
-        """Store observations before ``until`` permanently. No step record covers them."""
+        """Permanently store the observations before ``until``, which no step record covers."""
         for begin, end, kind in self._observed:
             begin, end = max(begin, self._moments[-1]), min(end, until)
             if end > begin:
@@ -103,7 +110,10 @@ class Timeline:
         self._sums.append(tuple(a + b for a, b in zip(self._sums[-1], parts, strict=True)))
 
     def _observe(self, facts: Facts) -> None:
-        """Add the current phase of the rank, until now or until the rank ended."""
+        """Add the current phase of the rank to the observations.
+
+        The phase ends at the current time, or at the time at which the rank ended.
+        """
         record = facts.record
         ended = record.exit
         now = facts.now
@@ -133,7 +143,10 @@ class Timeline:
             self._commit_until(self._observed[_MOST_OBSERVATIONS // 2][0])
 
     def shares(self, edges: np.ndarray) -> str:
-        """Return the share of each kind in each interval, as one of 36 characters."""
+        """Return the fraction of each interval that the rank spent in each category.
+
+        The result is a string that encodes each fraction as one of 36 characters.
+        """
         whole = Timeline()  # a copy in which all observations are committed
         whole._moments, whole._sums = [*self._moments], [*self._sums]
         whole._observed = self._observed
@@ -147,7 +160,13 @@ class Timeline:
 def get_window(
     timelines: Sequence[Timeline], seconds: float | None, buckets: int
 ) -> tuple[float, float, np.ndarray]:
-    """Return (begin, end, edges) of the last ``seconds``, or of the whole timeline."""
+    """Return the time range to display and the edges of its intervals.
+
+    The range covers the last ``seconds``, or the whole timeline if ``seconds`` is None.
+
+    Returns:
+        A ``(begin, end, edges)`` tuple.
+    """
     begin = min((t.begin for t in timelines if t.begin is not None), default=0.0)
     end = max((t.end for t in timelines if t.end is not None), default=1.0)
     if seconds is not None:

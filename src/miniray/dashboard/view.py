@@ -1,4 +1,7 @@
-"""Convert a diagnosis to JSON for the page: worst findings first, affected ranks marked."""
+"""Convert a diagnosis to JSON for the page.
+
+The most severe finding comes first, and the ranks that are affected by a finding are marked.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ _FAILED_STATES = ("failed", "died", "gone", "stopped", "silent")
 
 
 def run_summary(diagnosis: Diagnosis, run: Mapping[str, Any], state: str) -> dict[str, Any]:
-    """Return everything about a run except its curves and timelines."""
+    """Return all data that the page shows about a run, except its curves and timelines."""
     severities = severity_by_rank(diagnosis)
     severity, verdict = choose_verdict(diagnosis, run, state)
     case = diagnosis.case
-    # A run that ended without any record doesn't record ranks, so its ranks aren't missing.
+    # If a run ended without any rank records, it doesn't record ranks, so no ranks are missing.
     missing = case.never_started if diagnosis.readable or state == "running" else ()
     return {
         "state": state,
@@ -42,9 +45,10 @@ def run_summary(diagnosis: Diagnosis, run: Mapping[str, Any], state: str) -> dic
 
 
 def choose_verdict(diagnosis: Diagnosis, run: Mapping[str, Any], state: str) -> tuple[str, str]:
-    """Return (severity, sentence) of the most severe finding.
+    """Return the verdict on a run as a ``(severity, sentence)`` tuple.
 
-    Without rank records, the verdict is the state or the error in ``run.json``.
+    The verdict describes the most severe finding. If the run has no rank records, the verdict is
+    the state or the error that ``run.json`` contains.
     """
     if diagnosis.findings:
         return diagnosis.findings[0].severity.word.lower(), diagnosis.findings[0].title
@@ -64,7 +68,10 @@ def choose_verdict(diagnosis: Diagnosis, run: Mapping[str, Any], state: str) -> 
 
 
 def severity_by_rank(diagnosis: Diagnosis) -> dict[int, str]:
-    """Return the worst severity of each rank that a finding names."""
+    """Return the highest severity of the findings about each rank.
+
+    Notes and findings that affect all ranks are ignored.
+    """
     found: dict[int, str] = {}
     for finding in diagnosis.findings:
         all_ranks = len(finding.ranks) == len(diagnosis.case.ranks) > 1
@@ -75,10 +82,10 @@ def severity_by_rank(diagnosis: Diagnosis) -> dict[int, str]:
 
 
 def list_waits(case: Case) -> list[dict[str, Any]]:
-    """Return the operations that ranks are waiting in, longest first.
+    """Return the operations in which ranks are waiting, starting with the longest wait.
 
-    Each entry contains the waiting ranks, the duration, and the missing ranks with their current
-    activity.
+    Each entry contains the waiting ranks, the duration of the wait, and the current activity of the
+    ranks that haven't reached the operation.
     """
     case = on_gpu(case)
     groups: dict[tuple[str, int, str], list[Facts]] = {}
@@ -145,7 +152,10 @@ def _missing_row(rank: int) -> dict[str, Any]:
 
 
 def stack_to_json(threads: tuple[ThreadStack, ...]) -> list[dict[str, Any]]:
-    """Return threads with their frames, innermost first. User code is marked."""
+    """Return the threads of a rank and their frames, starting with the innermost frame.
+
+    Frames in the user's code are marked.
+    """
     main = next((t for t in threads if t.frames and not _is_secondary_thread(t.frames[-1])), None)
     return [
         {
@@ -158,7 +168,7 @@ def stack_to_json(threads: tuple[ThreadStack, ...]) -> list[dict[str, Any]]:
 
 
 def _is_secondary_thread(outermost: Site) -> bool:
-    """Return True if the thread was started by ``threading``."""
+    """Return True if the ``threading`` module started the thread."""
     return outermost.function.startswith("_bootstrap")
 
 

@@ -384,6 +384,11 @@ class Dataset(ABC):
     def __len__(self) -> int:
         return self._assign().length
 
+    def count_step_rows(self, batch_size: int) -> list[list[int]]:
+        """Return the rows of each rank in each step of the rest of the epoch, from the plan."""
+        found = self._get_progress()
+        return found.split.count_step_rows(found.remaining, self._world_size, batch_size)
+
     def find_positions(self, indices: npt.ArrayLike) -> Int64s:
         """Return the positions of this rank's rows at ``indices``, padding included."""
         return self._assign().find_positions(np.asarray(indices, dtype=np.int64))

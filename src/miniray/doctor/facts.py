@@ -250,8 +250,8 @@ class Case:
 
     @property
     def interrupted(self) -> bool:
-        """Somebody ended the run, with Ctrl-C: that ranks waited at that moment is no fault."""
-        return self.run.run.get("state") == "interrupted"
+        """Ctrl-C or a scheduler ended the run. That ranks waited at that moment isn't a fault."""
+        return self.run.run.get("state") in ("interrupted", "preempted")
 
     @property
     def place(self) -> str:

@@ -1,7 +1,8 @@
-"""Write a run as one HTML page: ``write_report(run_dir)`` creates ``report.html``.
+"""Create an HTML report of a run: ``write_report(run_dir)`` writes the file ``report.html``.
 
-The page is self-contained: it loads no scripts, no other files and nothing from the network.
-Missing parts of a run are left out, and damaged files are listed. Doesn't import torch.
+The page is self-contained and loads no scripts, no other files and nothing from the network. If a
+part of the run is missing, the report omits the section about this part. Damaged files are listed
+at the end of the page. This package doesn't import torch.
 """
 
 from __future__ import annotations
@@ -19,17 +20,21 @@ from miniray.runs import files
 
 __all__ = ["Run", "find_runs", "read", "write_report"]
 
-#: Identifies pages written by miniray. A ``report.html`` without it is never overwritten.
+#: Tag that identifies pages written by miniray. A ``report.html`` without this tag is never
+#: overwritten.
 _MARK = '<meta name="generator" content="miniray report">'
 
 
 def write_report(
     run_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None = None
 ) -> Path:
-    """Write ``report.html`` into the run directory, or to ``path``, and return its path.
+    """Write the report of a run, and return the path of the report.
 
-    Replaces the file atomically. Raise ``FileNotFoundError`` if there is no run, and
-    ``FileExistsError`` if the run directory contains a ``report.html`` from a different program.
+    The default path is ``report.html`` in the run directory. The file is replaced atomically.
+
+    Raises:
+        FileNotFoundError: ``run_dir`` isn't a run directory.
+        FileExistsError: A different program wrote the ``report.html`` in the run directory.
     """
     run = read(run_dir)
     target = run.path / "report.html" if path is None else Path(path)
@@ -38,7 +43,7 @@ def write_report(
             f"{target} wasn't written by miniray. Choose a different path with --output."
         )
     text = render(run)
-    if target.exists() and not target.is_file():  # a pipe or a device can't be replaced
+    if target.exists() and not target.is_file():  # pipes and devices can't be replaced
         target.write_text(text, encoding="utf-8")
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -47,9 +52,9 @@ def write_report(
 
 
 def render(run: Run) -> str:
-    """Return the page as HTML."""
+    """Return the HTML page of the report."""
     curves = series.extract_curves(run.metrics)
-    diagnosis = examine(run.record)  # reads files, sends no requests to ranks
+    diagnosis = examine(run.record)  # reads files and doesn't send requests to ranks
     parts = [
         overview.render_header(run),
         overview.render_verdict(run, diagnosis, curves),

@@ -1,8 +1,8 @@
-"""Draw metrics as SVG line charts inside the page, and list them in a table.
+"""Draw metrics as SVG line charts, and list the values in a table.
 
-Colors are CSS variables, so the same drawing works in light and dark mode and in print. To keep the
-page small, curves are reduced to their extremes, and tooltips cover at most 100 x values. Values
-that aren't finite are drawn as crosses at the bottom.
+The colors are CSS variables, so the same chart can be shown in light mode, in dark mode and in
+print. To keep the page small, each chart draws a limited number of points and has tooltips for at
+most 100 x values. A value that isn't finite is drawn as a cross at the bottom of the chart.
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ _MOST_ROWS = 200
 _MOST_KEYS = 8
 WIDTH, HEIGHT = 400, 216
 LEFT, RIGHT, TOP, BOTTOM = 64, 10, 10, 34
-_TOOLTIPS = 100  #: x values with a tooltip
-_MARKS = 60  #: crosses for values that aren't finite
-#: The scale is logarithmic if the ratio of the highest to the lowest value exceeds the first number
-#: and half of the values are below the second number times the highest. The second condition keeps
-#: an accuracy that starts near 0 on a linear scale.
+_TOOLTIPS = 100  #: maximum number of x values that have a tooltip
+_MARKS = 60  #: maximum number of crosses for values that aren't finite
+#: The scale of a chart is logarithmic if two conditions hold: the highest value is more than
+#: ``_LOGARITHMIC`` times the lowest, and the median is less than ``_LOW`` times the highest value.
+#: Because of the second condition, an accuracy that starts near 0 is drawn on a linear scale.
 _LOGARITHMIC, _LOW = 1000.0, 0.1
 _COLORS = 8
-_MOST_TITLE = 30  #: characters of the title of the y axis
-_MOST_POINTS = 3200  #: of all curves of a chart
+_MOST_TITLE = 30  #: maximum number of characters in the title of the y axis
+_MOST_POINTS = 3200  #: maximum number of points in all curves of a chart
 
 
 def render_curves(run: Run, found: Sequence[Curve]) -> Markup:
-    """Return one chart per metric, which includes its held-out version, and charts by rank."""
+    """Return the section that contains a chart for each metric and the charts by rank.
+
+    If a metric was also computed on held-out data, both curves are drawn in the same chart.
+    """
     groups: dict[str, list[Curve]] = {}
     for curve in found:
         groups.setdefault(curve.group, []).append(curve)
@@ -73,9 +76,10 @@ def render_chart(
     y_label: str | None = None,
     from_zero: bool = False,
 ) -> Markup:
-    """Return one chart with its legend.
+    """Return a chart with its legend.
 
-    The legend shows the last value of each curve. It is left out if there are too many curves.
+    The legend shows the last value of each curve. If the chart has too many curves, the legend is
+    omitted.
     """
     legend = []
     if len(members) <= _MOST_KEYS:
@@ -101,9 +105,9 @@ def _format_last(curve: Curve) -> str:
 
 
 def _render_rank_charts(run: Run) -> list[Markup]:
-    """Draw the loss by step from the rank records, and metrics that exist for each rank.
+    """Draw the losses from the rank records and the metrics that were recorded for each rank.
 
-    Each attempt of a rank is a separate curve, because its steps are numbered from 1.
+    The steps of each attempt are numbered from 1, so every attempt of a rank is a separate curve.
     """
     losses = []
     for rank in run.record:
@@ -123,7 +127,10 @@ def _render_rank_charts(run: Run) -> list[Markup]:
 
 
 def render_epochs(run: Run) -> Markup:
-    """Return the lines of metrics.jsonl as a table. Long files are sampled evenly."""
+    """Return a table with the lines of ``metrics.jsonl``.
+
+    If the file is long, the table contains an evenly spaced sample of its lines.
+    """
     if not run.metrics:
         return Markup()
     rows = [flatten(record) for record in sample_evenly(run.metrics, _MOST_ROWS)]
@@ -141,7 +148,10 @@ def render_epochs(run: Run) -> Markup:
 
 
 def color(index: int, count: int) -> str:
-    """Return the color of a curve: one of eight, or evenly spaced hues for more curves."""
+    """Return the color of the curve with this index in a chart of ``count`` curves.
+
+    Charts with more than eight curves use evenly spaced hues instead of the predefined colors.
+    """
     if count <= _COLORS:
         return f"var(--c{index % _COLORS})"
     return f"hsl({round(360 * index / count)} 60% 50%)"
@@ -150,9 +160,9 @@ def color(index: int, count: int) -> str:
 def render_svg(
     curves: Sequence[Curve], x_label: str, y_label: str, *, from_zero: bool = False
 ) -> str:
-    """Return a chart of curves that share both axes.
+    """Return an SVG chart in which all curves share the same axes.
 
-    If no value is finite, the chart contains only crosses.
+    If none of the values are finite, the chart shows only crosses.
     """
     finite = [point for curve in curves for point in curve.finite]
     every = [x for curve in curves for x, _ in curve.points]
@@ -169,7 +179,10 @@ def render_svg(
 
 
 class _LinearScale:
-    """Map values to coordinates. A range of size zero is widened."""
+    """Map values to coordinates.
+
+    If the lowest value equals the highest value, the range of the scale is widened.
+    """
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
         if not high > low:
@@ -236,7 +249,10 @@ def _render_grid(across: _LinearScale, up: _LinearScale, x_label: str, y_label: 
 
 
 def _format_ticks(ticks: Sequence[float], up: _LinearScale) -> list[str]:
-    """Format ticks with enough digits: 3.1415 and 3.1418 must not both be 3.142."""
+    """Format the labels of ticks with enough digits to distinguish neighboring ticks.
+
+    For example, the labels for 3.1415 and 3.1418 must not both be ``3.142``.
+    """
     labels, near = [format_number(value) for value in ticks], 0.02 * (up.high - up.low)
     for digits in range(5, 10):
         if all(_is_precise(label, value, near) for label, value in zip(labels, ticks, strict=True)):
@@ -246,7 +262,10 @@ def _format_ticks(ticks: Sequence[float], up: _LinearScale) -> list[str]:
 
 
 def _is_precise(label: str, value: float, near: float) -> bool:
-    """Return True if the label is the value. Labels with a unit count as precise."""
+    """Return True if the label is close enough to the value of the tick.
+
+    Labels with a unit, such as ``1.44k``, always count as precise.
+    """
     try:
         return abs(float(label) - value) <= near
     except ValueError:
@@ -270,7 +289,7 @@ def _render_line(
 
 
 def _split_at_gaps(points: Points) -> list[Points]:
-    """Split a curve at values that aren't finite, so that no line bridges the gap."""
+    """Split a curve at values that aren't finite, so that no line is drawn across the gap."""
     pieces: list[Points] = [[]]
     for x, y in points:
         if math.isfinite(y):
@@ -292,7 +311,7 @@ def _render_crosses(curves: Sequence[Curve], across: _LinearScale, x_label: str)
 
 
 def _render_tooltips(curves: Sequence[Curve], across: _LinearScale, x_label: str) -> list[str]:
-    """Return invisible vertical stripes with the values at their x as tooltips."""
+    """Return invisible vertical stripes whose tooltips show the values at their x position."""
     known = [dict(curve.points) for curve in curves]
     positions = sample_evenly(sorted({x for values in known for x in values}), _TOOLTIPS)
     width = min(40.0, (WIDTH - LEFT - RIGHT) / max(1, len(positions)))
@@ -313,11 +332,15 @@ def _render_tooltips(curves: Sequence[Curve], across: _LinearScale, x_label: str
 
 
 def round_ticks(low: float, high: float, about: int, whole: bool = False) -> list[float]:
-    """Return about ``about`` ticks in the range: multiples of 1, 2 or 5 × a power of ten."""
+    """Return the positions of the ticks in a range.
+
+    The number of ticks is approximately ``about``. The distance between two ticks is 1, 2 or 5
+    times a power of ten.
+    """
     span = high - low
     if not 1e-300 < span < math.inf:
         return [low] if math.isfinite(low) else []
-    rough = span / about * (1 - 1e-9)  # accept 0.02 if 0.020000000000000018 is needed
+    rough = span / about * (1 - 1e-9)  # accept 0.02 instead of 0.020000000000000018
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
     if whole:

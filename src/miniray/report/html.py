@@ -1,4 +1,7 @@
-"""Build HTML elements. A plain ``str`` is escaped, and ``Markup`` is inserted unchanged."""
+"""Build HTML elements.
+
+Plain strings of type ``str`` are escaped, and ``Markup`` objects are inserted unchanged.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +16,26 @@ _ESCAPE_SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x0
 
 
 class Markup(str):
-    """Text that is already HTML."""
+    """Text that is already valid HTML and must not be escaped."""
 
 
 def strip_escapes(text: str) -> str:
-    """Return the text without terminal escape sequences, such as colors and cursor moves."""
+    """Remove terminal escape sequences, such as those for colors and cursor movements."""
     return _ESCAPE_SEQUENCES.sub("", text)
 
 
 def render_terminal_line(line: str) -> str:
-    """Return the line as a terminal displays it, without colors.
+    """Return a line of output as a terminal would display it, but without colors.
 
-    Only the last update of a progress bar is kept.
+    If the line contains several updates of a progress bar, only the last update is kept.
     """
     return strip_escapes(line.rstrip("\r").rpartition("\r")[2])
 
 
 def escape(value: Any) -> str:
-    """Return ``value`` as HTML.
+    """Convert ``value`` to HTML.
 
-    Control characters, which HTML doesn't allow, become visible replacement characters.
+    HTML doesn't allow control characters, so they are replaced by visible replacement characters.
     """
     if isinstance(value, Markup):
         return value
@@ -44,7 +47,7 @@ def escape(value: Any) -> str:
 
 
 def format_number(value: float) -> str:
-    """Format a number in at most seven characters: ``0.0173``, ``1.44k``, ``2.5e-07``."""
+    """Format a number in a compact form, such as ``0.0173``, ``1.44k`` or ``2.5e-07``."""
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
@@ -57,7 +60,7 @@ def format_number(value: float) -> str:
 
 
 def render_code_spans(text: str) -> Markup:
-    """Escape the text, and render parts in back-quotes as ``<code>`` elements."""
+    """Escape the text, and convert the parts in backquotes to ``<code>`` elements."""
     return Markup(re.sub(r"`([^`\n]+)`", r"<code>\1</code>", escape(text)))
 
 
@@ -65,7 +68,7 @@ def render_code_spans(text: str) -> Markup:
 
 
 def tag(name: str, *inside: Any, **attributes: Any) -> Markup:
-    """Return an element. Example: ``tag("p", "a < b", cls="soft")``."""
+    """Return an HTML element. For example, ``tag("p", "text", cls="soft")`` returns a paragraph."""
     rendered = "".join(
         f' {"class" if key == "cls" else key}="{escape(value)}"'
         for key, value in attributes.items()
@@ -77,9 +80,10 @@ def tag(name: str, *inside: Any, **attributes: Any) -> Markup:
 def table(
     head: Sequence[Any], rows: Sequence[Sequence[Any]], *, texts: Sequence[int] = (0,)
 ) -> Markup:
-    """Return a table that scrolls horizontally if it is too wide.
+    """Return a table that scrolls horizontally if it is too wide for the page.
 
-    Columns that contain only None are left out. ``texts`` are the indices of left-aligned columns.
+    Columns that contain only None are omitted. ``texts`` contains the indices of the columns that
+    are aligned to the left.
     """
     used = [i for i in range(len(head)) if any(row[i] is not None for row in rows)]
 
@@ -95,7 +99,7 @@ def table(
 
 
 def format_cell(value: Any) -> Any:
-    """Return a value as it is shown in a table."""
+    """Format a value for display in a table."""
     if value is None:
         return Markup('<span class="soft">–</span>')
     if isinstance(value, bool):
@@ -108,7 +112,7 @@ def format_cell(value: Any) -> Any:
 
 
 def definition_list(pairs: Iterable[tuple[Any, Any]]) -> Markup:
-    """Return a list of names and values, without the pairs whose value is None."""
+    """Return a description list of names and values. Pairs whose value is None are omitted."""
     rows = [
         tag("div", tag("dt", _add_line_breaks(name)), tag("dd", format_cell(value)))
         for name, value in pairs
@@ -118,12 +122,12 @@ def definition_list(pairs: Iterable[tuple[Any, Any]]) -> Markup:
 
 
 def _add_line_breaks(name: Any) -> Markup:
-    """Allow line breaks after dots and underscores in a name."""
+    """Escape a name, and allow line breaks after its dots and underscores."""
     return Markup(re.sub(r"([._])(?=\w)", r"\1<wbr>", escape(name)))
 
 
 def section(name: str, title: str, *inside: Any, note: str = "") -> Markup:
-    """Return a section with an id and a heading, or nothing if all of its content is empty."""
+    """Return a section with an ID and a heading, or an empty string if it has no content."""
     if not any(inside):
         return Markup()
     paragraph = tag("p", note, cls="soft") if note else ""
@@ -131,12 +135,15 @@ def section(name: str, title: str, *inside: Any, note: str = "") -> Markup:
 
 
 def collapsible(title: str, inside: Markup) -> Markup:
-    """Return content that is collapsed under its title."""
+    """Return an element that shows only its title until the user expands it."""
     return tag("details", tag("summary", title), inside)
 
 
 def figure(title: Any, drawing: str, legend: Iterable[tuple[str, str, str]] = ()) -> Markup:
-    """Return a chart with a title. The legend contains (color, name, value) for each curve."""
+    """Return a chart with a title and a legend.
+
+    ``legend`` contains a ``(color, name, value)`` tuple for each curve.
+    """
     keys = [
         tag("span", Markup(f'<i style="background:{color}"></i>'), name, " ", tag("b", value))
         for color, name, value in legend
@@ -146,7 +153,11 @@ def figure(title: Any, drawing: str, legend: Iterable[tuple[str, str, str]] = ()
 
 
 def bar(parts: Sequence[tuple[str, float, str, str]], total: float) -> Markup:
-    """Return a stacked bar. Each part is (class, size, tooltip, text inside)."""
+    """Return a stacked bar.
+
+    Each part is a ``(CSS class, size, tooltip, text)`` tuple. The text is shown inside the bar if
+    the part is large enough.
+    """
     pieces = [
         tag(
             "i",

@@ -1,4 +1,4 @@
-"""Render the top of the page: name and state, verdict, and key numbers."""
+"""Render the top of the page: the name and state of the run, the verdict and the key figures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ _CLASSES = {
 
 
 def render_header(run: Run) -> Markup:
-    """Return the name and state of the run, and a line with its kind, size, duration and start."""
+    """Return the header of the page.
+
+    The header shows the name and the state of the run. A second line shows the type of the run, the
+    number of ranks, the duration and the start time.
+    """
     parts = [run.kind]
     if run.world_size:
         parts.append(plural(run.world_size, "worker" if "trainer" in run.config else "rank"))
@@ -52,9 +56,10 @@ def render_header(run: Run) -> Markup:
 
 
 def render_tiles(run: Run, curves: Sequence[Curve]) -> Markup:
-    """Return tiles with the number of epochs, the best scores, steps, throughput and memory.
+    """Return the tiles with the epochs, best scores, steps, throughput and memory of a run.
 
-    If a metric also has a held-out version (``loss`` and ``val_loss``), only the latter is shown.
+    If a metric was also computed on held-out data, only that version is shown. For example, if both
+    ``loss`` and ``val_loss`` exist, the tile shows ``val_loss``.
     """
     tiles: list[tuple[str, str, str]] = []
     if run.metrics:
@@ -63,7 +68,8 @@ def render_tiles(run: Run, curves: Sequence[Curve]) -> Markup:
             epochs = [to_float(record.get("epoch")) for record in run.metrics]
             done = {epoch for epoch in epochs if epoch is not None}
             title, count = f"{run.unit}s", len(done)
-            # Trainers count from 0, other scripts from 1. "best, epoch 7" is ambiguous without it.
+            # Trainers number epochs from 0 and other scripts from 1. Show the range, because
+            # "best, epoch 7" would be ambiguous otherwise.
             notes = [f"{format_number(min(done))} to {format_number(max(done))}"] * (count > 1)
         if run.seconds is not None:
             resumed = "last attempt: " if run.info.get("attempts") else ""
@@ -72,7 +78,7 @@ def render_tiles(run: Run, curves: Sequence[Curve]) -> Markup:
     groups = {curve.group for curve in curves if curve.group != curve.name}
     single = [curve for curve in curves if curve.name not in groups]
     known = [c for c in single if "loss" in c.name.lower() or is_higher_better(c.name)]
-    # Fields of a group, such as timing.reward, are details even if they are named like a score.
+    # Nested fields, such as timing.reward, are details even if their names look like scores.
     known = [c for c in known if "." not in c.name] or known
     known.sort(key=lambda c: (c.group == c.name, not is_higher_better(c.name)))
     for curve in known[:3]:
@@ -80,7 +86,7 @@ def render_tiles(run: Run, curves: Sequence[Curve]) -> Markup:
         if best is not None:
             note = f"best, {run.unit} {format_number(best[0])}"
             tiles.append((curve.name, format_number(best[1]), note))
-    if not known:  # it isn't known whether higher or lower is better
+    if not known:  # it isn't known whether higher or lower values are better
         tiles += [(c.name, format_number(c.points[-1][1]), "last value") for c in single[:3]]
     steps = [rank.step for rank in run.record]
     if any(steps) and run.unit != "step":
@@ -100,7 +106,10 @@ def render_tiles(run: Run, curves: Sequence[Curve]) -> Markup:
 
 
 def _get_throughput(run: Run) -> float | None:
-    """Return samples per second over all epochs that recorded their samples and duration."""
+    """Return the average number of samples per second.
+
+    Only epochs with a recorded number of samples and a recorded duration are considered.
+    """
     samples = duration = 0.0
     for record in run.metrics:
         count, spent = to_float(record.get("num_samples")), to_float(record.get("seconds"))
@@ -113,10 +122,11 @@ def _get_throughput(run: Run) -> float | None:
 
 
 def render_verdict(run: Run, diagnosis: Diagnosis, curves: Sequence[Curve]) -> Markup:
-    """Return one box with the outcome of the run: the doctor's findings and the recorded error.
+    """Return a box that shows the outcome of the run.
 
-    The more severe of the two is the heading. Findings that were saved while the ranks were running
-    take precedence over findings from the current files.
+    The box contains the findings of the doctor and the error that the run recorded. The heading
+    shows the finding or the error, whichever is more severe. If findings were saved while the ranks
+    were running, they are shown instead of the findings from the current files.
     """
     findings = _read_saved_findings(run) or list(_current_findings(run, diagnosis))
     error = _render_error(run)
@@ -142,7 +152,10 @@ def render_verdict(run: Run, diagnosis: Diagnosis, curves: Sequence[Curve]) -> M
 
 
 def _render_error(run: Run) -> tuple[str, str, list[Markup]] | None:
-    """Return the class, heading and details of the error that ended the run, or None."""
+    """Return the CSS class, the heading and the details of the error that ended the run.
+
+    Return None if the run didn't end with an error.
+    """
     error = run.info.get("error")
     if run.state == "died" and not error:
         text = (
@@ -155,11 +168,13 @@ def _render_error(run: Run) -> tuple[str, str, list[Markup]] | None:
     kind, message = str(error.get("type") or ""), str(error.get("message") or "").strip()
     if run.state == "interrupted":
         return "warn", "Interrupted", [tag("p", message or "The run was stopped with Ctrl-C.")]
+    if run.state == "preempted" and not kind:
+        return "warn", "Preempted", [tag("p", message)]
     lines = message.splitlines() or [""]
     remote = str(error.get("remote_traceback") or "").rstrip()
     heading = ": ".join(part for part in (kind, lines[0]) if part)
     details: list[Markup] = []
-    if remote:  # it ends with the exception of the user
+    if remote:  # its last line is the exception that the user's code raised
         heading = remote.rpartition("\n")[2]
         details.append(tag("p", lines[0], cls="soft"))
         details.append(collapsible("Traceback of the worker", tag("pre", remote)))
@@ -173,9 +188,10 @@ def _render_error(run: Run) -> tuple[str, str, list[Markup]] | None:
 def _describe_success(
     run: Run, diagnosis: Diagnosis, curves: Sequence[Curve]
 ) -> tuple[str, str, str]:
-    """Return the class, heading and text for a run without findings.
+    """Return the CSS class, the heading and the text for a run without findings.
 
-    The doctor sees losses only if the ranks record steps, so check the metrics for NaN as well.
+    The doctor checks losses only if the ranks record steps. Therefore, this function also checks
+    whether the metrics contain values that aren't finite.
     """
     ranks = plural(len(diagnosis.case.ranks), "rank")
     broken = [(x, curve.name, y) for curve in curves for x, y in curve.broken]
@@ -191,15 +207,18 @@ def _describe_success(
 def _current_findings(run: Run, diagnosis: Diagnosis) -> Iterator[Finding]:
     if not diagnosis.readable:
         return
-    ended = run.state in ("finished", "failed", "interrupted")
+    ended = run.state in ("finished", "failed", "interrupted", "preempted")
     for finding in (*diagnosis.findings, *diagnosis.notes):
         if ended and finding.severity is Severity.STUCK:
-            continue  # the ranks wait for a driver that has finished
+            continue  # the ranks are only waiting for a driver that has finished
         yield finding
 
 
 def _read_saved_findings(run: Run) -> list[Finding]:
-    """Return the findings in ``doctor.json``, unless they belong to an earlier attempt."""
+    """Return the findings in ``doctor.json``.
+
+    Return [] if the run has finished, because the findings then belong to an earlier attempt.
+    """
     if run.state == "finished":
         return []
     try:
@@ -233,7 +252,7 @@ def _render_finding(finding: Finding, heading: str) -> Markup:
 
 
 def _render_saved_text(run: Run) -> list[Markup]:
-    """Return the printed diagnosis, which includes the stack traces of the ranks."""
+    """Return the text of the saved diagnosis, which includes the stack traces of the ranks."""
     try:
         text = files.read_text(run.path / "doctor.txt")
     except OSError:
@@ -242,7 +261,7 @@ def _render_saved_text(run: Run) -> list[Markup]:
 
 
 def render_damaged_files(run: Run) -> Markup:
-    """Return a list of the files that can't be read, with reasons."""
+    """Return the section that lists the files that can't be read, with the reason for each file."""
     damaged = {**run.record.damaged, **run.damaged}
     rows = [tag("li", tag("code", name), f": {why}") for name, why in damaged.items()]
     return section("damaged", "Unreadable files", tag("ul", *rows)) if rows else Markup()

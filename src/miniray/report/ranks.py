@@ -1,4 +1,4 @@
-"""Show the rank records: where time was spent, which samples ranks used, and their memory."""
+"""Render the sections that show the time, the samples and the memory that each rank used."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from miniray.report.series import Curve, get_field_points
 from miniray.runs import files
 
 _MOST_BARS = 64
-_SLIM = 16  #: if there are more bars than this, they are thin
-_MOST_PAIRS = 12  #: ranks in the table of overlaps, which has a cell per pair
+_SLIM = 16  #: maximum number of bars that are drawn with full height
+_MOST_PAIRS = 12  #: maximum number of ranks in the table of overlaps, which has a cell per pair
 _PHASES = {
     "start": "before the first step",
     "data": "waiting for data",
@@ -28,7 +28,7 @@ _PHASES = {
     "collective": "collectives and barriers",
     "other": "outside steps: evaluation, sync, checkpoints, waiting for the driver",
 }
-#: Bucket for the time of a step that never ended, by the phase that the rank was in.
+#: Category for the time of a step that never ended, by the phase in which the rank was.
 _BUCKET_OF_PHASE = {
     "data": "data",
     "compute": "compute",
@@ -39,7 +39,7 @@ _BUCKET_OF_PHASE = {
 
 
 def render_time(run: Run) -> Markup:
-    """Return a bar per rank with the time in each phase, and the seconds per epoch."""
+    """Return the section that shows the time per phase of each rank and the time per epoch."""
     bars = _render_phases(run)
     shown, title = bars, "Time by phase and rank" if bars else "Time"
     epochs = get_field_points(run.metrics, "seconds")
@@ -55,7 +55,7 @@ def render_time(run: Run) -> Markup:
 
 
 def _render_phases(run: Run) -> list[Markup]:
-    """Return the bars, or nothing if no rank recorded steps."""
+    """Return a bar for each rank, or an empty list if no rank has recorded any steps."""
     spent = [(rank, get_phase_seconds(rank, run.ended)) for rank in run.record]
     spent = [(rank, parts) for rank, parts in spent if sum(parts.values()) > 0]
     if not any(rank.total.count for rank, _ in spent):
@@ -77,10 +77,11 @@ def _render_phases(run: Run) -> list[Markup]:
 
 
 def get_phase_seconds(rank: RankRecord, over: float | None) -> dict[str, float]:
-    """Return the seconds that a rank spent in each phase.
+    """Return the number of seconds that a rank spent in each phase.
 
-    Steps are timed from the end of the first one. The remaining time is spent outside of steps.
-    Time after ``over``, when the run ended, isn't counted, even if the workers keep running.
+    Step times are recorded from the end of the first step onward, and the remaining time is counted
+    as time outside of steps. ``over`` is the time at which the run ended. Later times aren't
+    counted, even if the workers keep running.
     """
     total = rank.total
     end = rank.exit.at if rank.exit is not None and rank.exit.at else rank.heartbeat
@@ -105,9 +106,10 @@ def get_phase_seconds(rank: RankRecord, over: float | None) -> dict[str, float]:
 
 
 def _find_open_phase(rank: RankRecord, over: bool) -> tuple[str, float]:
-    """Return the phase that a rank is in, or was in when it ended, and its start time.
+    """Return the last phase of a rank and the time at which this phase started.
 
-    Times of steps don't include it. A rank that has finished its work only waits to be terminated.
+    The recorded step times don't include this phase. If a rank has finished its work, it only
+    waits to be terminated, and the phase is ``"other"``.
     """
     wait = wait_of(rank)
     if wait is not None:
@@ -117,7 +119,7 @@ def _find_open_phase(rank: RankRecord, over: bool) -> tuple[str, float]:
 
 
 def _get_first_step_start(rank: RankRecord) -> float | None:
-    """Return the start time of the first step of this attempt."""
+    """Return the start time of the first step in the current attempt of a rank."""
     if not rank.steps:
         return None
     return rank.steps[0].ended - rank.steps[0].seconds
@@ -150,7 +152,11 @@ def _render_legend(names: Sequence[str]) -> Markup:
 
 
 def render_data(run: Run) -> Markup:
-    """Return the samples per rank, the number of shared samples, and the coverage of one pass."""
+    """Return the section that shows how many samples each rank used.
+
+    The section also shows how much of the dataset the last pass covered, and how many samples the
+    ranks have in common.
+    """
     seen = [rank for rank in run.record if rank.samples]
     if not seen:
         return Markup()
@@ -181,7 +187,9 @@ def render_data(run: Run) -> Markup:
             "location",
         ]
         inside.append(collapsible("Show loaders", table(head, loaders, texts=(0, 1, 4, 8))))
-    return section("data", "Data", *inside, note="Samples that each rank used, over all epochs")
+    return section(
+        "data", "Data", *inside, note="Number of samples that each rank used in all epochs"
+    )
 
 
 def _render_sample_bar(rank: RankRecord, most: int) -> Markup:
@@ -192,7 +200,10 @@ def _render_sample_bar(rank: RankRecord, most: int) -> Markup:
 
 
 def _distinct_loaders(rank: RankRecord) -> Iterator[Loader]:
-    """Yield each distinct loader once, because trainers may create one per epoch."""
+    """Yield the distinct loaders of a rank.
+
+    A trainer may create a new loader in each epoch, and such duplicates are omitted.
+    """
     known = set()
     for loader in rank.loaders:
         kind = (loader.dataset, loader.length, loader.batch_size, loader.sampler, loader.site)
@@ -202,7 +213,10 @@ def _distinct_loaders(rank: RankRecord) -> Iterator[Loader]:
 
 
 def _render_coverage(seen: Sequence[RankRecord]) -> Iterator[Markup]:
-    """Yield coverage and overlap of the last pass over the data that all ranks completed."""
+    """Yield the coverage and the overlaps of the last pass over the data.
+
+    Only passes that all ranks have completed are considered.
+    """
     passes = [{(p.loader, p.epoch): p for p in rank.passes if p.count} for rank in seen]
     common = set(passes[0]).intersection(*passes[1:]) if passes else set()
     trained = {
@@ -262,7 +276,7 @@ def _render_overlap_cell(share: float) -> Markup:
 
 
 def render_memory(run: Run) -> Markup:
-    """Return the resident memory of each rank over time, and its peak."""
+    """Return the section that shows the resident memory of each rank over time and its peak."""
     found = []
     for rank in run.record:
         points = rank.notes.get("memory")
@@ -288,7 +302,10 @@ def _format_gpu_memory(rank: RankRecord) -> str | None:
 
 
 def render_ranks(run: Run) -> Markup:
-    """Return one line per rank, and the last log lines of failed ranks or of rank 0."""
+    """Return the section with a table of all ranks and the last lines of their logs.
+
+    The logs of failed ranks are shown. If no rank failed, the log of the first rank is shown.
+    """
     head = ["", "state", "epoch", "step", "samples", "loss", "last phase", "restarts",
             "peak memory",             "process"]  # fmt: skip
     rows: list[list[Any]] = []
@@ -298,7 +315,7 @@ def render_ranks(run: Run) -> Markup:
         rank = facts.record
         state = tag("b", facts.state, cls="bad") if facts.failed else facts.state
         if over and rank.alive:
-            state = "idle"  # the driver keeps it for the next train()
+            state = "idle"  # the driver keeps the rank for the next call of train()
         loss = None if rank.loss is None else float(rank.loss)
         phase = rank.section.name if rank.section is not None else rank.phase.name
         epoch = None if rank.epoch < 0 else rank.epoch

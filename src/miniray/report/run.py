@@ -1,7 +1,7 @@
-"""Read a run for reports and lists: what ran, how it ended, metrics and events.
+"""Read a run directory for reports and for lists of runs.
 
-Missing files count as empty. Unreadable files are listed in ``Run.damaged``. An incomplete last
-line is skipped.
+Missing files are treated as empty files. ``Run.damaged`` lists the files that can't be read. If the
+last line of a file is incomplete, the line is skipped.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from miniray.runs import files
 from miniray.runs.listing import RunEntry, find_records, is_run, list_runs, read_entry
 from miniray.runs.run_info import parse_time
 
-_NO_KIND = ("", "given")  #: recorded by ``attach`` if the script passed the rank itself
-_TAIL_BYTES = 65536  #: bytes at the end of metrics.jsonl that contain its last lines
+_NO_KIND = ("", "given")  #: ``attach`` records "given" if the script passes the rank itself
+_TAIL_BYTES = 65536  #: number of bytes to read at the end of metrics.jsonl for its last lines
 
 
 @dataclasses.dataclass(frozen=True)
 class Run(RunEntry):
-    """One run directory. Metrics, events and rank records are read on first access."""
+    """A run directory. Metrics, events and rank records are read when they are first accessed."""
 
     @cached_property
     def damaged(self) -> dict[str, str]:
-        """Reasons why files couldn't be read, by file name."""
+        """The files that couldn't be read. Maps the name of each file to the reason."""
         return {"run.json": self.problem} if self.problem else {}
 
     @cached_property
@@ -49,11 +49,12 @@ class Run(RunEntry):
     def record(self) -> RunRecord:
         """The records of all ranks.
 
-        A trainer kills its workers after success and failure, so a rank without an exit record
-        isn't a failure by itself.
+        A trainer kills its workers after every run, whether the run succeeded or failed. Therefore,
+        a missing exit record doesn't mean that the rank has failed.
         """
         found = read_run(self.path)
-        over = self.info.get("state") in ("failed", "interrupted") and "trainer" in self.config
+        over = self.info.get("state") in ("failed", "interrupted", "preempted")
+        over = over and "trainer" in self.config
         if not over:
             return found
         ranks = {number: _ended_by_trainer(rank) for number, rank in found.ranks.items()}
@@ -61,7 +62,10 @@ class Run(RunEntry):
 
     @cached_property
     def state(self) -> str:
-        """The state in ``run.json``, or else the state derived from the rank records."""
+        """The state that ``run.json`` contains.
+
+        If ``run.json`` contains no state, it is derived from the rank records.
+        """
         if self.info.get("state"):
             return super().state
         ends = [rank.exit for rank in self.record]
@@ -73,7 +77,10 @@ class Run(RunEntry):
 
     @property
     def started(self) -> float | None:
-        """Unix time of the start. Without ``run.json``, the start of the first rank record."""
+        """Unix time of the start of the run.
+
+        If ``run.json`` is missing, this is the start time of the first rank record.
+        """
         found = super().started
         if found is not None or self.info:
             return found
@@ -81,19 +88,23 @@ class Run(RunEntry):
 
     @property
     def ended(self) -> float | None:
-        """Unix time of the end. None if the run is in progress or was killed."""
+        """Unix time of the end of the run, or None if the run is in progress or was killed."""
         return parse_time(self.info.get("ended"))
 
     @property
     def seconds(self) -> float | None:
-        """Duration so far. If the run died, up to its last heartbeat or file change."""
+        """Duration of the run in seconds.
+
+        If the run is in progress, the duration is the time since its start. If the run died, the
+        duration ends with the last heartbeat or the last change of a file.
+        """
         started = self.started
         if started is None:
             return None
         ended = self.ended
         if ended is None and self.state == "running":
             ended = datetime.datetime.now().timestamp()
-        if ended is None:  # heartbeats don't change the mtime of the record
+        if ended is None:  # heartbeats don't change the mtime of a record
             ended = max([self.changed, *(rank.heartbeat for rank in self.record)])
         return max(0.0, ended - started)
 
@@ -104,7 +115,10 @@ class Run(RunEntry):
 
     @property
     def unit(self) -> str:
-        """The name of one line of metrics, such as "epoch". A trainer may call its epochs steps."""
+        """The unit that each line of metrics describes, such as "epoch" or "step".
+
+        A trainer may define a different name for its epochs.
+        """
         axis, unit = find_axis(self.metrics), self.config.get("unit")
         return unit if axis == "epoch" and isinstance(unit, str) else axis
 
@@ -122,13 +136,13 @@ class Run(RunEntry):
         return next((name for name in launchers if name not in _NO_KIND), "")
 
     def last_metrics(self) -> dict[str, Any]:
-        """Return the last line of ``metrics.jsonl`` without reading the whole file."""
+        """Return the last line of ``metrics.jsonl`` without reading the entire file."""
         lines = files.read_last_lines(self.path / "metrics.jsonl", _TAIL_BYTES)
         return next((found for line in reversed(lines) if (found := files.parse_record(line))), {})
 
     @property
     def living(self) -> str:
-        """A description of the running processes, or "" if none is known."""
+        """A description of the processes that are still running, or "" if none are known."""
         pids = [rank.pid for rank in self.record if rank.process.alive]
         here = self.info.get("host") == socket.gethostname()
         if self.state == "running" and here and "pid" in self.info:
@@ -157,7 +171,10 @@ class Run(RunEntry):
 
 
 def read(run_dir: str | os.PathLike[str]) -> Run:
-    """Return the run at ``run_dir``. Raise ``FileNotFoundError`` if there is none."""
+    """Return the run in the directory ``run_dir``.
+
+    Raise ``FileNotFoundError`` if the directory doesn't exist or doesn't contain a run.
+    """
     path = Path(run_dir)
     if not path.is_dir():
         raise FileNotFoundError(f"Run directory {path} doesn't exist.")
@@ -169,7 +186,10 @@ def read(run_dir: str | os.PathLike[str]) -> Run:
 
 
 def find_runs(root: str | os.PathLike[str] = "runs") -> list[Run]:
-    """Return all runs in ``root``, newest first; [] if the directory doesn't exist."""
+    """Return all runs in the directory ``root``, starting with the newest.
+
+    Return [] if the directory doesn't exist.
+    """
     return [_from_entry(entry) for entry in list_runs(root)]
 
 
@@ -178,7 +198,7 @@ def _from_entry(entry: RunEntry) -> Run:
 
 
 def is_created_by_miniray(path: Path) -> bool:
-    """Return True if miniray wrote the run. Only such runs may be deleted."""
+    """Return True if miniray wrote the run directory. Only such directories may be deleted."""
     for record in find_records(path):
         try:
             with files.open_file(record) as file:

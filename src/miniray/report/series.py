@@ -1,7 +1,7 @@
-"""Extract curves from lines of metrics, and reduce their number of points.
+"""Extract curves from the lines of a metrics file, and reduce the number of points in a curve.
 
-A curve is a list of (x, y). y may be NaN or infinite; charts mark such points instead of drawing
-them.
+The points of a curve are ``(x, y)`` pairs. If the y value is NaN or infinite, charts show a marker
+instead of drawing the point.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 Points = list[tuple[float, float]]
 
-#: Words in a metric's name that mean more is better. Every other metric is treated as a loss.
+#: Words in the name of a metric which indicate that higher values are better. All other metrics
+#: are treated as losses.
 _MORE_IS_BETTER = re.compile(
     r"acc|accuracy|auc|auroc|bleu|correct|dice|f1|iou|map|precision|psnr|r2|recall|returns?"
     r"|rewards?|rouge|scores?|speedup|ssim|success|throughput|top\d+"
@@ -33,7 +34,7 @@ _PLACES = ("epoch", "step", "global_step")
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """One line of a chart. Curves with the same ``group`` share a chart."""
+    """A line in a chart. Curves that have the same ``group`` are drawn in the same chart."""
 
     name: str
     points: Points
@@ -49,25 +50,28 @@ class Curve:
 
     @property
     def is_constant(self) -> bool:
-        """True if the curve has several points with the same finite value."""
+        """True if the curve has at least two points and all of them have the same finite value."""
         heights = {y for _, y in self.points}
         return len(self.points) > 1 and len(heights) == 1 and math.isfinite(heights.pop())
 
     @property
     def best(self) -> tuple[float, float] | None:
-        """The lowest point, or the highest if the name suggests that higher is better."""
+        """The lowest point, or the highest point if higher values of the metric are better."""
         sign = -1 if is_higher_better(self.name) else 1
         return min(self.finite, key=lambda point: (sign * point[1], point[0]), default=None)
 
 
 def is_higher_better(metric: str) -> bool:
-    """Return True if the name of the metric suggests that higher is better."""
+    """Return True if the name of the metric suggests that higher values are better."""
     words = re.findall(r"[a-z]+[0-9]*", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", metric).lower())
     return any(_MORE_IS_BETTER.fullmatch(word) for word in words)
 
 
 def to_float(value: Any) -> float | None:
-    """Return a number as a float, or None for booleans, text and numbers that don't fit."""
+    """Convert a number to a float.
+
+    Return None if the value is a boolean, isn't a number, or is too large for a float.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -77,10 +81,11 @@ def to_float(value: Any) -> float | None:
 
 
 def extract_curves(metrics: Sequence[Mapping[str, Any]]) -> list[Curve]:
-    """Return a curve for each numeric field, in order of appearance.
+    """Return a curve for each numeric field, in the order in which the fields first appear.
 
-    Nested fields get dotted names. ``val_loss`` is drawn in the chart of ``loss`` if both exist.
-    Lines that belong to one rank are left out; see ``extract_rank_curves``.
+    The names of nested fields are joined with dots. If both ``loss`` and ``val_loss`` exist, they
+    are drawn in the same chart. Lines that belong to a single rank are ignored here, because
+    ``extract_rank_curves`` handles them.
     """
     found: dict[str, Points] = {}
     word = find_axis(metrics)
@@ -100,7 +105,7 @@ def _iter_scores(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _get_rank(record: Mapping[str, Any]) -> int | None:
-    """Return the rank that wrote the line, or None if the line describes the whole run."""
+    """Return the rank that wrote a line, or None if the line describes the whole run."""
     rank = record.get("rank")
     return rank if type(rank) is int else None
 
@@ -108,9 +113,10 @@ def _get_rank(record: Mapping[str, Any]) -> int | None:
 def extract_rank_curves(
     metrics: Sequence[Mapping[str, Any]], world_size: int
 ) -> dict[str, list[Curve]]:
-    """Return curves per metric and rank.
+    """Return one curve for each metric and each rank.
 
-    Sources are lines with a ``rank`` field, and lists with one number per rank.
+    The values come from lines that have a ``rank`` field, and from lists that contain one number
+    for each rank.
     """
     found: dict[str, dict[int, Points]] = {}
     word = find_axis(metrics)
@@ -137,14 +143,18 @@ def _split_by_rank(record: Mapping[str, Any], world_size: int) -> Iterator[tuple
 
 
 def get_field_points(metrics: Sequence[Mapping[str, Any]], key: str) -> Points:
-    """Return the points of one field, even if it isn't a score."""
+    """Return the points of a single field, even if the field isn't a score."""
     word = find_axis(metrics)
     pairs = ((_get_x(r, i, word), to_float(r.get(key))) for i, r in enumerate(metrics))
     return [(x, y) for x, y in pairs if y is not None]
 
 
 def _get_x(record: Mapping[str, Any], index: int, word: str) -> float:
-    """Return the x value of a line: its axis field, a similar field, or its line index."""
+    """Return the x value of a line.
+
+    The value comes from the field that the axis shows. If the line has no such field, use a similar
+    field, or else the index of the line in the file.
+    """
     for key in (word, *_PLACES):
         value = to_float(record.get(key))
         if value is not None and math.isfinite(value):
@@ -153,7 +163,10 @@ def _get_x(record: Mapping[str, Any], index: int, word: str) -> float:
 
 
 def find_axis(metrics: Sequence[Mapping[str, Any]]) -> str:
-    """Return the x axis of the curves: epochs, or steps if an epoch has several lines."""
+    """Return the name of the x axis of the curves.
+
+    The axis shows epochs, or steps if the file contains several lines per epoch.
+    """
     first = metrics[0] if metrics else {}
     known = [key for key in _PLACES if key in first]
     if len(known) > 1:
@@ -163,7 +176,7 @@ def find_axis(metrics: Sequence[Mapping[str, Any]]) -> str:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested fields as one dict with dotted names."""
+    """Convert nested dicts to a single dict whose keys are joined with dots."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -174,7 +187,10 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def thin_points(points: Points, most: int) -> Points:
-    """Thin the curve to at most ``most`` points and keep its shape. See ``select_extremes``."""
+    """Reduce a curve to at most ``most`` points without changing its visible shape.
+
+    See ``select_extremes`` for the selection of the points.
+    """
     if len(points) <= most:
         return points
     import numpy as np
@@ -183,10 +199,10 @@ def thin_points(points: Points, most: int) -> Points:
 
 
 def select_extremes(heights: np.ndarray, most: int) -> np.ndarray:
-    """Return the indices of at most ``most`` points to draw.
+    """Select at most ``most`` points of a curve to draw, and return their indices.
 
-    Includes both ends, and the lowest and highest point of each interval, so that spikes remain
-    visible.
+    The selection includes the first and the last point of the curve. The lowest and the highest
+    point of each interval are also included, so that spikes remain visible.
     """
     import numpy as np
 
@@ -201,7 +217,7 @@ def select_extremes(heights: np.ndarray, most: int) -> np.ndarray:
 
 
 def sample_evenly(values: Sequence[Any], most: int) -> list[Any]:
-    """Return at most ``most`` evenly spaced values, including the first and the last."""
+    """Return at most ``most`` evenly spaced values, including the first and the last value."""
     if len(values) <= most:
         return list(values)
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]

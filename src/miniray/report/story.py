@@ -1,4 +1,4 @@
-"""Show syncs, failures, restarts and the environment of a run."""
+"""Render the sections about parameter syncs, failures, restarts and the environment of a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PHASES = {
 
 
 def render_sync(run: Run) -> Markup:
-    """Return the statistics of the parameter server."""
+    """Return the section that shows the statistics of the parameter server."""
     stats = run.info.get("sync")
     if not isinstance(stats, Mapping) or not stats.get("num_syncs"):
         done = [record for record in run.metrics if record.get("synced") is True]
@@ -60,7 +60,7 @@ def render_sync(run: Run) -> Markup:
 
 
 def render_failures(run: Run) -> Markup:
-    """Return earlier attempts and all events, such as failures and restarts."""
+    """Return the section that lists earlier attempts and events such as failures and restarts."""
     inside: list[Markup] = []
     attempts = run.info.get("attempts")
     if isinstance(attempts, list) and attempts:
@@ -91,7 +91,7 @@ def render_failures(run: Run) -> Markup:
 
 
 def render_environment(run: Run) -> Markup:
-    """Return versions, host, command, seed and configuration."""
+    """Return the section with the versions, host, command, seed and configuration of a run."""
     info = run.info
     versions = info.get("versions")
     pairs: list[tuple[str, Any]] = []
@@ -104,7 +104,7 @@ def render_environment(run: Run) -> Markup:
         if _format_time(info.get(key)) is not None:
             pairs.append((f"{key} (UTC)", _format_time(info[key])))
     records = list(run.record)
-    if not pairs and records:  # without run.json, the rank records have the environment
+    if not pairs and records:  # if run.json is missing, use the rank records
         first = records[0]
         pairs += [("host", first.host), ("launcher", first.launcher)]
         pairs += [(key, value) for key, value in first.notes.items() if isinstance(value, str)]
@@ -126,7 +126,7 @@ def render_environment(run: Run) -> Markup:
 
 
 def _format_duration(value: float) -> str:
-    """Format the total time of all syncs, which may be milliseconds."""
+    """Format the total duration of all syncs in seconds, or in milliseconds if it is short."""
     return seconds(value) if value >= 1 else f"{format_number(1000 * value)} ms"
 
 
@@ -138,9 +138,9 @@ def _format_sync_interval(run: Run) -> str | None:
 
 
 def _format_elapsed(run: Run, event: Mapping[str, Any]) -> str | None:
-    """Format the time since the start of the run.
+    """Format the time between the start of the run and an event.
 
-    Events of an earlier attempt show their date.
+    For an event of an earlier attempt, return its date and time.
     """
     at, began = parse_time(event.get("time")), run.started
     if at is None:

@@ -83,8 +83,8 @@ class RLTrainer(BaseTrainer):
     config_class: type[Algorithm]
     #: What runs in the workers; a subclass of ``RLWorker`` may change any part of a step.
     worker_class: type[Any] = Worker
-    #: Once for all workers, where the engine can; the driver itself does without torch.
-    _preloaded = ("miniray.train.dynamo", "miniray.rl.worker")
+    #: Modules that the local engine imports once for all workers. The driver doesn't need torch.
+    _preloaded = ("torch._dynamo", "miniray.rl.worker")
     _unit = "step"
     _kind = "rl"
     _option_hints = _train_hints = get_hints(Algorithm)

@@ -25,7 +25,7 @@ class RunEntry:
 
     @property
     def state(self) -> str:
-        """``running``, ``finished``, ``failed``, ``interrupted``, ``died`` or ``unknown``."""
+        """One of ``STATES``."""
         return get_state(self.info)
 
     @property

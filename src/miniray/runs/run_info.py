@@ -13,7 +13,7 @@ from miniray.runs import files
 
 #: More ranks than any training job has. Readers make lists of ranks, so the number is limited.
 MAX_WORLD_SIZE = 1 << 17
-STATES = ("running", "finished", "failed", "interrupted", "died", "unknown")
+STATES = ("running", "finished", "failed", "interrupted", "preempted", "died", "unknown")
 _MAX_PID = 1 << 31
 
 

@@ -16,8 +16,9 @@ from miniray.train.trainer import BaseTrainer
 from miniray.train.workers.actor import WorkerActor
 from miniray.train.workers.aggregate import aggregate
 from miniray.train.workers.async_sync import AsyncSync, check_mode
-from miniray.train.workers.data import DataFeed, Shardable, ShardLoading
+from miniray.train.workers.data import DataFeed, ShardLoading
 from miniray.train.workers.group import REQUIRED_METHODS
+from miniray.train.workers.shards import TrainData
 from miniray.train.workers.sync import SyncPolicy
 
 
@@ -36,9 +37,14 @@ class DataParallelTrainer(BaseTrainer):
             ``miniray.train.workers.async_sync``.
         staleness: With ``mode="async"``, how many syncs a worker may be ahead of the slowest. None:
             no limit.
-        data: A dataset or loader of ``miniray.data``. ``load_data_shard`` of each worker receives
-            its shard as ``data``. The position is part of checkpoints, and a run that is resumed
+        data: The training data: a torch ``Dataset`` or ``DataLoader``, a dataset or loader of
+            ``miniray.data``, or a Hugging Face dataset. Each worker gets the loader over its own
+            rows as ``self.train_loader``, or the shard as ``data`` of its ``load_data_shard``. The
+            position in data of ``miniray.data`` is part of checkpoints, and a run that is resumed
             on a different number of workers continues with the remaining rows.
+        val_data: The same for ``evaluate``, as ``self.val_loader``.
+        batch_size: Rows per batch of each worker, if ``data`` has no batch size.
+            ``train(batch_size=)`` wins.
         on_nonfinite: If the weights of a worker contain NaN or infinity, raise (``"error"``) or
             leave out the worker (``"skip"``).
         staleness_power: With ``mode="async"``, how much less stale weights count.
@@ -61,7 +67,9 @@ class DataParallelTrainer(BaseTrainer):
         initial_sync: bool = True,
         mode: Literal["sync", "async"] = "sync",
         staleness: int | None = None,
-        data: Shardable | None = None,
+        data: Any = None,
+        val_data: Any = None,
+        batch_size: int | None = None,
         on_nonfinite: Literal["error", "skip"] = "error",
         staleness_power: float = 0.0,
         **kwargs: Any,
@@ -85,7 +93,10 @@ class DataParallelTrainer(BaseTrainer):
             self.sync = AsyncSync(self.num_workers, staleness=staleness, **sync_options)
         else:
             self.sync = SyncPolicy(self.num_workers, **sync_options)
-        self._feed = None if data is None else DataFeed(data)
+        given = TrainData.create(data, val_data, batch_size, self.num_workers)
+        self._feed = DataFeed(given) if given else None
+        if data is not None:
+            self._own_kwargs = ("batch_size",)
         self._setups += [self._feed or ShardLoading(), self.sync]
         self.checkpointer.register(
             "sync", self.sync, in_workers=True, on_missing=self.sync.load_missing_state
@@ -213,6 +224,8 @@ class DataParallelTrainer(BaseTrainer):
     def shutdown(self) -> None:
         super().shutdown()
         self.sync.stop()
+        if self._feed is not None:
+            self._feed.close()
 
 
 def check_trainer_options(

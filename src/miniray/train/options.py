@@ -18,6 +18,7 @@ from miniray.checks import (
     RENAMED_OPTIONS,
     check_bool,
     check_int,
+    check_number,
     find_similar,
     get_options,
     unknown_option,
@@ -32,9 +33,15 @@ if TYPE_CHECKING:
     from miniray.train.run.loggers.base import Logger
 
 #: Methods of trainers and callbacks that get the keyword arguments of train().
-_HOOKS = ("train_epoch", "on_train_start", "on_epoch_start", "on_epoch_end", "on_train_end")
+_HOOKS = (
+    *("train_epoch", "on_train_start", "on_epoch_start", "on_epoch_end", "on_train_end"),
+    *("on_step_end", "on_evaluate_end"),
+)
 #: Arguments that miniray passes to them.
-_OURS = ("worker_id", "shard_id", "num_shards", "epoch", "result", "history")
+_OURS = (
+    *("worker_id", "shard_id", "num_shards", "epoch", "result", "history"),
+    *("step", "metrics", "scores"),
+)
 
 
 #: Hints for what a worker sets itself.
@@ -54,6 +61,10 @@ WORKER_HINTS: Mapping[str, str] = {
     ),
     **IN_WORKER_HINTS,
 }
+
+
+#: The same for trainers with ``data=`` and ``batch_size=``.
+DATA_HINTS: Mapping[str, str] = {k: v for k, v in WORKER_HINTS.items() if k != "batch_size"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +92,9 @@ class RunOptions:
             added to the result of the epoch as ``val_...``.
         keep_last: How many of the newest checkpoints to keep. None keeps all.
         keep_best: ``(metric, "min" or "max")``: also keep the best checkpoint by this metric.
+        grace_seconds: Limit in seconds for the end of a run after the first SIGTERM, SIGUSR1 or
+            Ctrl-C. The run finishes its step, or its epoch if workers train it alone, saves a
+            checkpoint and stops the workers.
     """
 
     name: str | None = None
@@ -98,12 +112,15 @@ class RunOptions:
     eval_interval: int = 0
     keep_last: int | None = 3
     keep_best: tuple[str, str] | None = None
+    grace_seconds: float = 25.0
 
     def __post_init__(self) -> None:
         for name in ("max_failures", "eval_interval"):
             object.__setattr__(self, name, check_int(name, getattr(self, name), 0))
         if self.seed is not None:
             object.__setattr__(self, "seed", check_int("seed", self.seed, 0))
+        grace = check_number("grace_seconds", self.grace_seconds, 0, open_low=True)
+        object.__setattr__(self, "grace_seconds", grace)
         check_bool("progress", self.progress)
         check_seconds("worker_timeout", self.worker_timeout)
         check_name(self.name)
@@ -140,6 +157,7 @@ class RunKwargs(TypedDict, total=False):
     eval_interval: int
     keep_last: int | None
     keep_best: tuple[str, Literal["min", "max"]] | None
+    grace_seconds: float
 
 
 class LockstepKwargs(RunKwargs, total=False):
@@ -153,6 +171,9 @@ class LockstepKwargs(RunKwargs, total=False):
     log_every: int
     eval_every_steps: int | None
     snapshot_every: int | Literal["auto"] | None
+    limit_train_batches: int | None
+    limit_val_batches: int | None
+    overfit_batches: int | None
 
 
 class ParallelKwargs(LockstepKwargs, total=False):

@@ -12,7 +12,8 @@ import dataclasses
 import inspect
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from miniray.core import session, startup
 from miniray.core.remote import ActorClass
 from miniray.tracebacks import hide_frames, hides_frames
 from miniray.train import gpus, pretrained
-from miniray.train.callbacks import CallbackSetup, CallbackStates, check_callbacks
+from miniray.train.callbacks import CallbackSetup, CallbackStates, Checkpoint, check_callbacks
 from miniray.train.options import (
     IN_WORKER_HINTS,
     WORKER_HINTS,
@@ -82,7 +83,7 @@ class BaseTrainer:
         **options: The options of ``RunOptions``: ``name``, ``run_dir``, ``seed``, ``resume``,
             ``max_failures``, ``worker_timeout``, ``progress``, ``callbacks``, ``loggers``,
             ``resources_per_worker``, ``use_gpu``, ``backend``, ``eval_interval``, ``keep_last``,
-            ``keep_best``.
+            ``keep_best``, ``grace_seconds``.
 
     Attributes:
         workers: Handles of the workers, by worker id.
@@ -105,6 +106,8 @@ class BaseTrainer:
     _kwargs_methods: Sequence[str] = (
         *("__init__", "setup", "load_data_shard", "train_epoch", "evaluate"),
     )
+    #: Keyword arguments of ``train()`` that the trainer uses itself.
+    _own_kwargs: Sequence[str] = ()
     #: Hints for names that aren't options of the trainer, or parameters of ``train()``.
     _option_hints: Mapping[str, str] = WORKER_HINTS
     _train_hints: Mapping[str, str] = IN_WORKER_HINTS
@@ -136,6 +139,7 @@ class BaseTrainer:
             name=self.options.name,
             run_dir=None if self.options.run_dir is None else Path(self.options.run_dir),
             backend=self.options.backend,
+            grace_seconds=self.options.grace_seconds,
             verbose=self.options.progress,
         )
         self.state = TrainState()
@@ -278,19 +282,18 @@ class BaseTrainer:
             RuntimeError: The workers were stopped by ``shutdown`` or an error, so their weights are
                 gone, and ``resume`` isn't set.
         """
-        epochs, steps = self._check_length(epochs, steps)
-        check_names(kwargs)
         if not hasattr(self, "state"):
             raise RuntimeError(
                 f"{type(self).__name__}.__init__() must call super().__init__(num_workers, ...)"
             )
+        epochs, steps = self._check_length(epochs, steps)
+        self._check_step_options()
+        check_names(kwargs)
         resume = self._resume if resume is None else resume
         self._resume = False
-        if resume == "auto":
+        is_total, is_auto = bool(resume), resume == "auto"
+        if is_auto:
             resume = self._has_checkpoint()
-            is_total = True
-        else:
-            is_total = bool(resume)
         if self.state.step and self._group is None and self._loaded is None and not resume:
             raise RuntimeError(
                 f"the weights of these {self.epoch} {self._unit}s are gone: shutdown() or an error "
@@ -303,16 +306,23 @@ class BaseTrainer:
         self._check_kwargs()
         start = time.monotonic()
         try:
-            with self.session.record_attempt(self._abort, self.checkpointer.find_newest) as attempt:
-                self._start(resume)
-                self._target = TrainTarget.create(self.state, epochs, steps, is_total)
+            with self.session.record_attempt(
+                self._abort, self.checkpointer.find_newest, self._stop_for_signal, self._get_step
+            ) as attempt:
+                self._start(resume, partial(TrainTarget.create, epochs, steps, is_total), is_auto)
+                self._check_target()
                 if is_total and self._target.is_reached(self.state):
                     self._print_complete()
-                    return self._make_result(0.0)
+                    self.result = self._make_result(0.0)
+                    return self.result
                 self._emit("on_train_start")
-                self._loop()
-                result = self.result = self._make_result(time.monotonic() - start)
-                self._emit("on_train_end", result)
+                with self.session.signals.finishing():
+                    self._loop()
+                    result = self.result = self._make_result(time.monotonic() - start)
+                    if self.session.signals.number is None:
+                        self._emit("on_train_end", result)
+                    if self.session.signals.number is not None:
+                        self._save_for_resume()
                 result.checkpoint = self.checkpointer.find_newest()  # hooks may have written one
                 attempt.fields = {"stop_reason": self.stop_reason or None}
                 attempt.fields["sync"] = result.sync or None
@@ -321,7 +331,20 @@ class BaseTrainer:
             raise
         finally:
             self.loggers.close()
+            self.session.end_process_if_preempted()
         return result
+
+    def _stop_for_signal(self, name: str) -> None:
+        self.should_stop, self.stop_reason = True, name
+
+    def _get_step(self) -> int:
+        return self.state.step
+
+    def _save_for_resume(self) -> None:
+        """Write a checkpoint of the current position, unless it exists."""
+        if self.state.step and not self.checkpointer.is_saved(self.state):
+            with self.session.printing_errors("its last step is not in a checkpoint of"):
+                self.save_checkpoint()
 
     def _check_length(self, epochs: int | None, steps: int | None) -> tuple[int | None, int | None]:
         """Return the length of a run. Raise ``TypeError`` unless exactly one number is set."""
@@ -338,6 +361,24 @@ class BaseTrainer:
             None if steps is None else check_int("steps", steps, 0),
         )
 
+    def _check_step_options(self) -> None:
+        """Raise ``TypeError`` for options that need to know the steps of workers."""
+        has_steps = self._counts_steps or self._unit == "step"
+        if not has_steps and self._find_checkpoint_steps() is not None:
+            raise TypeError(
+                f"Checkpoint(every_steps=...) with {type(self).__name__} needs workers that train "
+                "step by step: with train_epoch, the steps are the workers' own. Use every= "
+                "(epochs), or DDPTrainer and workers with training_step"
+            )
+
+    def _find_checkpoint_steps(self) -> int | None:
+        """Return ``every_steps`` of the first ``Checkpoint`` that has it, or None."""
+        found = (c.every_steps for c in self.callbacks if isinstance(c, Checkpoint))
+        return next(filter(None, found), None)
+
+    def _check_target(self) -> None:
+        """Raise ``TypeError`` if the workers can't stop where the run should end or pause."""
+
     def _has_checkpoint(self) -> bool:
         """Return whether ``resume="auto"`` finds a checkpoint."""
         path = self.session.requested_path
@@ -347,7 +388,8 @@ class BaseTrainer:
 
     def _print_complete(self) -> None:
         target, done = self._target, self.session.directory.path
-        length = f"{target.steps} steps" if target.epochs is None else f"{target.epochs} epochs"
+        steps, epochs = f"{target.steps} steps", f"{target.epochs} {self._unit}s"
+        length = steps if target.epochs is None else epochs
         print(f"{done} has trained its {length}: nothing is left to train", file=sys.stderr)
 
     def _loop(self) -> None:
@@ -365,7 +407,7 @@ class BaseTrainer:
                 progress.update(epoch, result, 1 if target.steps is None else state.step - step)
                 record = {"epoch": epoch, "seconds": time.monotonic() - start, **result}
                 if is_complete:
-                    self._end_epoch(record)
+                    self._end_epoch(epoch, record)
                 else:
                     state.stop_inside_epoch(record)
                     self._write_record()
@@ -377,14 +419,14 @@ class BaseTrainer:
                     progress.note(f"stopped after {self._unit} {epoch}{why}")
                     break
 
-    def _end_epoch(self, record: dict[str, Any]) -> None:
+    def _end_epoch(self, epoch: int, record: dict[str, Any]) -> None:
         """Add the record to the history, let hooks change it, and write it to the metrics.
 
         It is written even if a hook raises, because the epoch was trained.
         """
-        self.state.end_epoch(record)
+        self.state.end_epoch(epoch, record)
         try:
-            self._emit("on_epoch_end", record["epoch"], record)
+            self._emit("on_epoch_end", epoch, record)
         except BaseException:
             with self.session.printing_errors("its last epoch is not in"):
                 self._write_record()
@@ -418,10 +460,14 @@ class BaseTrainer:
         """Do what follows the training of an epoch, and add to ``result``."""
         interval = self.options.eval_interval
         if interval and (epoch + 1) % interval == 0:
-            # Without data=, which train() received to train on.
-            scores = self.evaluate(**{k: v for k, v in self._kwargs.items() if k != "data"})
-            # In Lightning, names start with val_ already.
-            result.update({f"val_{k.removeprefix('val_')}": v for k, v in scores.items()})
+            result.update(self._evaluate_for_record())
+
+    def _evaluate_for_record(self) -> dict[str, Any]:
+        """Evaluate, and return the scores with names for a record."""
+        # Without data=, which train() received to train on.
+        scores = self.evaluate(**{k: v for k, v in self._kwargs.items() if k != "data"})
+        # In Lightning, names start with val_ already.
+        return {f"val_{k.removeprefix('val_')}": v for k, v in scores.items()}
 
     def _emit(self, hook: str, *arguments: Any) -> None:
         """Call the trainer's hook and then those of the callbacks."""
@@ -468,8 +514,9 @@ class BaseTrainer:
             methods = [spec.signature for spec in specs if spec is not None]
         else:
             return
-        options = ("epochs", "steps", "resume")
-        check_train_kwargs(self, self._kwargs, methods, options, self._train_hints)
+        options = ("epochs", "steps", "resume", *self._own_kwargs)
+        names = [name for name in self._kwargs if name not in self._own_kwargs]
+        check_train_kwargs(self, names, methods, options, self._train_hints)
 
     def call_workers(
         self, method: str, /, *args: Any, epoch: int | None = None, **kwargs: Any
@@ -482,12 +529,24 @@ class BaseTrainer:
         results: list[Any] = self._get_group().call(method, lambda _: args, kwargs, epoch)
         return results
 
-    def _start(self, resume: bool | str | Path) -> None:
-        """Start the engine, the run directory and the workers, unless they are running."""
+    def _start(
+        self,
+        resume: bool | str | Path,
+        create_target: Callable[[TrainState], TrainTarget],
+        restart: bool = False,
+    ) -> None:
+        """Start the engine, the run directory and the workers, unless they are running.
+
+        Args:
+            resume: See ``train``.
+            create_target: Returns where the run ends, seen from its start.
+            restart: Continue in the directory of a run that left no checkpoint.
+        """
         self._start_engine()
         if resume:
             self.load_checkpoint("latest" if resume is True else resume)
-        run = self.session.open()
+        self._target = create_target(self.state)
+        run = self.session.open(restart=restart)
         self.checkpointer.open(run.checkpoints)
         self.session.write_description(self._describe())
         self.loggers.open(run, self._kwargs)
@@ -551,7 +610,9 @@ class BaseTrainer:
 
     def _create(self, worker_id: int) -> Any:
         seed = self.options.seed
-        env = {} if seed is None else {startup.RUN_SEED: str(seed)}
+        env = self._get_worker_env()
+        if seed is not None:
+            env[startup.RUN_SEED] = str(seed)
         if session.engine().capabilities.processes:  # else all workers are in this process
             path, modules = self.session.directory.path, self._preloaded
             env |= environment(path, worker_id, self.num_workers, modules, self._process_set_up)
@@ -559,6 +620,10 @@ class BaseTrainer:
         own_seed = None if seed is None else seed + worker_id
         with startup.actors_with(own_seed, env, self._wrapper):
             return self.create_worker(worker_id, **self._taken(self.create_worker))
+
+    def _get_worker_env(self) -> dict[str, str]:
+        """Return environment variables for a new worker."""
+        return {}
 
     def _set_up_all(self) -> None:
         """Prepare new workers for training."""

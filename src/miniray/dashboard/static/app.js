@@ -1,20 +1,20 @@
-// The page of one run. It polls the server every second for the list of runs and the state of the
-// shown runs, and fetches curves, timelines, logs and stacks when they are visible. All text is
-// inserted as text, never as HTML, so the output of a run can't inject elements.
+// The page that shows a run. Every second, it requests the list of runs and the state of the shown
+// runs from the server. It fetches curves, timelines, logs and stacks only while they are visible.
+// All text is inserted as text and never as HTML, so the output of a run can't inject elements.
 
 const $ = (id) => document.getElementById(id);
 const KINDS = { compute: "compute", backward: "backward", data: "waiting for data", sync: "waiting for ranks", other: "other" };
 const PALETTE = ["#4c86ea", "#e8833a", "#3aa76d", "#b05fd3", "#d6549a", "#2aa5b8", "#a08a1f", "#7c8aa0"];
 const WINDOWS = [["1 min", 60], ["10 min", 600], ["1 h", 3600], ["All", null]];
-const MOST_LINES = 3000;    // of a log
-const MANY = 16;            // ranks that the table shows by default
+const MOST_LINES = 3000;    // maximum number of log lines on the page
+const MANY = 16;            // number of ranks that the table shows by default
 
 let runs = [];
-let chosen = null;          // name of the shown run
-let compared = [];          // other runs whose curves are shown
-let states = new Map();     // run -> its last known state
-let asking = 0;             // counts calls of `connect`; only the last one continues
-let seconds = 600;          // range of the timelines
+let chosen = null;          // name of the run that the page shows
+let compared = [];          // names of the other runs whose curves are shown
+let states = new Map();     // last known state of each run, by name
+let asking = 0;             // number of calls of `connect`; only the last call continues
+let seconds = 600;          // time range of the timelines
 let timelines = null;           // timelines of all ranks
 let allRanks = false;
 
@@ -34,7 +34,7 @@ async function ask(path, query, method = "GET") {
   throw Object.assign(new Error(await answer.text()), { status: answer.status });
 }
 
-// Merge calls made during a running call into one more call after it.
+// Run `work` once at a time. All calls during a run are merged into one additional run after it.
 function oneAtATime(work, pause = 0) {
   let busy = false, again = false;
   return async function run() {
@@ -58,7 +58,7 @@ const bytes = (n) => (n < 1e9 ? `${Math.round(n / 1e6)} MB` : `${(n / 1e9).toFix
 const clock = (t) => new Date(t * 1000).toLocaleTimeString();
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const put = (node, text) => { if (node.textContent !== text) node.textContent = text; };  // so that screen readers don't repeat it
-// Text with its parts in back-quotes as <code> elements.
+// Return the text with each part in backquotes as a <code> element.
 const withCode = (text) => text.split(/`([^`\n]+)`/).map((part, index) => (index % 2 ? h("code", { textContent: part }) : part));
 function putWithCode(node, text) {
   if (node.dataset.text === text) return;
@@ -78,7 +78,7 @@ function chip(rank) {
 
 // -- choice of runs --------------------------------------------------------------------------------
 
-// The address contains the shown runs.
+// Return the address of the page that shows these runs.
 function address(run, others) {
   return `#${new URLSearchParams([["run", run], ...others.map((name) => ["with", name])])}`;
 }
@@ -100,11 +100,11 @@ async function connect() {
       const news = await ask("api/news", [...names.map((name) => ["run", name]), ["seen", seen]]);
       if (current !== asking) return;
       seen = news.seen;
-      queueMicrotask(() => takeNews(news));  // an error there isn't a lost connection
+      queueMicrotask(() => takeNews(news));  // an error in takeNews isn't a lost connection
     } catch (error) {
       if (current !== asking) return;
       if (error.status) {  // the server responded, so retrying is useless
-        connection("lost", error.status === 403 ? "server restarted: open the address it printed" : "run not found");
+        connection("lost", error.status === 403 ? "server restarted: open the address that it printed" : "run not found");
         return;
       }
       if (!$("connection").classList.contains("lost")) connection("lost", `connection lost at ${new Date().toLocaleTimeString()}`);
@@ -206,7 +206,7 @@ function folded(title, ...children) {
   return h("details", { className: "finding" }, h("summary", {}, ...withCode(title)), ...children);
 }
 
-// Redraw only changed elements, so that an opened finding stays open.
+// Redraw only the elements that have changed, so that an expanded finding remains expanded.
 const seen = new Map();
 function changed(key, value) {
   const text = JSON.stringify(value);
@@ -235,7 +235,7 @@ function drawFindings(now) {
 }
 
 function drawWaits(now) {
-  // Short waits are a normal part of training. Show only those that last.
+  // Short waits are a normal part of training. Show only waits of at least one second.
   const lasting = (now.waits ?? []).filter((wait) => wait.seconds >= 1 && now.live);
   $("waits-section").hidden = !lasting.length;
   if (!changed("waits", [now.name, lasting])) return;
@@ -246,7 +246,7 @@ function drawWaits(now) {
     h("div", { className: "arrow", textContent: "→" }),
     wait.missing.length
       ? h("ul", {}, ...sameDoing(wait.missing).map(([doing, ranks]) => h("li", {}, ...ranks.map(chip), ` ${doing}`)))
-      : h("p", { className: "quiet", textContent: "all ranks have entered the call, which is in progress" }))));
+      : h("p", { className: "quiet", textContent: "all ranks have entered the call, which is still in progress" }))));
   if (focused) [...$("waits").querySelectorAll("button")].find((node) => node.textContent === focused)?.focus();
 }
 
@@ -258,7 +258,7 @@ function sameDoing(missing) {
 
 // -- ranks and timelines ------------------------------------------------------------------------
 
-// Workers without torch don't count steps. Their progress is the epoch of the trainer.
+// Workers without torch don't count steps. Return true if the row shows the trainer's epoch instead.
 function inEpochs(row) { return !row.step && row.epoch >= 0; }
 
 const CELLS = ["rank", "how", "step", "loss", "timeline", "doing", "memory", "cpu", "request"];
@@ -304,7 +304,7 @@ function newRow(rank) {
 function fillRow(line, row) {
   line.className = row.severity ?? "";
   const word = line.cells[1].firstChild;
-  const how = row.severity === "stuck" && row.state !== "waiting" ? "stuck" : row.state;  // "running" would be misleading
+  const how = row.severity === "stuck" && row.state !== "waiting" ? "stuck" : row.state;  // the word "running" would be misleading
   word.className = `state ${how}`;
   put(word, how);
   line.cells[2].classList.toggle("epochs", inEpochs(row));
@@ -442,7 +442,7 @@ class Panel {
 
   isLog() { return this.log.getAttribute("aria-pressed") === "true"; }
 
-  // Fetch if the chart is visible and has new points.
+  // Fetch the points if the chart is visible and has new points.
   refresh() {
     const key = { name: this.chart.name, by_rank: this.chart.by_rank };
     const same = (chart) => chart.name === key.name && chart.by_rank === key.by_rank;
@@ -492,13 +492,13 @@ class Panel {
     }
     this.key.replaceChildren(...keys);
     const ends = traces.flatMap(({ x }) => [x[0], x.at(-1)]);
-    const few = Math.max(...ends) - Math.min(...ends) < 8;  // no tick at epoch 1.5
+    const few = Math.max(...ends) - Math.min(...ends) < 8;  // avoids a tick at epoch 1.5
     const heights = traces.flatMap(({ y }) => y);
     const low = heights.reduce((a, b) => Math.min(a, b), Infinity), high = heights.reduce((a, b) => Math.max(a, b), -Infinity);
-    // By default, plotly shows a constant with a margin of 1: a learning rate of 0.001 would look like 0.
+    // By default, plotly adds a margin of 1 around a constant, so a learning rate of 0.001 would look like 0.
     const margin = Math.abs(low) / 10 || 0.5, level = low === high && !this.isLog();
     const axis = { gridcolor: color("line"), zeroline: false, color: color("quiet"), tickfont: { size: 11 },
-      exponentformat: high < 1 ? "e" : "SI" };  // 5e-4, not 500μ
+      exponentformat: high < 1 ? "e" : "SI" };  // 5e-4 instead of 500μ
     const title = (text) => ({ text: plain(text.length > 30 ? `${text.slice(0, 29)}…` : text), standoff: 8, font: { size: 11 } });
     const layout = { margin: { l: 30, r: 8, t: 6, b: 42 }, paper_bgcolor: "transparent", plot_bgcolor: "transparent",
       font: { color: color("text"), family: "system-ui, sans-serif", size: 11 }, separators: ".", hovermode: traces.length > 8 ? "closest" : "x", uirevision: chosen,
@@ -514,7 +514,7 @@ class Panel {
     this.node.dataset.total = this.found.reduce((sum, run) => sum + run.curves.reduce((part, curve) => part + curve.points, 0), 0);
   }
 
-  // For a part of the axis, the server sends more points.
+  // If only a part of the axis is visible, the server sends more points for that part.
   zoom() {
     const { autorange, range } = this.plot.layout.xaxis;
     this.range = autorange ? null : range.map(Number);
@@ -528,7 +528,7 @@ class Panel {
   }
 }
 
-// plotly interprets some HTML in labels, and a run may have any name.
+// Escape a label. plotly interprets some HTML elements in labels, and the name of a run may contain them.
 const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll("%{", "% {");
 const runColor = (run) => PALETTE[[chosen, ...compared].indexOf(run) % PALETTE.length];
 
@@ -556,8 +556,9 @@ function drawCharts() {
 
 // -- logs ----------------------------------------------------------------------------------------
 
-// The shown log: its rank, the bytes that were read, whether it shows search results (`found`), and
-// whether the user `picked` it. Responses for a different log are dropped.
+// The log that the page shows. `rank` is its rank, and `start` and `end` are the positions of the bytes
+// that were read. `found` is true if the log shows search results, and `picked` is true if the user
+// selected the log. Responses for a different log are ignored.
 let log = {};
 
 function drawLogChoice(now) {
@@ -567,7 +568,7 @@ function drawLogChoice(now) {
     $("log-rank").replaceChildren(...ranks.map((rank) => h("option", { value: rank, textContent: `rank ${rank}` })));
     showLog(ranks[0]);
   }
-  const affected = now.findings?.[0]?.ranks?.[0];  // show its log unless the user picked a different one
+  const affected = now.findings?.[0]?.ranks?.[0];  // show the log of this rank unless the user selected a different log
   if (!log.picked && !log.found && affected !== log.rank && ranks.includes(affected)) showLog(affected);
 }
 
@@ -662,7 +663,7 @@ function marked(line, text) {
 function begin() {
   const given = new URLSearchParams(location.search);
   if (given.has("run") && !location.hash) location.hash = new URLSearchParams({ run: given.get("run") });
-  if (given.has("token") || given.has("code")) history.replaceState(null, "", `/${location.hash}`);  // stored in a cookie
+  if (given.has("token") || given.has("code")) history.replaceState(null, "", `/${location.hash}`);  // the token is stored in a cookie
   $("window").append(...WINDOWS.map(([name, value]) => {
     const input = h("input", { type: "radio", name: "window", checked: value === seconds });
     input.onchange = () => { seconds = value; fetchTimelines(); };

@@ -53,7 +53,9 @@ class DataLoader:
             with the tokens), or a function of a row. ``bucket_rows`` are sorted at a time.
         on_error: ``"skip"`` leaves out rows whose transform raises, and counts them
             (``loader.skipped``); a batch then has fewer rows. ``"raise"``: ``RowError``.
-        format: ``"torch"`` makes tensors of numpy columns, ``"arrow"`` batches that are tables.
+        format: ``"numpy"`` (default), ``"torch"`` makes tensors of numpy columns, ``"arrow"``
+            batches that are tables. The default of a loader that is passed to a torch trainer as
+            ``data=`` is ``"torch"``.
 
     Leaving a loop early, an exception in it, or dropping the loader ends its threads. A new
     ``iter()`` starts the epoch again, and a loop that is then still under way is a
@@ -76,7 +78,7 @@ class DataLoader:
         length: str | Callable[[Any], int] | None = None,
         bucket_rows: int = 1024,
         on_error: Literal["raise", "skip"] = "raise",
-        format: Format = "numpy",
+        format: Format | None = None,
     ) -> None:
         if not isinstance(dataset, Dataset):
             raise TypeError(
@@ -92,7 +94,8 @@ class DataLoader:
         self._decode_processes = check_bool("decode_processes", decode_processes)
         self.batch_by, self._length = batch_by, length
         self._bucket_rows = check_int("bucket_rows", bucket_rows, 1)
-        self._on_error, self._format = on_error, format
+        self._on_error, self._is_format_fixed = on_error, format is not None
+        self._format: Format = "numpy" if format is None else format
         self._check()
         if memory_budget is not None:
             dataset.set_memory_budget(memory_budget)
@@ -215,6 +218,11 @@ class DataLoader:
         iterator = LoaderIterator(self, stream, alone=self.batch_by is not None)
         self._running = weakref.ref(iterator)
         return iterator
+
+    def set_default_format(self, format: Format) -> None:
+        """Set the format, unless the loader was created with one."""
+        if not self._is_format_fixed:
+            self._format = check_choice("format", format, ("numpy", "torch", "arrow"))
 
     def prepare(self) -> DataLoader:
         """Run the filter and build the row cache now, instead of when the first row is read."""

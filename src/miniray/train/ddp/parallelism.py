@@ -14,6 +14,7 @@ from miniray.train.lockstep.snapshot import Keep
 from miniray.train.run.result import TrainResult
 from miniray.train.workers.aggregate import aggregate
 from miniray.train.workers.evaluate import combine, cut
+from miniray.train.workers.shards import DataRef
 
 if TYPE_CHECKING:
     from miniray.train.lockstep.loop import EpochReport
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 class DataParallelism:
     """The ``Parallelism`` of ``DDPTrainer``."""
 
-    def __init__(self, settings: checks.RankSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: checks.RankSettings, data: DataRef) -> None:
+        self.settings, self._data = settings, data
         self._steps_are_ours = self._has_own_evaluate = False
 
     @property
@@ -45,7 +46,10 @@ class DataParallelism:
                 f"worker class {worker._info.class_name} has neither "
                 "training_step(batch, batch_idx) nor train_epoch(epoch)"
             )
-        if "load_data_shard" in methods:
+        if self._data.data:
+            given = self._data.get()
+            group.call_ranks("assign_data", lambda i: (given, i, count), lambda _: settings.kwargs)
+        elif "load_data_shard" in methods:
             group.call_ranks("load_data_shard", lambda i: (i, count), lambda _: settings.kwargs)
         rank_settings = dataclasses.replace(self.settings, **settings.facts)
         facts = group.call_ranks("prepare_rank", lambda i: (i, count, rank_settings))

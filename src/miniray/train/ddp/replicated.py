@@ -16,6 +16,7 @@ from miniray.ps import to_host
 from miniray.train.ddp import model as models
 from miniray.train.ddp.checks import RankSettings, create_parts_error, read_output
 from miniray.train.lockstep import data
+from miniray.train.lockstep.epoch_data import EpochData
 from miniray.train.lockstep.loop import (
     EpochReport,
     MicroBatch,
@@ -24,7 +25,7 @@ from miniray.train.lockstep.loop import (
     check_scheduler,
 )
 from miniray.train.lockstep.mesh import gather_full, load_tensors, share_buffers
-from miniray.train.lockstep.plan import Window, counted_windows
+from miniray.train.lockstep.plan import Window
 from miniray.train.lockstep.rank import RankContext, WorkerTraits
 from miniray.train.lockstep.schedule import Action, Agreement
 from miniray.train.lockstep.status import EVALUATION
@@ -49,10 +50,10 @@ class ReplicatedModel:
         self.scheduler_interval: str | None = None
         self.modules: dict[str, Any] = {}
         self._synced: dict[str, Any] = {}  # as ``modules``, with averaged gradients
-        self._windows: list[Window] | None = None  # of an epoch; None if their number isn't known
+        self.epoch_data: EpochData | None = None  # with ``training_step``
         self._forwards: dict[str, int] = {}  # before the current step
         self._step_counts: dict[str, int] = {}  # by optimizer
-        self._grad_norm: Any = None  # of the last step that was logged or clipped
+        self._grad_norm: Any = None  # of the last step, if it is logged or clipped
 
     @property
     def checks_losses(self) -> bool:
@@ -72,6 +73,8 @@ class ReplicatedModel:
             self.scheduler_interval = get_scheduler_interval(self.user)
             enabled = self.settings.precision == "fp16"
             self.scaler = torch.amp.GradScaler(self.context.device.type, enabled=enabled)
+        elif self.traits.gets_loader:
+            self._share_loader()
         elif not self.traits.shards_data and hasattr(self.user, "train_loader"):
             share = data.shard_data(
                 self.user.train_loader, self.context.rank, self.context.world_size
@@ -86,7 +89,7 @@ class ReplicatedModel:
                 for parameter, shape, dtype in models.signature(module)
             ],
             "steps": has_steps,
-            "planned": self.planned is not None,
+            "planned": self.epoch_data is not None and self.epoch_data.has_position,
             "batches": data.length(self.user.train_loader) if has_steps else None,
             "own_methods": self.traits.own_methods,
             "val_loader": getattr(self.user, "val_loader", None) is not None,
@@ -124,6 +127,24 @@ class ReplicatedModel:
                     "__init__ (or in load_data_shard)"
                 )
         data.check_loader(user.train_loader, "self.train_loader")
+        self._share_loader()
+        self.epoch_data = EpochData(
+            user.train_loader,
+            self.context.rank,
+            self.context.world_size,
+            accumulate=settings.accumulate,
+            uneven=settings.uneven,
+            limit=settings.limit_train_batches,
+            touch=self._touch,
+        )
+        if getattr(user, "val_loader", None) is not None:
+            data.check_loader(user.val_loader, "self.val_loader")
+
+    def _touch(self) -> None:
+        self.context.status.touch()
+
+    def _share_loader(self) -> None:
+        user, settings = self.user, self.settings
         user.train_loader = data.take_share(
             user.train_loader,
             self.context.rank,
@@ -132,9 +153,14 @@ class ReplicatedModel:
             uneven=settings.uneven,
             seed=settings.seed,
             sharded=self.traits.shards_data,
+            limit=settings.limit_train_batches,
+            overfits=settings.overfits,
         )
-        if getattr(user, "val_loader", None) is not None:
-            data.check_loader(user.val_loader, "self.val_loader")
+        if settings.overfits and data.planned(user.train_loader) is None:
+            raise ValueError(
+                "overfit_batches= needs a self.train_loader that miniray shards: a DataLoader over "
+                "all samples, in order or shuffled. Other loaders choose their batches themselves"
+            )
 
     def _check_optimizers(self) -> None:
         """Raise ``ValueError`` if an optimizer trains parameters whose gradients aren't averaged.
@@ -166,10 +192,6 @@ class ReplicatedModel:
                 f"self.{next(iter(self.modules))}{hint}"
             )
 
-    @property
-    def planned(self) -> data.PlannedBatches | None:
-        return data.planned(getattr(self.user, "train_loader", None))
-
     # -- together ---------------------------------------------------------------------------------
 
     def wrap(self, agreed: Sequence[int] | None) -> int | None:
@@ -179,14 +201,17 @@ class ReplicatedModel:
         for name, optimizer in optimizers.items():
             self._step_counts[name] = 0
             optimizer.register_step_post_hook(self._create_counter(name))
-        settings = self.settings
-        if self.planned is not None:
-            self._windows = self.planned.windows()
-        elif agreed is not None:
-            self._windows = counted_windows(
-                agreed, self.context.rank, settings.accumulate, settings.uneven
+        if self.epoch_data is None:
+            return None
+        if agreed is not None:
+            limit = self.settings.limit_train_batches
+            self.epoch_data.set_counts(
+                [count if limit is None else min(count, limit) for count in agreed]
             )
-        return None if self._windows is None else len(self._windows)
+        return self.epoch_data.count_steps()
+
+    def count_epoch_steps(self) -> int | None:
+        return None if self.epoch_data is None else self.epoch_data.count_steps()
 
     def _wrap_models(self, optimizers: Iterable[Any]) -> dict[str, Any]:
         """Return the models with averaged gradients. A collective."""
@@ -204,6 +229,12 @@ class ReplicatedModel:
 
         return count
 
+    def configure_scheduler(self, total_steps: int | None) -> None:
+        """Use the result of the worker's ``configure_scheduler``; it is stepped after each step."""
+        if self.traits.has_steps and hasattr(self.user, "configure_scheduler"):
+            self.user.scheduler = self.user.configure_scheduler(self.user.optimizer, total_steps)
+            self.scheduler_interval = get_scheduler_interval(self.user, "step")
+
     def create_loop(self) -> StepLoop | UserLoop:
         """Return the loop that trains epochs."""
         return StepLoop(self, self.context) if self.traits.has_steps else UserLoop(self)
@@ -213,20 +244,11 @@ class ReplicatedModel:
     def start_epoch(self) -> Iterator[Iterable[MicroBatch]]:
         for model in self._synced:
             getattr(self.user, model).train()
-        state, planned = self.context.state, self.planned
-        data.set_epoch(self.user.train_loader, state.epoch)
-        first, last = state.step_in_epoch, None
-        if self._windows is None:
-            return self._iter_batches(enumerate(iter(self.user.train_loader)))
-        windows = self._windows[first:]
-        number = sum(weight > 0 for window in self._windows[:first] for weight in window)
-        if planned is not None:
-            planned.set_epoch(state.epoch, first)
-            if windows and not windows[0][0]:  # this rank repeats the last batch it had
-                planned.set_epoch(state.epoch, first - 1)
-                *_, batch = iter(self.user.train_loader)
-                last = number - 1, batch
-        batches = enumerate(iter(self.user.train_loader) if any(map(any, windows)) else (), number)
+        assert self.epoch_data is not None
+        batches, windows, last = self.epoch_data.start(self.context.state)
+        if windows is None:
+            limit = self.settings.limit_train_batches
+            return self._iter_batches(itertools.islice(batches, limit))
         return self._iter_windows(batches, windows, last)
 
     def _iter_windows(
@@ -265,7 +287,7 @@ class ReplicatedModel:
 
         Gradients are averaged over the ranks that still have batches.
         """
-        if self._windows is not None:
+        if self._knows_steps:
             yield
             return
         with Join([*self._synced.values()], divide_by_initial_world_size=False):
@@ -290,6 +312,7 @@ class ReplicatedModel:
         with self.autocast():
             output = self._training_step(batch, number)
         loss, metrics = read_output(output, self.context.rank)
+        metrics = {**self.context.log.take(), **metrics}
         if before == [model.forwards for model in self._synced.values()]:
             raise create_parts_error("training_step()", next(iter(self._synced)))
         return StepOutput(loss, metrics, parts.length(batch), parts.count_tokens(batch))
@@ -331,6 +354,8 @@ class ReplicatedModel:
             self.scaler.unscale_(optimizer)
             gradients = [p.grad for p in self._iter_parameters() if p.grad is not None]
             self._grad_norm = torch.nn.utils.get_total_norm(gradients)
+        else:
+            self._grad_norm = None
         self.scaler.step(optimizer)
         self.scaler.update()
         if self.scheduler_interval == "step":
@@ -354,12 +379,16 @@ class ReplicatedModel:
     def create_agreement(self) -> Agreement | None:
         """Return what distributes rank 0's decisions; None if ranks make unequal steps."""
         context = self.context
-        if self._windows is None:
+        if not self._knows_steps:
             return None
         device = context.device if dist.get_backend() == "nccl" else "cpu"
         return Agreement(
             not context.rank, context.state.step, context.status.take_request, device=device
         )
+
+    @property
+    def _knows_steps(self) -> bool:
+        return self.epoch_data is not None and self.epoch_data.windows is not None
 
     def _iter_parameters(self) -> Iterator[Any]:
         return itertools.chain(*(model.module.parameters() for model in self._synced.values()))
@@ -367,7 +396,10 @@ class ReplicatedModel:
     @property
     def logs_next_step(self) -> bool:
         """Whether the step under way is logged."""
-        return Action.LOG in self.settings.step_schedule.get_actions(self.context.state.step + 1)
+        state = self.context.state
+        is_last = state.step_in_epoch + 1 == self.count_epoch_steps()
+        actions = self.settings.step_schedule.get_actions(state.step + 1)
+        return Action.LOG in actions or is_last or state.step + 1 == self.context.until
 
     def autocast(self) -> Any:
         """Return a context in which the model computes with ``precision``."""
@@ -438,11 +470,13 @@ class ReplicatedModel:
         }
 
     def _get_progress(self) -> dict[str, Any]:
-        planned = self.planned
+        found = self.epoch_data
+        planned = None if found is None else found.planned
         return {
             "scaler": self.scaler.state_dict(),
             "position": self.context.state.state_dict(),
             "order": None if planned is None else planned.seed,
+            "data": None if found is None else found.get_position(self.context.state),
         }
 
     def load_shared(self, shared: Any) -> None:
@@ -464,14 +498,16 @@ class ReplicatedModel:
         if shared["scaler"]:
             self.scaler.load_state_dict(shared["scaler"])
         self.context.state.load_state_dict(shared.get("position", {}))
-        if self.planned is not None and shared["order"] is not None:
-            self.planned.seed = shared["order"]
+        if self.epoch_data is not None:
+            if self.epoch_data.planned is not None and shared["order"] is not None:
+                self.epoch_data.planned.seed = shared["order"]
+            self.epoch_data.load_position(shared.get("data"), self.context.state)
 
     @property
     def has_position(self) -> bool:
-        if not self.traits.has_steps or self._windows is None:
+        if self.epoch_data is None or self.epoch_data.windows is None:
             return False
-        return self.planned is not None or hasattr(self.user.train_loader, "state_dict")
+        return self.epoch_data.has_position or hasattr(self.user.train_loader, "state_dict")
 
     def get_local_state(self) -> tuple[Any, Any]:
         """Return parameters and optimizers, and this rank's buffers.
@@ -512,11 +548,14 @@ class ReplicatedModel:
         part.load_state_dict(state)
 
     def get_data_state(self) -> dict[str, Any]:
-        loader = getattr(self.user, "train_loader", None)
-        return {"loader": parts.loader_state(loader, has_position=self.planned is None)}
+        if self.epoch_data is not None:
+            return self.epoch_data.get_own_state(self.context.state)
+        return {"loader": parts.loader_state(getattr(self.user, "train_loader", None))}
 
     def load_data_state(self, state: Mapping[str, Any]) -> None:
         parts.load_loader_state(getattr(self.user, "train_loader", None), state["loader"])
+        if self.epoch_data is not None:
+            self.epoch_data.load_start_state(state.get("start"))
 
     def set_lr(self, lr: float) -> None:
         TorchWorker.set_lr(self.user, lr)
@@ -546,9 +585,21 @@ class ReplicatedModel:
     def _use_synced_models(self) -> None:
         vars(self.user).update(self._synced)
 
-    def evaluate(self, data: Any = None, shard_id: int = 0, num_shards: int = 1) -> dict[str, Any]:
-        """Return sums and counts over ``data``, by default this rank's part of ``val_loader``."""
-        return self._evaluate_batches(self._load_evaluation(data, shard_id, num_shards))
+    def evaluate(
+        self,
+        data: Any = None,
+        shard_id: int = 0,
+        num_shards: int = 1,
+        max_batches: int | None = None,
+    ) -> dict[str, Any]:
+        """Return sums and counts over ``data``, by default this rank's part of ``val_loader``.
+
+        ``max_batches`` is ``limit_val_batches`` by default, or all of ``data``.
+        """
+        if data is None and max_batches is None:
+            max_batches = self.settings.limit_val_batches
+        batches = self._load_evaluation(data, shard_id, num_shards)
+        return self._evaluate_batches(batches, max_batches)
 
     def _load_evaluation(self, data: Any, shard_id: int, num_shards: int) -> Any:
         if data is not None:
@@ -559,16 +610,18 @@ class ReplicatedModel:
             raise TypeError(f"{name}.setup() (or __init__) must set self.val_loader")
         return parts.shard(loader, shard_id, num_shards)
 
-    def _evaluate_batches(self, batches: Iterable[Any]) -> dict[str, Any]:
+    def _evaluate_batches(self, batches: Iterable[Any], most: int | None) -> dict[str, Any]:
         means, step = parts.Means(), self.validation_step
         with torch.no_grad():
-            for number, batch in enumerate(batches):
+            for number, batch in enumerate(itertools.islice(batches, most)):
                 self.context.status.touch()  # a slow loader doesn't hang
                 batch = parts.moved(batch, self.context.device)
-                means.add(
-                    parts.as_dict(step(batch, number), "validation_step"), parts.length(batch)
-                )
+                means.add(self._validate(step, batch, number), parts.length(batch))
         return means.sums()
+
+    def _validate(self, step: Any, batch: Any, number: int) -> dict[str, Any]:
+        values = parts.as_dict(step(batch, number), "validation_step")
+        return {**self.context.log.take(), **values}
 
     @property
     def validation_step(self) -> Any:
@@ -591,13 +644,15 @@ class UserLoop:
         is_joined = replica.settings.uneven == "join" and context.world_size > 1 and len(names) == 1
         before = replica.count_steps()
         synced = [getattr(user, name) for name in names]
+        if replica.traits.gets_loader:
+            data.set_epoch(user.train_loader, epoch)
         with Join(synced, enable=is_joined, divide_by_initial_world_size=False):
             result = user.train_epoch(epoch)
         steps = replica.count_steps()
         for name in names:
             if not getattr(user, name).forwards and steps:
                 raise create_parts_error("train_epoch()", name)
-        context.state.advance(0, max(0, steps - before))
+        context.count_step(steps=max(0, steps - before))
         if is_joined:
             replica.catch_up()
         context.status.set_phase("end of the epoch")
@@ -613,13 +668,13 @@ class UserLoop:
         """Do nothing: the worker computes its own means."""
 
 
-def get_scheduler_interval(worker: Any) -> str | None:
+def get_scheduler_interval(worker: Any, default: str = "epoch") -> str | None:
     """Return when ``worker.scheduler`` is stepped, ``"epoch"`` or ``"step"``; None without one."""
     scheduler = getattr(worker, "scheduler", None)
     if scheduler is None:
         return None
     check_scheduler(scheduler, "self.scheduler")
-    interval: str = getattr(worker, "scheduler_interval", "epoch")
+    interval: str = getattr(worker, "scheduler_interval", default)
     if interval not in ("epoch", "step"):
         raise ValueError(f'scheduler_interval must be "epoch" or "step", not {interval!r}')
     return interval

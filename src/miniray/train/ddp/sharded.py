@@ -72,24 +72,26 @@ class ShardedReplica(ReplicatedModel):
             return ()
         return super()._load_evaluation(data, shard_id, num_shards)
 
-    def _evaluate_batches(self, batches: Any) -> dict[str, Any]:
+    def _evaluate_batches(self, batches: Any, most: int | None) -> dict[str, Any]:
         """Evaluate together with all ranks.
 
         A rank that has fewer batches repeats one of them, or uses one of its training batches,
         without counting the result.
         """
         device = self.context.device
-        most = torch.tensor([len(batches)], device=device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        own = len(batches) if most is None else min(len(batches), most)
+        count = torch.tensor([own], device=device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        found_here = _pad(itertools.islice(batches, own))
         means, step, batch = parts.Means(), self.validation_step, None
         with torch.no_grad():
-            for number, found in zip(range(int(most)), _pad(batches), strict=False):
+            for number, found in zip(range(int(count)), found_here, strict=False):
                 self.context.status.touch()  # a slow loader doesn't hang
                 if found is not None:
                     batch = parts.moved(found, device)
                 elif batch is None:
                     batch = parts.moved(_load_any_batch(self.user), device)
-                values = parts.as_dict(step(batch, number), "validation_step")
+                values = self._validate(step, batch, number)
                 if found is not None:
                     means.add(values, parts.length(batch))
         return means.sums()

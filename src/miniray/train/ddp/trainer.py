@@ -12,8 +12,9 @@ from miniray.checks import check_bool, check_int, check_number, suggest_options
 from miniray.train.ddp.checks import RankSettings
 from miniray.train.ddp.parallelism import DataParallelism
 from miniray.train.lockstep.trainer import LockstepTrainer
-from miniray.train.options import WORKER_HINTS
+from miniray.train.options import DATA_HINTS
 from miniray.train.pretrained import SavedFiles
+from miniray.train.workers.shards import DataRef, TrainData
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from miniray.train.options import LockstepKwargs
 
 
-@suggest_options({**WORKER_HINTS, "data": WORKER_HINTS["train_loader"]})
+@suggest_options(DATA_HINTS)
 class DDPTrainer(LockstepTrainer):
     """Trains one model on several workers with gradients averaged in every step.
 
@@ -37,6 +38,13 @@ class DDPTrainer(LockstepTrainer):
         shard: ``"none"``: every worker has the whole model. ``"full"``: each keeps its part of
             weights, gradients and optimizer state, and gets the rest of a layer while it computes
             that layer (torch's FSDP); for workers with ``training_step``.
+        data: The training data: a torch ``Dataset`` or ``DataLoader``, a dataset or loader of
+            ``miniray.data``, or a Hugging Face dataset. Each worker gets the loader over its own
+            rows as ``self.train_loader``, or the shard as ``data`` of its ``load_data_shard``. The
+            position is part of checkpoints. Batches are tensors.
+        val_data: The same for ``evaluate``, as ``self.val_loader``.
+        batch_size: Rows per batch of each worker, if ``data`` has no batch size.
+            ``train(batch_size=)`` wins.
         uneven: what to do when samples do not divide by workers. ``"join"``: every sample once,
             weighted so that each counts the same; workers that run out early keep the others
             company. ``"pad"``: some samples twice. ``"drop"``: some not at all. ``"error"``:
@@ -57,6 +65,11 @@ class DDPTrainer(LockstepTrainer):
         snapshot_every: Steps between two snapshots inside an epoch, from which ranks restart.
             ``"auto"`` chooses an interval at which copies take 0.5 % of the time at most. None: a
             lost rank costs the steps since the last epoch or pause.
+        log_every: steps between two log records.
+        eval_every_steps: steps between two evaluations.
+        limit_train_batches, limit_val_batches: largest number of batches per rank, in an epoch and
+            in an evaluation of ``val_loader``.
+        overfit_batches: train on the same batches in every epoch, this many per rank, in order.
         find_unused_parameters, bucket_cap_mb, broadcast_buffers, gradient_as_bucket_view,
             static_graph: go to DistributedDataParallel.
 
@@ -64,12 +77,16 @@ class DDPTrainer(LockstepTrainer):
     """
 
     _kind = "ddp"
+    _option_hints = DATA_HINTS
 
     def __init__(
         self,
         num_workers: int = 4,
         *,
         worker: Any = None,
+        data: Any = None,
+        val_data: Any = None,
+        batch_size: int | None = None,
         shard: Literal["none", "full"] = "none",
         uneven: Literal["join", "pad", "drop", "error"] = "join",
         accumulate: int = 1,
@@ -105,7 +122,18 @@ class DDPTrainer(LockstepTrainer):
             compile=compile,
             ddp_options=ddp_options,
         )
-        super().__init__(num_workers, DataParallelism(settings), worker=worker, **options)
+        given = TrainData.create(
+            data, val_data, batch_size, check_int("num_workers", num_workers, 1)
+        )
+        self._data = DataRef(given)
+        if data is not None:
+            self._own_kwargs = ("batch_size",)
+        parallelism = DataParallelism(settings, self._data)
+        super().__init__(num_workers, parallelism, worker=worker, **options)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._data.close()
 
     def _write_pretrained(
         self, directory: str | None, send_files: bool, *weights: Any

@@ -87,11 +87,15 @@ def take_share(
     accumulate: int = 1,
     uneven: str = "join",
     sharded: bool = False,
+    limit: int | None = None,
+    overfits: bool = False,
 ) -> Any:
     """Return the rank's loader; ``planned`` unless the batches are the user's own.
 
     Args:
         sharded: Whether the worker has sharded its data itself.
+        limit: The largest number of batches of an epoch; ``planned`` loaders only.
+        overfits: Use the same batches in every epoch; ``planned`` loaders only.
 
     Raises:
         ValueError: A loader over all samples can't be sharded.
@@ -120,8 +124,9 @@ def take_share(
         accumulate=accumulate,
         uneven=uneven,
         drop_last=loader.drop_last,
+        limit=limit,
     )
-    shuffle = isinstance(loader.sampler, RandomSampler)
+    shuffle = isinstance(loader.sampler, RandomSampler) and not overfits
     batches = PlannedBatches(plan, rank, shuffle, seed)
     if type(loader.dataset) is TensorDataset:  # draws no random numbers
         return _replace_parts(loader, batch_sampler=batches)

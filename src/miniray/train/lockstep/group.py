@@ -125,7 +125,7 @@ class LockstepGroup:
     shows_progress: bool
     describe_part: Callable[[int], str | None]
     on_event: Callable[[dict[str, Any]], None]
-    on_restored: Callable[[int], None]
+    on_restored: Callable[[int | None], None]
     on_replaced: Callable[[int], None]
     on_poll: Callable[[list[LogWindow]], None]
     handles: list[Any] = dataclasses.field(default_factory=list)
@@ -187,9 +187,7 @@ class LockstepGroup:
                 self.step_snapshots.close()
             elif self.step_snapshots.buffers:
                 self._open_buffers(measure=False)
-            step = self.snapshots.step
-            if step is not None:
-                self.on_restored(step)
+            self.on_restored(self.snapshots.step)
             for rank in range(self.count):
                 self.on_replaced(rank)
         finally:
@@ -340,11 +338,6 @@ class LockstepGroup:
     def has(self, method: str) -> bool:
         return method_spec(self.handles[0], method) is not None
 
-    def train(self, epoch: int, until: int | None) -> list[Any]:
-        """Let all ranks train an epoch, or until a step inside of it; return their reports."""
-        arguments = (epoch, until, self.step_snapshots.every)
-        return self.call_ranks(TRAIN_EPOCH, lambda _: arguments, epoch=epoch, reports_progress=True)
-
     def call_ranks(
         self,
         method: str,
@@ -412,7 +405,7 @@ class LockstepGroup:
                     answers.verdict = Verdict(late, text)
                 elif monitor is not None and reports_progress:
                     bar.update(monitor.read())
-                    self._poll_logs()
+                    self.on_poll(self.read_logs())
                     answers.verdict = monitor.find_hung(pending.values(), answered)
                 elif monitor is not None and (verdict := monitor.find_stopped(pending.values())):
                     answers.verdict = verdict
@@ -420,9 +413,9 @@ class LockstepGroup:
                     self._print_waiting(method, pending.values(), now - start)
                     notice_s *= 2
 
-    def _poll_logs(self) -> None:
-        if self._logs is not None:
-            self.on_poll(self._logs.read())
+    def read_logs(self) -> list[LogWindow]:
+        """Return the log windows that the ranks have posted since the last call."""
+        return [] if self._logs is None else self._logs.read()
 
     def request(self, action: Action, argument: int = 0) -> None:
         """Ask the ranks for an action. All take it after the same step, in about a second."""

@@ -155,6 +155,9 @@ class Replica(Protocol):
     def get_facts(self) -> Mapping[str, float]:
         """Return what is logged of the last step: learning rate, gradient norm."""
 
+    def configure_scheduler(self, total_steps: int | None) -> None:
+        """Create a scheduler that depends on the number of steps of the run."""
+
     def create_agreement(self) -> Agreement | None:
         """Return what distributes rank 0's decisions; None if ranks make unequal steps."""
 
@@ -196,12 +199,13 @@ class StepLoop:
 
         The last step of an epoch doesn't count for ``until``: the epoch ends with it.
         """
+        self.context.until = until
         if self._is_after(until):  # a restart from a snapshot of this very step
             return self._report(self.state.step_in_epoch)
         if self._steps is None or self._position != self.state.state_dict():
             self._open_epoch()
         elif not self._log_means.samples:
-            self._window_start = time.monotonic()
+            self._window_start = time.monotonic()  # without the pause
         assert self._steps is not None
         for micro_batches in self._steps:
             self._run_step(micro_batches)
@@ -234,6 +238,7 @@ class StepLoop:
             parts.set_random_state(random_state)
         self.agreement = self.replica.create_agreement()
         context.barrier("before-iteration")
+        context.count_step(steps=0)  # the position may have been restored
         if not self._log_means.samples:  # else a restored window continues
             self._window_step, self._window_start = state.step, time.monotonic()
         self._opened.enter_context(self.replica.epoch_context())
@@ -271,7 +276,7 @@ class StepLoop:
         replica.check_gradients()
         self.context.status.set_phase("optimizer")
         replica.step_optimizer()
-        self.state.advance(samples)
+        self.context.count_step(samples)
 
     def _act(self) -> bool:
         """Do what is due after a step; return whether to return to the driver."""

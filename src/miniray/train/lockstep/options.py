@@ -13,6 +13,7 @@ from miniray.core import session
 from miniray.errors import CapabilityError
 from miniray.train.lockstep.schedule import StepSchedule
 from miniray.train.options import check_seconds
+from miniray.train.run.state import TrainTarget
 
 if TYPE_CHECKING:
     from miniray.train.lockstep.rank import RankContext, WorkerTraits
@@ -23,6 +24,8 @@ class RunFacts:
     """Settings of a run that every rank gets; subclasses add those of their trainer.
 
     ``own_process``: the process belongs to the rank, and ``workers.process`` has set it up.
+    ``overfits``: every epoch has the same batches, in order.
+    ``target``, ``position``: where the current ``train`` ends, and the ``RankState`` at its start.
     """
 
     seed: int = 0
@@ -30,6 +33,11 @@ class RunFacts:
     clip_norm: float | None = None
     on_nonfinite: str = "error"
     step_schedule: StepSchedule = dataclasses.field(default_factory=StepSchedule)
+    limit_train_batches: int | None = None
+    limit_val_batches: int | None = None
+    overfits: bool = False
+    target: TrainTarget = dataclasses.field(default_factory=TrainTarget)
+    position: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def create_replica(self, user: Any, traits: WorkerTraits, context: RankContext) -> Any:
         """Return the ``Replica`` of a rank that holds ``user``. Called in its process."""
@@ -54,6 +62,11 @@ def check_snapshot_every(value: Any) -> int | Literal["auto"] | None:
     if value is None or value == "auto":
         return value  # type: ignore[no-any-return]
     return check_int("snapshot_every", value, 1, ', "auto" or None')
+
+
+def check_optional_int(name: str, value: Any) -> int | None:
+    """Return a positive integer or None. Raise an error for other values."""
+    return None if value is None else check_int(name, value, 1, " or None")
 
 
 def _is_positive(value: Any) -> bool:

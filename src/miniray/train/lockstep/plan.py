@@ -33,8 +33,10 @@ class EpochPlan:
     ``"error"`` refuses. ``drop_last`` leaves out a last micro-batch that is not full.
     ``ValueError`` where a rank would have nothing to do in the whole epoch.
 
+    ``limit`` is the largest number of micro-batches of an epoch.
+
     ``start`` samples of the epoch's order were trained on before, by any number of ranks. The plan
-    is for the rest of the epoch.
+    is for the rest of the epoch, in which ranks may have nothing to do.
     """
 
     def __init__(
@@ -47,10 +49,12 @@ class EpochPlan:
         uneven: str = "join",
         drop_last: bool = False,
         start: int = 0,
+        limit: int | None = None,
     ) -> None:
         self.n, self.batch_size, self.world_size = n, batch_size, world_size
         self.accumulate, self.uneven, self.start = accumulate, uneven, start
-        n -= start
+        self.drop_last = drop_last
+        n = max(0, n - start)
         over = n % world_size
         if uneven == "error" and over:
             counts = [(n - rank + world_size - 1) // world_size for rank in range(world_size)]
@@ -65,8 +69,8 @@ class EpochPlan:
         full = world_size * batch_size
         sizes = [full] * (used // full)
         tail = 0 if drop_last else used % full
-        self.sizes = sizes = [*sizes, tail] if tail else sizes
-        if not sizes or sizes[0] < world_size:
+        self.sizes = sizes = ([*sizes, tail] if tail else sizes)[:limit]
+        if not start and (not sizes or sizes[0] < world_size):
             idle = world_size - (sizes[0] if sizes else 0)
             last = f"rank {world_size - 1} has" if idle == 1 else f"{idle} ranks have"
             why = f"a full batch takes {full}" if drop_last else f"{world_size} ranks"
@@ -147,4 +151,39 @@ def counted_windows(counts: Sequence[int], rank: int, accumulate: int, uneven: s
         places = range(start, min(start + accumulate, longest))
         total = sum(place < count for count in counts for place in places)
         windows.append(tuple(len(counts) * (p < counts[rank]) / total for p in places))
+    return windows
+
+
+def row_windows(
+    rows: Sequence[Sequence[int]],
+    rank: int,
+    accumulate: int,
+    uneven: str,
+    *,
+    is_rest: bool = False,
+) -> list[Window]:
+    """Return the windows of a rank whose batches follow from the plan of a dataset.
+
+    Every sample of a window counts the same, as in an ``EpochPlan``.
+
+    Args:
+        rows: Number of rows of each rank in each micro-batch.
+        is_rest: The rows are the rest of an epoch, in which ranks may have nothing to do.
+
+    Raises:
+        ValueError: A rank has no rows, or numbers of rows differ in a way that ``uneven`` excludes.
+    """
+    counts = [sum(column) for column in zip(*rows, strict=True)]
+    shown = ", ".join(f"rank {r} has {count}" for r, count in enumerate(counts))
+    if not is_rest and not all(counts):
+        raise ValueError(f"{shown or 'all ranks have 0'} rows: every rank needs at least one batch")
+    if len(set(counts)) > 1 and uneven in ("pad", "error"):
+        raise ValueError(f'{shown} rows; choose uneven="join" or "drop", or even= of the dataset')
+    if uneven == "drop":
+        rows = [row for row in rows if all(row)]
+    windows = []
+    for start in range(0, len(rows), accumulate):
+        part = rows[start : start + accumulate]
+        total = sum(map(sum, part))
+        windows.append(tuple(len(row) * row[rank] / total for row in part))
     return windows

@@ -22,13 +22,14 @@ from miniray.train.lockstep.options import RunFacts
 from miniray.train.lockstep.status import HeartbeatSender
 from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers import torch_utils as parts
-from miniray.train.workers.context import WorkerContext
+from miniray.train.workers.context import BoundAttributes, MetricLog, WorkerContext
 from miniray.train.workers.group import accepted
-from miniray.train.workers.process import keep_freed_memory
+from miniray.train.workers.shards import TrainData, give_data
 
 if TYPE_CHECKING:
     from miniray.core import SharedBuffer
     from miniray.train.lockstep.loop import EpochReport, RankState
+    from miniray.train.run.state import TrainTarget
 
 
 class SnapshotNeed(NamedTuple):
@@ -47,11 +48,13 @@ class WorkerTraits:
             ``train_epoch`` or ``optimize``, that is used instead.
         shards_data: The class has its own ``load_data_shard``.
         own_methods: Its own methods among ``get_weights``, ``set_weights`` and ``evaluate``.
+        gets_loader: The trainer sets ``self.train_loader`` (``data=``).
     """
 
     has_steps: bool
     shards_data: bool
     own_methods: tuple[str, ...]
+    gets_loader: bool = False
 
     @classmethod
     def from_class(cls, user_class: type) -> WorkerTraits:
@@ -76,7 +79,7 @@ class RankContext:
 
     status: HeartbeatSender
 
-    def __init__(self, rank: int, world_size: int, facts: RunFacts) -> None:
+    def __init__(self, rank: int, world_size: int, facts: RunFacts, user: Any) -> None:
         import torch  # not in the driver, which imports this module
 
         from miniray.train.lockstep.loop import RankState
@@ -85,6 +88,13 @@ class RankContext:
         self.device: Any = torch.device("cpu")
         self.state: RankState = RankState()
         self.recorder: Any = None
+        before = WorkerContext.from_environment()
+        names = ("global_step", "epochs", "total_steps")
+        self._attributes = BoundAttributes(user, {name: getattr(before, name) for name in names})
+        log = getattr(user, "__dict__", {}).get("log")
+        #: The metrics that the user's object logs.
+        self.log = log if isinstance(log, MetricLog) else MetricLog()
+        self.until: int | None = None  # the step at which the driver wants the ranks to pause
         self._shares_boxes = False
         self._opened = contextlib.ExitStack()
 
@@ -107,7 +117,6 @@ class RankContext:
         if self.facts.own_process:
             self.recorder = recorder.current()  # None if there is no run directory
             self._shares_boxes = one_machine and self.recorder is not None
-            keep_freed_memory()
         store = process_group.join(spec, self.rank)
         self._opened.callback(process_group.leave)
         self.status = HeartbeatSender(spec, self.rank, store)
@@ -121,6 +130,19 @@ class RankContext:
             self.recorder.tell_epoch(epoch)
             done = self.state.step_in_epoch
             self.recorder.note(steps_before_epoch=self.recorder.step_number - done)
+
+    def set_target(
+        self, target: TrainTarget, start: RankState, steps_per_epoch: int | None
+    ) -> int | None:
+        """Tell the user's object where the run ends, seen from ``start``; return the step."""
+        total = target.count_steps(start, steps_per_epoch)
+        self._attributes.update(epochs=target.epochs, total_steps=total)
+        return total
+
+    def count_step(self, samples: int = 0, steps: int = 1) -> None:
+        """Count completed optimizer steps on ``samples`` of this rank."""
+        self.state.advance(samples, steps)
+        self._attributes.update(global_step=self.state.step)
 
     def barrier(self, name: str) -> None:
         """Wait for all ranks: by the flight recorders, which the doctor reads, or by the store."""
@@ -157,6 +179,7 @@ class RankActor:
         self._replica: Any = None
         self._loop: Any = None
         self._writer: SnapshotWriter | None = None
+        self._steps_per_epoch: int | None = None
 
     @staticmethod
     def __before_init__(user: Any) -> None:
@@ -164,9 +187,16 @@ class RankActor:
 
     # -- the life of a rank -----------------------------------------------------------------------
 
+    def assign_data(self, data: TrainData, rank: int, world_size: int, **kwargs: Any) -> None:
+        """Set the user's loaders from ``data=``, or call its ``load_data_shard`` with a shard."""
+        has_own_load = self._traits.shards_data
+        give_data(self._user, data, rank, world_size, kwargs, has_own_load=has_own_load)
+        gets_loader = data.data is not None and not has_own_load
+        self._traits = dataclasses.replace(self._traits, gets_loader=gets_loader)
+
     def prepare_rank(self, rank: int, world_size: int, facts: RunFacts) -> dict[str, Any]:
         """Check the user's object and return what the driver compares before any rank waits."""
-        self._context = RankContext(rank, world_size, facts)
+        self._context = RankContext(rank, world_size, facts, self._user)
         self._replica = facts.create_replica(self._user, self._traits, self._context)
         found = self._replica.prepare()
         return {**self._context.describe(), **found}
@@ -175,19 +205,29 @@ class RankActor:
         self, spec: process_group.ProcessGroupSpec, agreed: Any, one_machine: bool
     ) -> int | None:
         """Join the process group; return the number of steps of an epoch, if it is known."""
+        facts = self._context.facts
+        start = type(self._context.state)(**facts.position)
         self._context.join(spec, one_machine)
         self._context.status.set_phase("wrapping the model")
         steps: int | None = self._replica.wrap(agreed)
+        self._steps_per_epoch = steps
+        self._replica.configure_scheduler(self._context.set_target(facts.target, start, steps))
         self._loop = self._replica.create_loop()
         self._context.status.set_phase("idle")
         return steps
 
     def run_rank_epoch(
-        self, epoch: int, until: int | None = None, snapshot_every: int | None = None
+        self,
+        epoch: int,
+        until: int | None = None,
+        snapshot_every: int | None = None,
+        target: TrainTarget | None = None,
     ) -> EpochReport:
-        """Train an epoch together with all other ranks, or until a step inside of it."""
+        """Train an epoch together with all other ranks, or until a step inside it."""
         context = self._context
         context.start_epoch(epoch)
+        if target is not None:
+            context.set_target(target, context.state, self._steps_per_epoch)
         try:
             if snapshot_every is not None:
                 self._loop.set_snapshot_interval(snapshot_every)
@@ -199,6 +239,11 @@ class RankActor:
         if context.recorder is not None:
             context.recorder.flush()
         return report
+
+    def count_epoch_steps(self) -> int | None:
+        """Return the steps of the epoch under way, if they are known."""
+        steps: int | None = self._replica.count_epoch_steps()
+        return steps
 
     def leave_group(self) -> None:
         """Leave the process group, if this rank has joined."""
@@ -308,12 +353,19 @@ class RankActor:
         return None  # the samples are planned step by step when the rank is prepared
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate by the user's own ``evaluate``, or by ``validation_step``."""
+        """Evaluate by the user's own ``evaluate``, or by ``validation_step``.
+
+        With ``validation_step``, training continues with the random numbers it had before.
+        """
         with self._replica.evaluation_context():
             if "evaluate" in self._traits.own_methods:
-                return self._user.evaluate(*args, **kwargs)
-            accepts = inspect.signature(self._replica.evaluate)
-            return self._replica.evaluate(*args, **accepted(accepts, kwargs))
+                scores = self._user.evaluate(*args, **kwargs)
+            else:
+                accepts = inspect.signature(self._replica.evaluate)
+                with parts.keep_random_state():
+                    scores = self._replica.evaluate(*args, **accepted(accepts, kwargs))
+            self._context.log.take()  # of a method that returned its metrics
+            return scores
 
     def get_weights(self) -> Any:
         if "get_weights" in self._traits.own_methods:

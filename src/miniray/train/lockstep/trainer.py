@@ -13,10 +13,11 @@ it would be raised again.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,9 +26,14 @@ from miniray.checks import check_int
 from miniray.core import session
 from miniray.tracebacks import hides_frames
 from miniray.train.callbacks import Checkpoint
-from miniray.train.lockstep.group import LockstepGroup
+from miniray.train.lockstep.group import TRAIN_EPOCH, LockstepGroup
 from miniray.train.lockstep.logs import LogMerger
-from miniray.train.lockstep.options import check_engine, check_options, check_snapshot_every
+from miniray.train.lockstep.options import (
+    check_engine,
+    check_optional_int,
+    check_options,
+    check_snapshot_every,
+)
 from miniray.train.lockstep.parallelism import Parallelism, RunSettings
 from miniray.train.lockstep.rank import RankActor
 from miniray.train.lockstep.schedule import Action, StepSchedule
@@ -37,10 +43,12 @@ from miniray.train.run.checkpointer import Part
 from miniray.train.run.result import TrainResult
 from miniray.train.trainer import BaseTrainer
 from miniray.train.workers.budget import FailureBudget
+from miniray.train.workers.context import PROGRESS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from miniray.train.lockstep.loop import EpochReport
     from miniray.train.options import RunKwargs
 
 
@@ -69,6 +77,9 @@ class LockstepTrainer(BaseTrainer):
         log_every: int = 10,
         eval_every_steps: int | None = None,
         snapshot_every: int | Literal["auto"] | None = "auto",
+        limit_train_batches: int | None = None,
+        limit_val_batches: int | None = None,
+        overfit_batches: int | None = None,
         **options: Unpack[RunKwargs],
     ) -> None:
         check_options(
@@ -79,12 +90,16 @@ class LockstepTrainer(BaseTrainer):
             group_backend=group_backend,
         )
         self._log_every = check_int("log_every", log_every, 1)
-        self._eval_every_steps = (
-            None
-            if eval_every_steps is None
-            else check_int("eval_every_steps", eval_every_steps, 1, " or None")
-        )
+        self._eval_every_steps = check_optional_int("eval_every_steps", eval_every_steps)
         self._snapshot_every = check_snapshot_every(snapshot_every)
+        overfit_batches = check_optional_int("overfit_batches", overfit_batches)
+        if overfit_batches is not None and limit_train_batches is not None:
+            raise ValueError("pass either overfit_batches or limit_train_batches, not both")
+        self._limits = {
+            "limit_train_batches": check_optional_int("limit_train_batches", limit_train_batches),
+            "limit_val_batches": check_optional_int("limit_val_batches", limit_val_batches),
+            "overfit_batches": overfit_batches,
+        }
         super().__init__(num_workers, worker=worker, **options)
         shared = Part(self._collect_shared, self._load_shared)
         self.checkpointer.register(self._kind, shared, in_workers=True)
@@ -99,6 +114,7 @@ class LockstepTrainer(BaseTrainer):
         self._budget = FailureBudget(self.options.max_failures)
         self._logs = LogMerger(self.num_workers)
         self._has_requested_pause = False
+        self._resumed_steps: int | None = None  # of an epoch that other ranks began
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -117,26 +133,42 @@ class LockstepTrainer(BaseTrainer):
         epoch_start = self.state.step - self.state.step_in_epoch
         while True:
             start = time.monotonic()
-            attempt = partial(group.train, epoch, self._find_pause())
+            attempt = self._create_attempt(epoch, self._find_pause())
             reports = group.run(attempt, epoch=epoch, epoch_start=epoch_start)
             self.state.report_step(reports[0].step, reports[0].step_in_epoch)
             windows = [window for report in reports for window in report.logs]
+            self._logs.add(group.read_logs())
             self._logs.add(windows)
+            if not reports[0].step_in_epoch:
+                self._logs.complete()
             self._log_steps(at_once=True)
             self._tune_snapshots(windows)
+            result = {"step": self.state.step, **self._parallelism.summarize(reports)}
             if not reports[0].step_in_epoch:
+                self._resumed_steps = None
                 break
             self._has_requested_pause = False
             if group.step_snapshots.is_pending:
                 seconds = time.monotonic() - start
                 group.run(partial(group.open_snapshots, seconds), keep=Keep.NOTHING)
-            self._act_inside_epoch()
+            if self.session.signals.number is None:  # else time is short
+                self._act_inside_epoch(result)
             if self.should_stop or self._target.is_reached(self.state):
                 break
-        result = {"step": self.state.step, **self._parallelism.summarize(reports)}
         if self.failures > before:
             result["restarts"] = self.failures - before
         return result
+
+    def _create_attempt(self, epoch: int, until: int | None) -> Callable[[], list[EpochReport]]:
+        """Return a function that lets all ranks train to ``until``, or the end of the epoch."""
+        group = self._get_ranks()
+        return partial(
+            group.call_ranks,
+            TRAIN_EPOCH,
+            lambda _: (epoch, until, group.step_snapshots.every, self._target),
+            epoch=epoch,
+            reports_progress=True,
+        )
 
     # -- inside an epoch --------------------------------------------------------------------------
 
@@ -147,31 +179,59 @@ class LockstepTrainer(BaseTrainer):
         pauses = [step - step % n + n for n in every if n]
         if self._target.steps is not None:
             pauses.append(self._target.steps)
-        steps = self._get_ranks().steps_per_epoch
+        steps = self._resumed_steps or self._get_ranks().steps_per_epoch
         if self._get_ranks().step_snapshots.is_pending and steps is not None:
             pauses.append(step + 1)
         if not pauses:
             return None
-        if steps is None:
-            raise TypeError(
-                "train(steps=), eval_every_steps= and Checkpoint(every_steps=) need workers with "
-                "training_step() and a train_loader that has a length"
-            )
+        assert steps is not None  # see _check_target
         end = step - self.state.step_in_epoch + steps
         return min(pauses) if min(pauses) < end else None
+
+    def _check_target(self) -> None:
+        options = {
+            "train(steps=...)": self._target.steps,
+            "eval_every_steps": self._eval_every_steps,
+            "Checkpoint(every_steps=...)": self._find_checkpoint_steps(),
+        }
+        asked = [name for name, value in options.items() if value is not None]
+        if asked and self._get_ranks().steps_per_epoch is None:
+            raise TypeError(
+                f"{', '.join(asked)} needs workers with training_step(batch, batch_idx) and a "
+                "train_loader that has a length. With train_epoch, the steps are the workers' own"
+            )
 
     def _get_checkpoint_callbacks(self) -> list[Checkpoint]:
         return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
 
-    def _act_inside_epoch(self) -> None:
-        """Evaluate and write a checkpoint if they are due after a step inside of an epoch."""
-        step = self.state.step
-        if self._eval_every_steps and step % self._eval_every_steps == 0:
-            scores = {f"val_{k.removeprefix('val_')}": v for k, v in self.evaluate().items()}
-            self._write_step({"step": step, "epoch": self.epoch, **scores})
-            self._emit("on_evaluate_end", step, scores)
+    def _act_inside_epoch(self, result: dict[str, Any]) -> None:
+        """Evaluate and write a checkpoint if they are due after a step inside an epoch.
+
+        Args:
+            result: The metrics of the epoch up to this step.
+        """
+        self.state.part_metrics = {**result, **self._evaluate_if_due({})}
         for callback in self._get_checkpoint_callbacks():
             callback.save_if_due(self)
+
+    def _evaluate_if_due(self, scores: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return and log the scores of ``eval_every_steps``; {} if none are due at this step.
+
+        ``scores`` of an evaluation at the same step are used if there are any.
+        """
+        step = self.state.step
+        if not self._eval_every_steps or step % self._eval_every_steps:
+            return {}
+        scores = dict(scores) or self._evaluate_for_record()
+        self._write_step({"step": step, "epoch": self.epoch, **scores})
+        self._emit("on_evaluate_end", step, scores)
+        return scores
+
+    def _finish_epoch(self, epoch: int, result: dict[str, Any]) -> None:
+        before = set(result)
+        super()._finish_epoch(epoch, result)
+        scores = {name: value for name, value in result.items() if name not in before}
+        result.update(self._evaluate_if_due(scores))
 
     def _on_poll(self, windows: list[LogWindow]) -> None:
         """Log what ranks have reported, and ask them to pause if a checkpoint is due."""
@@ -182,8 +242,15 @@ class LockstepTrainer(BaseTrainer):
             callback.is_time_due() for callback in self._get_checkpoint_callbacks()
         )
         if is_due and not self._has_requested_pause:
-            self._has_requested_pause = True
-            self._get_ranks().request(Action.STOP)
+            self._request_pause()
+
+    def _request_pause(self) -> None:
+        self._has_requested_pause = True
+        self._get_ranks().request(Action.STOP)
+
+    def _stop_for_signal(self, name: str) -> None:
+        super()._stop_for_signal(name)
+        self._request_pause()  # at once: a rank in this process is never polled
 
     def _tune_snapshots(self, windows: Iterable[LogWindow]) -> None:
         """Choose the interval of snapshots once it is known how long steps take."""
@@ -194,8 +261,7 @@ class LockstepTrainer(BaseTrainer):
             group.request(Action.INTERVAL, every)
 
     def _log_steps(self, *, at_once: bool = False) -> None:
-        record = self._logs.take_record(at_once=at_once)
-        if record is not None:
+        for record in self._logs.take_records(at_once=at_once):
             self._write_step(record)
             self._emit("on_step_end", record["step"], record)
 
@@ -269,11 +335,15 @@ class LockstepTrainer(BaseTrainer):
         is_possible = self.options.max_failures > 0 and can.processes and can.shared_memory
         return self._snapshot_every if is_possible else None
 
-    def _return_to_step(self, step: int) -> None:
-        """Forget the records of steps that are trained again after a restart."""
+    def _return_to_step(self, step: int | None) -> None:
+        """Forget the records of steps that are trained again after a restart.
+
+        Without a snapshot (None), that is after the last step that was reported.
+        """
+        step = self.state.step if step is None else step
         self._logs.restart(step)
         self.session.directory.truncate_steps(step)
-        self._has_requested_pause = False
+        self._has_requested_pause = False  # the request is lost with the ranks
 
     def _call_on_replaced(self, rank: int) -> None:
         for callback in self.callbacks:
@@ -286,6 +356,17 @@ class LockstepTrainer(BaseTrainer):
             "clip_norm": self.clip_norm,
             "on_nonfinite": self._on_nonfinite,
             "step_schedule": StepSchedule(log_every=self._log_every),
+            "limit_train_batches": (
+                self._limits["overfit_batches"] or self._limits["limit_train_batches"]
+            ),
+            "limit_val_batches": self._limits["limit_val_batches"],
+            "overfits": self._limits["overfit_batches"] is not None,
+            "target": self._target,
+            "position": {
+                "step": self.state.step,
+                "epoch": self.epoch,
+                "step_in_epoch": self.state.step_in_epoch,
+            },
         }
         evaluates = type(self).evaluate is LockstepTrainer.evaluate
         interval = self.options.eval_interval if evaluates else 0
@@ -295,11 +376,16 @@ class LockstepTrainer(BaseTrainer):
 
     def _describe(self) -> dict[str, Any]:
         described = {**super()._describe(), **self._parallelism.describe()}
-        return {**described, "clip_norm": self.clip_norm}
+        limits = {name: value for name, value in self._limits.items() if value is not None}
+        return {**described, "clip_norm": self.clip_norm, **limits}
 
     def _make_result(self, wall_time: float, *_: Any, **__: Any) -> TrainResult:
         kind, fields = self._parallelism.get_result()
         return super()._make_result(wall_time, kind, **fields)
+
+    def _get_worker_env(self) -> dict[str, str]:
+        target = {"epochs": self._target.epochs, "total_steps": self._target.steps}
+        return {PROGRESS: json.dumps({"global_step": self.state.step, **target})}
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -321,6 +407,9 @@ class LockstepTrainer(BaseTrainer):
         group.snapshots.set(step, loaded["weights"][0], loaded[self._kind], states)
         group.step_snapshots.clear()
         super()._restore(loaded)
+        self._resumed_steps = None
+        if self.state.step_in_epoch and loaded["workers"]["count"] != self.num_workers:
+            self._resumed_steps = self._get_ranks().call("count_epoch_steps")[0]
 
     # -- the end ----------------------------------------------------------------------------------
 

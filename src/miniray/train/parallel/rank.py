@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import time
@@ -180,6 +181,9 @@ class PartReplica:
     def get_facts(self) -> dict[str, float]:
         return {"lr": float(self.part.optimizer.param_groups[0]["lr"])}
 
+    def configure_scheduler(self, total_steps: int | None) -> None:
+        """Do nothing: ``lr_scheduler=`` creates the scheduler."""
+
     def create_agreement(self) -> Agreement:
         context = self.context
         device = context.device if dist.get_backend() == "nccl" else "cpu"
@@ -192,14 +196,23 @@ class PartReplica:
     def evaluation_context(self) -> Iterator[None]:
         self.part.train(False)
         self.context.status.set_phase(EVALUATION, step=-1)
+        before = self.samples.random.state
         yield
+        self.samples.random.state = before
         self.context.status.set_phase("idle")
 
-    def evaluate(self, data: Any = None) -> dict[str, Any]:
-        """Return sums and counts over this copy's part of ``data``; none without the last stage."""
+    def evaluate(self, data: Any = None, max_batches: int | None = None) -> dict[str, Any]:
+        """Return sums and counts over this copy's part of ``data``; none without the last stage.
+
+        ``max_batches`` is ``limit_val_batches`` by default, or all of ``data``.
+        """
+        if data is None and max_batches is None:
+            max_batches = self.job.limit_val_batches
         means = parts.Means()
         functions = {"loss": self.job.loss, **self.job.metrics}
         items = self.samples.evaluation(data, self.plan.batch_size)
+        if items is not None:
+            items = itertools.islice(items, max_batches)
         with torch.no_grad():
             for count, inputs, target in self._feed.batches(items):
                 self.context.status.set_phase(EVALUATION, step=-1)

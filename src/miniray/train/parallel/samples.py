@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -106,7 +107,14 @@ class Samples:
             if copies > 1:
                 check_can_be_cut(loader, "data", copies)
             sharing.check_loader(loader, "data")
-            self.loader = sharing.take_share(loader, self.copy, copies, seed=self.job.seed)
+            self.loader = sharing.take_share(
+                loader,
+                self.copy,
+                copies,
+                seed=self.job.seed,
+                limit=self.job.limit_train_batches,
+                overfits=self.job.overfits,
+            )
         own = sharing.planned(self.loader)
         self.windows = None if own is None else own.windows()
 
@@ -135,7 +143,8 @@ class Samples:
             self.random.state = kept
 
         def items() -> Iterator[Any]:
-            windows = itertools.repeat((1.0,)) if self.windows is None else self.windows[first:]
+            unknown = itertools.repeat((1.0,), self.job.limit_train_batches or sys.maxsize)
+            windows = unknown if self.windows is None else self.windows[first:]
             for window in windows:
                 if not any(window):
                     yield None

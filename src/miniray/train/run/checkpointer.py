@@ -76,6 +76,8 @@ class Checkpointer:
         self._parts: dict[str, Stateful] = {}
         self._on_missing: dict[str, Callable[[], None]] = {}
         self._in_workers: set[str] = set()
+        #: Epoch and step of the checkpoint that was saved or loaded last.
+        self._position: tuple[int, int] | None = None
 
     def register(
         self,
@@ -141,13 +143,20 @@ class Checkpointer:
         contents = {
             "format": _FORMAT,
             "kind": self.kind,
-            "metrics": simplify(state.history[-1]) if state.history else {},
+            "metrics": simplify(state.metrics),
             "state": state.state_dict(),
             **{name: part.state_dict() for name, part in self._parts.items()},
         }
         if state.step_in_epoch:
-            return self.store.save(state.epoch, contents, step=state.step)
-        return self.store.save(state.epoch - 1, contents)
+            path = self.store.save(state.epoch, contents, step=state.step)
+        else:
+            path = self.store.save(state.epoch - 1, contents)
+        self._position = (state.epoch, state.step)
+        return path
+
+    def is_saved(self, state: TrainState) -> bool:
+        """Return whether the checkpoint that was saved or loaded last is of this position."""
+        return self._position == (state.epoch, state.step)
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -177,6 +186,7 @@ class Checkpointer:
         _, loaded = store.load(where)
         assert store.loaded is not None
         self._check(store.loaded, loaded)
+        self._position = (loaded["state"]["epoch"], loaded["state"]["step"])
         return store.loaded, loaded
 
     def _check(self, path: Path, loaded: Mapping[str, Any]) -> None:

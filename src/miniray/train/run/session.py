@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from miniray.core import session
 from miniray.core.engine import Engine
 from miniray.runs.report_writer import write_report
 from miniray.train.run.directory import RunDirectory
+from miniray.train.run.signals import Preempted, StopSignals
 
 #: Leases of each engine that trainers use.
 _leases: weakref.WeakKeyDictionary[Engine, weakref.WeakSet[EngineLease]] = (
@@ -79,6 +81,7 @@ class RunSession:
         name: See ``RunOptions``.
         run_dir: See ``RunOptions``.
         backend: See ``RunOptions``.
+        grace_seconds: See ``RunOptions``.
         verbose: Print on stderr what replaced workers and ended the run.
     """
 
@@ -89,10 +92,13 @@ class RunSession:
         name: str | None = None,
         run_dir: Path | None = None,
         backend: str | None = None,
+        grace_seconds: float = 25.0,
         verbose: bool = True,
     ) -> None:
         self.title = title
         self.verbose = verbose
+        self.signals = StopSignals(grace_seconds, verbose=verbose)
+        self._grace_seconds = grace_seconds
         #: The directory of the run, once it is open.
         self.run: RunDirectory | None = None
         self._name, self._run_dir, self._backend = name, run_dir, backend
@@ -119,9 +125,18 @@ class RunSession:
             raise RuntimeError("the run directory doesn't exist before train()")
         return self.run
 
-    def open(self) -> RunDirectory:
-        """Create the run directory unless it is open, and return it."""
-        if self.run is None:
+    def open(self, *, restart: bool = False) -> RunDirectory:
+        """Create the run directory unless it is open, and return it.
+
+        With ``restart``, it may hold a run that left no checkpoint and starts again. Its records
+        are discarded.
+        """
+        path = self.requested_path
+        if self.run is None and restart and path is not None and (path / "run.json").exists():
+            self.run = RunDirectory.reopen(path)
+            self.run.truncate_metrics(-1)
+            self.run.truncate_steps(0)
+        elif self.run is None:
             self.run = RunDirectory.open(self._run_dir, self._name, self.title)
         return self.run
 
@@ -159,22 +174,47 @@ class RunSession:
 
     @contextlib.contextmanager
     def record_attempt(
-        self, stop: Callable[[BaseException], None], find_checkpoint: Callable[[], Path | None]
+        self,
+        stop: Callable[[BaseException], None],
+        find_checkpoint: Callable[[], Path | None],
+        on_signal: Callable[[str], None],
+        get_step: Callable[[], int],
     ) -> Iterator[Attempt]:
         """Record how the code inside ends, in ``run.json`` and the report.
 
         If it raises, call ``stop(error)``, which stops the workers, and print the name of the
         checkpoint that ``find_checkpoint()`` returns. The error of the code takes precedence over
         errors of writing, which are printed.
+
+        Signals that end the run are handled inside; see ``StopSignals``. ``on_signal(name)`` is
+        called if the code can finish its step or epoch.
         """
+
+        def stop_in_order() -> None:
+            assert self.signals.number is not None
+            on_signal(self.signals.number.name)
+
+        with (
+            self.signals.handling(stop_in_order),
+            self._recording(stop, find_checkpoint, get_step) as attempt,
+        ):
+            yield attempt
+
+    @contextlib.contextmanager
+    def _recording(
+        self,
+        stop: Callable[[BaseException], None],
+        find_checkpoint: Callable[[], Path | None],
+        get_step: Callable[[], int],
+    ) -> Iterator[Attempt]:
         attempt = Attempt()
         try:
             yield attempt
         except BaseException as error:
+            self.signals.start_stop()
             with self.printing_errors("its end is not in"):
                 if self.run is not None:
-                    is_interrupt = isinstance(error, KeyboardInterrupt)
-                    self.run.finish("interrupted" if is_interrupt else "failed", error=error)
+                    self._record_failure(self.run, error, get_step())
             stop(error)
             with self.printing_errors("how its workers ended is not in"):
                 if self.run is not None:
@@ -188,6 +228,30 @@ class RunSession:
         with self.printing_errors("its end is not in"):
             self.directory.finish(**attempt.fields)
         self._write_report()
+
+    def _record_failure(self, run: RunDirectory, error: BaseException, step: int) -> None:
+        signals = self.signals
+        if not signals.is_preemption:
+            if isinstance(error, KeyboardInterrupt):
+                run.finish("interrupted", error=error, step=step)
+            else:
+                run.finish("failed", error=error)
+            return
+        assert signals.number is not None
+        name = signals.number.name
+        if not isinstance(error, Preempted):  # the process ends before anything prints it
+            traceback.print_exception(error)
+            run.finish("preempted", error=error, step=step, stop_reason=name)
+            return
+        text = f"{name} ended the run after step {step}"
+        if signals.is_late:
+            text += f": the running step or epoch takes longer than {self._grace_seconds:g} s"
+        run.finish("preempted", error=text, step=step, stop_reason=name)
+
+    def end_process_if_preempted(self) -> None:
+        """End the process as SIGTERM does, if SIGTERM or SIGUSR1 ended the run."""
+        if self.signals.is_preemption:
+            self.signals.end_process()
 
     def _print_how_to_resume(self, find_checkpoint: Callable[[], Path | None]) -> None:
         if not self.verbose or self.run is None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from miniray.train.run.records import number, simplify
+from miniray.train.run.records import finite, simplify
 
 
 @dataclasses.dataclass
@@ -20,6 +20,7 @@ class TrainState:
         step_in_epoch: Completed steps of an epoch that isn't complete; 0 between epochs.
         history: One record per epoch. If the run stopped inside an epoch, the last record is of a
             part of it and has ``"complete": False``.
+        part_metrics: Metrics of the epoch up to this step, if it isn't complete.
         in_epoch: Whether ``train_epoch`` is running.
     """
 
@@ -27,6 +28,7 @@ class TrainState:
     step: int = 0
     step_in_epoch: int = 0
     history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    part_metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
     in_epoch: bool = False
     #: Whether the last record has replaced that of an earlier part of the same epoch.
     replaces_part: bool = False
@@ -38,18 +40,19 @@ class TrainState:
         """Set the position inside an epoch, or at its end, that ranks have reported."""
         self.step, self.step_in_epoch, self._is_reported = step, step_in_epoch, True
 
-    def end_epoch(self, record: dict[str, Any]) -> None:
-        """Add the record of the epoch to the history. Hooks may change it until it is closed."""
+    def end_epoch(self, epoch: int, record: dict[str, Any]) -> None:
+        """Add the record of ``epoch`` to the history. Hooks may change it until it is closed."""
         if not self._is_reported:
-            steps = number(record.get("num_steps"))
+            steps = finite(record.get("num_steps"))
             self.step += 1 if steps is None else int(steps)
-        self.epoch += 1
+        self.epoch = epoch + 1
         self.step_in_epoch = 0
         self._add_record(record)
 
     def stop_inside_epoch(self, record: dict[str, Any]) -> None:
         """Add the record of a part of the epoch to the history."""
-        self._add_record({**record, "complete": False})
+        self.part_metrics = {**record, "complete": False}
+        self._add_record(self.part_metrics)
 
     def _add_record(self, record: dict[str, Any]) -> None:
         self.replaces_part = bool(self.history) and self.history[-1].get("complete") is False
@@ -64,6 +67,13 @@ class TrainState:
         if self._open_record is not None:
             is_part = self._open_record.get("complete") is False
             self._open_record["epoch"] = self.epoch if is_part else self.epoch - 1
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The metrics at this position, by which checkpoints are compared."""
+        if self.step_in_epoch:
+            return self.part_metrics
+        return self.history[-1] if self.history else {}
 
     def close_record(self) -> dict[str, Any] | None:
         """Return the record that hooks could change. None if it is closed already."""
@@ -85,6 +95,7 @@ class TrainState:
         self.epoch, self.step = state["epoch"], state["step"]
         self.step_in_epoch = state["step_in_epoch"]
         self.history = list(state["history"])
+        self.part_metrics = {}
         self._open_record = None
 
 
@@ -97,20 +108,31 @@ class TrainTarget:
 
     @classmethod
     def create(
-        cls, state: TrainState, epochs: int | None, steps: int | None, is_total: bool
+        cls, epochs: int | None, steps: int | None, is_total: bool, state: TrainState
     ) -> TrainTarget:
         """Return the target for the arguments of ``train``.
 
         Args:
-            state: The position at the start of the call.
             epochs: Number of epochs.
             steps: Number of steps; one of both is None.
             is_total: They are totals of the run, instead of additional epochs or steps.
+            state: The position at the start of the call.
         """
         if epochs is not None:
             return cls(epochs=epochs if is_total else state.epoch + epochs)
         assert steps is not None
         return cls(steps=steps if is_total else state.step + steps)
+
+    def count_steps(self, state: Any, steps_per_epoch: int | None) -> int | None:
+        """Return the step at which the call ends; None if epochs have no known number of steps.
+
+        ``state`` is a position with ``step``, ``epoch`` and ``step_in_epoch``.
+        """
+        if self.epochs is None or steps_per_epoch is None:
+            return self.steps
+        epochs_left: int = self.epochs - state.epoch
+        start_of_epoch: int = state.step - state.step_in_epoch
+        return start_of_epoch + epochs_left * steps_per_epoch
 
     def is_reached(self, state: TrainState) -> bool:
         if self.epochs is not None:

@@ -6,7 +6,10 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from miniray.train.torch_worker import TorchWorker
+from miniray.train.workers import torch_utils as parts
 from miniray.train.workers.group import accepted
+from miniray.train.workers.shards import TrainData, find_kind, give_data, is_loader
 
 
 class WorkerActor:
@@ -18,24 +21,47 @@ class WorkerActor:
 
     def __init__(self, user: Any) -> None:
         self.user = user
-        self._shard: Any = None
+        self._shard: Any = None  # whose position is known
+        self._stream: Any = None
 
-    def assign_shard(self, data: Any, shard_id: int, num_shards: int, **kwargs: Any) -> None:
-        """Call ``load_data_shard`` of the user's object with a shard as ``data``."""
-        self._shard = data
-        if callable(prepare := getattr(data, "prepare", None)):
-            prepare()  # a filter or a cache build can take long, so not between barriers
-        load = self.user.load_data_shard
-        load(shard_id, num_shards, data=data, **accepted(inspect.signature(load), kwargs))
+    def assign_data(self, data: TrainData, shard_id: int, num_shards: int, **kwargs: Any) -> None:
+        """Set the loaders of the user's object, or call its ``load_data_shard`` with a shard."""
+        user = self.user
+        inherited = TorchWorker.load_data_shard if data.data is not None else None
+        has_own_load = getattr(type(user), "load_data_shard", None) not in (None, inherited)
+        shard = give_data(
+            user,
+            data,
+            shard_id,
+            num_shards,
+            kwargs,
+            has_own_load=has_own_load,
+            format="torch" if isinstance(user, TorchWorker) else None,
+        )
+        if data.data is None:
+            return
+        if not has_own_load:
+            user.train_loader = shard = parts.shard(shard, shard_id, num_shards)
+        kind = find_kind("data", data.data)
+        if kind == "Hugging Face stream":
+            self._stream = shard.dataset if is_loader(shard) else shard
+        elif kind == "shardable":
+            self._shard = shard if hasattr(shard, "state_dict") else shard.dataset
 
-    def train_on_shard(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def train_on_shard(
+        self, epoch: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, dict[str, Any] | None]:
         """Call ``train_epoch``. Return its result and the state of the shard afterwards."""
+        if self._stream is not None:
+            self._stream.set_epoch(epoch)
         train = self.user.train_epoch
-        result = train(*args, **accepted(inspect.signature(train), kwargs))
+        result = train(epoch, *args, **accepted(inspect.signature(train), kwargs))
         return result, self.get_shard_state()
 
-    def get_shard_state(self) -> dict[str, Any]:
-        """Return the position in the shard."""
+    def get_shard_state(self) -> dict[str, Any] | None:
+        """Return the position in the shard. None if it has none."""
+        if self._shard is None:
+            return None
         state: dict[str, Any] = self._shard.state_dict()
         return state
 

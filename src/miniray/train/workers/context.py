@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from miniray.core import session
 from miniray.doctor import actors
+
+#: Environment variable with the values of ``WorkerContext`` that only the driver knows.
+PROGRESS = "MINIRAY_TRAIN_PROGRESS"
+
+
+class MetricLog:
+    """The ``self.log(name, value)`` of workers: collects metrics of a step or a validation step."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Add a metric: a number, a mean over the batch, or a pair of a sum and a count."""
+        self._values[name] = value
+
+    def take(self) -> Mapping[str, Any]:
+        """Return the metrics since the last call."""
+        values, self._values = self._values, {}
+        return values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,28 +39,57 @@ class WorkerContext:
         rank: Index of the worker.
         world_size: Number of workers.
         device: The worker's GPU, ``"cuda:0"``, if it has one, else ``"cpu"``.
+        global_step: Completed optimizer steps of the run.
+        epochs: Epochs of the run when the current ``train`` ends; None with ``train(steps=...)``.
+        total_steps: Steps of the run when it ends. With ``train(epochs=...)`` it is None in
+            ``__init__``, and always if the loader has no length.
+        log: See ``MetricLog``.
     """
 
     rank: int
     world_size: int
     device: str
+    global_step: int = 0
+    epochs: int | None = None
+    total_steps: int | None = None
+    log: MetricLog = dataclasses.field(default_factory=MetricLog)
 
     @classmethod
     def from_environment(cls) -> WorkerContext:
         """Return the context of this process; without a trainer's environment, that of rank 0."""
         rank, world_size = os.environ.get(actors.RANK, "0"), os.environ.get(actors.WORLD_SIZE, "1")
-        return cls(int(rank), int(world_size), find_device())
+        progress = json.loads(os.environ.get(PROGRESS, "{}"))
+        return cls(int(rank), int(world_size), find_device(), **progress)
 
     def bind(self, user_object: Any) -> None:
         """Set the attributes that the class of ``user_object`` doesn't define itself.
 
         Objects without a ``__dict__`` are left unchanged.
         """
-        if not hasattr(user_object, "__dict__"):
-            return
         for field in dataclasses.fields(self):
             if not hasattr(type(user_object), field.name):
                 vars(user_object)[field.name] = getattr(self, field.name)
+
+
+class BoundAttributes:
+    """Attributes of the user's object that change during a run.
+
+    Those that the user's class defines, or that its code has set, are left unchanged.
+
+    Args:
+        user_object: The object.
+        values: The values that the attributes have had since before its ``__init__``.
+    """
+
+    def __init__(self, user_object: Any, values: Mapping[str, Any]) -> None:
+        self._attributes: dict[str, Any] = getattr(user_object, "__dict__", {})
+        self._values = {name: v for name, v in values.items() if name in self._attributes}
+
+    def update(self, **values: Any) -> None:
+        """Set attributes."""
+        for name, value in values.items():
+            if name in self._values and self._attributes[name] == self._values[name]:
+                self._attributes[name] = self._values[name] = value
 
 
 def find_device() -> str:

@@ -1,9 +1,9 @@
 """Assign data to workers: ``load_data_shard``, and ``DataParallelTrainer(data=...)``.
 
-With ``data=``, worker i gets ``data.shard(i, num_workers)`` as the argument ``data`` of its
-``load_data_shard``. The trainer reads the position of each shard after every epoch, for checkpoints
-and replacements. The positions of all workers merge into one, from which any number of workers can
-continue: every row of an epoch is trained exactly once.
+With ``data=``, each worker takes its shard; see ``shards``. The trainer reads the position of
+shards of ``miniray.data`` after every epoch, for checkpoints and replacements. The positions of all
+workers merge into one, from which any number of workers can continue: every row of an epoch is
+trained exactly once. Other data starts anew with each epoch, so it has no position.
 
 The position is part of the answer that contains the result of an epoch. A worker that is lost
 before its answer repeats the rows of the epoch. One that is lost after it doesn't.
@@ -12,17 +12,12 @@ before its answer repeats the rows of the epoch. One that is lost after it doesn
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from miniray.data import merge_states
 from miniray.errors import DataError
-from miniray.train.workers.group import WorkerGroup, accepted, method_spec
-
-
-class Shardable(Protocol):
-    """A dataset or loader of ``miniray.data``, or an object with the same methods."""
-
-    def shard(self, rank: int, world_size: int) -> Any: ...
+from miniray.train.workers.group import WorkerGroup
+from miniray.train.workers.shards import DataRef, TrainData
 
 
 class ShardLoading:
@@ -46,48 +41,36 @@ class DataFeed:
 
     It is a ``WorkerSetup``, and the part ``data`` of checkpoints. The workers are wrapped with
     ``WorkerActor``.
-
-    Raises:
-        TypeError: ``data`` has no method ``shard``.
     """
 
-    def __init__(self, data: Shardable) -> None:
-        if not callable(getattr(data, "shard", None)):
-            raise TypeError(
-                f"data must be a dataset or loader of miniray.data, not {type(data).__name__}; "
-                "put anything with len and [] into miniray.data.IndexedDataset(...)"
-            )
-        self._data = data
+    def __init__(self, data: TrainData) -> None:
+        self._data = DataRef(data)
         self._group: WorkerGroup | None = None
-        self._states: Sequence[Mapping[str, Any]] = ()
+        self._states: Sequence[Mapping[str, Any] | None] = ()
         self._trained = False  # whether the states are those of the end of the running epoch
 
-    def start(self, group: WorkerGroup) -> None:
-        """Assign a shard to every worker.
+    @property
+    def has_position(self) -> bool:
+        """Whether the shards know how far they have been read."""
+        return any(state is not None for state in self._states)
 
-        Raises:
-            TypeError: ``load_data_shard`` of the workers doesn't accept ``data``.
-        """
+    def start(self, group: WorkerGroup) -> None:
+        """Assign a shard to every worker."""
         self._group, self._states = group, ()
-        load = method_spec(group.handles[0], "load_data_shard")
-        if load is None or not accepted(load.signature, {"data": None}):
-            raise TypeError(
-                f"data= was given to the trainer, but {group.handles[0]._info.class_name} does not "
-                "take it: it needs load_data_shard(self, shard_id, num_shards, data)"
-            )
-        count = len(group.handles)
-        group.call(
-            "assign_shard", lambda i: (self._data.shard(i, count), i, count), group.get_kwargs()
-        )
+        count, given = len(group.handles), self._data.get()
+        group.call("assign_data", lambda i: (given, i, count), group.get_kwargs())
         self._states = group.call("get_shard_state", lambda _: (), {})
 
     def set_up(self, group: WorkerGroup, worker_id: int) -> None:
         """Assign a replacement its shard, at the start or the end of the running epoch."""
-        count = len(group.handles)
-        shard = self._data.shard(worker_id, count)
-        group.set_up_call(worker_id, "assign_shard", shard, worker_id, count, **group.get_kwargs())
-        if self._states:  # else the worker was lost while the first shards were assigned
+        count, given = len(group.handles), self._data.get()
+        group.set_up_call(worker_id, "assign_data", given, worker_id, count, **group.get_kwargs())
+        if self.has_position:  # else the worker was lost while the first shards were assigned
             group.set_up_call(worker_id, "load_shard_state", self.state_dict())
+
+    def close(self) -> None:
+        """Forget what the engine holds, before it stops."""
+        self._data.close()
 
     def train_epoch(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], epoch: int | None
@@ -110,6 +93,8 @@ class DataFeed:
         if not self._trained:  # train_epoch was called directly
             self._states = group.call("get_shard_state", lambda _: (), {})
         self._trained = False
+        if not self.has_position:
+            return
         try:
             state = self.state_dict()
         except DataError:
@@ -119,11 +104,18 @@ class DataFeed:
             self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return one position for all workers. Raise ``DataError`` if they have none."""
-        return merge_states(self._states)
+        """Return one position for all workers; empty if the data has none.
+
+        Raises:
+            DataError: The workers are in different epochs.
+        """
+        states = [state for state in self._states if state is not None]
+        return merge_states(states) if states else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let all workers continue at ``state``, whatever their number was."""
+        if not state:
+            return
         group = self._group
         assert group is not None
         group.call("load_shard_state", lambda _: (state,), {})

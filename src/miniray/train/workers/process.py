@@ -1,4 +1,4 @@
-"""Environment, memory settings and output of a trainer's worker process.
+"""Environment and output of a trainer's worker process.
 
 A rank's output is flushed line by line, starts with ``[Rank r/N]`` and is also written to
 ``ranks/<r>.log`` in the run directory. This starts before the user's object is created: what its
@@ -7,7 +7,6 @@ A rank's output is flushed line by line, starts with ``[Rank r/N]`` and is also 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import threading
@@ -18,37 +17,21 @@ from typing import Any, TextIO
 from miniray.core import startup
 from miniray.doctor import actors
 
-#: If the driver has the one, the local engine loads the other once for all workers.
-LOADED_LATE = {"torch": "miniray.train.dynamo"}
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
-#: What glibc itself comes to in a process that has freed large blocks.
-_LARGEST, _KEPT = 32 << 20, 64 << 20
+#: Modules that the local engine imports once for all workers if the driver has imported the key.
+#: ``torch._dynamo`` takes as long to import as torch, and torch's optimizers import it.
+PRELOADED_WITH = {"torch": "torch._dynamo"}
 
 
 def environment(
     run_dir: Path, worker_id: int, num_workers: int, modules: Sequence[str], set_up: str
 ) -> dict[str, str]:
-    """Variables by which a worker records what it does, and the engine loads its modules early."""
-    late = [late for early, late in LOADED_LATE.items() if early in sys.modules]
+    """Return the variables that set up the recorder and name the modules to preload."""
+    preloaded = [module for key, module in PRELOADED_WITH.items() if key in sys.modules]
     return {
         **actors.environment(run_dir, worker_id, num_workers),
         startup.SET_UP: set_up,
-        startup.PRELOAD: " ".join([*late, *actors.MODULES, *modules]),
+        startup.PRELOAD: " ".join([*preloaded, *actors.MODULES, *modules]),
     }
-
-
-def keep_freed_memory() -> None:
-    """Keep up to 64 MB that were freed, and blocks of up to 32 MB in the heap, for the next step.
-
-    glibc gives freed memory back to the kernel above limits that begin at 128 KB and grow with what
-    is freed: a training step then takes the same pages from the kernel again and again, zeroed each
-    time. Does nothing where the C library is not glibc.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, _LARGEST)
-        mallopt(_TRIM_THRESHOLD, _KEPT)
 
 
 #: Lines that Ray prints for its own display of a worker's output, which knows them by these.

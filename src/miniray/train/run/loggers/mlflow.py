@@ -24,7 +24,7 @@ from miniray.train.run.loggers.base import (
 T = TypeVar("T")
 
 #: MLflow's names for the states of a run. All others are FAILED.
-_STATUS = {"finished": "FINISHED", "interrupted": "KILLED"}
+_STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "preempted": "KILLED"}
 #: Addresses that mlflow-skinny alone doesn't support.
 _DATABASES = ("mssql", "mysql", "postgresql", "sqlite")
 #: Largest number of parameters in one request, and of characters in a value.

@@ -1,0 +1,286 @@
+"""``EpochData``: the batches of one rank by optimizer step, and the position inside an epoch.
+
+The position is the same on all ranks, and follows from the number of completed steps. A *base* is
+where the current plan starts: the start of the epoch, or, after a resume inside the epoch on a
+different number of ranks, the step of the checkpoint. The rest of the epoch is then planned anew,
+and every row is delivered exactly once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from miniray.data import DataLoader
+from miniray.errors import DataError
+from miniray.train.lockstep import data
+from miniray.train.lockstep.plan import EpochPlan, Window, counted_windows, row_windows
+from miniray.train.workers import torch_utils as parts
+
+if TYPE_CHECKING:
+    from miniray.train.lockstep.loop import RankState
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """The step of the epoch at which a plan starts.
+
+    Attributes:
+        step: Completed steps of the epoch.
+        position: Completed samples of planned batches, or the state of a loader of miniray.data.
+            None: the start of the epoch.
+    """
+
+    step: int = 0
+    position: Any = None
+
+
+class EpochData:
+    """The loader of a rank; see the module.
+
+    The position is known for batches that miniray plans, and for loaders of ``miniray.data`` with a
+    fixed number of rows per batch. Other loaders keep their own state.
+
+    Attributes:
+        loader: The loader.
+        windows: The steps from the base to the end of the epoch. None if the number isn't known.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        rank: int,
+        world_size: int,
+        *,
+        accumulate: int,
+        uneven: str,
+        limit: int | None = None,
+        touch: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.loader = loader
+        self._rank, self._world_size = rank, world_size
+        self._accumulate, self._uneven, self._touch = accumulate, uneven, touch
+        self._limit = limit
+        self.planned = data.planned(loader)
+        self._plan = None if self.planned is None else self.planned.plan  # of the whole epoch
+        self._is_seekable = isinstance(loader, DataLoader) and loader.batch_by is None
+        #: The loader can only continue inside an epoch from its start: batches are loaded again.
+        self._skips = not self.has_position and not hasattr(loader, "state_dict")
+        self._start_state: dict[str, Any] | None = None
+        self._base = Base()
+        self.windows: list[Window] | None = None
+        self._counted: list[Window] | None = None
+        if self.has_position:
+            self._plan_windows()
+
+    @property
+    def has_position(self) -> bool:
+        """Whether the position follows from the number of steps."""
+        return self.planned is not None or self._is_seekable
+
+    def set_counts(self, counts: Sequence[int]) -> None:
+        """Plan with the number of batches of each rank, whose rows aren't known."""
+        self.windows = counted_windows(counts, self._rank, self._accumulate, self._uneven)
+
+    def count_steps(self) -> int | None:
+        """Return the steps of the epoch under way; None if they aren't known."""
+        return None if self.windows is None else self._base.step + len(self.windows)
+
+    # -- an epoch ---------------------------------------------------------------------------------
+
+    def start(self, state: RankState) -> tuple[Iterator[tuple[int, Any]], list[Window] | None, Any]:
+        """Start the loader at the current step.
+
+        Return the batches with their numbers, the windows that are left, and the last batch that
+        this rank had if the first of these windows repeats it.
+        """
+        if not state.step_in_epoch and self._base.step:
+            self._set_base(Base())
+        if self._skips:
+            self._set_start_state(state.step_in_epoch)
+        data.set_epoch(self.loader, state.epoch)
+        if self.windows is None:
+            return enumerate(iter(self.loader)), None, None
+        done = state.step_in_epoch - self._base.step
+        windows, last = self.windows[done:], None
+        number = self._base.step * self._accumulate
+        number += sum(weight > 0 for window in self.windows[:done] for weight in window)
+        if windows and not windows[0][0] and self.has_position:
+            last = number - 1, self._load_last(state.epoch, done)
+        self._seek(state.epoch, done)
+        batches = iter(self.loader if self._skips or any(map(any, windows)) else ())
+        for item in enumerate(itertools.islice(batches, number)) if self._skips else ():
+            self._touch()  # a slow loader doesn't hang
+            last = item
+        return enumerate(batches, number), windows, last
+
+    def _set_start_state(self, first: int) -> None:
+        """Keep the random numbers of the start of an epoch, or restore them to skip batches."""
+        if not first or self._start_state is None:
+            loader_state = parts.loader_state(self.loader, has_position=False)
+            self._start_state = {"random": parts.random_state(), "loader": loader_state}
+        else:
+            parts.set_random_state(self._start_state["random"])
+            parts.load_loader_state(self.loader, self._start_state["loader"])
+
+    def _seek(self, epoch: int, done: int) -> None:
+        """Let the loader start at a number of steps after the base."""
+        if self.planned is not None:
+            self.planned.set_epoch(epoch, done)
+        elif self._is_seekable:
+            state = self._find_state(epoch, done)
+            now = self.loader.state_dict()
+            if done or (now["epoch"], now["history"]) != (epoch, state["history"]):
+                self.loader.load_state_dict(state)
+
+    def _load_last(self, epoch: int, done: int) -> Any:
+        """Load the last batch that this rank had before a step, or else any batch."""
+        batch = None
+        if self.planned is not None:
+            plan = self.planned.plan
+            if done and any(self.planned.windows()[done - 1]):
+                self.planned.set_epoch(epoch, done - 1)
+                *_, batch = iter(self.loader)
+            else:
+                assert self._plan is not None
+                self.planned.plan = self._plan
+                self.planned.set_epoch(epoch)
+                batch = next(iter(self.loader))
+                self.planned.plan = plan
+            return batch
+        loader = self.loader.shard(self._rank, self._world_size)
+        for position in (self._base.position, None):
+            loader.load_state_dict(position or self._find_state(epoch, 0, is_start=True))
+            for found in loader:
+                batch = found
+            if batch is not None:
+                break
+        return batch
+
+    # -- plan -------------------------------------------------------------------------------------
+
+    def _set_base(self, base: Base) -> None:
+        if self._is_seekable and base.position is not None:
+            self.loader.load_state_dict(base.position)
+            base = Base(base.step, {**self.loader.state_dict(), **_AT_START})
+        self._base = base
+        self._plan_windows()
+
+    def _plan_windows(self) -> None:
+        position, limit = self._base.position, self._limit
+        if self.planned is not None:
+            plan = self._plan
+            assert plan is not None
+            if position is not None:
+                plan = EpochPlan(
+                    plan.n,
+                    plan.batch_size,
+                    plan.world_size,
+                    accumulate=plan.accumulate,
+                    uneven=plan.uneven,
+                    drop_last=plan.drop_last,
+                    start=position,
+                    limit=None
+                    if limit is None
+                    else max(0, limit - self._base.step * self._accumulate),
+                )
+            self.planned.plan = plan
+            self.windows = self.planned.windows()
+        elif self._is_seekable:
+            if position is None and self._counted is not None:
+                self.windows = self._counted
+                return
+            rows = _count_rows(self.loader)
+            if limit is not None:
+                rows = rows[: max(0, limit - self._base.step * self._accumulate)]
+            self.windows = row_windows(
+                rows, self._rank, self._accumulate, self._uneven, is_rest=position is not None
+            )
+            if position is None:
+                self._counted = self.windows
+
+    # -- position ---------------------------------------------------------------------------------
+
+    def _find_state(self, epoch: int, done: int, is_start: bool = False) -> dict[str, Any]:
+        """Return the state of the loader at a number of steps after the base."""
+        state = None if is_start else self._base.position
+        if state is None:
+            state = {**self.loader.state_dict(), "epoch": epoch, "history": [], **_AT_START}
+        assert self.windows is not None
+        batches = sum(map(len, self.windows[:done]))
+        return {**state, "taken": batches * self.loader.batch_size}
+
+    def get_position(self, state: RankState) -> dict[str, Any] | None:
+        """Return the position, which is the same on all ranks. None if it isn't known."""
+        if not self.has_position:
+            return None
+        is_inside = state.step_in_epoch > 0
+        done = state.step_in_epoch - self._base.step if is_inside else 0
+        if self._is_seekable:
+            position: Any = self._find_state(state.epoch, done, is_start=not is_inside)
+        else:
+            assert self.planned is not None
+            start = self._base.position or 0
+            position = start + self.planned.plan.samples(done) if is_inside else 0
+        return {
+            "layout": self._describe_layout(),
+            "base": [self._base.step, self._base.position] if is_inside else [0, None],
+            "position": position,
+        }
+
+    def _describe_layout(self) -> list[int]:
+        """Return what the rows of a step depend on."""
+        return [
+            self._world_size,
+            self.loader.batch_size or self._get_batch_size(),
+            self._accumulate,
+        ]
+
+    def _get_batch_size(self) -> int:
+        assert self.planned is not None
+        return self.planned.plan.batch_size
+
+    def load_position(self, saved: Mapping[str, Any] | None, state: RankState) -> None:
+        """Continue at a position, on any number of ranks; ``state`` has been restored.
+
+        Raises:
+            DataError: The position is of different data.
+        """
+        if saved is None or not self.has_position:
+            return
+        position = saved["position"]
+        if self._is_seekable != isinstance(position, Mapping):
+            raise DataError("The position in the data was saved with a different kind of loader.")
+        if self._is_seekable:
+            self.loader.load_state_dict(position)  # with its seed
+        if not state.step_in_epoch:
+            self._set_base(Base())
+        elif list(saved["layout"]) == self._describe_layout():
+            self._set_base(Base(*saved["base"]))
+        else:
+            self._set_base(Base(state.step_in_epoch, position))
+
+    def get_own_state(self, state: RankState) -> dict[str, Any]:
+        """Return the state of this rank's loader alone."""
+        return {
+            "loader": parts.loader_state(self.loader, has_position=not self.has_position),
+            "start": self._start_state if state.step_in_epoch else None,
+        }
+
+    def load_start_state(self, start: dict[str, Any] | None) -> None:
+        self._start_state = start
+
+
+_AT_START = {"taken": 0, "alone": False, "rank": None}
+
+
+def _count_rows(loader: DataLoader) -> list[list[int]]:
+    """Return the rows of each rank in each of the batches that are left."""
+    size = loader.batch_size
+    rows = loader.dataset.count_step_rows(size)
+    if loader.drop_last:
+        rows = [[count if count == size else 0 for count in step] for step in rows]
+        rows = [step for step in rows if any(step)]
+    return rows
