@@ -200,7 +200,7 @@ def make_trainer(
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False),
               help="Also write geoguessr.json to this file.")  # fmt: skip
 @click.option(
-    "--resume", is_flag=True, help="Resume the run in --run-dir and train --steps more steps."
+    "--resume", is_flag=True, help="Resume the run in --run-dir, up to a total of --steps steps."
 )
 @click.option("--quick", is_flag=True, help="Use few rows and steps, to test the setup.")
 @click.option("--progress/--no-progress", default=True, help="Show or hide progress.")

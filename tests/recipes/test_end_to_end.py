@@ -47,7 +47,7 @@ def test_the_five_phases(recipe, tmp_path):
         assert float(scores[algorithm.upper()][0]) > 0.01
         assert float(scores[algorithm.upper()][1].rstrip("%")) > 80
         assert (tmp_path / algorithm / "geoguessr.png").exists()
-    more = [*options, "--run-dir", "ppo", "--resume"]
+    more = [*options, "--steps", "8", "--run-dir", "ppo", "--resume"]
     assert "untrained" not in by_hand(recipe, tmp_path, "train_ppo.py", *more)
     assert (tmp_path / "ppo" / "metrics.jsonl").read_text().count("\n") == 8
 

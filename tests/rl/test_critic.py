@@ -81,7 +81,7 @@ def test_the_optimizers_state_is_kept_whether_or_not_the_rate_is_new(saved, resu
         trainer.train(steps=1)
         trainer.save_checkpoint()
     with arms(resumed, optimizer=None, sync=sync, run_dir="run") as trainer:
-        trainer.train(steps=1, resume=True)
+        trainer.train(steps=2, resume=True)
         weights = trainer.model_weights()
     rates = [0.3 if rate is None else rate for rate in (saved, resumed)]
     assert adamw(*rates) != pytest.approx(rates[0] + rates[1], abs=0.005)  # a state that was lost
@@ -97,7 +97,7 @@ def test_an_optimizer_of_ones_own_must_have_the_groups_it_had(saved, resumed):
         trainer.save_checkpoint()
     refused = pytest.raises(ValueError, match="parameter groups")
     with arms(resumed, optimizer=sgd, run_dir="run") as trainer, refused:
-        trainer.train(steps=1, resume=True)
+        trainer.train(steps=2, resume=True)
 
 
 def test_a_schedule_leaves_the_critics_rate_alone():

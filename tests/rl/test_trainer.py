@@ -96,7 +96,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(kind, data):
         trainer.train(steps=3)
     # Another seed: what was random in the run is the run's own.
     with make(kind, run_dir="cut", **{**settings, "seed": 99}) as trainer:
-        result = trainer.train(steps=2, resume=True)
+        result = trainer.train(steps=5, resume=True)
         again = trainer.model_weights()
     for name, value in weights.items():
         assert torch.equal(again[name], value), name
@@ -114,7 +114,7 @@ def test_a_resumed_run_has_the_rate_of_its_own_config():
         weights = trainer.model_weights()
         trainer.save_checkpoint()
     with made[1] as trainer:
-        trainer.train(steps=1, resume=True)
+        trainer.train(steps=2, resume=True)
         for name, value in trainer.model_weights().items():
             assert torch.equal(value, weights[name])
 
@@ -143,7 +143,7 @@ def test_loaders_without_memory_drop_as_many_steps_on_another_number_of_workers(
     for workers in (1, 4):
         first = log.read_text()
         with made(workers) as trainer, pytest.warns(UserWarning, match="no state_dict"):
-            trainer.train(steps=2, resume=True)
+            trainer.train(steps=3, resume=True)
         seen = log.read_text().split("=")[:-1]
         assert sorted(seen) == sorted(row["prompt"][:-1] for row in rows(12))  # each once
         log.write_text(first)

@@ -148,7 +148,7 @@ def test_a_run_resumes_bit_for_bit_and_on_another_number_of_workers(local_engine
         wanted = trainer.train(steps=2)
         weights = weights_of(trainer)[0]
     with make(run_dir="run") as trainer:
-        again = trainer.train(steps=2, resume=True)
+        again = trainer.train(steps=4, resume=True)
         both = weights_of(trainer)
     for name, value in weights.items():
         assert torch.equal(both[0][name], value)
@@ -157,12 +157,12 @@ def test_a_run_resumes_bit_for_bit_and_on_another_number_of_workers(local_engine
     assert again["kl_coef"] == wanted["kl_coef"]
     with make(1, run_dir="run") as trainer:
         with pytest.warns(UserWarning, match="2 workers on 1"):
-            alone = trainer.train(steps=2, resume=True)
+            alone = trainer.train(steps=4, resume=True)
         other = weights_of(trainer)[0]
         trainer.save_checkpoint()
     with make(2, run_dir="run") as trainer:
         with pytest.warns(UserWarning, match="1 workers on 2"):
-            trainer.train(steps=2, resume=True)
+            trainer.train(steps=6, resume=True)
         pair = weights_of(trainer)
     for name in weights:  # both took up the one's optimizer
         assert torch.equal(pair[0][name], pair[1][name])
@@ -210,7 +210,7 @@ def test_weights_are_combined_every_so_often_and_a_worker_that_dies_is_replaced(
         assert torch.equal(references[0][name], initial[name])
         assert torch.equal(references[1][name], initial[name])
     with make(sync="weights", sync_interval=2, resume=path) as trainer:
-        assert trainer.train(steps=1)["epoch"] == 4
+        assert trainer.train(steps=5)["epoch"] == 4
 
 
 def test_the_death_of_a_worker_is_named_and_not_what_it_did_to_the_others(local_engine, tmp_path):
@@ -311,7 +311,7 @@ def test_parquet_is_read_by_the_workers_and_the_rest_of_an_epoch_shared_out_anew
     assert [line["id"] for line in first] == [(0 + 1 + 6 + 7) / 4, (2 + 3 + 8 + 9) / 4]
     alone = make(1, data=make_loader, reward=reward, run_dir="run")
     with alone, pytest.warns(UserWarning, match="2 workers on 1"):
-        history = alone.train(steps=3, resume=True).history
+        history = alone.train(steps=5, resume=True).history
     assert [line["counts"]["prompts"] for line in history] == [4, 4, 2, 2, 2]
     assert history[2]["id"] + history[3]["id"] == (4 + 5 + 10 + 11) / 2
     assert history[4]["id"] == (0 + 1) / 2  # the next epoch

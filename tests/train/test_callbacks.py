@@ -13,6 +13,7 @@ from miniray.train import (
     LRSchedule,
     RunDirectory,
 )
+from miniray.train.run.state import TrainState
 
 
 class Trainer:
@@ -22,10 +23,17 @@ class Trainer:
         self.run = RunDirectory.open(tmp_path / "run")
         self.checkpoints = CheckpointStore(self.run.checkpoints)
         self.workers = list(workers)
-        self.epoch = 0
+        self.state = TrainState()
         self.should_stop = False
         self.stop_reason = ""
-        self.history = []
+
+    @property
+    def epoch(self):
+        return self.state.epoch
+
+    @property
+    def history(self):
+        return self.state.history
 
     def save_checkpoint(self, epoch):
         return self.checkpoints.save(epoch, {"history": self.history})
@@ -37,7 +45,8 @@ class Trainer:
         callback.on_train_start(self, **kwargs)
         for epoch, result in enumerate(results, start=first):
             callback.on_epoch_start(self, epoch, **kwargs)
-            self.history.append({"epoch": epoch, **result})
+            self.state.epoch = epoch
+            self.state.end_epoch(epoch, {"epoch": epoch, **result})
             callback.on_epoch_end(self, epoch, self.history[-1], **kwargs)
             if self.should_stop:
                 break

@@ -61,7 +61,7 @@ def test_registered_part_is_saved_and_restored(tmp_path):
     train_one_epoch(tmp_path / "run", saved)
     with make(tmp_path / "run", resume=True) as trainer:
         trainer.checkpointer.register("counter", restored)
-        trainer.train(epochs=1)
+        trainer.train(epochs=2)
     assert restored.values.tolist() == [3.5]
     assert trainer.epoch == trainer.state.step == 2
 
@@ -72,7 +72,7 @@ def test_part_that_the_checkpoint_lacks_keeps_its_state(tmp_path):
     with make(tmp_path / "run", resume=True) as trainer:
         trainer.checkpointer.register("counter", part)
         with pytest.warns(UserWarning, match="counter"):
-            trainer.train(epochs=1)
+            trainer.train(epochs=2)
     assert part.values.tolist() == [0.0]
 
 

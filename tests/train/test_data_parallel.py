@@ -140,7 +140,7 @@ def test_a_strategy_may_be_an_object_and_goes_into_checkpoints(tmp_path):
         trainer.train(epochs=1)
         trainer.save_checkpoint(0)
     with DataParallelTrainer(2, 1, "momentum", momentum=0.5, progress=False, **options) as trainer:
-        trainer.train(epochs=1, resume=True)
+        trainer.train(epochs=2, resume=True)
         assert weights_of(trainer) == [3.75, 3.75]  # as computed below
 
 

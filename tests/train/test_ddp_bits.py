@@ -103,7 +103,7 @@ def test_resume_and_restart_of_three_ranks_give_the_same_bits(engine, tmp_path):
     whole = run(3, 3, TINY, run_dir="whole", callbacks=[Checkpoint(keep_last=None)])
     parts = run(
         3,
-        2,
+        3,
         TINY,
         run_dir="parts",
         max_failures=1,
@@ -173,7 +173,7 @@ def test_restart_and_resume_give_the_same_bits(
     checkpoint = min((tmp_path / "whole" / "checkpoints").iterdir())
     resumed = run(
         world_size,
-        1,
+        2,
         options,
         run_dir="resumed",
         worker_options=worker_options,

@@ -234,7 +234,7 @@ def test_parameters_that_would_be_trained_on_each_worker_by_itself_are_refused()
     words = r"self.optimizer has parameters that are not self.model's but of self.criterion: .* "
     with pytest.raises(ValueError, match=words + r"pass models=\('model', 'criterion'\)"):
         train(Margin)
-    with pytest.raises(ValueError, match=r"self.scaling has .* Make them a part of self.model$"):
+    with pytest.raises(ValueError, match=r"self.scaling has .* Make them a part of self.model\n"):
         train(Scaled)
 
 

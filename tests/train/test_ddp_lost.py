@@ -90,6 +90,7 @@ class Busy(DDPTrainer):
 def run(kind=Busy, epochs=2, shard="none", callbacks=(), max_failures=0, **kwargs):
     """(what each epoch gave, weights, events)"""
     options = {"worker": Mortal, "seed": SEED, "progress": False, "eval_interval": 1}
+    options["snapshot_every"] = None  # it would call get_state() more often
     with kind(2, shard=shard, callbacks=callbacks, max_failures=max_failures, **options) as trainer:
         result = trainer.train(epochs=epochs, **kwargs)
         keys = ("loss", "val_loss", "val_num_samples", "met")

@@ -130,11 +130,11 @@ def test_a_checkpoint_fits_every_number_of_workers_sharded_or_not():
     assert scores["num_samples"] == 9
     # The same layout goes on with the same bits.
     with DDPTrainer(2, shard="full", run_dir="again", **options) as trainer:
-        trainer.train(epochs=1, resume=path)
+        trainer.train(epochs=2, resume=path)
         assert same(trainer.model_weights(), expected)
     # Whole models take it up too, with the optimizer's memory, and go the same way on.
     with DDPTrainer(2, run_dir="whole", **options) as trainer:
-        trainer.train(epochs=1, resume=path)
+        trainer.train(epochs=2, resume=path)
         assert apart(trainer.model_weights(), expected) < 1e-5
         found = trainer._collect_shared()
         other = trainer.save_checkpoint()

@@ -64,7 +64,7 @@ def test_going_on_from_a_checkpoint_gives_the_same_bits(tmp_path):
     with DDPTrainer(2, run_dir="parts", callbacks=[Checkpoint()], **options) as trainer:
         trainer.train(epochs=2)
     with DDPTrainer(2, run_dir="parts", resume=True, **options) as trainer:
-        parts = trainer.train(epochs=2)
+        parts = trainer.train(epochs=4)
         found = trainer.model_weights()
         final = trainer.save_final_model()
         lr = miniray.get(trainer.workers[0].gather_shared.remote())["parts"]["optimizer"]
@@ -82,7 +82,7 @@ def test_going_on_from_a_checkpoint_gives_the_same_bits(tmp_path):
     # On another number of workers the order of samples and the optimizer's memory go on.
     with DDPTrainer(3, run_dir="parts", resume=True, **options) as trainer:
         with pytest.warns(UserWarning, match="a run of 2 workers on 3"):
-            result = trainer.train(epochs=1)
+            result = trainer.train(epochs=3)
         states = trainer.call_workers("optimizer_state")
     assert [r["epoch"] for r in result.history] == [0, 1, 2]
     assert result["num_samples"] == 57

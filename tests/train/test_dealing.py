@@ -109,7 +109,7 @@ def test_the_rest_of_an_epoch_goes_to_however_many_workers(run, then):
     """Two batches of two on two workers are 8 rows; the other 12 go to ``then`` workers."""
     data = numbers(shuffle=True, seed=3)
     run(2, 1, data, save=True, batches=2)
-    log = run(then, 1, data, resume=True)
+    log = run(then, 2, data, resume=True)
     assert delivered(log, 0, 1) == list(range(ROWS))
     assert len(delivered(log, 1)) == 12
 
@@ -143,4 +143,4 @@ def test_what_cannot_be_sharded_is_refused():
 def test_other_data_than_the_checkpoints_is_refused(run):
     run(1, 1, numbers(), save=True, batches=2)
     with pytest.raises(DataError, match="different data"):
-        run(1, 1, IndexedDataset([{"x": 0}] * 3), resume=True)
+        run(1, 2, IndexedDataset([{"x": 0}] * 3), resume=True)

@@ -88,7 +88,7 @@ def test_lost_in_the_middle_of_a_pass(tmp_path):
     """Two epochs of 8 rows; worker 1 is lost in the second, and the 4 rows left go to three."""
     assert train(tmp_path, 2, 2, deaths=["train-1-1"], batches=2) == 1
     assert len(set(delivered(tmp_path, 0, 1))) == len(delivered(tmp_path, 0, 1)) == 16
-    train(tmp_path, 3, 1)
+    train(tmp_path, 3, 3)
     assert delivered(tmp_path, 0, 1, 2) == list(range(ROWS))
 
 

@@ -155,7 +155,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path):
 
     straight = run("straight", 5)
     run("stopped", 3)
-    assert run("stopped", 2, resume=True) == straight
+    assert run("stopped", 5, resume=True) == straight
 
 
 @miniray.remote

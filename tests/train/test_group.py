@@ -7,7 +7,13 @@ import pytest
 import miniray
 from miniray.core.engine import Engine
 from miniray.errors import GroupError
-from miniray.train.lockstep.process_group import GroupHost, absent, find_interface, join, leave
+from miniray.train.lockstep.process_group import (
+    GroupHost,
+    find_interface,
+    find_missing,
+    join,
+    leave,
+)
 from miniray.train.lockstep.status import _is_waiting
 
 torch = pytest.importorskip("torch")
@@ -100,5 +106,5 @@ def test_waiting_for_ranks_is_recognized_in_the_stack():
             found.append(_is_waiting(sys._getframe(1)))
             return True
 
-    assert absent(Store(), "here", 2, 1.0) == []
+    assert find_missing(Store(), "here", 2, 1.0) == []
     assert found == [True, True]

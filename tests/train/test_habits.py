@@ -22,7 +22,7 @@ def test_a_worker_that_counts_epochs_from_1_does_not_confuse_the_run():
         trainer.save_checkpoint()
     assert [(record["epoch"], record["seconds"]) for record in result.history] == [(0, 5), (1, 5)]
     with BaseTrainer(2, **options) as trainer:
-        trainer.train(epochs=1, resume=True)
+        trainer.train(epochs=3, resume=True)
         assert [record["epoch"] for record in trainer.run.read_metrics()] == [0, 1, 2]
 
 

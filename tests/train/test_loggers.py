@@ -369,7 +369,7 @@ def test_a_resumed_run_has_the_same_id_and_knows_what_was_reached(tmp_path):
     ids = json.loads((tmp_path / "run" / "loggers.json").read_text())
     assert ids == {"Recorder": "id-1", "Recorder-2": "id-2"}
     again, new = Recorder(run_id="id-1"), CSVLogger()
-    train(tmp_path, [again, new], epochs=3, resume=True)
+    train(tmp_path, [again, new], epochs=5, resume=True)
     run = again.runs[0]
     assert (run.run_id, run.reached, run.restarts) == ("id-1", 2, 1)
     assert [call[2] for call in again.calls if call[0] == "log"] == [2, 3, 4]

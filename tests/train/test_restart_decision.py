@@ -7,7 +7,7 @@ import pytest
 
 from miniray.errors import ActorDiedError, BarrierTimeoutError, TaskError, WorkerTimeoutError
 from miniray.train.lockstep.group import LockstepGroup
-from miniray.train.lockstep.snapshot import Keep, RankSnapshots
+from miniray.train.lockstep.snapshot import Keep, RankSnapshots, StepSnapshots
 from miniray.train.workers.budget import FailureBudget
 
 
@@ -21,6 +21,7 @@ class Recorder(LockstepGroup):
             required=(),
             prepare=None,
             snapshots=RankSnapshots(None, None),
+            step_snapshots=StepSnapshots(None, None),
             budget=FailureBudget(max_failures),
             name="test",
             backend="gloo",
@@ -31,13 +32,15 @@ class Recorder(LockstepGroup):
             shows_progress=False,
             describe_part=lambda rank: None,
             on_event=self.record_event,
+            on_restored=None,
             on_replaced=self.record_event,
+            on_poll=None,
         )
         self.restarts, self.failed_ranks = [], []
         self.restart_errors = restart_errors
 
-    def _restart(self, reason, epoch):
-        self.restarts.append(reason)
+    def _restart(self, lost, epoch, epoch_start):
+        self.restarts.append(str(lost))
         if self.restart_errors:
             raise self.restart_errors.pop(0)
 
@@ -108,7 +111,7 @@ def test_loss_while_state_is_kept_repeats_the_attempt():
         return ["random numbers"]
 
     group.call_ranks = fetch
-    group.snapshots.set("weights", "shared", [])
+    group.snapshots.set(0, "weights", "shared", [])
     assert group.run(lambda: calls.append("attempt"), epoch=3, keep=Keep.OWN) is None
     assert calls == ["attempt", "get_state", "attempt"]
     assert group.snapshots.is_empty  # no failure is left: nothing is kept

@@ -187,7 +187,7 @@ def test_trainer_rejects_a_run_that_another_process_trains():
         process.send_signal(signal.SIGKILL)
         process.communicate()
         with Trainer(1, name="shared", backend="inline", progress=False) as trainer:
-            trainer.train(epochs=1, resume=True)
+            trainer.train(epochs=2, resume=True)
             epochs = [record["epoch"] for record in trainer.run.read_metrics()]
             assert epochs == [0, 1]
             assert find_holder(trainer.run.path) is None
@@ -206,7 +206,7 @@ class Waiting(Trainer):
         sys.stdin.readline()
 
 with Waiting(1, name="shared", backend="inline", progress=False) as trainer:
-    trainer.train(epochs=1, resume=True)
+    trainer.train(epochs=2, resume=True)
 """
 
 
@@ -238,7 +238,7 @@ def test_trainer_after_a_different_process_continued_the_run():
             trainer.train(epochs=1)
         assert (caught.value.pid, caught.value.host) == (process.pid, socket.gethostname())
         assert [record["epoch"] for record in trainer.run.read_metrics()] == [0, 1]
-        trainer.train(epochs=1, resume=True)
+        trainer.train(epochs=3, resume=True)
         assert [record["epoch"] for record in trainer.run.read_metrics()] == [0, 1, 2]
         assert trainer.run.status() == "finished"
 

@@ -39,7 +39,7 @@ def train_twice(tmp_path, make_logger):
     with trainer, pytest.raises(KeyboardInterrupt):
         trainer.train(3, lr=0.5)
     with BaseTrainer(2, worker=Counter, loggers=make_logger(), **options) as trainer:
-        return trainer.train(3, resume=True, lr=0.5)
+        return trainer.train(5, resume=True, lr=0.5)
 
 
 # -- Weights & Biases ------------------------------------------------------------------------------

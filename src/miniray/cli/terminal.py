@@ -141,7 +141,7 @@ def _row(run: Run) -> dict[str, str]:
 
 
 def _epochs(run: Run) -> str:
-    """Return the number of completed epochs. The first epoch in the metrics has the index 0."""
+    """Return the number of completed epochs. Metrics number epochs from 0."""
     last = run.last_metrics().get("epoch")
     return str(last + 1) if isinstance(last, int) else ""
 

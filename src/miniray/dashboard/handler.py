@@ -171,7 +171,7 @@ class Handler(BaseHTTPRequestHandler):
     # -- parts ------------------------------------------------------------------------------------
 
     def _log_file(self, run: str, rank: str) -> Path | None:
-        """Return the path of the log of a rank, or None if the rank has no log."""
+        """Return the path to a rank's log, or None if the rank has no log."""
         if not _is_rank(rank):
             raise BadRequestError("rank must be a number")
         root = self.dashboard.root

@@ -55,7 +55,7 @@ class Timeline:
         return self._moments[-1] if self._moments else None
 
     def update(self, facts: Facts) -> list[Steps]:
-        """Add the new data in the record of the rank to the timeline.
+        """Append the new data from the rank's record to the timeline.
 
         Return the new steps of all attempts of the rank.
         """

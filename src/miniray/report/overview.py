@@ -31,7 +31,7 @@ _CLASSES = {
 def render_header(run: Run) -> Markup:
     """Return the header of the page.
 
-    The header shows the name and the state of the run. A second line shows the kind of the run, the
+    The header shows the name and the state of the run. A second line shows the type of the run, the
     number of ranks, the duration and the start time.
     """
     parts = [run.kind]

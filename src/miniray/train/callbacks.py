@@ -157,7 +157,7 @@ class Checkpoint(Callback):
     def on_train_end(self, trainer: Any, history: Any, **kwargs: Any) -> None:
         if self._saved_step != trainer.state.step:
             self._save(trainer)
-        if self.keep_best is not None:
+        if self.keep_best is not None and trainer.checkpoints.best() is None:
             _warn_unless_seen("Checkpoint kept no best one", self.keep_best[0], trainer.history)
 
 

@@ -34,9 +34,15 @@ if TYPE_CHECKING:
     from miniray.train.run.loggers.base import Logger
 
 #: Methods of trainers and callbacks that get the keyword arguments of train().
-_HOOKS = ("train_epoch", "on_train_start", "on_epoch_start", "on_epoch_end", "on_train_end")
+_HOOKS = (
+    *("train_epoch", "on_train_start", "on_epoch_start", "on_epoch_end", "on_train_end"),
+    *("on_step_end", "on_evaluate_end"),
+)
 #: Arguments that miniray passes to them.
-_OURS = ("worker_id", "shard_id", "num_shards", "epoch", "result", "history")
+_OURS = (
+    *("worker_id", "shard_id", "num_shards", "epoch", "result", "history"),
+    *("step", "metrics", "scores"),
+)
 
 
 #: Hints for what a worker sets itself.
@@ -167,6 +173,7 @@ class LockstepKwargs(RunKwargs, total=False):
     timeout: float
     log_every: int
     eval_every_steps: int | None
+    snapshot_every: int | Literal["auto"] | None
 
 
 class ParallelKwargs(LockstepKwargs, total=False):

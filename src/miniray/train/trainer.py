@@ -22,7 +22,7 @@ from miniray.core import session, startup
 from miniray.core.remote import ActorClass
 from miniray.tracebacks import hide_frames, hides_frames
 from miniray.train import gpus, pretrained
-from miniray.train.callbacks import CallbackSetup, CallbackStates, check_callbacks
+from miniray.train.callbacks import CallbackSetup, CallbackStates, Checkpoint, check_callbacks
 from miniray.train.options import (
     IN_WORKER_HINTS,
     WORKER_HINTS,
@@ -282,19 +282,18 @@ class BaseTrainer:
             RuntimeError: The workers were stopped by ``shutdown`` or an error, so their weights are
                 gone, and ``resume`` isn't set.
         """
-        epochs, steps = self._check_length(epochs, steps)
-        check_names(kwargs)
         if not hasattr(self, "state"):
             raise RuntimeError(
                 f"{type(self).__name__}.__init__() must call super().__init__(num_workers, ...)"
             )
+        epochs, steps = self._check_length(epochs, steps)
+        self._check_step_options()
+        check_names(kwargs)
         resume = self._resume if resume is None else resume
         self._resume = False
-        if resume == "auto":
+        is_total, is_auto = bool(resume), resume == "auto"
+        if is_auto:
             resume = self._has_checkpoint()
-            is_total = True
-        else:
-            is_total = bool(resume)
         if self.state.step and self._group is None and self._loaded is None and not resume:
             raise RuntimeError(
                 f"the weights of these {self.epoch} {self._unit}s are gone: shutdown() or an error "
@@ -310,11 +309,13 @@ class BaseTrainer:
             with self.session.record_attempt(
                 self._abort, self.checkpointer.find_newest, self._stop_for_signal, self._get_step
             ) as attempt:
-                self._start(resume)
+                self._start(resume, restart=is_auto)
                 self._target = TrainTarget.create(self.state, epochs, steps, is_total)
+                self._check_target()
                 if is_total and self._target.is_reached(self.state):
                     self._print_complete()
-                    return self._make_result(0.0)
+                    self.result = self._make_result(0.0)
+                    return self.result
                 self._emit("on_train_start")
                 with self.session.signals.finishing():
                     self._loop()
@@ -360,6 +361,24 @@ class BaseTrainer:
             None if epochs is None else check_int(f"{self._unit}s", epochs, 0),
             None if steps is None else check_int("steps", steps, 0),
         )
+
+    def _check_step_options(self) -> None:
+        """Raise ``TypeError`` for options that need to know the steps of workers."""
+        has_steps = self._counts_steps or self._unit == "step"
+        if not has_steps and self._find_checkpoint_steps() is not None:
+            raise TypeError(
+                f"Checkpoint(every_steps=...) with {type(self).__name__} needs workers that train "
+                "step by step: with train_epoch, the steps are the workers' own. Use every= "
+                "(epochs), or DDPTrainer and workers with training_step"
+            )
+
+    def _find_checkpoint_steps(self) -> int | None:
+        """Return ``every_steps`` of the first ``Checkpoint`` that has it, or None."""
+        found = (c.every_steps for c in self.callbacks if isinstance(c, Checkpoint))
+        return next(filter(None, found), None)
+
+    def _check_target(self) -> None:
+        """Raise ``TypeError`` if the workers can't stop where the run should end or pause."""
 
     def _has_checkpoint(self) -> bool:
         """Return whether ``resume="auto"`` finds a checkpoint."""
@@ -445,10 +464,14 @@ class BaseTrainer:
         """Do what follows the training of an epoch, and add to ``result``."""
         interval = self.options.eval_interval
         if interval and (epoch + 1) % interval == 0:
-            # Without data=, which train() received to train on.
-            scores = self.evaluate(**{k: v for k, v in self._kwargs.items() if k != "data"})
-            # In Lightning, names start with val_ already.
-            result.update({f"val_{k.removeprefix('val_')}": v for k, v in scores.items()})
+            result.update(self._evaluate_for_record())
+
+    def _evaluate_for_record(self) -> dict[str, Any]:
+        """Evaluate, and return the scores with names for a record."""
+        # Without data=, which train() received to train on.
+        scores = self.evaluate(**{k: v for k, v in self._kwargs.items() if k != "data"})
+        # In Lightning, names start with val_ already.
+        return {f"val_{k.removeprefix('val_')}": v for k, v in scores.items()}
 
     def _emit(self, hook: str, *arguments: Any) -> None:
         """Call the trainer's hook and then those of the callbacks."""
@@ -509,14 +532,17 @@ class BaseTrainer:
         results: list[Any] = self._get_group().call(method, lambda _: args, kwargs, epoch)
         return results
 
-    def _start(self, resume: bool | str | Path) -> None:
-        """Start the engine, the run directory and the workers, unless they are running."""
+    def _start(self, resume: bool | str | Path, *, restart: bool = False) -> None:
+        """Start the engine, the run directory and the workers, unless they are running.
+
+        ``restart`` continues in the directory of a run that left no checkpoint.
+        """
         self._start_engine()
         if resume:
             self.load_checkpoint("latest" if resume is True else resume)
         else:
             self.checkpointer.check_unused()
-        run = self.session.open()
+        run = self.session.open(restart=restart)
         self.checkpointer.open(run.checkpoints)
         self.session.write_description(self._describe())
         self.loggers.open(run, self._kwargs)

@@ -23,7 +23,7 @@ from miniray.train.lockstep.loop import (
     StepOutput,
     check_scheduler,
 )
-from miniray.train.lockstep.mesh import gather_full, share_buffers
+from miniray.train.lockstep.mesh import gather_full, load_tensors, share_buffers
 from miniray.train.lockstep.plan import Window, counted_windows
 from miniray.train.lockstep.rank import RankContext, WorkerTraits
 from miniray.train.lockstep.schedule import Action, Agreement
@@ -52,7 +52,9 @@ class ReplicatedModel:
         self._windows: list[Window] | None = None  # of an epoch; None if their number isn't known
         self._forwards: dict[str, int] = {}  # before the current step
         self._step_counts: dict[str, int] = {}  # by optimizer
-        self._grad_norm: Any = None  # of the last step that was logged or clipped
+        #: At the start of the epoch, for loaders that can't continue inside it: see _skip_batches.
+        self._start_state: dict[str, Any] | None = None
+        self._grad_norm: Any = None  # of the last step, if it is logged or clipped
 
     @property
     def checks_losses(self) -> bool:
@@ -214,8 +216,10 @@ class ReplicatedModel:
         for model in self._synced:
             getattr(self.user, model).train()
         state, planned = self.context.state, self.planned
-        data.set_epoch(self.user.train_loader, state.epoch)
         first, last = state.step_in_epoch, None
+        if self._skips_batches:
+            self._set_start_state(first)
+        data.set_epoch(self.user.train_loader, state.epoch)
         if self._windows is None:
             return self._iter_batches(enumerate(iter(self.user.train_loader)))
         windows = self._windows[first:]
@@ -226,8 +230,35 @@ class ReplicatedModel:
                 planned.set_epoch(state.epoch, first - 1)
                 *_, batch = iter(self.user.train_loader)
                 last = number - 1, batch
-        batches = enumerate(iter(self.user.train_loader) if any(map(any, windows)) else (), number)
-        return self._iter_windows(batches, windows, last)
+        batches = iter(self.user.train_loader if any(map(any, windows)) else ())
+        if self._skips_batches:
+            last = self._skip_batches(batches, number)
+        return self._iter_windows(enumerate(batches, number), windows, last)
+
+    @property
+    def _skips_batches(self) -> bool:
+        """Whether the worker's own loader can only continue inside an epoch from its start.
+
+        Then the batches before the position are loaded again, with the random numbers of the start.
+        """
+        return self.planned is None and not hasattr(self.user.train_loader, "state_dict")
+
+    def _skip_batches(self, batches: Iterator[Any], count: int) -> tuple[int, Any] | None:
+        """Load batches that this rank has trained on; return the last one and its number."""
+        last = None
+        for item in enumerate(itertools.islice(batches, count)):
+            self.context.status.touch()
+            last = item
+        return last
+
+    def _set_start_state(self, first: int) -> None:
+        loader = self.user.train_loader
+        if not first or self._start_state is None:
+            loader_state = parts.loader_state(loader, has_position=False)
+            self._start_state = {"random": parts.random_state(), "loader": loader_state}
+        else:
+            parts.set_random_state(self._start_state["random"])
+            parts.load_loader_state(loader, self._start_state["loader"])
 
     def _iter_windows(
         self, batches: Iterator[tuple[int, Any]], windows: Iterable[Window], last: Any
@@ -331,6 +362,8 @@ class ReplicatedModel:
             self.scaler.unscale_(optimizer)
             gradients = [p.grad for p in self._iter_parameters() if p.grad is not None]
             self._grad_norm = torch.nn.utils.get_total_norm(gradients)
+        else:
+            self._grad_norm = None
         self.scaler.step(optimizer)
         self.scaler.update()
         if self.scheduler_interval == "step":
@@ -367,7 +400,10 @@ class ReplicatedModel:
     @property
     def logs_next_step(self) -> bool:
         """Whether the step under way is logged."""
-        return Action.LOG in self.settings.step_schedule.get_actions(self.context.state.step + 1)
+        state, windows = self.context.state, self._windows
+        is_last = windows is not None and state.step_in_epoch + 1 == len(windows)
+        actions = self.settings.step_schedule.get_actions(state.step + 1)
+        return Action.LOG in actions or is_last or state.step + 1 == self.context.until
 
     def autocast(self) -> Any:
         """Return a context in which the model computes with ``precision``."""
@@ -430,11 +466,16 @@ class ReplicatedModel:
 
         It is the same whether the model is sharded or not: tensors are saved whole.
         """
-        planned = self.planned
         owned = parts.stateful(self.user)
         return {
             "parts": {name: self.get_part_state(part) for name, part in owned.items()},
             "buffers": {key: buffer.detach().cpu() for key, buffer in self._iter_buffers()},
+            **self._get_progress(),
+        }
+
+    def _get_progress(self) -> dict[str, Any]:
+        planned = self.planned
+        return {
             "scaler": self.scaler.state_dict(),
             "position": self.context.state.state_dict(),
             "order": None if planned is None else planned.seed,
@@ -453,11 +494,45 @@ class ReplicatedModel:
         for key, buffer in self._iter_buffers():
             if key in shared["buffers"]:
                 buffer.copy_(shared["buffers"][key])
+        self._load_progress(shared)
+
+    def _load_progress(self, shared: Any) -> None:
         if shared["scaler"]:
             self.scaler.load_state_dict(shared["scaler"])
         self.context.state.load_state_dict(shared.get("position", {}))
         if self.planned is not None and shared["order"] is not None:
             self.planned.seed = shared["order"]
+
+    @property
+    def has_position(self) -> bool:
+        if not self.traits.has_steps or self._windows is None:
+            return False
+        return self.planned is not None or hasattr(self.user.train_loader, "state_dict")
+
+    def get_local_state(self) -> tuple[Any, Any]:
+        """Return parameters and optimizers, and this rank's buffers.
+
+        Inside an epoch, running statistics are those of each rank's own batches.
+        """
+        owned = parts.stateful(self.user)
+        shared = {
+            "parameters": {key: p.detach() for key, p in self._iter_named_parameters()},
+            "parts": {name: self.get_part_state(part) for name, part in owned.items()},
+            **self._get_progress(),
+        }
+        return shared, dict(self._iter_buffers())
+
+    def load_local_state(self, shared: Any, own: Any) -> None:
+        load_tensors(self._iter_named_parameters(), shared["parameters"])
+        load_tensors(self._iter_buffers(), own)
+        for name, part in parts.stateful(self.user).items():
+            self.load_part_state(part, shared["parts"][name])
+        self._load_progress(shared)
+
+    def _iter_named_parameters(self) -> Iterator[tuple[str, Any]]:
+        for name, module in self.modules.items():
+            for key, parameter in module.named_parameters():
+                yield f"{name}.{key}", parameter
 
     def _iter_buffers(self) -> Iterator[tuple[str, Any]]:
         for name, module in self.modules.items():
@@ -474,10 +549,13 @@ class ReplicatedModel:
 
     def get_data_state(self) -> dict[str, Any]:
         loader = getattr(self.user, "train_loader", None)
-        return {"loader": parts.loader_state(loader, has_position=self.planned is None)}
+        start = self._start_state if self.context.state.step_in_epoch else None
+        found = parts.loader_state(loader, has_position=self.planned is None)
+        return {"loader": found, "start": start}
 
     def load_data_state(self, state: Mapping[str, Any]) -> None:
         parts.load_loader_state(getattr(self.user, "train_loader", None), state["loader"])
+        self._start_state = state["start"]
 
     def set_lr(self, lr: float) -> None:
         TorchWorker.set_lr(self.user, lr)

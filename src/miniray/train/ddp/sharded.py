@@ -21,7 +21,11 @@ from miniray.train.ddp.replicated import ReplicatedModel
 from miniray.train.lockstep.mesh import (
     gather_full,
     gather_optimizer_values,
+    get_local_optimizer,
+    load_local_optimizer,
+    load_tensors,
     load_weights,
+    local,
     make_mesh,
     shard_optimizer_values,
 )
@@ -122,6 +126,22 @@ class ShardedReplica(ReplicatedModel):
         shared = self.get_shared()
         return None if self.context.rank else shared
 
+    def get_local_state(self) -> tuple[Any, Any]:
+        """Return the position, and this rank's shards of parameters and optimizers."""
+        own = {
+            "parameters": {k: local(p).detach() for k, p in self._iter_named_parameters()},
+            "buffers": dict(self._iter_buffers()),
+            "parts": {k: _get_local(part) for k, part in parts.stateful(self.user).items()},
+        }
+        return self._get_progress(), own
+
+    def load_local_state(self, shared: Any, own: Any) -> None:
+        load_tensors(self._iter_named_parameters(), own["parameters"])
+        load_tensors(self._iter_buffers(), own["buffers"])
+        for name, part in parts.stateful(self.user).items():
+            _load_local(part, own["parts"][name])
+        self._load_progress(shared)
+
     def get_part_state(self, part: Any) -> dict[str, Any]:
         saved = super().get_part_state(part)
         numbers = saved.get("state")
@@ -141,6 +161,21 @@ class ShardedReplica(ReplicatedModel):
             }
             state = {**state, "state": numbers}
         super().load_part_state(part, state)
+
+
+def _get_local(part: Any) -> dict[str, Any]:
+    """Return the state of a scheduler, or this rank's part of an optimizer's state."""
+    if isinstance(part, torch.optim.Optimizer):
+        return get_local_optimizer(part)
+    state: dict[str, Any] = part.state_dict()
+    return state
+
+
+def _load_local(part: Any, saved: Mapping[str, Any]) -> None:
+    if isinstance(part, torch.optim.Optimizer):
+        load_local_optimizer(part, saved)
+    else:
+        part.load_state_dict(saved)
 
 
 def _check_worker(worker: Any, traits: WorkerTraits) -> None:

@@ -52,8 +52,11 @@ class DDPTrainer(LockstepTrainer):
         hang_timeout: seconds in which no rank moves and the one that is waited for is idle; then
             the run ends and says which, and where. None: no limit.
         timeout: seconds the ranks wait for one another in a collective or barrier at most.
-        max_failures: how often the ranks are started again after one died or hung. Then the state
-            of the run is kept on the driver after each epoch.
+        max_failures: Restarts of all ranks after one dies or hangs. Then the driver keeps the state
+            after each epoch, and the ranks write snapshots.
+        snapshot_every: Steps between two snapshots inside an epoch, from which ranks restart.
+            ``"auto"`` chooses an interval at which copies take 0.5 % of the time at most. None: a
+            lost rank costs the steps since the last epoch or pause.
         find_unused_parameters, bucket_cap_mb, broadcast_buffers, gradient_as_bucket_view,
             static_graph: go to DistributedDataParallel.
 

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from miniray.core import SharedBuffer
+from miniray.errors import ObjectStoreFullError
 from miniray.train.run.encoding import Encoder, decode
 from miniray.train.run.tensorfile import Entry
 
@@ -218,8 +219,12 @@ class SnapshotArena:
             CapabilityError: The engine has no shared memory.
         """
         self.close()
-        for size in slot_bytes:
-            self._buffers.append(SharedBuffer(self.num_slots * size))
+        try:
+            for size in slot_bytes:
+                self._buffers.append(SharedBuffer(self.num_slots * size))
+        except ObjectStoreFullError:
+            self.close()
+            raise
         return list(self._buffers)
 
     @property
@@ -248,6 +253,13 @@ class SnapshotArena:
             committed = dict(self._committed(buffer, self.num_slots))
             slots.append(committed[step])
         return _assemble(step, slots)
+
+    def clear(self) -> None:
+        """Mark all slots as empty. No rank may be writing."""
+        for buffer in self._buffers:
+            size = buffer.size // self.num_slots
+            for slot in range(self.num_slots):
+                _set_phase(buffer.map()[slot * size :], SlotPhase.EMPTY)
 
     def close(self) -> None:
         """Free the memory once no rank uses it."""

@@ -62,6 +62,24 @@ def create_group_error(
     return error
 
 
+def describe_loss(
+    lost: Exception, died_at: int | None, resumed_at: int | None, seconds: float
+) -> str:
+    """Return one line on which rank was lost and where training continues."""
+    rank, code = getattr(lost, "rank", None), getattr(lost, "exit_code", None)
+    signal = getattr(lost, "signal", None)
+    if signal is not None:
+        what = f"was killed ({signal})"
+    elif code is not None:
+        what = f"exited with code {code}"
+    else:
+        what = "was lost" if isinstance(lost, ActorDiedError) else "stopped responding"
+    who = "ranks" if rank is None else f"rank {rank}"
+    when = "" if died_at is None else f" at step {died_at}"
+    where = "start over" if resumed_at is None else f"continue at step {resumed_at}"
+    return f"{who} {what}{when}; all ranks restarted in {seconds:.2f} s and {where}"
+
+
 def find_root_cause(failures: Mapping[int, Exception]) -> tuple[int, Exception] | None:
     """Return rank and error of the first failure that isn't a consequence of a different one."""
     for rank, error in failures.items():

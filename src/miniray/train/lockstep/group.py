@@ -20,12 +20,17 @@ import miniray
 from miniray.core import session
 from miniray.doctor.findings import named
 from miniray.errors import ActorDiedError, MinirayError, TaskError, WorkerTimeoutError
-from miniray.train.lockstep.failure import add_rank_context, create_group_error, find_root_cause
+from miniray.train.lockstep.failure import (
+    add_rank_context,
+    create_group_error,
+    describe_loss,
+    find_root_cause,
+)
 from miniray.train.lockstep.monitor import HeartbeatMonitor, Verdict
 from miniray.train.lockstep.options import choose_backend
 from miniray.train.lockstep.process_group import GroupHost
 from miniray.train.lockstep.schedule import Action
-from miniray.train.lockstep.snapshot import Keep, RankSnapshots
+from miniray.train.lockstep.snapshot import Keep, RankSnapshots, StepSnapshots
 from miniray.train.lockstep.status import LogReader, LogWindow
 from miniray.train.run.progress import StepBar
 from miniray.train.workers.budget import Decision, FailureBudget, is_loss
@@ -87,6 +92,7 @@ class LockstepGroup:
         prepare: Prepares new ranks with ``call_ranks``. Returns what ``prepare_rank`` returned, by
             rank, and what they agree on for ``join_group``. No rank may wait for others in it.
         snapshots: The state to restart from.
+        step_snapshots: Newer ones inside an epoch.
         budget: Decides whether a lost rank may be repaired.
         name: Name of the process group.
         backend: ``"gloo"``, ``"nccl"`` or ``"auto"``.
@@ -99,6 +105,7 @@ class LockstepGroup:
         shows_progress: Show a bar over the steps of an epoch.
         describe_part: Returns what is lost with a rank, or None if all ranks hold the same.
         on_event: Called with each event of the run.
+        on_restored: Called after a restart with the step that training continues at.
         on_replaced: Called with each rank after a restart.
     """
 
@@ -107,6 +114,7 @@ class LockstepGroup:
     required: Sequence[str]
     prepare: Callable[[LockstepGroup], tuple[Sequence[Mapping[str, Any]], Any]]
     snapshots: RankSnapshots
+    step_snapshots: StepSnapshots
     budget: FailureBudget
     name: str
     backend: str
@@ -117,6 +125,7 @@ class LockstepGroup:
     shows_progress: bool
     describe_part: Callable[[int], str | None]
     on_event: Callable[[dict[str, Any]], None]
+    on_restored: Callable[[int | None], None]
     on_replaced: Callable[[int], None]
     on_poll: Callable[[list[LogWindow]], None]
     handles: list[Any] = dataclasses.field(default_factory=list)
@@ -160,21 +169,65 @@ class LockstepGroup:
         self.steps_per_epoch = self.call_ranks("join_group", lambda _: arguments)[0]
         self._is_broken = False
 
-    def _restart(self, reason: str, epoch: int | None) -> None:
+    def _restart(self, lost: Exception, epoch: int | None, epoch_start: int | None) -> None:
         """Stop all ranks and start them with the newest snapshot, or else the initial state."""
+        start = time.monotonic()
         self._is_restarting = True
         try:
             self.stop()  # whatever they are in
+            newest = self.step_snapshots.take_newest(self.snapshots.step)
+            if newest is not None:
+                self.snapshots.set_local(newest)
             self.budget.settle()
             self.start()
             self._join()
             if not self.snapshots.is_empty:
-                self._load_snapshot()
+                self.call_ranks(*self.snapshots.create_call())
+            if self.budget.is_spent:
+                self.step_snapshots.close()
+            elif self.step_snapshots.buffers:
+                self._open_buffers(measure=False)
+            self.on_restored(self.snapshots.step)
             for rank in range(self.count):
                 self.on_replaced(rank)
         finally:
             self._is_restarting = False
-        self.on_event({"event": "ranks_restarted", "epoch": epoch, "reason": reason})
+        self._report_restart(lost, epoch, epoch_start, time.monotonic() - start)
+
+    def _report_restart(
+        self, lost: Exception, epoch: int | None, epoch_start: int | None, seconds: float
+    ) -> None:
+        """Record what was lost, and for how long nothing was trained."""
+        died_at, resumed_at = None, self.snapshots.step
+        step_in_epoch: int | None = getattr(lost, "step", None)
+        if epoch_start is not None and step_in_epoch is not None:
+            died_at = epoch_start + step_in_epoch
+        event: dict[str, Any] = {"event": "ranks_restarted", "epoch": epoch, "reason": str(lost)}
+        event |= {"rank": getattr(lost, "rank", None), "died_at_step": died_at}
+        event |= {"resumed_at_step": resumed_at, "seconds": seconds}
+        if died_at is not None and resumed_at is not None:
+            event["lost_steps"] = max(0, died_at - resumed_at)
+        event["message"] = describe_loss(lost, died_at, resumed_at, seconds)
+        self.on_event(event)
+
+    # -- snapshots inside an epoch ----------------------------------------------------------------
+
+    def open_snapshots(self, step_seconds: float) -> None:
+        """Reserve memory for snapshots inside epochs, and let the ranks write them from now on.
+
+        Args:
+            step_seconds: Duration of the first step.
+        """
+        if self.step_snapshots.reserve(self.call_ranks("measure_snapshot")):
+            self.step_snapshots.start(self._open_buffers(measure=True), step_seconds)
+
+    def _open_buffers(self, *, measure: bool) -> float:
+        """Give each rank its buffer; return how long a snapshot takes if it is measured."""
+        buffers, num_slots = self.step_snapshots.buffers, self.step_snapshots.num_slots
+        seconds = self.call_ranks(
+            "open_snapshots", lambda rank: (buffers[rank], num_slots, measure)
+        )
+        return float(max(seconds))
 
     def leave(self) -> None:
         """Let the ranks leave the process group, if they can. In this process they always can."""
@@ -214,13 +267,19 @@ class LockstepGroup:
     # -- recovery ---------------------------------------------------------------------------------
 
     def run(
-        self, attempt: Callable[[], T], *, epoch: int | None = None, keep: Keep = Keep.ALL
+        self,
+        attempt: Callable[[], T],
+        *,
+        epoch: int | None = None,
+        epoch_start: int | None = None,
+        keep: Keep = Keep.ALL,
     ) -> T:
         """Return ``attempt()``. If a rank is lost, restart all ranks and repeat it.
 
         Args:
             attempt: Calls ranks with ``call_ranks``, and changes nothing in this process.
             epoch: For events.
+            epoch_start: Completed steps of the run at the start of the epoch, for events.
             keep: The state that ``attempt`` changes. It is kept afterwards; a loss meanwhile
                 repeats the attempt.
         """
@@ -229,7 +288,7 @@ class LockstepGroup:
             is_repairing = lost is not None
             try:
                 if lost is not None:
-                    self._restart(str(lost), epoch)
+                    self._restart(lost, epoch, epoch_start)
                 is_repairing = False
                 result = attempt()
                 self._keep(keep)
@@ -265,9 +324,6 @@ class LockstepGroup:
         attempt = partial(self.call_ranks, method, lambda rank: (values[rank],), ranks=values)
         return dict(zip(values, self.run(attempt, keep=Keep.NOTHING), strict=True))
 
-    def _load_snapshot(self) -> None:
-        self.call_ranks("load_snapshot", self.snapshots.create_arguments())
-
     def _keep(self, keep: Keep) -> None:
         """Keep the state that a restart needs, if another one is allowed."""
         if self.budget.is_spent:
@@ -281,11 +337,6 @@ class LockstepGroup:
 
     def has(self, method: str) -> bool:
         return method_spec(self.handles[0], method) is not None
-
-    def train(self, epoch: int, until: int | None) -> list[Any]:
-        """Let all ranks train an epoch, or until a step inside of it; return their reports."""
-        arguments = (epoch, until)
-        return self.call_ranks(TRAIN_EPOCH, lambda _: arguments, epoch=epoch, reports_progress=True)
 
     def call_ranks(
         self,
@@ -354,7 +405,7 @@ class LockstepGroup:
                     answers.verdict = Verdict(late, text)
                 elif monitor is not None and reports_progress:
                     bar.update(monitor.read())
-                    self._poll_logs()
+                    self.on_poll(self.read_logs())
                     answers.verdict = monitor.find_hung(pending.values(), answered)
                 elif monitor is not None and (verdict := monitor.find_stopped(pending.values())):
                     answers.verdict = verdict
@@ -362,9 +413,9 @@ class LockstepGroup:
                     self._print_waiting(method, pending.values(), now - start)
                     notice_s *= 2
 
-    def _poll_logs(self) -> None:
-        if self._logs is not None:
-            self.on_poll(self._logs.read())
+    def read_logs(self) -> list[LogWindow]:
+        """Return the log windows that the ranks have posted since the last call."""
+        return [] if self._logs is None else self._logs.read()
 
     def request(self, action: Action, argument: int = 0) -> None:
         """Ask the ranks for an action. All take it after the same step, in about a second."""

@@ -16,7 +16,8 @@ class LogMerger:
     """Merges the log windows of all ranks into records.
 
     A record covers the steps since the last one. Its metrics are means over all samples of all
-    ranks. The first record and those that are asked for come at once, others at most once a second.
+    ranks. The first step that is logged has its own record. Others come at most once per second,
+    and at once if the caller asks for them.
 
     Args:
         world_size: Number of ranks.
@@ -35,18 +36,26 @@ class LogMerger:
         complete = [s for s, found in self._waiting.items() if len(found) >= self._world_size]
         self._merged += [self._waiting.pop(step) for step in sorted(complete)]
 
-    def take_record(self, *, at_once: bool = False) -> dict[str, Any] | None:
-        """Return a record of what all ranks have reported, unless it is too early for one."""
-        now = time.monotonic()
-        is_due = self._last_record is None or now - self._last_record >= 1 / _RATE
-        if not self._merged or not (is_due or at_once):
-            return None
-        merged, self._merged, self._last_record = self._merged, [], now
-        return merge_windows(merged)
+    def take_records(self, *, at_once: bool = False) -> list[dict[str, Any]]:
+        """Return records of what all ranks have reported, or none if it is too early."""
+        now, taken = time.monotonic(), []
+        if self._last_record is None and self._merged:
+            taken.append(self._merged[:1])
+            self._merged, self._last_record = self._merged[1:], now
+        if self._merged and (at_once or now - (self._last_record or 0.0) >= 1 / _RATE):
+            taken.append(self._merged)
+            self._merged, self._last_record = [], now
+        return [merge_windows(merged) for merged in taken]
 
-    def clear(self) -> None:
-        """Forget incomplete windows: their ranks were restarted."""
+    def complete(self) -> None:
+        """Use incomplete windows too: at the end of an epoch, no rank will report more of them."""
+        self._merged += [self._waiting[step] for step in sorted(self._waiting)]
         self._waiting.clear()
+
+    def restart(self, step: int) -> None:
+        """Drop incomplete windows, and those after ``step``, from which training continues."""
+        self._waiting.clear()
+        self._merged = [windows for windows in self._merged if windows[0].step <= step]
 
 
 def merge_windows(merged: list[list[LogWindow]]) -> dict[str, Any]:

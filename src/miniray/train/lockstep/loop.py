@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import psutil
@@ -158,6 +158,19 @@ class Replica(Protocol):
     def create_agreement(self) -> Agreement | None:
         """Return what distributes rank 0's decisions; None if ranks make unequal steps."""
 
+    @property
+    def has_position(self) -> bool:
+        """Whether this rank's loader can start inside an epoch."""
+
+    def get_local_state(self) -> tuple[Any, Any]:
+        """Return the state that all ranks share, and what only this rank has. No collective.
+
+        The tensors are those in use: the caller copies them before the next step.
+        """
+
+    def load_local_state(self, shared: Any, own: Any) -> None:
+        """Restore ``get_local_state`` of the same rank in the same layout."""
+
 
 class StepLoop:
     """Trains epochs with a replica. Every exit is at a step boundary, the same on all ranks."""
@@ -166,6 +179,8 @@ class StepLoop:
         self.replica, self.context, self.state = replica, context, context.state
         self.schedule = context.facts.step_schedule
         self.agreement: Agreement | None = None
+        #: Writes a snapshot of this step; None without memory for snapshots.
+        self.save_snapshot: Callable[[], Any] | None = None
         self._epoch_means, self._log_means = parts.Means(), parts.Means()
         self._tokens: Any = 0
         self._window_step, self._window_start = self.state.step, time.monotonic()
@@ -181,8 +196,13 @@ class StepLoop:
 
         The last step of an epoch doesn't count for ``until``: the epoch ends with it.
         """
+        self.context.until = until
+        if self._is_after(until):  # a restart from a snapshot of this very step
+            return self._report(self.state.step_in_epoch)
         if self._steps is None or self._position != self.state.state_dict():
             self._open_epoch()
+        elif not self._log_means.samples:
+            self._window_start = time.monotonic()  # without the pause
         assert self._steps is not None
         for micro_batches in self._steps:
             self._run_step(micro_batches)
@@ -195,6 +215,13 @@ class StepLoop:
         self._epoch_means = parts.Means()
         return report
 
+    def _is_after(self, until: int | None) -> bool:
+        return bool(until is not None and self.state.step_in_epoch and self.state.step >= until)
+
+    def set_snapshot_interval(self, steps: int | None) -> None:
+        """Write a snapshot after every ``steps`` steps of the run, or none inside epochs."""
+        self.schedule = dataclasses.replace(self.schedule, snapshot_every=steps)
+
     def _open_epoch(self) -> None:
         """Start the loader and wait for the other ranks."""
         state, context = self.state, self.context
@@ -202,12 +229,14 @@ class StepLoop:
         context.status.set_phase("starting the loader")
         if not state.step_in_epoch:
             self._epoch_means = parts.Means()
+        random_state = parts.random_state()
         self._steps = self.replica.start_epoch()  # its processes start before ranks wait
-        context.restore_random_state()  # after the loader, which draws a random number
+        if state.step_in_epoch:  # a run that wasn't interrupted has started the loader before
+            parts.set_random_state(random_state)
         self.agreement = self.replica.create_agreement()
         context.barrier("before-iteration")
-        self._log_means, self._tokens = parts.Means(), 0
-        self._window_step, self._window_start = state.step, time.monotonic()
+        if not self._log_means.samples:  # else a restored window continues
+            self._window_step, self._window_start = state.step, time.monotonic()
         self._opened.enter_context(self.replica.epoch_context())
 
     def _close_epoch(self) -> None:
@@ -250,8 +279,13 @@ class StepLoop:
         action = self.schedule.get_actions(self.state.step)
         if self.agreement is not None:
             action |= self.agreement.decide(self.state.step)
+        if Action.INTERVAL in action:
+            assert self.agreement is not None
+            self.set_snapshot_interval(self.agreement.argument)
         if Action.LOG in action:
             self._post_log()
+        if Action.SNAPSHOT in action and self.save_snapshot is not None:
+            self.save_snapshot()
         return Action.STOP in action
 
     def _post_log(self) -> None:
@@ -303,6 +337,21 @@ class StepLoop:
         self._epoch_means = parts.Means()
         if state:
             self._epoch_means.load_state_dict(state)
+
+    def get_window(self) -> dict[str, Any]:
+        """Return what isn't logged yet of the last steps, for a restart between two records."""
+        return {
+            "means": self._log_means.state_dict(),
+            "tokens": self._tokens,
+            "step": self._window_step,
+            "seconds": time.monotonic() - self._window_start,
+        }
+
+    def load_window(self, state: Mapping[str, Any]) -> None:
+        """Restore ``get_window``."""
+        self._log_means.load_state_dict(state["means"])
+        self._tokens, self._window_step = state["tokens"], state["step"]
+        self._window_start = time.monotonic() - state["seconds"]
 
 
 def measure_memory(device: Any) -> dict[str, float]:

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from miniray.errors import CheckpointError
+
 
 def make_mesh(device: Any, sizes: Mapping[str, int]) -> Any:
     """Return a mesh of all ranks, in their order. A collective: every rank creates every group."""
@@ -92,6 +94,65 @@ def shard_optimizer_values(parameter: Any, values: Mapping[str, Any]) -> dict[st
         key: shard_like(parameter, v) if getattr(v, "shape", None) == parameter.shape else v
         for key, v in values.items()
     }
+
+
+def get_local_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer's ``state_dict`` with this rank's shard of each sharded tensor.
+
+    No collective. Raise ``CheckpointError`` if a tensor isn't sharded like its parameter.
+    """
+    saved, owned = optimizer.state_dict(), _list_parameters(optimizer)
+    numbers = {i: _get_shards(owned[i], values) for i, values in saved["state"].items()}
+    return {**saved, "state": numbers}
+
+
+def load_local_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Restore ``get_local_optimizer`` of the same rank in the same layout."""
+    owned = _list_parameters(optimizer)
+    numbers = {i: _restore_shards(owned[i], values) for i, values in saved["state"].items()}
+    optimizer.load_state_dict({**saved, "state": numbers})
+
+
+def _list_parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _get_shards(parameter: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for key, value in values.items():
+        if isinstance(value, DTensor):
+            layout = (value.shape, value.placements)
+            if layout != (parameter.shape, getattr(parameter, "placements", None)):
+                raise CheckpointError(f"the optimizer's {key!r} isn't sharded like its parameter")
+            value = {"shard": local(value).detach()}
+        found[key] = value
+    return found
+
+
+def _restore_shards(parameter: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            shard = value["shard"].to(local(parameter).device, copy=True)
+            value = DTensor.from_local(
+                shard,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        elif isinstance(value, torch.Tensor):
+            value = value.clone()
+        found[key] = value
+    return found
+
+
+def load_tensors(targets: Iterable[tuple[str, Any]], values: Mapping[str, Any]) -> None:
+    """Copy this rank's values into tensors of the same names."""
+    with torch.no_grad():
+        for name, target in targets:
+            local(target).copy_(values[name])
 
 
 def shard_like(target: Any, value: Any) -> Any:

@@ -6,9 +6,9 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from miniray.checks import check_choice
+from miniray.checks import check_choice, check_int
 from miniray.core import session
 from miniray.errors import CapabilityError
 from miniray.train.lockstep.schedule import StepSchedule
@@ -47,6 +47,13 @@ def check_options(
     check_seconds("hang_timeout", hang_timeout)
     if not _is_positive(timeout) or timeout == math.inf:
         raise ValueError(f"timeout must be a number of seconds > 0, not {timeout!r}")
+
+
+def check_snapshot_every(value: Any) -> int | Literal["auto"] | None:
+    """Return the option ``snapshot_every``. Raise ``ValueError`` if it is invalid."""
+    if value is None or value == "auto":
+        return value  # type: ignore[no-any-return]
+    return check_int("snapshot_every", value, 1, ', "auto" or None')
 
 
 def _is_positive(value: Any) -> bool:

@@ -11,10 +11,13 @@ import dataclasses
 import inspect
 import os
 import socket
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from miniray.doctor import barriers, recorder
+from miniray.errors import CheckpointError
 from miniray.train.lockstep import process_group
+from miniray.train.lockstep.arena import SnapshotWriter, measure_slot
 from miniray.train.lockstep.options import RunFacts
 from miniray.train.lockstep.status import HeartbeatSender
 from miniray.train.torch_worker import TorchWorker
@@ -24,7 +27,15 @@ from miniray.train.workers.group import accepted
 from miniray.train.workers.process import keep_freed_memory
 
 if TYPE_CHECKING:
+    from miniray.core import SharedBuffer
     from miniray.train.lockstep.loop import EpochReport, RankState
+
+
+class SnapshotNeed(NamedTuple):
+    """Memory that a rank needs for a snapshot, or why it can't write any inside an epoch."""
+
+    nbytes: int
+    problem: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +85,7 @@ class RankContext:
         self.device: Any = torch.device("cpu")
         self.state: RankState = RankState()
         self.recorder: Any = None
-        self._random_state: dict[str, Any] | None = None
+        self.until: int | None = None  # the step at which the driver wants the ranks to pause
         self._shares_boxes = False
         self._opened = contextlib.ExitStack()
 
@@ -109,18 +120,8 @@ class RankContext:
         self.status.epoch, self.status.step = epoch, -1
         if self.recorder is not None:
             self.recorder.tell_epoch(epoch)
-            self.recorder.note(steps_before_epoch=self.recorder.step_number)
-
-    def set_random_state(self, state: dict[str, Any]) -> None:
-        """Set the random numbers, now and once more inside an epoch when its loader is started."""
-        parts.set_random_state(state)
-        self._random_state = state
-
-    def restore_random_state(self) -> None:
-        """Set the random numbers of the step that a run inside an epoch continues from."""
-        state, self._random_state = self._random_state, None
-        if state is not None and self.state.step_in_epoch:
-            parts.set_random_state(state)
+            done = self.state.step_in_epoch
+            self.recorder.note(steps_before_epoch=self.recorder.step_number - done)
 
     def barrier(self, name: str) -> None:
         """Wait for all ranks: by the flight recorders, which the doctor reads, or by the store."""
@@ -156,6 +157,7 @@ class RankActor:
         self._context: Any = None
         self._replica: Any = None
         self._loop: Any = None
+        self._writer: SnapshotWriter | None = None
 
     @staticmethod
     def __before_init__(user: Any) -> None:
@@ -181,11 +183,15 @@ class RankActor:
         self._context.status.set_phase("idle")
         return steps
 
-    def run_rank_epoch(self, epoch: int, until: int | None = None) -> EpochReport:
+    def run_rank_epoch(
+        self, epoch: int, until: int | None = None, snapshot_every: int | None = None
+    ) -> EpochReport:
         """Train an epoch together with all other ranks, or until a step inside of it."""
         context = self._context
         context.start_epoch(epoch)
         try:
+            if snapshot_every is not None:
+                self._loop.set_snapshot_interval(snapshot_every)
             report: EpochReport = self._loop.run(epoch, until)
         except Exception:
             context.post_status()
@@ -221,7 +227,8 @@ class RankActor:
     def get_snapshot(self) -> dict[str, Any]:
         """Return this rank's part of all that a restart needs."""
         weights, shared = self.gather_weights(), self.gather_shared()
-        return {"weights": weights, "shared": shared, "own": self.get_state()}
+        step = self._context.state.step
+        return {"step": step, "weights": weights, "shared": shared, "own": self.get_state()}
 
     def load_snapshot(self, weights: Any, shared: Any, own: Any) -> None:
         """Restore a merged snapshot; ``own`` is None for a rank that the saved run didn't have."""
@@ -230,6 +237,64 @@ class RankActor:
         self.load_shared(shared)
         if own is not None:
             self.set_state(own)
+
+    # -- snapshots inside an epoch, in shared memory ----------------------------------------------
+
+    def measure_snapshot(self) -> SnapshotNeed:
+        """Return how much memory a snapshot needs, once the optimizer has its state."""
+        if not self._replica.has_position:
+            return SnapshotNeed(0, "the train_loader can't start inside an epoch")
+        context = self._context
+        try:
+            shared, own = self._get_local_state()
+            return SnapshotNeed(measure_slot(shared, own, context.rank, context.world_size))
+        except CheckpointError as error:  # such as an object in the user's get_state()
+            return SnapshotNeed(0, str(error))
+
+    def open_snapshots(self, buffer: SharedBuffer, num_slots: int, measure: bool) -> float:
+        """Write snapshots to a buffer from now on.
+
+        Args:
+            buffer: This rank's.
+            num_slots: Snapshots that fit.
+            measure: Write this step to all slots, and return how long the last copy took. The
+                first write to a slot takes longer, because the kernel provides the memory.
+        """
+        context = self._context
+        self._writer = SnapshotWriter(buffer, num_slots, context.rank, context.world_size)
+        self._loop.save_snapshot = self._save_snapshot
+        start = time.perf_counter()
+        for _ in range(num_slots + 1 if measure else 0):
+            start = time.perf_counter()
+            self._save_snapshot()
+        return time.perf_counter() - start
+
+    def _save_snapshot(self) -> None:
+        context = self._context
+        assert self._writer is not None
+        context.status.set_phase("snapshot")
+        if not self._writer.save(context.state.step, *self._get_local_state()):
+            self._loop.save_snapshot = None
+            print(
+                f"The state of rank {context.rank} has outgrown the memory for snapshots at step "
+                f"{context.state.step}. If a rank is lost, training continues from an earlier step."
+            )
+
+    def _get_local_state(self) -> tuple[Any, dict[str, Any]]:
+        shared, local = self._replica.get_local_state()
+        weights = None
+        if "get_weights" in self._traits.own_methods:  # may be more than the model
+            weights = self._user.get_weights()
+        own = {"local": local, "weights": weights, "window": self._loop.get_window()}
+        return shared, {**own, "state": self.get_state()}
+
+    def restore_snapshot(self, shared: Any, own: Any) -> None:
+        """Restore a snapshot of this rank."""
+        self._replica.load_local_state(shared, own["local"])
+        if own["weights"] is not None:
+            self._user.set_weights(own["weights"])
+        self.set_state(own["state"])
+        self._loop.load_window(own["window"])
 
     def write_pretrained(self, directory: str | None, send_files: bool) -> Any:
         """Write a Hugging Face model to a directory. A collective if the model is sharded."""
@@ -244,12 +309,16 @@ class RankActor:
         return None  # the samples are planned step by step when the rank is prepared
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate by the user's own ``evaluate``, or by ``validation_step``."""
+        """Evaluate by the user's own ``evaluate``, or by ``validation_step``.
+
+        With ``validation_step``, training continues with the random numbers it had before.
+        """
         with self._replica.evaluation_context():
             if "evaluate" in self._traits.own_methods:
                 return self._user.evaluate(*args, **kwargs)
             accepts = inspect.signature(self._replica.evaluate)
-            return self._replica.evaluate(*args, **accepted(accepts, kwargs))
+            with parts.keep_random_state():
+                return self._replica.evaluate(*args, **accepted(accepts, kwargs))
 
     def get_weights(self) -> Any:
         if "get_weights" in self._traits.own_methods:
@@ -283,6 +352,6 @@ class RankActor:
         own = state["rank"]
         self._replica.load_data_state(own)
         self._loop.load_means(own.get("means", {}))
-        self._context.set_random_state(own["random"])
+        parts.set_random_state(own["random"])
         if state["worker"] is not None and defines(type(self._user), "set_state"):
             self._user.set_state(state["worker"])

@@ -24,6 +24,8 @@ class Action(enum.IntFlag):
     STOP = enum.auto()
     #: A snapshot that the driver has written to disk may be overwritten.
     RELEASE = enum.auto()
+    #: The argument is the number of steps between two snapshots from now on.
+    INTERVAL = enum.auto()
 
 
 #: Actions whose snapshot is kept until the driver has written it to disk.

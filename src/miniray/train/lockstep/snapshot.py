@@ -1,12 +1,30 @@
-"""``RankSnapshots``: the state from which all ranks restart."""
+"""The state from which all ranks restart.
+
+``RankSnapshots`` holds it in the memory of the driver. ``StepSnapshots`` are newer ones inside an
+epoch, which ranks write to shared memory.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import miniray
+from miniray.core import SharedBuffer
+from miniray.errors import ObjectStoreFullError
+from miniray.train.lockstep.arena import Snapshot, SnapshotArena
+from miniray.train.lockstep.status import LogWindow
+from miniray.train.options import warn
+
+if TYPE_CHECKING:
+    from miniray.train.lockstep.rank import SnapshotNeed
+
+#: Part of the training time that ``snapshot_every="auto"`` spends on copies.
+_COPY_SHARE = 0.005
+#: Steps of all ranks whose duration ``"auto"`` measures. The first of a run take longer.
+_MEASURED_STEPS = 10
 
 
 class Keep(enum.Enum):
@@ -15,6 +33,13 @@ class Keep(enum.Enum):
     NOTHING = "nothing"
     OWN = "own"  # of each rank alone: its random numbers
     ALL = "all"
+
+
+class LoadCall(NamedTuple):
+    """The call that restores a state: a method of the ranks, and its arguments by rank."""
+
+    method: str
+    arguments: Callable[[int], tuple[Any, ...]]
 
 
 class RankSnapshots:
@@ -32,32 +57,153 @@ class RankSnapshots:
     ) -> None:
         self._merge_weights, self._merge_shared = merge_weights, merge_shared
         self._state: dict[str, Any] | None = None
+        self._local: Snapshot | None = None  # in place of ``_state``
+        #: Completed steps of the run in this state.
+        self.step: int | None = None
 
     @property
     def is_empty(self) -> bool:
-        return self._state is None
+        return self._state is None and self._local is None
 
-    def set(self, weights: Any, shared: Any, own: Sequence[Any]) -> None:
+    def set(self, step: int, weights: Any, shared: Any, own: Sequence[Any]) -> None:
         """Keep a merged state; ``own`` may be of a different number of ranks."""
+        self.step, self._local = step, None
         self._state = {"weights": weights, "shared": shared, "own": own}
+
+    def set_local(self, snapshot: Snapshot) -> None:
+        """Keep a state that the ranks wrote to shared memory."""
+        self.step, self._state, self._local = snapshot.step, None, snapshot
 
     def set_own(self, own: Sequence[Any]) -> None:
         """Replace the states of the ranks alone, if there is a snapshot."""
         if self._state is not None:
             self._state["own"] = own
+        if self._local is not None:
+            for mine, state in zip(self._local.own, own, strict=True):
+                mine["state"] = state
 
     def collect(self, parts: Sequence[Any]) -> None:
         """Merge and keep what ``get_snapshot`` of all ranks returned."""
         weights = self._merge_weights([part["weights"] for part in parts])
         shared = self._merge_shared([part["shared"] for part in parts])
-        self.set(weights, shared, [part["own"] for part in parts])
+        self.set(parts[0]["step"], weights, shared, [part["own"] for part in parts])
 
     def clear(self) -> None:
-        self._state = None
+        self.step = self._state = self._local = None
 
-    def create_arguments(self) -> Callable[[int], tuple[Any, ...]]:
-        """Return a function from ranks to the arguments of their ``load_snapshot``."""
+    def create_call(self) -> LoadCall:
+        """Return the call that restores this state."""
+        if self._local is not None:
+            common, mine = miniray.put(self._local.shared), self._local.own
+            return LoadCall("restore_snapshot", lambda rank: (common, mine[rank]))
         assert self._state is not None
         weights, shared = miniray.put(self._state["weights"]), miniray.put(self._state["shared"])
         own = self._state["own"]
-        return lambda rank: (weights, shared, own[rank] if rank < len(own) else None)
+        return LoadCall(
+            "load_snapshot",
+            lambda rank: (weights, shared, own[rank] if rank < len(own) else None),
+        )
+
+
+class StepSnapshots:
+    """The memory for snapshots inside epochs, and how often ranks write one.
+
+    The memory is reserved after the first step, because only then the optimizer has its state.
+
+    Args:
+        requested: Steps between two snapshots, ``"auto"``, or None for no snapshots.
+        on_event: Called with each event of the run.
+    """
+
+    def __init__(
+        self, requested: int | Literal["auto"] | None, on_event: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self._requested, self._on_event = requested, on_event
+        self._arena = SnapshotArena()
+        self._copy_seconds = 0.0
+        self.buffers: list[SharedBuffer] = []
+        #: Whether the memory has yet to be reserved.
+        self.is_pending = requested is not None
+        #: Steps between two snapshots; None without memory for them.
+        self.every: int | None = None
+        self._is_tuned = requested != "auto"
+        self._measured_steps, self._measured_seconds = 0, 0.0
+
+    @property
+    def num_slots(self) -> int:
+        return self._arena.num_slots
+
+    def reserve(self, needs: Sequence[SnapshotNeed]) -> bool:
+        """Reserve memory for all ranks; return whether there is enough.
+
+        Otherwise, warn once if the user should know, and leave snapshots out.
+        """
+        problems = [need.problem for need in needs if need.problem]
+        nbytes = self.num_slots * sum(need.nbytes for need in needs)
+        try:
+            if not problems:
+                self.buffers = self._arena.reserve([need.nbytes for need in needs])
+                return True
+            problem, is_expected = problems[0], self._requested == "auto"
+        except ObjectStoreFullError as error:
+            problem, is_expected = str(error), False
+        self.close()
+        self._on_event({"event": "snapshots_disabled", "bytes": nbytes, "reason": problem})
+        if not is_expected:
+            warn(
+                f"There are no snapshots inside epochs, which need {nbytes} bytes of shared "
+                "memory: a rank that is lost costs the steps since the last epoch or checkpoint "
+                f"({problem})"
+            )
+        return False
+
+    def start(self, copy_seconds: float, step_seconds: float) -> None:
+        """Set the interval. ``"auto"`` tunes it once more steps have been measured."""
+        self.is_pending, self._copy_seconds = False, copy_seconds
+        if self._requested == "auto":
+            self.every = self._choose_interval(step_seconds)
+        else:
+            self.every = self._requested
+        size = self._arena.nbytes
+        self._on_event({"event": "snapshots_started", "bytes": size, "every": self.every})
+
+    def tune(self, windows: Iterable[LogWindow]) -> int | None:
+        """Return a new interval, once, if steps in these log windows show how long they take."""
+        if self._is_tuned or self.every is None:
+            return None
+        for window in windows:
+            if window.step > window.steps:  # not that of the first step
+                self._measured_steps += window.steps
+                self._measured_seconds += window.seconds
+        if self._measured_steps < _MEASURED_STEPS:
+            return None
+        self._is_tuned = True
+        step_seconds = self._measured_seconds / self._measured_steps
+        self.every = self._choose_interval(step_seconds)
+        event = {"event": "snapshots_tuned", "every": self.every, "step_seconds": step_seconds}
+        self._on_event({**event, "copy_seconds": self._copy_seconds})
+        return self.every
+
+    def _choose_interval(self, step_seconds: float) -> int:
+        return max(1, math.ceil(self._copy_seconds / (_COPY_SHARE * max(step_seconds, 1e-6))))
+
+    def take_newest(self, after: int | None) -> Snapshot | None:
+        """Return the newest snapshot of all ranks if it is newer than step ``after``.
+
+        All snapshots are removed: ranks that start again choose slots as on the first day. Call it
+        only while no rank runs.
+        """
+        step = self._arena.find_newest_step()
+        is_newer = step is not None and (after is None or step > after)
+        found = self._arena.read(step) if step is not None and is_newer else None
+        self._arena.clear()
+        return found
+
+    def clear(self) -> None:
+        """Remove all snapshots, while ranks wait for calls. The run continues from another step."""
+        self._arena.clear()
+
+    def close(self) -> None:
+        """Free the memory once no rank uses it."""
+        self._arena.close()
+        self.buffers, self.every, self.is_pending = [], None, False

@@ -9,7 +9,6 @@ or holds the interpreter's lock sends nothing, which is information too.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import json
 import os
@@ -144,6 +143,7 @@ class HeartbeatSender:
         self._barriers = 0
         self._logs: collections.deque[Any] = collections.deque()
         self._logs_posted = 0
+        self._logs_lock = threading.Lock()  # held while windows are on their way to the store
         self._request: tuple[int, int] | None = None
         self._before_preparation: str | None = None
         observers.preparation_hooks.append(self._prepare)
@@ -226,10 +226,9 @@ class HeartbeatSender:
 
     def take_logs(self) -> list[Any]:
         """Return the log windows that weren't posted yet, for an answer to the driver."""
-        taken = []
-        with contextlib.suppress(IndexError):
-            while True:
-                taken.append(self._logs.popleft())
+        with self._logs_lock:
+            taken = list(self._logs)
+            self._logs.clear()
         return taken
 
     def take_request(self) -> tuple[int, int]:
@@ -243,8 +242,8 @@ class HeartbeatSender:
     def _exchange(self, store: Any) -> None:
         """Post log windows, and read the driver's request on rank 0."""
         name = self._spec.name
-        with contextlib.suppress(IndexError):
-            while True:
+        with self._logs_lock:
+            while self._logs:
                 window = self._logs.popleft()
                 store.set(f"{name}/log/{self.rank}/{self._logs_posted}", json.dumps(window))
                 self._logs_posted += 1

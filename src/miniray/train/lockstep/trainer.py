@@ -4,32 +4,34 @@ If a rank raises, dies, hangs or leaves the common path, all ranks are stopped a
 ends with one error: that of this rank, with epoch and step. Errors of other ranks about lost
 connections aren't shown.
 
-With ``max_failures``, a rank that died or hung costs the epoch it was in: all ranks restart with
-the state of the end of the last epoch. If a rank is lost before the first epoch or between two
-epochs, while it is set up, in an evaluation, a checkpoint or a ``call_workers``, that call is
-repeated. An exception of user code isn't repeated: it would be raised again.
+With ``max_failures``, all ranks restart after one died or hung. They continue from the newest
+snapshot inside the epoch (``snapshot_every``), or else from the end of the last epoch. If a rank is
+lost before the first epoch or between two epochs, while it is set up, in an evaluation, a
+checkpoint or a ``call_workers``, that call is repeated. An exception of user code isn't repeated:
+it would be raised again.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import miniray
 from miniray.checks import check_int
 from miniray.core import session
 from miniray.tracebacks import hides_frames
 from miniray.train.callbacks import Checkpoint
-from miniray.train.lockstep.group import LockstepGroup
+from miniray.train.lockstep.group import TRAIN_EPOCH, LockstepGroup
 from miniray.train.lockstep.logs import LogMerger
-from miniray.train.lockstep.options import check_engine, check_options
+from miniray.train.lockstep.options import check_engine, check_options, check_snapshot_every
 from miniray.train.lockstep.parallelism import Parallelism, RunSettings
 from miniray.train.lockstep.rank import RankActor
 from miniray.train.lockstep.schedule import Action, StepSchedule
-from miniray.train.lockstep.snapshot import Keep, RankSnapshots
+from miniray.train.lockstep.snapshot import Keep, RankSnapshots, StepSnapshots
 from miniray.train.lockstep.status import LogWindow
 from miniray.train.run.checkpointer import Part
 from miniray.train.run.result import TrainResult
@@ -39,6 +41,7 @@ from miniray.train.workers.budget import FailureBudget
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from miniray.train.lockstep.loop import EpochReport
     from miniray.train.options import RunKwargs
 
 
@@ -66,6 +69,7 @@ class LockstepTrainer(BaseTrainer):
         timeout: float = 600.0,
         log_every: int = 10,
         eval_every_steps: int | None = None,
+        snapshot_every: int | Literal["auto"] | None = "auto",
         **options: Unpack[RunKwargs],
     ) -> None:
         check_options(
@@ -81,6 +85,7 @@ class LockstepTrainer(BaseTrainer):
             if eval_every_steps is None
             else check_int("eval_every_steps", eval_every_steps, 1, " or None")
         )
+        self._snapshot_every = check_snapshot_every(snapshot_every)
         super().__init__(num_workers, worker=worker, **options)
         shared = Part(self._collect_shared, self._load_shared)
         self.checkpointer.register(self._kind, shared, in_workers=True)
@@ -110,23 +115,44 @@ class LockstepTrainer(BaseTrainer):
         ``state.step_in_epoch`` is their number.
         """
         group, before = self._get_ranks(), self.failures
+        epoch_start = self.state.step - self.state.step_in_epoch
         while True:
-            attempt = partial(group.train, epoch, self._find_pause())
-            reports = group.run(attempt, epoch=epoch)
+            start = time.monotonic()
+            attempt = self._create_attempt(epoch, self._find_pause())
+            reports = group.run(attempt, epoch=epoch, epoch_start=epoch_start)
             self.state.report_step(reports[0].step, reports[0].step_in_epoch)
-            self._logs.add(window for report in reports for window in report.logs)
+            windows = [window for report in reports for window in report.logs]
+            self._logs.add(group.read_logs())
+            self._logs.add(windows)
+            if not reports[0].step_in_epoch:
+                self._logs.complete()
             self._log_steps(at_once=True)
+            self._tune_snapshots(windows)
+            result = {"step": self.state.step, **self._parallelism.summarize(reports)}
             if not reports[0].step_in_epoch:
                 break
             self._has_requested_pause = False
+            if group.step_snapshots.is_pending:
+                seconds = time.monotonic() - start
+                group.run(partial(group.open_snapshots, seconds), keep=Keep.NOTHING)
             if self.session.signals.number is None:  # else time is short
-                self._act_inside_epoch()
+                self._act_inside_epoch(result)
             if self.should_stop or self._target.is_reached(self.state):
                 break
-        result = {"step": self.state.step, **self._parallelism.summarize(reports)}
         if self.failures > before:
             result["restarts"] = self.failures - before
         return result
+
+    def _create_attempt(self, epoch: int, until: int | None) -> Callable[[], list[EpochReport]]:
+        """Return a function that lets all ranks train to ``until``, or the end of the epoch."""
+        group = self._get_ranks()
+        return partial(
+            group.call_ranks,
+            TRAIN_EPOCH,
+            lambda _: (epoch, until, group.step_snapshots.every),
+            epoch=epoch,
+            reports_progress=True,
+        )
 
     # -- inside an epoch --------------------------------------------------------------------------
 
@@ -137,34 +163,65 @@ class LockstepTrainer(BaseTrainer):
         pauses = [step - step % n + n for n in every if n]
         if self._target.steps is not None:
             pauses.append(self._target.steps)
+        steps = self._get_ranks().steps_per_epoch
+        if self._get_ranks().step_snapshots.is_pending and steps is not None:
+            pauses.append(step + 1)
         if not pauses:
             return None
-        steps = self._get_ranks().steps_per_epoch
-        if steps is None:
-            raise TypeError(
-                "train(steps=), eval_every_steps= and Checkpoint(every_steps=) need workers with "
-                "training_step() and a train_loader that has a length"
-            )
+        assert steps is not None  # see _check_target
         end = step - self.state.step_in_epoch + steps
         return min(pauses) if min(pauses) < end else None
+
+    def _check_target(self) -> None:
+        options = {
+            "train(steps=...)": self._target.steps,
+            "eval_every_steps": self._eval_every_steps,
+            "Checkpoint(every_steps=...)": self._find_checkpoint_steps(),
+        }
+        asked = [name for name, value in options.items() if value is not None]
+        if asked and self._get_ranks().steps_per_epoch is None:
+            raise TypeError(
+                f"{', '.join(asked)} needs workers with training_step(batch, batch_idx) and a "
+                "train_loader that has a length. With train_epoch, the steps are the workers' own"
+            )
 
     def _get_checkpoint_callbacks(self) -> list[Checkpoint]:
         return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
 
-    def _act_inside_epoch(self) -> None:
-        """Evaluate and write a checkpoint if they are due after a step inside of an epoch."""
-        step = self.state.step
-        if self._eval_every_steps and step % self._eval_every_steps == 0:
-            scores = {f"val_{k.removeprefix('val_')}": v for k, v in self.evaluate().items()}
-            self._write_step({"step": step, "epoch": self.epoch, **scores})
-            self._emit("on_evaluate_end", step, scores)
+    def _act_inside_epoch(self, result: dict[str, Any]) -> None:
+        """Evaluate and write a checkpoint if they are due after a step inside an epoch.
+
+        Args:
+            result: The metrics of the epoch up to this step.
+        """
+        self.state.part_metrics = {**result, **self._evaluate_if_due({})}
         for callback in self._get_checkpoint_callbacks():
             callback.save_if_due(self)
+
+    def _evaluate_if_due(self, scores: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return and log the scores of ``eval_every_steps``; {} if none are due at this step.
+
+        ``scores`` of an evaluation at the same step are used if there are any.
+        """
+        step = self.state.step
+        if not self._eval_every_steps or step % self._eval_every_steps:
+            return {}
+        scores = dict(scores) or self._evaluate_for_record()
+        self._write_step({"step": step, "epoch": self.epoch, **scores})
+        self._emit("on_evaluate_end", step, scores)
+        return scores
+
+    def _finish_epoch(self, epoch: int, result: dict[str, Any]) -> None:
+        before = set(result)
+        super()._finish_epoch(epoch, result)
+        scores = {name: value for name, value in result.items() if name not in before}
+        result.update(self._evaluate_if_due(scores))
 
     def _on_poll(self, windows: list[LogWindow]) -> None:
         """Log what ranks have reported, and ask them to pause if a checkpoint is due."""
         self._logs.add(windows)
         self._log_steps()
+        self._tune_snapshots(windows)
         is_due = self.should_stop or any(
             callback.is_time_due() for callback in self._get_checkpoint_callbacks()
         )
@@ -179,9 +236,16 @@ class LockstepTrainer(BaseTrainer):
         super()._stop_for_signal(name)
         self._request_pause()  # at once: a rank in this process is never polled
 
+    def _tune_snapshots(self, windows: Iterable[LogWindow]) -> None:
+        """Choose the interval of snapshots once it is known how long steps take."""
+        group = self._get_ranks()
+        # Ranks take one request at a time. Without this one, they get it after their next pause.
+        every = group.step_snapshots.tune(windows)
+        if every is not None and not self._has_requested_pause:
+            group.request(Action.INTERVAL, every)
+
     def _log_steps(self, *, at_once: bool = False) -> None:
-        record = self._logs.take_record(at_once=at_once)
-        if record is not None:
+        for record in self._logs.take_records(at_once=at_once):
             self._write_step(record)
             self._emit("on_step_end", record["step"], record)
 
@@ -228,6 +292,7 @@ class LockstepTrainer(BaseTrainer):
             required=options["required"],
             prepare=self._prepare_ranks,
             snapshots=RankSnapshots(parallelism.merge_weights, parallelism.merge_shared),
+            step_snapshots=StepSnapshots(self._choose_snapshots(), options["on_event"]),
             budget=self._budget,
             name=self._kind,
             backend=self._group_backend,
@@ -238,6 +303,7 @@ class LockstepTrainer(BaseTrainer):
             shows_progress=self.options.progress,
             describe_part=parallelism.describe_part,
             on_event=options["on_event"],
+            on_restored=self._return_to_step,
             on_replaced=self._call_on_replaced,
             on_poll=self._on_poll,
         )
@@ -247,9 +313,23 @@ class LockstepTrainer(BaseTrainer):
         keep = Keep.ALL if self._loaded is None else Keep.NOTHING
         self._get_ranks().join(keep=keep)
 
-    def _call_on_replaced(self, rank: int) -> None:
+    def _choose_snapshots(self) -> int | Literal["auto"] | None:
+        """Return ``snapshot_every``; None if ranks can't be lost or share no memory."""
+        can = session.engine().capabilities
+        is_possible = self.options.max_failures > 0 and can.processes and can.shared_memory
+        return self._snapshot_every if is_possible else None
+
+    def _return_to_step(self, step: int | None) -> None:
+        """Forget the records of steps that are trained again after a restart.
+
+        Without a snapshot (None), that is after the last step that was reported.
+        """
+        step = self.state.step if step is None else step
+        self._logs.restart(step)
+        self.session.directory.truncate_steps(step)
         self._has_requested_pause = False  # the request is lost with the ranks
-        self._logs.clear()
+
+    def _call_on_replaced(self, rank: int) -> None:
         for callback in self.callbacks:
             callback.on_worker_replaced(self, rank)
 
@@ -290,8 +370,10 @@ class LockstepTrainer(BaseTrainer):
 
     def _restore(self, loaded: dict[str, Any]) -> None:
         # The parts are restored one by one. Ranks that restart meanwhile have all of them.
-        states = loaded["workers"]["states"]
-        self._get_ranks().snapshots.set(loaded["weights"][0], loaded[self._kind], states)
+        group, states = self._get_ranks(), loaded["workers"]["states"]
+        step = loaded["state"]["step"]
+        group.snapshots.set(step, loaded["weights"][0], loaded[self._kind], states)
+        group.step_snapshots.clear()
         super()._restore(loaded)
 
     # -- the end ----------------------------------------------------------------------------------
@@ -308,3 +390,4 @@ class LockstepTrainer(BaseTrainer):
         super().shutdown()
         if group is not None:
             group.close()
+            group.step_snapshots.close()

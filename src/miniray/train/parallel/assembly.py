@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ from miniray.train.lockstep.loop import check_scheduler
 from miniray.train.lockstep.mesh import (
     gather_full,
     gather_optimizer_values,
+    load_tensors,
     load_weights,
+    local,
     shard_optimizer_values,
 )
 from miniray.train.lockstep.status import is_consequence
@@ -97,6 +99,18 @@ class Part:
                 self.optimizer.state[parameter] = copy.deepcopy(
                     shard_optimizer_values(parameter, values)
                 )
+
+    def get_local(self) -> dict[str, Any]:
+        """Return the parameters and buffers of this rank as they are, by stage and name."""
+        return {key: local(tensor).detach() for key, tensor in self._iter_tensors()}
+
+    def load_local(self, saved: Mapping[str, Any]) -> None:
+        load_tensors(self._iter_tensors(), saved)
+
+    def _iter_tensors(self) -> Iterator[tuple[str, Any]]:
+        for stage, module in self.modules.items():
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                yield f"{stage}.{name}", tensor
 
     def _names(self) -> dict[Any, str]:
         return {p: name for m in self.modules.values() for name, p in m.named_parameters()}

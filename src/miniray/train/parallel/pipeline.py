@@ -49,7 +49,8 @@ class PipelineParallelTrainer(LockstepTrainer):
             its layers; the product is ``num_workers``. ``plan``: see ``ModelParallelTrainer``.
         lr_scheduler: a function of the optimizer; it is stepped after each epoch.
         clip_norm: largest norm of the gradients of all parameters together.
-        on_nonfinite, group_backend, hang_timeout, timeout, max_failures: see ``DDPTrainer``.
+        on_nonfinite, group_backend, hang_timeout, timeout, max_failures,
+            snapshot_every: see ``DDPTrainer``.
 
     All other arguments are those of ``BaseTrainer``. The result has ``bubble`` and
     ``bubble_formula``, ``peak_activation_bytes`` and ``plot_pipeline()``.

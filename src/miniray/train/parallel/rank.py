@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 
 from miniray.train.lockstep.loop import MicroBatch, StepLoop, StepOutput
-from miniray.train.lockstep.mesh import local, make_mesh, share_buffers
+from miniray.train.lockstep.mesh import (
+    get_local_optimizer,
+    load_local_optimizer,
+    local,
+    make_mesh,
+    share_buffers,
+)
 from miniray.train.lockstep.rank import RankContext
 from miniray.train.lockstep.schedule import Agreement
 from miniray.train.lockstep.status import EVALUATION
@@ -186,7 +192,9 @@ class PartReplica:
     def evaluation_context(self) -> Iterator[None]:
         self.part.train(False)
         self.context.status.set_phase(EVALUATION, step=-1)
+        before = self.samples.random.state
         yield
+        self.samples.random.state = before
         self.context.status.set_phase("idle")
 
     def evaluate(self, data: Any = None) -> dict[str, Any]:
@@ -242,6 +250,25 @@ class PartReplica:
             self.part.scheduler.load_state_dict(shared["scheduler"])
         self.samples.set_order(shared["seed"])
         self.context.state.load_state_dict(shared.get("position", {}))
+
+    @property
+    def has_position(self) -> bool:
+        return not self.samples.loads or self.samples.windows is not None
+
+    def get_local_state(self) -> tuple[Any, Any]:
+        """Return nothing that all ranks share, and this rank's stages or shards."""
+        part, position = self.part, self.context.state.state_dict()
+        scheduler = None if part.scheduler is None else part.scheduler.state_dict()
+        own = {"weights": part.get_local(), "scheduler": scheduler, "position": position}
+        return None, {**own, "optimizer": get_local_optimizer(part.optimizer)}
+
+    def load_local_state(self, shared: Any, own: Any) -> None:
+        part = self.part
+        part.load_local(own["weights"])
+        load_local_optimizer(part.optimizer, own["optimizer"])
+        if part.scheduler is not None:
+            part.scheduler.load_state_dict(own["scheduler"])
+        self.context.state.load_state_dict(own["position"])
 
     def get_data_state(self) -> dict[str, Any]:
         return self.samples.state()

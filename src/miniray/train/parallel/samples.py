@@ -129,7 +129,10 @@ class Samples:
         planned = sharing.planned(self.loader)
         if planned is not None:
             planned.set_epoch(epoch, first)
+        kept = self.random.state
         batches = self._drawn(self.loader)
+        if first:  # a run that wasn't interrupted has started the loader once
+            self.random.state = kept
 
         def items() -> Iterator[Any]:
             windows = itertools.repeat((1.0,)) if self.windows is None else self.windows[first:]

@@ -148,7 +148,7 @@ class Checkpointer:
         contents = {
             "format": _FORMAT,
             "kind": self.kind,
-            "metrics": simplify(state.history[-1]) if state.history else {},
+            "metrics": simplify(state.metrics),
             "state": state.state_dict(),
             **{name: part.state_dict() for name, part in self._parts.items()},
         }

@@ -4,7 +4,8 @@
 
     runs/<name>/
       run.json          what ran, with which versions, where; how it ended
-      metrics.jsonl     a line an epoch or step
+      metrics.jsonl     one line per epoch (RL: per step)
+      steps.jsonl       means over the last steps, and scores at a step
       events.jsonl      failures, restarts, truncations: what happened and when
       checkpoints/…     see ``checkpoint``
       loggers.json      ids of the run in tracking tools; see ``loggers``
@@ -40,6 +41,8 @@ from miniray.train.run import records
 LOCK = ".lock"
 #: Lines that were removed from metrics.jsonl, because the run went back to an earlier epoch.
 DISCARDED = "metrics.discarded.jsonl"
+#: Lines that were removed from steps.jsonl, for the same reason.
+DISCARDED_STEPS = "steps.discarded.jsonl"
 #: How long to wait until the process that holds a lock has written its name.
 _HOLDER_TIMEOUT_S = 1.0
 #: Locks of this process, by directory. Objects for the same directory share one.
@@ -114,6 +117,7 @@ class RunDirectory:
                 f"{path} already holds a run: choose another name, or go on with that run "
                 "by resume=True"
             )
+        run.truncate_steps(0)
         return run
 
     def _failed(self) -> bool:
@@ -304,10 +308,17 @@ class RunDirectory:
         return records.read_records(self.steps_file)
 
     def truncate_steps(self, step: int) -> None:
-        """Remove the records of steps after ``step``, which are trained again."""
-        found = self.read_steps()
-        kept = [r for r in found if (records.number(r.get("step")) or 0) <= step]
-        if len(kept) < len(found):
+        """Move the records of steps after ``step`` to ``steps.discarded.jsonl``.
+
+        These steps are trained again.
+        """
+        kept: list[dict[str, Any]] = []
+        dropped: list[dict[str, Any]] = []
+        for record in self.read_steps():
+            (kept if (records.number(record.get("step")) or 0) <= step else dropped).append(record)
+        for record in dropped:
+            records.append_record(self.path / DISCARDED_STEPS, record)
+        if dropped:
             lines = b"".join(records.dump_line(record) for record in kept)
             replace_atomically(self.steps_file, lines)
 

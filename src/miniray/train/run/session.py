@@ -125,9 +125,18 @@ class RunSession:
             raise RuntimeError("the run directory doesn't exist before train()")
         return self.run
 
-    def open(self) -> RunDirectory:
-        """Create the run directory unless it is open, and return it."""
-        if self.run is None:
+    def open(self, *, restart: bool = False) -> RunDirectory:
+        """Create the run directory unless it is open, and return it.
+
+        With ``restart``, it may hold a run that left no checkpoint and starts again. Its records
+        are discarded.
+        """
+        path = self.requested_path
+        if self.run is None and restart and path is not None and (path / "run.json").exists():
+            self.run = RunDirectory.reopen(path)
+            self.run.truncate_metrics(-1)
+            self.run.truncate_steps(0)
+        elif self.run is None:
             self.run = RunDirectory.open(self._run_dir, self._name, self.title)
         return self.run
 
@@ -160,13 +169,12 @@ class RunSession:
     def append_event(self, event: Mapping[str, Any]) -> None:
         """Add an event to ``events.jsonl``. Print it if workers were replaced."""
         self.directory.append_event(event)
-        done = {
-            "worker_replaced": f"worker {event.get('worker')} was replaced",
-            "ranks_restarted": "all ranks were started again",
-        }.get(event["event"])
-        if done and self.verbose:
+        text = event["message"] if event["event"] == "ranks_restarted" else None
+        if event["event"] == "worker_replaced":
             reason = event["reason"].partition("\n")[0]
-            print(f"{done}: {reason}", file=sys.stderr, flush=True)
+            text = f"worker {event.get('worker')} was replaced: {reason}"
+        if text is not None and self.verbose:
+            print(text, file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def record_attempt(

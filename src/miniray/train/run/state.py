@@ -20,6 +20,7 @@ class TrainState:
         step_in_epoch: Completed steps of an epoch that isn't complete; 0 between epochs.
         history: One record per epoch. If the run stopped inside an epoch, the last record is of a
             part of it and has ``"complete": False``.
+        part_metrics: Metrics of the epoch up to this step, if it isn't complete.
         in_epoch: Whether ``train_epoch`` is running.
     """
 
@@ -27,6 +28,7 @@ class TrainState:
     step: int = 0
     step_in_epoch: int = 0
     history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    part_metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
     in_epoch: bool = False
     #: Whether the last record has replaced that of an earlier part of the same epoch.
     replaces_part: bool = False
@@ -49,7 +51,8 @@ class TrainState:
 
     def stop_inside_epoch(self, record: dict[str, Any]) -> None:
         """Add the record of a part of the epoch to the history."""
-        self._add_record({**record, "complete": False})
+        self.part_metrics = {**record, "complete": False}
+        self._add_record(self.part_metrics)
 
     def _add_record(self, record: dict[str, Any]) -> None:
         self.replaces_part = bool(self.history) and self.history[-1].get("complete") is False
@@ -64,6 +67,13 @@ class TrainState:
         if self._open_record is not None:
             is_part = self._open_record.get("complete") is False
             self._open_record["epoch"] = self.epoch if is_part else self.epoch - 1
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The metrics at this position, by which checkpoints are compared."""
+        if self.step_in_epoch:
+            return self.part_metrics
+        return self.history[-1] if self.history else {}
 
     def close_record(self) -> dict[str, Any] | None:
         """Return the record that hooks could change. None if it is closed already."""
@@ -85,6 +95,7 @@ class TrainState:
         self.epoch, self.step = state["epoch"], state["step"]
         self.step_in_epoch = state["step_in_epoch"]
         self.history = list(state["history"])
+        self.part_metrics = {}
         self._open_record = None
 
 

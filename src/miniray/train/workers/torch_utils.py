@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
 import math
 import random
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from numbers import Number
 from typing import Any
 
@@ -315,6 +316,16 @@ def random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": cuda,
     }
+
+
+@contextlib.contextmanager
+def keep_random_state() -> Iterator[None]:
+    """Return a context manager that restores the random numbers at its end."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from miniray.runs import files
 from miniray.runs.run_info import read_run_info
 from miniray.train.options import warn
 from miniray.train.run import records
-from miniray.train.run.directory import DISCARDED, RunDirectory
+from miniray.train.run.directory import DISCARDED, DISCARDED_STEPS, RunDirectory
 from miniray.train.run.loggers.base import LoggedRun, Logger, get_axis, get_step
 from miniray.train.run.loggers.jsonl import JSONLines
 from miniray.train.run.loggers.registry import create_loggers
@@ -170,10 +170,11 @@ def _name_loggers(loggers: list[Logger]) -> list[_Entry]:
 
 def _find_reached(run: RunDirectory) -> int | None:
     """Return the largest step (epoch, without steps) of all attempts."""
-    discarded = records.read_records(run.path / DISCARDED)
+    files = (DISCARDED, DISCARDED_STEPS)
+    discarded = [record for name in files for record in records.read_records(run.path / name)]
     found = [
         get_axis(get_step(record), record["epoch"])
-        for record in (*run.read_metrics(), *discarded)
+        for record in (*run.read_metrics(), *run.read_steps(), *discarded)
         if isinstance(record.get("epoch"), int)
     ]
     return max(found, default=None)
