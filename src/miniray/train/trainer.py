@@ -420,7 +420,8 @@ class BaseTrainer:
                         {"event": "stopped", "epoch": epoch, "reason": self.stop_reason}
                     )
                     why = f": {self.stop_reason}" if self.stop_reason else ""
-                    progress.note(f"stopped after {self._unit} {epoch}{why}")
+                    where = f"{self._unit} {epoch}" if is_complete else f"step {state.step}"
+                    progress.note(f"stopped after {where}{why}")
                     break
 
     def _end_epoch(self, epoch: int, record: dict[str, Any]) -> None:
