@@ -1,5 +1,6 @@
 """Ranks that step together pause at the same step, and a resumed run has the same bits."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,10 +9,11 @@ import time
 import pytest
 
 import miniray
-from miniray.train import DDPTrainer
+from miniray.train import DDPTrainer, ModelParallelTrainer, PipelineParallelTrainer
 
 torch = pytest.importorskip("torch")
 
+from tests.parallel import split_for_tests as split  # noqa: E402
 from tests.time_scale import TIME_SCALE  # noqa: E402
 from tests.train.ddp_for_tests import Stepper  # noqa: E402
 
@@ -84,6 +86,42 @@ def test_preempted_ranks_pause_at_the_same_step_and_resume_with_the_same_bits(ow
     assert resumed == whole
     assert trainer.state.step == uninterrupted.state.step == 3 * STEPS
     assert [r["loss"] for r in trainer.history] == [r["loss"] for r in uninterrupted.history]
+
+
+class SignalingLoss:
+    """Sends SIGTERM to the driver in one of the first batches, on one rank, and is slow."""
+
+    def __init__(self, driver, marker):
+        self.driver, self.marker, self.calls = driver, marker, 0
+
+    def __call__(self, output, target):
+        self.calls += 1
+        if self.calls == 8:
+            with contextlib.suppress(FileExistsError):
+                open(self.marker, "x").close()
+                os.kill(self.driver, signal.SIGTERM)
+        time.sleep(0.05)
+        return split.loss(output, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [PipelineParallelTrainer, ModelParallelTrainer])
+def test_ranks_with_parts_of_a_model_pause_too(own_handler, tmp_path, kind):
+    def train_split(name, loss):
+        options = {**split.PARTS, "loss": loss, "name": name}
+        model = split.make_layers if kind is PipelineParallelTrainer else split.make_model
+        with kind(2, model=model, data=split.make_data(n=320), **options) as trainer:
+            trainer.train(epochs=2, resume="auto")
+            return trainer.model_weights()
+
+    with pytest.raises(SystemExit):
+        train_split("stopped", SignalingLoss(os.getpid(), tmp_path / "sent"))
+    step = read_state("stopped")["step"]
+    assert 1 <= step < 40
+    assert os.listdir("runs/stopped/checkpoints") == [f"epoch-00000000-step-{step:08d}"]
+    resumed, whole = train_split("stopped", split.loss), train_split("whole", split.loss)
+    assert list(resumed) == list(whole)
+    assert all(torch.equal(resumed[key], whole[key]) for key in whole)
 
 
 def test_ctrl_c_saves_the_current_step_and_says_how_to_resume(capsys):

@@ -19,6 +19,7 @@ from miniray.checks import (
     check_bool,
     check_int,
     check_number,
+    check_path,
     find_similar,
     get_options,
     unknown_option,
@@ -92,6 +93,8 @@ class RunOptions:
             added to the result of the epoch as ``val_...``.
         keep_last: How many of the newest checkpoints to keep. None keeps all.
         keep_best: ``(metric, "min" or "max")``: also keep the best checkpoint by this metric.
+        checkpoint_dir: A local path or an fsspec URL (``s3://bucket/run``) to which each checkpoint
+            is copied. ``resume=True`` and ``resume="auto"`` search it and the run directory.
         grace_seconds: Limit in seconds for the end of a run after the first SIGTERM, SIGUSR1 or
             Ctrl-C. The run finishes its step, or its epoch if workers train it alone, saves a
             checkpoint and stops the workers.
@@ -112,6 +115,7 @@ class RunOptions:
     eval_interval: int = 0
     keep_last: int | None = 3
     keep_best: tuple[str, str] | None = None
+    checkpoint_dir: str | Path | None = None
     grace_seconds: float = 25.0
 
     def __post_init__(self) -> None:
@@ -121,6 +125,8 @@ class RunOptions:
             object.__setattr__(self, "seed", check_int("seed", self.seed, 0))
         grace = check_number("grace_seconds", self.grace_seconds, 0, open_low=True)
         object.__setattr__(self, "grace_seconds", grace)
+        if self.checkpoint_dir is not None:
+            check_path("checkpoint_dir", self.checkpoint_dir)
         check_bool("progress", self.progress)
         check_seconds("worker_timeout", self.worker_timeout)
         check_name(self.name)
@@ -157,6 +163,7 @@ class RunKwargs(TypedDict, total=False):
     eval_interval: int
     keep_last: int | None
     keep_best: tuple[str, Literal["min", "max"]] | None
+    checkpoint_dir: str | Path | None
     grace_seconds: float
 
 

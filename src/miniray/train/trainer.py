@@ -43,6 +43,7 @@ from miniray.train.run.progress import Progress
 from miniray.train.run.result import TrainResult
 from miniray.train.run.session import RunSession
 from miniray.train.run.state import TrainState, TrainTarget
+from miniray.train.run.storage import FsspecStorage
 from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers.aggregate import aggregate
 from miniray.train.workers.budget import FailureBudget
@@ -83,7 +84,7 @@ class BaseTrainer:
         **options: The options of ``RunOptions``: ``name``, ``run_dir``, ``seed``, ``resume``,
             ``max_failures``, ``worker_timeout``, ``progress``, ``callbacks``, ``loggers``,
             ``resources_per_worker``, ``use_gpu``, ``backend``, ``eval_interval``, ``keep_last``,
-            ``keep_best``, ``grace_seconds``.
+            ``keep_best``, ``checkpoint_dir``, ``grace_seconds``.
 
     Attributes:
         workers: Handles of the workers, by worker id.
@@ -143,11 +144,13 @@ class BaseTrainer:
             verbose=self.options.progress,
         )
         self.state = TrainState()
+        where = self.options.checkpoint_dir
         self.checkpointer = Checkpointer(
             self._kind,
             keep_last=self.options.keep_last,
             keep_best=self.options.keep_best,
             on_event=self.session.append_event,
+            storage=None if where is None else FsspecStorage(where),
         )
         self.checkpointer.register("callbacks", CallbackStates(self.callbacks))
         weights = WorkerWeights(self._get_group, self._get_shared_weights)
@@ -381,7 +384,11 @@ class BaseTrainer:
 
     def _has_checkpoint(self) -> bool:
         """Return whether ``resume="auto"`` finds a checkpoint."""
+        if self.checkpointer.has_copies():
+            return True
         path = self.session.requested_path
+        if path is None and self.options.checkpoint_dir is not None:
+            return False
         if path is None:
             raise ValueError('resume="auto" needs name= or run_dir=, to find the run again')
         return any((path / "checkpoints").glob("epoch-*"))
@@ -416,7 +423,8 @@ class BaseTrainer:
                         {"event": "stopped", "epoch": epoch, "reason": self.stop_reason}
                     )
                     why = f": {self.stop_reason}" if self.stop_reason else ""
-                    progress.note(f"stopped after {self._unit} {epoch}{why}")
+                    where = f"{self._unit} {epoch}" if is_complete else f"step {state.step}"
+                    progress.note(f"stopped after {where}{why}")
                     break
 
     def _end_epoch(self, epoch: int, record: dict[str, Any]) -> None:
@@ -545,6 +553,8 @@ class BaseTrainer:
         self._start_engine()
         if resume:
             self.load_checkpoint("latest" if resume is True else resume)
+        else:
+            self.checkpointer.check_unused()
         self._target = create_target(self.state)
         run = self.session.open(restart=restart)
         self.checkpointer.open(run.checkpoints)

@@ -250,7 +250,8 @@ class LockstepTrainer(BaseTrainer):
 
     def _stop_for_signal(self, name: str) -> None:
         super()._stop_for_signal(name)
-        self._request_pause()  # at once: a rank in this process is never polled
+        if self._group is not None:
+            self._request_pause()  # at once: a rank in this process is never polled
 
     def _tune_snapshots(self, windows: Iterable[LogWindow]) -> None:
         """Choose the interval of snapshots once it is known how long steps take."""

@@ -26,6 +26,9 @@ from miniray.train.run import records, tensorfile
 from miniray.train.run.encoding import Encoder, decode
 
 FORMAT = "miniray-checkpoint-1"
+MANIFEST = "manifest.json"
+#: Other names in a directory of checkpoints belong to the user and are left alone.
+CHECKPOINT_NAME = re.compile(r"epoch-\d+(-step-\d+)?(-\d+)?")
 _PIECE = 1 << 20  # bytes read at a time
 _LARGEST_MANIFEST = 1 << 26
 
@@ -218,19 +221,11 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo | str:
     Sizes of files are compared too; their bytes are not read.
     """
     try:
-        with _open_regular(path / "manifest.json") as file:
-            content = json.loads(file.read(_LARGEST_MANIFEST))
-        if content.pop("checksum", None) != _checksum(content):
-            return "manifest.json does not match its checksum"
-        if content["format"] != FORMAT:
-            return f"its format is {content['format']!r}, and this version reads {FORMAT!r}"
-        for name in ("epoch", "serial", *(("step",) if "step" in content else ())):
-            check_int(name, content[name], 0)
-        if "state.json" not in content["files"]:
-            return "its manifest lists no state.json"
-        for name, entry in content["files"].items():
-            if name != os.path.basename(name) or name in ("", ".", ".."):
-                return f"its manifest names {name!r}, which isn't a file of the checkpoint"
+        with _open_regular(path / MANIFEST) as file:
+            found = parse_manifest(path, file.read(_LARGEST_MANIFEST))
+        if isinstance(found, str):
+            return found
+        for name, entry in found.files.items():
             try:
                 with _open_regular(path / name) as file:
                     size = os.fstat(file.fileno()).st_size
@@ -240,8 +235,28 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo | str:
                 return f"{name} has {size} bytes and not {entry['bytes']}"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing" if path.exists() else "it does not exist"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"manifest.json cannot be read: {error}"
+    return found
+
+
+def parse_manifest(path: Path, data: bytes) -> CheckpointInfo | str:
+    """Return the checkpoint at ``path`` that a manifest describes, or what is wrong with it."""
+    try:
+        content = json.loads(data)
+        if content.pop("checksum", None) != _checksum(content):
+            return "manifest.json does not match its checksum"
+        if content["format"] != FORMAT:
+            return f"its format is {content['format']!r}, and this version reads {FORMAT!r}"
+        for name in ("epoch", "serial", *(("step",) if "step" in content else ())):
+            check_int(name, content[name], 0)
+        if "state.json" not in content["files"]:
+            return "its manifest lists no state.json"
+        for name in content["files"]:
+            if name != os.path.basename(name) or name in ("", ".", ".."):
+                return f"its manifest names {name!r}, which isn't a file of the checkpoint"
     except (
-        *(OSError, ValueError, KeyError, TypeError, AttributeError),
+        *(ValueError, KeyError, TypeError, AttributeError),
         RecursionError,  # JSON nested too deeply
     ) as error:
         return f"manifest.json cannot be read: {error}"

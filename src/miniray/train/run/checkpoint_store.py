@@ -19,7 +19,6 @@ from __future__ import annotations
 import atexit
 import errno
 import os
-import re
 import shutil
 import threading
 import warnings
@@ -31,6 +30,7 @@ from miniray.checks import check_bool, check_int, check_path
 from miniray.errors import CheckpointError
 from miniray.train.options import warn
 from miniray.train.run.checkpoint_format import (
+    CHECKPOINT_NAME,
     CheckpointInfo,
     Contents,
     discard_checkpoint,
@@ -40,11 +40,10 @@ from miniray.train.run.checkpoint_format import (
     remove_leftovers,
     write_checkpoint,
 )
+from miniray.train.run.storage import CheckpointStorage, list_copies
 
 __all__ = ["CheckpointInfo", "CheckpointStore"]
 
-#: Other names in the directory are somebody else's and let alone.
-_NAME = re.compile(r"epoch-\d+(-step-\d+)?(-\d+)?")
 _TRIES = 100
 
 
@@ -64,6 +63,8 @@ class CheckpointStore:
         allow_pickle: store what has no other form with pickle, and read such parts.
         on_event: called with a dict for what a run's history should say: ``checkpoint_corrupt``,
             ``checkpoint_failed``.
+        storage: Each checkpoint is copied there, and the same ones are kept there. If copying
+            fails, the store warns once and reports ``checkpoint_copy_failed``.
     """
 
     def __init__(
@@ -75,11 +76,17 @@ class CheckpointStore:
         background: bool = False,
         allow_pickle: bool = False,
         on_event: Callable[[dict[str, Any]], None] | None = None,
+        storage: CheckpointStorage | None = None,
     ) -> None:
         self.directory = Path(check_path("directory", directory))
         self.background = check_bool("background", background)
         self.allow_pickle = check_bool("allow_pickle", allow_pickle)
         self.on_event = on_event
+        self.storage = storage
+        # A checkpoint is newer than all copies, also if this machine has none of them.
+        copies = [] if storage is None else list_copies(storage)
+        self._last_serial = max((copy.serial for copy in copies), default=0)
+        self._has_copy_failed = False
         self.loaded: Path | None = None
         self.configure(keep_last=keep_last, keep_best=keep_best)
         self._writer: threading.Thread | None = None
@@ -147,6 +154,7 @@ class CheckpointStore:
         By number and not by epoch: a run that went back to epoch 3 has a newer epoch 4 than 5.
         """
         serial = 1 + max((found.serial for found in self._scan()[0]), default=0)
+        serial = max(serial, self._last_serial + 1)
         name = f"epoch-{epoch:08d}" if step is None else f"epoch-{epoch:08d}-step-{step:08d}"
         path, attempt = self.directory / name, 1
         while path.exists():
@@ -164,6 +172,30 @@ class CheckpointStore:
             self._tell({"event": "checkpoint_failed", "path": str(path), "reason": str(wrapped)})
             raise wrapped from error
         self._prune(path)
+        if self.storage is not None:
+            self._copy(path, self.storage)
+
+    def _copy(self, path: Path, storage: CheckpointStorage) -> None:
+        """Copy a checkpoint to ``storage``, and delete there what isn't kept."""
+        checkpoint = inspect_checkpoint(path)
+        assert not isinstance(checkpoint, str), checkpoint
+        try:
+            storage.write(checkpoint)
+            for unwanted in self._find_unwanted(storage.list(), Path(path.name)):
+                storage.delete(unwanted)
+        except Exception as error:  # each file system has its own errors
+            reason = f"{type(error).__name__}: {error}"
+            event = {"event": "checkpoint_copy_failed", "url": storage.url, "path": str(path)}
+            self._tell({**event, "reason": reason})
+            if not self._has_copy_failed:
+                warn(
+                    f"checkpoint {path.name} couldn't be copied to {storage.url}: {reason}. "
+                    "Training continues, and the next checkpoint is copied again. Earlier copies "
+                    "are unchanged."
+                )
+            self._has_copy_failed = True
+        else:
+            self._has_copy_failed = False
 
     def _write_error(self, path: Path, size: int, error: Exception) -> CheckpointError:
         reason = str(error)
@@ -182,15 +214,19 @@ class CheckpointStore:
 
         Damaged ones count for nothing and are left for a person to look at.
         """
-        found = self._scan()[0]
+        for checkpoint in self._find_unwanted(self._scan()[0], newest):
+            discard_checkpoint(checkpoint.path)
+
+    def _find_unwanted(
+        self, found: Sequence[CheckpointInfo], newest: Path
+    ) -> Sequence[CheckpointInfo]:
+        """Return the checkpoints that aren't kept; none if ``newest`` isn't among them."""
         if self.keep_last is None or all(checkpoint.path != newest for checkpoint in found):
-            return
+            return []
         newest_at = {(c.epoch, c.step): c.path for c in found}  # the later of two counts
         current = [c.path for c in found if newest_at[c.epoch, c.step] == c.path]
         keep = {newest, self._best_of(found), *current[-self.keep_last :]}
-        for checkpoint in found:
-            if checkpoint.path not in keep:
-                discard_checkpoint(checkpoint.path)
+        return [checkpoint for checkpoint in found if checkpoint.path not in keep]
 
     def _best_of(self, found: Sequence[CheckpointInfo]) -> Path | None:
         """The best one by ``keep_best``; of equals the newest. None where none has the metric."""
@@ -292,7 +328,9 @@ class CheckpointStore:
         return sorted(found, key=lambda c: c.serial), damaged
 
     def _paths(self) -> Sequence[Path]:
-        return sorted(p for p in self.directory.glob("epoch-*") if _NAME.fullmatch(p.name))
+        return sorted(
+            p for p in self.directory.glob("epoch-*") if CHECKPOINT_NAME.fullmatch(p.name)
+        )
 
     def _intact(self) -> str:
         names = [c.path.name for c in self._scan()[0]]

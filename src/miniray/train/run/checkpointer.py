@@ -11,6 +11,7 @@ describes the files.
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -20,6 +21,7 @@ from miniray.train.options import warn
 from miniray.train.run.checkpoint_store import CheckpointStore, check_keeping
 from miniray.train.run.records import simplify
 from miniray.train.run.state import TrainState
+from miniray.train.run.storage import CheckpointStorage, list_copies
 
 _FORMAT = 2
 #: Names in a checkpoint that aren't registered parts.
@@ -57,6 +59,7 @@ class Checkpointer:
         keep_last: See ``CheckpointStore``.
         keep_best: See ``CheckpointStore``.
         on_event: Called with a dict for events of the run, such as a damaged checkpoint.
+        storage: See ``CheckpointStore``.
     """
 
     def __init__(
@@ -66,13 +69,14 @@ class Checkpointer:
         keep_last: int | None,
         keep_best: tuple[str, str] | None,
         on_event: Callable[[dict[str, Any]], None],
+        storage: CheckpointStorage | None = None,
     ) -> None:
         check_keeping(keep_last, keep_best)
         self.kind = kind
         #: The checkpoints of the run on disk, once its directory is open.
         self.store: CheckpointStore | None = None
         self._keep_last, self._keep_best = keep_last, keep_best
-        self._on_event = on_event
+        self._on_event, self._storage = on_event, storage
         self._parts: dict[str, Stateful] = {}
         self._on_missing: dict[str, Callable[[], None]] = {}
         self._in_workers: set[str] = set()
@@ -128,6 +132,7 @@ class Checkpointer:
                 keep_last=self._keep_last,
                 keep_best=self._keep_best,
                 on_event=self._on_event,
+                storage=self._storage,
             )
 
     def close(self) -> None:
@@ -168,13 +173,29 @@ class Checkpointer:
         """Return the path of the best checkpoint by ``keep_best``."""
         return None if self.store is None else self.store.best()
 
-    def load(self, path: str | Path, run: Path | None, title: str) -> tuple[Path, dict[str, Any]]:
+    def has_copies(self) -> bool:
+        """Return whether there are checkpoints in the storage."""
+        return self._storage is not None and bool(list_copies(self._storage))
+
+    def check_unused(self) -> None:
+        """Raise ``FileExistsError`` if the storage has checkpoints of a different run."""
+        if self.store is None and self._storage is not None and self.has_copies():
+            raise FileExistsError(
+                f"checkpoint_dir {self._storage.url} already has checkpoints. Pass resume=True to "
+                "continue from them, or choose a different checkpoint_dir."
+            )
+
+    def load(
+        self, path: str | Path, run: Path | None, title: str
+    ) -> tuple[Path | None, dict[str, Any]]:
         """Read a checkpoint, and return its path and its parts by name.
+
+        The path is None if the checkpoint was read from the storage.
 
         Args:
             path: A checkpoint, a run directory or its ``checkpoints``. ``"latest"`` is the newest
-                intact checkpoint of the open run, else of ``run``, else of the newest run whose
-                directory name starts with ``title``.
+                intact checkpoint of the open run, else of the storage and ``run``, else of the
+                newest run whose directory name starts with ``title``.
             run: The run directory that the user named.
             title: Class of the trainer, and of the worker if it isn't miniray's.
 
@@ -182,12 +203,37 @@ class Checkpointer:
             CheckpointError: There is no intact checkpoint, or a different kind of trainer or an
                 older version of miniray wrote it.
         """
+        if str(path) == "latest" and self.store is None and self._storage is not None:
+            loaded = self._load_copy(self._storage, run)
+            if loaded is not None:
+                return None, loaded
         store, where = _locate(path, self.store, run, title)
         _, loaded = store.load(where)
         assert store.loaded is not None
         self._check(store.loaded, loaded)
         self._position = (loaded["state"]["epoch"], loaded["state"]["step"])
         return store.loaded, loaded
+
+    def _load_copy(self, storage: CheckpointStorage, run: Path | None) -> dict[str, Any] | None:
+        """Return the newest intact checkpoint of the storage.
+
+        None if there is none, or if ``run`` has the same one or a newer one.
+        """
+        local = [] if run is None else CheckpointStore(run / "checkpoints").list()
+        newest = local[-1].serial if local else 0
+        copies = [copy for copy in list_copies(storage) if copy.serial > newest]
+        for copy in reversed(copies):
+            with tempfile.TemporaryDirectory(prefix="miniray-checkpoint-") as directory:
+                path = storage.read(copy, Path(directory))
+                try:
+                    loaded = CheckpointStore(directory).load(path)[1]
+                except CheckpointError as error:
+                    warn(f"checkpoint {copy.path} of {storage.url} isn't used: {error}")
+                    continue
+            self._check(Path(f"{storage.url}/{copy.path}"), loaded)
+            self._position = (loaded["state"]["epoch"], loaded["state"]["step"])
+            return loaded
+        return None
 
     def _check(self, path: Path, loaded: Mapping[str, Any]) -> None:
         found = loaded.get("format")

@@ -140,20 +140,24 @@ class RunSession:
             self.run = RunDirectory.open(self._run_dir, self._name, self.title)
         return self.run
 
-    def open_for(self, checkpoint: Path) -> RunDirectory:
+    def open_for(self, checkpoint: Path | None) -> RunDirectory:
         """Open the directory to continue in after loading ``checkpoint``, and return it.
+
+        None is a checkpoint from ``checkpoint_dir``.
 
         It is the directory of the checkpoint's run, unless ``name`` or ``run_dir`` names a
         different one or the checkpoint isn't in a run directory. Then a new run starts from it.
         """
         if self.run is not None:
             return self.run
-        source, wanted = checkpoint.parent.parent, self.requested_path
-        is_same = wanted is None or wanted.resolve() == source.resolve()
-        if is_same and (source / "run.json").exists():
+        wanted = self.requested_path
+        source = wanted if checkpoint is None else checkpoint.parent.parent
+        is_same = source is not None and (wanted is None or wanted.resolve() == source.resolve())
+        if source is not None and is_same and (source / "run.json").exists():
             self.run = RunDirectory.reopen(source)
         else:
-            self.open().append_event({"event": "started_from", "checkpoint": str(checkpoint)})
+            shown = "checkpoint_dir" if checkpoint is None else str(checkpoint)
+            self.open().append_event({"event": "started_from", "checkpoint": shown})
         return self.directory
 
     def write_description(self, description: Mapping[str, Any]) -> None:
