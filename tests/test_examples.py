@@ -71,6 +71,14 @@ def test_the_same_scripts_on_other_engines(tmp_path, command, backend):
     assert "curves:" in shown.lower()
 
 
+def test_ddp_on_parquet_files(tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("pyarrow")
+    shown = run(tmp_path, "ddp_parquet.py")
+    assert "Rows per epoch: 2000\n" in shown
+    assert float(re.search(r"Accuracy: ([\d.]+)%", shown)[1]) > 95
+
+
 def test_a_model_without_torch(tmp_path):
     pytest.importorskip("sklearn")
     shown = run(tmp_path, "plain_numpy.py")

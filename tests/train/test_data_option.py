@@ -26,6 +26,7 @@ from miniray.train.lockstep.epoch_data import EpochData  # noqa: E402
 from miniray.train.lockstep.loop import RankState  # noqa: E402
 from miniray.train.workers import shards  # noqa: E402
 from miniray.train.workers.shards import TrainData, give_data  # noqa: E402
+from miniray.train.workers.torch_utils import length  # noqa: E402
 
 ROWS = 22
 
@@ -308,6 +309,14 @@ def test_data_is_put_into_the_object_store_once(tmp_path, monkeypatch):
     ) as other:
         other.train(epochs=1)
     assert [type(value).__name__ for value in puts].count("TrainData") == 1
+
+
+def test_samples_of_a_batch_with_lists():
+    lists = [[1.0, 2.0], [3.0]]
+    assert length({"x": lists, "y": torch.zeros(3)}) == 3  # not the length of a list
+    assert length({"x": lists * 2}) == 4
+    assert length({"x": [torch.zeros(5), torch.zeros(5)]}) == 5  # columns collated by torch
+    assert length({"x": ["a", "b", "c"]}) == 3
 
 
 def test_batch_size_of_train_wins(tmp_path):

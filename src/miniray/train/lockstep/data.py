@@ -17,7 +17,6 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
-    SequentialSampler,
     TensorDataset,
 )
 
@@ -108,7 +107,7 @@ def take_share(
         return loader
     if any(hasattr(part, "set_epoch") for part in (loader.sampler, loader.batch_sampler)):
         return loader  # it was cut by somebody who knows of ranks: a DistributedSampler
-    problem = describe_custom_sampling(loader)
+    problem = parts.describe_custom_sampling(loader)
     if problem:
         if world_size == 1:
             return loader
@@ -156,24 +155,6 @@ def planned(loader: Any) -> PlannedBatches | None:
     """The batches that miniray has dealt out to a loader; None where they are the user's own."""
     batches = getattr(loader, "batch_sampler", None)
     return batches if isinstance(batches, PlannedBatches) else None
-
-
-def describe_custom_sampling(loader: Any) -> str:
-    """What a loader has that decides on its samples in a way of its own; "" where nothing does."""
-    sampler = loader.sampler
-    if isinstance(loader.dataset, IterableDataset):
-        return f"an IterableDataset ({type(loader.dataset).__qualname__})"
-    if loader.batch_sampler is None:
-        return "batch_size=None"
-    if loader.batch_size is None:
-        return f"a batch sampler of its own ({type(loader.batch_sampler).__qualname__})"
-    if type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and sampler.num_samples == len(loader.dataset)
-    ):
-        return ""
-    return f"a sampler of its own ({type(sampler).__qualname__})"
 
 
 def _replace_parts(loader: Any, **changes: Any) -> Any:

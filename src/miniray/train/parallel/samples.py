@@ -46,7 +46,7 @@ def check_can_be_cut(loader: Any, argument: str, copies: int) -> None:
     """``TypeError`` for batches that cannot be dealt out to copies of the model."""
     what = f"a {type(loader).__name__}"
     if isinstance(loader, DataLoader):
-        what = sharing.describe_custom_sampling(loader)
+        what = parts.describe_custom_sampling(loader)
     if what:
         raise TypeError(
             f"{argument}= has {what}, which cannot be dealt out to {copies} copies of the model; "

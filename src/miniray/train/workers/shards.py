@@ -132,14 +132,12 @@ def is_loader(data: Any) -> bool:
 
 def _check_data(name: str, data: Any, num_workers: int) -> None:
     kind = find_kind(name, data)
-    if kind == "torch loader" and num_workers > 1:
-        from miniray.train.lockstep.data import describe_custom_sampling
-
-        if problem := describe_custom_sampling(data):
-            raise ValueError(
-                f"{name} has {problem}, which can't be sharded on {num_workers} workers. Leave it "
-                "out, and set batch_size= and shuffle= of the DataLoader"
-            )
+    problem = parts.describe_custom_sampling(data) if kind == "torch loader" else ""
+    if problem and num_workers > 1:
+        raise ValueError(
+            f"{name} has {problem}, which can't be sharded on {num_workers} workers. Leave it "
+            "out, and set batch_size= and shuffle= of the DataLoader"
+        )
     if kind in ("rows", "torch loader"):
         dataset = data.dataset if kind == "torch loader" else data
         handles = find_handles(dataset, name if dataset is data else f"{name}.dataset")

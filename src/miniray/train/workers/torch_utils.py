@@ -72,6 +72,26 @@ def shard(loader: Any, shard_id: int, num_shards: int) -> Any:
     return own
 
 
+def describe_custom_sampling(loader: Any) -> str:
+    """Return what decides on the samples of a loader besides miniray; "" if there is nothing."""
+    from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+
+    sampler = loader.sampler
+    if isinstance(loader.dataset, IterableDataset):
+        return f"an IterableDataset ({type(loader.dataset).__qualname__})"
+    if loader.batch_sampler is None:
+        return "batch_size=None"
+    if loader.batch_size is None:
+        return f"a batch sampler of its own ({type(loader.batch_sampler).__qualname__})"
+    if type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(loader.dataset)
+    ):
+        return ""
+    return f"a sampler of its own ({type(sampler).__qualname__})"
+
+
 def is_shardable(data: Any) -> bool:
     """Return whether ``data`` is a loader or dataset of miniray.data."""
     return all(hasattr(data, name) for name in ("is_sharded", "has_started", "shard"))
@@ -181,18 +201,29 @@ def count_tokens(batch: Any) -> Any:
 
 
 def length(batch: Any) -> int:
-    """How many samples a batch has: the length of the first tensor found in it."""
+    """Return the number of samples of a batch: the length of its first tensor, or of a column."""
     if getattr(batch, "shape", None):
         return int(batch.shape[0])
     if _is_record(batch):
         batch = vars(batch)
-    items = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(batch, (Mapping, list, tuple)):
-        for item in items:
-            if isinstance(item, (Mapping, list, tuple)) or hasattr(item, "shape"):
-                return length(item)
-        return len(batch)
-    return 1
+    if not isinstance(batch, (Mapping, list, tuple)):
+        return 1
+    items = list(batch.values() if isinstance(batch, Mapping) else batch)
+    for item in items:
+        if getattr(item, "shape", None):
+            return int(item.shape[0])
+    for item in items:
+        if isinstance(batch, Mapping) and _is_ragged(item):
+            return len(item)
+        if isinstance(item, (Mapping, list, tuple)) or hasattr(item, "shape"):
+            return length(item)
+    return len(batch)
+
+
+def _is_ragged(column: Any) -> bool:
+    """Return whether a column has a list of plain values for each row."""
+    first = column[0] if isinstance(column, list) and column else None
+    return isinstance(first, list) and not any(hasattr(value, "shape") for value in first[:1])
 
 
 def step_of(method: Callable[..., Any]) -> Callable[[Any, int], Any]:
