@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from miniray.train.parallel.plan.layers import seeded
+from miniray.train.parallel.plan.layers import seed_context
 
 SEED = 3
 #: Of losses and weights, after 20 steps of Adam in float32. Sums over microbatches and shards are
@@ -55,7 +55,7 @@ PARTS = {"loss": loss, "optimizer": adam, "seed": SEED, "progress": False}
 
 def one_process(epochs=4, n=40, batch_size=8, model=make_model, clip=None):
     """(loss of each epoch, final weights) of plain torch on the same batches."""
-    with seeded(SEED):
+    with seed_context(SEED):
         whole = model()
     optimizer = adam(whole.parameters())
     losses = []

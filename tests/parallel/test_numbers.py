@@ -9,7 +9,7 @@ from miniray.train import ModelParallelTrainer, PipelineParallelTrainer
 
 torch = pytest.importorskip("torch")
 
-from miniray.train.parallel.plan.layers import seeded  # noqa: E402
+from miniray.train.parallel.plan.layers import seed_context  # noqa: E402
 from tests.parallel.split_for_tests import (  # noqa: E402
     PARTS,
     SEED,
@@ -82,7 +82,7 @@ def test_a_stage_without_anything_to_train_and_layers_with_several_inputs(engine
         result = trainer.train(2)
         found = trainer.model_weights()
         trainer.save_checkpoint()
-    with seeded(SEED):
+    with seed_context(SEED):
         layers = frozen_first()
     plain = torch.nn.Sequential(*layers)
     optimizer = adam(p for p in plain.parameters() if p.requires_grad)

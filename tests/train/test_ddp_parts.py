@@ -13,7 +13,12 @@ import miniray
 from miniray.errors import BarrierTimeoutError, WeightsMismatchError
 from miniray.train.ddp.checks import RankSettings, check_agreement
 from miniray.train.lockstep.process_group import GroupHost
-from miniray.train.lockstep.status import HeartbeatSender, RankPosition, read_positions, readable
+from miniray.train.lockstep.status import (
+    HeartbeatSender,
+    RankPosition,
+    read_positions,
+    select_readable,
+)
 from miniray.train.run.progress import StepBar
 from miniray.train.workers.process import RankStream
 
@@ -75,15 +80,19 @@ def test_a_stack_shows_the_users_line_however_deep_a_library_is_below_it():
 
     ours = str(Path(miniray.__file__).parent / "train" / "ranks" / "member.py")
     library = torch.__file__
-    found = readable(frames("<frozen runpy>", ours, "/home/me/train.py", ours, *[library] * 20))
+    found = select_readable(
+        frames("<frozen runpy>", ours, "/home/me/train.py", ours, *[library] * 20)
+    )
     assert [frame.filename for frame in found] == ["/home/me/train.py", *[library] * 11]
-    found = readable(frames(ours, "/home/me/train.py", library, ours, "/home/me/model.py", ours))
+    found = select_readable(
+        frames(ours, "/home/me/train.py", library, ours, "/home/me/model.py", ours)
+    )
     assert [frame.filename for frame in found] == [
         "/home/me/train.py",
         library,
         "/home/me/model.py",
     ]
-    assert readable(frames(*[ours] * 9)) == frames(*[ours] * 3)  # there is nothing else
+    assert select_readable(frames(*[ours] * 9)) == frames(*[ours] * 3)  # there is nothing else
 
 
 def test_the_cpu_time_of_a_place_is_counted_from_the_last_move_on(host):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miniray.train.lockstep.plan import EpochPlan, counted_windows
+from miniray.train.lockstep.plan import EpochPlan, create_counted_windows
 
 plans = st.fixed_dictionaries(
     {
@@ -126,18 +126,18 @@ def test_ranks_with_nothing_to_do_and_uneven_shares_are_named():
 
 
 def test_batches_that_ranks_bring_themselves():
-    assert counted_windows([2, 2], 0, 1, "join") == [(1.0,), (1.0,)]
-    assert counted_windows([3, 3], 1, 2, "error") == [(0.5, 0.5), (1.0,)]
+    assert create_counted_windows([2, 2], 0, 1, "join") == [(1.0,), (1.0,)]
+    assert create_counted_windows([3, 3], 1, 2, "error") == [(0.5, 0.5), (1.0,)]
     # Rank 1 has one less: it keeps rank 0 company in the last step.
-    assert counted_windows([3, 2], 0, 1, "join")[2] == (2.0,)
-    assert counted_windows([3, 2], 1, 1, "join")[2] == (0.0,)
+    assert create_counted_windows([3, 2], 0, 1, "join")[2] == (2.0,)
+    assert create_counted_windows([3, 2], 1, 1, "join")[2] == (0.0,)
     # In the middle of a step: of its three batches each counts a third, the average is over two.
-    assert counted_windows([4, 3], 0, 2, "join")[1] == (2 / 3, 2 / 3)
-    assert counted_windows([4, 3], 1, 2, "join")[1] == (2 / 3, 0.0)
-    assert len(counted_windows([5, 3], 0, 1, "drop")) == 3
+    assert create_counted_windows([4, 3], 0, 2, "join")[1] == (2 / 3, 2 / 3)
+    assert create_counted_windows([4, 3], 1, 2, "join")[1] == (2 / 3, 0.0)
+    assert len(create_counted_windows([5, 3], 0, 1, "drop")) == 3
     with pytest.raises(ValueError, match="rank 0 has 3, rank 1 has 2 batches"):
-        counted_windows([3, 2], 0, 1, "error")
+        create_counted_windows([3, 2], 0, 1, "error")
     with pytest.raises(ValueError, match="needs miniray to share out"):
-        counted_windows([3, 2], 0, 1, "pad")
+        create_counted_windows([3, 2], 0, 1, "pad")
     with pytest.raises(ValueError, match="rank 1 has 0 batches: every rank needs"):
-        counted_windows([3, 0], 0, 1, "join")
+        create_counted_windows([3, 0], 0, 1, "join")

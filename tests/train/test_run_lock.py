@@ -106,9 +106,9 @@ def test_error_message(golden):
         assert process.stdout.readline().split() == ["RunLockedError", "7", "node3"]
     finally:
         end(process)
-    from miniray.train.run.directory import _locked
+    from miniray.train.run.directory import _create_locked_error
 
-    golden("run_locked.txt", f"{_locked(run.path, {'pid': 7, 'host': 'node3'})}\n")
+    golden("run_locked.txt", f"{_create_locked_error(run.path, {'pid': 7, 'host': 'node3'})}\n")
 
 
 def test_locked_run_is_not_deleted():

@@ -7,7 +7,7 @@ from typing import Any
 import miniray
 from miniray.core import session
 from miniray.errors import ActorDiedError, CapabilityError, TaskError
-from miniray.train.workers.group import NO_WORKERS, WorkerGroup, in_context
+from miniray.train.workers.group import NO_WORKERS, WorkerGroup, add_worker_context
 
 #: Seconds in which a worker that is alive and idle answers.
 _PING_TIMEOUT_S = 5.0
@@ -71,7 +71,7 @@ class GradientGroup:
                 miniray.get(ref)
             except ActorDiedError as error:
                 if not isinstance(error, TaskError):
-                    told = in_context(error, refs[ref], "train_epoch", step, group.unit)
+                    told = add_worker_context(error, refs[ref], "train_epoch", step, group.unit)
                     raise told from None
 
     def get_weights(self) -> Any:

@@ -20,7 +20,7 @@ from miniray.train.run.loggers.base import Logger
 from miniray.train.run.loggers.csv import CSVLogger
 from miniray.train.run.loggers.tensorboard import TensorBoardLogger
 from miniray.train.run.result import better_direction
-from miniray.train.workers.group import WorkerGroup, setting_up
+from miniray.train.workers.group import WorkerGroup, report_replacement_loss
 
 __all__ = ["CSVLogger", "Callback", "Checkpoint", "EarlyStopping", "LRSchedule", "TensorBoard"]
 
@@ -207,13 +207,13 @@ class EarlyStopping(Callback):
             raise TypeError(f"EarlyStopping: {self.monitor!r} is no number but a {kind}")
         if value is None:
             return True
-        if self._improved(value):
+        if self._is_improvement(value):
             self.best, self.waited = value, 0
             return True
         self.waited += 1
         return False
 
-    def _improved(self, value: float) -> bool:
+    def _is_improvement(self, value: float) -> bool:
         if math.isnan(value):
             return False
         if self.best is None:
@@ -310,7 +310,7 @@ class CallbackSetup:
     def set_up(self, group: WorkerGroup, worker_id: int) -> None:
         """Call the callbacks. A replacement that is lost during this is replaced too."""
         for callback in self._callbacks:
-            with setting_up("on_worker_replaced"):
+            with report_replacement_loss("on_worker_replaced"):
                 callback.on_worker_replaced(self._trainer, worker_id)
 
 

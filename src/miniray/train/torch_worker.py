@@ -26,7 +26,7 @@ from miniray.ps import to_host
 from miniray.train.gpus import find_device
 from miniray.train.pretrained import SavedFiles, write_model
 from miniray.train.workers import torch_utils as parts
-from miniray.train.workers.group import accepted
+from miniray.train.workers.group import filter_kwargs
 
 
 class TorchWorker:
@@ -55,7 +55,7 @@ class TorchWorker:
     def __init__(self, worker_id: int = 0, **kwargs: Any) -> None:
         self.worker_id = worker_id
         given = {"worker_id": worker_id, **kwargs}
-        self.setup(**accepted(inspect.signature(self.setup), given))
+        self.setup(**filter_kwargs(inspect.signature(self.setup), given))
 
     def setup(self) -> None:
         """Make model, optimizer and loaders. Gets ``worker_id`` and what of ``train()``'s keyword

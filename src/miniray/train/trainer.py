@@ -57,9 +57,9 @@ from miniray.train.workers.group import (
     NO_WORKERS,
     WorkerGroup,
     WorkerSetup,
-    accepted,
     create_worker_actor,
-    method_spec,
+    filter_kwargs,
+    get_method_spec,
 )
 from miniray.train.workers.process import environment
 
@@ -319,7 +319,7 @@ class BaseTrainer:
                     self.result = self._make_result(0.0)
                     return self.result
                 self._emit("on_train_start")
-                with self.session.signals.finishing():
+                with self.session.signals.finish_in_order():
                     self._loop()
                     result = self.result = self._make_result(time.monotonic() - start)
                     if self.session.signals.number is None:
@@ -487,7 +487,7 @@ class BaseTrainer:
 
     def _taken(self, function: Any) -> dict[str, Any]:
         """Return the keyword arguments of ``train()`` that ``function`` accepts."""
-        return accepted(inspect.signature(function), self._kwargs)
+        return filter_kwargs(inspect.signature(function), self._kwargs)
 
     def _make_result(
         self, wall_time: float, kind: type[TrainResult] = TrainResult, **more: Any
@@ -518,7 +518,7 @@ class BaseTrainer:
             methods = [getattr(cls, name) for name in names if hasattr(cls, name)]
         elif self._group is not None:
             worker = self._group.handles[0]
-            specs = [method_spec(worker, n) for n in names if n not in worker._info.unlisted]
+            specs = [get_method_spec(worker, n) for n in names if n not in worker._info.unlisted]
             methods = [spec.signature for spec in specs if spec is not None]
         else:
             return

@@ -118,7 +118,7 @@ def check_agreement(facts: Sequence[dict[str, Any]], settings: RankSettings) -> 
     numbers of batches differ in a way that can't be trained.
     """
     from miniray.train.ddp.model import check_signatures
-    from miniray.train.lockstep.plan import counted_windows
+    from miniray.train.lockstep.plan import create_counted_windows
 
     check_signatures([fact["models"] for fact in facts])
     kinds = [fact["device"] for fact in facts]
@@ -129,7 +129,7 @@ def check_agreement(facts: Sequence[dict[str, Any]], settings: RankSettings) -> 
         return None
     counts = [fact["batches"] for fact in facts]
     if all(count is not None for count in counts):
-        counted_windows(counts, 0, settings.accumulate, settings.uneven)
+        create_counted_windows(counts, 0, settings.accumulate, settings.uneven)
         return counts
     alone = len(facts) == 1 or (settings.uneven == "join" and len(settings.models) == 1)
     if settings.accumulate > 1 or settings.shard == "full" or not alone:

@@ -213,7 +213,7 @@ def _shard(
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [
-                _moved(optimizer.state, before, parameters[names[id(before)]])
+                _move_state(optimizer.state, before, parameters[names[id(before)]])
                 for before in group["params"]
             ]
     return ShardedModel(model)
@@ -257,7 +257,7 @@ def _share_weights(model: nn.Module, device: Any) -> None:
             tensor.copy_(there)
 
 
-def _moved(state: Any, before: Any, mine: Any) -> Any:
+def _move_state(state: Any, before: Any, mine: Any) -> Any:
     """Return ``mine``, and give it the optimizer's state of the whole parameter, if any."""
     if before in state:
         state[mine] = shard_optimizer_values(mine, state.pop(before))

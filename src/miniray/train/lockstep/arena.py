@@ -237,7 +237,7 @@ class SnapshotArena:
         if not self._buffers:
             return None
         steps = [
-            {step for step, _ in self._committed(buffer, self.num_slots)}
+            {step for step, _ in self._iter_committed(buffer, self.num_slots)}
             for buffer in self._buffers
         ]
         return max(set.intersection(*steps), default=None)
@@ -250,7 +250,7 @@ class SnapshotArena:
         """
         slots = []
         for buffer in self._buffers:
-            committed = dict(self._committed(buffer, self.num_slots))
+            committed = dict(self._iter_committed(buffer, self.num_slots))
             slots.append(committed[step])
         return _assemble(step, slots)
 
@@ -268,7 +268,7 @@ class SnapshotArena:
         self._buffers.clear()
 
     @staticmethod
-    def _committed(buffer: SharedBuffer, num_slots: int) -> Iterator[tuple[int, memoryview]]:
+    def _iter_committed(buffer: SharedBuffer, num_slots: int) -> Iterator[tuple[int, memoryview]]:
         memory = buffer.map(writable=False)
         size = buffer.size // num_slots
         for slot in range(num_slots):

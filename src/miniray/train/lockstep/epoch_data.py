@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any
 from miniray.data import DataLoader
 from miniray.errors import DataError
 from miniray.train.lockstep import data
-from miniray.train.lockstep.plan import EpochPlan, Window, counted_windows, row_windows
+from miniray.train.lockstep.plan import (
+    EpochPlan,
+    Window,
+    create_counted_windows,
+    create_row_windows,
+)
 from miniray.train.workers import torch_utils as parts
 
 if TYPE_CHECKING:
@@ -82,7 +87,7 @@ class EpochData:
 
     def set_counts(self, counts: Sequence[int]) -> None:
         """Plan with the number of batches of each rank, whose rows aren't known."""
-        self.windows = counted_windows(counts, self._rank, self._accumulate, self._uneven)
+        self.windows = create_counted_windows(counts, self._rank, self._accumulate, self._uneven)
 
     def count_steps(self) -> int | None:
         """Return the steps of the epoch under way; None if they aren't known."""
@@ -195,7 +200,7 @@ class EpochData:
             rows = _count_rows(self.loader)
             if limit is not None:
                 rows = rows[: max(0, limit - self._base.step * self._accumulate)]
-            self.windows = row_windows(
+            self.windows = create_row_windows(
                 rows, self._rank, self._accumulate, self._uneven, is_rest=position is not None
             )
             if position is None:

@@ -12,7 +12,7 @@ from miniray.doctor.findings import named
 from miniray.errors import ActorDiedError, BarrierTimeoutError, MinirayError, WorkerTimeoutError
 from miniray.train.lockstep.monitor import Verdict
 from miniray.train.lockstep.status import RankPosition, format_position, is_consequence
-from miniray.train.workers.group import located
+from miniray.train.workers.group import add_error_context
 
 #: Explanations of words in the message of a rank that died.
 _HINTS = {
@@ -101,7 +101,7 @@ def add_rank_context(
     if step is not None:
         when += f", step {step}"
     hint = "".join(f"\n{text}" for words, text in _HINTS.items() if words in str(error))
-    located_error = located(
+    located_error = add_error_context(
         error, f"rank {rank}{when}", hint if isinstance(error, ActorDiedError) else ""
     )
     if isinstance(located_error, MinirayError):

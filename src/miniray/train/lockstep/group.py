@@ -34,7 +34,13 @@ from miniray.train.lockstep.snapshot import Keep, RankSnapshots, StepSnapshots
 from miniray.train.lockstep.status import LogReader, LogWindow
 from miniray.train.run.progress import StepBar
 from miniray.train.workers.budget import Decision, FailureBudget, is_loss
-from miniray.train.workers.group import accepted, check_worker, end, located, method_spec
+from miniray.train.workers.group import (
+    add_error_context,
+    check_worker,
+    end,
+    filter_kwargs,
+    get_method_spec,
+)
 
 T = TypeVar("T")
 
@@ -336,7 +342,7 @@ class LockstepGroup:
     # -- calls ------------------------------------------------------------------------------------
 
     def has(self, method: str) -> bool:
-        return method_spec(self.handles[0], method) is not None
+        return get_method_spec(self.handles[0], method) is not None
 
     def call_ranks(
         self,
@@ -366,8 +372,8 @@ class LockstepGroup:
         pending = {}
         for rank in range(self.count) if ranks is None else ranks:
             worker = self.handles[rank]
-            spec = method_spec(worker, method)
-            given = accepted(spec.signature if spec else None, kwargs(rank))
+            spec = get_method_spec(worker, method)
+            given = filter_kwargs(spec.signature if spec else None, kwargs(rank))
             pending[getattr(worker, method).remote(*arguments(rank), **given)] = rank
         called, answers = list(pending.values()), _Answers(pending)
         try:
@@ -457,4 +463,4 @@ class LockstepGroup:
         is_lost = isinstance(error, (ActorDiedError, WorkerTimeoutError))
         if part is None or not is_lost or isinstance(error, TaskError):
             return error
-        return located(error, part)
+        return add_error_context(error, part)

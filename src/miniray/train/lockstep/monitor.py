@@ -84,12 +84,12 @@ class HeartbeatMonitor:
             return None
         suspects = [position for position in positions if not position.waits]
         if not suspects:
-            return self._verdict([], "all ranks wait for one another")
+            return self._create_verdict([], "all ranks wait for one another")
         if any(self._is_busy(position) for position in suspects):
             return None
         hanging = [position.rank for position in suspects]
         others = ", and the others wait for it" if len(hanging) < self._host.spec.world_size else ""
-        return self._verdict(hanging, f"has not moved{others}")
+        return self._create_verdict(hanging, f"has not moved{others}")
 
     def find_stopped(self, pending: Collection[int]) -> Verdict | None:
         """Return which of the ranks that haven't answered are stopped; None if none is."""
@@ -98,9 +98,9 @@ class HeartbeatMonitor:
         if not ranks:
             return None
         what = "is stopped (SIGSTOP), and the others wait for it"
-        return self._verdict(ranks, what, ask_doctor=False)  # there is no more to say
+        return self._create_verdict(ranks, what, ask_doctor=False)  # there is no more to say
 
-    def _verdict(self, hanging: list[int], what: str, ask_doctor: bool = True) -> Verdict:
+    def _create_verdict(self, hanging: list[int], what: str, ask_doctor: bool = True) -> Verdict:
         """Return a verdict with the positions, and with the doctor's diagnosis if there is one."""
         positions = self.read_last_positions()
         names = ", ".join(map(str, hanging))

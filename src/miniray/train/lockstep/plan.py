@@ -127,7 +127,9 @@ class EpochPlan:
         return max(0, -(-(size - rank) // self.world_size))
 
 
-def counted_windows(counts: Sequence[int], rank: int, accumulate: int, uneven: str) -> list[Window]:
+def create_counted_windows(
+    counts: Sequence[int], rank: int, accumulate: int, uneven: str
+) -> list[Window]:
     """Windows where every rank brings batches of its own, ``counts`` of them.
 
     Each counts the same within a window: how many samples they have is not known beforehand.
@@ -154,7 +156,7 @@ def counted_windows(counts: Sequence[int], rank: int, accumulate: int, uneven: s
     return windows
 
 
-def row_windows(
+def create_row_windows(
     rows: Sequence[Sequence[int]],
     rank: int,
     accumulate: int,

@@ -23,7 +23,7 @@ from miniray.train.lockstep.status import HeartbeatSender
 from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers import torch_utils as parts
 from miniray.train.workers.context import BoundAttributes, MetricLog, WorkerContext
-from miniray.train.workers.group import accepted
+from miniray.train.workers.group import filter_kwargs
 from miniray.train.workers.shards import TrainData, give_data
 
 if TYPE_CHECKING:
@@ -363,7 +363,7 @@ class RankActor:
             else:
                 accepts = inspect.signature(self._replica.evaluate)
                 with parts.keep_random_state():
-                    scores = self._replica.evaluate(*args, **accepted(accepts, kwargs))
+                    scores = self._replica.evaluate(*args, **filter_kwargs(accepts, kwargs))
             self._context.log.take()  # of a method that returned its metrics
             return scores
 

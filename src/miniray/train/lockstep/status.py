@@ -255,7 +255,7 @@ class HeartbeatSender:
         frame = sys._current_frames().get(self._main)
         if frame is None:
             return "", False
-        stack = "".join(traceback.format_list(readable(traceback.extract_stack(frame))))
+        stack = "".join(traceback.format_list(select_readable(traceback.extract_stack(frame))))
         return stack, _is_waiting(frame)
 
     def _run(self) -> None:
@@ -275,7 +275,7 @@ class HeartbeatSender:
         self._thread.join(timeout=2 * _INTERVAL)
 
 
-def readable(found: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+def select_readable(found: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
     """What a reader wants of a stack: not miniray's own frames, and the user's last line always.
 
     Below that line there may be more of a library than fits. Where all is miniray's, its last.

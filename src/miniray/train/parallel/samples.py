@@ -138,7 +138,7 @@ class Samples:
         if planned is not None:
             planned.set_epoch(epoch, first)
         kept = self.random.state
-        batches = self._drawn(self.loader)
+        batches = self._draw_batches(self.loader)
         if first:  # a run that wasn't interrupted has started the loader once
             self.random.state = kept
 
@@ -163,9 +163,9 @@ class Samples:
             return None
         given = self.job.val_data if data is None else data
         loader = make_loader(given, "val_data", batch_size)
-        return self._drawn(evaluation_share(loader, self.copy, self.job.layout.data))
+        return self._draw_batches(evaluation_share(loader, self.copy, self.job.layout.data))
 
-    def _drawn(self, loader: Any) -> Iterator[Any]:
+    def _draw_batches(self, loader: Any) -> Iterator[Any]:
         """The loader's batches, made with random numbers of their own."""
         with self.random():
             batches = iter(loader)

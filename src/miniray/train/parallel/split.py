@@ -72,7 +72,7 @@ class ModelSplit:
             # One copy and one shard speak for all: the others do the same at the same time.
             row = [results[layout.rank(0, place, 0)] for place in range(layout.pipeline)]
             stages = self.plan.stages
-            summary["bubble"] = timeline.measured_bubble(row)
+            summary["bubble"] = timeline.measure_bubble(row)
             summary["bubble_formula"] = stages.bubble
             self._epoch_record = {
                 "schedule": stages.schedule_name,

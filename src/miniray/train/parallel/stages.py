@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from miniray.train.lockstep.mesh import stages_through_host
 from miniray.train.parallel.feed import recv_tensor, send_tensor
-from miniray.train.parallel.plan.measure import SavedBytes, untouched
+from miniray.train.parallel.plan.measure import SavedBytes, preserve_state
 from miniray.train.parallel.plan.schedules import divisor_up_to
 from miniray.train.parallel.plan.stage_plan import StagePlan
 from miniray.train.parallel.timeline import Span
@@ -54,7 +54,7 @@ class StepRecord:
         try:
             result = what()
         except Exception as error:
-            raise _named(error, where) from error.__cause__
+            raise _add_stage_context(error, where) from error.__cause__
         end = time.perf_counter() - self.began
         self.spans.append(Span(kind, stage, microbatch, begin, end))
         self._waiting(f"after {where}")
@@ -72,11 +72,11 @@ class StepRecord:
 
         return self.run("forward", stage, microbatch, measured if self.measures_memory else what)
 
-    def freed(self, stage: int, microbatch: int) -> None:
+    def on_freed(self, stage: int, microbatch: int) -> None:
         self._kept.pop((stage, microbatch), None)
 
 
-def _named(error: Exception, where: str) -> Exception:
+def _add_stage_context(error: Exception, where: str) -> Exception:
     """The error of the user's layer, which torch wraps into one of its own, saying where it was."""
     if "failed to run forward" in str(error) and isinstance(error.__cause__, Exception):
         error = error.__cause__
@@ -103,11 +103,11 @@ class RecordedStage(PipelineStage):  # type: ignore[misc]
         """Until torch 2.13 shapes are found by a pass over zeros, which must leave nothing behind:
         no random numbers drawn by dropout, no running statistics.
         """
-        with torch.random.fork_rng(), untouched(self.submod):
+        with torch.random.fork_rng(), preserve_state(self.submod):
             return super()._prepare_forward_infra(*args, **kwargs)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        return _owned(super().forward_maybe_with_nosync(*args, **kwargs))
+        return _copy_if_view(super().forward_maybe_with_nosync(*args, **kwargs))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         work = partial(super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
@@ -127,7 +127,7 @@ class RecordedStage(PipelineStage):  # type: ignore[misc]
         work = partial(super().backward_one_chunk, bwd_chunk_id, *args, **kwargs)
         result = self.record.run("backward", self.stage_index, bwd_chunk_id, work)
         if kwargs.get("full_backward", True):
-            self.record.freed(self.stage_index, bwd_chunk_id)
+            self.record.on_freed(self.stage_index, bwd_chunk_id)
         return result
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -136,11 +136,11 @@ class RecordedStage(PipelineStage):  # type: ignore[misc]
             return None
         work = partial(super().backward_weight_one_chunk, bwd_chunk_id, *args, **kwargs)
         result = self.record.run("weights", self.stage_index, bwd_chunk_id, work)
-        self.record.freed(self.stage_index, bwd_chunk_id)
+        self.record.on_freed(self.stage_index, bwd_chunk_id)
         return result
 
 
-def _owned(tensor: Any) -> Any:
+def _copy_if_view(tensor: Any) -> Any:
     """A tensor that is no view of another: zero-bubble schedules detach outputs in place.
 
     A Linear gives a view wherever its input has more than two dimensions.
@@ -186,7 +186,7 @@ class PipelineRunner:
         self.is_last = len(plan.sizes) - 1 in modules
         self.record = record
         self._group, self._device = group, device
-        self._loss = lambda output, target: _owned(loss(output, target))
+        self._loss = lambda output, target: _copy_if_view(loss(output, target))
         self._schedules: dict[int, Any] = {}  # by the number of samples
 
     def train(self, count: int, usual: int, inputs: Any, target: Any) -> Any:
@@ -252,7 +252,7 @@ class TracedRunner(PipelineRunner):
 
     def forward(self, inputs: Any, count: int) -> Any:
         if self._evaluating is None:
-            self._evaluating = self._layers().evaluating(
+            self._evaluating = self._layers().create_evaluation_stages(
                 self.plan.bounds, self.modules, self._sample, self._device
             )
         size = len(self._sample[0])
@@ -291,7 +291,7 @@ class WholeRunner:
 
             loss = self.record.forward(0, index, model, forward)
             self.record.run("backward", 0, index, (loss / parts).backward)
-            self.record.freed(0, index)
+            self.record.on_freed(0, index)
             losses.append(loss.detach())
         return torch.stack(losses).mean()
 

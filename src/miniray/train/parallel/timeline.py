@@ -91,7 +91,7 @@ def draw(record: Mapping[str, Any], target: Path) -> Path:
     return target
 
 
-def measured_bubble(results: Sequence[Mapping[str, Any]]) -> float | None:
+def measure_bubble(results: Sequence[Mapping[str, Any]]) -> float | None:
     """The mean bubble over an epoch's steps of one copy's workers; None where there was none."""
     steps = zip(*(result["times"] for result in results), strict=False)  # (busy, wall) of each
     found = [bubble(*zip(*times, strict=True)) for times in steps]

@@ -103,7 +103,7 @@ def encode_state(
 
 def write_checkpoint(path: Path, contents: Contents) -> None:
     """Write aside, flush, rename to ``path``. If anything raises, nothing is left of it."""
-    partial = _aside(path)
+    partial = _create_aside_path(path)
     _writing.add(partial)
     try:
         partial.mkdir()
@@ -111,7 +111,7 @@ def write_checkpoint(path: Path, contents: Contents) -> None:
             tensorfile.write(partial / f"{group}.safetensors", entries, None)
         (partial / "state.json").write_bytes(contents.body)
         names = [*(f"{group}.safetensors" for group in contents.groups), "state.json"]
-        sums = {name: _measured(partial / name) for name in names}
+        sums = {name: _measure_file(partial / name) for name in names}
         (partial / "manifest.json").write_bytes(_manifest(contents, sums))
         for name in (*names, "manifest.json"):
             records.flush(partial / name)
@@ -125,7 +125,7 @@ def write_checkpoint(path: Path, contents: Contents) -> None:
     sync_directory(path.parent)
 
 
-def _measured(path: Path) -> dict[str, Any]:
+def _measure_file(path: Path) -> dict[str, Any]:
     """Size and checksum (BLAKE2b) of a file, read in pieces."""
     checksum = hashlib.blake2b(digest_size=32)
     size = 0
@@ -182,8 +182,8 @@ def _metrics(state: Mapping[str, Any]) -> dict[str, float]:
 def discard_checkpoint(path: Path) -> None:
     """Delete it, or warn. Renamed first: nobody ever meets one that is half deleted."""
     try:
-        os.rename(path, _aside(path))
-        shutil.rmtree(_aside(path))
+        os.rename(path, _create_aside_path(path))
+        shutil.rmtree(_create_aside_path(path))
     except OSError as error:
         warnings.warn(f"checkpoint {path} could not be deleted: {error}", stacklevel=2)
 
@@ -192,15 +192,15 @@ def remove_leftovers(directory: Path) -> None:
     """Delete what writers that are gone left aside."""
     for path in directory.glob(".partial-*"):
         pid = path.name.rpartition("-")[2]
-        if pid.isdigit() and path not in _writing and not _other_process(int(pid)):
+        if pid.isdigit() and path not in _writing and not _is_other_process(int(pid)):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _aside(path: Path) -> Path:
+def _create_aside_path(path: Path) -> Path:
     return path.with_name(f".partial-{path.name}-{os.getpid()}")
 
 
-def _other_process(pid: int) -> bool:
+def _is_other_process(pid: int) -> bool:
     if pid == os.getpid():
         return False
     try:
@@ -309,5 +309,5 @@ def read_checkpoint(checkpoint: CheckpointInfo, *, allow_pickle: bool) -> dict[s
 
 def _check_files(checkpoint: CheckpointInfo) -> None:
     for name, expected in checkpoint.files.items():
-        if _measured(checkpoint.path / name) != dict(expected):
+        if _measure_file(checkpoint.path / name) != dict(expected):
             raise ValueError(f"{name} does not match its checksum")

@@ -112,7 +112,7 @@ class RunDirectory:
         run = cls(path)
         run._acquire()
         trained = run.metrics_file.exists() or run.checkpoints.exists()
-        if trained or (run.run_file.exists() and not run._failed()):
+        if trained or (run.run_file.exists() and not run._has_failed()):
             raise FileExistsError(
                 f"{path} already holds a run: choose another name, or go on with that run "
                 "by resume=True"
@@ -120,7 +120,7 @@ class RunDirectory:
         run.truncate_steps(0)
         return run
 
-    def _failed(self) -> bool:
+    def _has_failed(self) -> bool:
         try:
             return self.status() in _FAILED
         except ValueError:  # it is damaged, and somebody's all the same
@@ -136,7 +136,7 @@ class RunDirectory:
         run._acquire()
         info = run.read_run()
         if run.status() == "running" and info.get("pid") != os.getpid():
-            raise _locked(run.path, info)
+            raise _create_locked_error(run.path, info)
         return run
 
     def _acquire(self) -> None:
@@ -155,7 +155,7 @@ class RunDirectory:
                 # A process that just locked it is about to write its name, and one that only
                 # looks whether it is locked releases it at once.
                 if holder or time.monotonic() > deadline:
-                    raise _locked(self.path, holder) from None
+                    raise _create_locked_error(self.path, holder) from None
                 time.sleep(0.01)
             except OSError as error:
                 if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
@@ -181,7 +181,7 @@ class RunDirectory:
         attempts = before.pop("attempts", [])
         if self._was_continued(attempts):
             self._release()
-            raise _continued(self.path, before)
+            raise _create_continued_error(self.path, before)
         if before:
             if before.get("state") == "running" and before.get("pid") != os.getpid():
                 before["state"] = "died"  # it wrote no end, and somebody else goes on with the run
@@ -334,7 +334,7 @@ class RunDirectory:
         return f"RunDirectory({str(self.path)!r})"
 
 
-def _locked(path: Path, holder: Mapping[str, Any]) -> RunLockedError:
+def _create_locked_error(path: Path, holder: Mapping[str, Any]) -> RunLockedError:
     pid, host = holder.get("pid"), holder.get("host")
     where = "a different process" if pid is None else f"process {pid} on host {host}"
     return RunLockedError(
@@ -345,7 +345,7 @@ def _locked(path: Path, holder: Mapping[str, Any]) -> RunLockedError:
     )
 
 
-def _continued(path: Path, latest: Mapping[str, Any]) -> RunLockedError:
+def _create_continued_error(path: Path, latest: Mapping[str, Any]) -> RunLockedError:
     pid, host = latest.get("pid"), latest.get("host")
     return RunLockedError(
         f"The run {path} was continued by process {pid} on host {host} since this trainer trained "

@@ -91,7 +91,7 @@ class Encoder:
     def _container(self, value: Any, group: str, path: tuple[Any, ...]) -> Any:
         if id(value) in self._open or len(path) > _DEEPEST:
             why = "contains itself" if id(value) in self._open else "is nested too deeply"
-            raise _refused(path, f"it {why}")
+            raise _create_encoding_error(path, f"it {why}")
         self._open.add(id(value))
         try:
             if isinstance(value, dict):
@@ -153,7 +153,7 @@ class Encoder:
 
     def _other(self, value: Any, path: tuple[Any, ...]) -> Any:
         if not self._allow_pickle:
-            raise _refused(
+            raise _create_encoding_error(
                 path,
                 "only dicts, lists, tuples, sets, numbers, texts, bytes, None, numpy arrays and "
                 "dense torch tensors can be stored without pickle (allow_pickle=True permits it)",
@@ -162,7 +162,9 @@ class Encoder:
         try:
             data = np.frombuffer(pickle.dumps(value), np.uint8)
         except Exception as error:  # a user's __reduce__ may raise anything
-            raise _refused(path, f"pickle cannot store it either: {error}", value) from error
+            raise _create_encoding_error(
+                path, f"pickle cannot store it either: {error}", value
+            ) from error
         return {"$pickle": self._store(Entry("uint8", data.shape, data), PICKLES, path)}
 
     def _store(self, entry: Entry, group: str, path: tuple[Any, ...]) -> list[Any]:
@@ -288,7 +290,7 @@ def _is_plain_tensor(value: Any) -> bool:
     return value.layout is torch.strided and not value.is_quantized and not value.is_meta
 
 
-def _refused(path: tuple[Any, ...], why: str, value: Any = None) -> CheckpointError:
+def _create_encoding_error(path: tuple[Any, ...], why: str, value: Any = None) -> CheckpointError:
     where = "state" + "".join(f"[{step!r}]" for step in path)
     kind = "" if value is None else f" ({type(value).__module__}.{type(value).__qualname__})"
     return CheckpointError(f"{where}{kind} cannot go into a checkpoint: {why}", entry=where)

@@ -52,7 +52,7 @@ class Steps:
         self.done = 0
         self.began = time.monotonic()
         self._label, self._unit = label, unit
-        self._stream = beneath(stream or sys.stderr)
+        self._stream = unwrap_stream(stream or sys.stderr)
         self._enabled = enabled and count > 0 and self._stream is not None
         self._every = max(1, count // lines)
         self._bar: Any = None
@@ -189,7 +189,7 @@ def _bar_class() -> Any:
         terminal: Terminal | None = None  #: of the outermost ``Steps``
 
         def __init__(self, *, file: TextIO, **options: Any) -> None:
-            super().__init__(file=beneath(file), **options)
+            super().__init__(file=unwrap_stream(file), **options)
 
         @staticmethod
         def format_meter(  # type: ignore[override]
@@ -240,16 +240,16 @@ class Terminal:
             return
         with self._bars.get_lock():
             if not self.line_is_open:
-                for bar in self._shown():
+                for bar in self._get_visible_bars():
                     bar.clear(nolock=True)
                 self.stream.flush()
             stream.write(text)
             stream.flush()
             self.line_is_open = not text.endswith("\n")
-            for bar in self._shown():
+            for bar in self._get_visible_bars():
                 bar.refresh(nolock=True)
 
-    def _shown(self) -> list[Any]:
+    def _get_visible_bars(self) -> list[Any]:
         return [bar for bar in self._bars._instances if isinstance(bar, self._bars)]
 
     def release(self) -> None:
@@ -282,7 +282,7 @@ class _Above:
         return getattr(self.stream, name)
 
 
-def beneath(stream: TextIO) -> TextIO:
+def unwrap_stream(stream: TextIO) -> TextIO:
     """The stream itself, where ``stream`` stands in for it."""
     return stream.stream if isinstance(stream, _Above) else stream
 

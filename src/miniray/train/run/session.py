@@ -199,13 +199,13 @@ class RunSession:
             on_signal(self.signals.number.name)
 
         with (
-            self.signals.handling(stop_in_order),
-            self._recording(stop, find_checkpoint, get_step) as attempt,
+            self.signals.handle_signals(stop_in_order),
+            self._record_end(stop, find_checkpoint, get_step) as attempt,
         ):
             yield attempt
 
     @contextlib.contextmanager
-    def _recording(
+    def _record_end(
         self,
         stop: Callable[[BaseException], None],
         find_checkpoint: Callable[[], Path | None],

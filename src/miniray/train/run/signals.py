@@ -63,11 +63,11 @@ class StopSignals:
         return self.number is not None and self.number != signal.SIGINT
 
     @contextlib.contextmanager
-    def handling(self, on_stop: Callable[[], None]) -> Iterator[None]:
+    def handle_signals(self, on_stop: Callable[[], None]) -> Iterator[None]:
         """Handle signals inside, and restore the previous handlers.
 
         Args:
-            on_stop: Called in a signal handler after the first signal in ``finishing``.
+            on_stop: Called in a signal handler after the first signal in ``finish_in_order``.
         """
         self.number, self.is_late = None, False
         self._can_finish = self._must_raise = self._is_stopping = False
@@ -104,7 +104,7 @@ class StopSignals:
             signal.signal(number, self._interrupt if number == signal.SIGINT else self._receive)
 
     @contextlib.contextmanager
-    def finishing(self) -> Iterator[None]:
+    def finish_in_order(self) -> Iterator[None]:
         """Let the code inside finish after a first signal. Then raise, if there was a signal."""
         self._can_finish = True
         try:
@@ -119,7 +119,7 @@ class StopSignals:
         self._is_stopping, self._must_raise = True, False
 
     def end_process(self) -> None:
-        """End the process as SIGTERM does, after a preemption. Call it outside of ``handling``.
+        """End the process as SIGTERM does, after a preemption, outside of ``handle_signals``.
 
         If the program has its own handler for SIGTERM, call that handler, and raise ``SystemExit``
         if it returns.
@@ -140,7 +140,7 @@ class StopSignals:
             self._receive(number, frame)
 
     def _receive(self, number: int, frame: Any) -> None:
-        if os.getpid() != self._pid:  # a forked child, or the end of ``handling``
+        if os.getpid() != self._pid:  # a forked child, or the end of ``handle_signals``
             self._call_previous(number, frame)
             return
         is_first = self.number is None

@@ -8,7 +8,7 @@ from typing import Any
 
 from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers import torch_utils as parts
-from miniray.train.workers.group import accepted
+from miniray.train.workers.group import filter_kwargs
 from miniray.train.workers.shards import TrainData, find_kind, give_data, is_loader
 
 
@@ -55,7 +55,7 @@ class WorkerActor:
         if self._stream is not None:
             self._stream.set_epoch(epoch)
         train = self.user.train_epoch
-        result = train(epoch, *args, **accepted(inspect.signature(train), kwargs))
+        result = train(epoch, *args, **filter_kwargs(inspect.signature(train), kwargs))
         return result, self.get_shard_state()
 
     def get_shard_state(self) -> dict[str, Any] | None:

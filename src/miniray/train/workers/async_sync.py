@@ -26,7 +26,7 @@ import miniray
 from miniray.checks import check_int
 from miniray.core import session
 from miniray.train.run.records import simplify
-from miniray.train.workers.group import NO_WORKERS, WorkerGroup, located
+from miniray.train.workers.group import NO_WORKERS, WorkerGroup, add_error_context
 from miniray.train.workers.sync import SyncPolicy
 
 
@@ -191,7 +191,7 @@ class AsyncSync(SyncPolicy):
                 method = "train_epoch"
                 value = self._workers.outcome(ref)
             except Exception as error:
-                self._lost(step, error, method)
+                self._replace_lost(step, error, method)
                 continue
             handle = self._workers.handles[step.worker]
             if step.weights is None and (step.epoch + 1) % self.interval == 0:
@@ -207,7 +207,7 @@ class AsyncSync(SyncPolicy):
             self._results.setdefault(step.epoch, {})[step.worker] = value
             self._next[step.worker] = step.epoch + 1
 
-    def _lost(self, step: _Step, error: Exception, method: str) -> None:
+    def _replace_lost(self, step: _Step, error: Exception, method: str) -> None:
         """Replace the worker and let the new one repeat the epoch, or raise."""
         if step.weights is not None:
             method = "get_weights"
@@ -216,6 +216,8 @@ class AsyncSync(SyncPolicy):
             except Exception as cause:  # the worker's, and not the server's
                 error = cause
             else:
-                raise located(error, f"worker {step.worker} in epoch {step.epoch}") from None
+                raise add_error_context(
+                    error, f"worker {step.worker} in epoch {step.epoch}"
+                ) from None
         self._workers.recover(error, step.worker, method, step.epoch)
         self._train(step.worker)

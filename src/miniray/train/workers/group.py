@@ -44,7 +44,9 @@ Handle = ActorHandle[Any]
 _READ_ONLY = "Arrays of another process are read-only: set_weights() must copy them, np.array(new)"
 
 
-def accepted(parameters: inspect.Signature | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def filter_kwargs(
+    parameters: inspect.Signature | None, kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the ``kwargs`` that a function with this signature accepts."""
     if parameters is None:
         return dict(kwargs)
@@ -62,7 +64,7 @@ def create_worker_actor(cls: ActorClass[Any], worker_id: int, kwargs: Mapping[st
     parameter if that has no default. Parameters in ``kwargs`` keep the user's value.
     """
     signature = cls._spec.init.signature
-    taken = accepted(signature, kwargs)
+    taken = filter_kwargs(signature, kwargs)
     if signature is None:  # written in C: it may accept anything
         return cls.remote(worker_id, **taken)
     parameters = signature.parameters.values()
@@ -82,7 +84,7 @@ def create_worker_actor(cls: ActorClass[Any], worker_id: int, kwargs: Mapping[st
     return cls.remote(*((worker_id,) if is_id else ()), **taken)
 
 
-def method_spec(worker: Handle, name: str) -> CallSpec | None:
+def get_method_spec(worker: Handle, name: str) -> CallSpec | None:
     """Return the signature of a worker's method. None if it has no method of that name."""
     return worker._info.methods.get(name)
 
@@ -94,7 +96,7 @@ def check_worker(worker: Any, worker_id: int, required: Sequence[str]) -> None:
             f"create_worker({worker_id}) must return an actor handle, as MyWorker.remote(...) "
             f"gives, not {worker!r}"
         )
-    specs = {name: method_spec(worker, name) for name in required}
+    specs = {name: get_method_spec(worker, name) for name in required}
     missing = [name for name, spec in specs.items() if spec is None]
     if missing:
         raise TypeError(
@@ -106,7 +108,7 @@ def check_worker(worker: Any, worker_id: int, required: Sequence[str]) -> None:
             raise TypeError(f"{worker._info.class_name}.{name}() must return its result, not yield")
 
 
-class LostAgainError(Exception):
+class ReplacementLostError(Exception):
     """A replacement died or hangs while it is set up; ``recover`` makes another."""
 
     def __init__(self, error: Exception, method: str) -> None:
@@ -115,16 +117,16 @@ class LostAgainError(Exception):
 
 
 @contextlib.contextmanager
-def setting_up(method: str, worker_id: int | None = None) -> Iterator[None]:
-    """Raise ``LostAgainError`` if the replacement that is called inside is lost."""
+def report_replacement_loss(method: str, worker_id: int | None = None) -> Iterator[None]:
+    """Raise ``ReplacementLostError`` if the replacement that is called inside is lost."""
     try:
         yield
     except Exception as error:
         if is_loss(error):
-            raise LostAgainError(error, method) from None
+            raise ReplacementLostError(error, method) from None
         if worker_id is None:
             raise
-        raise in_context(error, worker_id, method, None) from error.__cause__
+        raise add_worker_context(error, worker_id, method, None) from error.__cause__
 
 
 class WorkerSetup(Protocol):
@@ -184,7 +186,7 @@ class WorkerGroup:
             setup.start(self)
 
     def has(self, method: str) -> bool:
-        return method_spec(self.handles[0], method) is not None
+        return get_method_spec(self.handles[0], method) is not None
 
     def call(
         self,
@@ -235,8 +237,8 @@ class WorkerGroup:
     def submit(self, worker_id: int, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a worker with the ``kwargs`` that its method accepts, and return the ref."""
         worker = self.handles[worker_id]
-        spec = method_spec(worker, method)
-        taken = accepted(spec.signature if spec else None, kwargs)
+        spec = get_method_spec(worker, method)
+        taken = filter_kwargs(spec.signature if spec else None, kwargs)
         return getattr(worker, method).remote(*args, **taken)
 
     def ref_of(self, worker_id: int, method: str) -> Any:
@@ -256,10 +258,10 @@ class WorkerGroup:
         a crash of the worker.
 
         Raises:
-            LostAgainError: The replacement is lost too.
+            ReplacementLostError: The replacement is lost too.
         """
         ref = self.submit(worker_id, method, *args, **kwargs)
-        with setting_up(method, worker_id):
+        with report_replacement_loss(method, worker_id):
             return miniray.get(ref, timeout=self.timeout)
 
     def some_ready(self, started: Mapping[Any, float]) -> list[Any]:
@@ -283,18 +285,20 @@ class WorkerGroup:
         is_repairing = False
         while True:
             if not is_loss(error):
-                raise in_context(error, worker_id, method, epoch, self.unit) from error.__cause__
+                raise add_worker_context(
+                    error, worker_id, method, epoch, self.unit
+                ) from error.__cause__
             if isinstance(error, GetTimeoutError):
                 error = WorkerTimeoutError(f"gave no result in {self.timeout:g} s")
             decision = self.budget.decide(error, is_repairing=is_repairing)
             what = {"worker": worker_id, "epoch": epoch, "reason": str(error)}
             self.on_event({"event": "worker_failed", **what})
             if decision is Decision.RAISE:
-                raise in_context(error, worker_id, method, epoch, self.unit) from None
+                raise add_worker_context(error, worker_id, method, epoch, self.unit) from None
             try:
                 self.replace(worker_id)
                 break
-            except LostAgainError as lost:
+            except ReplacementLostError as lost:
                 error, method, is_repairing = lost.error, lost.method, True
         self.on_event({"event": "worker_replaced", **what})
 
@@ -321,19 +325,19 @@ def end(actor: Handle) -> None:
             miniray.kill(actor)
 
 
-def in_context(
+def add_worker_context(
     error: Exception, worker_id: int, method: str, epoch: int | None, unit: str = "epoch"
 ) -> Exception:
     """Return ``error`` with worker, method and epoch in message and fields; types are kept."""
     when = "" if epoch is None else f" in {unit} {epoch}"
     call = "" if isinstance(error, TaskError) else f", {USER_METHODS.get(method, method)}()"
-    told = located(error, f"worker {worker_id}{call}{when}")
+    told = add_error_context(error, f"worker {worker_id}{call}{when}")
     if isinstance(told, MinirayError):
         told.add_fields(worker=worker_id, **{unit: epoch})
     return told
 
 
-def located(error: Exception, where: str, meant: str = "") -> Exception:
+def add_error_context(error: Exception, where: str, meant: str = "") -> Exception:
     """``error`` with ``where`` before its text, if it is one of miniray's; of the same types.
 
     ``meant`` comes after its text, unless the worker's code raised it.

@@ -18,7 +18,7 @@ from miniray.checks import check_int
 from miniray.doctor.handles import find_handles
 from miniray.errors import HandlesError
 from miniray.train.workers import torch_utils as parts
-from miniray.train.workers.group import accepted
+from miniray.train.workers.group import filter_kwargs
 
 Kind = Literal["rows", "torch loader", "shardable", "Hugging Face rows", "Hugging Face stream"]
 
@@ -304,16 +304,16 @@ def give_data(
     load = user.load_data_shard
     signature = inspect.signature(load)
     if data.data is None:
-        load(rank, world_size, **accepted(signature, kwargs))
+        load(rank, world_size, **filter_kwargs(signature, kwargs))
         return None
-    if not accepted(signature, {"data": None}):
+    if not filter_kwargs(signature, {"data": None}):
         raise TypeError(
             f"data= was given to the trainer, but {type(user).__name__} does not take it: it needs "
             "load_data_shard(self, shard_id, num_shards, data)"
         )
     shard = create_shard(data, rank, world_size)
     _prepare(shard)
-    load(rank, world_size, data=shard, **accepted(signature, kwargs))
+    load(rank, world_size, data=shard, **filter_kwargs(signature, kwargs))
     return shard
 
 

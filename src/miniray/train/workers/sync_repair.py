@@ -30,7 +30,7 @@ from miniray.errors import (
     WeightsMismatchError,
 )
 from miniray.train.workers.budget import is_loss
-from miniray.train.workers.group import LostAgainError, WorkerGroup, located
+from miniray.train.workers.group import ReplacementLostError, WorkerGroup, add_error_context
 
 
 def sync(
@@ -78,7 +78,7 @@ def _add_context(error: Exception, group: WorkerGroup, epoch: int | None) -> Exc
     cause = getattr(error, "cause", None)
     if isinstance(cause, (NonFiniteWeightsError, WeightsMismatchError)):
         error = cause
-    told = located(error, "sync" if epoch is None else f"sync in {group.unit} {epoch}")
+    told = add_error_context(error, "sync" if epoch is None else f"sync in {group.unit} {epoch}")
     if isinstance(told, MinirayError):
         told.add_fields(**{group.unit: epoch})
     return told
@@ -112,7 +112,7 @@ def _set_weights(group: WorkerGroup, worker_id: int, weights: Any, epoch: int | 
         try:
             group.set_up_call(worker_id, "set_weights", weights)
             return
-        except LostAgainError as lost:
+        except ReplacementLostError as lost:
             group.recover(lost.error, worker_id, lost.method, epoch)
 
 

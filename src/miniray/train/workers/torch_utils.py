@@ -263,7 +263,7 @@ class Means:
             if not (_is_number(total) and _is_number(count)):
                 raise TypeError(
                     f"{name!r} must be one number, a mean over the batch, or a pair (sum, count); "
-                    f"a step gave {_told(value)}"
+                    f"a step gave {_describe_value(value)}"
                 )
             total = total if is_pair else total * samples
             total = total.detach() if hasattr(total, "detach") else total
@@ -303,7 +303,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Number) if shape is None else math.prod(shape) == 1
 
 
-def _told(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if hasattr(value, "shape"):
         return f"a {type(value).__name__} of shape {list(value.shape)}"
     return f"{value!r:.80}"

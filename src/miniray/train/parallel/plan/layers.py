@@ -21,7 +21,7 @@ from torch import nn
 
 
 @contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def seed_context(seed: int) -> Iterator[None]:
     """Inside, torch's random numbers begin at ``seed``; outside nothing has changed."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -32,12 +32,12 @@ def build_model(model: Any, seed: int) -> Any:
     """What the user gave as the model, made now if it was a function. Equal on all ranks."""
     if isinstance(model, (nn.Module, list, tuple)):
         return model
-    with seeded(seed):
+    with seed_context(seed):
         built = model()
     if not isinstance(built, (nn.Module, list, tuple)):
         raise TypeError(
             "model= must be a torch.nn.Module, a list of layers, or a function that returns one; "
-            f"{_named(model)} returned a {type(built).__name__}"
+            f"{_get_name(model)} returned a {type(built).__name__}"
         )
     return built
 
@@ -96,12 +96,12 @@ class ListedLayers:
         layer = self._layers[index]
         if isinstance(layer, nn.Module):
             return layer
-        with seeded(self._seed + index):
+        with seed_context(self._seed + index):
             built = layer()
         if not isinstance(built, nn.Module):
             raise TypeError(
-                f"layer {self.names[index]}: {_named(layer)} must return a torch.nn.Module, not a "
-                f"{type(built).__name__}"
+                f"layer {self.names[index]}: {_get_name(layer)} must return a "
+                f"torch.nn.Module, not a {type(built).__name__}"
             )
         return built
 
@@ -197,7 +197,7 @@ class TracedLayers:
                     module.get_submodule(owner)._non_persistent_buffers_set.add(key)
         return stages
 
-    def evaluating(
+    def create_evaluation_stages(
         self,
         bounds: Sequence[tuple[int, int]],
         modules: Mapping[int, Any],
@@ -249,5 +249,5 @@ def _longest_list(model: nn.Module) -> tuple[str, list[str]]:
     return best
 
 
-def _named(function: Callable[..., Any]) -> str:
+def _get_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", type(function).__qualname__)

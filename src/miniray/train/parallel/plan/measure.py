@@ -89,7 +89,7 @@ def _measure_listed(
     values = tuple(inputs)
     for index, name in enumerate(layers.names):
         layer = layers.build(index).to(device)
-        with untouched(layer):
+        with preserve_state(layer):
             layer.train()
             values = tuple(
                 v.detach().requires_grad_(v.is_floating_point() and index > 0) for v in values
@@ -139,7 +139,7 @@ def _measure_traced(
         handles.append(module.register_forward_pre_hook(_marker(began, name, device)))
         handles.append(module.register_forward_hook(_marker(ended, name, device)))
     try:
-        with untouched(model):
+        with preserve_state(model):
             model.train()
             model(*inputs)
             start = time.perf_counter()
@@ -199,7 +199,7 @@ def check_value(value: Any) -> None:
 
 
 @contextlib.contextmanager
-def untouched(module: nn.Module) -> Iterator[None]:
+def preserve_state(module: nn.Module) -> Iterator[None]:
     """Afterwards the module's buffers and mode are what they were."""
     training, kept = module.training, {k: b.clone() for k, b in module.named_buffers()}
     try:

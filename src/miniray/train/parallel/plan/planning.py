@@ -13,7 +13,7 @@ from miniray.train.parallel.feed import split_batch
 from miniray.train.parallel.plan import tensor_plan as tensor
 from miniray.train.parallel.plan.job import Job
 from miniray.train.parallel.plan.layers import read_layers, whole_model
-from miniray.train.parallel.plan.measure import check_output, check_value, measure, untouched
+from miniray.train.parallel.plan.measure import check_output, check_value, measure, preserve_state
 from miniray.train.parallel.plan.schedules import SCHEDULES
 from miniray.train.parallel.plan.stage_plan import StagePlan, plan_stages
 from miniray.train.workers import torch_utils as parts
@@ -110,7 +110,7 @@ def _check_traced(job: Job, loader: Any, batch_size: int) -> None:
 
 def _check_model(model: nn.Module, sample: Any, target: Any, loss: Any) -> None:
     """One forward pass: what comes out must be a tensor, and the loss of it a number."""
-    with torch.random.fork_rng(), untouched(model):
+    with torch.random.fork_rng(), preserve_state(model):
         output = model(*sample)
         check_output(output, f"the model ({type(model).__name__})")
         check_value(loss(output, target))

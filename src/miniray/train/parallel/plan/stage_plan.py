@@ -121,11 +121,13 @@ def plan_stages(
                 f"{len(costs)} layers; they are {len(sizes)} and add up to {sum(sizes)}"
             )
     else:
-        sizes = _balanced(costs, schedule, layout.pipeline, microbatches, per_worker, memory_limit)
+        sizes = _balance_stages(
+            costs, schedule, layout.pipeline, microbatches, per_worker, memory_limit
+        )
     return StagePlan(sizes, costs, schedule.name, microbatches, per_worker, layout.pipeline)
 
 
-def _balanced(
+def _balance_stages(
     costs: list[LayerCost],
     schedule: Schedule,
     places: int,
