@@ -12,7 +12,7 @@ from miniray.train.lockstep.arena import SnapshotWriter
 from miniray.train.lockstep.failure import describe_loss
 from miniray.train.lockstep.rank import SnapshotNeed
 from miniray.train.lockstep.snapshot import StepSnapshots
-from miniray.train.lockstep.status import LogWindow
+from miniray.train.run.step_log import LogWindow
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,6 @@ from miniray.doctor import sites
 from miniray.ps import to_host
 from miniray.train.ddp import model as models
 from miniray.train.ddp.checks import RankSettings, create_parts_error, read_output
-from miniray.train.lockstep import data
-from miniray.train.lockstep.epoch_data import EpochData
 from miniray.train.lockstep.loop import (
     EpochReport,
     MicroBatch,
@@ -25,13 +23,15 @@ from miniray.train.lockstep.loop import (
     check_scheduler,
 )
 from miniray.train.lockstep.mesh import gather_full, load_tensors, share_buffers
-from miniray.train.lockstep.plan import Window
 from miniray.train.lockstep.rank import RankContext, WorkerTraits
 from miniray.train.lockstep.schedule import Action, Agreement
 from miniray.train.lockstep.status import EVALUATION
 from miniray.train.pretrained import SavedFiles, write_model
 from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.batches import planned as data
+from miniray.train.workers.batches.epoch_data import EpochData
+from miniray.train.workers.batches.plan import Window
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -31,8 +31,9 @@ from miniray.train.lockstep.options import choose_backend
 from miniray.train.lockstep.process_group import GroupHost
 from miniray.train.lockstep.schedule import Action
 from miniray.train.lockstep.snapshot import Keep, RankSnapshots, StepSnapshots
-from miniray.train.lockstep.status import LogReader, LogWindow
+from miniray.train.lockstep.status import LogReader
 from miniray.train.run.progress import StepBar
+from miniray.train.run.step_log import LogWindow
 from miniray.train.workers.budget import Decision, FailureBudget, is_loss
 from miniray.train.workers.group import (
     add_error_context,

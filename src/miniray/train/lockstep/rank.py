@@ -20,6 +20,7 @@ from miniray.train.lockstep import process_group
 from miniray.train.lockstep.arena import SnapshotWriter, measure_slot
 from miniray.train.lockstep.options import RunFacts
 from miniray.train.lockstep.status import HeartbeatSender
+from miniray.train.run.state import RankState
 from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers import torch_utils as parts
 from miniray.train.workers.context import BoundAttributes, MetricLog, WorkerContext
@@ -28,7 +29,7 @@ from miniray.train.workers.shards import TrainData, give_data
 
 if TYPE_CHECKING:
     from miniray.core import SharedBuffer
-    from miniray.train.lockstep.loop import EpochReport, RankState
+    from miniray.train.lockstep.loop import EpochReport
     from miniray.train.run.state import TrainTarget
 
 
@@ -81,8 +82,6 @@ class RankContext:
 
     def __init__(self, rank: int, world_size: int, facts: RunFacts, user: Any) -> None:
         import torch  # not in the driver, which imports this module
-
-        from miniray.train.lockstep.loop import RankState
 
         self.rank, self.world_size, self.facts = rank, world_size, facts
         self.device: Any = torch.device("cpu")

@@ -15,8 +15,8 @@ import miniray
 from miniray.core import SharedBuffer
 from miniray.errors import ObjectStoreFullError
 from miniray.train.lockstep.arena import Snapshot, SnapshotArena
-from miniray.train.lockstep.status import LogWindow
 from miniray.train.options import warn
+from miniray.train.run.step_log import LogWindow
 
 if TYPE_CHECKING:
     from miniray.train.lockstep.rank import SnapshotNeed

@@ -19,14 +19,14 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from miniray.data import observers
 from miniray.doctor.layout import PREPARING
 from miniray.errors import BarrierTimeoutError, PeerLostError, TaskError
 from miniray.train.lockstep import process_group
 from miniray.train.lockstep.process_group import ProcessGroupSpec, find_missing
+from miniray.train.run.step_log import LogWindow
 
 EVALUATION = "evaluation"  #: the phase in which steps are not those of training
 
@@ -79,28 +79,6 @@ class RankPosition:
         if self.step >= 0:
             where += f", step {self.step}"
         return f"{where}, for {self.seconds:.0f} s"
-
-
-class LogWindow(NamedTuple):
-    """What a rank reports of the steps since its last report.
-
-    Attributes:
-        step: The last of these steps; completed steps of the run.
-        epoch: The epoch of that step.
-        sums: A pair of sum and count by metric, and ``num_samples``.
-        facts: Values at the last step, such as the learning rate.
-        tokens: Number of tokens, if batches have them.
-        steps: Number of steps.
-        seconds: Duration.
-    """
-
-    step: int
-    epoch: int
-    sums: Mapping[str, Any]
-    facts: Mapping[str, float]
-    tokens: int
-    steps: int
-    seconds: float
 
 
 class LogReader:

@@ -27,7 +27,6 @@ from miniray.core import session
 from miniray.tracebacks import hides_frames
 from miniray.train.callbacks import Checkpoint
 from miniray.train.lockstep.group import TRAIN_EPOCH, LockstepGroup
-from miniray.train.lockstep.logs import LogMerger
 from miniray.train.lockstep.options import (
     check_engine,
     check_optional_int,
@@ -38,9 +37,9 @@ from miniray.train.lockstep.parallelism import Parallelism, RunSettings
 from miniray.train.lockstep.rank import RankActor
 from miniray.train.lockstep.schedule import Action, StepSchedule
 from miniray.train.lockstep.snapshot import Keep, RankSnapshots, StepSnapshots
-from miniray.train.lockstep.status import LogWindow
 from miniray.train.run.checkpointer import Part
 from miniray.train.run.result import TrainResult
+from miniray.train.run.step_log import LogMerger, LogWindow
 from miniray.train.trainer import BaseTrainer
 from miniray.train.workers.budget import FailureBudget
 from miniray.train.workers.context import PROGRESS

@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from miniray.data.plan.shard import split_evenly
-from miniray.train.lockstep import data as sharing
 from miniray.train.parallel.plan.job import Job, Place
 from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.batches import planned as sharing
 
 
 def make_loader(data: Any, argument: str, batch_size: int | None = None) -> Any:

@@ -99,6 +99,44 @@ class TrainState:
         self._open_record = None
 
 
+@dataclasses.dataclass
+class RankState:
+    """The position of a rank in the run.
+
+    Attributes:
+        step: Completed optimizer steps of the run, including those before a restart or resume.
+        epoch: The current epoch, or the next one between epochs.
+        step_in_epoch: Completed steps of this epoch; 0 between epochs.
+        samples: Samples of this epoch that this rank has trained on.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    step_in_epoch: int = 0
+    samples: int = 0
+
+    def start_epoch(self, epoch: int) -> None:
+        """Set the position to the start of an epoch, or leave it inside of this epoch."""
+        if epoch != self.epoch or not self.step_in_epoch:
+            self.epoch, self.step_in_epoch, self.samples = epoch, 0, 0
+
+    def end_epoch(self) -> None:
+        self.epoch, self.step_in_epoch, self.samples = self.epoch + 1, 0, 0
+
+    def advance(self, samples: int, steps: int = 1) -> None:
+        """Count ``steps`` completed optimizer steps on ``samples`` of this rank's samples."""
+        self.step += steps
+        self.step_in_epoch += steps
+        self.samples += samples
+
+    def state_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainTarget:
     """The position at which a call of ``train`` ends: a number of epochs or of steps of the run."""

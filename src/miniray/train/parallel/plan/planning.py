@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from miniray.train.lockstep.data import planned
 from miniray.train.parallel.feed import split_batch
 from miniray.train.parallel.plan import tensor_plan as tensor
 from miniray.train.parallel.plan.job import Job
@@ -17,6 +16,7 @@ from miniray.train.parallel.plan.measure import check_output, check_value, measu
 from miniray.train.parallel.plan.schedules import SCHEDULES
 from miniray.train.parallel.plan.stage_plan import StagePlan, plan_stages
 from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.batches.planned import planned
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
-
-from miniray.train.lockstep.status import LogWindow
+from typing import Any, NamedTuple
 
 #: Records per second, at most: shorter windows are merged.
 _RATE = 1.0
+
+
+class LogWindow(NamedTuple):
+    """What a rank reports of the steps since its last report.
+
+    Attributes:
+        step: The last of these steps; completed steps of the run.
+        epoch: The epoch of that step.
+        sums: A pair of sum and count by metric, and ``num_samples``.
+        facts: Values at the last step, such as the learning rate.
+        tokens: Number of tokens, if batches have them.
+        steps: Number of steps.
+        seconds: Duration.
+    """
+
+    step: int
+    epoch: int
+    sums: Mapping[str, Any]
+    facts: Mapping[str, float]
+    tokens: int
+    steps: int
+    seconds: float
 
 
 class LogMerger:

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from miniray.data import DataLoader
 from miniray.errors import DataError
-from miniray.train.lockstep import data
-from miniray.train.lockstep.plan import (
+from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.batches import planned as data
+from miniray.train.workers.batches.plan import (
     EpochPlan,
     Window,
     create_counted_windows,
     create_row_windows,
 )
-from miniray.train.workers import torch_utils as parts
 
 if TYPE_CHECKING:
-    from miniray.train.lockstep.loop import RankState
+    from miniray.train.run.state import RankState
 
 
 @dataclasses.dataclass(frozen=True)
