@@ -64,11 +64,6 @@ def check_snapshot_every(value: Any) -> int | Literal["auto"] | None:
     return check_int("snapshot_every", value, 1, ', "auto" or None')
 
 
-def check_optional_int(name: str, value: Any) -> int | None:
-    """Return a positive integer or None. Raise an error for other values."""
-    return None if value is None else check_int(name, value, 1, " or None")
-
-
 def _is_positive(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, Real) and float(value) > 0
 

@@ -22,14 +22,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import miniray
-from miniray.checks import check_int
 from miniray.core import session
 from miniray.tracebacks import hides_frames
-from miniray.train.callbacks import Checkpoint
 from miniray.train.lockstep.group import TRAIN_EPOCH, LockstepGroup
 from miniray.train.lockstep.options import (
     check_engine,
-    check_optional_int,
     check_options,
     check_snapshot_every,
 )
@@ -39,7 +36,8 @@ from miniray.train.lockstep.schedule import Action, StepSchedule
 from miniray.train.lockstep.snapshot import Keep, RankSnapshots, StepSnapshots
 from miniray.train.run.checkpointer import Part
 from miniray.train.run.result import TrainResult
-from miniray.train.run.step_log import LogMerger, LogWindow
+from miniray.train.run.step_log import LogWindow
+from miniray.train.steps import StepActions, StepOptions
 from miniray.train.trainer import BaseTrainer
 from miniray.train.workers.budget import FailureBudget
 from miniray.train.workers.context import PROGRESS
@@ -88,17 +86,14 @@ class LockstepTrainer(BaseTrainer):
             on_nonfinite=on_nonfinite,
             group_backend=group_backend,
         )
-        self._log_every = check_int("log_every", log_every, 1)
-        self._eval_every_steps = check_optional_int("eval_every_steps", eval_every_steps)
         self._snapshot_every = check_snapshot_every(snapshot_every)
-        overfit_batches = check_optional_int("overfit_batches", overfit_batches)
-        if overfit_batches is not None and limit_train_batches is not None:
-            raise ValueError("pass either overfit_batches or limit_train_batches, not both")
-        self._limits = {
-            "limit_train_batches": check_optional_int("limit_train_batches", limit_train_batches),
-            "limit_val_batches": check_optional_int("limit_val_batches", limit_val_batches),
-            "overfit_batches": overfit_batches,
-        }
+        step_options = StepOptions(
+            log_every=log_every,
+            eval_every_steps=eval_every_steps,
+            limit_train_batches=limit_train_batches,
+            limit_val_batches=limit_val_batches,
+            overfit_batches=overfit_batches,
+        )
         super().__init__(num_workers, worker=worker, **options)
         shared = Part(self._collect_shared, self._load_shared)
         self.checkpointer.register(self._kind, shared, in_workers=True)
@@ -111,7 +106,15 @@ class LockstepTrainer(BaseTrainer):
         unseeded = random.SystemRandom().getrandbits(48)
         self._order_seed = unseeded if self.options.seed is None else self.options.seed
         self._budget = FailureBudget(self.options.max_failures)
-        self._logs = LogMerger(self.num_workers)
+        self._steps = StepActions(
+            step_options,
+            self.state,
+            self.callbacks,
+            self.num_workers,
+            evaluate=self._evaluate_for_record,
+            write=self._write_step,
+            emit=self._emit,
+        )
         self._has_requested_pause = False
         self._resumed_steps: int | None = None  # of an epoch that other ranks began
 
@@ -136,11 +139,10 @@ class LockstepTrainer(BaseTrainer):
             reports = group.run(attempt, epoch=epoch, epoch_start=epoch_start)
             self.state.report_step(reports[0].step, reports[0].step_in_epoch)
             windows = [window for report in reports for window in report.logs]
-            self._logs.add(group.read_logs())
-            self._logs.add(windows)
+            self._steps.logs.add([*group.read_logs(), *windows])
             if not reports[0].step_in_epoch:
-                self._logs.complete()
-            self._log_steps(at_once=True)
+                self._steps.logs.complete()
+            self._steps.log(at_once=True)
             self._tune_snapshots(windows)
             result = {"step": self.state.step, **self._parallelism.summarize(reports)}
             if not reports[0].step_in_epoch:
@@ -151,7 +153,7 @@ class LockstepTrainer(BaseTrainer):
                 seconds = time.monotonic() - start
                 group.run(partial(group.open_snapshots, seconds), keep=Keep.NOTHING)
             if self.session.signals.number is None:  # else time is short
-                self._act_inside_epoch(result)
+                self._steps.act(self, result)
             if self.should_stop or self._target.is_reached(self.state):
                 break
         if self.failures > before:
@@ -173,73 +175,30 @@ class LockstepTrainer(BaseTrainer):
 
     def _find_pause(self) -> int | None:
         """Return the next step at which the driver acts; None if that is the end of the epoch."""
-        step = self.state.step
-        every = [self._eval_every_steps, *(c.every_steps for c in self._get_checkpoint_callbacks())]
-        pauses = [step - step % n + n for n in every if n]
-        if self._target.steps is not None:
-            pauses.append(self._target.steps)
-        steps = self._resumed_steps or self._get_ranks().steps_per_epoch
-        if self._get_ranks().step_snapshots.is_pending and steps is not None:
-            pauses.append(step + 1)
-        if not pauses:
-            return None
-        assert steps is not None  # see _check_target
-        end = step - self.state.step_in_epoch + steps
-        return min(pauses) if min(pauses) < end else None
+        ranks = self._get_ranks()
+        steps_per_epoch = self._resumed_steps or ranks.steps_per_epoch
+        is_pending = ranks.step_snapshots.is_pending and steps_per_epoch is not None
+        return self._steps.find_pause(self._target, steps_per_epoch, [1] if is_pending else [])
 
     def _check_target(self) -> None:
-        options = {
-            "train(steps=...)": self._target.steps,
-            "eval_every_steps": self._eval_every_steps,
-            "Checkpoint(every_steps=...)": self._find_checkpoint_steps(),
-        }
-        asked = [name for name, value in options.items() if value is not None]
-        if asked and self._get_ranks().steps_per_epoch is None:
+        requested = self._steps.list_requested(self._target)
+        if requested and self._get_ranks().steps_per_epoch is None:
             raise TypeError(
-                f"{', '.join(asked)} needs workers with training_step(batch, batch_idx) and a "
+                f"{', '.join(requested)} needs workers with training_step(batch, batch_idx) and a "
                 "train_loader that has a length. With train_epoch, the steps are the workers' own"
             )
-
-    def _get_checkpoint_callbacks(self) -> list[Checkpoint]:
-        return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
-
-    def _act_inside_epoch(self, result: dict[str, Any]) -> None:
-        """Evaluate and write a checkpoint if they are due after a step inside an epoch.
-
-        Args:
-            result: The metrics of the epoch up to this step.
-        """
-        self.state.part_metrics = {**result, **self._evaluate_if_due({})}
-        for callback in self._get_checkpoint_callbacks():
-            callback.save_if_due(self)
-
-    def _evaluate_if_due(self, scores: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return and log the scores of ``eval_every_steps``; {} if none are due at this step.
-
-        ``scores`` of an evaluation at the same step are used if there are any.
-        """
-        step = self.state.step
-        if not self._eval_every_steps or step % self._eval_every_steps:
-            return {}
-        scores = dict(scores) or self._evaluate_for_record()
-        self._write_step({"step": step, "epoch": self.epoch, **scores})
-        self._emit("on_evaluate_end", step, scores)
-        return scores
 
     def _finish_epoch(self, epoch: int, result: dict[str, Any]) -> None:
         before = set(result)
         super()._finish_epoch(epoch, result)
         scores = {name: value for name, value in result.items() if name not in before}
-        result.update(self._evaluate_if_due(scores))
+        result.update(self._steps.evaluate_if_due(scores))
 
     def _on_poll(self, windows: list[LogWindow]) -> None:
         """Log what ranks have reported, and ask them to pause if a checkpoint is due."""
-        self._logs.add(windows)
-        self._log_steps()
+        self._steps.log(windows)
         self._tune_snapshots(windows)
-        is_due = self.should_stop or any(
-            callback.is_time_due() for callback in self._get_checkpoint_callbacks()
-        )
+        is_due = self.should_stop or self._steps.is_checkpoint_due()
         if is_due and not self._has_requested_pause:
             self._request_pause()
 
@@ -259,11 +218,6 @@ class LockstepTrainer(BaseTrainer):
         every = group.step_snapshots.tune(windows)
         if every is not None and not self._has_requested_pause:
             group.request(Action.INTERVAL, every)
-
-    def _log_steps(self, *, at_once: bool = False) -> None:
-        for record in self._logs.take_records(at_once=at_once):
-            self._write_step(record)
-            self._emit("on_step_end", record["step"], record)
 
     def call_workers(
         self, method: str, /, *args: Any, epoch: int | None = None, **kwargs: Any
@@ -341,7 +295,7 @@ class LockstepTrainer(BaseTrainer):
         Without a snapshot (None), that is after the last step that was reported.
         """
         step = self.state.step if step is None else step
-        self._logs.restart(step)
+        self._steps.logs.restart(step)
         self.session.directory.truncate_steps(step)
         self._has_requested_pause = False  # the request is lost with the ranks
 
@@ -355,12 +309,10 @@ class LockstepTrainer(BaseTrainer):
             "own_process": session.engine().capabilities.processes,
             "clip_norm": self.clip_norm,
             "on_nonfinite": self._on_nonfinite,
-            "step_schedule": StepSchedule(log_every=self._log_every),
-            "limit_train_batches": (
-                self._limits["overfit_batches"] or self._limits["limit_train_batches"]
-            ),
-            "limit_val_batches": self._limits["limit_val_batches"],
-            "overfits": self._limits["overfit_batches"] is not None,
+            "step_schedule": StepSchedule(log_every=self._steps.options.log_every),
+            "limit_train_batches": self._steps.options.train_limit,
+            "limit_val_batches": self._steps.options.limit_val_batches,
+            "overfits": self._steps.options.overfits,
             "target": self._target,
             "position": {
                 "step": self.state.step,
@@ -376,7 +328,7 @@ class LockstepTrainer(BaseTrainer):
 
     def _describe(self) -> dict[str, Any]:
         described = {**super()._describe(), **self._parallelism.describe()}
-        limits = {name: value for name, value in self._limits.items() if value is not None}
+        limits = self._steps.options.describe_limits()
         return {**described, "clip_norm": self.clip_norm, **limits}
 
     def _make_result(self, wall_time: float, *_: Any, **__: Any) -> TrainResult:

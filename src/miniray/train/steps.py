@@ -1,0 +1,159 @@
+"""What trainers that count steps do inside an epoch: log, evaluate and save checkpoints.
+
+Workers train until the next step at which the driver acts (``StepActions.find_pause``), or to the
+end of the epoch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from miniray.checks import check_int
+from miniray.train.callbacks import Callback, Checkpoint
+from miniray.train.run.step_log import LogMerger, LogWindow
+
+if TYPE_CHECKING:
+    from miniray.train.run.state import TrainState, TrainTarget
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """Options of trainers that count steps. ``DDPTrainer`` documents them."""
+
+    log_every: int = 10
+    eval_every_steps: int | None = None
+    limit_train_batches: int | None = None
+    limit_val_batches: int | None = None
+    overfit_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "log_every", check_int("log_every", self.log_every, 1))
+        for name in ("eval_every_steps", *_LIMITS):
+            object.__setattr__(self, name, check_optional_int(name, getattr(self, name)))
+        if self.overfit_batches is not None and self.limit_train_batches is not None:
+            raise ValueError("pass either overfit_batches or limit_train_batches, not both")
+
+    @property
+    def train_limit(self) -> int | None:
+        """Batches of an epoch per rank; None for all."""
+        return self.overfit_batches or self.limit_train_batches
+
+    @property
+    def overfits(self) -> bool:
+        """Whether every epoch has the same batches."""
+        return self.overfit_batches is not None
+
+    def describe_limits(self) -> dict[str, int]:
+        """Return the limits that are set, for ``run.json``."""
+        limits = {name: getattr(self, name) for name in _LIMITS}
+        return {name: value for name, value in limits.items() if value is not None}
+
+
+_LIMITS = ("limit_train_batches", "limit_val_batches", "overfit_batches")
+
+
+def check_optional_int(name: str, value: Any) -> int | None:
+    """Return ``value`` if it is None or an integer > 0."""
+    return None if value is None else check_int(name, value, 1, " or None")
+
+
+class StepActions:
+    """Acts after steps inside an epoch, in the driver.
+
+    Args:
+        options: The options of the trainer.
+        state: The position of the run.
+        callbacks: The callbacks of the trainer, some of which may be a ``Checkpoint``.
+        num_workers: Number of workers whose log windows are merged.
+        evaluate: Evaluates, and returns the scores for a record.
+        write: Writes a record of steps.
+        emit: Calls a hook of the trainer and of its callbacks with arguments.
+    """
+
+    def __init__(
+        self,
+        options: StepOptions,
+        state: TrainState,
+        callbacks: Sequence[Callback],
+        num_workers: int,
+        *,
+        evaluate: Callable[[], Mapping[str, Any]],
+        write: Callable[[dict[str, Any]], None],
+        emit: Callable[..., None],
+    ) -> None:
+        self.options, self.logs = options, LogMerger(num_workers)
+        self._state, self._callbacks = state, callbacks
+        self._evaluate, self._write, self._emit = evaluate, write, emit
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """The callbacks that save checkpoints."""
+        return [callback for callback in self._callbacks if isinstance(callback, Checkpoint)]
+
+    def list_requested(self, target: TrainTarget) -> list[str]:
+        """Return the options in use that need to know the number of steps of an epoch."""
+        requested = {
+            "train(steps=...)": target.steps,
+            "eval_every_steps": self.options.eval_every_steps,
+            "Checkpoint(every_steps=...)": any(c.every_steps for c in self.checkpoints) or None,
+        }
+        return [name for name, value in requested.items() if value is not None]
+
+    def find_pause(
+        self, target: TrainTarget, steps_per_epoch: int | None, every: Iterable[int | None] = ()
+    ) -> int | None:
+        """Return the next step at which the driver acts; None if that is the end of the epoch.
+
+        Args:
+            target: Where the run ends.
+            steps_per_epoch: Steps of the current epoch, if known.
+            every: Further intervals at which the driver acts.
+        """
+        step = self._state.step
+        intervals = [self.options.eval_every_steps, *(c.every_steps for c in self.checkpoints)]
+        pauses = [step - step % n + n for n in (*intervals, *every) if n]
+        if target.steps is not None:
+            pauses.append(target.steps)
+        if not pauses:
+            return None
+        pause = min(pauses)
+        if steps_per_epoch is None:
+            return pause
+        return pause if pause < step - self._state.step_in_epoch + steps_per_epoch else None
+
+    def act(self, trainer: Any, result: Mapping[str, Any]) -> None:
+        """Evaluate and write a checkpoint if they are due after a step inside an epoch.
+
+        Args:
+            trainer: The trainer, for callbacks.
+            result: The metrics of the epoch up to this step.
+        """
+        self._state.part_metrics = {**result, **self.evaluate_if_due({})}
+        for callback in self.checkpoints:
+            callback.save_if_due(trainer)
+
+    def evaluate_if_due(self, scores: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return and log the scores of ``eval_every_steps``; {} if none are due at this step.
+
+        ``scores`` of an evaluation at the same step are used if there are any.
+        """
+        step, every = self._state.step, self.options.eval_every_steps
+        if not every or step % every:
+            return {}
+        scores = dict(scores) or self._evaluate()
+        self._write({"step": step, "epoch": self._state.epoch, **scores})
+        self._emit("on_evaluate_end", step, scores)
+        return scores
+
+    def log(self, windows: Iterable[LogWindow] = (), *, at_once: bool = False) -> None:
+        """Log what workers have reported, at most once per second unless ``at_once``."""
+        self.logs.add(windows)
+        for record in self.logs.take_records(at_once=at_once):
+            self._write(record)
+            self._emit("on_step_end", record["step"], record)
+
+    def is_checkpoint_due(self) -> bool:
+        """Return whether a checkpoint is due by the clock."""
+        return any(callback.is_time_due() for callback in self.checkpoints)
