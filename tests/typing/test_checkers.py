@@ -45,7 +45,7 @@ def mypy(tmp_path, cases, plugins=""):
     settings = f"[mypy]\nstrict = true\nplugins = {plugins}\n"
     # With the sources of torch and transformers, mypy would need a minute.
     skipped = ("datasets", "fsspec", "numpy", "pandas", "pyarrow", "ray", "torch", "transformers")
-    settings += f"[{','.join(f'mypy-{name}.*' for name in skipped)}]\nfollow_imports = skip\n"
+    settings += f"[mypy-{','.join(f'{name}.*' for name in skipped)}]\nfollow_imports = skip\n"
     settings += "ignore_missing_imports = true\n"
     (tmp_path / "mypy.ini").write_text(settings)
     done = subprocess.run(
