@@ -114,7 +114,7 @@ class Unreachable(FsspecStorage):
 @pytest.mark.parametrize("file", ["state.json", "manifest.json"])
 def test_failed_copy_warns_once_and_keeps_the_copy_before(monkeypatch, file):
     train(URL, 1)
-    monkeypatch.setattr("miniray.train.trainer.FsspecStorage", Unreachable)
+    monkeypatch.setattr("miniray.train.run.checkpointer.FsspecStorage", Unreachable)
     monkeypatch.setattr(Unreachable, "fails_at", file)
     with pytest.warns(UserWarning, match="connection refused") as warned:
         _, trainer = train(URL, 4, resume=True)

@@ -9,6 +9,7 @@ import pytest
 
 from miniray.errors import CheckpointError
 from miniray.train import BaseTrainer, Checkpoint, CheckpointStore, DataParallelTrainer
+from miniray.train.options import RunOptions
 from miniray.train.run.checkpointer import Checkpointer
 
 
@@ -125,7 +126,7 @@ def test_older_format_is_named_and_its_weights_can_be_read(tmp_path):
 def test_checkpoint_of_a_different_kind_of_trainer(tmp_path):
     train_one_epoch(tmp_path / "run")
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
-    other = Checkpointer("ddp", keep_last=1, keep_best=None, on_event=print)
+    other = Checkpointer("ddp", RunOptions(), print)
     with pytest.raises(CheckpointError, match="'workers' instead of 'ddp'") as caught:
         other.load(store.directory, None, "DDPTrainer")
     assert caught.value.entry == str(store.newest())

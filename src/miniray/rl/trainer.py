@@ -83,8 +83,6 @@ class RLTrainer(BaseTrainer):
     config_class: type[Algorithm]
     #: What runs in the workers; a subclass of ``RLWorker`` may change any part of a step.
     worker_class: type[Any] = Worker
-    #: Modules that the local engine imports once for all workers. The driver doesn't need torch.
-    _preloaded = ("torch._dynamo", "miniray.rl.worker")
     _unit = "step"
     _kind = "rl"
     _option_hints = _train_hints = get_hints(Algorithm)
@@ -156,7 +154,10 @@ class RLTrainer(BaseTrainer):
                 'mode="async" is not for reinforcement learning: workers share the KL coefficient '
                 'of each step. sync="weights" with a longer sync_interval waits less'
             )
-        self._uses_torch = device != "cpu"
+        self._factory.uses_torch = device != "cpu"
+        self._factory.preloaded = ("torch._dynamo", "miniray.rl.worker")
+        self._weights.get_shared = self._get_shared_weights
+        self._get_result_fields = lambda: (TrainResult, {"sync": self.get_sync_stats()})
         self.config = config
         self.sampling = setup.sampling
         self._has_eval_data = eval_data is not None
@@ -189,10 +190,6 @@ class RLTrainer(BaseTrainer):
             self.checkpointer.register(
                 "optimizer", OptimizerPart(lambda: self.workers), in_workers=True
             )
-
-    @property
-    def _title(self) -> str:
-        return type(self).__name__
 
     # -- the run -----------------------------------------------------------------------------------
 
@@ -236,7 +233,7 @@ class RLTrainer(BaseTrainer):
         """Create an actor of ``worker_class`` with the arguments of the trainer."""
         if self._setup_ref is None:  # rows of a list are in shared memory once
             self._setup_ref = miniray.put(self._setup)
-        return self._get_actor_class().remote(worker_id, self._setup_ref)
+        return self._factory.get_class().remote(worker_id, self._setup_ref)
 
     def train_epoch(self, epoch: int, **kwargs: Any) -> dict[str, Any]:
         """A step on every worker; returns their numbers as one."""
@@ -267,11 +264,6 @@ class RLTrainer(BaseTrainer):
         if isinstance(self.sync, SyncPolicy) and self.sync.is_due(epoch):
             self.sync.sync(epoch)
         return line
-
-    def _train_epoch(self, epoch: int) -> dict[str, Any]:
-        if isinstance(self.sync, SyncPolicy):
-            self.sync.start_epoch()
-        return super()._train_epoch(epoch)
 
     def _finish_epoch(self, epoch: int, result: dict[str, Any]) -> None:
         if isinstance(self.sync, SyncPolicy):
@@ -344,10 +336,8 @@ class RLTrainer(BaseTrainer):
             self._adaptive.load_state_dict(state["kl"])
 
     def _get_shared_weights(self) -> list[Any] | None:
-        return [self.model_weights()] if self.sync.is_in_sync else None
-
-    def _make_result(self, *args: Any, **more: Any) -> TrainResult:
-        return super()._make_result(*args, sync=self.get_sync_stats(), **more)
+        is_shared = self.sync.is_in_sync and not self.state.in_epoch
+        return [self.model_weights()] if is_shared else None
 
     def _describe(self) -> dict[str, Any]:
         return {

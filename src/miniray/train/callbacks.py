@@ -335,6 +335,12 @@ def check_callbacks(callbacks: Any) -> tuple[list[Callback], list[Logger]]:
     return found, loggers
 
 
+def find_checkpoint_steps(callbacks: Sequence[Callback]) -> int | None:
+    """Return ``every_steps`` of the first ``Checkpoint`` that has it, or None."""
+    found = (c.every_steps for c in callbacks if isinstance(c, Checkpoint))
+    return next(filter(None, found), None)
+
+
 def _warn_unless_seen(consequence: str, metric: str, history: list[dict[str, Any]]) -> None:
     if history and all(metric not in record for record in history):
         known = ", ".join(history[-1])

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from miniray.checks import check_int, check_options, get_options
 from miniray.ps import Strategy
 from miniray.ps.strategies.base import strategy_names, strategy_options
 from miniray.train.options import RunOptions
-from miniray.train.pretrained import SavedFiles
 from miniray.train.run.result import TrainResult
 from miniray.train.trainer import BaseTrainer
 from miniray.train.workers.actor import WorkerActor
 from miniray.train.workers.aggregate import aggregate
 from miniray.train.workers.async_sync import AsyncSync, check_mode
 from miniray.train.workers.data import DataFeed, ShardLoading
-from miniray.train.workers.group import REQUIRED_METHODS
+from miniray.train.workers.group import REQUIRED_METHODS, WorkerGroup
 from miniray.train.workers.shards import TrainData
 from miniray.train.workers.sync import SyncPolicy
 
@@ -55,7 +53,6 @@ class DataParallelTrainer(BaseTrainer):
     """
 
     required_methods = REQUIRED_METHODS
-    _preloaded: Sequence[str] = ("miniray.train.torch_worker",)
 
     def __init__(
         self,
@@ -97,12 +94,16 @@ class DataParallelTrainer(BaseTrainer):
         self._feed = DataFeed(given) if given else None
         if data is not None:
             self._own_kwargs = ("batch_size",)
+        self._factory.preloaded = ("miniray.train.torch_worker",)
+        self._weights.get_shared = self._get_shared_weights
+        self._final_weights = self.sync.final_weights
+        self._get_result_fields = self._get_sync_result
         self._setups += [self._feed or ShardLoading(), self.sync]
         self.checkpointer.register(
             "sync", self.sync, in_workers=True, on_missing=self.sync.load_missing_state
         )
         if self._feed is not None:
-            feed, self._wrapper = self._feed, WorkerActor
+            feed, self._factory.wrapper = self._feed, WorkerActor
             self.checkpointer.register("data", feed, in_workers=True, on_missing=lambda: None)
 
     # -- parameter sync ---------------------------------------------------------------------------
@@ -165,25 +166,17 @@ class DataParallelTrainer(BaseTrainer):
             return super().call_workers(method, *args, epoch=epoch, **kwargs)
         return self._feed.train_epoch(args, kwargs, epoch)
 
-    def _train_epoch(self, epoch: int) -> dict[str, Any]:
-        self.sync.start_epoch()
-        return super()._train_epoch(epoch)
-
     def _finish_epoch(self, epoch: int, result: dict[str, Any]) -> None:
         result["synced"] = self.sync.settle(epoch)
         if self._feed is not None:
             self._feed.end_epoch()
         super()._finish_epoch(epoch, result)
 
-    def _loop(self) -> None:
-        super()._loop()
-        self.sync.pause()  # after an early stop, asynchronous workers may be an epoch ahead
-
     # -- workers ----------------------------------------------------------------------------------
 
-    def _set_up_all(self) -> None:
-        super()._set_up_all()
+    def _create_group(self) -> WorkerGroup:
         self.sync.start_at(self.epoch)
+        return super()._create_group()
 
     # -- the model, checkpoints -------------------------------------------------------------------
 
@@ -191,27 +184,20 @@ class DataParallelTrainer(BaseTrainer):
         """Return the trained weights: those of worker 0, or of the server with ``mode="async"``."""
         return self.sync.get_weights()
 
-    def _write_pretrained(
-        self, directory: str | None, send_files: bool, *weights: Any
-    ) -> SavedFiles:
-        if isinstance(self.sync, AsyncSync) and directory is not None:
-            weights = (self.param_server.get_weights.remote(),)
-        return super()._write_pretrained(directory, send_files, *weights)
-
-    def _with_final_weights(self) -> contextlib.AbstractContextManager[None]:
-        return self.sync.final_weights()
-
     def _restore(self, loaded: dict[str, Any]) -> None:
         self.sync.pause()  # what asynchronous workers push now is newer than the checkpoint
         self.sync.start_at(self.epoch)
         super()._restore(loaded)
 
     def _get_shared_weights(self) -> list[Any] | None:
+        """Return the weights that all workers have. None inside an epoch, or if they differ."""
         self.sync.pause()
-        return [self.model_weights()] if self.sync.is_in_sync else None
+        is_shared = self.sync.is_in_sync and not self.state.in_epoch
+        return [self.model_weights()] if is_shared else None
 
-    def _make_result(self, *args: Any, **more: Any) -> TrainResult:
-        return super()._make_result(*args, sync=self.get_sync_stats(), **more)
+    def _get_sync_result(self) -> tuple[type[TrainResult], dict[str, Any]]:
+        self.sync.pause()  # after an early stop, asynchronous workers may be an epoch ahead
+        return TrainResult, {"sync": self.get_sync_stats()}
 
     def _describe(self) -> dict[str, Any]:
         strategy_options = {k: repr(v) for k, v in self._strategy_options.items()}

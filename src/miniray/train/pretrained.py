@@ -89,6 +89,18 @@ def save_pretrained(path: str | os.PathLike[str], write: Callable[..., SavedFile
     return path
 
 
+def write_in_worker(group: Any, directory: str | None, send_files: bool) -> SavedFiles:
+    """Let worker 0 of a ``WorkerGroup`` write its model; see ``save_pretrained``."""
+    method = "_write_pretrained"
+    if not group.has(method):
+        raise TypeError(
+            f"save_pretrained() needs a TorchWorker, not {group.handles[0]._info.class_name}. "
+            "Use save_final_model()."
+        )
+    saved = group.call_some([0], lambda i: group.submit(i, method, directory, send_files), method)
+    return saved[0]  # type: ignore[no-any-return]
+
+
 def _check_target(path: Path) -> None:
     if not path.exists():
         return

@@ -19,20 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import miniray
 from miniray.checks import check_int, suggest_options
-from miniray.core import session, startup
-from miniray.core.remote import ActorClass
-from miniray.tracebacks import hide_frames, hides_frames
-from miniray.train import gpus, pretrained
-from miniray.train.callbacks import CallbackSetup, CallbackStates, Checkpoint, check_callbacks
-from miniray.train.options import (
-    IN_WORKER_HINTS,
-    WORKER_HINTS,
-    RunOptions,
-    check_names,
-    check_train_kwargs,
-    get_worker_class,
-    warn,
+from miniray.core import session
+from miniray.tracebacks import hides_frames
+from miniray.train import pretrained
+from miniray.train.callbacks import (
+    CallbackSetup,
+    CallbackStates,
+    check_callbacks,
+    find_checkpoint_steps,
 )
+from miniray.train.options import IN_WORKER_HINTS, WORKER_HINTS, RunOptions, warn
 from miniray.train.run.checkpoint_store import CheckpointStore
 from miniray.train.run.checkpointer import Checkpointer
 from miniray.train.run.directory import RunDirectory
@@ -42,9 +38,9 @@ from miniray.train.run.modelfile import save_model
 from miniray.train.run.progress import Progress
 from miniray.train.run.result import TrainResult
 from miniray.train.run.session import RunSession
-from miniray.train.run.state import TrainState, TrainTarget
-from miniray.train.run.storage import FsspecStorage
-from miniray.train.torch_worker import TorchWorker
+from miniray.train.run.state import TrainState, TrainTarget, check_length
+from miniray.train.train_kwargs import check_names, check_train_kwargs
+from miniray.train.worker_factory import WorkerFactory
 from miniray.train.workers.aggregate import aggregate
 from miniray.train.workers.budget import FailureBudget
 from miniray.train.workers.checkpoint_parts import (
@@ -52,6 +48,7 @@ from miniray.train.workers.checkpoint_parts import (
     WorkerWeights,
     describe_other_size,
 )
+from miniray.train.workers.context import create_environment
 from miniray.train.workers.evaluate import evaluate_on
 from miniray.train.workers.group import (
     NO_WORKERS,
@@ -59,9 +56,7 @@ from miniray.train.workers.group import (
     WorkerSetup,
     create_worker_actor,
     filter_kwargs,
-    get_method_spec,
 )
-from miniray.train.workers.process import environment
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -101,8 +96,6 @@ class BaseTrainer:
 
     #: Methods that every worker must have, besides those that the trainer calls.
     required_methods: Sequence[str] = ()
-    #: Modules that workers import. The local engine imports them once for all workers.
-    _preloaded: Sequence[str] = ()
     #: Worker methods that receive the keyword arguments of ``train()``.
     _kwargs_methods: Sequence[str] = (
         *("__init__", "setup", "load_data_shard", "train_epoch", "evaluate"),
@@ -112,12 +105,6 @@ class BaseTrainer:
     #: Hints for names that aren't options of the trainer, or parameters of ``train()``.
     _option_hints: Mapping[str, str] = WORKER_HINTS
     _train_hints: Mapping[str, str] = IN_WORKER_HINTS
-    #: Called in a worker's process before the worker is created; see ``startup.SET_UP``.
-    _process_set_up = "miniray.doctor.actors:set_up"
-    #: Whether its own workers train with torch, of whatever class they are.
-    _uses_torch = False
-    #: Class that wraps the workers; see ``ActorClass.wrap_with``.
-    _wrapper: type | None = None
     #: Unit of the progress bar.
     _unit = "epoch"
     #: Whether ``train(steps=...)`` works: ``state.step`` is known inside an epoch.
@@ -130,50 +117,31 @@ class BaseTrainer:
     ) -> None:
         self.num_workers = check_int("num_workers", num_workers, 1)
         self.options = RunOptions(**options)
-        self._worker_class = get_worker_class(worker, self.options.resources_per_worker)
-        gpus.check_use_gpu(self.options.use_gpu, self._creates_workers)
-        self._num_gpus: float | None = None  # of each worker; known after the engine has started
+        self._factory = WorkerFactory(type(self), worker, self.options)
         self.callbacks, deprecated = check_callbacks(self.options.callbacks)
         self.loggers = LoggerList([*create_loggers(self.options.loggers), *deprecated])
-        self.session = RunSession(
-            self._title,
-            name=self.options.name,
-            run_dir=None if self.options.run_dir is None else Path(self.options.run_dir),
-            backend=self.options.backend,
-            grace_seconds=self.options.grace_seconds,
-            verbose=self.options.progress,
-        )
+        self.session = RunSession(self._factory.title, self.options)
         self.state = TrainState()
-        where = self.options.checkpoint_dir
-        self.checkpointer = Checkpointer(
-            self._kind,
-            keep_last=self.options.keep_last,
-            keep_best=self.options.keep_best,
-            on_event=self.session.append_event,
-            storage=None if where is None else FsspecStorage(where),
-        )
+        self.checkpointer = Checkpointer(self._kind, self.options, self.session.append_event)
         self.checkpointer.register("callbacks", CallbackStates(self.callbacks))
-        weights = WorkerWeights(self._get_group, self._get_shared_weights)
-        self.checkpointer.register("weights", weights, in_workers=True)
+        self._weights = WorkerWeights(self._get_group)
+        self.checkpointer.register("weights", self._weights, in_workers=True)
         self.checkpointer.register("workers", WorkerStates(self._get_group), in_workers=True)
         self.should_stop, self.stop_reason = False, ""
         self.result: TrainResult | None = None
         #: Prepare each worker, in this order.
         self._setups: list[WorkerSetup] = []
+        #: Context in which all workers have the trained weights.
+        self._final_weights: Callable[[], contextlib.AbstractContextManager[None]]
+        self._final_weights = contextlib.nullcontext
+        #: Returns the class of the result, and its fields that a subclass adds.
+        self._get_result_fields: Callable[[], tuple[type[TrainResult], Mapping[str, Any]]]
+        self._get_result_fields = lambda: (TrainResult, {})
         self._group: WorkerGroup | None = None
         self._resume = self.options.resume
         self._loaded: dict[str, Any] | None = None  # a checkpoint to restore when workers exist
         self._kwargs: dict[str, Any] = {}
         self._target = TrainTarget(epochs=0)  # of this train()
-
-    @property
-    def _title(self) -> str:
-        """Start of the name of run directories, by which ``resume=True`` finds the newest run."""
-        cls = None if self._worker_class is None else self._worker_class._spec.cls
-        if cls is None or cls.__module__.partition(".")[0] == "miniray":
-            return type(self).__name__
-        # The next run of this trainer class may train a different model.
-        return f"{type(self).__name__}-{cls.__name__}"
 
     @property
     def run(self) -> RunDirectory | None:
@@ -209,12 +177,12 @@ class BaseTrainer:
         accepts. The id is passed to the parameter named ``worker_id``, ``rank`` or ``id``, or else
         to the first parameter if that has no default.
         """
-        if self._worker_class is None:
+        if self._factory.cls is None:
             raise NotImplementedError(
                 f"{type(self).__name__} must implement create_worker(self, worker_id, **kwargs), "
                 "returning MyWorker.remote(worker_id); or pass worker=MyWorker"
             )
-        return create_worker_actor(self._get_actor_class(), worker_id, kwargs)
+        return create_worker_actor(self._factory.get_class(), worker_id, kwargs)
 
     def train_epoch(self, epoch: int, **kwargs: Any) -> dict[str, Any]:
         """Train an epoch on all workers, and return the aggregated results. May be overridden."""
@@ -249,6 +217,7 @@ class BaseTrainer:
 
     # -- the run ----------------------------------------------------------------------------------
 
+    @hides_frames  # run.json has the full traceback
     def train(
         self,
         epochs: int | None = None,
@@ -289,14 +258,13 @@ class BaseTrainer:
             raise RuntimeError(
                 f"{type(self).__name__}.__init__() must call super().__init__(num_workers, ...)"
             )
-        epochs, steps = self._check_length(epochs, steps)
-        self._check_step_options()
+        epochs, steps = check_length(epochs, steps, self._unit)
+        self._check_steps(steps)
         check_names(kwargs)
-        resume = self._resume if resume is None else resume
-        self._resume = False
+        resume, self._resume = self._resume if resume is None else resume, False
         is_total, is_auto = bool(resume), resume == "auto"
         if is_auto:
-            resume = self._has_checkpoint()
+            resume = self.checkpointer.has_checkpoint(self.session.requested_path)
         if self.state.step and self._group is None and self._loaded is None and not resume:
             raise RuntimeError(
                 f"the weights of these {self.epoch} {self._unit}s are gone: shutdown() or an error "
@@ -307,162 +275,77 @@ class BaseTrainer:
         self.state.in_epoch = False
         self._kwargs = kwargs
         self._check_kwargs()
-        start = time.monotonic()
-        try:
-            with self.session.record_attempt(
-                self._abort, self.checkpointer.find_newest, self._stop_for_signal, self._get_step
-            ) as attempt:
-                self._start(resume, partial(TrainTarget.create, epochs, steps, is_total), is_auto)
-                self._check_target()
-                if is_total and self._target.is_reached(self.state):
-                    self._print_complete()
-                    self.result = self._make_result(0.0)
-                    return self.result
-                self._emit("on_train_start")
-                with self.session.signals.finish_in_order():
-                    self._loop()
-                    result = self.result = self._make_result(time.monotonic() - start)
-                    if self.session.signals.number is None:
-                        self._emit("on_train_end", result)
-                    if self.session.signals.number is not None:
-                        self._save_for_resume()
-                result.checkpoint = self.checkpointer.find_newest()  # hooks may have written one
-                attempt.fields = {"stop_reason": self.stop_reason or None}
-                attempt.fields["sync"] = result.sync or None
-        except BaseException as error:
-            hide_frames(error)  # run.json has the full traceback
-            raise
-        finally:
-            self.loggers.close()
-            self.session.end_process_if_preempted()
+        start, signals = time.monotonic(), self.session.signals
+        with (
+            self.session.pass_on_preemption(),
+            contextlib.closing(self.loggers),
+            self.session.record_attempt(
+                self.shutdown, self.checkpointer.find_newest, self._request_stop, self.state
+            ) as attempt,
+        ):
+            self._open_run(resume, is_auto)
+            self._target = TrainTarget.create(epochs, steps, is_total, self.state)
+            self._start_workers()
+            if is_total and self._target.is_reached(self.state):
+                self._print_complete()
+                self.result = self._create_result(0.0)
+                return self.result
+            self._emit("on_train_start")
+            with signals.finish_in_order():
+                self._train_epochs()
+                result = self.result = self._create_result(time.monotonic() - start)
+                if signals.number is None:
+                    self._emit("on_train_end", result)
+                if signals.number is not None:  # it may have come in a hook
+                    self._save_for_resume()
+            result.checkpoint = self.checkpointer.find_newest()  # hooks may have written one
+            attempt.fields = {"stop_reason": self.stop_reason or None, "sync": result.sync or None}
         return result
 
-    def _stop_for_signal(self, name: str) -> None:
-        self.should_stop, self.stop_reason = True, name
-
-    def _get_step(self) -> int:
-        return self.state.step
-
-    def _save_for_resume(self) -> None:
-        """Write a checkpoint of the current position, unless it exists."""
-        if self.state.step and not self.checkpointer.is_saved(self.state):
-            with self.session.printing_errors("its last step is not in a checkpoint of"):
-                self.save_checkpoint()
-
-    def _check_length(self, epochs: int | None, steps: int | None) -> tuple[int | None, int | None]:
-        """Return the length of a run. Raise ``TypeError`` unless exactly one number is set."""
-        if (epochs is None) == (steps is None):
-            given = "neither" if epochs is None else "both"
-            raise TypeError(f"train() needs epochs= or steps=, and got {given}")
-        if steps is not None and not self._counts_steps:
-            raise TypeError(
-                f"train(steps=...) of {type(self).__name__} needs workers that train step by step: "
-                f"with train_epoch, the steps are the workers' own. Pass epochs=, or use DDPTrainer"
-            )
-        return (
-            None if epochs is None else check_int(f"{self._unit}s", epochs, 0),
-            None if steps is None else check_int("steps", steps, 0),
-        )
-
-    def _check_step_options(self) -> None:
-        """Raise ``TypeError`` for options that need to know the steps of workers."""
-        has_steps = self._counts_steps or self._unit == "step"
-        if not has_steps and self._find_checkpoint_steps() is not None:
-            raise TypeError(
-                f"Checkpoint(every_steps=...) with {type(self).__name__} needs workers that train "
-                "step by step: with train_epoch, the steps are the workers' own. Use every= "
-                "(epochs), or DDPTrainer and workers with training_step"
-            )
-
-    def _find_checkpoint_steps(self) -> int | None:
-        """Return ``every_steps`` of the first ``Checkpoint`` that has it, or None."""
-        found = (c.every_steps for c in self.callbacks if isinstance(c, Checkpoint))
-        return next(filter(None, found), None)
-
-    def _check_target(self) -> None:
-        """Raise ``TypeError`` if the workers can't stop where the run should end or pause."""
-
-    def _has_checkpoint(self) -> bool:
-        """Return whether ``resume="auto"`` finds a checkpoint."""
-        if self.checkpointer.has_copies():
-            return True
-        path = self.session.requested_path
-        if path is None and self.options.checkpoint_dir is not None:
-            return False
-        if path is None:
-            raise ValueError('resume="auto" needs name= or run_dir=, to find the run again')
-        return any((path / "checkpoints").glob("epoch-*"))
-
-    def _print_complete(self) -> None:
-        target, done = self._target, self.session.directory.path
-        steps, epochs = f"{target.steps} steps", f"{target.epochs} {self._unit}s"
-        length = steps if target.epochs is None else epochs
-        print(f"{done} has trained its {length}: nothing is left to train", file=sys.stderr)
-
-    def _loop(self) -> None:
-        target, state = self._target, self.state
+    def _train_epochs(self) -> None:
+        """Train epochs until the target is reached or the run is stopped."""
+        state, target = self.state, self._target
         with Progress.create(state, target, self._unit, self.options.progress) as progress:
             while not target.is_reached(state):
-                epoch, start = self.epoch, time.monotonic()  # a hook may load a checkpoint
-                step = state.step
-                if not state.step_in_epoch:
-                    self._emit("on_epoch_start", epoch)
-                result = self._train_epoch(epoch)
-                is_complete = not state.step_in_epoch
-                if is_complete:
-                    self._finish_epoch(epoch, result)
-                progress.update(epoch, result, 1 if target.steps is None else state.step - step)
-                record = {"epoch": epoch, "seconds": time.monotonic() - start, **result}
-                if is_complete:
-                    self._end_epoch(epoch, record)
-                else:
-                    state.stop_inside_epoch(record)
-                    self._write_record()
+                epoch = self.epoch  # a hook may load a checkpoint
+                self._run_epoch(epoch, progress)
                 if self.should_stop:
-                    self.session.append_event(
-                        {"event": "stopped", "epoch": epoch, "reason": self.stop_reason}
-                    )
+                    event = {"event": "stopped", "epoch": epoch, "reason": self.stop_reason}
+                    self.session.append_event(event)
                     why = f": {self.stop_reason}" if self.stop_reason else ""
-                    where = f"{self._unit} {epoch}" if is_complete else f"step {state.step}"
+                    where = f"step {state.step}" if state.step_in_epoch else f"{self._unit} {epoch}"
                     progress.note(f"stopped after {where}{why}")
                     break
 
-    def _end_epoch(self, epoch: int, record: dict[str, Any]) -> None:
-        """Add the record to the history, let hooks change it, and write it to the metrics.
-
-        It is written even if a hook raises, because the epoch was trained.
-        """
-        self.state.end_epoch(epoch, record)
-        try:
-            self._emit("on_epoch_end", epoch, record)
-        except BaseException:
-            with self.session.printing_errors("its last epoch is not in"):
-                self._write_record()
-            raise
-        self._write_record()
-
-    def _write_record(self) -> None:
-        """Write the record that hooks could change, unless it was written."""
-        record = self.state.close_record()
-        if record is None:
-            return
-        if self.state.replaces_part:  # which was written
-            self.session.directory.truncate_metrics(record["epoch"] - 1)
-        self.loggers.log(record)
-
-    def _write_step(self, record: dict[str, Any]) -> None:
-        """Write a record of steps to ``steps.jsonl`` and to the loggers."""
-        self.loggers.log_step(record)
-
-    def _train_epoch(self, epoch: int) -> dict[str, Any]:
-        self.state.in_epoch = True
-        result: Any = self.train_epoch(epoch, **self._taken(self.train_epoch))
-        self.state.in_epoch = False
+    def _run_epoch(self, epoch: int, progress: Progress) -> None:
+        """Train an epoch, or the part of it up to the target, and record the result."""
+        state, start, step = self.state, time.monotonic(), self.state.step
+        if not state.step_in_epoch:
+            self._emit("on_epoch_start", epoch)
+        state.in_epoch = True
+        result: Any = self.train_epoch(epoch, **self._filter_kwargs(self.train_epoch))
+        state.in_epoch = False
         if not isinstance(result, dict):
             raise TypeError(
                 f"{type(self).__name__}.train_epoch() must return a dict of results, not {result!r}"
             )
-        return result
+        is_complete = not state.step_in_epoch
+        if is_complete:
+            self._finish_epoch(epoch, result)
+        progress.update(epoch, result, 1 if self._target.steps is None else state.step - step)
+        record = {"epoch": epoch, "seconds": time.monotonic() - start, **result}
+        if not is_complete:
+            state.stop_inside_epoch(record)
+            self.loggers.log_epoch(state)
+            return
+        state.end_epoch(epoch, record)
+        try:
+            self._emit("on_epoch_end", epoch, record)
+        except BaseException:
+            with self.session.printing_errors("its last epoch is not in"):
+                self.loggers.log_epoch(state)  # it was trained
+            raise
+        self.loggers.log_epoch(state)
 
     def _finish_epoch(self, epoch: int, result: dict[str, Any]) -> None:
         """Do what follows the training of an epoch, and add to ``result``."""
@@ -479,52 +362,142 @@ class BaseTrainer:
 
     def _emit(self, hook: str, *arguments: Any) -> None:
         """Call the trainer's hook and then those of the callbacks."""
-        own = getattr(self, hook)
-        own(*arguments, **self._taken(own))
+        function = getattr(self, hook)
+        function(*arguments, **self._filter_kwargs(function))
         for callback in self.callbacks:
-            theirs = getattr(callback, hook)
-            theirs(self, *arguments, **self._taken(theirs))
+            function = getattr(callback, hook)
+            function(self, *arguments, **self._filter_kwargs(function))
 
-    def _taken(self, function: Any) -> dict[str, Any]:
+    def _filter_kwargs(self, function: Any) -> dict[str, Any]:
         """Return the keyword arguments of ``train()`` that ``function`` accepts."""
         return filter_kwargs(inspect.signature(function), self._kwargs)
 
-    def _make_result(
-        self, wall_time: float, kind: type[TrainResult] = TrainResult, **more: Any
-    ) -> TrainResult:
-        return kind(
+    def _create_result(self, wall_time: float) -> TrainResult:
+        create, fields = self._get_result_fields()
+        return create(
             history=self.history,
             epochs=self.epoch,
             unit=self._unit,
             wall_time=wall_time,
             run_dir=self.session.directory.path,
             checkpoint=self.checkpointer.find_newest(),
-            **more,
+            **fields,
         )
 
-    # -- workers ----------------------------------------------------------------------------------
+    def _request_stop(self, reason: str) -> None:
+        """End the run after the current step or epoch."""
+        self.should_stop, self.stop_reason = True, reason
+        if self._group is not None:
+            self._group.request_stop()
+
+    def _print_complete(self) -> None:
+        path, length = self.session.directory.path, self._target.describe(self._unit)
+        print(f"{path} has trained its {length}: nothing is left to train", file=sys.stderr)
+
+    def _save_for_resume(self) -> None:
+        """Write a checkpoint of the current position, unless it exists."""
+        if self.state.step and not self.checkpointer.is_saved(self.state):
+            with self.session.printing_errors("its last step is not in a checkpoint of"):
+                self.save_checkpoint()
+
+    # -- the start --------------------------------------------------------------------------------
+
+    def _check_steps(self, steps: int | None) -> None:
+        """Raise ``TypeError`` for a length or an option that needs to know the workers' steps."""
+        every = None if self._unit == "step" else find_checkpoint_steps(self.callbacks)
+        asked = {"train(steps=...)": steps, "Checkpoint(every_steps=...)": every}
+        names = [name for name, value in asked.items() if value is not None]
+        if names and not self._counts_steps:
+            raise TypeError(
+                f"{names[0]} of {type(self).__name__} needs workers that train step by step: with "
+                "train_epoch, the steps are the workers' own. Pass epochs, or use DDPTrainer and "
+                "workers with training_step"
+            )
+
+    def _check_target(self) -> None:
+        """Raise ``TypeError`` if the workers can't stop where the run should end or pause."""
 
     def _check_kwargs(self) -> None:
         """Raise ``TypeError`` for keyword arguments of ``train()`` that would have no effect.
 
         Without a worker class, the methods of the workers are known once these are created.
         """
-        methods: list[Any]
-        names = self._kwargs_methods
-        if not names:
-            methods = []
-        elif self._worker_class is not None:
-            cls = self._worker_class._spec.cls
-            methods = [getattr(cls, name) for name in names if hasattr(cls, name)]
-        elif self._group is not None:
-            worker = self._group.handles[0]
-            specs = [get_method_spec(worker, n) for n in names if n not in worker._info.unlisted]
-            methods = [spec.signature for spec in specs if spec is not None]
+        methods = self._factory.get_methods(self._kwargs_methods, self.workers)
+        if methods is not None:
+            options = ("epochs", "steps", "resume", *self._own_kwargs)
+            names = [name for name in self._kwargs if name not in self._own_kwargs]
+            check_train_kwargs(self, names, methods, options, self._train_hints)
+
+    def _open_run(self, resume: bool | str | Path, is_auto: bool) -> None:
+        """Start the engine, go to the position of the checkpoint, and open the run directory."""
+        self.session.start_engine()
+        if resume:
+            self.load_checkpoint("latest" if resume is True else resume)
         else:
-            return
-        options = ("epochs", "steps", "resume", *self._own_kwargs)
-        names = [name for name in self._kwargs if name not in self._own_kwargs]
-        check_train_kwargs(self, names, methods, options, self._train_hints)
+            self.checkpointer.check_unused()
+        run = self.session.open(restart=is_auto)
+        self.checkpointer.open(run.checkpoints)
+        self.session.write_description(self._describe())
+        self.loggers.open(run, self._kwargs)
+        if resume and self.options.progress:
+            print(f"resuming {run.path} after {self._unit} {self.epoch}", file=sys.stderr)
+
+    def _describe(self) -> dict[str, Any]:
+        """Return the configuration of the run for ``run.json``."""
+        return {
+            "trainer": type(self).__name__,
+            "backend": session.engine().name,
+            "num_workers": self.num_workers,
+            "seed": self.options.seed,
+            "kwargs": {key: repr(value) for key, value in self._kwargs.items()},
+        }
+
+    def _start_workers(self) -> None:
+        """Start the workers, unless they are running, and restore what was loaded."""
+        if self._group is None:
+            self._factory.choose_gpus(self.num_workers)
+            self._group = self._create_group()
+            self._group.start()
+            self._check_kwargs()
+            self._group.set_up_all()
+        if self._loaded is not None:
+            self._restore(self._loaded)
+            self._loaded = None
+        self._check_target()
+
+    def _create_group(self) -> WorkerGroup:
+        """Return the group that creates the workers, calls them and replaces lost ones."""
+        return WorkerGroup(
+            count=self.num_workers,
+            create=self._create,
+            setups=[*self._setups, CallbackSetup(self, self.callbacks)],
+            required=self._find_required(),
+            budget=FailureBudget(self.options.max_failures),
+            timeout=self.options.worker_timeout,
+            on_event=self.session.append_event,
+            unit=self._unit,
+            get_kwargs=lambda: self._kwargs,
+        )
+
+    def _find_required(self) -> list[str]:
+        """Return the methods that workers must have."""
+        required = list(self.required_methods)
+        if type(self).train_epoch is BaseTrainer.train_epoch:
+            required.append("train_epoch")
+        if self.options.eval_interval and type(self).evaluate is BaseTrainer.evaluate:
+            required.append("evaluate")
+        return required
+
+    def _create(self, worker_id: int) -> Any:
+        return self._factory.create(
+            lambda: self.create_worker(worker_id, **self._filter_kwargs(self.create_worker)),
+            worker_id,
+            self.num_workers,
+            self.session.directory.path,
+            create_environment(self.state.step, self._target),
+        )
+
+    # -- workers ----------------------------------------------------------------------------------
 
     def call_workers(
         self, method: str, /, *args: Any, epoch: int | None = None, **kwargs: Any
@@ -537,118 +510,11 @@ class BaseTrainer:
         results: list[Any] = self._get_group().call(method, lambda _: args, kwargs, epoch)
         return results
 
-    def _start(
-        self,
-        resume: bool | str | Path,
-        create_target: Callable[[TrainState], TrainTarget],
-        restart: bool = False,
-    ) -> None:
-        """Start the engine, the run directory and the workers, unless they are running.
-
-        Args:
-            resume: See ``train``.
-            create_target: Returns where the run ends, seen from its start.
-            restart: Continue in the directory of a run that left no checkpoint.
-        """
-        self._start_engine()
-        if resume:
-            self.load_checkpoint("latest" if resume is True else resume)
-        else:
-            self.checkpointer.check_unused()
-        self._target = create_target(self.state)
-        run = self.session.open(restart=restart)
-        self.checkpointer.open(run.checkpoints)
-        self.session.write_description(self._describe())
-        self.loggers.open(run, self._kwargs)
-        if resume and self.options.progress:
-            print(f"resuming {run.path} after {self._unit} {self.epoch}", file=sys.stderr)
+    def _get_group(self) -> Any:
+        """Return the ``WorkerGroup`` or ``LockstepGroup``. Raise ``RuntimeError`` without one."""
         if self._group is None:
-            self._num_gpus = self._choose_num_gpus()
-            required = list(self.required_methods)
-            if type(self).train_epoch is BaseTrainer.train_epoch:
-                required.append("train_epoch")
-            if self.options.eval_interval and type(self).evaluate is BaseTrainer.evaluate:
-                required.append("evaluate")
-            self._group = self._make_group(
-                count=self.num_workers,
-                create=self._create,
-                setups=[*self._setups, CallbackSetup(self, self.callbacks)],
-                required=required,
-                budget=FailureBudget(self.options.max_failures),
-                timeout=self.options.worker_timeout,
-                on_event=self.session.append_event,
-                unit=self._unit,
-                get_kwargs=lambda: self._kwargs,
-            )
-            self._group.start()
-            self._check_kwargs()
-            self._set_up_all()
-        if self._loaded is not None:
-            self._restore(self._loaded)
-            self._loaded = None
-
-    def _start_engine(self) -> None:
-        self.session.start_engine()
-
-    def _make_group(self, **options: Any) -> WorkerGroup:
-        return WorkerGroup(**options)
-
-    @property
-    def _creates_workers(self) -> bool:
-        """Whether ``create_worker`` is miniray's own and has a worker class."""
-        is_ours = str(type(self).create_worker.__module__).partition(".")[0] == "miniray"
-        return is_ours and self._worker_class is not None
-
-    def _choose_num_gpus(self) -> float | None:
-        """Return the number of GPUs that each worker reserves."""
-        cls = self._worker_class
-        if cls is None or not self._creates_workers:
-            return None
-        is_torch = self._uses_torch or issubclass(cls._spec.cls, TorchWorker)
-        return gpus.choose_num_gpus(
-            type(self).__name__,
-            self.num_workers,
-            self.options.use_gpu,
-            cls._options.num_gpus,
-            is_torch,
-        )
-
-    def _get_actor_class(self) -> ActorClass[Any]:
-        """Return the class of ``worker=`` with the GPUs that each worker reserves."""
-        assert self._worker_class is not None
-        return self._worker_class.options(**gpus.get_options(self._num_gpus))
-
-    def _create(self, worker_id: int) -> Any:
-        seed = self.options.seed
-        env = self._get_worker_env()
-        if seed is not None:
-            env[startup.RUN_SEED] = str(seed)
-        if session.engine().capabilities.processes:  # else all workers are in this process
-            path, modules = self.session.directory.path, self._preloaded
-            env |= environment(path, worker_id, self.num_workers, modules, self._process_set_up)
-            env |= gpus.get_environment(self._num_gpus, self.options.use_gpu)
-        own_seed = None if seed is None else seed + worker_id
-        with startup.actors_with(own_seed, env, self._wrapper):
-            return self.create_worker(worker_id, **self._taken(self.create_worker))
-
-    def _get_worker_env(self) -> dict[str, str]:
-        """Return environment variables for a new worker."""
-        return {}
-
-    def _set_up_all(self) -> None:
-        """Prepare new workers for training."""
-        assert self._group is not None
-        self._group.set_up_all()
-
-    def _describe(self) -> dict[str, Any]:
-        """Return the configuration of the run for ``run.json``."""
-        return {
-            "trainer": type(self).__name__,
-            "backend": session.engine().name,
-            "num_workers": self.num_workers,
-            "seed": self.options.seed,
-            "kwargs": {key: repr(value) for key, value in self._kwargs.items()},
-        }
+            raise RuntimeError(NO_WORKERS)
+        return self._group
 
     # -- the model and its evaluation -------------------------------------------------------------
 
@@ -679,33 +545,16 @@ class BaseTrainer:
             FileExistsError: ``path`` exists and isn't a saved model.
             CheckpointError: The files can't be written. ``path`` is unchanged.
         """
-        self._get_group()  # raises if there are no workers
-        return pretrained.save_pretrained(path, self._write_pretrained)
-
-    def _write_pretrained(
-        self, directory: str | None, send_files: bool, *weights: Any
-    ) -> pretrained.SavedFiles:
-        """Let worker 0 write the model; see ``pretrained.save_pretrained``."""
-        group, method = self._get_group(), "_write_pretrained"
-        if not group.has(method):
-            raise TypeError(
-                f"save_pretrained() needs a TorchWorker, not {self.workers[0]._info.class_name}. "
-                "Use save_final_model()."
-            )
-        arguments = (directory, send_files, *weights)
-        saved = group.call_some([0], lambda i: group.submit(i, method, *arguments), method)
-        return saved[0]  # type: ignore[no-any-return]
+        group = self._get_group()
+        with self._final_weights():
+            return pretrained.save_pretrained(path, partial(pretrained.write_in_worker, group))
 
     @hides_frames
     def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Evaluate on all workers, every sample exactly once."""
         group = self._get_group()
-        with self._with_final_weights():
+        with self._final_weights():
             return evaluate_on(group, data, kwargs)
-
-    def _with_final_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the workers have the weights of ``model_weights``."""
-        return contextlib.nullcontext()
 
     # -- checkpoints ------------------------------------------------------------------------------
 
@@ -735,22 +584,16 @@ class BaseTrainer:
         where, loaded = self.checkpointer.load(
             path, self.session.requested_path, self.session.title
         )
-        self._write_record()  # of the epoch that a hook goes back from
+        self.loggers.log_epoch(self.state)  # of the epoch that a hook goes back from
         self.state.load_state_dict(loaded["state"])
         run = self.session.open_for(where)
         self.checkpointer.open(run.checkpoints)
-        epoch = self.epoch - 1
-        run.truncate_metrics(epoch)
-        run.truncate_steps(self.state.step)
-        written = {record.get("epoch") for record in run.read_metrics()}
-        for record in self.history:  # all if it is a new run; the last if a hook was killed
-            if record["epoch"] not in written:
-                run.append_metrics(record)
+        run.rewind(self.epoch, self.state.step, self.history)
         self._loaded = loaded
         if self._group is not None:
             self._restore(loaded)
             self._loaded = None
-        return epoch
+        return self.epoch - 1
 
     def _restore(self, loaded: dict[str, Any]) -> None:
         """Restore workers and all other parts, and warn if the number of workers has changed."""
@@ -764,21 +607,7 @@ class BaseTrainer:
         warn(text)
         self.session.append_event({"event": event, "message": text})
 
-    def _get_shared_weights(self) -> list[Any] | None:
-        """Return the weights that all workers have, in a list. None if they differ."""
-        return None
-
-    def _get_group(self) -> Any:
-        """Return the ``WorkerGroup`` or ``LockstepGroup``. Raise ``RuntimeError`` without one."""
-        if self._group is None:
-            raise RuntimeError(NO_WORKERS)
-        return self._group
-
     # -- the end ----------------------------------------------------------------------------------
-
-    def _abort(self, error: BaseException) -> None:
-        """Stop everything after an error in ``train``."""
-        self.shutdown()
 
     def shutdown(self) -> None:
         """Stop the workers, and the engine if a trainer started it. Safe to call twice."""

@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from miniray.checks import check_bool, check_int, check_number, suggest_options
+from miniray.train import pretrained
 from miniray.train.ddp.checks import RankSettings
 from miniray.train.ddp.parallelism import DataParallelism
 from miniray.train.lockstep.trainer import LockstepTrainer
 from miniray.train.options import DATA_HINTS
-from miniray.train.pretrained import SavedFiles
 from miniray.train.workers.shards import DataRef, TrainData
 
 if TYPE_CHECKING:
@@ -135,8 +136,8 @@ class DDPTrainer(LockstepTrainer):
         super().shutdown()
         self._data.close()
 
-    def _write_pretrained(
-        self, directory: str | None, send_files: bool, *weights: Any
-    ) -> SavedFiles:
-        saved = self._get_ranks().call("write_pretrained", lambda _: (directory, send_files))
-        return saved[0]  # type: ignore[no-any-return]
+    def save_pretrained(self, path: str | Path) -> Path:
+        ranks = self._get_ranks()  # all take part: each may hold a part of the weights
+        return pretrained.save_pretrained(
+            path, lambda *args: ranks.call("write_pretrained", lambda _: args)[0]
+        )

@@ -114,6 +114,8 @@ class LockstepGroup:
         on_event: Called with each event of the run.
         on_restored: Called after a restart with the step that training continues at.
         on_replaced: Called with each rank after a restart.
+        on_poll: Called with new log windows while an epoch runs.
+        keep_initial: The state to keep after the start, to restart from.
     """
 
     count: int
@@ -135,6 +137,7 @@ class LockstepGroup:
     on_restored: Callable[[int | None], None]
     on_replaced: Callable[[int], None]
     on_poll: Callable[[list[LogWindow]], None]
+    keep_initial: Keep = Keep.ALL
     handles: list[Any] = dataclasses.field(default_factory=list)
     #: Optimizer steps of an epoch; None if it isn't known.
     steps_per_epoch: int | None = None
@@ -154,9 +157,9 @@ class LockstepGroup:
             check_worker(worker, rank, self.required)
             self.handles.append(worker)
 
-    def join(self, *, keep: Keep) -> None:
+    def set_up_all(self) -> None:
         """Prepare the ranks and let them join each other."""
-        self.run(self._join, keep=keep)
+        self.run(self._join, keep=self.keep_initial)
 
     def _join(self) -> None:
         if self._host is not None:  # by a restart
@@ -245,10 +248,6 @@ class LockstepGroup:
         leaving = [worker.leave_group.remote() for worker in self.handles]
         with contextlib.suppress(MinirayError):  # they are stopped in a moment in any case
             miniray.get(leaving, timeout=_STOP_TIMEOUT_S)
-
-    def abandon(self) -> None:
-        """Note that ranks can't leave in order any more."""
-        self._is_broken = True
 
     def stop(self) -> None:
         """Stop all ranks and the store, and read the results of unanswered calls.
@@ -429,6 +428,10 @@ class LockstepGroup:
         if self._host is not None:
             key, text = f"{self._host.spec.name}/request", json.dumps([action, argument])
             self._host.store.set(key, text)
+
+    def request_stop(self) -> None:
+        """Ask the ranks to stop at one of the next steps."""
+        self.request(Action.STOP)
 
     def _print_waiting(self, method: str, ranks: Iterable[int], seconds: float) -> None:
         """Print which ranks haven't answered, and how to find out why."""

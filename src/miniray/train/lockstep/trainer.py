@@ -13,7 +13,6 @@ it would be raised again.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import time
@@ -35,12 +34,10 @@ from miniray.train.lockstep.rank import RankActor
 from miniray.train.lockstep.schedule import Action, StepSchedule
 from miniray.train.lockstep.snapshot import Keep, RankSnapshots, StepSnapshots
 from miniray.train.run.checkpointer import Part
-from miniray.train.run.result import TrainResult
 from miniray.train.run.step_log import LogWindow
 from miniray.train.steps import StepActions, StepOptions
 from miniray.train.trainer import BaseTrainer
 from miniray.train.workers.budget import FailureBudget
-from miniray.train.workers.context import PROGRESS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -54,11 +51,8 @@ class LockstepTrainer(BaseTrainer):
 
     _kind = "ranks"
     _counts_steps = True
-    _uses_torch = True
     #: Not ``train_epoch``, which is called with the epoch only.
     _kwargs_methods: Sequence[str] = ("__init__", "setup", "load_data_shard", "evaluate")
-    _process_set_up = "miniray.train.workers.process:set_up_rank"
-    _wrapper = RankActor
 
     def __init__(
         self,
@@ -99,7 +93,11 @@ class LockstepTrainer(BaseTrainer):
         self.checkpointer.register(self._kind, shared, in_workers=True)
         self.clip_norm = clip_norm
         self._parallelism = parallelism
-        self._preloaded = parallelism.modules
+        self._factory.wrapper, self._factory.uses_torch = RankActor, True
+        self._factory.preloaded = parallelism.modules
+        self._factory.set_up = "miniray.train.workers.process:set_up_rank"
+        self._get_result_fields = parallelism.get_result
+        self._weights.get_shared = lambda: [self.model_weights()]
         self._on_nonfinite, self._group_backend = on_nonfinite, group_backend
         self._hang_timeout = math.inf if hang_timeout is None else hang_timeout
         self._timeout = timeout
@@ -112,7 +110,7 @@ class LockstepTrainer(BaseTrainer):
             self.callbacks,
             self.num_workers,
             evaluate=self._evaluate_for_record,
-            write=self._write_step,
+            write=self.loggers.log_step,
             emit=self._emit,
         )
         self._has_requested_pause = False
@@ -200,16 +198,8 @@ class LockstepTrainer(BaseTrainer):
         self._tune_snapshots(windows)
         is_due = self.should_stop or self._steps.is_checkpoint_due()
         if is_due and not self._has_requested_pause:
-            self._request_pause()
-
-    def _request_pause(self) -> None:
-        self._has_requested_pause = True
-        self._get_ranks().request(Action.STOP)
-
-    def _stop_for_signal(self, name: str) -> None:
-        super()._stop_for_signal(name)
-        if self._group is not None:
-            self._request_pause()  # at once: a rank in this process is never polled
+            self._has_requested_pause = True
+            self._get_ranks().request_stop()
 
     def _tune_snapshots(self, windows: Iterable[LogWindow]) -> None:
         """Choose the interval of snapshots once it is known how long steps take."""
@@ -250,38 +240,32 @@ class LockstepTrainer(BaseTrainer):
 
     # -- ranks ------------------------------------------------------------------------------------
 
-    def _start_engine(self) -> None:
-        super()._start_engine()
+    def _create_group(self) -> Any:
         check_engine(type(self).__name__, self.num_workers)
-
-    def _make_group(self, **options: Any) -> Any:
-        parallelism = self._parallelism
+        parallelism, on_event = self._parallelism, self.session.append_event
         return LockstepGroup(
-            count=options["count"],
-            create=options["create"],
-            required=options["required"],
+            count=self.num_workers,
+            create=self._create,
+            required=self._find_required(),
             prepare=self._prepare_ranks,
             snapshots=RankSnapshots(parallelism.merge_weights, parallelism.merge_shared),
-            step_snapshots=StepSnapshots(self._choose_snapshots(), options["on_event"]),
+            step_snapshots=StepSnapshots(self._choose_snapshots(), on_event),
             budget=self._budget,
             name=self._kind,
             backend=self._group_backend,
             timeout=self._timeout,
             hang_timeout=self._hang_timeout,
-            call_timeout=options["timeout"],
+            call_timeout=self.options.worker_timeout,
             run_dir=self.session.directory.path,
             shows_progress=self.options.progress,
             describe_part=parallelism.describe_part,
-            on_event=options["on_event"],
+            # A checkpoint that is loaded in a moment replaces the initial state.
+            keep_initial=Keep.ALL if self._loaded is None else Keep.NOTHING,
+            on_event=on_event,
             on_restored=self._return_to_step,
             on_replaced=self._call_on_replaced,
             on_poll=self._on_poll,
         )
-
-    def _set_up_all(self) -> None:
-        # A checkpoint that is loaded in a moment replaces the initial state.
-        keep = Keep.ALL if self._loaded is None else Keep.NOTHING
-        self._get_ranks().join(keep=keep)
 
     def _choose_snapshots(self) -> int | Literal["auto"] | None:
         """Return ``snapshot_every``; None if ranks can't be lost or share no memory."""
@@ -331,18 +315,7 @@ class LockstepTrainer(BaseTrainer):
         limits = self._steps.options.describe_limits()
         return {**described, "clip_norm": self.clip_norm, **limits}
 
-    def _make_result(self, wall_time: float, *_: Any, **__: Any) -> TrainResult:
-        kind, fields = self._parallelism.get_result()
-        return super()._make_result(wall_time, kind, **fields)
-
-    def _get_worker_env(self) -> dict[str, str]:
-        target = {"epochs": self._target.epochs, "total_steps": self._target.steps}
-        return {PROGRESS: json.dumps({"global_step": self.state.step, **target})}
-
     # -- state ------------------------------------------------------------------------------------
-
-    def _get_shared_weights(self) -> list[Any]:
-        return [self.model_weights()]
 
     def _collect_shared(self) -> Any:
         """Return the state that all ranks share, merged."""
@@ -364,11 +337,6 @@ class LockstepTrainer(BaseTrainer):
             self._resumed_steps = self._get_ranks().call("count_epoch_steps")[0]
 
     # -- the end ----------------------------------------------------------------------------------
-
-    def _abort(self, error: BaseException) -> None:
-        if self._group is not None:
-            self._get_ranks().abandon()
-        super()._abort(error)
 
     def shutdown(self) -> None:
         group = None if self._group is None else self._get_ranks()

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from miniray.errors import CheckpointError
-from miniray.train.options import warn
+from miniray.train.options import RunOptions, warn
 from miniray.train.run.checkpoint_store import CheckpointStore, check_keeping
 from miniray.train.run.records import simplify
 from miniray.train.run.state import TrainState
-from miniray.train.run.storage import CheckpointStorage, list_copies
+from miniray.train.run.storage import CheckpointStorage, FsspecStorage, list_copies
 
 _FORMAT = 2
 #: Names in a checkpoint that aren't registered parts.
@@ -56,27 +56,20 @@ class Checkpointer:
 
     Args:
         kind: Trainers of one kind can load each other's checkpoints.
-        keep_last: See ``CheckpointStore``.
-        keep_best: See ``CheckpointStore``.
+        options: The options of the trainer.
         on_event: Called with a dict for events of the run, such as a damaged checkpoint.
-        storage: See ``CheckpointStore``.
     """
 
     def __init__(
-        self,
-        kind: str,
-        *,
-        keep_last: int | None,
-        keep_best: tuple[str, str] | None,
-        on_event: Callable[[dict[str, Any]], None],
-        storage: CheckpointStorage | None = None,
+        self, kind: str, options: RunOptions, on_event: Callable[[dict[str, Any]], None]
     ) -> None:
-        check_keeping(keep_last, keep_best)
+        check_keeping(options.keep_last, options.keep_best)
         self.kind = kind
         #: The checkpoints of the run on disk, once its directory is open.
         self.store: CheckpointStore | None = None
-        self._keep_last, self._keep_best = keep_last, keep_best
-        self._on_event, self._storage = on_event, storage
+        self._options, self._on_event = options, on_event
+        where = options.checkpoint_dir
+        self._storage = None if where is None else FsspecStorage(where)
         self._parts: dict[str, Stateful] = {}
         self._on_missing: dict[str, Callable[[], None]] = {}
         self._in_workers: set[str] = set()
@@ -129,8 +122,8 @@ class Checkpointer:
         if self.store is None:
             self.store = CheckpointStore(
                 directory,
-                keep_last=self._keep_last,
-                keep_best=self._keep_best,
+                keep_last=self._options.keep_last,
+                keep_best=self._options.keep_best,
                 on_event=self._on_event,
                 storage=self._storage,
             )
@@ -172,6 +165,18 @@ class Checkpointer:
     def find_best(self) -> Path | None:
         """Return the path of the best checkpoint by ``keep_best``."""
         return None if self.store is None else self.store.best()
+
+    def has_checkpoint(self, run: Path | None) -> bool:
+        """Return whether ``resume="auto"`` finds a checkpoint, in the storage or in ``run``.
+
+        Raises:
+            ValueError: There is neither a storage nor a run directory that the user named.
+        """
+        if run is None and self._storage is None:
+            raise ValueError('resume="auto" needs name= or run_dir=, to find the run again')
+        if self.has_copies():
+            return True
+        return run is not None and any((run / "checkpoints").glob("epoch-*"))
 
     def has_copies(self) -> bool:
         """Return whether there are checkpoints in the storage."""

@@ -27,7 +27,7 @@ import socket
 import time
 import traceback
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +298,22 @@ class RunDirectory:
         replace_atomically(self.metrics_file, lines)
         self.append_event({"event": "metrics_truncated", "epoch": epoch, "lines": len(dropped)})
         return len(dropped)
+
+    def rewind(self, epoch: int, step: int, history: Iterable[Mapping[str, Any]]) -> None:
+        """Let the records end at a position to which the run goes back.
+
+        Args:
+            epoch: Number of completed epochs.
+            step: Number of completed steps.
+            history: The records of the epochs. Those that aren't in ``metrics.jsonl`` are added:
+                all in the directory of a new run, the last one if a hook was killed.
+        """
+        self.truncate_metrics(epoch - 1)
+        self.truncate_steps(step)
+        written = {record.get("epoch") for record in self.read_metrics()}
+        for record in history:
+            if record["epoch"] not in written:
+                self.append_metrics(record)
 
     def append_step(self, record: Mapping[str, Any]) -> None:
         """Add a line to ``steps.jsonl``: means over the last steps, or scores at a step."""

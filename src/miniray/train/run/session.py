@@ -21,8 +21,10 @@ import miniray
 from miniray.core import session
 from miniray.core.engine import Engine
 from miniray.runs.report_writer import write_report
+from miniray.train.options import RunOptions
 from miniray.train.run.directory import RunDirectory
 from miniray.train.run.signals import Preempted, StopSignals
+from miniray.train.run.state import TrainState
 
 #: Leases of each engine that trainers use.
 _leases: weakref.WeakKeyDictionary[Engine, weakref.WeakSet[EngineLease]] = (
@@ -78,30 +80,19 @@ class RunSession:
 
     Args:
         title: Start of the directory's name, if neither ``name`` nor ``run_dir`` is set.
-        name: See ``RunOptions``.
-        run_dir: See ``RunOptions``.
-        backend: See ``RunOptions``.
-        grace_seconds: See ``RunOptions``.
-        verbose: Print on stderr what replaced workers and ended the run.
+        options: The options of the trainer. With ``progress``, what replaced workers and ended the
+            run is printed on stderr.
     """
 
-    def __init__(
-        self,
-        title: str,
-        *,
-        name: str | None = None,
-        run_dir: Path | None = None,
-        backend: str | None = None,
-        grace_seconds: float = 25.0,
-        verbose: bool = True,
-    ) -> None:
+    def __init__(self, title: str, options: RunOptions) -> None:
         self.title = title
-        self.verbose = verbose
-        self.signals = StopSignals(grace_seconds, verbose=verbose)
-        self._grace_seconds = grace_seconds
+        self.verbose = options.progress
+        self.signals = StopSignals(options.grace_seconds, verbose=self.verbose)
+        self._grace_seconds = options.grace_seconds
         #: The directory of the run, once it is open.
         self.run: RunDirectory | None = None
-        self._name, self._run_dir, self._backend = name, run_dir, backend
+        self._name, self._backend = options.name, options.backend
+        self._run_dir = None if options.run_dir is None else Path(options.run_dir)
         self._lease: EngineLease | None = None
 
     # -- start ------------------------------------------------------------------------------------
@@ -179,14 +170,14 @@ class RunSession:
     @contextlib.contextmanager
     def record_attempt(
         self,
-        stop: Callable[[BaseException], None],
+        stop: Callable[[], None],
         find_checkpoint: Callable[[], Path | None],
         on_signal: Callable[[str], None],
-        get_step: Callable[[], int],
+        state: TrainState,
     ) -> Iterator[Attempt]:
         """Record how the code inside ends, in ``run.json`` and the report.
 
-        If it raises, call ``stop(error)``, which stops the workers, and print the name of the
+        If it raises, call ``stop()``, which stops the workers, and print the name of the
         checkpoint that ``find_checkpoint()`` returns. The error of the code takes precedence over
         errors of writing, which are printed.
 
@@ -200,16 +191,16 @@ class RunSession:
 
         with (
             self.signals.handle_signals(stop_in_order),
-            self._record_end(stop, find_checkpoint, get_step) as attempt,
+            self._record_end(stop, find_checkpoint, state) as attempt,
         ):
             yield attempt
 
     @contextlib.contextmanager
     def _record_end(
         self,
-        stop: Callable[[BaseException], None],
+        stop: Callable[[], None],
         find_checkpoint: Callable[[], Path | None],
-        get_step: Callable[[], int],
+        state: TrainState,
     ) -> Iterator[Attempt]:
         attempt = Attempt()
         try:
@@ -218,8 +209,8 @@ class RunSession:
             self.signals.start_stop()
             with self.printing_errors("its end is not in"):
                 if self.run is not None:
-                    self._record_failure(self.run, error, get_step())
-            stop(error)
+                    self._record_failure(self.run, error, state.step)
+            stop()
             with self.printing_errors("how its workers ended is not in"):
                 if self.run is not None:
                     from miniray.train.workers.exits import record_ends  # only after a failure
@@ -252,10 +243,14 @@ class RunSession:
             text += f": the running step or epoch takes longer than {self._grace_seconds:g} s"
         run.finish("preempted", error=text, step=step, stop_reason=name)
 
-    def end_process_if_preempted(self) -> None:
-        """End the process as SIGTERM does, if SIGTERM or SIGUSR1 ended the run."""
-        if self.signals.is_preemption:
-            self.signals.end_process()
+    @contextlib.contextmanager
+    def pass_on_preemption(self) -> Iterator[None]:
+        """End the process as SIGTERM does after the code inside, if a signal preempted the run."""
+        try:
+            yield
+        finally:
+            if self.signals.is_preemption:
+                self.signals.end_process()
 
     def _print_how_to_resume(self, find_checkpoint: Callable[[], Path | None]) -> None:
         if not self.verbose or self.run is None:

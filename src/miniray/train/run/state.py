@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from miniray.checks import check_int
 from miniray.train.run.records import finite, simplify
 
 
@@ -137,6 +138,17 @@ class RankState:
             setattr(self, name, value)
 
 
+def check_length(epochs: int | None, steps: int | None, unit: str) -> tuple[int | None, int | None]:
+    """Return the length of a run. Raise ``TypeError`` unless exactly one number is set."""
+    if (epochs is None) == (steps is None):
+        given = "neither" if epochs is None else "both"
+        raise TypeError(f"train() needs epochs= or steps=, and got {given}")
+    return (
+        None if epochs is None else check_int(f"{unit}s", epochs, 0),
+        None if steps is None else check_int("steps", steps, 0),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainTarget:
     """The position at which a call of ``train`` ends: a number of epochs or of steps of the run."""
@@ -160,6 +172,10 @@ class TrainTarget:
             return cls(epochs=epochs if is_total else state.epoch + epochs)
         assert steps is not None
         return cls(steps=steps if is_total else state.step + steps)
+
+    def describe(self, unit: str) -> str:
+        """Return the length of the run, such as ``3 epochs``."""
+        return f"{self.steps} steps" if self.epochs is None else f"{self.epochs} {unit}s"
 
     def count_steps(self, state: Any, steps_per_epoch: int | None) -> int | None:
         """Return the step at which the call ends; None if epochs have no known number of steps.

@@ -16,18 +16,21 @@ class WorkerWeights:
 
     Args:
         get_group: Returns the workers.
+
+    Attributes:
         get_shared: Returns the weights that all workers have, in a list; None if they differ.
     """
 
-    def __init__(self, get_group: GetGroup, get_shared: Callable[[], list[Any] | None]) -> None:
-        self._get_group, self._get_shared = get_group, get_shared
+    def __init__(self, get_group: GetGroup) -> None:
+        self._get_group = get_group
+        self.get_shared: Callable[[], list[Any] | None] = lambda: None
 
     def state_dict(self) -> list[Any] | None:
         """Return a list of weights. None if the workers have no ``get_weights``."""
         group = self._get_group()
         if not group.has("get_weights"):
             return None
-        return self._get_shared() or group.call("get_weights", lambda _: (), {})
+        return self.get_shared() or group.call("get_weights", lambda _: (), {})
 
     def load_state_dict(self, weights: Sequence[Any] | None) -> None:
         """Set the weights. On a different number of workers, all get the average."""

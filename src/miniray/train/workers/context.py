@@ -6,13 +6,16 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miniray.core import session
 from miniray.doctor import actors
 
+if TYPE_CHECKING:
+    from miniray.train.run.state import TrainTarget
+
 #: Environment variable with the values of ``WorkerContext`` that only the driver knows.
-PROGRESS = "MINIRAY_TRAIN_PROGRESS"
+_PROGRESS = "MINIRAY_TRAIN_PROGRESS"
 
 
 class MetricLog:
@@ -58,7 +61,7 @@ class WorkerContext:
     def from_environment(cls) -> WorkerContext:
         """Return the context of this process; without a trainer's environment, that of rank 0."""
         rank, world_size = os.environ.get(actors.RANK, "0"), os.environ.get(actors.WORLD_SIZE, "1")
-        progress = json.loads(os.environ.get(PROGRESS, "{}"))
+        progress = json.loads(os.environ.get(_PROGRESS, "{}"))
         return cls(int(rank), int(world_size), find_device(), **progress)
 
     def bind(self, user_object: Any) -> None:
@@ -69,6 +72,12 @@ class WorkerContext:
         for field in dataclasses.fields(self):
             if not hasattr(type(user_object), field.name):
                 vars(user_object)[field.name] = getattr(self, field.name)
+
+
+def create_environment(step: int, target: TrainTarget) -> dict[str, str]:
+    """Return the environment variable that tells a new worker where the run is and ends."""
+    progress = {"global_step": step, "epochs": target.epochs, "total_steps": target.steps}
+    return {_PROGRESS: json.dumps(progress)}
 
 
 class BoundAttributes:
@@ -88,8 +97,12 @@ class BoundAttributes:
     def update(self, **values: Any) -> None:
         """Set attributes."""
         for name, value in values.items():
-            if name in self._values and self._attributes[name] == self._values[name]:
+            if name in self._values and _is_equal(self._attributes[name], self._values[name]):
                 self._attributes[name] = self._values[name] = value
+
+
+def _is_equal(found: Any, value: Any) -> bool:
+    return type(found) is type(value) and bool(found == value)
 
 
 def find_device() -> str:

@@ -311,6 +311,9 @@ class WorkerGroup:
         for setup in self.setups:
             setup.set_up(self, worker_id)
 
+    def request_stop(self) -> None:
+        """Do nothing: workers complete the calls that are running."""
+
     def stop(self) -> None:
         """Stop all workers."""
         for worker in self.handles:

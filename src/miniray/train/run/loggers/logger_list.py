@@ -20,6 +20,7 @@ from miniray.train.run.loggers.base import LoggedRun, Logger, get_axis, get_step
 from miniray.train.run.loggers.jsonl import JSONLines
 from miniray.train.run.loggers.registry import create_loggers
 from miniray.train.run.loggers.system import SystemMetrics
+from miniray.train.run.state import TrainState
 
 #: File in the run directory with the ids of the run in tracking tools.
 IDS = "loggers.json"
@@ -84,6 +85,16 @@ class LoggerList:
                 replace_atomically(run.path / IDS, text.encode())
             if entry in self._entries:
                 self._call(entry, "log_config", config)
+
+    def log_epoch(self, state: TrainState) -> None:
+        """Write the last record of the history, which hooks could change, unless it is written."""
+        record = state.close_record()
+        if record is None:
+            return
+        assert self._run is not None
+        if state.replaces_part:  # which was written
+            self._run.truncate_metrics(record["epoch"] - 1)
+        self.log(record)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Write the record of an epoch, which has an ``epoch`` and may have a global ``step``.
