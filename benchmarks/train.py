@@ -2,6 +2,7 @@
 
     python benchmarks/train.py [--quick] [--only miniray,torchrun] [--json PATH] [--markdown]
     python benchmarks/train.py --scaling [--workers 1,2,4,8,16]
+    python benchmarks/train.py --pairs 20
 
 Each of ``train_scripts/`` is a whole program and runs as a user would start it, in fresh processes,
 taking turns: 1 M parameters, 4,096 samples, batches of 64 a worker, 3 epochs, a thread a process.
@@ -9,6 +10,7 @@ They do not do the same for the model: miniray averages weights once an epoch, t
 gradients in every step; ``sync_interval.py`` says what that means for the loss.
 
 - wall: the whole command. First step: from its start to the end of every worker's first step.
+- time of an epoch: from the last step of an epoch to the last step of the next.
 - samples/s: of all workers together, over the steps of an epoch without its first one.
   Whole run: from the first step to the last, with all that happens between epochs.
 - lines: of the script, between its markers, without blank lines and comments.
@@ -16,6 +18,11 @@ gradients in every step; ``sync_interval.py`` says what that means for the loss.
 
 With ``--scaling`` it is miniray and plain torch DDP with more and more workers on the same 32,768
 samples: samples/s over the whole run and how much faster than its own single worker that is.
+
+With ``--pairs`` it is the steady-state step time of ``DDPTrainer`` and of a hand-written DDP loop
+on 16,384 samples: the median time between two steps, without the first epoch and the first step of
+the others. Each pair is one run of both, in alternating order. The result is the median of the
+ratios over all pairs, with its 95 % interval from order statistics.
 
 Figures are medians; the JSON file has every sample. Peers that are not installed are left out.
 """
@@ -26,8 +33,11 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
+import itertools
+import math
 import os
 import signal
+import statistics
 import struct
 import subprocess
 import sys
@@ -75,6 +85,7 @@ PEERS: dict[str, Peer] = {
 METRICS: list[tuple[str, str, str, bool, float | None]] = [
     ("wall", "wall time of the command", "s", False, 1.0),
     ("first_step", "time to first step", "s", False, 1.0),
+    ("epoch", "time of an epoch", "s", False, 0.98),
     ("rate", "samples/s in training steps", "", True, 0.98),
     ("rate_whole", "samples/s, whole run", "", True, 0.98),
     ("lines", "lines of code", "", False, 1.0),
@@ -87,6 +98,9 @@ SCALING: dict[str, Peer] = {
     "torchrun": PEERS["torchrun"],
 }
 SCALING_SAMPLES = 32_768
+#: Peers of ``--pairs``, and how much longer a step of the first one may take.
+PAIR, PAIR_LIMIT = ("ddp", "torchrun"), 1.02
+PAIR_SAMPLES = 16_384
 
 Samples = dict[str, list[float]]
 
@@ -148,6 +162,8 @@ def run(
     return {
         "wall": wall,
         "first_step": first - start,
+        "epoch": max(_measure_epoch(t) for t in times),
+        "step": statistics.median(itertools.chain(*map(_list_intervals, times))),
         "rate": sum(_rate(t) for t in times),
         "rate_whole": sum(len(t) - 1 for t in times) * BATCH / (last - min(t[0] for t in times)),
         "after_last_step": start + wall - last,
@@ -180,6 +196,19 @@ def _rate(times: list[float]) -> float:
     per_epoch = len(times) // EPOCHS
     epochs = [times[i : i + per_epoch] for i in range(0, len(times), per_epoch)]
     return EPOCHS * (per_epoch - 1) * BATCH / sum(epoch[-1] - epoch[0] for epoch in epochs)
+
+
+def _measure_epoch(times: list[float]) -> float:
+    """Seconds from the end of an epoch to the end of the next, the median."""
+    ends = times[len(times) // EPOCHS - 1 :: len(times) // EPOCHS]
+    return statistics.median(after - before for before, after in itertools.pairwise(ends))
+
+
+def _list_intervals(times: list[float]) -> list[float]:
+    """Seconds between two steps of one worker, after the first epoch and inside an epoch."""
+    per_epoch = len(times) // EPOCHS
+    epochs = [times[i : i + per_epoch] for i in range(per_epoch, len(times), per_epoch)]
+    return [after - before for epoch in epochs for before, after in itertools.pairwise(epoch)]
 
 
 def tree_pss(pid: int) -> float:
@@ -272,6 +301,56 @@ def summarise_scaling(found: dict[str, Samples], workers: list[int]) -> list[Lin
     return lines
 
 
+def measure_pairs(
+    pairs: int, samples: int, say: Callable[[str], None]
+) -> tuple[list[Line], dict[str, Samples]]:
+    """Run both peers of ``PAIR`` in each pair, and compare their step times."""
+    found: dict[str, Samples] = {name: {} for name in PAIR}
+    for pair in range(pairs):
+        for name in PAIR if pair % 2 == 0 else reversed(PAIR):
+            figures = run(PEERS[name], timeout=600, samples=samples)
+            for key, value in figures.items():
+                found[name].setdefault(key, []).append(value)
+        steps = [found[name]["step"][-1] for name in PAIR]
+        say(f"{pair + 1}/{pairs}  {1e3 * steps[0]:.3f} ms, {1e3 * steps[1]:.3f} ms")
+    steps, others = (found[name]["step"] for name in PAIR)
+    ratios = sorted(step / other for step, other in zip(steps, others, strict=True))
+    low, high = find_median_interval(ratios)
+    ratio = median(ratios)
+    found["ratio"] = {"pairs": ratios, "median": [ratio], "interval": [low, high]}
+    cells = [f"{1e3 * median(steps):.3f} ms", f"{1e3 * median(others):.3f} ms"]
+    cells += [f"{ratio:.4f}", f"{low:.4f} to {high:.4f}"]
+    line = Line("time of a step", cells, f"at most {PAIR_LIMIT:g}", ratio <= PAIR_LIMIT)
+    return [line], found
+
+
+def find_median_interval(values: list[float]) -> tuple[float, float]:
+    """Return an interval that contains the median of the population with at least 95 %.
+
+    The k-th smallest and k-th largest of n sorted values do unless fewer than k of them are on one
+    side of it, which has a binomial distribution. With fewer than 6 values, it is their range.
+    """
+    count = len(values)
+    tail, rank = 0.0, 0
+    while rank < count // 2:
+        tail += math.comb(count, rank) / 2**count
+        if 2 * tail > 0.05:
+            break
+        rank += 1
+    rank = max(rank, 1)
+    return values[rank - 1], values[count - rank]
+
+
+def compare_pairs(
+    arguments: argparse.Namespace,
+) -> tuple[str, list[str], list[Line], dict[str, Samples]]:
+    samples = PAIR_SAMPLES // (4 if arguments.quick else 1)
+    lines, found = measure_pairs(arguments.pairs, samples, lambda text: print(text, flush=True))
+    title = f"steady state of a CNN of 1 M parameters on two workers, {arguments.pairs} pairs"
+    columns = [*(PEERS[name].title for name in PAIR), "ratio (median)", "95 % interval"]
+    return title, columns, lines, found
+
+
 def scaling(arguments: argparse.Namespace) -> tuple[str, list[str], list[Line], dict[str, Samples]]:
     workers = [int(count) for count in arguments.workers.split(",")]
     samples = SCALING_SAMPLES // (4 if arguments.quick else 1)
@@ -314,6 +393,7 @@ def main() -> None:
     parser.add_argument("--only", metavar="PEERS", help=f"comma-separated: {', '.join(PEERS)}")
     parser.add_argument("--scaling", action="store_true", help="more and more workers instead")
     parser.add_argument("--workers", default="1,2,4,8,16", help="for --scaling", metavar="N,N")
+    parser.add_argument("--pairs", type=int, metavar="N", help="step time beside plain DDP instead")
     parser.add_argument("--repetitions", type=int, default=5, metavar="N")
     parser.add_argument("--json", type=Path, metavar="PATH")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
@@ -321,13 +401,16 @@ def main() -> None:
     started = common.stamp()
     if arguments.scaling:
         title, columns, lines, samples = scaling(arguments)
+    elif arguments.pairs:
+        title, columns, lines, samples = compare_pairs(arguments)
     else:
         title, columns, lines, samples = comparison(arguments, chosen(parser, arguments.only))
     if arguments.markdown:
         print(common.markdown_table(columns, lines))
     else:
         common.print_table(title, columns, lines)
-    print("miniray averages weights once an epoch; its peers average gradients in every step")
+    if not arguments.pairs:
+        print("miniray averages weights once an epoch; its peers average gradients in every step")
     record = {
         "started": started,
         "finished": common.stamp(),
@@ -336,8 +419,8 @@ def main() -> None:
         "samples": samples,
         "table": [vars(line) for line in lines],
     }
-    default = "train_scaling.json" if arguments.scaling else "train.json"
-    target = arguments.json or common.RESULTS / default
+    name = "train_scaling" if arguments.scaling else "train_pairs" if arguments.pairs else "train"
+    target = arguments.json or common.RESULTS / f"{name}.json"
     common.write_json(target, record)
     print(f"all samples: {target}")
 
