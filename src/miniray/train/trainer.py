@@ -213,7 +213,7 @@ class BaseTrainer:
         """
 
     def on_evaluate_end(self, step: int, scores: dict[str, Any], **kwargs: Any) -> None:
-        """Called after an evaluation inside of an epoch (``eval_every_steps``)."""
+        """Called after an evaluation inside an epoch (``eval_every_steps``)."""
 
     # -- the run ----------------------------------------------------------------------------------
 
