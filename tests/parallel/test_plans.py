@@ -284,6 +284,8 @@ def test_what_cannot_be_trained_is_refused_with_what_would_fit():
     with pytest.raises(TypeError, match=r"data= gives a list_iterator, which has batches for one"):
         planned(make_layers, data=[torch.ones(4)].__iter__())
     with pytest.raises(TypeError, match=r"\(rows need a DataLoader around them\)"):
+        planned(make_layers, data=[torch.ones(4)])
+    with pytest.raises(ValueError, match=r"data is a TensorDataset, so batch_size= is required"):
         planned(make_layers, data=make_data().dataset)
     with pytest.raises(TypeError, match=r"one number that depends on the model"):
         planned(make_model, layout=Layout(tensor=2), loss=lambda o, t: loss(o, t).detach())

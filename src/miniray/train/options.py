@@ -168,6 +168,7 @@ class ParallelKwargs(LockstepKwargs, total=False):
     optimizer: Callable[[Any], Any]
     data: Any
     val_data: Any
+    batch_size: int | None
     metrics: Mapping[str, Callable[[Any, Any], Any]] | None
     lr_scheduler: Callable[[Any], Any] | None
     layers_per_stage: Sequence[int] | None

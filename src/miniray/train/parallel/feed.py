@@ -27,7 +27,9 @@ _END = -1
 
 
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], Any]:
-    """(inputs, target) of a batch: a tuple or list of tensors, the target last."""
+    """Return (inputs, target) of a batch: tensors in a tuple, list or dict, the target last."""
+    if isinstance(batch, dict):
+        batch = tuple(batch.values())
     if (
         isinstance(batch, (tuple, list))
         and len(batch) >= 2
@@ -43,8 +45,8 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], Any]:
         ]
         what = f"{what} of {', '.join(shown) or 'nothing'}"
     raise TypeError(
-        "a batch must be (input, ..., target): tensors with as many rows each, the target last; "
-        f"the loader gave a {what}. A collate_fn can make it so"
+        "a batch must be (input, ..., target), or a dict of columns: tensors with as many rows "
+        f"each, the target last; the loader gave a {what}. A collate_fn can make it so"
     )
 
 

@@ -38,7 +38,7 @@ class ModelParallelTrainer(LockstepTrainer):
             of the layers and waits while the others work. It saves memory and no time; a
             ``PipelineParallelTrainer`` saves both.
         parallel: ``{"data": 2, "tensor": 2}`` instead of ``tensor_parallel``.
-        loss, optimizer, data, val_data, metrics, microbatches, lr_scheduler, clip_norm,
+        loss, optimizer, data, val_data, batch_size, metrics, microbatches, lr_scheduler, clip_norm,
             memory_limit: see ``PipelineParallelTrainer``.
 
     All other arguments are those of ``PipelineParallelTrainer`` and ``BaseTrainer``.
@@ -46,6 +46,7 @@ class ModelParallelTrainer(LockstepTrainer):
 
     _kind = "parallel"
     _kwargs_methods = ()
+    _own_kwargs = ("batch_size",)
     _option_hints = _train_hints = SPLIT_HINTS
 
     def __init__(

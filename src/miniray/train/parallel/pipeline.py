@@ -33,8 +33,11 @@ class PipelineParallelTrainer(LockstepTrainer):
         loss: ``loss(output, target)``, a mean over samples.
         optimizer: a function of a list of parameters, ``lambda ps: torch.optim.Adam(ps)``. It is
             called on every worker with the parameters there.
-        data: a ``DataLoader`` of ``(input, ..., target)``, or a function that makes one. Only
-            workers with the first stage load it.
+        data: The training data, of a kind that ``DDPTrainer`` accepts, or a function that returns
+            it. A batch is ``(input, ..., target)``, or a dict of columns of which the last one is
+            the target. Only workers with the first stage load it.
+        batch_size: Rows per batch of each copy of the model, if ``data`` is a dataset.
+            ``train(batch_size=)`` wins.
         val_data: the same for ``evaluate`` and ``eval_interval``; ``metrics``: functions of output
             and target besides the loss, ``{"accuracy": ...}``, means over samples.
         schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero_bubble"``; see
@@ -58,6 +61,7 @@ class PipelineParallelTrainer(LockstepTrainer):
 
     _kind = "parallel"
     _kwargs_methods = ()
+    _own_kwargs = ("batch_size",)
     _option_hints = _train_hints = SPLIT_HINTS
 
     def __init__(

@@ -16,20 +16,35 @@ from miniray.data.plan.shard import split_evenly
 from miniray.train.parallel.plan.job import Job, Place
 from miniray.train.workers import torch_utils as parts
 from miniray.train.workers.batches import planned as sharing
+from miniray.train.workers.shards import create_loader, is_loader, recognize
 
 
-def make_loader(data: Any, argument: str, batch_size: int | None = None) -> Any:
-    """The loader that the user means: one, a function that makes it, or rows with a batch size.
+def make_loader(
+    data: Any, argument: str, batch_size: int | None = None, *, evaluates: bool = False
+) -> Any:
+    """Return the loader for ``data=`` or ``val_data=``.
 
-    Without a batch size it is for training: what can be gone through once only is refused.
+    Args:
+        data: Data of a kind that ``DDPTrainer`` accepts, another iterable of batches, or a function
+            that returns one of these.
+        argument: Name of the argument, for errors.
+        batch_size: Rows per batch, if the data is a dataset.
+        evaluates: The loader is used once. Rows in a list, tuple or dict are accepted too, and
+            loaders may have a different batch size.
     """
     made = data() if callable(data) and not isinstance(data, (DataLoader, Dataset)) else data
-    if parts.is_shardable(made) and not made.is_sharded:
-        made = made.shard(0, 1)  # All stages of the pipeline need the same batches.
+    if recognize(argument, made) is not None:
+        size = None if evaluates and is_loader(made) else batch_size
+        # All stages of the pipeline need the same batches.
+        return create_loader(argument, made, size, 0, 1, format="torch")
     rows = isinstance(made, (Dataset, list, tuple, Mapping))
-    if rows and batch_size is not None:
+    if rows and evaluates:
         return parts.loader_over(made, SimpleNamespace(batch_size=batch_size))
-    if batch_size is None and isinstance(made, Iterator):
+    if batch_size is not None and not evaluates:
+        raise ValueError(
+            f"batch_size= was passed, but {argument}= is a {type(made).__name__}, which has batches"
+        )
+    if not evaluates and isinstance(made, Iterator):
         raise TypeError(
             f"{argument}= gives a {type(made).__name__}, which has batches for one epoch only; let "
             "it be something that begins anew with every iter(), as a DataLoader does"
@@ -89,8 +104,8 @@ class Samples:
     """
 
     def __init__(self, job: Job, place: Place) -> None:
-        self.job, self.copy = job, place.data
-        self.loads = place.pipeline == place.tensor == 0
+        self.copy, self.loads = place.data, place.pipeline == place.tensor == 0
+        self.job = job.fetch_data() if self.loads else job
         self.random = RandomNumbers(job.seed + 1_000_003 * (1 + place.data))
         self.loader: Any = None
         self.windows: Any = None
@@ -101,9 +116,9 @@ class Samples:
             return
         copies, later = self.job.layout.data, self.job.val_data
         if later is not None and not callable(later):  # what a function makes is seen when it does
-            evaluation_share(make_loader(later, "val_data", 1), 0, copies)
+            evaluation_share(make_loader(later, "val_data", 1, evaluates=True), 0, copies)
         with self.random():
-            loader = make_loader(self.job.data, "data")
+            loader = make_loader(self.job.data, "data", self.job.batch_size)
             if copies > 1:
                 check_can_be_cut(loader, "data", copies)
             sharing.check_loader(loader, "data")
@@ -162,7 +177,7 @@ class Samples:
         if not self.loads:
             return None
         given = self.job.val_data if data is None else data
-        loader = make_loader(given, "val_data", batch_size)
+        loader = make_loader(given, "val_data", batch_size, evaluates=True)
         return self._draw_batches(evaluation_share(loader, self.copy, self.job.layout.data))
 
     def _draw_batches(self, loader: Any) -> Iterator[Any]:

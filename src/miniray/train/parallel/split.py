@@ -38,6 +38,7 @@ class ModelParts:
     optimizer: Callable[[Any], Any] | None = None
     data: Any = None
     val_data: Any = None
+    batch_size: int | None = None
     metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None
     lr_scheduler: Callable[[Any], Any] | None = None
     layers_per_stage: Sequence[int] | None = None
@@ -140,6 +141,7 @@ class ModelSplit:
         """Open the loaders and let rank 0 plan."""
         sizes = self._find_sizes(settings.loaded) or self.job.layers_per_stage
         job = dataclasses.replace(self.job, layers_per_stage=sizes, **settings.facts)
+        job = job.store_data(settings.kwargs.get("batch_size"))
         facts = group.call_ranks("prepare_rank", lambda i: (i, group.count, job))
         self.plan = facts[0]["plan"]
         self._run_dir = group.run_dir
@@ -214,6 +216,8 @@ def create_split(
 ) -> tuple[ModelSplit, dict[str, Any]]:
     """Return the split that ``options`` describe, and the options that aren't ``ModelParts``."""
     names = {field.name for field in dataclasses.fields(ModelParts)}
+    if options.get("batch_size") is not None:
+        check_int("batch_size", options["batch_size"], 1)
     parts = ModelParts(**{name: value for name, value in options.items() if name in names})
     # Not required by the signature: the error for a misspelled name has to come first.
     required = ("model", "loss", "optimizer", "data")

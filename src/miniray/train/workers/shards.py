@@ -82,6 +82,15 @@ class DataRef:
 
 def find_kind(name: str, data: Any) -> Kind:
     """Return what ``data`` is. Raise ``TypeError`` if it can't be sharded."""
+    kind = recognize(name, data)
+    if kind is None:
+        hint = _find_hint(data)
+        raise TypeError(f"{name} must be {_ACCEPTED}, not {type(data).__name__}. {hint}")
+    return kind
+
+
+def recognize(name: str, data: Any) -> Kind | None:
+    """Return what ``data`` is, or None. Raise ``TypeError`` for several splits of a dataset."""
     libraries = {key: sys.modules.get(key) for key in ("datasets", "torch.utils.data")}
     library = libraries["datasets"]
     if library is not None:
@@ -104,7 +113,7 @@ def find_kind(name: str, data: Any) -> Kind:
             return "rows"
     if callable(getattr(data, "shard", None)) and not isinstance(data, type):
         return "shardable"
-    raise TypeError(f"{name} must be {_ACCEPTED}, not {type(data).__name__}. {_find_hint(data)}")
+    return None
 
 
 def _find_hint(data: Any) -> str:

@@ -14,6 +14,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import miniray
 from miniray.checks import check_int
 from miniray.train.lockstep.options import RunFacts
 from miniray.train.lockstep.rank import RankContext, WorkerTraits
@@ -23,7 +24,6 @@ DIMENSIONS = ("data", "pipeline", "tensor")
 #: Hints for names that aren't options of a trainer of split models.
 SPLIT_HINTS: Mapping[str, str] = {
     "worker": "Pass model=, loss=, optimizer= and data=: no worker has the whole model.",
-    "batch_size": "Set it in the DataLoader passed as data=.",
     "lr": "Set it in optimizer=, such as lambda ps: torch.optim.Adam(ps, lr=0.001).",
     "train_data": "Pass data=.",
     "train_loader": "Pass data=.",
@@ -111,6 +111,7 @@ class Job(RunFacts):
     data: Any
     layout: Layout
     val_data: Any = None
+    batch_size: int | None = None
     lr_scheduler: Callable[[Any], Any] | None = None
     metrics: Mapping[str, Callable[[Any, Any], Any]] = dataclasses.field(default_factory=dict)
     schedule: str = "gpipe"
@@ -127,6 +128,30 @@ class Job(RunFacts):
 
     def __post_init__(self) -> None:
         _check(self)
+
+    def store_data(self, batch_size: int | None) -> Job:
+        """Return the job with its data in the object store, once for all ranks."""
+        return dataclasses.replace(
+            self,
+            data=_Stored(miniray.put(self.data)),
+            val_data=_Stored(miniray.put(self.val_data)),
+            batch_size=self.batch_size if batch_size is None else batch_size,
+        )
+
+    def fetch_data(self) -> Job:
+        """Return the job with the data itself, on a rank that loads."""
+        data, val_data = (
+            miniray.get(value.ref) if isinstance(value, _Stored) else value
+            for value in (self.data, self.val_data)
+        )
+        return dataclasses.replace(self, data=data, val_data=val_data)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """Data in the object store."""
+
+    ref: Any
 
 
 def _check(job: Job) -> None:
