@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from miniray.errors import CheckpointError
 from miniray.train import CheckpointStore
-from miniray.train.run import tensorfile
-from miniray.train.run.encoding import Encoder, decode
+from miniray.train.run.tensors import tensorfile
+from miniray.train.run.tensors.encoding import Encoder, decode
 
 
 def through(value, **options):

@@ -14,7 +14,7 @@ import torch
 
 from miniray.errors import CheckpointError
 from miniray.train import load_model, save_model
-from miniray.train.run import tensorfile
+from miniray.train.run.tensors import tensorfile
 
 TYPES = [getattr(torch, name) for name in sorted(tensorfile.TORCH_TYPES) if hasattr(torch, name)]
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from miniray.train.run.loggers.mlflow import MLflowLogger
     from miniray.train.run.loggers.tensorboard import TensorBoardLogger
     from miniray.train.run.loggers.wandb import WandbLogger
-    from miniray.train.run.modelfile import load_model, save_model
     from miniray.train.run.result import TrainResult
+    from miniray.train.run.tensors.modelfile import load_model, save_model
     from miniray.train.torch_worker import TorchWorker
     from miniray.train.trainer import BaseTrainer
     from miniray.train.workers.aggregate import aggregate
@@ -56,8 +56,8 @@ _WHERE = {
     "TrainResult": ".run.result",
     "WandbLogger": ".run.loggers.wandb",
     "aggregate": ".workers.aggregate",
-    "load_model": ".run.modelfile",
-    "save_model": ".run.modelfile",
+    "load_model": ".run.tensors.modelfile",
+    "save_model": ".run.tensors.modelfile",
 }
 
 __all__ = [

@@ -34,11 +34,11 @@ from miniray.train.run.checkpointer import Checkpointer
 from miniray.train.run.directory import RunDirectory
 from miniray.train.run.loggers.logger_list import LoggerList
 from miniray.train.run.loggers.registry import create_loggers
-from miniray.train.run.modelfile import save_model
 from miniray.train.run.progress import Progress
 from miniray.train.run.result import TrainResult
 from miniray.train.run.session import RunSession
 from miniray.train.run.state import TrainState, TrainTarget, check_length
+from miniray.train.run.tensors.modelfile import save_model
 from miniray.train.train_kwargs import check_names, check_train_kwargs
 from miniray.train.worker_factory import WorkerFactory
 from miniray.train.workers.aggregate import aggregate

@@ -33,8 +33,8 @@ import numpy as np
 
 from miniray.core import SharedBuffer
 from miniray.errors import ObjectStoreFullError
-from miniray.train.run.encoding import Encoder, decode
-from miniray.train.run.tensorfile import Entry
+from miniray.train.run.tensors.encoding import Encoder, decode
+from miniray.train.run.tensors.tensorfile import Entry
 
 _MAGIC = b"mrsnap01"
 _HEADER = struct.Struct("<8sQqQQQ")  # magic, phase, step, bytes of index, its checksum, of data

@@ -22,8 +22,9 @@ from typing import Any
 
 from miniray.checks import check_int
 from miniray.files import sync_directory
-from miniray.train.run import records, tensorfile
-from miniray.train.run.encoding import Encoder, decode
+from miniray.train.run import records
+from miniray.train.run.tensors import tensorfile
+from miniray.train.run.tensors.encoding import Encoder, decode
 
 FORMAT = "miniray-checkpoint-1"
 MANIFEST = "manifest.json"

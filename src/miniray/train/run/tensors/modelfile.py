@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from miniray.errors import CheckpointError
-from miniray.train.run import records, tensorfile
-from miniray.train.run.encoding import Encoder, decode
+from miniray.train.run import records
+from miniray.train.run.tensors import tensorfile
+from miniray.train.run.tensors.encoding import Encoder, decode
 
 _STRUCTURE = "miniray"
 

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from miniray.errors import CheckpointError
-from miniray.train.run.tensorfile import NUMPY_TYPES, TORCH_TYPES, Entry
+from miniray.train.run.tensors.tensorfile import NUMPY_TYPES, TORCH_TYPES, Entry
 
 #: Where pickled objects go, if they are allowed.
 PICKLES = "pickled-objects"
