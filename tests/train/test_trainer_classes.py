@@ -7,6 +7,8 @@ import inspect
 
 import pytest
 
+from miniray.ps import register_strategy
+from miniray.ps.strategies import base
 from miniray.rl import GRPOTrainer, PPOTrainer
 from miniray.train import (
     BaseTrainer,
@@ -44,3 +46,27 @@ def test_data_parallel_trainer_accepts_options_of_strategies():
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_trainers_are_at_most_three_classes_deep(trainer):
     assert len(trainer.__mro__) - 1 <= 3  # without object
+
+
+@pytest.mark.parametrize(
+    "create",
+    [
+        lambda name, **options: DataParallelTrainer(2, sync_strategy=name, **options),
+        lambda name, **options: PPOTrainer(
+            int, int, [{}] * 8, sync="weights", sync_strategy=name, **options
+        ),
+    ],
+)
+def test_strategy_with_the_name_of_a_trainer_option_raises(create, monkeypatch):
+    monkeypatch.setattr(base, "_strategies", dict(base._strategies))
+
+    @register_strategy("seeded")
+    class Seeded(base.Strategy):
+        def __init__(self, *, seed=0):
+            self.seed = seed
+
+        def combine(self, workers, weights, current):
+            return workers[0]
+
+    with pytest.raises(TypeError, match="'seeded' has the option 'seed'"):
+        create("seeded", seed=1)

@@ -217,10 +217,19 @@ class DataParallelTrainer(BaseTrainer):
 def check_trainer_options(
     trainer: type, strategy: str | Strategy, given: Mapping[str, Any], hints: Mapping[str, str]
 ) -> None:
-    """Raise ``TypeError`` for an option that neither the trainer nor its strategy has."""
+    """Raise ``TypeError`` for an option that neither the trainer nor its strategy has.
+
+    The same for an option of the strategy that has the name of one of the trainer.
+    """
     options = strategy_options(strategy)
     if options is None:  # it accepts any option, or doesn't exist
         return
+    ours = next(cls for cls in trainer.__mro__ if cls.__module__.startswith("miniray."))
+    if clash := sorted(options & get_options(ours)):
+        raise TypeError(
+            f"strategy {strategy!r} has the option {clash[0]!r}, and so does {ours.__name__}: "
+            "rename the parameter in __init__ of the strategy"
+        )
     known = (get_options(DataParallelTrainer) | get_options(trainer)) - set(hints) | options
     unknown = [name for name in given if name not in known]
     check_options(trainer.__name__, unknown, known, {**find_strategies(unknown), **hints})
