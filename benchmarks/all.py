@@ -65,6 +65,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "start": Benchmark("start.py"),
     "train": Benchmark("train.py"),
     "scaling": Benchmark("train.py", ("--scaling",), needs_cores=4),
+    "recovery": Benchmark("recovery.py"),
     "sync_interval": Benchmark("sync_interval.py"),
     "ps": Benchmark("ps.py"),
     "gpu_sync": Benchmark("gpu_sync.py", output="--out", has_quick=False, needs_gpu=True),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import signal
@@ -28,6 +29,23 @@ T = TypeVar("T")
 
 def median(samples: Sequence[float]) -> float:
     return statistics.median(samples)
+
+
+def find_median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return an interval that contains the median of the population with at least 95 %.
+
+    The k-th smallest and k-th largest of n sorted values do unless fewer than k of them are on one
+    side of it, which has a binomial distribution. With fewer than 6 values, it is their range.
+    """
+    count = len(values)
+    tail, rank = 0.0, 0
+    while rank < count // 2:
+        tail += math.comb(count, rank) / 2**count
+        if 2 * tail > 0.05:
+            break
+        rank += 1
+    rank = max(rank, 1)
+    return values[rank - 1], values[count - rank]
 
 
 def machine() -> dict[str, Any]:

@@ -89,6 +89,30 @@ def train(record: Record) -> Figures:
     return found
 
 
+def recovery(record: Record) -> Figures:
+    from recovery import PEERS, summarize_overhead
+
+    found: Figures = {}
+    samples = record["samples"]
+    kills = samples["recovery"]
+    for name, costs in kills.items():
+        if costs["seconds"]:
+            found[f"lost.{name}"] = f"{sum(costs['lost']) / len(costs['lost']):.1f}"
+            found[f"seconds.{name}"] = human(median(costs["seconds"]), "s")
+        found[f"recovered.{name}"] = f"{costs['failed'].count(0)} of {len(costs['failed'])}"
+        overhead, *interval = summarize_overhead(samples["overhead"][name])
+        found[f"overhead.{name}"] = f"{100 * overhead:.2f} %"
+        found[f"interval.{name}"] = " to ".join(f"{100 * end:.2f} %" for end in interval)
+        if costs.get("alone"):
+            found[f"alone.{name}"] = f"{median(costs['alone']):.0f}"
+        if name != "miniray" and costs["seconds"] and kills.get("miniray", {}).get("seconds"):
+            ratio = median(costs["seconds"]) / median(kills["miniray"]["seconds"])
+            found[f"seconds.over_{name}"] = times(ratio)
+    restarting = [n for n, of in kills.items() if of["lost"] and not PEERS[n].survives]
+    found["kills"] = str(max(len(kills[name]["failed"]) for name in restarting))
+    return found
+
+
 def scaling(record: Record) -> Figures:
     found: Figures = {}
     for system, counts in worker_counts(record).items():
@@ -327,6 +351,7 @@ MAKERS: dict[str, Callable[[Record], Figures]] = {
     "engine": engine,
     "start": start,
     "train": train,
+    "recovery": recovery,
     "scaling": scaling,
     "sync_interval": sync_interval,
     "gpu_sync": gpu_sync,

@@ -88,6 +88,13 @@ def train(record: Record) -> str:
     return _table([*names, "to the best"], record["table"])
 
 
+def recovery(record: Record) -> str:
+    from recovery import PEERS
+
+    names = [PEERS[name].title for name in record["samples"]["recovery"]]
+    return _table([*names, "miniray to the best"], record["table"])
+
+
 def scaling(record: Record) -> str:
     counts = next(iter(worker_counts(record).values()))
     return _table([f"{n} worker{'s' * (n > 1)}" for n in counts], record["table"])
@@ -137,6 +144,7 @@ def geoguessr(record: Record) -> str:
 MAKERS: dict[str, Callable[[Record], str]] = {
     "start": start,
     "train": train,
+    "recovery": recovery,
     "scaling": scaling,
     "gpu_sync": gpu_sync,
     "data": data,

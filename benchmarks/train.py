@@ -34,7 +34,6 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
-import math
 import os
 import signal
 import statistics
@@ -315,30 +314,13 @@ def measure_pairs(
         say(f"{pair + 1}/{pairs}  {1e3 * steps[0]:.3f} ms, {1e3 * steps[1]:.3f} ms")
     steps, others = (found[name]["step"] for name in PAIR)
     ratios = sorted(step / other for step, other in zip(steps, others, strict=True))
-    low, high = find_median_interval(ratios)
+    low, high = common.find_median_interval(ratios)
     ratio = median(ratios)
     found["ratio"] = {"pairs": ratios, "median": [ratio], "interval": [low, high]}
     cells = [f"{1e3 * median(steps):.3f} ms", f"{1e3 * median(others):.3f} ms"]
     cells += [f"{ratio:.4f}", f"{low:.4f} to {high:.4f}"]
     line = Line("time of a step", cells, f"at most {PAIR_LIMIT:g}", ratio <= PAIR_LIMIT)
     return [line], found
-
-
-def find_median_interval(values: list[float]) -> tuple[float, float]:
-    """Return an interval that contains the median of the population with at least 95 %.
-
-    The k-th smallest and k-th largest of n sorted values do unless fewer than k of them are on one
-    side of it, which has a binomial distribution. With fewer than 6 values, it is their range.
-    """
-    count = len(values)
-    tail, rank = 0.0, 0
-    while rank < count // 2:
-        tail += math.comb(count, rank) / 2**count
-        if 2 * tail > 0.05:
-            break
-        rank += 1
-    rank = max(rank, 1)
-    return values[rank - 1], values[count - rank]
 
 
 def compare_pairs(

@@ -107,6 +107,16 @@ def test_figures_are_medians_and_ratios(page, results):
          "ps.4x10.over_gloo", "2.50×"),
         ({"samples": {"miniray-1": {"rate_whole": [10.0]}, "miniray-4": {"rate_whole": [30.0]}}},
          "scaling.miniray.4.efficiency", "75 %"),
+        ({"samples": {
+            "recovery": {
+                "miniray": {"lost": [1, 2], "seconds": [0.4, 0.2], "failed": [0, 0]},
+                "torchrun": {"lost": [40], "seconds": [3.0], "failed": [1, 0]}},
+            "overhead": {"miniray": [[1.0, 1.0]], "torchrun": [[1.0, 1.0]]}}},
+         "recovery.seconds.over_torchrun", "10.0×"),
+        ({"samples": {
+            "recovery": {"miniray": {"lost": [1], "seconds": [0.4], "failed": [0]}},
+            "overhead": {"miniray": [[1 + n / 1000, 1.0] for n in range(20)]}}},
+         "recovery.interval.miniray", "0.50 % to 1.40 %"),  # the 6th and the 15th of 20
         ({"rows": 10, "samples": {
             "miniray_data": {"first_batch": [1.0]}, "bare_decode": {"first_batch": [0.1]},
             "mosaic": {"first_batch": [4.0]}, "hf_map": {"first_batch": [3.0]}}},
@@ -147,7 +157,15 @@ def everything(page):
     parts = ("layers, 1", "layers, 2", "tensor, 2")
     trained = {"rate": [10.0], "first_step": [2.0], "wall": [9.0], "memory": [500.0]}
     state = {"reward": 0.3, "acc@200km": 0.0, "acc@750km": 0.1, "acc@2500km": 0.5}
+    peers = importlib.import_module("recovery").PEERS
+    kills = {"lost": [9], "seconds": [0.4], "failed": [0]}
     made_up = {
+        "recovery": {
+            "samples": {
+                "recovery": dict.fromkeys(peers, kills),
+                "overhead": {name: [[1.005, 1.0]] for name in peers},
+            }
+        },
         "ps": {"samples": {"4 workers, 10 tensors": {**syncs, "ray": {"sync": [0.6]}}}},
         "data": {
             "rows": 20_000,
