@@ -201,7 +201,8 @@ class Place:
         WorkerContext(rank, world_size, "cpu").bind(worker)
         actor = RankActor(worker)
         facts = actor.prepare_rank(rank, world_size, settings)
-        counts = None if facts["batches"] is None else [facts["batches"]] * world_size
+        is_counted = facts["batches"] is not None and not facts["planned"]
+        counts = [facts["batches"]] * world_size if is_counted else None
         actor.join_group(spec, counts, False)
         try:
             reports = [actor.run_rank_epoch(epoch) for epoch in range(epochs)]
