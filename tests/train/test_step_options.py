@@ -1,4 +1,4 @@
-"""``precision``, ``accumulate`` and ``clip_norm`` of ``DataParallelTrainer``, as of ``DDPTrainer``."""
+"""``precision``, ``accumulate`` and ``clip_norm`` of ``DataParallelTrainer``."""
 
 import os
 

@@ -44,8 +44,8 @@ class DataParallelTrainer(BaseTrainer):
         val_data: The same for ``evaluate``, as ``self.val_loader``.
         batch_size: Rows per batch of each worker, if ``data`` has no batch size.
             ``train(batch_size=)`` wins.
-        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"`` (with a gradient scaler), for workers derived
-            from ``TorchWorker``.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"`` (with a gradient scaler). For workers
+            derived from ``TorchWorker``.
         accumulate: Batches per optimizer step of these workers.
         clip_norm: Maximum norm of their gradients.
         on_nonfinite: If the weights of a worker contain NaN or infinity, raise (``"error"``) or
