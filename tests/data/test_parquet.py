@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miniray.data import DataLoader, IndexedDataset, ParquetDataset
+from miniray.data import DataLoader, IndexedDataset, Mixture, ParquetDataset
 from miniray.data.datasets import SourceDataset
 from miniray.data.sources.parquet import ParquetSource
 from miniray.errors import DataError
@@ -113,6 +113,21 @@ def test_a_seed_drawn_by_the_driver_holds_for_all_ranks(parquet_folder):
     parts = [pickle.loads(pickle.dumps(whole)).shard(rank, 3) for rank in range(3)]
     ids = [i for part in parts for i in part.row_ids]
     assert len(set(ids)) == len(ids) == 99
+
+
+def test_seed_of_the_run_replaces_a_random_one(parquet_folder, monkeypatch):
+    """The dataset was created before the run, as ``data=`` of a trainer."""
+    options = {"shuffle": True, "max_samples": 99}
+    drawn, fixed = (ParquetDataset(parquet_folder, seed=seed, **options) for seed in (None, 5))
+    restored = ParquetDataset(parquet_folder, **options)
+    restored.load_state_dict(fixed.state_dict())
+    mixture = Mixture([(ParquetDataset(parquet_folder, shuffle=True), 1)])
+    monkeypatch.setenv("MINIRAY_RUN_SEED", "12")
+    expected = ParquetDataset(parquet_folder, seed=12, **options)
+    assert list(drawn.shard(1, 3).row_ids) == list(expected.shard(1, 3).row_ids)
+    assert list(drawn.shard(1, 3).shard(0, 1).row_ids) == list(expected.row_ids)
+    assert fixed.shard(0, 2).seed == restored.shard(0, 2).seed == 5
+    assert mixture.shard(0, 2).seed == 12
 
 
 # -- locality ------------------------------------------------------------------------------------

@@ -6,8 +6,10 @@ from collections import Counter
 import pytest
 
 pytest.importorskip("torch")
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
+pytest.importorskip("pyarrow")
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from miniray.data import DataLoader, IndexedDataset, ParquetDataset
 from miniray.data.sources.parquet import ParquetSource

@@ -33,12 +33,8 @@ def resolve_seed(seed: int | None, world_size: int, purpose: str) -> int:
     """
     if seed is not None:
         return check_int("seed", seed)
-    text = os.environ.get(RUN_SEED)
-    if text is not None:
-        try:
-            return int(text)
-        except ValueError:
-            raise ValueError(f"{RUN_SEED} must be a decimal integer, not {text!r}") from None
+    if (run_seed := find_run_seed()) is not None:
+        return run_seed
     if world_size == 1:
         import secrets
 
@@ -47,6 +43,15 @@ def resolve_seed(seed: int | None, world_size: int, purpose: str) -> int:
         f"{purpose} on {world_size} ranks requires the same seed on all ranks. Pass seed=... (any"
         f" int), or set {RUN_SEED} for the run, as miniray's launcher and engines do."
     )
+
+
+def find_run_seed() -> int | None:
+    """Return the seed of the run, or None if this process isn't part of one."""
+    text = os.environ.get(RUN_SEED)
+    try:
+        return None if text is None else int(text)
+    except ValueError:
+        raise ValueError(f"{RUN_SEED} must be a decimal integer, not {text!r}") from None
 
 
 def check_rank(rank: int, world_size: int) -> tuple[int, int]:
