@@ -17,8 +17,8 @@ from miniray.data.plan.shard import (
     check_max_samples,
     check_rank,
     resolve_seed,
-    split_evenly,
 )
+from miniray.data.plan.split import Contiguous, Interleaved, IntervalSet, Split
 
 _ITERATION_ROWS = 65536  # computed at a time in iteration
 
@@ -96,22 +96,13 @@ class ShardIndices(Sequence[int]):
     ) -> None:
         self.seed = seed
         self._order, self._subset = order, subset
-        shared = count - count % world_size if even == "drop" else count
-        if is_strided:
-            self._start, self._step = rank, world_size
-            self._shard_rows = max(0, -(-(shared - rank) // world_size))
-        else:
-            self._start, end = split_evenly(shared, rank, world_size)
-            self._step, self._shard_rows = 1, end - self._start
-        self._length = -(-count // world_size) if even == "pad" else self._shard_rows
-        # At most one row is padded: the shard's first row, or any row if the shard is empty.
-        self._pad = self._start if self._shard_rows else rank % max(count, 1)
-        self._dropped_positions = range(shared, count)
+        split: Split = Interleaved(even) if is_strided else Contiguous(even)
+        remaining = IntervalSet([(0, count)] if count else [])
+        self._assignment = split.assign_positions(remaining, rank, world_size)
+        self._dropped_positions = range(split.count_shared(count, world_size), count)
 
-    def _find_rows(self, index: Int64s) -> Int64s:
-        positions = self._start + index * self._step
-        positions[index >= self._shard_rows] = self._pad
-        return self._map_positions(positions)
+    def _find_rows(self, indices: Int64s) -> Int64s:
+        return self._map_positions(self._assignment.find_positions(indices))
 
     def _map_positions(self, positions: Int64s) -> Int64s:
         if self._order is not None:
@@ -122,7 +113,7 @@ class ShardIndices(Sequence[int]):
 
     @property
     def padded(self) -> list[int]:
-        return [self[i] for i in range(self._shard_rows, self._length)]
+        return [self[i] for i in range(self._assignment.count, len(self))]
 
     @property
     def dropped(self) -> list[int]:
@@ -130,7 +121,7 @@ class ShardIndices(Sequence[int]):
         return [int(row) for row in self._map_positions(positions)]
 
     def __len__(self) -> int:
-        return self._length
+        return self._assignment.length
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -139,23 +130,23 @@ class ShardIndices(Sequence[int]):
     def __getitem__(self, index: int | slice) -> Any:
         """Return a row, or an array of rows for a slice."""
         if isinstance(index, slice):
-            start, stop, step = index.indices(self._length)
+            start, stop, step = index.indices(len(self))
             return self._find_rows(np.arange(start, stop, step, dtype=np.int64))
         number = int(index)
         if number < 0:
-            number += self._length
-        if not 0 <= number < self._length:
-            raise IndexError(f"index {index} of a shard of {self._length} rows")
+            number += len(self)
+        if not 0 <= number < len(self):
+            raise IndexError(f"index {index} of a shard of {len(self)} rows")
         return int(self._find_rows(np.array([number], dtype=np.int64))[0])
 
     def __iter__(self) -> Iterator[int]:
-        for start in range(0, self._length, _ITERATION_ROWS):
+        for start in range(0, len(self), _ITERATION_ROWS):
             yield from self[start : start + _ITERATION_ROWS].tolist()
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Any:
         if copy is False:
             raise ValueError("A lazy shard has no array to share. Leave out copy=.")
-        rows = self._find_rows(np.arange(self._length, dtype=np.int64))
+        rows = self._find_rows(np.arange(len(self), dtype=np.int64))
         return rows if dtype is None else rows.astype(dtype)
 
     def __eq__(self, other: object) -> bool:
@@ -167,4 +158,4 @@ class ShardIndices(Sequence[int]):
 
     def __repr__(self) -> str:
         few = ", ".join(map(str, self[:6].tolist()))
-        return f"<ShardIndices of {self._length} rows: {few}{', ...' if self._length > 6 else ''}>"
+        return f"<ShardIndices of {len(self)} rows: {few}{', ...' if len(self) > 6 else ''}>"
