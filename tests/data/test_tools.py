@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -77,6 +78,19 @@ def test_repack_preserves_rows_and_schema(tmp_path, monkeypatch):
         assert pq.read_schema(path).metadata[b"origin"] == b"test"
     assert "Wrote 1 files" in run("repack", folder, tmp_path / "once")
     assert list(ParquetDataset(tmp_path / "once")) == rows
+
+
+def test_repacked_row_groups_have_at_most_8_mb(tmp_path):
+    """Blocks of the input are a little smaller, so that two of them would have almost 16 MB."""
+    path = tmp_path / "x.parquet"
+    random = np.random.default_rng(0)
+    pq.write_table(pa.table({"data": [random.bytes(10_000) for _ in range(2500)]}), path)
+    (written,) = repack_files(path, tmp_path / "out")
+    metadata = pq.read_metadata(written)
+    rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    assert sum(rows) == 2500
+    assert 3 <= len(rows) <= 5
+    assert max(rows) * 10_000 <= 8_000_000
 
 
 def test_repack_writes_only_to_an_empty_directory(parquet_folder):

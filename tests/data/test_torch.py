@@ -81,6 +81,31 @@ def test_sampler_state_follows_the_stateful_protocol(whole):
     assert other.epoch == 2
 
 
+@pytest.mark.parametrize("workers", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
+@pytest.mark.parametrize("stop", [1, 7])
+def test_stateful_data_loader_resumes_exactly(whole, workers, stop):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def create(rank):
+        data = TorchDataset(whole, transform=only_id)
+        sampler = ShardSampler(data, rank=rank, world_size=2)
+        return stateful(data, batch_size=10, sampler=sampler, num_workers=workers)
+
+    seen = []
+    for rank in range(2):
+        loader = create(rank)
+        expected = [ids(loader) for _ in range(2)]
+        loader = create(rank)
+        batches = iter(loader)
+        first = [row for _ in range(stop) for row in next(batches)["id"].tolist()]
+        resumed = create(rank)
+        resumed.load_state_dict(loader.state_dict())
+        assert first + ids(resumed) == expected[0]
+        assert ids(resumed) == expected[1]
+        seen += expected[0]
+    assert sorted(seen) == list(range(237))
+
+
 def test_sampler_state_warns_once_if_workers_read_ahead(whole):
     made, sampler = loader(whole, 0, 1, num_workers=1)
     batches = iter(made)

@@ -237,7 +237,7 @@ def test_what_a_policy_lacks_is_named():
     [
         ({"data": []}, "data"),
         ({"data": ["text"]}, "must be dicts"),
-        ({"data": 5}, r"list of rows \(dicts\) or a function"),
+        ({"data": 5}, r"list of rows \(dicts\), a dataset"),
         ({"data": "train.parquet"}, "not 'train.parquet'"),
         ({"data": {"prompt": ["1+1="]}}, "list of rows"),
         ({"policy": make_model()}, "a function that makes the model, not a TinyLM itself"),

@@ -319,6 +319,19 @@ def test_samples_of_a_batch_with_lists():
     assert length({"x": ["a", "b", "c"]}) == 3
 
 
+@pytest.mark.parametrize("trainer", [DDPTrainer, DataParallelTrainer])
+def test_order_follows_from_the_seed_of_the_trainer(trainer, tmp_path):
+    found = []
+    for seed in (None, 7):  # of the dataset
+        data = ParquetDataset(write_parquet(tmp_path), shuffle=True, seed=seed)
+        options = {"batch_size": 4, "progress": False, "backend": "inline", "seed": 7}
+        with trainer(1, worker=Line, data=data, **options) as made:
+            made.train(epochs=1)
+            found.append(made.call_workers("get_rows")[0][0])
+    assert found[0] == found[1]
+    assert sorted(found[0]) == list(range(ROWS))
+
+
 def test_batch_size_of_train_wins(tmp_path):
     with create(tmp_path, 1, data=Numbers(), batch_size=2) as trainer:
         trainer.train(epochs=1, batch_size=11)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from miniray.data.datasets import ArrowDataset, IndexedDataset, JsonlDataset, ParquetDataset
     from miniray.data.loader.loader import DataLoader
     from miniray.data.mixture import Mixture
+    from miniray.data.plan.indices import shard_indices
     from miniray.data.plan.progress import merge_states
-    from miniray.data.plan.shard import shard_indices
     from miniray.data.rlhf.dataset import RLHFDataset
     from miniray.data.sources.row_cache import CacheFullError, RowCache
 
@@ -49,7 +49,7 @@ _WHERE = {
     "RLHFDataset": ".rlhf",
     "RowCache": ".sources.row_cache",
     "merge_states": ".plan.progress",
-    "shard_indices": ".plan.shard",
+    "shard_indices": ".plan.indices",
 }
 
 __getattr__, __dir__ = lazy.names(__name__, _WHERE)

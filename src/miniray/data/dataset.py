@@ -24,7 +24,13 @@ from miniray.data.locations import BlockKey, Int64s, Locations
 from miniray.data.plan import progress
 from miniray.data.plan.order import EpochOrder, Window
 from miniray.data.plan.progress import Progress
-from miniray.data.plan.shard import Even, check_even, check_rank, warn_if_several_ranks
+from miniray.data.plan.shard import (
+    Even,
+    check_even,
+    check_rank,
+    find_run_seed,
+    warn_if_several_ranks,
+)
 from miniray.data.plan.split import (
     Assignment,
     Contiguous,
@@ -67,6 +73,8 @@ class Dataset(ABC):
         self._even: Even = even
         self._split: SplitName = check_choice("split", split, ("contiguous", "interleaved"))
         self._seed, self._is_seed_fixed = seed, is_seed_fixed
+        #: Created outside of the run, without a seed. The run's seed replaces a random one.
+        self._is_seed_random = seed is not None and not is_seed_fixed and find_run_seed() is None
         self._budget = parse_bytes(memory_budget)
         self._find_chunk_rest: FindChunkRest | None = None
         self._start_epoch(0)
@@ -248,9 +256,15 @@ class Dataset(ABC):
         self._buffer = None
 
     def shard(self: Self, rank: int, world_size: int) -> Self:
-        """Return the same dataset for a different rank. Nothing is read again."""
+        """Return the same dataset for a different rank. Nothing is read again.
+
+        If the dataset was created without a seed outside of the run, it takes the seed of the run.
+        """
         other = copy.copy(self)
         other.__dict__.update(self.__dict__)  # with what ``__getstate__`` leaves out
+        if self._is_seed_random and (run_seed := find_run_seed()) is not None:
+            other._seed, other._is_seed_random = run_seed, False
+            other._reset()
         other._set_rank(rank, world_size)
         other._taken, other._is_alone, other._is_complete = 0, False, False
         other._buffer = other._assignment = None
@@ -342,6 +356,7 @@ class Dataset(ABC):
         if self._is_seed_fixed:
             expected["seed"] = self._seed
         progress.check_compatible(state, expected)
+        self._is_seed_random = False
         if self._seed != state["seed"]:  # a subset depends on it
             self._seed = state["seed"]
             self._reset()

@@ -1,5 +1,7 @@
 """Where a worker's prompts come from: a list that all workers have, or a loader of its own.
 
+A dataset or loader of ``miniray.data`` is sharded: each worker reads its own rows of the files.
+
 Either goes on for ever, epoch after epoch, and says where it is so that a run can be resumed.
 """
 
@@ -16,6 +18,7 @@ from miniray.data.plan.progress import merge_states
 from miniray.data.plan.shard import split_evenly
 from miniray.errors import DataError
 from miniray.rl.config import PROMPTS_PER_STEP
+from miniray.train.workers.torch_utils import is_shardable
 
 Row = Mapping[str, Any]
 
@@ -182,22 +185,34 @@ def place_of_all(places: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if all(isinstance(own, Mapping) and "fingerprint" in own for own in loaders):
         place["to_all"] = any(map(_is_of_one, loaders))
         try:
-            place |= {"loader": merge_states(loaders), "ended": False}
+            merged = merge_states(loaders)
+            place |= {"loader": merged, "ended": False}
+            place["to_all"] |= isinstance(merged["taken"], list)  # different numbers of rows
         except DataError as error:
             place["apart"] = str(error)
     return place
 
 
 def make_source(data: Any, per_step: int | None, rank: int, world_size: int) -> Source:
-    """Create this worker's source of ``data``, which is a list of rows or a ``make_loader``.
+    """Create this worker's source of ``data``; see ``RLTrainer``.
 
     ``per_step`` is the number of prompts per step of all workers, or None for the default.
     """
     count = per_step or PROMPTS_PER_STEP
+    low, high = split_evenly(count, rank, world_size)
+    if is_shardable(data):
+        shard = data.shard(rank, world_size)
+        shard.prepare()
+        all_per_step = per_step if has_batches(data) else None
+        return LoaderSource(shard, max(1, high - low), rank, all_per_step)
     if callable(data):
-        low, high = split_evenly(count, rank, world_size)
         return LoaderSource(data(rank, world_size), max(1, high - low), rank, per_step)
     return ListSource(data, count, rank, world_size)
+
+
+def has_batches(data: Any) -> bool:
+    """Return whether the number of prompts per step is that of the workers' loaders."""
+    return callable(data) or (is_shardable(data) and hasattr(data, "batch_size"))
 
 
 def steps_per_pass(data: Sequence[Any], per_step: int | None) -> int:
@@ -210,11 +225,15 @@ def held_out(data: Any, rank: int, world_size: int) -> Iterator[tuple[int, Row]]
 
     A list's rows have the same numbers on any number of workers.
     """
-    if not callable(data):
+    if is_shardable(data) and not has_batches(data):
+        shard = data.shard(rank, world_size)
+        numbers = shard.number_positions(shard.find_positions(range(len(shard))))
+        return zip(numbers, shard, strict=True)
+    if not callable(data) and not is_shardable(data):
         low, high = split_evenly(len(data), rank, world_size)
         # One by one: a slice of a Hugging Face dataset is a dict of columns, of torch's an error.
         return ((i, data[i]) for i in range(low, high))
-    loader = data(rank, world_size)
+    loader = data(rank, world_size) if callable(data) else data.shard(rank, world_size)
     rows = (row for item in loader for row in ([item] if _is_row(item, loader) else rows_of(item)))
     return enumerate(rows, rank << 32)
 
@@ -251,11 +270,18 @@ def _checked(rows: list[Any], name: str) -> list[Row]:
 
 
 def check_data(name: str, data: Any) -> None:
-    """Refuse what cannot be data, before anything is started."""
-    if callable(data):
+    """Raise an error if ``data`` can't be used, before anything is started."""
+    if is_shardable(data):
+        if data.is_sharded:
+            raise ValueError(
+                f"{name} is already sharded. Leave out rank= and world_size= of the dataset: each "
+                "worker takes its own shard."
+            )
+    elif callable(data):
         called_with(name, data, "rank", "world_size")
     else:
-        check_rows(name, data, " or a function make_loader(rank, world_size)")
+        kinds = ", a dataset or loader of miniray.data, or a function make_loader(rank, world_size)"
+        check_rows(name, data, kinds)
 
 
 def check_rows(name: str, data: Any, otherwise: str = "") -> None:

@@ -30,7 +30,7 @@ from miniray.rl.config import (
 from miniray.rl.gradient_group import GradientGroup
 from miniray.rl.metrics import pool, record
 from miniray.rl.options import check_trainer_kwargs, get_hints, split_trainer_kwargs
-from miniray.rl.sources import check_rows, steps_per_pass
+from miniray.rl.sources import check_rows, has_batches, steps_per_pass
 from miniray.tracebacks import hides_frames
 from miniray.train.run.checkpointer import Part
 from miniray.train.run.result import TrainResult
@@ -52,14 +52,14 @@ class RLTrainer(BaseTrainer):
             model with Hugging Face's calling convention, or (model, tokenizer).
         reward: ``reward(row, response)`` → a number, or a dict with ``"reward"`` and numbers to
             watch. Called in the workers.
-        data: rows (dicts) as a list; or ``make_loader(rank, world_size)``, called in every worker,
-            which returns that worker's own loader, such as a ``miniray.data`` one.
+        data: rows (dicts) as a list; a dataset or loader of ``miniray.data``, of which each worker
+            reads its own shard; or ``make_loader(rank, world_size)``, called in every worker, which
+            returns that worker's own loader.
         config: the algorithm's settings, a ``PPOConfig`` or ``GRPOConfig``.
         sampling: how responses are generated; ``eval_sampling`` how in evaluations (by default the
             same, but always the most likely token).
         tokenizer: goes with a model as ``policy``; an object, or a function that makes it.
-        eval_data: held-out rows, or a ``make_loader`` for them, for ``evaluate`` and
-            ``eval_interval``.
+        eval_data: held-out rows for ``evaluate`` and ``eval_interval``, as for ``data``.
         sync: ``"grad"``: workers sum up gradients and are always equal. ``"weights"``: each learns
             on its own, and a parameter server combines their weights every ``sync_interval`` steps.
         optimizer: called with the parameters, in groups where ``critic_lr`` is set; AdamW with
@@ -137,7 +137,7 @@ class RLTrainer(BaseTrainer):
         run_options, sync_options = split_trainer_kwargs(options)
         super().__init__(num_workers, worker=self.worker_class, **run_options)
         prompts = config.prompts_per_step
-        if prompts is None and not callable(data):
+        if prompts is None and not has_batches(data):
             prompts = PROMPTS_PER_STEP
         if prompts is not None and prompts < num_workers:
             raise ValueError(
@@ -224,7 +224,7 @@ class RLTrainer(BaseTrainer):
 
     def _describe_pass(self) -> str:
         data = self._setup.data
-        if callable(data):
+        if has_batches(data):
             return "One pass over the prompts takes one step per batch of a worker's loader."
         steps = steps_per_pass(data, self.config.prompts_per_step)
         return f"One pass over the {len(data)} prompts takes {steps} step{'s' * (steps > 1)}."

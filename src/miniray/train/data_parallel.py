@@ -8,6 +8,7 @@ from typing import Any, Literal
 from miniray.checks import check_int, check_options, get_options
 from miniray.ps import Strategy
 from miniray.ps.strategies.base import strategy_names, strategy_options
+from miniray.train.optimizer_steps import OptimizerOptions
 from miniray.train.options import RunOptions
 from miniray.train.run.result import TrainResult
 from miniray.train.trainer import BaseTrainer
@@ -43,6 +44,10 @@ class DataParallelTrainer(BaseTrainer):
         val_data: The same for ``evaluate``, as ``self.val_loader``.
         batch_size: Rows per batch of each worker, if ``data`` has no batch size.
             ``train(batch_size=)`` wins.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"`` (with a gradient scaler). For workers
+            derived from ``TorchWorker``.
+        accumulate: Batches per optimizer step of these workers.
+        clip_norm: Maximum norm of their gradients.
         on_nonfinite: If the weights of a worker contain NaN or infinity, raise (``"error"``) or
             leave out the worker (``"skip"``).
         staleness_power: With ``mode="async"``, how much less stale weights count.
@@ -67,12 +72,18 @@ class DataParallelTrainer(BaseTrainer):
         data: Any = None,
         val_data: Any = None,
         batch_size: int | None = None,
+        precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+        accumulate: int = 1,
+        clip_norm: float | None = None,
         on_nonfinite: Literal["error", "skip"] = "error",
         staleness_power: float = 0.0,
         **kwargs: Any,
     ) -> None:
         check_mode(mode, staleness, data)
         check_trainer_options(type(self), sync_strategy, kwargs, self._option_hints)
+        self._step_options = OptimizerOptions(
+            precision=precision, accumulate=accumulate, clip_norm=clip_norm
+        )
         options, self._strategy_options = RunOptions.split(kwargs)
         super().__init__(num_workers, worker=worker, **options)
         sync_options: dict[str, Any] = {
@@ -98,7 +109,7 @@ class DataParallelTrainer(BaseTrainer):
         self._weights.get_shared = self._get_shared_weights
         self._final_weights = self.sync.final_weights
         self._get_result_fields = self._get_sync_result
-        self._setups += [self._feed or ShardLoading(), self.sync]
+        self._setups += [self._step_options, self._feed or ShardLoading(), self.sync]
         self.checkpointer.register(
             "sync", self.sync, in_workers=True, on_missing=self.sync.load_missing_state
         )
@@ -204,6 +215,7 @@ class DataParallelTrainer(BaseTrainer):
         return {
             **super()._describe(),
             **self.sync.describe(),
+            **self._step_options.given,
             "strategy_options": strategy_options,
         }
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from miniray.ps import to_host
 from miniray.train.gpus import find_device
+from miniray.train.optimizer_steps import OptimizerOptions, OptimizerSteps, create_ignored_error
 from miniray.train.pretrained import SavedFiles, write_model
 from miniray.train.workers import torch_utils as parts
 from miniray.train.workers.group import filter_kwargs
@@ -51,6 +52,8 @@ class TorchWorker:
     optimizer: Any
     train_loader: Any
     _is_placed = False  # other classes, which may use these methods, place their models
+    _step_options = OptimizerOptions()
+    _steps: OptimizerSteps | None = None
 
     def __init__(self, worker_id: int = 0, **kwargs: Any) -> None:
         self.worker_id = worker_id
@@ -79,12 +82,22 @@ class TorchWorker:
         return parts.step_of(self.training_step)(batch, batch_idx)
 
     def optimize(self, loss: Any) -> None:
-        """One step down the loss. Override it to clip gradients or to accumulate them."""
+        """Take an optimizer step for the loss of a batch. Override it to train differently.
+
+        It isn't called with ``accumulate``, ``precision`` or ``clip_norm`` of the trainer.
+        """
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
 
     # -- what trainers call -----------------------------------------------------------------------
+
+    def set_step_options(self, options: OptimizerOptions) -> None:
+        """Set how ``train_epoch`` takes optimizer steps."""
+        cls = type(self)
+        if (cls.train_epoch, cls.optimize) != (TorchWorker.train_epoch, TorchWorker.optimize):
+            raise create_ignored_error(options, cls.__name__)
+        self._step_options = options
 
     def load_data_shard(self, shard_id: int, num_shards: int, data: Any = None) -> None:
         """Train on ``data``, a loader the trainer was given (``data=``) and has cut already; else
@@ -110,15 +123,16 @@ class TorchWorker:
         set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
-        means = parts.Means()
+        means, steps = parts.Means(), self._get_steps()
         device, step = parts.device_of(model), parts.step_of(self.training_step)
-        for batch_idx, batch in enumerate(loader):
+        for batch_idx, (batch, weight, is_last) in enumerate(steps.iter_batches(loader)):
             batch = parts.moved(batch, device)
-            values = parts.as_dict(step(batch, batch_idx), "training_step")
-            self.optimize(values["loss"])
+            with steps.autocast():
+                values = parts.as_dict(step(batch, batch_idx), "training_step")
+            steps.train_on(values["loss"], weight, is_last)
             means.add(values, parts.length(batch))
         result = means.means()
-        parts.step_scheduler(getattr(self, "scheduler", None), result.get("loss"))
+        steps.end_epoch(result.get("loss"))
         return result
 
     def evaluate(self, data: Any = None, shard_id: int = 0, num_shards: int = 1) -> dict[str, Any]:
@@ -135,7 +149,7 @@ class TorchWorker:
         means = parts.Means()
         device, step = parts.device_of(model), parts.step_of(self.validation_step)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._get_steps().autocast():
                 for batch_idx, batch in enumerate(loader):
                     batch = parts.moved(batch, device)
                     values = parts.as_dict(step(batch, batch_idx), "validation_step")
@@ -169,6 +183,7 @@ class TorchWorker:
         """What going on exactly needs besides the weights: optimizers, random numbers, loader."""
         return {
             "parts": {name: part.state_dict() for name, part in parts.stateful(self).items()},
+            "scaler": {} if self._steps is None else self._steps.scaler.state_dict(),
             "random": parts.random_state(),
             "loader": parts.loader_state(getattr(self, "train_loader", None)),
         }
@@ -183,8 +198,16 @@ class TorchWorker:
             )
         for name, part in mine.items():
             part.load_state_dict(state["parts"][name])
+        if scaler := state.get("scaler"):
+            self._get_steps().scaler.load_state_dict(scaler)
         parts.load_loader_state(getattr(self, "train_loader", None), state["loader"])
         parts.set_random_state(state["random"])
+
+    def _get_steps(self) -> OptimizerSteps:
+        if self._steps is None:
+            self._part("model")
+            self._steps = OptimizerSteps(self, self._step_options)
+        return self._steps
 
     def _part(self, name: str) -> Any:
         found = getattr(self, name, None)

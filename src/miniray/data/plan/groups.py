@@ -46,16 +46,11 @@ class GroupedOrder(EpochOrder):
         self._is_shuffled = shuffle is not None
         if shuffle == "global":
             self._ranges = [np.array([[0, len(starts)]])]
-            self._max_window_bytes = 0
         else:
             self._ranges = self._cut_windows(blocks, selection, window_bytes)
         lengths = [int(np.diff(self._starts[ranges]).sum()) for ranges in self._ranges]
         self._edges = cumulate(lengths)
         self._arranged = lru_cache(maxsize=4)(self._arrange)
-
-    @property
-    def max_window_bytes(self) -> int:
-        return self._max_window_bytes
 
     def _cut_windows(self, blocks: Blocks, selection: Selection, window_bytes: int) -> list[Int64s]:
         """Return the ranges of groups of each window. A group belongs to its first block."""
@@ -66,7 +61,7 @@ class GroupedOrder(EpochOrder):
             sequence = np.arange(len(blocks))
         windows: list[Int64s] = []
         ranges: list[tuple[int, int]] = []
-        total = self._max_window_bytes = 0
+        total = 0
         for block in sequence.tolist():
             if edges[block] == edges[block + 1]:
                 continue
@@ -76,7 +71,6 @@ class GroupedOrder(EpochOrder):
                 ranges, total = [], 0
             ranges.append((int(edges[block]), int(edges[block + 1])))
             total += nbytes
-            self._max_window_bytes = max(self._max_window_bytes, total)
         if ranges:
             windows.append(np.array(ranges))
         return windows

@@ -58,11 +58,6 @@ class EpochOrder(ABC):
         """Return ``blocks`` in the order in which they should be read."""
         return np.sort(blocks)
 
-    @property
-    def max_window_bytes(self) -> int:
-        """Estimated size of the largest window."""
-        return 0
-
     def iter_ranges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the parts of ``range(start, stop)`` that belong to one window each."""
         while start < stop:
@@ -92,15 +87,7 @@ class SequentialOrder(EpochOrder):
         self._starts = cumulate(selection.sizes[sequence])
         self._ranks = np.full(len(blocks), len(blocks), dtype=np.int64)
         self._ranks[sequence] = np.arange(len(sequence))
-        nbytes = blocks.nbytes[sequence]
-        edges = _find_window_edges(nbytes, window_bytes)
-        self._edges = self._starts[edges]
-        totals = cumulate(nbytes)[edges]
-        self._max_window_bytes = int(np.diff(totals).max(initial=0))
-
-    @property
-    def max_window_bytes(self) -> int:
-        return self._max_window_bytes
+        self._edges = self._starts[_find_window_edges(blocks.nbytes[sequence], window_bytes)]
 
     def find_window_end(self, position: int) -> int:
         return int(self._edges[np.searchsorted(self._edges, position, side="right")])

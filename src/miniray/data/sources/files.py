@@ -20,9 +20,6 @@ from miniray.errors import DataError
 
 Spec = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-#: Compressed size above which a list is pickled as a bitmap over the files of its folders.
-_MAX_LIST_BYTES = 6000
-
 
 def is_remote(path: str) -> bool:
     """Return whether ``path`` is an fsspec URL (``s3://...``) instead of a local file."""
@@ -32,8 +29,7 @@ def is_remote(path: str) -> bool:
 class FileList:
     """Paths of files, directories, globs and fsspec URLs: sorted within a glob or directory.
 
-    A pickled list of thousands of files stays under 10 KB. A list that doesn't compress is listed
-    again when it is unpickled; ``DataError`` is raised if the directory has changed.
+    Pickled compressed: thousands of numbered files take a few KB.
     """
 
     def __init__(self, spec: Spec, suffixes: Sequence[str]) -> None:
@@ -108,55 +104,13 @@ class FileList:
             raise DataError(f"No file matches {item}.")
         return [f"{protocol}://{p}" for p in found]
 
-    # -- pickling --------------------------------------------------------------------------------
-
     def __getstate__(self) -> dict[str, Any]:
         packed = zlib.compress("\n".join(self.paths).encode(), 9)
-        if len(packed) <= _MAX_LIST_BYTES:
-            return {"packed": packed, "suffixes": self._suffixes}
-        folders = list(dict.fromkeys(os.path.dirname(path) for path in self.paths))
-        listing = [path for folder in folders for path in self._listing(folder)]
-        place = {path: i for i, path in enumerate(listing)}
-        chosen = [place.get(path, -1) for path in self.paths]
-        if len(set(chosen)) != len(chosen) or -1 in chosen or chosen != sorted(chosen):
-            # Not a subsequence of the listing.
-            return {"packed": packed, "suffixes": self._suffixes}
-        bits = bytearray(len(listing))
-        for i in chosen:
-            bits[i] = 1
-        return {
-            "folders": folders,
-            "bits": zlib.compress(bytes(bits), 9),
-            "digest": self._digest(self.paths),
-            "suffixes": self._suffixes,
-        }
+        return {"packed": packed, "suffixes": self._suffixes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._suffixes = state["suffixes"]
-        if "packed" in state:
-            self.paths = zlib.decompress(state["packed"]).decode().split("\n")
-            return
-        listing = [path for folder in state["folders"] for path in self._listing(folder)]
-        bits = zlib.decompress(state["bits"])
-        self.paths = [path for path, bit in zip(listing, bits, strict=False) if bit]
-        if len(bits) != len(listing) or self._digest(self.paths) != state["digest"]:
-            raise DataError(
-                f"The files of {state['folders'][0]} have changed since the dataset was pickled, or"
-                " differ on this machine. Don't add or remove files while a run starts."
-            )
-
-    @staticmethod
-    def _listing(folder: str) -> list[str]:
-        if is_remote(folder):
-            import fsspec
-
-            system, path = fsspec.core.url_to_fs(folder)
-            return sorted(f"{folder}/{p.rsplit('/', 1)[-1]}" for p in system.ls(path, detail=False))
-        return sorted(entry.path for entry in os.scandir(folder) if entry.is_file())
-
-    @staticmethod
-    def _digest(paths: Sequence[str]) -> str:
-        return hashlib.blake2b("\n".join(paths).encode(), digest_size=8).hexdigest()
+        self.paths = zlib.decompress(state["packed"]).decode().split("\n")
 
 
 # -- sources ---------------------------------------------------------------------------------------

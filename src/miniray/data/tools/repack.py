@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +46,12 @@ def repack_files(
     schema = pq.read_schema(source.files[0])
     written: list[Path] = []
     writer: _FileWriter | None = None
-    parts: list[Any] = []
-    nbytes = 0
     try:
-        for block in range(len(source.list_blocks())):
-            batch = source.normalize(source.read_block(block))
-            parts.append(batch)
-            nbytes += batch.nbytes
-            if nbytes < BLOCK_BYTES and block + 1 < len(source.list_blocks()):
-                continue
+        for batches in _iter_row_groups(source):
             if writer is None:
                 path = directory / f"part-{len(written):05}.parquet"
                 writer = _FileWriter(path, schema)
-            writer.write(parts)
-            parts, nbytes = [], 0
+            writer.write(batches)
             release_unused()
             if writer.nbytes >= limit:
                 written.append(writer.close())
@@ -72,6 +65,21 @@ def repack_files(
         if writer is not None:
             writer.discard()
     return written
+
+
+def _iter_row_groups(source: ParquetSource) -> Iterator[list[Any]]:
+    """Yield blocks in groups of at most 8 MB. Blocks aren't cut, even if they are larger."""
+    batches: list[Any] = []
+    nbytes = 0
+    for block in range(len(source.list_blocks())):
+        batch = source.normalize(source.read_block(block))
+        if batches and nbytes + batch.nbytes > BLOCK_BYTES:
+            yield batches
+            batches, nbytes = [], 0
+        batches.append(batch)
+        nbytes += batch.nbytes
+    if batches:
+        yield batches
 
 
 class _FileWriter:

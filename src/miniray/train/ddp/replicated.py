@@ -26,14 +26,13 @@ from miniray.train.lockstep.mesh import gather_full, load_tensors, share_buffers
 from miniray.train.lockstep.rank import RankContext, WorkerTraits
 from miniray.train.lockstep.schedule import Action, Agreement
 from miniray.train.lockstep.status import EVALUATION
+from miniray.train.optimizer_steps import create_autocast
 from miniray.train.pretrained import SavedFiles, write_model
 from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers import torch_utils as parts
 from miniray.train.workers.batches import planned as data
 from miniray.train.workers.batches.epoch_data import EpochData
 from miniray.train.workers.batches.plan import Window
-
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ReplicatedModel:
@@ -403,10 +402,7 @@ class ReplicatedModel:
 
     def autocast(self) -> Any:
         """Return a context in which the model computes with ``precision``."""
-        dtype = PRECISIONS[self.settings.precision]
-        if dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.context.device.type, dtype=dtype)
+        return create_autocast(self.settings.precision, self.context.device.type)
 
     def catch_up(self) -> None:
         """Give ranks that ran out of data the optimizers of the rank with the most steps.
@@ -670,11 +666,5 @@ class UserLoop:
 
 def get_scheduler_interval(worker: Any, default: str = "epoch") -> str | None:
     """Return when ``worker.scheduler`` is stepped, ``"epoch"`` or ``"step"``; None without one."""
-    scheduler = getattr(worker, "scheduler", None)
-    if scheduler is None:
-        return None
-    check_scheduler(scheduler, "self.scheduler")
-    interval: str = getattr(worker, "scheduler_interval", default)
-    if interval not in ("epoch", "step"):
-        raise ValueError(f'scheduler_interval must be "epoch" or "step", not {interval!r}')
-    return interval
+    check_scheduler(getattr(worker, "scheduler", None), "self.scheduler")
+    return parts.get_scheduler_interval(worker, default)

@@ -309,6 +309,16 @@ def _describe_value(value: Any) -> str:
     return f"{value!r:.80}"
 
 
+def get_scheduler_interval(worker: Any, default: str = "epoch") -> str | None:
+    """Return when ``worker.scheduler`` is stepped, ``"epoch"`` or ``"step"``; None without one."""
+    if getattr(worker, "scheduler", None) is None:
+        return None
+    interval: str = getattr(worker, "scheduler_interval", default)
+    if interval not in ("epoch", "step"):
+        raise ValueError(f'scheduler_interval must be "epoch" or "step", not {interval!r}')
+    return interval
+
+
 def step_scheduler(scheduler: Any, loss: float | None) -> None:
     """The end of an epoch, for a learning rate scheduler if there is one.
 
