@@ -91,9 +91,12 @@ PASSED = {
     "devices": (*TRAINERS, GRPOTrainer),
     "num_worker": TRAINERS,
     "every_n_train_steps": (*TRAINERS, Checkpoint),
+    "save_steps": (DDPTrainer, Checkpoint),
+    "val_check_interval": (DDPTrainer, DataParallelTrainer),
+    "log_every_n_steps": (DDPTrainer, DataParallelTrainer),
     "gradient_accumulation_steps": (DDPTrainer, DataParallelTrainer, PipelineParallelTrainer),
     "accumulate": (DataParallelTrainer,),
-    "batch_size": (PipelineParallelTrainer, GRPOTrainer, ParquetDataset),
+    "batch_size": (GRPOTrainer, ParquetDataset),
     "learning_rate": (DDPTrainer, GRPOTrainer, GRPOConfig),
     "max_tokens": (DDPTrainer, DataLoader, GRPOTrainer, GRPOConfig, Sampling),
     "max_new_tokens": (GRPOTrainer, GRPOConfig),
@@ -117,6 +120,27 @@ PASSED = {
 }
 
 
+#: Options that are passed to ``train()`` of a trainer.
+PASSED_TO_TRAIN = {
+    "max_steps": DDPTrainer,
+    "gradient_accumulation_steps": DataParallelTrainer,
+    "every_n_train_steps": DataParallelTrainer,
+}
+
+
+class Worker:
+    """Accepts nothing."""
+
+    def train_epoch(self, epoch):
+        return {}
+
+    def get_weights(self):
+        return []
+
+    def set_weights(self, weights):
+        pass
+
+
 def get_message(cls: type, name: str) -> str:
     with pytest.raises(TypeError) as caught:
         cls(*CLASSES[cls], **{name: 1})
@@ -125,6 +149,10 @@ def get_message(cls: type, name: str) -> str:
 
 def test_messages(golden):
     messages = [get_message(cls, name) for name, owners in PASSED.items() for cls in owners]
+    for name, cls in PASSED_TO_TRAIN.items():
+        with pytest.raises(TypeError) as caught:
+            cls(2, worker=Worker).train(epochs=1, **{name: 1})
+        messages.append(str(caught.value))
     golden("unknown_options.txt", "\n".join(messages) + "\n")
 
 

@@ -23,11 +23,14 @@ RENAMED_OPTIONS: Mapping[str, str] = {
     "default_root_dir": "run_dir",
     "devices": "num_workers",
     "every_n_epochs": "every",
-    "every_n_train_steps": "every",
+    "eval_steps": "eval_every_steps",
+    "every_n_train_steps": "every_steps",
     "fp16": "precision",
     "gradient_accumulation_steps": "accumulate",
     "gradient_clip_val": "clip_norm",
     "learning_rate": "lr",
+    "log_every_n_steps": "log_every",
+    "logging_steps": "log_every",
     "max_epochs": "epochs",
     "max_grad_norm": "clip_norm",
     "max_steps": "steps",
@@ -44,8 +47,9 @@ RENAMED_OPTIONS: Mapping[str, str] = {
     "output_dir": "run_dir",
     "prefetch_factor": "prefetch",
     "resume_from_checkpoint": "resume",
+    "save_steps": "every_steps",
     "strategy": "sync_strategy",
-    "val_check_interval": "eval_interval",
+    "val_check_interval": "eval_every_steps",
     "world_size": "num_workers",
 }
 
@@ -55,13 +59,13 @@ FOREIGN_OPTIONS: Mapping[str, str] = {
     "num_epochs": "Pass train(epochs=...).",
     "num_train_epochs": "Pass train(epochs=...).",
     "epochs": "Pass train(epochs=...).",
-    "max_steps": "Pass train(epochs=...), or train(steps=...) to a trainer of miniray.rl.",
-    "steps": "Pass train(epochs=...), or train(steps=...) to a trainer of miniray.rl.",
+    "max_steps": "Pass train(steps=...).",
+    "steps": "Pass train(steps=...).",
     "accelerator": "Trainers use GPUs if there are any. Pass use_gpu=False to train on the CPU.",
     "strategy": "The trainer class is the strategy, such as DDPTrainer or ModelParallelTrainer.",
-    "every_n_train_steps": "Pass callbacks=Checkpoint(every=...).",
+    "every_n_train_steps": "Pass callbacks=Checkpoint(every_steps=...).",
     "every_n_epochs": "Pass callbacks=Checkpoint(every=...).",
-    "save_steps": "Pass callbacks=Checkpoint(every=...).",
+    "save_steps": "Pass callbacks=Checkpoint(every_steps=...).",
     "save_top_k": "Pass keep_best=(metric, 'min') and keep_last=.",
     "report_to": "Pass loggers=['tensorboard'], for example.",
 }
@@ -194,7 +198,7 @@ def _find_hint(name: str, search: bool) -> str | None:
     renamed = RENAMED_OPTIONS.get(name)
     if search and (owners := _find_owners(name)):
         return f"Pass it to {owners}."
-    if search and renamed is not None and (owners := _find_owners(renamed)):
+    if renamed is not None and (owners := _find_owners(renamed)):
         return f"Use {renamed}= of {owners}."
     return None
 

@@ -104,6 +104,14 @@ def test_a_row_longer_than_a_batch_is_named():
         list(by_tokens(texts([5, 200, 5])))
 
 
+@pytest.mark.parametrize("length", ["n", lambda row: len(row["n"])], ids=["column", "function"])
+def test_length_that_cannot_be_found_names_the_row(length):
+    data = IndexedDataset([{"n": [0]}, {"n": [0]}, {"n": None}])
+    with pytest.raises(RowError) as caught:
+        list(DataLoader(data, 20, batch_by="tokens", length=length))
+    assert (caught.value.row, type(caught.value.__cause__)) == (2, TypeError)
+
+
 def test_lengths_by_a_function_and_of_lists(tmp_path):
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"tokens": [[0] * (i % 7 + 1) for i in range(50)]}), path)

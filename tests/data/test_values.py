@@ -5,14 +5,17 @@ import decimal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miniray.data import DataLoader, IndexedDataset, Mixture, ParquetDataset
 from miniray.data.loader.blocks import BlockBuffer
 from miniray.data.loader.columns import to_columns, to_rows
 from miniray.data.locations import Locations
 from miniray.data.sources.arrow import ArrowSource
+from miniray.errors import RowError
 
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -73,6 +76,10 @@ def gather(array, index, parts=1):
     return BlockBuffer([source], 1 << 20).gather(locations)
 
 
+def name_row(index):
+    return "file", index
+
+
 @pytest.mark.parametrize("name", TYPES)
 def test_rows_are_those_of_arrow(name):
     kind, values = TYPES[name]
@@ -83,14 +90,14 @@ def test_rows_are_those_of_arrow(name):
         array = pa.array(items, kind)
         expected = array.to_pylist()
         for index in (range(len(expected)), range(len(expected))[::-1], range(0, len(expected), 3)):
-            found = [row["x"] for row in to_rows(gather(array, index, parts))]
+            found = [row["x"] for row in to_rows(gather(array, index, parts), name_row)]
             assert found == [expected[i] for i in index]
 
     check()
 
 
 def column(array, index, parts=1):
-    return to_columns(gather(array, index, parts))["x"]
+    return to_columns(gather(array, index, parts), name_row)["x"]
 
 
 @pytest.mark.parametrize("kind", [pa.int64(), pa.uint8(), pa.float32(), pa.bool_()])
@@ -127,8 +134,37 @@ def test_vectors_make_an_array_of_two_dimensions():
 def test_columns_share_no_memory_with_blocks():
     array = pa.array([1, 2, 3])
     found = gather(array, [0, 1, 2])
-    numbers = to_columns(found)["x"]
+    numbers = to_columns(found, name_row)["x"]
     assert numbers.flags.writeable
     assert found.column(0).buffers()[1].address != array.buffers()[1].address
     numbers[:] = 0
     assert array.to_pylist() == found.column(0).to_pylist() == [1, 2, 3]
+
+
+INTEGERS = IndexedDataset([{"day": i} for i in range(60)])
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda path: list(ParquetDataset(path)),
+        lambda path: ParquetDataset(path)[41],
+        lambda path: list(DataLoader(ParquetDataset(path), 8)),
+        lambda path: list(DataLoader(ParquetDataset(path), 8, transform=dict)),
+        lambda path: list(
+            DataLoader(ParquetDataset(path), 8, batch_by="tokens", length=lambda row: 1)
+        ),
+        lambda path: ParquetDataset(path, filter=lambda row: True).prepare(),
+        lambda path: list(DataLoader(Mixture([(ParquetDataset(path), 1), (INTEGERS, 1)]), 8)),
+    ],
+    ids=["rows", "row", "columns", "transform", "tokens", "filter", "mixture"],
+)
+def test_date_that_python_cannot_hold_is_an_error_with_its_row(tmp_path, monkeypatch, read):
+    monkeypatch.setenv("MINIRAY_CACHE", str(tmp_path / "cache"))
+    days = pa.array([2**30 if i == 41 else i for i in range(60)], pa.int32())
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"day": days.cast(pa.date32())}), path, row_group_size=25)
+    with pytest.raises(RowError) as caught:
+        read(path)
+    assert (caught.value.file, caught.value.row) == (str(path), 41)
+    assert type(caught.value.__cause__) is OverflowError

@@ -85,7 +85,8 @@ def run(world_size, epochs, options, *, run_dir, worker_options=None, resume=Non
     ) as trainer:
         result = trainer.train(epochs, resume=resume, world_size=world_size, **worker_options or {})
         weights = trainer.model_weights()
-        assert trainer.state.step == result.epochs * STEPS  # also after a resume or restart
+        steps = result.epochs * STEPS // options.get("accumulate", 1)
+        assert trainer.state.step == steps  # also after a resume or restart
     losses = {record["epoch"]: record["loss"] for record in result.history}
     restarts = {r["epoch"]: r["restarts"] for r in result.history if r.get("restarts")}
     return losses, restarts, weights

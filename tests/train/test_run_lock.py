@@ -1,5 +1,7 @@
 """One process at a time writes to a run directory, and only its user can read it."""
 
+import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -278,6 +280,33 @@ def test_secrets_are_masked_in_run_json():
     assert found["nested"] == [{"hf_token": runfile.MASK, "n": 1}]
     assert (found["token"], found["secret"]) == (3, None)
     assert config["api_token"] == "hunter2"  # the caller's object is unchanged
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    lr: float
+    api_key: str
+
+
+def test_secrets_inside_arguments_of_train_are_masked():
+    loop = {"lr": 1}
+    loop["self"] = loop
+    kwargs = {
+        "service": {"auth_token": "hunter2", "more": ({"password": "hunter2"},)},
+        "settings": Settings(0.5, "hunter2"),
+        "args": argparse.Namespace(hf_token="hunter2", epochs=3),
+        "kind": Settings,
+        "loop": loop,
+    }
+    with Trainer(1, name="x", backend="inline", progress=False, loggers="csv") as trainer:
+        trainer.train(epochs=1, **kwargs)
+        run = trainer.run.path
+    assert kwargs["settings"].api_key == kwargs["args"].hf_token == "hunter2"
+    found = json.loads((run / "run.json").read_text())["config"]["kwargs"]
+    assert found["settings"] == repr(Settings(0.5, runfile.MASK))
+    assert "epochs=3" in found["args"]
+    for path in run.rglob("*"):
+        assert path.is_dir() or b"hunter2" not in path.read_bytes(), path
 
 
 @pytest.mark.parametrize(

@@ -462,7 +462,7 @@ class Dataset(ABC):
     def read_ordinals(self, ordinals: Sequence[int]) -> list[Any]:
         """Read rows by their ordinal among the selected rows."""
         locations = self.locate_ordinals(np.asarray(ordinals, dtype=np.int64))
-        return to_rows(self._get_buffer().read_rows(locations))
+        return self._to_rows(self._get_buffer().read_rows(locations), locations)
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
@@ -480,7 +480,11 @@ class Dataset(ABC):
         if not checked:
             return []
         positions = self.find_positions(np.array(checked, dtype=np.int64))
-        return to_rows(self._get_buffer().read_rows(self.locate(positions)))
+        locations = self.locate(positions)
+        return self._to_rows(self._get_buffer().read_rows(locations), locations)
+
+    def _to_rows(self, rows: Any, locations: Locations) -> list[Any]:
+        return to_rows(rows, lambda i: self.name_rows(locations[i : i + 1])[0])
 
     def __iter__(self) -> Iterator[Any]:
         self.start_pass()
@@ -490,7 +494,8 @@ class Dataset(ABC):
             buffer.keep_only(window.blocks)
             buffer.load(window.blocks)
             for start in range(0, len(window.rows), _ITERATION_ROWS):
-                for row in to_rows(buffer.gather(window.rows[start : start + _ITERATION_ROWS])):
+                locations = window.rows[start : start + _ITERATION_ROWS]
+                for row in self._to_rows(buffer.gather(locations), locations):
                     number += 1
                     self.record_taken(number, complete=number == count)
                     yield row

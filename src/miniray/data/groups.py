@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterator
 
 from miniray.data.loader.columns import to_rows
@@ -15,14 +16,13 @@ def find_group_starts(source: Source, column: str, selection: Selection) -> list
 
     Raises ``DataError`` if rows of a group aren't adjacent.
     """
-    blocks, files = source.list_blocks(), source.files
     starts: list[int] = []
     seen: dict[object, tuple[str, int]] = {}
     previous = object()
     for ordinal, (block, row, key) in enumerate(_iter_keys(source, column, selection)):
         if key == previous:
             continue
-        file, number = files[blocks.file[block]], int(blocks.first_row[block]) + row
+        file, number = source.name_row(block, row)
         if not isinstance(key, Hashable):
             raise DataError(
                 f"{file}, row {number}: {column}={key!r} can't identify a group. group_by= requires"
@@ -50,6 +50,7 @@ def _iter_keys(
     for block in range(len(source.list_blocks())):
         if not selection.sizes[block]:
             continue
-        rows = to_rows(source.read_block(block, [column]))
+        encoded = source.read_block(block, [column])
+        rows = to_rows(encoded, functools.partial(source.name_row, block))
         for row in selection.select_rows(block).tolist():
             yield block, row, rows[row][column]

@@ -7,6 +7,8 @@ process still exists.
 
 from __future__ import annotations
 
+import argparse
+import copy
 import datetime
 import importlib.metadata
 import json
@@ -17,7 +19,9 @@ import shlex
 import socket
 import sys
 import time
+import types
 from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,7 @@ FORMAT = 1
 #: Stands for a secret in ``run.json`` and in reports.
 MASK = "***"
 _SECRETS = ("password", "secret", "token", "key")
+_DEEPEST = 20
 
 
 def write_run(
@@ -65,13 +70,37 @@ def beginning(
     }
 
 
-def mask_secrets(value: Any, name: str = "") -> Any:
-    """Return ``value`` with the strings replaced whose name ends in a word such as "token"."""
+def mask_secrets(value: Any, name: str = "", depth: int = 0) -> Any:
+    """Return ``value`` with the strings replaced whose name ends in a word such as "token".
+
+    Names are keys of mappings, and attributes of dataclasses and of what ``argparse`` returns.
+    ``value`` is unchanged.
+    """
+    if isinstance(value, str):
+        return MASK if value and _is_secret(name) else value
+    if depth == _DEEPEST:  # a container may contain itself
+        return value
     if isinstance(value, Mapping):
-        return {key: mask_secrets(item, str(key)) for key, item in value.items()}
+        return {key: mask_secrets(item, str(key), depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [mask_secrets(item, name) for item in value]
-    return MASK if isinstance(value, str) and value and _is_secret(name) else value
+        items = [mask_secrets(item, name, depth + 1) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    has_fields = is_dataclass(value) and not isinstance(value, type)
+    if has_fields or isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
+        return _mask_attributes(value, depth)
+    return value
+
+
+def _mask_attributes(value: Any, depth: int) -> Any:
+    """Return ``value``, or a copy if an attribute is a secret."""
+    attributes = getattr(value, "__dict__", {})  # a class with slots has none
+    masked = {n: mask_secrets(item, n, depth + 1) for n, item in attributes.items()}
+    changed = {n: item for n, item in masked.items() if item is not attributes[n]}
+    if not changed:
+        return value
+    value = copy.copy(value)
+    value.__dict__.update(changed)  # also if the dataclass is frozen
+    return value
 
 
 def mask_command(command: str) -> str:

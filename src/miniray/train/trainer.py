@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import miniray
 from miniray.checks import check_int, suggest_options
 from miniray.core import session
+from miniray.doctor.runfile import mask_secrets
 from miniray.tracebacks import hides_frames
 from miniray.train import pretrained
 from miniray.train.callbacks import (
@@ -444,12 +445,13 @@ class BaseTrainer:
 
     def _describe(self) -> dict[str, Any]:
         """Return the configuration of the run for ``run.json``."""
+        kwargs = mask_secrets(self._kwargs)  # before names inside values become text
         return {
             "trainer": type(self).__name__,
             "backend": session.engine().name,
             "num_workers": self.num_workers,
             "seed": self.options.seed,
-            "kwargs": {key: repr(value) for key, value in self._kwargs.items()},
+            "kwargs": {key: repr(value) for key, value in kwargs.items()},
         }
 
     def _start_workers(self) -> None:

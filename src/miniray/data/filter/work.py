@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -103,8 +104,14 @@ class RowFilter:
         for block, first, end in part.pieces:
             rows = self._read(block)
             for start in range(first, end, _ROWS_AT_A_TIME):
-                decoded = to_rows(rows[start : min(end, start + _ROWS_AT_A_TIME)])
+                decoded = to_rows(
+                    rows[start : min(end, start + _ROWS_AT_A_TIME)],
+                    functools.partial(self._name_row, block, start),
+                )
                 yield from enumerate(decoded, int(self._blocks.first_row[block]) + start)
+
+    def _name_row(self, block: int, start: int, index: int) -> tuple[str, int]:
+        return self._source.name_row(block, start + index)
 
     def _read(self, block: int) -> Any:
         """Read a block, which is kept for the next item of this thread."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from miniray.data.loader.columns import is_record_batch, to_rows
+from miniray.data.loader.columns import NameRow, is_record_batch, to_rows
 from miniray.data.locations import Int64s, Locations
 from miniray.data.plan.permutation import Permutation, derive_key
 from miniray.errors import RowError
@@ -36,10 +36,14 @@ class TokenBatches:
 
     def cut(self, rows: Any, positions: Int64s, locations: Locations) -> list[list[int]]:
         """Return the batches of a chunk as indices into its rows."""
-        lengths = self._find_lengths(rows)
+
+        def name_row(index: int) -> tuple[str, int]:
+            return self._dataset.name_rows(locations[index : index + 1])[0]
+
+        lengths = self._find_lengths(rows, name_row)
         longest = int(np.argmax(lengths))
         if lengths[longest] > self._tokens:
-            file, row = self._dataset.name_rows(locations[longest : longest + 1])[0]
+            file, row = name_row(longest)
             raise RowError(
                 f"{file}, row {row} has {lengths[longest]} tokens, but a batch can have at most"
                 f" {self._tokens}. Filter or truncate such rows, or use larger batches.",
@@ -58,11 +62,24 @@ class TokenBatches:
         order = Permutation(len(batches), key).map_positions(np.arange(len(batches)))
         return [batches[i] for i in order.tolist()]
 
-    def _find_lengths(self, rows: Any) -> list[int]:
+    def _find_lengths(self, rows: Any, name_row: NameRow) -> list[int]:
+        if isinstance(self._length, str) and is_record_batch(rows):
+            rows = rows.select([self._length])
+        lengths = []
+        for i, row in enumerate(to_rows(rows, name_row)):
+            try:
+                lengths.append(self._find_length(row))
+            except Exception as error:  # user code can raise anything
+                file, number = name_row(i)
+                raise RowError(
+                    f"{file}, row {number}: length= raised {type(error).__name__}: {error}",
+                    file,
+                    number,
+                ) from error
+        return lengths
+
+    def _find_length(self, row: Any) -> int:
         if not isinstance(self._length, str):
-            return [int(self._length(row)) for row in to_rows(rows)]
-        if is_record_batch(rows):
-            values: Sequence[Any] = rows.column(self._length).to_pylist()
-        else:
-            values = [row[self._length] for row in rows]
-        return [len(value) if hasattr(value, "__len__") else int(value) for value in values]
+            return int(self._length(row))
+        value = row[self._length]
+        return len(value) if hasattr(value, "__len__") else int(value)

@@ -7,15 +7,18 @@ for numbers and equal arrays, and lists for everything else.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from miniray.errors import DataError
+from miniray.errors import DataError, RowError
 
 if TYPE_CHECKING:
     from miniray.data.sources.base import Source
+
+#: Returns file and row number of one of the rows.
+NameRow = Callable[[int], tuple[str, int]]
 
 _FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
 _INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
@@ -67,7 +70,7 @@ class JoinedRows(Sequence[Any]):
         if isinstance(index, slice):
             return JoinedRows(self._places[index])
         part, i = self._places[index]
-        return part.slice(i, 1).to_pylist()[0] if is_record_batch(part) else part[i]
+        return _get_row(part, i)
 
 
 def take_rows(rows: Any, indices: Sequence[int]) -> Any:
@@ -79,9 +82,34 @@ def take_rows(rows: Any, indices: Sequence[int]) -> Any:
     return pa.concat_batches([rows.slice(i, 1) for i in indices])
 
 
-def to_rows(rows: Any) -> list[Any]:
-    """Return encoded rows as Python objects."""
-    return rows.to_pylist() if is_record_batch(rows) else list(rows)
+def to_rows(rows: Any, name_row: NameRow) -> list[Any]:
+    """Return encoded rows as Python objects.
+
+    Raise ``RowError`` if Python has no such object, as for a date after the year 9999.
+    """
+    try:
+        return rows.to_pylist() if is_record_batch(rows) else list(rows)
+    except DataError:
+        raise
+    except (ValueError, OverflowError) as error:
+        raise _create_value_error(rows, name_row, error) from error
+
+
+def _create_value_error(rows: Any, name_row: NameRow, error: Exception) -> RowError:
+    """Return the error for the first row that can't become a Python object."""
+    index, problem = 0, str(error)
+    for i in range(len(rows)):
+        try:
+            _get_row(rows, i)
+        except (ValueError, OverflowError) as found:
+            index, problem = i, str(found)
+            break
+    file, row = name_row(index)
+    return RowError(f"{file}, row {row} has a value that Python can't hold: {problem}", file, row)
+
+
+def _get_row(rows: Any, index: int) -> Any:
+    return rows.slice(index, 1).to_pylist()[0] if is_record_batch(rows) else rows[index]
 
 
 def to_table(rows: Any) -> Any:
@@ -96,14 +124,17 @@ def to_table(rows: Any) -> Any:
     return pa.Table.from_pylist(rows)
 
 
-def to_columns(rows: Any) -> dict[str, Any]:
-    """Return encoded rows as columns."""
+def to_columns(rows: Any, name_row: NameRow) -> dict[str, Any]:
+    """Return encoded rows as columns. Raise ``RowError`` as ``to_rows`` does."""
     if not is_record_batch(rows):
-        return collect_columns(list(rows))
-    return {
-        name: _convert_column(column)
-        for name, column in zip(rows.schema.names, rows.columns, strict=True)
-    }
+        return collect_columns(to_rows(rows, name_row))
+    try:
+        return {
+            name: _convert_column(column)
+            for name, column in zip(rows.schema.names, rows.columns, strict=True)
+        }
+    except (ValueError, OverflowError) as error:
+        raise _create_value_error(rows, name_row, error) from error
 
 
 def _convert_column(column: Any) -> Any:

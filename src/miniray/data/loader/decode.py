@@ -97,19 +97,22 @@ class Decoder:
         if self._transform is None and self._collate is None:
             if self._format == "arrow":
                 return to_table(rows), len(locations)
-            return self._format_columns(to_columns(rows)), len(locations)
+            columns = to_columns(rows, lambda i: self._name_row(locations, i))
+            return self._format_columns(columns), len(locations)
         return self.join_parts([self.decode_part(rows, locations, range(len(locations)))])
 
     def decode_part(self, rows: Any, locations: Locations, part: range) -> list[Any]:
         """Transform some rows of a batch."""
-        decoded = to_rows(rows[part.start : part.stop])
+        decoded = to_rows(
+            rows[part.start : part.stop], lambda i: self._name_row(locations, part.start + i)
+        )
         if self._transform is None:
             return decoded
         if self._pool is not None:
-            file, row = self._name_rows(locations[part.start : part.start + 1])[0]
+            file, row = self._name_row(locations, part.start)
             outcomes = self._pool.apply(decoded, file, row)
             return [
-                value if error is None else self._handle_error(locations[i : i + 1], error)
+                value if error is None else self._handle_error(locations, i, error)
                 for i, (value, error) in zip(part, outcomes, strict=True)
             ]
         found = []
@@ -117,11 +120,14 @@ class Decoder:
             try:
                 found.append(self._transform(row))
             except Exception as error:  # user code can raise anything
-                found.append(self._handle_error(locations[i : i + 1], error))
+                found.append(self._handle_error(locations, i, error))
         return found
 
-    def _handle_error(self, location: Locations, error: BaseException) -> Any:
-        file, row = self._name_rows(location)[0]
+    def _name_row(self, locations: Locations, index: int) -> RowId:
+        return self._name_rows(locations[index : index + 1])[0]
+
+    def _handle_error(self, locations: Locations, index: int, error: BaseException) -> Any:
+        file, row = self._name_row(locations, index)
         if self._skip:
             self._skipped.add((file, row), error)
             return SKIPPED

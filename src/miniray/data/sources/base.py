@@ -58,6 +58,11 @@ class Source(ABC):
     def compute_fingerprint(self) -> str:
         """Return an identifier of the content that doesn't depend on its location."""
 
+    def name_row(self, block: int, index: int) -> tuple[str, int]:
+        """Return the file of a row of a block, and its number in the file."""
+        blocks = self.list_blocks()
+        return self.files[blocks.file[block]], int(blocks.first_row[block]) + index
+
     def identify_file(self, file: int) -> str:
         """Return an identifier of a file for data that is cached about it."""
         return f"{self.compute_fingerprint()}-{file}"

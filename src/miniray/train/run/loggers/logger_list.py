@@ -71,7 +71,7 @@ class LoggerList:
         ids = files.read_json(run.path / IDS)[0]
         config = {
             **info.get("config", {}),
-            "kwargs": mask_secrets(records.to_json(kwargs)),
+            "kwargs": records.to_json(mask_secrets(kwargs)),
             "versions": info.get("versions", {}),
         }
         for entry in list(self._entries):
