@@ -161,6 +161,9 @@ README_ROWS: list[tuple[str, str, str, str, str, str]] = [
      "train.wall.ddp", "torchrun DDP", "train.wall.torchrun", "train.wall.ddp_over_torchrun"),
     ("the same, weights averaged once per epoch", "同上，每个 epoch 平均一次权重",
      "train.wall.miniray", "torchrun DDP", "train.wall.torchrun", "train.wall.over_torchrun"),
+    ("a rank is killed: time until the next step", "一个 rank 被杀死：到下一步的时间",
+     "recovery.seconds.miniray", "torchrun with checkpoints", "recovery.seconds.torchrun",
+     "recovery.seconds.over_torchrun"),
     ("parameter sync of 100 MB on each of 4 workers", "4 个 worker 各 100 MB 的参数同步",
      "ps.4x10.miniray", "gloo all-reduce", "ps.4x10.gloo", "ps.4x10.over_gloo"),
     ("memory per machine for a batch of prompts with images", "一个带图提示 batch 所需的单机内存",
@@ -177,6 +180,7 @@ README_ROWS: list[tuple[str, str, str, str, str, str]] = [
 
 CHINESE = {
     "one driver": "单一控制进程",
+    "torchrun with checkpoints": "torchrun 加检查点",
     "TRL, 2 processes": "TRL，2 个进程",
 }
 HEADS = {
@@ -200,14 +204,16 @@ def readme(quoted: Figures, language: str) -> str:
     return "\n".join(lines)
 
 
-#: Columns of the comparison with peers: title, and the name in train.json and in data.json.
+#: Columns of the comparison with peers: title, and the names in the files of ``PEER_FILES``.
+PEER_FILES = ("train", "recovery", "data")
 PEER_COLUMNS = [
-    ("miniray", "ddp", "miniray_data"),
-    ("Ray Train / Data", "ray", "ray_data"),
-    ("Lightning", "lightning", None),
-    ("Accelerate", "accelerate", None),
-    ("Mosaic Streaming", None, "mosaic"),
-    ("verl", None, "verl_ranks"),
+    ("miniray", "ddp", "miniray", "miniray_data"),
+    ("torchrun", "torchrun", "torchrun", None),
+    ("Ray Train / Data", "ray", "ray", "ray_data"),
+    ("Lightning", "lightning", "lightning", None),
+    ("Accelerate", "accelerate", None, None),
+    ("Mosaic Streaming", None, None, "mosaic"),
+    ("verl", None, None, "verl_ranks"),
 ]
 #: Rows of the comparison: label in English and Chinese, file and figure.
 PEER_ROWS = [
@@ -215,6 +221,9 @@ PEER_ROWS = [
     ("– until the first step", "– 到第一步的时间", "train", "first_step"),
     ("– memory of all processes", "– 全部进程的内存", "train", "memory"),
     ("– lines in the script", "– 脚本行数", "train", "lines"),
+    ("A rank is killed: steps lost, mean", "一个 rank 被杀死：平均丢失的步数", "recovery", "lost"),
+    ("– time until the next step", "– 到下一步的时间", "recovery", "seconds"),
+    ("– overhead without failures", "– 无故障时的开销", "recovery", "overhead"),
     (
         "Uncompressed Parquet on 4 ranks: rows per epoch",
         "4 个 rank 读未压缩的 Parquet：每个 epoch 的行",
@@ -236,7 +245,7 @@ def peers(quoted: Figures, results: dict[str, Record], language: str) -> str:
             found[f"data.resume_union.{name}"] = "no state"
     columns = []
     for title, *names in PEER_COLUMNS:
-        of_file = dict(zip(("train", "data"), names, strict=True))
+        of_file = dict(zip(PEER_FILES, names, strict=True))
         cells = [found.get(f"{file}.{key}.{of_file[file]}") for _, _, file, key in PEER_ROWS]
         columns.append((title, cells))
     columns = [(title, cells) for title, cells in columns if any(cells)]

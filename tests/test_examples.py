@@ -79,6 +79,15 @@ def test_ddp_on_parquet_files(tmp_path):
     assert float(re.search(r"Accuracy: ([\d.]+)%", shown)[1]) > 95
 
 
+def test_ddp_on_hugging_face_model(tmp_path, run_script):
+    pytest.importorskip("transformers")
+    shown = run(tmp_path, "ddp_hugging_face.py", "--steps", "120", start=run_script)
+    assert "Steps: 120, " in shown
+    assert "16 17 18 is continued with 19 0 1 2\n" in shown
+    files = {path.name for path in (tmp_path / "counting-model").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
+
+
 def test_a_model_without_torch(tmp_path):
     pytest.importorskip("sklearn")
     shown = run(tmp_path, "plain_numpy.py")

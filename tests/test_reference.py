@@ -1,35 +1,30 @@
-"""The reference is made from docstrings: every public name on its pages has one."""
+"""The reference is generated from docstrings, and every public name on its pages has one."""
 
 import functools
-import importlib
+import importlib.util
 import inspect
 import re
 from pathlib import Path
 
 import pytest
 
-PAGES = Path(__file__).resolve().parent.parent / "docs" / "api"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+def load_generator():
+    spec = importlib.util.spec_from_file_location("generate_api", DOCS / "generate_api.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+GENERATOR = load_generator()
+TEMPLATES = "\n".join(path.read_text("utf-8") for path in GENERATOR.TEMPLATES.glob("*.md"))
 
 
 def listed():
     """Every name the pages of the reference ask for."""
-    for page in sorted(PAGES.glob("*.md")):
-        yield from re.findall(r"^::: (\S+)", page.read_text("utf-8"), re.MULTILINE)
-
-
-def resolve(name):
-    """The object of a dotted name: a module, or something in one."""
-    module, rest = name, []
-    while True:
-        try:
-            found = importlib.import_module(module)
-            break
-        except ModuleNotFoundError:
-            module, _, last = module.rpartition(".")
-            rest.insert(0, last)
-    for attribute in rest:
-        found = getattr(found, attribute)
-    return found
+    return [match["name"] for match in GENERATOR.ENTRY.finditer(TEMPLATES)]
 
 
 def undocumented(name, thing):
@@ -58,45 +53,61 @@ def undocumented(name, thing):
 
 def test_every_public_name_of_the_reference_has_a_docstring():
     pytest.importorskip("torch")
-    assert [each for name in listed() for each in undocumented(name, resolve(name))] == []
+    assert [each for name in listed() for each in undocumented(name, GENERATOR.resolve(name))] == []
 
 
-#: What users call on these and their bases bring, which have no page of their own.
-INHERITED = {
-    "miniray.rl.PPOTrainer": "train evaluate load_checkpoint",
-}
-
-
-@pytest.mark.parametrize(("name", "members"), INHERITED.items())
-def test_what_comes_from_a_base_without_a_page_is_on_that_of_the_class(name, members):
+def test_pages_are_current():
     pytest.importorskip("torch")
-    pages = "\n".join(page.read_text("utf-8") for page in PAGES.glob("*.md"))
-    asked = re.search(rf"^::: {name}\n    options:\n      inherited_members: \[(.*)\]", pages, re.M)
-    assert asked is not None
-    for member in members.split():
-        assert member in asked[1].split(", ")
-        assert member not in vars(resolve(name))
-        assert inspect.getdoc(getattr(resolve(name), member))
+    pytest.importorskip("pyarrow")
+    stale = [
+        path.name
+        for path, text in GENERATOR.generate().items()
+        if not path.exists() or path.read_text("utf-8") != text
+    ]
+    assert stale == [], "Run python docs/generate_api.py"
 
 
-class Base:
-    """Documented."""
-
-    def told(self):
-        """Told."""
-
-
-class Derived(Base):
-    """Documented."""
-
-    def told(self): ...
-    def untold(self): ...
-    @property
-    def empty(self): ...
-    @classmethod
-    def make(cls): ...
-    def _private(self): ...
+def test_inherited_methods_without_a_page_are_listed():
+    pytest.importorskip("torch")
+    for match in GENERATOR.ENTRY.finditer(TEMPLATES):
+        for method in (match["inherited"] or "").split():
+            thing = GENERATOR.resolve(match["name"])
+            assert method not in vars(thing)
+            assert inspect.getdoc(getattr(thing, method))
+    assert re.search(r"^::: miniray\.rl\.PPOTrainer: train evaluate", TEMPLATES, re.MULTILINE)
 
 
-def test_the_check_sees_what_is_missing():
-    assert list(undocumented("D", Derived)) == ["D.untold", "D.empty", "D.make"]
+class Example:
+    """Hold ``rows`` *unchanged*.
+
+    Args:
+        first, second: Names of two columns, which
+            are kept.
+
+    Raises:
+        ValueError: If ``first`` is ``**``.
+    """
+
+    def __init__(self, first: str, *, second: "list[int] | None" = None) -> None:
+        pass
+
+    def count(self, *names: str, key=len) -> int:
+        """Return a number.
+
+        For example::
+
+            Example("a").count()
+
+        All ``names`` count.
+        """
+
+
+def test_signatures_and_docstrings_become_markdown():
+    text = "\n".join(GENERATOR.describe("miniray.Example", Example, []))
+    assert "class miniray.Example(first: str, *, second: list[int] | None = None)" in text
+    assert "Hold `rows` *unchanged*." in text
+    assert "- `first`, `second`: Names of two columns, which are kept.\n" in text
+    assert "**Raises**\n- `ValueError`: If `first` is `**`." in text
+    assert "#### Example.count" in text
+    assert "Example.count(*names: str, key=len) -> int" in text
+    assert '```py\nExample("a").count()\n```' in text
