@@ -90,13 +90,13 @@ def train(tmp_path):
     """Starts ``TRAIN``; what it says is in ``tmp_path / "output"``."""
     started = []
 
-    def start(address, max_failures=0, prefix=(), **environment):
-        script = tmp_path / "train.py"
-        script.write_text(TRAIN)
+    def start(address, max_failures=0, prefix=(), script=TRAIN, **environment):
+        path = tmp_path / "train.py"
+        path.write_text(script)
         arguments = [address, tmp_path / "run", tmp_path, max_failures]
         with open(tmp_path / "output", "w") as output:
             process = subprocess.Popen(
-                [*prefix, sys.executable, *map(str, [script, *arguments])],
+                [*prefix, sys.executable, *map(str, [path, *arguments])],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},
@@ -108,6 +108,84 @@ def train(tmp_path):
     for process in started:
         process.kill()
         process.wait()
+
+
+#: Arguments: the cluster's address, the run's directory, a directory for files.
+ELASTIC = """
+import json, os, sys, time
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import miniray
+from miniray.train import Callback, DDPTrainer
+from miniray.train.workers import budget
+
+address, run_dir, folder = sys.argv[1:4]
+budget.PLACEMENT_TIMEOUT_S = 3
+
+class Worker:
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.001)
+        rows = TensorDataset(torch.arange(16.0)[:, None])
+        self.train_loader = DataLoader(rows, batch_size=2, shuffle=True)
+
+    def training_step(self, batch, batch_idx):
+        epoch = self.train_loader.batch_sampler.epoch
+        with open(f"{folder}/rows", "a") as file:
+            print(json.dumps([epoch, self.world_size, batch[0].flatten().tolist()]), file=file)
+        while (self.world_size, epoch, batch_idx) == (2, 1, 1):  # until a node is lost
+            Path(folder, "inside").touch()
+            time.sleep(0.05)
+        return self.model(batch[0]).pow(2).mean()
+
+    def weight(self):
+        return self.model.weight.item()
+
+class WaitForNode(Callback):
+    def on_epoch_end(self, trainer, epoch, result, **kwargs):
+        if epoch == 1:
+            Path(folder, "shrunk").touch()
+            while miniray.available_resources().get("CPU", 0) < 1:
+                time.sleep(0.1)
+
+if __name__ == "__main__":
+    miniray.init(address=address)
+    with DDPTrainer(
+        2, min_workers=1, worker=Worker, run_dir=run_dir, progress=False, timeout=60,
+        resources_per_worker={"num_cpus": 1}, callbacks=[WaitForNode()],
+    ) as trainer:
+        result = trainer.train(epochs=3)
+        weights = trainer.call_workers("weight")
+        found = {"samples": [record["num_samples"] for record in result.history]}
+        found |= {"step": trainer.state.step, "failures": trainer.failures, "weights": weights}
+        print("found", json.dumps(found))
+"""
+
+
+def test_a_lost_node_shrinks_the_group_until_a_node_is_added(cluster, train, tmp_path):
+    """The epoch is repeated on one rank: without shared memory, its start is the newest state."""
+    process = train(cluster.address, script=ELASTIC)
+    output = tmp_path / "output"
+    eventually((tmp_path / "inside").exists, timeout=90)
+    cluster.remove_node(cluster.nodes[0], allow_graceful=False)
+    eventually((tmp_path / "shrunk").exists, timeout=90)
+    cluster.add_node(num_cpus=1, object_store_memory=STORE)
+    assert process.wait(90) == 0, output.read_text()
+    (line,) = [line for line in output.read_text().splitlines() if line.startswith("found")]
+    found = json.loads(line.removeprefix("found"))
+    assert (found["samples"], found["step"], found["failures"]) == ([16] * 3, 16, 1)
+    assert len(found["weights"]) == 2
+    assert found["weights"][0] == found["weights"][1]
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").open()]
+    names = ("from", "to", "step", "global_batch_size")
+    changes = [[e[name] for name in names] for e in events if e["event"] == "world_size_changed"]
+    assert changes == [[2, 1, 4, 2], [1, 2, 12, 4]]
+    steps = [json.loads(line) for line in (tmp_path / "rows").open()]
+    for epoch, ranks in enumerate((2, 1, 2)):
+        rows = [row for step in steps if step[:2] == [epoch, ranks] for row in step[2]]
+        assert sorted(rows) == list(range(16))
 
 
 def pids_on(folder, node):

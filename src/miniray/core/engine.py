@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -139,6 +139,23 @@ def drain(items: AsyncIterator[Any]) -> Iterator[Any]:
     finally:
         loop.run_until_complete(loop.shutdown_asyncgens())  # one that was not read to its end
         loop.close()
+
+
+def count_room(
+    nodes: Iterable[Mapping[str, float]], num_cpus: float, num_gpus: float
+) -> int | None:
+    """Return how many actors with these resources fit on nodes with the available ``nodes``.
+
+    None if they reserve nothing.
+    """
+    request = {kind: n for kind, n in (("CPU", num_cpus), ("GPU", num_gpus)) if n}
+    if not request:
+        return None
+    # Amounts are decimal fractions: 0.3 / 0.1 must be 3.
+    return sum(
+        min(int(node.get(kind, 0) / amount + 1e-6) for kind, amount in request.items())
+        for node in nodes
+    )
 
 
 class Engine(abc.ABC):
@@ -314,6 +331,13 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def available_resources(self) -> dict[str, float]:
         """What is not taken now."""
+
+    def count_room(self, num_cpus: float, num_gpus: float) -> int | None:
+        """Return how many more actors with these resources could be placed now; None: any number.
+
+        Each actor is placed on one node. Available resources may be reported with some delay.
+        """
+        return count_room([self.available_resources()], num_cpus, num_gpus)
 
     @abc.abstractmethod
     def runtime_context(self) -> RuntimeContext:

@@ -494,7 +494,7 @@ class BaseTrainer:
         return self._factory.create(
             lambda: self.create_worker(worker_id, **self._filter_kwargs(self.create_worker)),
             worker_id,
-            self.num_workers,
+            self._get_group().count,
             self.session.directory.path,
             create_environment(self.state.step, self._target),
         )
@@ -599,8 +599,9 @@ class BaseTrainer:
 
     def _restore(self, loaded: dict[str, Any]) -> None:
         """Restore workers and all other parts, and warn if the number of workers has changed."""
-        if loaded["workers"]["count"] != self.num_workers:
-            text = describe_other_size(loaded, self.num_workers)
+        count = len(self.workers)
+        if loaded["workers"]["count"] != count:
+            text = describe_other_size(loaded, count)
             self._warn_of_change("resumed_on_other_size", text)
         self.checkpointer.restore(loaded, lambda: list(self.workers))
 

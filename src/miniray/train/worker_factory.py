@@ -71,6 +71,11 @@ class WorkerFactory:
         assert self.cls is not None
         return self.cls.options(**gpus.get_options(self.num_gpus))
 
+    def count_room(self) -> int | None:
+        """Return how many more workers the engine could place now; None for any number."""
+        options = self.get_class()._options
+        return session.engine().count_room(options.num_cpus or 0, options.num_gpus or 0)
+
     def get_methods(self, names: Sequence[str], workers: Sequence[Any]) -> list[Any] | None:
         """Return the worker methods with these names, or their signatures.
 

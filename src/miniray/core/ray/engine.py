@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 from miniray.core import serialize, session, startup
-from miniray.core.engine import Capabilities, Engine, RuntimeContext
+from miniray.core.engine import Capabilities, Engine, RuntimeContext, count_room
 from miniray.core.options import ALLOWED, Options
 from miniray.core.ray.host import guard_function, host_class
 from miniray.core.ray.liveness import HeadWatch, wait_for_lost_nodes
@@ -314,6 +314,12 @@ class RayEngine(Engine):
 
     def available_resources(self) -> dict[str, float]:
         return dict(ray.available_resources())
+
+    def count_room(self, num_cpus: float, num_gpus: float) -> int | None:
+        if self._client:  # nodes can't be asked from there
+            return super().count_room(num_cpus, num_gpus)
+        nodes = ray._private.state.available_resources_per_node()
+        return count_room(nodes.values(), num_cpus, num_gpus)
 
     def runtime_context(self) -> RuntimeContext:
         context = ray.get_runtime_context()

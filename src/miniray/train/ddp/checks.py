@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miniray.checks import check_choice
+from miniray.checks import check_choice, check_int
 from miniray.core.refs import ActorHandle
 from miniray.train.lockstep.options import RunFacts
 from miniray.train.lockstep.rank import RankContext, WorkerTraits
@@ -71,6 +71,31 @@ def _check_combinations(settings: RankSettings) -> None:
         raise ValueError(
             'shard="full" and compile= do not go together: the weights are gathered between '
             "layers. Compile parts of the model in the worker (self.model.head.compile())"
+        )
+
+
+def check_min_workers(min_workers: Any, num_workers: int, settings: RankSettings) -> int:
+    """Return the option ``min_workers``. Raise ``ValueError`` if it is invalid."""
+    checked = check_int("min_workers", min_workers, 1)
+    if checked > num_workers:
+        raise ValueError(f"min_workers={checked} is more than num_workers={num_workers}")
+    if settings.shard != "none":
+        raise ValueError(
+            f'min_workers needs shard="none": with shard={settings.shard!r}, a part of the model '
+            "is lost with each worker"
+        )
+    return checked
+
+
+def check_divisible(facts: Sequence[dict[str, Any]]) -> None:
+    """Raise ``ValueError`` if the rest of an epoch can't be divided among fewer ranks."""
+    ranks = [rank for rank, fact in enumerate(facts) if not fact["divisible"]]
+    if ranks:
+        raise ValueError(
+            f"min_workers needs data= or a self.train_loader that miniray shards, but rank "
+            f"{ranks[0]} has a loader with its own shard or sampler. With fewer workers, the rest "
+            "of an epoch couldn't be divided without repeating or losing rows. Create a DataLoader "
+            "over all samples, or a loader of miniray.data"
         )
 
 

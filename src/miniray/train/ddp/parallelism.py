@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 class DataParallelism:
     """The ``Parallelism`` of ``DDPTrainer``."""
 
-    def __init__(self, settings: checks.RankSettings, data: DataRef) -> None:
-        self.settings, self._data = settings, data
+    def __init__(
+        self, settings: checks.RankSettings, data: DataRef, *, is_elastic: bool = False
+    ) -> None:
+        self.settings, self._data, self._is_elastic = settings, data, is_elastic
         self._steps_are_ours = self._has_own_evaluate = False
 
     @property
@@ -57,6 +59,8 @@ class DataParallelism:
         self._has_own_evaluate = "evaluate" in facts[0]["own_methods"]
         if settings.eval_interval and not self._has_own_evaluate:
             checks.check_val_loader(facts, settings.eval_interval)
+        if self._is_elastic:
+            checks.check_divisible(facts)
         if not self._steps_are_ours:
             checks.check_no_step_options(rank_settings)
         return facts, checks.check_agreement(facts, rank_settings)
@@ -78,13 +82,21 @@ class DataParallelism:
         Ranks may have different numbers of samples, or none. No collective is called, unless the
         model is sharded: then all ranks take part, also those without samples.
         """
-        count = group.count
         checks.check_can_evaluate(group.handles[0])
+        # The user's own may change anything; ours draws random numbers.
+        keep = Keep.ALL if self._has_own_evaluate else Keep.OWN
+        attempt = partial(self._evaluate_once, group, data, kwargs, epoch)
+        return combine(group.run(attempt, epoch=epoch, keep=keep))
+
+    def _evaluate_once(
+        self, group: LockstepGroup, data: Any, kwargs: Mapping[str, Any], epoch: int | None
+    ) -> list[tuple[int, Any, Any]]:
+        """Return rank, number of samples and scores of each rank that takes part."""
+        count = group.count  # may differ after a restart
         rows = [(None, None) if data is None else cut(data, rank, count) for rank in range(count)]
         is_sharded = self.settings.shard == "full"
         ranks = [rank for rank, (_, samples) in enumerate(rows) if samples != 0 or is_sharded]
-        attempt = partial(
-            group.call_ranks,
+        scores = group.call_ranks(
             "evaluate",
             lambda rank: () if data is None else (rows[rank][0],),
             lambda rank: {**kwargs, "shard_id": rank, "num_shards": count},
@@ -92,11 +104,7 @@ class DataParallelism:
             ranks=ranks,
             reports_progress=not self._has_own_evaluate,
         )
-        # The user's own may change anything; ours draws random numbers.
-        keep = Keep.ALL if self._has_own_evaluate else Keep.OWN
-        scores = group.run(attempt, epoch=epoch, keep=keep)
-        pairs = zip(ranks, scores, strict=True)
-        return combine([(rank, rows[rank][1], score) for rank, score in pairs])
+        return [(rank, rows[rank][1], score) for rank, score in zip(ranks, scores, strict=True)]
 
     def merge_weights(self, parts: Sequence[Any]) -> Any:
         return parts[0]

@@ -89,6 +89,7 @@ class ReplicatedModel:
             ],
             "steps": has_steps,
             "planned": self.epoch_data is not None and self.epoch_data.has_position,
+            "divisible": self.epoch_data is None or self.epoch_data.is_divisible,
             "batches": data.length(self.user.train_loader) if has_steps else None,
             "own_methods": self.traits.own_methods,
             "val_loader": getattr(self.user, "val_loader", None) is not None,
@@ -211,6 +212,9 @@ class ReplicatedModel:
 
     def count_epoch_steps(self) -> int | None:
         return None if self.epoch_data is None else self.epoch_data.count_steps()
+
+    def count_global_batch(self) -> int | None:
+        return None if self.epoch_data is None else self.epoch_data.count_global_batch()
 
     def _wrap_models(self, optimizers: Iterable[Any]) -> dict[str, Any]:
         """Return the models with averaged gradients. A collective."""

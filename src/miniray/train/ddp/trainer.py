@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from miniray.checks import check_bool, check_int, check_number, suggest_options
 from miniray.train import pretrained
-from miniray.train.ddp.checks import RankSettings
+from miniray.train.ddp.checks import RankSettings, check_min_workers
 from miniray.train.ddp.parallelism import DataParallelism
 from miniray.train.lockstep.trainer import LockstepTrainer
 from miniray.train.options import DATA_HINTS
@@ -63,6 +63,12 @@ class DDPTrainer(LockstepTrainer):
         timeout: seconds the ranks wait for one another in a collective or barrier at most.
         max_failures: Restarts of all ranks after one dies or hangs. Then the driver keeps the state
             after each epoch, and the ranks write snapshots.
+        min_workers: Continue on fewer workers, at least this many, if a lost rank can't be placed
+            again within 30 seconds, or if it is lost twice in a row at the same state. Workers are
+            added again, up to ``num_workers``, at the next checkpoint or epoch for which the engine
+            has resources. The global batch size changes with the number of workers. Without
+            ``max_failures``, up to ``2 * (num_workers - min_workers)`` losses are repaired. Needs
+            ``worker=`` and ``shard="none"``.
         snapshot_every: Steps between two snapshots inside an epoch, from which ranks restart.
             ``"auto"`` chooses an interval at which copies take 0.5 % of the time at most. None: a
             lost rank costs the steps since the last epoch or pause.
@@ -84,6 +90,7 @@ class DDPTrainer(LockstepTrainer):
         self,
         num_workers: int = 4,
         *,
+        min_workers: int | None = None,
         worker: Any = None,
         data: Any = None,
         val_data: Any = None,
@@ -123,14 +130,23 @@ class DDPTrainer(LockstepTrainer):
             compile=compile,
             ddp_options=ddp_options,
         )
-        given = TrainData.create(
-            data, val_data, batch_size, check_int("num_workers", num_workers, 1)
-        )
+        num_workers = check_int("num_workers", num_workers, 1)
+        if min_workers is not None:
+            min_workers = check_min_workers(min_workers, num_workers, settings)
+        given = TrainData.create(data, val_data, batch_size, num_workers)
         self._data = DataRef(given)
         if data is not None:
             self._own_kwargs = ("batch_size",)
-        parallelism = DataParallelism(settings, self._data)
+        is_elastic = min_workers is not None and min_workers < num_workers
+        parallelism = DataParallelism(settings, self._data, is_elastic=is_elastic)
         super().__init__(num_workers, parallelism, worker=worker, **options)
+        if min_workers is not None:
+            if self._factory.is_overridden:
+                raise ValueError(
+                    "min_workers needs worker=, because the trainer must know which resources a "
+                    "worker reserves. Pass them with resources_per_worker="
+                )
+            self._allow_fewer_workers(min_workers)
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -34,7 +34,13 @@ from miniray.train.lockstep.snapshot import Keep, RankSnapshots, StepSnapshots
 from miniray.train.lockstep.status import LogReader
 from miniray.train.run.progress import StepBar
 from miniray.train.run.step_log import LogWindow
-from miniray.train.workers.budget import Decision, FailureBudget, is_loss
+from miniray.train.workers.budget import (
+    Decision,
+    FailureBudget,
+    TooFewRanksError,
+    WorldSize,
+    is_loss,
+)
 from miniray.train.workers.group import (
     add_error_context,
     check_worker,
@@ -114,7 +120,9 @@ class LockstepGroup:
         on_event: Called with each event of the run.
         on_restored: Called after a restart with the step that training continues at.
         on_replaced: Called with each rank after a restart.
+        on_resized: Called with the number of ranks before a restart that has changed it.
         on_poll: Called with new log windows while an epoch runs.
+        world: Decides how many ranks restart.
         keep_initial: The state to keep after the start, to restart from.
     """
 
@@ -137,6 +145,8 @@ class LockstepGroup:
     on_restored: Callable[[int | None], None]
     on_replaced: Callable[[int], None]
     on_poll: Callable[[list[LogWindow]], None]
+    on_resized: Callable[[int], None] = lambda before: None
+    world: WorldSize = dataclasses.field(default_factory=WorldSize)
     keep_initial: Keep = Keep.ALL
     handles: list[Any] = dataclasses.field(default_factory=list)
     #: Optimizer steps of an epoch; None if it isn't known.
@@ -146,6 +156,7 @@ class LockstepGroup:
     _monitor: HeartbeatMonitor | None = None
     _is_broken: bool = False
     _is_restarting: bool = False
+    _last_count: int = 0  # of ranks that trained
     _unanswered: list[Any] = dataclasses.field(default_factory=list)
 
     # -- start and stop ---------------------------------------------------------------------------
@@ -159,6 +170,7 @@ class LockstepGroup:
 
     def set_up_all(self) -> None:
         """Prepare the ranks and let them join each other."""
+        self._last_count = self.count
         self.run(self._join, keep=self.keep_initial)
 
     def _join(self) -> None:
@@ -189,20 +201,58 @@ class LockstepGroup:
             if newest is not None:
                 self.snapshots.set_local(newest)
             self.budget.settle()
-            self.start()
-            self._join()
-            if not self.snapshots.is_empty:
-                self.call_ranks(*self.snapshots.create_call())
-            if self.budget.is_spent:
-                self.step_snapshots.close()
-            elif self.step_snapshots.buffers:
-                self._open_buffers(measure=False)
-            self.on_restored(self.snapshots.step)
-            for rank in range(self.count):
-                self.on_replaced(rank)
+            rank: int | None = getattr(lost, "rank", None)
+            self._start_from_snapshot(self.world.shrink(self.count, rank, self.snapshots.step))
         finally:
             self._is_restarting = False
         self._report_restart(lost, epoch, epoch_start, time.monotonic() - start)
+        self._report_resize()
+
+    def _start_from_snapshot(self, count: int) -> None:
+        """Start ``count`` ranks with the state that is kept, or else the initial state."""
+        if count != self.count:
+            self.count = count
+            self.snapshots.resize(count)
+        self.start()
+        self._join()
+        if not self.snapshots.is_empty:
+            self.call_ranks(*self.snapshots.create_call())
+        if self.budget.is_spent:
+            self.step_snapshots.close()
+        elif buffers := self.step_snapshots.buffers:
+            is_resized = len(buffers) != count  # each rank has a part of the state
+            if not is_resized or self.step_snapshots.reserve(self.call_ranks("measure_snapshot")):
+                self._open_buffers(measure=False)
+        self.on_restored(self.snapshots.step)
+        for rank in range(count):
+            self.on_replaced(rank)
+
+    def grow(self) -> None:
+        """Restart more ranks from the current state, if there is room for more."""
+        larger = self.world.find_larger(self.count)
+        if larger is not None:
+            sizes = [larger]
+            self.run(lambda: self._grow_once(sizes), keep=Keep.NOTHING)
+
+    def _grow_once(self, sizes: list[int]) -> None:
+        """Grow to the size in the list. A restart after a loss has chosen a different one."""
+        if not sizes:
+            return
+        wanted = sizes.pop()
+        self.snapshots.collect(self.call_ranks("get_snapshot"))
+        self._is_restarting = True
+        try:
+            self.leave()
+            self.stop()
+            self._start_from_snapshot(max(self.count, self.world.wait_for_room(wanted)))
+        finally:
+            self._is_restarting = False
+        self._report_resize()
+
+    def _report_resize(self) -> None:
+        before, self._last_count = self._last_count, self.count
+        if before != self.count:
+            self.on_resized(before)
 
     def _report_restart(
         self, lost: Exception, epoch: int | None, epoch_start: int | None, seconds: float
@@ -299,6 +349,9 @@ class LockstepGroup:
                 result = attempt()
                 self._keep(keep)
                 return result
+            except TooFewRanksError:
+                assert lost is not None  # it is raised by a restart only
+                raise lost from lost.__cause__
             except (ActorDiedError, WorkerTimeoutError) as error:
                 # A call that a callback makes during a restart is part of the restart.
                 if self._is_restarting or not is_loss(error):
@@ -327,8 +380,13 @@ class LockstepGroup:
 
     def map(self, method: str, values: Mapping[int, Any]) -> dict[int, Any]:
         """Call ``method(value)`` on the ranks that have a value, as ``run`` does."""
-        attempt = partial(self.call_ranks, method, lambda rank: (values[rank],), ranks=values)
-        return dict(zip(values, self.run(attempt, keep=Keep.NOTHING), strict=True))
+
+        def attempt() -> dict[int, Any]:
+            ranks = [rank for rank in values if rank < self.count]  # fewer after a restart
+            found = self.call_ranks(method, lambda rank: (values[rank],), ranks=ranks)
+            return dict(zip(ranks, found, strict=True))
+
+        return self.run(attempt, keep=Keep.NOTHING)
 
     def _keep(self, keep: Keep) -> None:
         """Keep the state that a restart needs, if another one is allowed."""

@@ -23,6 +23,7 @@ from miniray.train.lockstep.status import HeartbeatSender
 from miniray.train.run.state import RankState
 from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.batches.seeding import derive_seed, seed_generators
 from miniray.train.workers.context import BoundAttributes, MetricLog, WorkerContext
 from miniray.train.workers.group import filter_kwargs
 from miniray.train.workers.shards import TrainData, give_data
@@ -239,6 +240,11 @@ class RankActor:
             context.recorder.flush()
         return report
 
+    def count_global_batch(self) -> int | None:
+        """Return the number of rows in a step of all ranks, if it is fixed and known."""
+        size: int | None = self._replica.count_global_batch()
+        return size
+
     def count_epoch_steps(self) -> int | None:
         """Return the steps of the epoch under way, if they are known."""
         steps: int | None = self._replica.count_epoch_steps()
@@ -398,6 +404,10 @@ class RankActor:
         own = state["rank"]
         self._replica.load_data_state(own)
         self._loop.load_means(own.get("means", {}))
-        parts.set_random_state(own["random"])
+        if own["random"] is not None:
+            parts.set_random_state(own["random"])
+        else:  # this rank is new in a run of fewer ranks
+            context = self._context
+            seed_generators(derive_seed(context.facts.seed, context.rank, context.state.step))
         if state["worker"] is not None and defines(type(self._user), "set_state"):
             self._user.set_state(state["worker"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import miniray
@@ -88,6 +88,14 @@ class RankSnapshots:
         shared = self._merge_shared([part["shared"] for part in parts])
         self.set(parts[0]["step"], weights, shared, [part["own"] for part in parts])
 
+    def resize(self, count: int) -> None:
+        """Convert the state to a different number of ranks."""
+        if self._state is not None:
+            self._state["own"] = resize_states(self._state["own"], count)
+        if self._local is not None:
+            own = _resize_own(self._local.own, count)
+            self._local = self._local._replace(own=own)
+
     def clear(self) -> None:
         self.step = self._state = self._local = None
 
@@ -103,6 +111,72 @@ class RankSnapshots:
             "load_snapshot",
             lambda rank: (weights, shared, own[rank] if rank < len(own) else None),
         )
+
+
+def resize_states(states: Sequence[Any], count: int) -> list[Any]:
+    """Return what ``get_state`` of ``count`` ranks would be, from that of a different number.
+
+    Each rank that both have keeps its state. The means of dropped ranks are added to those of rank
+    0, so that metrics of the epoch cover all of its samples. A new rank has no random numbers and
+    no state of the user's object. If loaders of ``miniray.data`` have their own positions, all
+    ranks get the merged position.
+    """
+    ranks = [state["rank"] for state in states]
+    position = _merge_positions([rank["loader"]["own"] for rank in ranks])
+    resized = []
+    for number in range(count):
+        is_new = number >= len(states)
+        rank = {**ranks[0 if is_new else number]}
+        if position is not None:
+            rank["loader"] = {**rank["loader"], "own": position}
+        if is_new:
+            rank |= {"random": None, "means": {}, "loader": {**rank["loader"], "generator": None}}
+        elif number == 0:
+            dropped = [other["means"] for other in ranks[count:]]
+            rank["means"] = _add_means([rank["means"], *dropped])
+        resized.append({"rank": rank, "worker": None if is_new else states[number]["worker"]})
+    return resized
+
+
+def _resize_own(own: Sequence[Any], count: int) -> list[Any]:
+    """Convert what snapshots in shared memory have of each rank, like ``resize_states``."""
+    states = resize_states([mine["state"] for mine in own], count)
+    first, dropped = own[0]["window"], [mine["window"] for mine in own[count:]]
+    # New ranks start with the buffers of rank 0, as all ranks do in an epoch.
+    empty = {**first, "means": {"sums": {}, "counts": {}, "samples": 0}, "tokens": 0}
+    resized = [
+        {**own[number], "state": state}
+        if number < len(own)
+        else {**own[0], "window": empty, "state": state}
+        for number, state in enumerate(states)
+    ]
+    resized[0]["window"] = {
+        **first,
+        "means": _add_means([window["means"] for window in (first, *dropped)]),
+        "tokens": sum((window["tokens"] for window in dropped), first["tokens"]),
+    }
+    return resized
+
+
+def _add_means(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Add up states of ``Means``; {} is a state without samples."""
+    total: dict[str, Any] = {}
+    for state in filter(None, states):
+        total = total or {"sums": {}, "counts": {}, "samples": 0}
+        for key in ("sums", "counts"):
+            sums = total[key]
+            total[key] = sums | {name: sums.get(name, 0) + v for name, v in state[key].items()}
+        total["samples"] += state["samples"]
+    return total
+
+
+def _merge_positions(positions: Sequence[Any]) -> dict[str, Any] | None:
+    """Merge the positions of loaders of ``miniray.data``; None for other loaders."""
+    if not all(isinstance(state, Mapping) and "fingerprint" in state for state in positions):
+        return None
+    from miniray.data import merge_states
+
+    return positions[0] if positions[0]["rank"] is None else merge_states(positions)
 
 
 class StepSnapshots:

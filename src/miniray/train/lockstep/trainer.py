@@ -37,7 +37,7 @@ from miniray.train.run.checkpointer import Part
 from miniray.train.run.step_log import LogWindow
 from miniray.train.steps import StepActions, StepOptions
 from miniray.train.trainer import BaseTrainer
-from miniray.train.workers.budget import FailureBudget
+from miniray.train.workers.budget import FailureBudget, WorldSize
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -103,7 +103,7 @@ class LockstepTrainer(BaseTrainer):
         self._timeout = timeout
         unseeded = random.SystemRandom().getrandbits(48)
         self._order_seed = unseeded if self.options.seed is None else self.options.seed
-        self._budget = FailureBudget(self.options.max_failures)
+        self._budget, self._world = FailureBudget(self.options.max_failures), WorldSize()
         self._steps = StepActions(
             step_options,
             self.state,
@@ -115,6 +115,15 @@ class LockstepTrainer(BaseTrainer):
         )
         self._has_requested_pause = False
         self._resumed_steps: int | None = None  # of an epoch that other ranks began
+
+    def _allow_fewer_workers(self, min_workers: int) -> None:
+        """Let the run continue on fewer workers; see ``min_workers`` of ``DDPTrainer``.
+
+        Each worker that may be dropped is lost twice at most before that.
+        """
+        default = 2 * (self.num_workers - min_workers)
+        self._budget = FailureBudget(self.options.max_failures or default)
+        self._world = WorldSize(self.num_workers, min_workers, self._factory.count_room)
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -132,8 +141,10 @@ class LockstepTrainer(BaseTrainer):
         group, before = self._get_ranks(), self.failures
         epoch_start = self.state.step - self.state.step_in_epoch
         while True:
+            if not self.state.step_in_epoch or self.checkpointer.is_saved(self.state):
+                group.grow()
             start = time.monotonic()
-            attempt = self._create_attempt(epoch, self._find_pause())
+            attempt = self._create_attempt(epoch)
             reports = group.run(attempt, epoch=epoch, epoch_start=epoch_start)
             self.state.report_step(reports[0].step, reports[0].step_in_epoch)
             windows = [window for report in reports for window in report.logs]
@@ -158,16 +169,18 @@ class LockstepTrainer(BaseTrainer):
             result["restarts"] = self.failures - before
         return result
 
-    def _create_attempt(self, epoch: int, until: int | None) -> Callable[[], list[EpochReport]]:
-        """Return a function that lets all ranks train to ``until``, or the end of the epoch."""
+    def _create_attempt(self, epoch: int) -> Callable[[], list[EpochReport]]:
+        """Return a function that lets all ranks train to the next pause or the end of the epoch."""
         group = self._get_ranks()
-        return partial(
-            group.call_ranks,
-            TRAIN_EPOCH,
-            lambda _: (epoch, until, group.step_snapshots.every, self._target),
-            epoch=epoch,
-            reports_progress=True,
-        )
+
+        def attempt() -> list[EpochReport]:
+            until = self._find_pause()  # a restart may change the number of steps of the epoch
+            arguments = (epoch, until, group.step_snapshots.every, self._target)
+            return group.call_ranks(
+                TRAIN_EPOCH, lambda _: arguments, epoch=epoch, reports_progress=True
+            )
+
+        return attempt
 
     # -- inside an epoch --------------------------------------------------------------------------
 
@@ -265,12 +278,14 @@ class LockstepTrainer(BaseTrainer):
             on_restored=self._return_to_step,
             on_replaced=self._call_on_replaced,
             on_poll=self._on_poll,
+            on_resized=self._on_resized,
+            world=self._world,
         )
 
     def _choose_snapshots(self) -> int | Literal["auto"] | None:
         """Return ``snapshot_every``; None if ranks can't be lost or share no memory."""
         can = session.engine().capabilities
-        is_possible = self.options.max_failures > 0 and can.processes and can.shared_memory
+        is_possible = self._budget.max_failures > 0 and can.processes and can.shared_memory
         return self._snapshot_every if is_possible else None
 
     def _return_to_step(self, step: int | None) -> None:
@@ -282,6 +297,20 @@ class LockstepTrainer(BaseTrainer):
         self._steps.logs.restart(step)
         self.session.directory.truncate_steps(step)
         self._has_requested_pause = False  # the request is lost with the ranks
+
+    def _on_resized(self, before: int) -> None:
+        """Continue the epoch on a different number of ranks, and report it."""
+        group, step = self._get_ranks(), self._get_ranks().snapshots.step
+        self._steps.logs.resize(group.count)
+        self._resumed_steps = group.call_ranks("count_epoch_steps")[0]
+        self.session.directory.change_world_size(group.count)
+        step = self.state.step if step is None else step
+        size: int | None = group.call_ranks("count_global_batch")[0]
+        text = f"training continues on {group.count} ranks instead of {before} at step {step}"
+        if size is not None:
+            text += f"; the global batch size is {size} instead of {size // group.count * before}"
+        event = {"event": "world_size_changed", "from": before, "to": group.count, "step": step}
+        self.session.append_event({**event, "global_batch_size": size, "message": text})
 
     def _call_on_replaced(self, rank: int) -> None:
         for callback in self.callbacks:
@@ -333,7 +362,7 @@ class LockstepTrainer(BaseTrainer):
         group.step_snapshots.clear()
         super()._restore(loaded)
         self._resumed_steps = None
-        if self.state.step_in_epoch and loaded["workers"]["count"] != self.num_workers:
+        if self.state.step_in_epoch and loaded["workers"]["count"] != group.count:
             self._resumed_steps = self._get_ranks().call("count_epoch_steps")[0]
 
     # -- the end ----------------------------------------------------------------------------------

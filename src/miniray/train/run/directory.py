@@ -198,14 +198,15 @@ class RunDirectory:
 
     def _put_ranks_aside(self) -> None:
         """What ranks of the attempt before left: of more than there are now, some would stay."""
-        from miniray.doctor.reader import read_box
-        from miniray.doctor.recorder import archive
-        from miniray.errors import BoxError
-
         for box in (self.path / "ranks").glob("*.box"):
-            with contextlib.suppress(BoxError):  # nothing that could be kept
-                if not (left := read_box(box)).process.alive:
-                    archive(box, left.attempt)
+            _archive_box(box)
+
+    def change_world_size(self, world_size: int) -> None:
+        """Record a different number of ranks, and put the records of dropped ranks aside."""
+        for box in (self.path / "ranks").glob("*.box"):
+            if box.stem.isdigit() and int(box.stem) >= world_size:
+                _archive_box(box)
+        self._write({**self.read_run(), "world_size": world_size})
 
     def finish(
         self, state: str = "finished", error: BaseException | str | None = None, **fields: Any
@@ -348,6 +349,17 @@ class RunDirectory:
 
     def __repr__(self) -> str:
         return f"RunDirectory({str(self.path)!r})"
+
+
+def _archive_box(box: Path) -> None:
+    """Keep what an ended rank left, in a directory of its attempt."""
+    from miniray.doctor.reader import read_box
+    from miniray.doctor.recorder import archive
+    from miniray.errors import BoxError
+
+    with contextlib.suppress(BoxError):  # nothing that could be kept
+        if not (left := read_box(box)).process.alive:
+            archive(box, left.attempt)
 
 
 def _create_locked_error(path: Path, holder: Mapping[str, Any]) -> RunLockedError:

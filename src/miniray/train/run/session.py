@@ -158,9 +158,10 @@ class RunSession:
     # -- during the run ---------------------------------------------------------------------------
 
     def append_event(self, event: Mapping[str, Any]) -> None:
-        """Add an event to ``events.jsonl``. Print it if workers were replaced."""
+        """Add an event to ``events.jsonl``. Print it if workers or their number have changed."""
         self.directory.append_event(event)
-        text = event["message"] if event["event"] == "ranks_restarted" else None
+        is_shown = event["event"] in ("ranks_restarted", "world_size_changed")
+        text = event["message"] if is_shown else None
         if event["event"] == "worker_replaced":
             reason = event["reason"].partition("\n")[0]
             text = f"worker {event.get('worker')} was replaced: {reason}"

@@ -49,6 +49,10 @@ class LogMerger:
         self._merged: list[list[LogWindow]] = []
         self._last_record: float | None = None
 
+    def resize(self, world_size: int) -> None:
+        """Merge the windows of a different number of ranks from now on."""
+        self._world_size = world_size
+
     def add(self, windows: Iterable[LogWindow]) -> None:
         """Add windows of any ranks."""
         for window in windows:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,15 @@ class EpochData:
     def count_steps(self) -> int | None:
         """Return the steps of the epoch under way; None if they aren't known."""
         return None if self.windows is None else self._base.step + len(self.windows)
+
+    def count_global_batch(self) -> int | None:
+        """Return the number of rows in a step of all ranks; None if the loader decides on it."""
+        return math.prod(self._describe_layout()) if self.has_position else None
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether the rest of an epoch can be divided again, for a different number of ranks."""
+        return self.has_position or isinstance(self.loader, DataLoader)
 
     # -- an epoch ---------------------------------------------------------------------------------
 

@@ -58,6 +58,13 @@ class SeededDataset:
         return getattr(self._dataset, name)
 
 
+def seed_generators(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch, also those of GPUs."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 _NO_SEED = contextlib.nullcontext()
 
 
