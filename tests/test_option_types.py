@@ -5,11 +5,11 @@ import pytest
 
 import miniray
 from miniray import doctor
-from miniray.data import DataLoader, IndexedDataset, shard_indices
+from miniray.data import DataLoader, IndexedDataset, RLHFDataset, shard_indices
 from miniray.data.rlhf.config import read_config
-from miniray.rl import GRPOConfig, PPOConfig
+from miniray.rl import GRPOConfig, GRPOTrainer, PPOConfig
 from miniray.train import CheckpointStore, DataParallelTrainer, DDPTrainer
-from miniray.train.callbacks import Checkpoint
+from miniray.train.callbacks import Checkpoint, EarlyStopping
 
 CALLS = {
     "allow_pickle": lambda v: CheckpointStore("c", allow_pickle=v),
@@ -81,3 +81,24 @@ def test_flags_of_functions(engine):
             with pytest.raises(ValueError, match=name):
                 call(wrong)
     assert miniray.get(actor.ping.remote()) == 1
+
+
+def make_rl_trainer(**options):
+    return GRPOTrainer(print, print, [{"prompt": "1+1="}], **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "invalid"),
+    [
+        ("resume", lambda v: DataParallelTrainer(2, resume=v), (2, 0, "", [])),
+        ("resume", lambda v: DataParallelTrainer(2, worker=list).train(1, resume=v), (2, "", [])),
+        ("min_delta", lambda v: EarlyStopping(min_delta=v), ("3", True, -1, None)),
+        ("group_timeout", lambda v: make_rl_trainer(group_timeout=v), ("3", True, 0, None)),
+        ("seed", lambda v: read_config({"seed": v}), ("3", True, 2.5)),
+        ("max_samples", lambda v: RLHFDataset("x.parquet", print, max_samples=v), ("3", True, 2.5)),
+    ],
+)
+def test_option_with_several_valid_types(name, call, invalid):
+    for wrong in invalid:
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            call(wrong)

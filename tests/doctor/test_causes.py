@@ -48,7 +48,11 @@ def gave_up(number, **fields):
 
 
 def test_a_rank_that_came_after_the_others_had_given_up(golden):
-    lost = ended(type="RuntimeError", message="Connection closed by peer", at=NOW - 15)
+    lost = ended(
+        type="RuntimeError",
+        message="[gloo/transport/tcp/pair.cc:553] Connection closed by peer",
+        at=NOW - 15,
+    )
     before = call(2, "DDP.backward", 7, ago=25.0)
     late = calling(0, before, call(3, "barrier", 9, ago=15.0), exit=lost, process=GONE)
     finding = top(late, gave_up(1))
@@ -203,7 +207,11 @@ def test_fewer_batches_to_evaluate(golden):
 
 
 def test_one_rank_stops_at_the_end_of_an_epoch(golden):
-    lost = ended(type="RuntimeError", message="Connection closed by peer", at=NOW - 10)
+    lost = ended(
+        type="RuntimeError",
+        message="[gloo/transport/tcp/pair.cc:553] Connection closed by peer",
+        at=NOW - 10,
+    )
     waited = call(5, "DDP.backward", ago=10.0)
     on = {"loaders": (loader(passes=3, finished=2),), "batches_in_epoch": 1}
     off = {"loaders": (loader(passes=2, finished=2, last_batches=4),), "step": 8}

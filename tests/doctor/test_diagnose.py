@@ -226,7 +226,11 @@ def test_a_rank_that_ended_itself_in_mid_pass_left_the_loop(golden):
     """The other one's loader was closed by the exception that this gave it."""
     inside = loader(passes=1, finished=0, batches=8)
     left = call(9, "left", kind=LOADER, op="loader 0", ended=NOW - 10)
-    lost = ended(type="RuntimeError", message="Connection closed by peer", at=NOW - 10)
+    lost = ended(
+        type="RuntimeError",
+        message="[gloo/transport/tcp/pair.cc:553] Connection closed by peer",
+        at=NOW - 10,
+    )
     waited = call(5, "DDP.backward", ago=10.0)
     finding = top(
         rank(0, events=(waited, left), loaders=(inside,), exit=lost, process=GONE),
@@ -269,7 +273,7 @@ def test_an_exception_that_waits_on_its_way_out(golden):
     "note",
     [
         in_flight(step=4),  # steps were made since: training goes on in an `except`
-        in_flight(message="Connection closed by peer"),
+        in_flight(message="[gloo/transport/tcp/pair.cc:553] Connection closed by peer"),
         {"in_flight": None},
     ],
 )
@@ -779,11 +783,35 @@ def test_the_first_exception_is_the_cause_and_the_rest_follow(golden):
     lost = rank(
         0,
         events=(call(3, "DDP.backward", ago=10.0, ended=NOW - 10),),
-        exit=ended(type="RuntimeError", message="Connection closed by peer [::1]:1", at=NOW - 10),
+        exit=ended(
+            type="RuntimeError",
+            message="[gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1",
+            at=NOW - 10,
+        ),
         process=GONE,
     )
     finding = top(lost, broken)
     golden("diagnose/the_first_exception_is_the_cause_and_the_rest_follow.txt", wording(finding))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("ConnectionRefusedError", "[Errno 111] Connection refused"),
+        ("RuntimeError", "Connection closed by peer: the database timed out"),
+        ("TimeoutError", "timed out"),
+    ],
+)
+def test_a_connection_of_user_code_is_the_cause(kind, message):
+    """Rank 0 waits in a collective for rank 1, whose last collective was a moment before."""
+    lost = rank(
+        1,
+        events=(call(4, "DDP.backward", ago=10.2),),
+        exit=ended(type=kind, message=message, at=NOW - 10),
+        process=GONE,
+    )
+    finding = top(calling(0, call(5, "DDP.backward", is_open=True, ago=9.0)), lost)
+    assert (finding.code, finding.ranks) == ("exception", (1,))
 
 
 def test_a_late_exception_of_its_own_is_no_consequence(golden):
@@ -852,7 +880,11 @@ def test_ranks_the_launcher_ended_are_not_the_cause(golden):
 
 
 def test_everybody_timed_out():
-    timeout = ended(type="RuntimeError", message="Timed out waiting 6000ms for recv", at=NOW - 1)
+    timeout = ended(
+        type="RuntimeError",
+        message="[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv",
+        at=NOW - 1,
+    )
     one = calling(0, call(0, "all_gather", 5, ago=7.0, ended=NOW - 1), exit=timeout, process=GONE)
     two = calling(1, call(0, line=80, ago=7.0, ended=NOW - 1), exit=timeout, process=GONE)
     assert top(one, two).code == "collectives-parted"
@@ -878,7 +910,11 @@ def test_a_port_that_is_taken_is_nobodys_fault_but_the_ports():
 
 def test_what_nobody_caused_is_the_cause(golden):
     """The only exception there is says "timed out", and everybody was where he should be."""
-    lost = ended(type="RuntimeError", message="Timed out waiting 1800000ms for recv", at=NOW - 9)
+    lost = ended(
+        type="RuntimeError",
+        message="[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv",
+        at=NOW - 9,
+    )
     one = calling(0, call(0, ago=70.0, ended=NOW - 9), exit=lost, process=GONE)
     finding = top(one, calling(1, call(0, is_open=True, ago=70.0)))
     golden("diagnose/what_nobody_caused_is_the_cause.txt", wording(finding))

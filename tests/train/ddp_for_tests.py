@@ -127,6 +127,9 @@ class Faulty(Stepper):
     def fail(self, batch):
         raise KeyError("a bad row")
 
+    def lose_database(self, batch):
+        raise RuntimeError("Connection closed by peer: the database timed out")
+
     def die(self, batch):
         os.kill(os.getpid(), signal.SIGKILL)
 

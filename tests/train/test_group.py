@@ -6,7 +6,7 @@ import pytest
 
 import miniray
 from miniray.core.engine import Engine
-from miniray.errors import GroupError
+from miniray.errors import GroupError, PeerLostError, TaskError
 from miniray.train.lockstep.process_group import (
     GroupHost,
     find_interface,
@@ -14,9 +14,11 @@ from miniray.train.lockstep.process_group import (
     join,
     leave,
 )
-from miniray.train.lockstep.status import _is_waiting
+from miniray.train.lockstep.status import _is_waiting, is_consequence
 
 torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
 
 
 @miniray.remote
@@ -108,3 +110,39 @@ def test_waiting_for_ranks_is_recognized_in_the_stack():
 
     assert find_missing(Store(), "here", 2, 1.0) == []
     assert found == [True, True]
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (RuntimeError(GLOO), True),
+        (RuntimeError(f"[Rank 0]: Rank 1 failed to pass monitoredBarrier\n{GLOO}"), True),
+        (dist.DistNetworkError("client socket has timed out"), True),
+        (RuntimeError("Connection closed by peer: the database timed out"), False),
+        (RuntimeError("a gloomy case"), False),
+        (ConnectionResetError("Connection reset by peer"), False),
+        (GroupError(f"quotes {GLOO}"), False),
+        (PeerLostError("rank 1"), True),
+    ],
+    ids=str,
+)
+def test_only_errors_of_torch_mean_that_a_rank_is_lost(error, is_lost):
+    assert is_consequence(error) == is_lost
+    assert is_consequence(TaskError.capture(error, "f", "rank", 1)) == is_lost
+
+
+def test_a_rank_lost_while_it_joins_is_reported_by_the_others(monkeypatch):
+    """The text of torch's error isn't parsed again in the driver."""
+    host = GroupHost(1)
+
+    def lose(*args, **kwargs):
+        raise RuntimeError(GLOO)
+
+    monkeypatch.setattr(dist, "init_process_group", lose)
+    with pytest.raises(PeerLostError) as caught:
+        join(host.spec, 0)
+    assert caught.value.rank == 0
+    assert not dist.is_initialized()

@@ -31,10 +31,12 @@ _CONSEQUENCE_TYPES = {
     "DistStoreError",
     "PeerLostError",
 }
+#: Errors of gloo have no type of their own, but name the place in its code. Without it, the
+#: connection is the user's: to a database, for example.
 _CONSEQUENCE_TEXT = re.compile(
-    r"closed by peer|connection (reset|refused|closed|was )|broken pipe|timed? ?out"
-    r"|remote process exited|nccl (communicator|error)|watchdog|gloo.*(connect|peer|io)",
-    re.IGNORECASE,
+    r"gloo/\S+:\d+\].*(peer|connect|broken pipe|timed? ?out|read error|write error|i/o)"
+    r"|nccl (communicator|error)",
+    re.IGNORECASE | re.DOTALL,
 )
 
 #: What a rank says when its own network is at fault.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import miniray
+from miniray.checks import check_number
 from miniray.core import session
 from miniray.errors import ActorDiedError, CapabilityError, TaskError
 from miniray.train.workers.group import NO_WORKERS, WorkerGroup, add_worker_context
@@ -28,7 +29,8 @@ class GradientGroup:
     is_in_sync = True
 
     def __init__(self, backend: str, timeout: float) -> None:
-        self._backend, self._timeout = backend, timeout
+        self._backend = backend
+        self._timeout = check_number("group_timeout", timeout, 0, open_low=True)
         self._group: WorkerGroup | None = None
 
     def start(self, group: WorkerGroup) -> None:

@@ -13,7 +13,7 @@ from types import EllipsisType
 from typing import Any
 
 import miniray
-from miniray.checks import check_bool, check_int, suggest_options
+from miniray.checks import check_bool, check_int, check_number, suggest_options
 from miniray.train.options import warn
 from miniray.train.run import records
 from miniray.train.run.loggers.base import Logger
@@ -175,12 +175,10 @@ class EarlyStopping(Callback):
         self, monitor: str = "loss", patience: int = 3, mode: str = "auto", min_delta: float = 0.0
     ) -> None:
         check_int("patience", patience, 1)
-        if not min_delta >= 0:
-            raise ValueError(f"min_delta must be a number >= 0, not {min_delta!r}")
         self.monitor = monitor
         self.patience = patience
         self.mode = better_direction(monitor, mode)
-        self.min_delta = min_delta
+        self.min_delta = check_number("min_delta", min_delta, 0)
         self.best: float | None = None
         self.waited = 0
         self._seen: int | None = None  # the last epoch it knows of

@@ -104,6 +104,7 @@ class RunOptions:
         object.__setattr__(self, "grace_seconds", grace)
         if self.checkpoint_dir is not None:
             check_path("checkpoint_dir", self.checkpoint_dir)
+        check_resume(self.resume)
         check_bool("progress", self.progress)
         check_seconds("worker_timeout", self.worker_timeout)
         check_name(self.name)
@@ -181,6 +182,11 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, category, stacklevel=level)
+
+
+def check_resume(value: Any) -> Any:
+    """Return the option ``resume``. Raise ``ValueError`` if it is neither a bool nor a path."""
+    return value if isinstance(value, bool) else check_path("resume", value)
 
 
 def check_seconds(name: str, value: Any) -> Any:

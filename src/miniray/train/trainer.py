@@ -29,7 +29,7 @@ from miniray.train.callbacks import (
     check_callbacks,
     find_checkpoint_steps,
 )
-from miniray.train.options import IN_WORKER_HINTS, WORKER_HINTS, RunOptions, warn
+from miniray.train.options import IN_WORKER_HINTS, WORKER_HINTS, RunOptions, check_resume, warn
 from miniray.train.run.checkpoint_store import CheckpointStore
 from miniray.train.run.checkpointer import Checkpointer
 from miniray.train.run.directory import RunDirectory
@@ -262,7 +262,8 @@ class BaseTrainer:
         epochs, steps = check_length(epochs, steps, self._unit)
         self._check_steps(steps)
         check_names(kwargs)
-        resume, self._resume = self._resume if resume is None else resume, False
+        resume = self._resume if resume is None else check_resume(resume)
+        self._resume = False
         is_total, is_auto = bool(resume), resume == "auto"
         if is_auto:
             resume = self.checkpointer.has_checkpoint(self.session.requested_path)

@@ -66,6 +66,8 @@ class RLHFConfig:
         for name in ("max_prompt_length", "filter_overlong_prompts_workers"):
             if (value := getattr(self, name)) is not None:
                 check_int(name, value, 1)
+        if self.seed is not None:
+            check_int("seed", self.seed)
         for field_ in dataclasses.fields(self):
             value = getattr(self, field_.name)
             if field_.type == "bool" or (field_.type == "bool | None" and value is not None):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset as TorchDataset
 
-from miniray.checks import suggest_options
+from miniray.checks import check_int, suggest_options
 from miniray.data.datasets import ParquetDataset
 from miniray.data.loader.loader import DataLoader
 from miniray.data.plan.selection import Selection
@@ -90,7 +90,7 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
         if not callable(tokenizer):
             raise TypeError(f"tokenizer must be one with Hugging Face's call, not {tokenizer!r}")
         self.tokenizer, self.processor = tokenizer, processor
-        max_samples = -1 if max_samples is None or max_samples < 0 else max_samples
+        max_samples = -1 if max_samples is None else max(-1, check_int("max_samples", max_samples))
         self.config = read_config(config)
         self.encoder = PromptEncoder(tokenizer, processor, self.config)
         self._tokenize = self.config.tokenize is not False

@@ -14,18 +14,21 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
+import re
 import socket
 import time
 from typing import Any
 
 from miniray.checks import check_int
 from miniray.core import session
-from miniray.errors import GroupError
+from miniray.errors import GroupError, PeerLostError
 
 __all__ = ["GroupHost", "ProcessGroupSpec", "join", "leave"]
 
 _LOOPBACK = "127.0.0.1"
 _POLL = 0.02
+#: In the text of an error: the place in the code of gloo that raised it.
+_FROM_GLOO = re.compile(r"gloo/\S+:\d+\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +135,8 @@ def join(spec: ProcessGroupSpec, rank: int) -> Any:
     """Join as ``rank`` and wait for the others; returns a client of the group's store.
 
     Raises ``GroupError`` naming the ranks that did not come within ``spec.timeout``, and where the
-    rank is taken or this process is in a group already. Then this process is in no group.
+    rank is taken or this process is in a group already, and ``PeerLostError`` if a rank is lost
+    meanwhile. Then this process is in no group.
     """
     import torch.distributed as dist
 
@@ -178,8 +182,19 @@ def join(spec: ProcessGroupSpec, rank: int) -> Any:
         )
     except (RuntimeError, ValueError) as error:
         leave()
-        raise GroupError(f"rank {rank} could not join {spec.name}: {error}", rank=rank) from error
+        kind = PeerLostError if is_connection_error(error) else GroupError
+        raise kind(f"rank {rank} could not join {spec.name}: {error}", rank=rank) from error
     return store
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Return whether torch raised ``error`` because a different rank is gone or doesn't answer.
+
+    Errors of gloo have no type of their own, but they name their file in C++. Other errors about
+    connections, such as those of user code, don't count.
+    """
+    is_torchs = any(cls.__name__ == "DistError" for cls in type(error).__mro__)
+    return is_torchs or (isinstance(error, RuntimeError) and bool(_FROM_GLOO.search(str(error))))
 
 
 def find_missing(store: Any, prefix: str, world_size: int, timeout: float) -> list[int]:

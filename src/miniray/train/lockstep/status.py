@@ -12,7 +12,6 @@ import collections
 import dataclasses
 import json
 import os
-import re
 import socket
 import sys
 import sysconfig
@@ -23,7 +22,7 @@ from typing import Any
 
 from miniray.data import observers
 from miniray.doctor.layout import PREPARING
-from miniray.errors import BarrierTimeoutError, PeerLostError, TaskError
+from miniray.errors import BarrierTimeoutError, MinirayError, PeerLostError, TaskError
 from miniray.train.lockstep import process_group
 from miniray.train.lockstep.process_group import ProcessGroupSpec, find_missing
 from miniray.train.run.step_log import LogWindow
@@ -44,12 +43,6 @@ _WAITING_CODE = (
     os.path.join("torch", "autograd", ""),
     os.path.join("torch", "nn", "parallel", ""),
     process_group.__file__,
-)
-#: What torch says where other ranks are gone: by its own kinds of errors, or by these words.
-_LOST = re.compile(
-    r"^Dist\w*Error:|gloo|NCCL|Connection (closed|reset|refused)|Timed out waiting|Broken pipe"
-    r"|wait timeout",
-    re.IGNORECASE,
 )
 
 
@@ -308,10 +301,6 @@ def is_consequence(error: BaseException | None) -> bool:
     """Return whether ``error`` only reports that other ranks are gone or don't answer."""
     while isinstance(error, TaskError):
         error = error.cause
-    if isinstance(error, (BarrierTimeoutError, PeerLostError)):
-        return True
-    # Torch has no types for it. The message may be quoted in a GroupError.
-    return (
-        isinstance(error, RuntimeError)
-        and _LOST.search(f"{type(error).__name__}: {error}") is not None
-    )
+    if isinstance(error, MinirayError):
+        return isinstance(error, (BarrierTimeoutError, PeerLostError))
+    return error is not None and process_group.is_connection_error(error)
