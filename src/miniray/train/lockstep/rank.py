@@ -128,6 +128,7 @@ class RankContext:
         self.status.epoch, self.status.step = epoch, -1
         if self.recorder is not None:
             self.recorder.tell_epoch(epoch)
+            self.recorder.set_global_step(self.state.step)
             done = self.state.step_in_epoch
             self.recorder.note(steps_before_epoch=self.recorder.step_number - done)
 
