@@ -25,8 +25,8 @@ def write_run(run_dir, world_size, state="running", **fields):
     runfile.change_run(run_dir, state=state, **fields)
 
 
-def append_metrics(run_dir, *records):
-    with open(run_dir / "metrics.jsonl", "a") as file:
+def append_metrics(run_dir, *records, name="metrics.jsonl"):
+    with open(run_dir / name, "a") as file:
         for record in records:
             file.write(json.dumps(record) + "\n")
 
@@ -94,9 +94,14 @@ def hang(run_dir, rank, world_size, culprit, steps=10):
 
 
 def still_rank(
-    run_dir, rank, world_size, steps=50, losses=None, kind="finished", earlier=(), **exit_fields
-):
-    """Write the record of a rank that has ended. ``earlier`` is the history before a restart."""
+    run_dir, rank, world_size, steps=50, losses=None, kind="finished", earlier=(), offsets=(),
+    **exit_fields,
+):  # fmt: skip
+    """Write the record of a rank that has ended.
+
+    ``earlier`` is the history before a restart, and ``offsets`` are the global steps before each
+    attempt, if the rank knows them.
+    """
     folder = run_dir / "ranks"
     folder.mkdir(parents=True, exist_ok=True)
     info = {
@@ -109,6 +114,7 @@ def still_rank(
         "launcher": "miniray run",
         "box": str((folder / f"{rank}.box").absolute()),
         "heartbeat_interval": 1.0,
+        "notes": {"step_offsets": list(enumerate(offsets))},
     }
     made = Recorder(Box.create(folder / f"{rank}.box"), info)
     began = time.monotonic_ns() - steps * 100_000_000

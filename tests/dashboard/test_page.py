@@ -85,6 +85,11 @@ def client(root, alive):
     ended_run(root, "quick")
     ended_run(root, "slow", slower=5.0, epochs=20)
     ended_run(root, "short", epochs=3)
+    for name, rate in (("first", 0.5), ("second", 0.25)):
+        path = ended_run(root, name)
+        (path / "metrics.jsonl").unlink()
+        lines = [{"step": s, "loss": 1 / s, "val_loss": 2 / s, "lr": rate} for s in range(1, 40)]
+        synthetic.append_metrics(path, *lines, name="steps.jsonl")
     synthetic.write_run(root / "level", 1, state="finished")
     synthetic.append_metrics(root / "level", *({"epoch": n, "lr": 1e-3} for n in range(3)))
     synthetic.write_run(root / "epochs", 1, state="finished")
@@ -298,11 +303,22 @@ def test_compared_runs_share_charts_with_legend(open_page):
     assert text(page, "#run-name") == "slow"
 
 
-def test_axis_of_constant_shows_its_value(open_page):
+def test_constant_is_text(open_page):
     page = open_page("level")
-    page.wait_for_selector(chart("lr", points=3))
-    marks = "[...document.querySelectorAll('[data-chart=\"lr\"] .ytick')]"
-    until(page, f"{marks}.map((tick) => tick.textContent).includes('0.001')")
+    until(page, "document.querySelector('#constants').textContent === 'Constant: lr 0.001'")
+    assert page.locator(chart("lr")).count() == 0
+
+
+def test_training_and_validation_share_a_chart(open_page):
+    page = open_page("first")
+    page.wait_for_selector(chart("loss", points=78))
+    assert page.locator(f"{chart('loss')} .legend span").all_inner_texts() == ["loss", "val_loss"]
+    assert page.locator(chart("val_loss")).count() == 0
+    page.get_by_label("compare second").check()
+    page.wait_for_selector(chart("loss", runs=2, points=156))
+    names = page.locator(f"{chart('loss')} .legend span").all_inner_texts()
+    assert names == ["first", "second", "loss solid, val_loss dashed"]
+    assert text(page, "#constants") == "Constant: lr 0.5 (first), lr 0.25 (second)"
 
 
 def test_zooming_fetches_more_points(open_page):

@@ -218,6 +218,49 @@ def test_losses_of_each_attempt_are_a_curve(root, run_dir, start):
     ]
 
 
+def test_losses_with_global_steps_continue_after_a_restart(root, run_dir, start):
+    earlier = read_box(run_dir / "ranks" / "0.box").history
+    synthetic.still_rank(run_dir, 0, 2, steps=20, earlier=earlier, offsets=[0, 45])
+    client = start(root)
+    state = client.state("a", lambda state: state.get("charts"))
+    assert [row["step"] for row in state["ranks"]] == [65, 50]
+    first, _ = client.json("/api/chart?run=a&name=loss&by_rank=1")["curves"]
+    assert (first["rank"], first["attempt"]) == (0, None)
+    assert first["x"] == list(range(1, 66))  # 46 to 50 were trained again
+    assert first["y"][45] == 2.0
+
+
+def test_curves_have_the_global_step_of_steps_and_epochs(root, start):
+    path = root / "trained"
+    synthetic.write_run(path, 1, state="finished", config={"trainer": "DDPTrainer"})
+    epochs = [
+        {"epoch": e, "step": 10 * e + 10, "loss": 9, "val_loss": 2 - e, "wer": e} for e in (0, 1)
+    ]
+    steps = [{"step": s, "epoch": 0, "loss": 5 / s, "lr": 0.1} for s in (1, 5, 10, 15, 20)]
+    steps.insert(2, {"step": 5, "epoch": 0, "val_loss": 3.0})
+    synthetic.append_metrics(path, *epochs)
+    synthetic.append_metrics(path, *steps, name="steps.jsonl")
+    client = start(root)
+    charts = client.state("trained", lambda state: state.get("charts"))["charts"]
+    assert {chart["name"] for chart in charts} == {"loss", "lr", "wer"}
+    assert [chart.get("constant") for chart in charts if chart["name"] == "lr"] == [{"lr": 0.1}]
+    curves = client.json("/api/chart?run=trained&name=loss&by_rank=0")["curves"]
+    assert {c["metric"]: (c["axis"], c["x"]) for c in curves} == {
+        "loss": ("step", [1, 5, 10, 15, 20]),  # not the means of epochs
+        "val_loss": ("step", [5, 10, 20]),
+    }
+
+
+def test_epochs_of_a_trainer_are_numbered_from_1(root, start):
+    path = root / "trained"
+    synthetic.write_run(path, 1, state="finished", config={"trainer": "T", "unit": "round"})
+    synthetic.append_metrics(path, *({"epoch": e, "loss": 2 - e} for e in (0, 1)))
+    client = start(root)
+    client.state("trained", lambda state: state.get("charts"))
+    (curve,) = client.json("/api/chart?run=trained&name=loss&by_rank=0")["curves"]
+    assert (curve["axis"], curve["x"]) == ("round", [1, 2])
+
+
 def test_workers_killed_after_success_are_finished(root, ranks, start):
     """The trainer kills them after the run, so they record no exit."""
     path = root / "trained"

@@ -66,6 +66,9 @@ def test_more_than_fits_goes_to_disk(small):
     refs = [miniray.put(np.full(5 * MB, i, np.uint8)) for i in range(12)]
     assert memory_used() <= 20 * MB
     assert spilled() >= 40 * MB
+    usage = session.engine().measure_object_store()
+    assert usage[:2] == (memory_used(), 20 * MB)
+    assert 45 * MB <= usage.disk_bytes <= spilled()
     for i, ref in enumerate(refs):
         array = miniray.get(ref)
         assert array.nbytes == 5 * MB
@@ -91,6 +94,7 @@ def test_the_disk_is_free_again_with_the_last_ref(small):
     del refs
     miniray.put(np.ones(5 * MB, np.uint8))
     eventually(lambda: spilled() == 0, 5)
+    assert session.engine().measure_object_store().disk_bytes == 0
 
 
 def test_one_object_larger_than_the_memory(small):

@@ -20,14 +20,17 @@ def ranks():
 def make_run(tmp_path):
     """Return a function that writes a run directory with run.json, metrics and events."""
 
-    def make(name="by-hand", metrics=(), events=(), **info):
+    def make(name="by-hand", metrics=(), events=(), steps=(), **info):
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
         fields = {"format": 1, "name": name, "state": "finished", "versions": {"miniray": "0.1.0"}}
         (folder / "run.json").write_text(json.dumps({**fields, **info}))
-        for file, lines in (("metrics.jsonl", metrics), ("events.jsonl", events)):
+        files = {"metrics": metrics, "steps": steps, "events": events}
+        for file, lines in files.items():
             if lines:
-                (folder / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
+                (folder / f"{file}.jsonl").write_text(
+                    "".join(json.dumps(line) + "\n" for line in lines)
+                )
         return folder
 
     return make

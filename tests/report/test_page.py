@@ -15,9 +15,12 @@ import pytest
 
 import miniray
 from miniray import doctor, report
+from miniray.doctor import recorder
+from miniray.doctor.loader_observer import note_row_cache
 from miniray.doctor.model import Phase
 from miniray.report import render
 from miniray.report.ranks import get_phase_seconds
+from miniray.report.storage import measure_storage
 from miniray.train import DataParallelTrainer
 from tests.doctor import records
 from tests.doctor.helpers import wait_until
@@ -103,7 +106,7 @@ def test_training_run_writes_report(tmp_path):
     assert "CounterTrainer · 2 workers · local engine" in page.text
     assert page.classes["verdict"] == ["alert", "good"]
     # Losses are 1/(epoch+1) + worker id: 1.5, 1.0, 0.8333 on average.
-    assert "loss 0.8333 best, epoch 2" in page.text
+    assert "loss 0.8333 best, epoch 3" in page.text
     assert "strategy average" in page.sections["sync"]
     assert "syncs 3" in page.sections["sync"]
     assert f"miniray {miniray.__version__}" in page.text
@@ -246,6 +249,61 @@ def test_constant_metrics_are_listed_without_chart(make_run):
     page = report.write_report(make_run(metrics=lines)).read_text("utf-8")
     assert "places 4, rate 2.5" in parse(page).sections["curves"]
     assert re.findall('aria-label="(.*?)"', page) == ["loss by epoch"]
+
+
+def test_curves_of_a_trainer_show_steps_and_number_epochs_from_1(make_run):
+    epochs = [{"epoch": e, "step": 10 * e + 10, "loss": 9.0, "val_loss": 2.0 - e} for e in (0, 1)]
+    steps = [{"step": s, "epoch": 0, "loss": 5 / s, "lr": 0.1} for s in (1, 5, 10, 15, 20)]
+    folder = make_run(metrics=epochs, steps=steps, config={"trainer": "DDPTrainer"},
+                      events=[{"event": "stopped", "epoch": 1, "reason": "why"}])  # fmt: skip
+    page = write_page(folder)
+    text = (folder / "report.html").read_text("utf-8")
+    assert re.findall('aria-label="(.*?)"', text) == ["loss by step"]
+    assert "val_loss 1 best, step 20" in page.text
+    assert "Constant: lr 0.1" in page.sections["curves"]
+    assert "stopped 2 why" in page.sections["failures"]
+    assert "epochs 2 " in page.text
+    assert "1 to 2" not in page.text
+
+
+def test_single_values_are_text(make_run):
+    lines = [{"epoch": e, "loss": 1.0 + e} for e in range(3)]
+    lines[1]["restarts"] = 1
+    page = write_page(make_run(metrics=lines, config={"trainer": "T"}))
+    assert "Recorded once: restarts 1 (epoch 2)" in page.sections["curves"]
+
+
+def test_storage_is_listed(make_run, ranks):
+    events = [{"event": "snapshots_started", "bytes": 8_000_000, "every": 3}]
+    folder = make_run(metrics=[{"epoch": 0, "loss": 1.0}], events=events)
+    for name in ("epoch-00000001", "epoch-00000002"):
+        (folder / "checkpoints" / name).mkdir(parents=True)
+        (folder / "checkpoints" / name / "weights").write_bytes(bytes(250_000))
+    for rank in range(2):  # both measure the same store and use the same cache
+        ranks.start(rank_with_storage, folder, rank)
+    ranks.wait()
+    found = measure_storage(report.read(folder).record, report.read(folder).events)
+    assert [(use.part, use.place, use.nbytes) for use in found] == [
+        ("snapshots", "shared memory", 8_000_000),
+        ("object store", "shared memory", 7_000_000),
+        ("object store", "disk", 1_000_000),
+        ("checkpoints", "disk", 500_000),
+        ("row cache", "disk", 3_000_000),
+    ]
+    shown = write_page(folder).sections["memory"]
+    assert "checkpoints disk 500 kB 2 saved" in shown
+    events += [{"event": "snapshots_disabled", "bytes": 1}]  # after a resume
+    (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    assert "snapshots shared" not in write_page(folder).sections["memory"]
+
+
+def rank_with_storage(folder, rank):
+    box = recorder.start(folder, rank, 2)
+    box.gauges["object_store"] = lambda: (7_000_000, 9_000_000, 20_000_000, 1_000_000)
+    note_row_cache("/cache/rows/a.arrow", 2_000_000)
+    note_row_cache("/cache/rows/b.arrow", 1_000_000)
+    wait_until(lambda: "object_store" in box.info["notes"])
+    recorder.stop()
 
 
 # -- colors ---------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from miniray.report.series import (
     extract_curves,
     extract_rank_curves,
     find_axis,
+    find_unit,
+    merge_records,
     sample_evenly,
     thin_points,
 )
@@ -50,6 +52,34 @@ def test_several_lines_per_epoch_use_step_axis():
     assert named(extract_curves(once))["loss"][1] == [(0, 0), (1, 1), (2, 2)]
     by_ranks = [{"epoch": e, "step": 5, "rank": r, "loss": e} for e in (0, 1) for r in (0, 1)]
     assert find_axis(by_ranks) == "epoch"
+
+
+def test_global_step_is_the_axis_of_one_line_per_epoch():
+    lines = [{"epoch": e, "step": 23 * (e + 1), "loss": 1.0} for e in range(3)]
+    assert named(extract_curves(lines))["loss"][1] == [(23, 1), (46, 1), (69, 1)]
+    assert (find_axis(lines), find_unit(lines)) == ("step", "epoch")
+    means = [{"epoch": e, "step": 2.5 * e, "loss": 1.0} for e in range(3)]  # what workers returned
+    assert find_axis(means) == "epoch"
+
+
+def test_records_of_epochs_and_steps_are_one_history():
+    epochs = [
+        {"epoch": 0, "step": 20, "loss": 5, "val_loss": 4, "seconds": 1},
+        {"epoch": 1, "loss": 3, "val_loss": 2, "seconds": 2},  # the user's train_epoch has no step
+    ]
+    steps = [
+        {"step": 1, "epoch": 0, "loss": 9},
+        {"step": 10, "epoch": 0, "val_loss": 6},
+        {"step": 20, "epoch": 0, "loss": 7, "val_loss": 4},
+        {"step": 40, "epoch": 1, "loss": 1},
+    ]
+    merged = merge_records(epochs, steps)
+    assert named(extract_curves(merged)) == {
+        "loss": ("loss", [(1, 9), (20, 7), (40, 1)]),
+        "val_loss": ("loss", [(10, 6), (20, 4), (40, 2)]),
+    }
+    assert [record["step"] for record in merged if "seconds" in record] == [20, 40]
+    assert merge_records(epochs, []) == epochs
 
 
 def test_list_per_rank_becomes_curve_per_rank():

@@ -188,6 +188,16 @@ def test_restarts_of_ranks_are_added_up(tmp_path):
     assert steps.select(1, {"loss": 1.0}) == {"loss": 1.0, "restarts": 3}
 
 
+def test_a_restart_that_repeats_steps_counts_once(tmp_path):
+    """The record of the epoch has the restarts of ranks, also of those that repeated no step."""
+    steps = NewSteps(LoggedRun(tmp_path, "name"))
+    assert steps.select(20, {"loss": 1.0}) == {"loss": 1.0}
+    assert steps.select(15, {"loss": 1.0}) == {}
+    assert steps.select(30, {"loss": 1.0}) == {"loss": 1.0, "restarts": 1}
+    end = {"epoch_loss": 1.0, "restarts": 2}
+    assert steps.select(30, end) == end
+
+
 # -- system metrics --------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from miniray.train import (
     CheckpointStore,
     DataParallelTrainer,
     DDPTrainer,
+    Logger,
     RunDirectory,
 )
 
@@ -243,6 +244,22 @@ def test_checkpoints_and_evaluations_every_few_steps():
     # Evaluations and checkpoints change no bit. Validation draws no random numbers here.
     losses = {r["epoch"]: r["loss"] for r in result.history}
     assert losses == run("plain", {"epochs": 2})[1]
+
+
+class Collector(Logger):
+    def __init__(self):
+        self.names = []
+
+    def log(self, step, epoch, metrics):
+        self.names += [(step, name) for name in metrics]
+
+
+def test_loggers_get_the_scores_of_a_step_once():
+    collector = Collector()
+    with make(loggers=[collector], eval_every_steps=4, eval_interval=1) as trainer:
+        trainer.train(epochs=1)
+    assert [step for step, name in collector.names if name == "val_loss"] == [4, 8]
+    assert (8, "epoch_loss") in collector.names
 
 
 class Slow(Stepper):

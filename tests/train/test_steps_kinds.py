@@ -155,3 +155,56 @@ def test_trainers_whose_ranks_hold_parts(trainer, options):
     if trainer is not None:
         options = {**SPLIT, **options, "trainer": partial(create_trainer, trainer)}
     check_resume(5, **options)
+
+
+# -- log records of ranks that hold parts ----------------------------------------------------------
+
+
+def create_embedding():
+    torch.manual_seed(3)
+    return [nn.Embedding(9, 8), nn.Linear(8, 8), nn.Flatten(), nn.Linear(24, 3)]
+
+
+def create_embedding_model():
+    return nn.Sequential(*create_embedding())
+
+
+def compute_gradient_norms(rows, size):
+    """Return the norm of the gradients at each step of one process."""
+    model, norms = create_embedding_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for start in range(0, len(rows), size):
+        part = rows[start : start + size]
+        ids, y = (torch.stack([row[name] for row in part]) for name in ("input_ids", "y"))
+        optimizer.zero_grad()
+        functional.cross_entropy(model(ids), y).backward()
+        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])))
+        optimizer.step()
+    return norms
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("trainer", "options"),
+    [
+        (PipelineParallelTrainer, {"model": create_embedding, "microbatches": 2}),
+        (ModelParallelTrainer, {"model": create_embedding_model}),
+    ],
+    ids=["pipeline", "tensor"],
+)
+def test_log_records_of_split_models(trainer, options):
+    """Steps of 8, 8 and 4 samples of 3 tokens: ranks that share them count them once."""
+    rows = [{"input_ids": torch.arange(n, n + 3) % 9, "y": torch.tensor(n % 3)} for n in range(20)]
+    loader, optimizer = DataLoader(rows, batch_size=8), partial(torch.optim.SGD, lr=0.1)
+    options = {**options, "optimizer": optimizer, "loss": functional.cross_entropy}
+    with trainer(2, data=loader, seed=0, progress=False, log_every=9, **options) as split:
+        split.train(epochs=1)
+        first, last = split.run.read_steps()
+    norms = compute_gradient_norms(rows, 8)
+    for record, step, steps, samples in ((first, 1, 1, 8), (last, 3, 2, 12)):
+        assert record["step"] == step
+        assert record["grad_norm"] == pytest.approx(norms[step - 1], rel=1e-4)
+        seconds = steps * record["step_seconds"]
+        assert record["samples_per_second"] * seconds == pytest.approx(samples)
+        assert record["tokens_per_second"] * seconds == pytest.approx(3 * samples)
+        assert (record["lr"], record["memory_mb"] > 10) == (0.1, True)

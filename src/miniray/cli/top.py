@@ -37,6 +37,9 @@ Examples:
 def top(target: str, once: bool, interval: float, runs_dir: Path) -> int:
     """Show a live view of the step, phase, loss, memory and state of each rank.
 
+    Below the ranks, the command shows the memory and the disk space that snapshots, the object
+    store, checkpoints and the row cache use.
+
     The command exits when the run ends. To quit earlier, press Ctrl-C. The exit status is 2 if the
     run directory contains no records of ranks.
     """
@@ -67,18 +70,22 @@ def top(target: str, once: bool, interval: float, runs_dir: Path) -> int:
 
 
 def frame(run: RunRecord, before: RunRecord | None, width: int) -> Group:
-    """Format the verdict of the doctor, the facts about the run and the table of ranks."""
+    """Format the verdict of the doctor, the facts about the run, the ranks and the storage."""
     from rich.console import Group
     from rich.text import Text
 
     from miniray.doctor import render
     from miniray.doctor.diagnose import examine
+    from miniray.report.storage import format_storage, measure_storage, read_events
 
     diagnosis = examine(run, before)
+    storage = format_storage(measure_storage(run, read_events(run.path)))
     parts: list[object] = [Text(render.wrapped(diagnosis.verdict, width), style="bold")]
     if diagnosis.readable:
         parts += [Text(f"{run.path}", style="dim")]  # Show the run that `latest` refers to.
         parts += [Text(render.facts_line(diagnosis.case, width), style="dim")]
         parts += [render.rank_table(diagnosis.case, width)]
         parts += [Text(line) for line in render.gpu_lines(diagnosis.case)]
+        if storage:
+            parts += [Text(storage, style="dim")]
     return Group(*parts)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     from miniray.core.options import Options
@@ -44,6 +44,14 @@ class Capabilities:
     shared_memory: bool
     #: The engine may span several machines.
     multi_node: bool
+
+
+class ObjectStoreUsage(NamedTuple):
+    """What the objects of all processes of a session use."""
+
+    memory_bytes: int
+    limit_bytes: int
+    disk_bytes: int  #: of objects for which the memory had no room
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,6 +247,10 @@ class Engine(abc.ABC):
         Raises ``OSError`` if there isn't enough memory.
         """
         raise NotImplementedError(f"the {self.name} engine has no shared memory")
+
+    def measure_object_store(self) -> ObjectStoreUsage | None:
+        """Return what the object store uses, or None if the engine has none of its own."""
+        return None
 
     @abc.abstractmethod
     def get(self, refs: Sequence[ObjectRef[Any]], timeout: float | None) -> list[Any]:

@@ -10,17 +10,19 @@ import os
 import re
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from miniray.dashboard import timelines, view
 from miniray.dashboard.access import NotFoundError, ServedDirectory
-from miniray.dashboard.series import Metrics
+from miniray.dashboard.series import Metrics, Series
 from miniray.doctor import stacks
 from miniray.doctor.diagnose import Diagnosis, examine
 from miniray.doctor.model import RankRecord, RunRecord, ThreadStack
 from miniray.doctor.reader import read_box, read_run
 from miniray.errors import BoxError, MinirayError
+from miniray.report.series import HELD_OUT, find_group, is_score
 from miniray.runs.run_info import get_state
 
 #: Seconds between the first two polls of a run that is in progress. Two polls are necessary to see
@@ -50,6 +52,7 @@ class RunMonitor:
         self._path = root.run(name)
         self._lock = threading.Lock()  # the poller and requests both use the fields below
         self._metrics = Metrics(self._path / "metrics.jsonl")
+        self._steps = Metrics(self._path / "steps.jsonl")
         self._timelines: dict[int, timelines.Timeline] = {}
         self._losses = Metrics(self._path)  # from the rank records, not from a file
         self._ended: dict[Path, tuple[tuple[int, ...], RankRecord]] = {}
@@ -65,8 +68,8 @@ class RunMonitor:
 
     @property
     def behind(self) -> bool:
-        """True if ``metrics.jsonl`` contains data that hasn't been read yet."""
-        return self._metrics.lines.behind
+        """True if a file with metrics contains data that hasn't been read yet."""
+        return self._metrics.lines.behind or self._steps.lines.behind
 
     def poll(self) -> None:
         """Read the changes since the last poll, and update the state."""
@@ -84,12 +87,14 @@ class RunMonitor:
         diagnosis = examine(record, self._before, self._valid_stacks(record))
         with self._lock:
             self._update_timelines(diagnosis)
+            self._number_epochs(record.run.get("config") or {})
             self._read_metrics()
             found = view.run_summary(diagnosis, record.run, state)
             found.update(name=self.name, charts=self._charts(), loading=self._loading())
-            if self._metrics.damaged:
-                why = f"skipped {self._metrics.damaged} lines that aren't JSON objects"
-                found["damaged"]["metrics.jsonl"] = why
+            for metrics in (self._metrics, self._steps):
+                if metrics.damaged:
+                    why = f"skipped {metrics.damaged} lines that aren't JSON objects"
+                    found["damaged"][metrics.lines.path.name] = why
         self._before, self.state = record, found
 
     def _read_box(self, file: Path) -> RankRecord:
@@ -115,19 +120,32 @@ class RunMonitor:
         for facts in diagnosis.case:
             timeline = self._timelines.setdefault(facts.rank, timelines.Timeline())
             for steps in timeline.update(facts):
-                if steps.loss is not None:
-                    self._losses.add(
-                        "loss", facts.rank, "step", steps.step, steps.loss, steps.attempt
-                    )
+                if steps.loss is None:
+                    continue
+                step, attempt = facts.record.to_global_step(steps), steps.attempt
+                known = self._losses.series.get(("loss", facts.rank))
+                if facts.record.has_global_steps:  # the curve continues after a restart
+                    attempt = 0
+                    if known is not None:
+                        known.drop_from(step)
+                self._losses.add("loss", facts.rank, "step", step, steps.loss, attempt)
+
+    def _number_epochs(self, config: Mapping[str, Any]) -> None:
+        """Number the epochs of a trainer from 1, as people do. Files count them from 0."""
+        if "trainer" in config:
+            self._metrics.first = 1
+            self._metrics.unit = str(config.get("unit") or "epoch")
 
     def _read_metrics(self) -> None:
-        try:
-            self._root.inside(self._path / "metrics.jsonl")
-        except NotFoundError:
-            return
         began = time.monotonic()
-        while self._metrics.read() and self.behind and time.monotonic() - began < _READING:
-            continue
+        for metrics in (self._metrics, self._steps):
+            try:
+                self._root.inside(metrics.lines.path)
+            except NotFoundError:
+                continue
+            while metrics.read() and metrics.lines.behind:
+                if time.monotonic() - began >= _READING:
+                    return
 
     def _valid_stacks(self, run: RunRecord) -> dict[int, tuple[ThreadStack, ...]]:
         """Return the last stack of each rank if the stack is still valid.
@@ -159,38 +177,65 @@ class RunMonitor:
 
     # -- curves -----------------------------------------------------------------------------------
 
-    def _sources(self, name: str, by_rank: bool) -> Metrics:
-        """Return the curves that contain the data for a chart.
+    def _get_curves(self, name: str, by_rank: bool) -> list[tuple[str, int | None, Series]]:
+        """Return the ``(metric, rank, curve)`` tuples of a chart.
 
-        The curves come from ``metrics.jsonl``. If this file doesn't contain values by rank, a chart
-        by rank uses the curves from the rank records.
+        The chart of a metric contains the scores of evaluations too, such as ``val_loss``. If
+        ``metrics.jsonl`` contains no values by rank, a chart by rank uses the rank records.
         """
-        if by_rank and not any(self._metrics.get_chart(name, True)):
-            return self._losses
-        return self._metrics
+        if by_rank:
+            found = self._metrics.get_by_rank(name) or self._losses.get_by_rank(name)
+            return [(name, rank, series) for rank, series in found]
+        names = [name, *(f"{prefix}{name}" for prefix in HELD_OUT)]
+        return [
+            (metric, None, series)
+            for metric in names
+            if (series := self._find_series(metric)) is not None
+        ]
+
+    def _find_series(self, metric: str) -> Series | None:
+        """Return the curve of a metric of the whole run.
+
+        The records of steps have more points than those of epochs, which contain means over the
+        epoch. Scores of evaluations may be in both.
+        """
+        epochs, steps = self._metrics.get(metric), self._steps.get(metric)
+        if epochs is None or steps is None:
+            return steps or epochs
+        return epochs.merge(steps) if is_score(metric) else steps
 
     def _charts(self) -> list[dict[str, Any]]:
         """Return a list of all charts with the number of points in each chart.
 
-        The page uses the number of points to decide which charts to fetch.
+        The page uses the number of points to decide which charts to fetch. Charts whose curves have
+        one value each contain these values, which are shown as text.
         """
         found: dict[tuple[str, bool], dict[str, Any]] = {}
-        keys = [*self._metrics.series, *self._losses.series]
-        for name, by_rank in dict.fromkeys((name, rank is not None) for name, rank in keys):
-            curves = [s for _, s in self._sources(name, by_rank).get_chart(name, by_rank)]
-            found[name, by_rank] = {
+        keys = [*self._metrics.series, *self._steps.series, *self._losses.series]
+        names = {name for name, rank in keys if rank is None}
+        for metric, by_rank in dict.fromkeys((metric, rank is not None) for metric, rank in keys):
+            name = metric if by_rank else find_group(metric, names)
+            if (name, by_rank) in found:
+                continue
+            curves = self._get_curves(name, by_rank)
+            chart: dict[str, Any] = {
                 "name": name,
                 "by_rank": by_rank,
-                "axis": curves[0].axis,
-                "points": sum(series.points for series in curves),
-                "bad": sum(series.bad for series in curves),
+                "axis": curves[0][2].axis,
+                "points": sum(series.points for _, _, series in curves),
+                "bad": sum(series.bad for _, _, series in curves),
             }
+            if not by_rank and not any(series.varies for _, _, series in curves):
+                chart["constant"] = {metric: series.y[0] for metric, _, series in curves}
+            found[name, by_rank] = chart
         return sorted(found.values(), key=_chart_order)
 
     def _loading(self) -> float | None:
-        """Return the fraction of ``metrics.jsonl`` that was read, or None if all of it was read."""
-        lines = self._metrics.lines
-        return round(lines.offset / lines.size, 3) if lines.behind else None
+        """Return the fraction of the metrics that was read, or None if all of them were read."""
+        if not self.behind:
+            return None
+        lines = [self._metrics.lines, self._steps.lines]
+        return round(sum(one.offset for one in lines) / sum(one.size for one in lines), 3)
 
     def chart(
         self, name: str, by_rank: bool, low: float | None = None, high: float | None = None
@@ -200,20 +245,21 @@ class RunMonitor:
         ``low`` and ``high`` are the limits of the visible range of the x axis.
         """
         with self._lock:
-            curves = list(self._sources(name, by_rank).get_chart(name, by_rank))
+            curves = self._get_curves(name, by_rank)
             most = min(_MOST_POINTS, _MOST_IN_CHART // max(1, len(curves)))
-            restarted = {rank for rank, series in curves if series.attempt}
+            restarted = {rank for _, rank, series in curves if series.attempt}
             return {
                 "name": name,
                 "by_rank": by_rank,
                 "run": self.name,
                 "curves": [
                     {
+                        "metric": metric,
                         "rank": rank,
                         "attempt": series.attempt + 1 if rank in restarted else None,
                         **series.to_json(most, low, high),
                     }
-                    for rank, series in curves
+                    for metric, rank, series in curves
                 ],
             }
 

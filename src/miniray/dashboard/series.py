@@ -1,4 +1,4 @@
-"""Read the curves in ``metrics.jsonl`` while the file grows, and select the points to display.
+"""Read curves from ``metrics.jsonl`` and ``steps.jsonl`` while they grow, and select points.
 
 Each read continues at the position where the previous read ended, and reads a limited number of
 bytes. If the last line is incomplete, it is stored until the rest of the line has been written. If
@@ -13,7 +13,6 @@ import dataclasses
 import math
 import os
 from array import array
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +87,14 @@ class Series:
 
     axis: str
     attempt: int = 0
+    varies: bool = False  # whether there are different values
     x: array[float] = dataclasses.field(default_factory=lambda: array("d"))
     y: array[float] = dataclasses.field(default_factory=lambda: array("d"))
     bad: int = 0
     marks: list[tuple[float, float | None, str]] = dataclasses.field(default_factory=list)
 
     def add(self, x: float, y: float) -> None:
+        self.varies = self.varies or not math.isfinite(y) or (len(self.y) > 0 and y != self.y[0])
         if math.isfinite(y):
             self.x.append(x)
             self.y.append(y)
@@ -106,6 +107,25 @@ class Series:
     @property
     def points(self) -> int:
         return len(self.x) + self.bad
+
+    def drop_from(self, x: float) -> None:
+        """Remove the points at ``x`` and later, which a restarted rank trains again."""
+        while self.x and self.x[-1] >= x:
+            self.x.pop()
+            self.y.pop()
+        self.marks = [mark for mark in self.marks if mark[0] < x]
+
+    def merge(self, other: Series) -> Series:
+        """Return the points of both, in the order of x. At the same x, those of ``other``."""
+        points = {**dict(zip(self.x, self.y, strict=True)),
+                  **dict(zip(other.x, other.y, strict=True))}  # fmt: skip
+        found = Series(other.axis, other.attempt, self.varies or other.varies)
+        found.x, found.y = (
+            array("d", sorted(points)),
+            array("d", (points[x] for x in sorted(points))),
+        )
+        found.bad, found.marks = self.bad + other.bad, [*self.marks, *other.marks]
+        return found
 
     def to_json(self, most: int, low: float | None, high: float | None) -> dict[str, Any]:
         """Return the points in the visible range and the nearest point on each side of it.
@@ -139,8 +159,10 @@ class Metrics:
     """All curves of a run.
 
     The keys of ``series`` are ``(name, rank)`` tuples. The rank is None if a curve describes the
-    whole run. ``earlier`` contains the curves of earlier attempts, which are kept separate because
-    the steps of each attempt are numbered from 1.
+    whole run. ``earlier`` contains the curves of earlier attempts, which are kept separate if the
+    steps of each attempt are numbered from 1.
+
+    ``unit`` is what a line without a step describes, and ``first`` is the number of epoch 0.
     """
 
     def __init__(self, path: Path) -> None:
@@ -148,10 +170,11 @@ class Metrics:
         self.series: dict[tuple[str, int | None], Series] = {}
         self.earlier: dict[tuple[str, int | None], list[Series]] = {}
         self.damaged = 0
+        self.unit, self.first = "epoch", 0
         self._count = 0
 
     def read(self) -> bool:
-        """Read the next part of ``metrics.jsonl``. Return True if the curves may have changed."""
+        """Read the next part of the file. Return True if the curves may have changed."""
         restarted, lines = self.lines.read()
         if restarted:
             self.series = {}
@@ -165,8 +188,11 @@ class Metrics:
 
     def _take(self, record: dict[str, Any]) -> None:
         self._count += 1
-        axis = "step" if "step" in record else "epoch"
-        at = to_float(record.get(axis))
+        if "step" in record:
+            axis, at = "step", to_float(record["step"])
+        else:
+            axis, at = self.unit, to_float(record.get("epoch"))
+            at = None if at is None else at + self.first
         if at is None or not math.isfinite(at):
             axis, at = "line", self._count
         rank = record.get("rank")
@@ -181,6 +207,7 @@ class Metrics:
             known = series.get((name, owner))
             try:
                 if known is not None and value - value == 0:  # a finite value is the common case
+                    known.varies = known.varies or value != known.y[0]
                     known.y.append(value)
                     known.x.append(at)
                 else:
@@ -201,15 +228,19 @@ class Metrics:
             series = self.series[name, rank] = Series(axis, attempt)
         series.add(x, y)
 
-    def get_chart(self, name: str, by_rank: bool) -> Iterator[tuple[int | None, Series]]:
-        """Yield the ``(rank, curve)`` pairs of a chart, ordered by rank and attempt."""
+    def get(self, name: str) -> Series | None:
+        """Return the curve of a metric of the whole run."""
+        return self.series.get((name, None))
+
+    def get_by_rank(self, name: str) -> list[tuple[int, Series]]:
+        """Return the ``(rank, curve)`` pairs of a metric, ordered by rank and attempt."""
         found = [
-            (r, s)
-            for (n, r), newest in self.series.items()
-            if n == name and by_rank != (r is None)
-            for s in (*self.earlier.get((n, r), ()), newest)
+            (rank, series)
+            for (metric, rank), newest in self.series.items()
+            if metric == name and rank is not None
+            for series in (*self.earlier.get((metric, rank), ()), newest)
         ]
-        return iter(sorted(found, key=lambda pair: -1 if pair[0] is None else pair[0]))
+        return sorted(found, key=lambda pair: pair[0])
 
 
 def _parse_lines(lines: list[bytes]) -> list[Any]:

@@ -25,6 +25,7 @@ def run_summary(diagnosis: Diagnosis, run: Mapping[str, Any], state: str) -> dic
     severities = severity_by_rank(diagnosis)
     severity, verdict = choose_verdict(diagnosis, run, state)
     case = diagnosis.case
+    first = 1 if "trainer" in (run.get("config") or {}) else 0  # the number of a trainer's epoch 0
     # If a run ended without any rank records, it doesn't record ranks, so no ranks are missing.
     missing = case.never_started if diagnosis.readable or state == "running" else ()
     return {
@@ -34,7 +35,7 @@ def run_summary(diagnosis: Diagnosis, run: Mapping[str, Any], state: str) -> dic
         "facts": " ".join(render.facts_line(case).split()) if diagnosis.readable else "",
         "world_size": diagnosis.run.world_size,
         "live": bool(case.live),
-        "ranks": [_rank_row(facts, severities.get(facts.rank, "")) for facts in case]
+        "ranks": [_rank_row(facts, severities.get(facts.rank, ""), first) for facts in case]
         + [_missing_row(rank) for rank in missing],
         "waits": list_waits(case),
         "findings": [finding.to_json() for finding in diagnosis.findings],
@@ -117,7 +118,7 @@ def _describe_activity(facts: Facts | None) -> str:
     return "hasn't started" if facts is None else facts.doing()
 
 
-def _rank_row(facts: Facts, severity: str) -> dict[str, Any]:
+def _rank_row(facts: Facts, severity: str, first: int) -> dict[str, Any]:
     record = facts.record
     phase, since = record.phase.name or "start", record.phase.since
     if facts.wait is not None:
@@ -131,8 +132,8 @@ def _rank_row(facts: Facts, severity: str) -> dict[str, Any]:
         "rank": record.rank,
         "state": facts.state,
         "severity": severity or ("failed" if facts.state in _FAILED_STATES else ""),
-        "step": record.step,
-        "epoch": record.epoch,
+        "step": record.global_step,
+        "epoch": record.epoch + first if record.epoch >= 0 else record.epoch,
         "batch_size": record.batch_size,
         "phase": phase,
         "since": round(max(0.0, end - since), 1),

@@ -37,6 +37,9 @@ observers: list[LoaderObserver] = []
 #: False when it ends. Without progress, a preparation can be taken for a hang.
 preparation_hooks: list[Callable[[bool], None]] = []
 
+#: Functions that are called with path and size of each file of the row cache that is opened.
+cache_hooks: list[Callable[[str, int], None]] = []
+
 
 @contextlib.contextmanager
 def preparing() -> Iterator[None]:

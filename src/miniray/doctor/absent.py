@@ -84,7 +84,7 @@ def explain_absent(case: Case, guilty: Sequence[int], waiting: Sequence[Facts]) 
         ),
         cause=cause,
         fix=fix,
-        step=worst.record.step,
+        step=worst.record.global_step,
         site=worst.place,
     )
 
@@ -105,7 +105,7 @@ def explain_idle(case: Case) -> Finding | None:
         evidence=(*positions(live), *(_threads(worst) if worst.finished else ())),
         cause=cause,
         fix=fix,
-        step=worst.record.step,
+        step=worst.record.global_step,
         site=worst.place,
     )
 
@@ -163,7 +163,7 @@ def _manner_story(facts: Facts, waiting: Sequence[Facts]) -> tuple[str, str, str
         fix = f"let all ranks make the call at {waiting[0].place}, or none of them"
         story = "It will never come to what the others wait for.", fix
         story = BUFFERS_STORY if waiting[0].wait_name == BUFFERS else story
-        return "finished-early", f"finished after step {record.step} and left", *story
+        return "finished-early", f"finished after step {record.global_step} and left", *story
     if facts.silent:
         age = seconds(record.heartbeat_age(facts.now))
         return (

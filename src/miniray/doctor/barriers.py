@@ -272,13 +272,13 @@ def _describe(
 def _state(record: RankRecord, now: float) -> str:
     if record.exit is not None:
         how = {"finished": "finished", "gone": "is gone", "exception": "raised"}
-        return f"{how.get(record.exit.kind, 'ended')}, after step {record.step}"
+        return f"{how.get(record.exit.kind, 'ended')}, after step {record.global_step}"
     if record.process.stopped:
-        return f"stopped by a signal, at step {record.step}"
+        return f"stopped by a signal, at step {record.global_step}"
     where = record.waiting.describe() if record.waiting else record.phase.name
     since = record.waiting.at if record.waiting else record.phase.since
     section = f"{record.section.name}, " if record.section else ""
-    text = f"alive, {section}in {where} for {now - since:.1f} s, step {record.step}"
+    text = f"alive, {section}in {where} for {now - since:.1f} s, step {record.global_step}"
     quiet = record.heartbeat_age(now)
     if quiet > 3 * record.heartbeat_interval + 1:
         text += f", no heartbeat for {quiet:.0f} s (C code holds Python's lock?)"

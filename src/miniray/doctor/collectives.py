@@ -183,7 +183,7 @@ def explain_unsynced(suspects: Sequence[Facts], waiting: Sequence[Facts]) -> Fin
         cause="DDP averages gradients in a backward unless it is inside of no_sync(), or the model "
         "was called past its wrapper (model.module). All ranks must do so in the same backwards.",
         fix="the same accumulation steps, and the same condition for no_sync(), on all ranks",
-        step=first.record.step if step is None else step,
+        step=first.record.global_step if step is None else step,
         site=other.place,
     )
 

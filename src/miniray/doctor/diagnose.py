@@ -121,7 +121,7 @@ def _rank_json(facts: Facts) -> dict[str, Any]:
         "launcher": record.launcher,
         "state": facts.state,
         "line": render.step_line(record),
-        "step": record.step,
+        "step": record.global_step,
         "epoch": record.epoch,
         "batch_size": record.batch_size,
         "batches": record.batches,

@@ -77,7 +77,7 @@ def _of(failed: Sequence[Facts], case: Case) -> Finding | None:
         evidence=tuple(evidence),
         cause=cause,
         fix=fix,
-        step=first.record.step,
+        step=first.record.global_step,
         site=_site(ended),
     )
 
@@ -154,7 +154,7 @@ def _story(facts: Facts) -> tuple[str, str, str]:
         if ended.signal == "SIGKILL" or ended.kind == "gone":
             how = "was killed by SIGKILL" if ended.signal else "is gone, and nobody saw it end"
             return (
-                f"{how} at step {record.step} ({memory})",
+                f"{how} at step {record.global_step} ({memory})",
                 "SIGKILL comes from outside: the kernel's out-of-memory killer, a scheduler's "
                 "limit, or a person.",
                 "look for 'Out of memory' in `dmesg` and at the job's memory limit; compare with "
@@ -162,7 +162,7 @@ def _story(facts: Facts) -> tuple[str, str, str]:
             )
         if ended.signal in _CRASHES and record.phase.name == "exit":
             return (
-                f"crashed with {ended.signal} after the script's end, at step {record.step}",
+                f"crashed with {ended.signal} after the script's end, at step {record.global_step}",
                 "Code in C was still running when Python ended: a thread"
                 f"{', the process group' * facts.has_process_group}.",
                 f"{'call dist.destroy_process_group() and ' * facts.has_process_group}"
@@ -173,20 +173,20 @@ def _story(facts: Facts) -> tuple[str, str, str]:
             where = f" in {in_words(call)}" if call is not None else _last_place(facts)
             if _MISMATCH in _last_words(facts):
                 return (
-                    f"crashed at step {record.step}{where}: what it received has another size "
-                    "than it asked for",
+                    f"crashed at step {record.global_step}{where}: what it received has another "
+                    "size than it asked for",
                     "The ranks were in different collectives, or in one with other sizes; gloo "
                     "ends the process that notices.",
                     "compare what the ranks call there: a call in a branch, a size that differs?",
                 )
             return (
-                f"crashed with {ended.signal} at step {record.step}{where}",
+                f"crashed with {ended.signal} at step {record.global_step}{where}",
                 "C code (an extension, a library, CUDA) crashed; Python had no chance to say why.",
                 "run with PYTHONFAULTHANDLER=1; try num_workers=0 and one rank; look at versions "
                 "of compiled packages",
             )
         return (
-            f"was ended by {ended.signal} at step {record.step}",
+            f"was ended by {ended.signal} at step {record.global_step}",
             "The signal came from outside the run.",
             "see who sent it: a scheduler, a time limit, a person",
         )
@@ -194,7 +194,7 @@ def _story(facts: Facts) -> tuple[str, str, str]:
     where = f" at {ended.site}" if ended.site.file else _last_place(facts)
     said = f": {shortened(ended.message.partition(chr(10))[0])}" if ended.message else ""
     return (
-        f"exited with code {code} at step {record.step}{where}{said}",
+        f"exited with code {code} at step {record.global_step}{where}{said}",
         "The process ended itself (sys.exit, os._exit) or a library did, without an exception.",
         f"look at the last lines of {_output_of(facts)}",
     )
@@ -235,7 +235,7 @@ def _evidence(facts: Facts) -> str:
     log = record.path.with_suffix(".log")
     where = f", log {log.name}" if log.exists() else ""
     taken = plural(record.batches, "batch")
-    return f"rank {record.rank}: pid {record.pid}, step {record.step}, {taken} taken{where}"
+    return f"rank {record.rank}: pid {record.pid}, step {record.global_step}, {taken} taken{where}"
 
 
 def _output_of(facts: Facts) -> str:

@@ -257,7 +257,8 @@ class Case:
     def place(self) -> str:
         """How far the ranks are: ``step 7``, ``steps 7–9``, or ``epoch 3`` where none has steps."""
         records = [facts.record for facts in self]
-        steps, epochs = [r.step for r in records] or [0], [r.epoch for r in records] or [-1]
+        steps = [r.global_step for r in records] or [0]
+        epochs = [r.epoch for r in records] or [-1]
         word, done = ("step", steps) if any(steps) or max(epochs) < 0 else ("epoch", epochs)
         low, high = min(done), max(done)
         return f"{word} {low}" if low == high else f"{word}s {low}–{high}"

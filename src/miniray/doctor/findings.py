@@ -136,7 +136,9 @@ def seconds(value: float) -> str:
 
 
 def size(count: float) -> str:
-    """``512 MB``, ``1.5 GB``"""
+    """``40 kB``, ``512 MB``, ``1.5 GB``"""
+    if 0 < count < 1e6:
+        return f"{count / 1e3:.0f} kB"
     if count < 1e9:
         return f"{count / 1e6:.0f} MB"
     return f"{count / 1e9:.1f} GB"
@@ -154,7 +156,9 @@ def plain(value: float | None) -> float | str | None:
 
 def position(facts: Facts, party: Iterable[Facts] | None = None) -> str:
     ranks = [f.rank for f in party] if party is not None else [facts.rank]
-    return f"{named(ranks)}: step {facts.record.step}, {conjugated(facts.doing(), len(ranks))}"
+    return (
+        f"{named(ranks)}: step {facts.record.global_step}, {conjugated(facts.doing(), len(ranks))}"
+    )
 
 
 def conjugated(clause: str, count: int, past: bool = False) -> str:

@@ -72,7 +72,7 @@ def _raised(case: Case) -> Finding | None:
         cause="The exception does not get out of the script: a `finally`, `__exit__` or `except` "
         "that it passes waits. The others wait for what the exception left out.",
         fix="fix the error at that line; and wait for no other rank where an exception may pass",
-        step=facts.record.step,
+        step=facts.record.global_step,
         site=site,
     )
 

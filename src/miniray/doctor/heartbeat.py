@@ -69,6 +69,7 @@ class Heartbeat:
         if self._history.add(time.monotonic(), box.ints[Cell.STEP], rss):
             self._recorder.note_later(memory=self._history.points)
         self._error = in_flight.look(self._recorder, self._error)
+        self._recorder.measure_gauges()
         self._measure_gpu()
         self._recorder.flush()
         box.ints[Cell.HEARTBEAT] = time.monotonic_ns()

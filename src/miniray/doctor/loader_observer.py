@@ -23,6 +23,15 @@ def register(module: Any) -> None:
     """Observe all loaders. ``module`` is ``miniray.data.observers``."""
     module.observers.append(RecordingObserver(module.describe))
     module.preparation_hooks.append(PreparationRecorder().record)
+    module.cache_hooks.append(note_row_cache)
+
+
+def note_row_cache(path: str, nbytes: int) -> None:
+    """Note a file of the row cache that this rank uses."""
+    current = recorder.current()
+    if current is not None:
+        files = {**dict(current.info["notes"].get("row_caches", ())), path: nbytes}
+        current.note_later(row_caches=list(files.items()))
 
 
 class PreparationRecorder:

@@ -139,7 +139,7 @@ def explain(suspects: Sequence[Facts], waiting: Sequence[Facts]) -> Finding | No
                 evidence=tuple(_counts(p) for p in [*guilty[:4], ahead]),
                 cause=told.cause,
                 fix=told.fix,
-                step=first.record.step if told.step is None else told.step,
+                step=first.record.global_step if told.step is None else told.step,
                 site=first.place,
                 explains=told.explains,
             )

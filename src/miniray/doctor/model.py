@@ -227,6 +227,36 @@ class RankRecord:
         """The part of the history that belongs to this attempt."""
         return tuple(steps for steps in self.history if steps.attempt == self.total.attempt)
 
+    @cached_property
+    def _offsets(self) -> dict[int, int]:
+        """Steps of the run before each attempt; {} if the script doesn't report them."""
+        return dict(self.notes.get("step_offsets", ()))
+
+    @property
+    def has_global_steps(self) -> bool:
+        """Whether the steps of the run before this attempt are known, as in a trainer's run."""
+        return bool(self._offsets)
+
+    @property
+    def global_step(self) -> int:
+        """Completed steps of the run, or of this attempt if those before aren't known."""
+        return self.step + self._offsets.get(self.total.attempt, 0)
+
+    def to_global_step(self, steps: Steps) -> int:
+        """Return the number of the last of these steps in the run."""
+        return steps.step + self._offsets.get(steps.attempt, 0)
+
+    @cached_property
+    def global_history(self) -> tuple[Steps, ...]:
+        """The history with global steps, without those that a later attempt trained again."""
+        found = []
+        for steps in self.history:
+            step = self.to_global_step(steps)
+            later = (n for attempt, n in self._offsets.items() if attempt > steps.attempt)
+            if step <= min(later, default=step):
+                found.append(dataclasses.replace(steps, step=step))
+        return tuple(found)
+
     @property
     def label(self) -> str:
         return f"[Rank {self.rank}/{self.world_size}]"

@@ -96,6 +96,23 @@ class _GroupRanks(NamedTuple):
     step: int
 
 
+class _StepOffset(NamedTuple):
+    attempt: int
+    steps: int
+
+
+class _ObjectStore(NamedTuple):
+    memory: int
+    peak: int
+    limit: int
+    disk: int
+
+
+class _RowCache(NamedTuple):
+    path: str
+    nbytes: int
+
+
 #: Types of the notes that are more than text to show. Others are left as they are.
 _NOTES: Mapping[str, Any] = {
     "asked": _Asked,
@@ -104,6 +121,9 @@ _NOTES: Mapping[str, Any] = {
     "gpu_count": int,
     "groups": tuple[_GroupRanks, ...],
     "steps_before_epoch": int,
+    "step_offsets": tuple[_StepOffset, ...],
+    "object_store": _ObjectStore | None,
+    "row_caches": tuple[_RowCache, ...],
 }
 
 

@@ -17,13 +17,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from miniray.doctor import heartbeat, in_flight, model, processes, runfile, sites, stacks
 from miniray.doctor.box import Box
+from miniray.doctor.layout import Cell
 from miniray.doctor.model import Steps
 from miniray.doctor.tally import Tally
 from miniray.errors import MinirayError
@@ -55,6 +56,8 @@ class Recorder(Tally):
         self.exit_kind = ""
         self._heartbeat: heartbeat.Heartbeat | None = None
         self._stack_file: IO[bytes] | None = None
+        #: Functions that are called with each heartbeat. Their results are notes of these names.
+        self.gauges: dict[str, Callable[[], Any]] = {}
         self.set_phase("start", "")
         self.write_info()
 
@@ -77,6 +80,20 @@ class Recorder(Tally):
         with self._info_lock:
             self.info.setdefault("notes", {}).update(notes)
             self._dirty = True
+
+    def measure_gauges(self) -> None:
+        """Note what the gauges show if it has changed."""
+        notes = self.info.get("notes", {})
+        found = {name: measure() for name, measure in [*self.gauges.items()]}
+        changed = {name: value for name, value in found.items() if notes.get(name) != value}
+        if changed:
+            self.note_later(**changed)
+
+    def set_global_step(self, step: int) -> None:
+        """Note how many steps the run had completed before those of this attempt."""
+        offsets = dict(self.info.get("notes", {}).get("step_offsets", ()))
+        offsets[self.box.ints[Cell.ATTEMPT]] = step - self.step_number
+        self.note(step_offsets=list(offsets.items()))
 
     def mark_dirty(self) -> None:
         """Have the JSON written with the next heartbeat: for what may be a second late."""
@@ -202,7 +219,7 @@ def start(
     runfile.make_private(ranks.parent)
     ranks.mkdir(exist_ok=True)
     with _alone(ranks):
-        path, earlier = _free_path(ranks, rank)
+        path, earlier, offsets = _free_path(ranks, rank)
         recorder = Recorder(
             Box.create(path),
             {
@@ -221,6 +238,7 @@ def start(
                 "notes": {
                     "python": sys.version.split()[0],
                     "threads": os.environ.get("OMP_NUM_THREADS"),
+                    **({"step_offsets": offsets} if offsets else {}),
                 },
             },
         )
@@ -265,25 +283,25 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _free_path(ranks: Path, rank: int) -> tuple[Path, Sequence[Steps]]:
-    """Return where to record the rank, and the history of its earlier attempts."""
+def _free_path(ranks: Path, rank: int) -> tuple[Path, Sequence[Steps], Sequence[Any]]:
+    """Return where to record the rank, and the history and step offsets of earlier attempts."""
     from miniray.doctor.reader import read_box
     from miniray.errors import BoxError
 
     path = ranks / f"{rank}.box"
-    earlier: Sequence[Steps] = ()
     try:
         before = read_box(path)
     except BoxError:  # there is none, it was archived, or it can't be kept
         archived = max(ranks.glob(f"attempt-*/{path.name}"), key=get_mtime, default=None)
         if archived is not None:
             with contextlib.suppress(BoxError):
-                earlier = read_box(archived).history
-        return path, earlier
+                earlier = read_box(archived)
+                return path, earlier.history, earlier.notes.get("step_offsets", ())
+        return path, (), ()
     if before.process.alive and before.pid != os.getpid():
-        return ranks / f"{rank}.{os.getpid()}.box", ()
+        return ranks / f"{rank}.{os.getpid()}.box", (), ()
     archive(path, before.attempt)
-    return path, before.history
+    return path, before.history, before.notes.get("step_offsets", ())
 
 
 def archive(box: Path, attempt: int) -> None:

@@ -147,7 +147,7 @@ def step_line(record: RankRecord) -> str:
         return f"{record.label} Epoch {record.epoch}"
     # A loop without a loader says nothing of its batches, which is not that they are empty.
     size_ = record.batch_size if record.batch_size or record.batches or record.samples else "?"
-    return f"{record.label} Step {record.step}, Batch size: {size_}"
+    return f"{record.label} Step {record.global_step}, Batch size: {size_}"
 
 
 def rank_table(case: Case, width: int = 80) -> Table:

@@ -13,7 +13,7 @@ from pathlib import Path
 import miniray
 from miniray.doctor.diagnose import examine
 from miniray.doctor.runfile import replace_text
-from miniray.report import charts, overview, ranks, series, story
+from miniray.report import charts, overview, ranks, story
 from miniray.report.html import escape, tag
 from miniray.report.run import Run, find_runs, read
 from miniray.runs import files
@@ -53,7 +53,7 @@ def write_report(
 
 def render(run: Run) -> str:
     """Return the HTML page of the report."""
-    curves = series.extract_curves(run.metrics)
+    curves = run.curves
     diagnosis = examine(run.record)  # reads files and doesn't send requests to ranks
     parts = [
         overview.render_header(run),

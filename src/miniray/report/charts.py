@@ -47,23 +47,28 @@ def render_curves(run: Run, found: Sequence[Curve]) -> Markup:
     groups: dict[str, list[Curve]] = {}
     for curve in found:
         groups.setdefault(curve.group, []).append(curve)
-    word = run.unit
-    level = [
-        c for members in groups.values() if all(c.is_constant for c in members) for c in members
-    ]
-    drawn = {k: members for k, members in groups.items() if not all(c.is_constant for c in members)}
+    level = [g for g in groups.values() if all(c.is_constant for c in g)]
+    single = [g for g in groups.values() if all(c.is_single for c in g)]
+    drawn = {name: g for name, g in groups.items() if g not in level and g not in single}
     charts = [
-        render_chart(name, members, word) for name, members in list(drawn.items())[:_MOST_CHARTS]
+        render_chart(name, members, run.axis)
+        for name, members in list(drawn.items())[:_MOST_CHARTS]
     ]
     left = len(drawn) - len(charts)
     note = f"The table below contains {left} more metrics." if left > 0 else ""
     charts += _render_rank_charts(run)
-    same = ", ".join(f"{curve.name} {_format_last(curve)}" for curve in level)
+    same = ", ".join(f"{c.name} {_format_last(c)}" for members in level for c in members)
+    once = ", ".join(
+        f"{c.name} {_format_last(c)} ({run.axis} {format_number(c.points[0][0])})"
+        for members in single
+        for c in members
+    )
     return section(
         "curves",
         "Curves",
         tag("div", *charts, cls="charts") if charts else "",
         tag("p", f"Constant: {same}", cls="soft") if same else "",
+        tag("p", f"Recorded once: {once}", cls="soft") if once else "",
         note=note,
     )
 
@@ -107,22 +112,23 @@ def _format_last(curve: Curve) -> str:
 def _render_rank_charts(run: Run) -> list[Markup]:
     """Draw the losses from the rank records and the metrics that were recorded for each rank.
 
-    The steps of each attempt are numbered from 1, so every attempt of a rank is a separate curve.
+    The curve of a rank continues over the attempts of a trainer. Other scripts number the steps of
+    each attempt from 1, so every attempt is a separate curve.
     """
     losses = []
     for rank in run.record:
         attempts: dict[int, Points] = {}
-        for step in rank.history:
+        for step in rank.global_history:
             if step.loss is not None:
-                attempts.setdefault(step.attempt, []).append((float(step.step), step.loss))
+                attempt = 0 if rank.has_global_steps else step.attempt
+                attempts.setdefault(attempt, []).append((float(step.step), step.loss))
         for attempt, points in attempts.items():
             part = f", attempt {attempt + 1}" if len(attempts) > 1 else ""
             losses.append(Curve(f"rank {rank.rank}{part}", points))
     charts = [render_chart("loss by rank", losses, "step", y_label="loss")] if losses else []
-    word = run.unit
     return charts + [
-        render_chart(f"{name} by rank", members, word, y_label=name)
-        for name, members in extract_rank_curves(run.metrics, run.world_size).items()
+        render_chart(f"{name} by rank", members, run.axis, y_label=name)
+        for name, members in extract_rank_curves(run.records, run.world_size).items()
     ]
 
 
@@ -133,7 +139,7 @@ def render_epochs(run: Run) -> Markup:
     """
     if not run.metrics:
         return Markup()
-    rows = [flatten(record) for record in sample_evenly(run.metrics, _MOST_ROWS)]
+    rows = [flatten(record) for record in sample_evenly(run.epochs, _MOST_ROWS)]
     keys = list(dict.fromkeys(key for row in rows for key in row))
     simple = (bool, int, float)
     cells = [[v if isinstance(v := row.get(key), simple) else None for key in keys] for row in rows]

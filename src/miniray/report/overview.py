@@ -16,7 +16,7 @@ from miniray.report.html import (
     tag,
 )
 from miniray.report.run import Run
-from miniray.report.series import Curve, find_axis, is_higher_better, to_float
+from miniray.report.series import Curve, find_unit, is_higher_better, to_float
 from miniray.runs import files
 
 _CLASSES = {
@@ -64,13 +64,12 @@ def render_tiles(run: Run, curves: Sequence[Curve]) -> Markup:
     tiles: list[tuple[str, str, str]] = []
     if run.metrics:
         title, count, notes = f"{run.unit}s recorded", len(run.metrics), []
-        if find_axis(run.metrics) == "epoch":
-            epochs = [to_float(record.get("epoch")) for record in run.metrics]
+        if find_unit(run.metrics) == "epoch":
+            epochs = [to_float(record.get("epoch")) for record in run.epochs]
             done = {epoch for epoch in epochs if epoch is not None}
             title, count = f"{run.unit}s", len(done)
-            # Trainers number epochs from 0 and other scripts from 1. Show the range, because
-            # "best, epoch 7" would be ambiguous otherwise.
-            notes = [f"{format_number(min(done))} to {format_number(max(done))}"] * (count > 1)
+            if done and (min(done), max(done)) != (1, count):  # a script may count from 0
+                notes = [f"{format_number(min(done))} to {format_number(max(done))}"]
         if run.seconds is not None:
             resumed = "last attempt: " if run.info.get("attempts") else ""
             notes.append(f"{resumed}{seconds(run.seconds)}")
@@ -84,11 +83,11 @@ def render_tiles(run: Run, curves: Sequence[Curve]) -> Markup:
     for curve in known[:3]:
         best = curve.best
         if best is not None:
-            note = f"best, {run.unit} {format_number(best[0])}"
+            note = f"best, {run.axis} {format_number(best[0])}"
             tiles.append((curve.name, format_number(best[1]), note))
     if not known:  # it isn't known whether higher or lower values are better
         tiles += [(c.name, format_number(c.points[-1][1]), "last value") for c in single[:3]]
-    steps = [rank.step for rank in run.record]
+    steps = [rank.global_step for rank in run.record]
     if any(steps) and run.unit != "step":
         low, high = min(steps), max(steps)
         tiles.append(("steps", f"{low:,}" if low == high else f"{low:,}–{high:,}", "per rank"))
@@ -199,8 +198,8 @@ def _describe_success(
         return "good", "Healthy", f"The doctor checked {ranks} and found no problems."
     x, name, y = min(broken, key=lambda point: point[0])
     count = plural(len(broken), "non-finite value")
-    heading = f"{name} was {y} in {run.unit} {format_number(x)}"
-    text = f"metrics.jsonl contains {count}. The doctor found no other problems on {ranks}."
+    heading = f"{name} was {y} at {run.axis} {format_number(x)}"
+    text = f"The metrics contain {count}. The doctor found no other problems on {ranks}."
     return "warn", heading, text
 
 

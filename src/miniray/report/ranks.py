@@ -15,6 +15,7 @@ from miniray.report.charts import render_chart
 from miniray.report.html import Markup, bar, collapsible, render_terminal_line, section, table, tag
 from miniray.report.run import Run
 from miniray.report.series import Curve, get_field_points
+from miniray.report.storage import measure_storage
 from miniray.runs import files
 
 _MOST_BARS = 64
@@ -42,12 +43,11 @@ def render_time(run: Run) -> Markup:
     """Return the section that shows the time per phase of each rank and the time per epoch."""
     bars = _render_phases(run)
     shown, title = bars, "Time by phase and rank" if bars else "Time"
-    epochs = get_field_points(run.metrics, "seconds")
+    epochs = get_field_points(run.epochs, "seconds")
     if len(epochs) > 1:
-        word = run.unit
         curve = Curve("seconds", epochs)
         drawn = render_chart(
-            f"Seconds per {word}", [curve], word, y_label="seconds", from_zero=True
+            f"Seconds per {run.unit}", [curve], run.axis, y_label="seconds", from_zero=True
         )
         split = tag("div", tag("div", *bars), drawn, cls="split")
         shown = [split if bars else tag("div", drawn, cls="charts")]
@@ -276,7 +276,7 @@ def _render_overlap_cell(share: float) -> Markup:
 
 
 def render_memory(run: Run) -> Markup:
-    """Return the section that shows the resident memory of each rank over time and its peak."""
+    """Return the section that shows the memory of each rank, and the storage that the run uses."""
     found = []
     for rank in run.record:
         points = rank.notes.get("memory")
@@ -288,11 +288,23 @@ def render_memory(run: Run) -> Markup:
         for r in run.record
         if r.peak_rss
     ]
-    if not rows:
-        return Markup()
     drawn = render_chart("Resident memory", found, "seconds", y_label="MB") if found else ""
-    shown = table(["", "peak", "last", "GPU (torch)"], rows)
-    return section("memory", "Memory", tag("div", drawn, shown, cls="charts"))
+    shown = table(["", "peak", "last", "GPU (torch)"], rows) if rows else ""
+    return section(
+        "memory",
+        "Memory and disk",
+        tag("div", drawn, shown, cls="charts") if rows else "",
+        _render_storage(run),
+    )
+
+
+def _render_storage(run: Run) -> Markup:
+    """Return a table of what snapshots, the object store, checkpoints and the row cache use."""
+    rows = [
+        [use.part, use.place, size(use.nbytes), use.details or None]
+        for use in measure_storage(run.record, run.events)
+    ]
+    return table(["", "place", "used", "details"], rows, texts=(0, 1, 3)) if rows else Markup()
 
 
 def _format_gpu_memory(rank: RankRecord) -> str | None:
@@ -318,10 +330,10 @@ def render_ranks(run: Run) -> Markup:
             state = "idle"  # the driver keeps the rank for the next call of train()
         loss = None if rank.loss is None else float(rank.loss)
         phase = rank.section.name if rank.section is not None else rank.phase.name
-        epoch = None if rank.epoch < 0 else rank.epoch
-        rows.append([f"rank {rank.rank}", state, epoch, rank.step or None, rank.samples or None,
-                     loss, phase or None, rank.attempt or None, size(rank.peak_rss),
-                     f"{rank.host}:{rank.pid}"])  # fmt: skip
+        epoch = None if rank.epoch < 0 else run.number_epoch({"epoch": rank.epoch})["epoch"]
+        rows.append([f"rank {rank.rank}", state, epoch, rank.global_step or None,
+                     rank.samples or None, loss, phase or None, rank.attempt or None,
+                     size(rank.peak_rss), f"{rank.host}:{rank.pid}"])  # fmt: skip
     nothing = [tag("b", "no record", cls="bad"), *[None] * (len(head) - 2)]
     rows += [[f"rank {number}", *nothing] for number in run.record.missing[:16] if every]
     if not rows:

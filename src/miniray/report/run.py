@@ -19,7 +19,7 @@ from miniray.doctor import runfile
 from miniray.doctor.layout import MAGIC
 from miniray.doctor.model import RankRecord, RunRecord
 from miniray.doctor.reader import read_run
-from miniray.report.series import find_axis
+from miniray.report.series import Curve, extract_curves, find_axis, find_unit, merge_records
 from miniray.runs import files
 from miniray.runs.listing import RunEntry, find_records, is_run, list_runs, read_entry
 from miniray.runs.run_info import parse_time
@@ -40,6 +40,35 @@ class Run(RunEntry):
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         return self._lines("metrics.jsonl")
+
+    @cached_property
+    def steps(self) -> list[dict[str, Any]]:
+        """The lines of ``steps.jsonl``: means over a few steps, and scores at a step."""
+        return self._lines("steps.jsonl")
+
+    @cached_property
+    def epochs(self) -> list[dict[str, Any]]:
+        """The lines of ``metrics.jsonl`` with epochs numbered as people count them, from 1.
+
+        Only trainers are known to count epochs from 0. The numbers of other scripts are unchanged.
+        """
+        return [self.number_epoch(record) for record in self.metrics]
+
+    def number_epoch(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Return a line of a file in which a trainer's epoch 0 is epoch 1."""
+        epoch = record.get("epoch")
+        if "trainer" not in self.config or not isinstance(epoch, int) or isinstance(epoch, bool):
+            return record
+        return {**record, "epoch": epoch + 1}
+
+    @cached_property
+    def records(self) -> list[Mapping[str, Any]]:
+        """All lines that charts show, of epochs and of steps."""
+        return merge_records(self.epochs, [self.number_epoch(record) for record in self.steps])
+
+    @cached_property
+    def curves(self) -> list[Curve]:
+        return extract_curves(self.records)
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
@@ -113,14 +142,20 @@ class Run(RunEntry):
         config: Mapping[str, Any] = runfile.mask_secrets(self.info.get("config") or {})
         return config
 
-    @property
+    @cached_property
     def unit(self) -> str:
         """The unit that each line of metrics describes, such as "epoch" or "step".
 
         A trainer may define a different name for its epochs.
         """
-        axis, unit = find_axis(self.metrics), self.config.get("unit")
-        return unit if axis == "epoch" and isinstance(unit, str) else axis
+        found, unit = find_unit(self.metrics), self.config.get("unit")
+        return unit if found == "epoch" and isinstance(unit, str) else found
+
+    @cached_property
+    def axis(self) -> str:
+        """The title of the x axis of the curves: the global step if the run has one."""
+        found = find_axis(self.records)
+        return self.unit if found == "epoch" else found
 
     @property
     def world_size(self) -> int:

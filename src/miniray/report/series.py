@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ NOT_A_SCORE = frozenset(
     {"epoch", "step", "global_step", "rank", "seconds", "time", "num_samples", "val_num_samples",
      "synced"}
 )  # fmt: skip
-_HELD_OUT = ("val_", "eval_", "test_", "valid_")
+#: Starts of the names of metrics that evaluations compute.
+HELD_OUT = ("val_", "eval_", "test_", "valid_")
 _PLACES = ("epoch", "step", "global_step")
 
 
@@ -53,6 +54,11 @@ class Curve:
         """True if the curve has at least two points and all of them have the same finite value."""
         heights = {y for _, y in self.points}
         return len(self.points) > 1 and len(heights) == 1 and math.isfinite(heights.pop())
+
+    @property
+    def is_single(self) -> bool:
+        """True if the metric was recorded once."""
+        return len(self.points) == 1 and math.isfinite(self.points[0][1])
 
     @property
     def best(self) -> tuple[float, float] | None:
@@ -94,7 +100,7 @@ def extract_curves(metrics: Sequence[Mapping[str, Any]]) -> list[Curve]:
             x = _get_x(record, i, word)
             for key, value in _iter_scores(record):
                 found.setdefault(key, []).append((x, value))
-    return [Curve(name, points, _find_group(name, found)) for name, points in found.items()]
+    return [Curve(name, points, find_group(name, found)) for name, points in found.items()]
 
 
 def _iter_scores(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -165,14 +171,69 @@ def _get_x(record: Mapping[str, Any], index: int, word: str) -> float:
 def find_axis(metrics: Sequence[Mapping[str, Any]]) -> str:
     """Return the name of the x axis of the curves.
 
-    The axis shows epochs, or steps if the file contains several lines per epoch.
+    The axis shows the global step if the lines have one, and otherwise what a line describes.
     """
+    return "step" if _has_global_steps(metrics) else find_unit(metrics)
+
+
+def _has_global_steps(metrics: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if ``step`` counts the steps of the run, and not those of each epoch."""
+    by_rank: dict[int | None, list[int]] = {}
+    for record in metrics:
+        step = record.get("step")
+        if type(step) is not int:
+            return False
+        by_rank.setdefault(_get_rank(record), []).append(step)
+    return bool(by_rank) and all(
+        steps == sorted(steps) and (len(steps) == 1 or steps[0] < steps[-1])
+        for steps in by_rank.values()
+    )
+
+
+def find_unit(metrics: Sequence[Mapping[str, Any]]) -> str:
+    """Return what a line describes: an epoch, or a step if there are several lines per epoch."""
     first = metrics[0] if metrics else {}
     known = [key for key in _PLACES if key in first]
     if len(known) > 1:
         epochs = {(_get_rank(record), to_float(record.get(known[0]))) for record in metrics}
         known = known[len(epochs) < len(metrics) :]
     return known[0] if known else "line"
+
+
+def merge_records(
+    epochs: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return the records of epochs and of steps in the order of their steps.
+
+    The records of steps have the same metrics at more points than those of epochs, which have
+    means over the epoch. Of the latter, only other metrics are kept, and the scores of evaluations
+    at a different step.
+    """
+    if not steps:
+        return list(epochs)
+    ends = {record.get("epoch"): record["step"] for record in steps if _has_step(record)}
+    logged = {name for record in steps for name in record}.difference(_PLACES)
+    scores = {(record.get("step"), name) for record in steps for name in record if is_score(name)}
+    found = [record for record in steps if _has_step(record)]
+    for record in epochs:
+        step = record["step"] if _has_step(record) else ends.get(record.get("epoch"))
+        kept = {
+            name: value
+            for name, value in record.items()
+            if name not in logged or (is_score(name) and (step, name) not in scores)
+        }
+        if step is not None:
+            found.append({**kept, "step": step})
+    return sorted(found, key=lambda record: int(record["step"]))
+
+
+def _has_step(record: Mapping[str, Any]) -> bool:
+    return type(record.get("step")) is int
+
+
+def is_score(name: str) -> bool:
+    """Return True if a metric was computed by an evaluation."""
+    return name.startswith(HELD_OUT)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -223,8 +284,9 @@ def sample_evenly(values: Sequence[Any], most: int) -> list[Any]:
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
-def _find_group(name: str, known: Iterable[str]) -> str:
-    for prefix in _HELD_OUT:
+def find_group(name: str, known: Collection[str]) -> str:
+    """Return the metric in whose chart a metric is drawn: ``loss`` for ``val_loss``."""
+    for prefix in HELD_OUT:
         if name.startswith(prefix) and name.removeprefix(prefix) in known:
             return name.removeprefix(prefix)
     return name

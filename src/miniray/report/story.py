@@ -81,7 +81,7 @@ def render_failures(run: Run) -> Markup:
         kept = sample_evenly(run.events, _MOST_EVENTS)
         rows = [
             [_format_elapsed(run, e), str(e.get("event", "?")).replace("_", " "), e.get("worker"),
-             e.get("epoch"), _format_event_details(e)]
+             run.number_epoch(e).get("epoch"), _format_event_details(e)]
             for e in kept
         ]  # fmt: skip
         title = plural(len(run.events), "event")
@@ -151,7 +151,7 @@ def _format_elapsed(run: Run, event: Mapping[str, Any]) -> str | None:
 
 
 def _format_event_details(event: Mapping[str, Any]) -> str:
-    for key in ("reason", "message", "path"):
+    for key in ("message", "reason", "path"):
         if event.get(key):
             return _first_line(str(event[key]))
     known = ("time", "event", "worker", "epoch")

@@ -43,7 +43,7 @@ class WorkerFactory:
         self.wrapper: type | None = None
         self.uses_torch = False
         self.preloaded: Sequence[str] = ()
-        self.set_up = "miniray.doctor.actors:set_up"
+        self.set_up = "miniray.train.workers.process:set_up_worker"
 
     @property
     def title(self) -> str:

@@ -11,7 +11,13 @@ from functools import partial
 from typing import Any, NoReturn
 
 from miniray.core import machine, session
-from miniray.core.engine import Capabilities, Engine, RuntimeContext, bytes_of
+from miniray.core.engine import (
+    Capabilities,
+    Engine,
+    ObjectStoreUsage,
+    RuntimeContext,
+    bytes_of,
+)
 from miniray.core.local import waiting
 from miniray.core.local.actors import ActorEntry
 from miniray.core.local.calls import Call, LocalGenerator, fill_arguments
@@ -278,6 +284,10 @@ class LocalEngine(Engine):
     def cluster_resources(self) -> dict[str, float]:
         self._check()
         return dict(self.node.info.resources)
+
+    def measure_object_store(self) -> ObjectStoreUsage:
+        usage = self.node.usage
+        return ObjectStoreUsage(usage.total(), usage.limit, usage.total_on_disk())
 
     def available_resources(self) -> dict[str, float]:
         self._check()

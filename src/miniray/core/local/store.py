@@ -195,8 +195,7 @@ class Store:
             segment = Segment(next(self._next_id), fd, size, writable=True, on_disk=on_disk)
         except OSError as error:
             raise self._full(size, on_disk, error) from error
-        if not on_disk:
-            self._usage.add(size)
+        self._usage.add(size, on_disk=on_disk)
         return segment
 
     def _full(self, size: int, on_disk: bool, error: OSError) -> ObjectStoreFullError:
@@ -238,8 +237,7 @@ class Store:
             mapped -= oldest.size
 
     def _release(self, segment: Segment) -> None:
-        if not segment.on_disk:
-            self._usage.add(-segment.size)
+        self._usage.add(-segment.size, on_disk=segment.on_disk)
 
     def trim(self) -> None:
         """Give back segments idle for long."""
@@ -270,9 +268,9 @@ class Store:
 
 
 class Usage:
-    """Bytes of shared memory in use, by process, in a small shared table.
+    """Bytes of shared memory and of disk in use, by process, in a small shared table.
 
-    Each process writes only its own slot, so no lock crosses processes.
+    Each process writes only its own two slots, so no lock crosses processes.
     """
 
     SLOTS = 4096
@@ -281,23 +279,27 @@ class Usage:
         self.fd = fd
         self.limit = limit
         self._slot = slot
-        self._table = memoryview(mmap.mmap(fd, self.SLOTS * 8, mmap.MAP_SHARED)).cast("q")
+        # Those for the disk follow those for the memory.
+        self._table = memoryview(mmap.mmap(fd, 2 * self.SLOTS * 8, mmap.MAP_SHARED)).cast("q")
         if slot >= self._table[0]:
             self._table[0] = slot + 1  # slot 0 holds how many slots were ever used
 
     @classmethod
     def create(cls, limit: int) -> Usage:
-        return cls(system.anonymous_memory(cls.SLOTS * 8), 1, limit)
+        return cls(system.anonymous_memory(2 * cls.SLOTS * 8), 1, limit)
 
-    def add(self, size: int) -> None:
-        self._table[self._slot] += size
+    def add(self, size: int, *, on_disk: bool = False) -> None:
+        self._table[self._slot + on_disk * self.SLOTS] += size
 
     def clear(self, slot: int) -> None:
         """Forget a dead process's use."""
-        self._table[slot] = 0
+        self._table[slot] = self._table[slot + self.SLOTS] = 0
 
     def total(self) -> int:
         return sum(self._table[1 : self._table[0]])
+
+    def total_on_disk(self) -> int:
+        return sum(self._table[self.SLOTS + 1 : self.SLOTS + self._table[0]])
 
     def fits(self, size: int) -> bool:
         return self.total() + size <= self.limit

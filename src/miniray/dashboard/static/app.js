@@ -470,6 +470,7 @@ class Panel {
     if (!this.found || !window.Plotly) return;
     const several = compared.length > 0;
     const severities = new Map((state().ranks ?? []).map((row) => [row.rank, row.severity]));
+    const metrics = [...new Set(this.found.flatMap(({ curves }) => curves.map((curve) => curve.metric)))];
     const traces = [], keys = [];
     for (const { run, curves } of this.found) {
       const many = curves.length > 8;
@@ -477,11 +478,14 @@ class Panel {
         const affected = this.chart.by_rank && !several && ["stuck", "failed", "wrong", "slow"].includes(severities.get(curve.rank));
         const line = several ? runColor(run) : affected && many ? color("bad") : many ? color("compute") : PALETTE[index % PALETTE.length];
         const rank = curve.rank == null ? null : `rank ${curve.rank}${curve.attempt ? `, attempt ${curve.attempt}` : ""}`;
-        const label = [several || !this.chart.by_rank ? run : null, rank].filter(Boolean).join(", ");
+        const metric = metrics.length > 1 ? curve.metric : null;
+        const label = [several || !(rank || metric) ? run : null, metric, rank].filter(Boolean).join(", ");
         if (several && index === 0) keys.push(h("span", {}, Object.assign(h("i"), { style: `background:${line}` }), run));
-        if (this.chart.by_rank && !several && !many) keys.push(h("span", {}, Object.assign(h("i"), { style: `background:${line}` }), rank));
+        if (!several && !many && (rank || metric)) keys.push(h("span", {}, Object.assign(h("i"), { style: `background:${line}` }), rank ?? metric));
+        // In a comparison, colors tell runs apart. Evaluations of the same metric are dashed.
+        const dash = several && metrics.indexOf(curve.metric) > 0 ? "dash" : "solid";
         traces.push({ x: curve.x, y: curve.y, name: label, type: "scatter", mode: curve.x.length < 30 ? "lines+markers" : "lines",
-          marker: { size: 4 }, line: { color: line, width: affected ? 2.5 : many ? 1 : 1.8 }, opacity: many && !affected ? 0.45 : 1,
+          marker: { size: 4 }, line: { color: line, dash, width: affected ? 2.5 : many ? 1 : 1.8 }, opacity: many && !affected ? 0.45 : 1,
           showlegend: false, hovertemplate: `%{y:.5g}<extra>${plain(label)}</extra>` });
         if (curve.marks.length) {
           traces.push({ x: curve.marks.map((m) => m[0]), y: curve.marks.map((m) => m[1] ?? 0), name: `${label} non-finite`, type: "scatter", mode: "markers",
@@ -490,6 +494,7 @@ class Panel {
         }
       });
     }
+    if (several && metrics.length > 1) keys.push(h("span", { textContent: metrics.map((name, index) => `${name} ${index ? "dashed" : "solid"}`).join(", ") }));
     this.key.replaceChildren(...keys);
     const ends = traces.flatMap(({ x }) => [x[0], x.at(-1)]);
     const few = Math.max(...ends) - Math.min(...ends) < 8;  // avoids a tick at epoch 1.5
@@ -534,13 +539,17 @@ const runColor = (run) => PALETTE[[chosen, ...compared].indexOf(run) % PALETTE.l
 
 function drawCharts() {
   const wanted = new Map();
+  const constants = new Map();  // a metric whose value never changed is shown as text
   for (const run of [chosen, ...compared]) {
     for (const chart of states.get(run)?.charts ?? []) {
       const key = JSON.stringify([chart.name, chart.by_rank]);
-      if (!wanted.has(key)) wanted.set(key, chart);
+      if (chart.constant) constants.set(key, [...(constants.get(key) ?? []), [run, chart]]);
+      else if (!wanted.has(key)) wanted.set(key, chart);
     }
   }
-  $("charts-section").hidden = !wanted.size;
+  for (const [key, found] of constants) if (wanted.has(key)) constants.delete(key);
+  drawConstants([...constants.values()]);
+  $("charts-section").hidden = !wanted.size && !constants.size;
   for (const [key, panel] of panels) if (!wanted.has(key)) { panel.remove(); panels.delete(key); }
   let place = 0;
   for (const [key, chart] of wanted) {
@@ -551,7 +560,14 @@ function drawCharts() {
     panel.refresh();
   }
   const loading = state().loading;
-  $("loading").textContent = loading == null ? "" : `reading metrics.jsonl: ${Math.floor(loading * 100)} %`;
+  $("loading").textContent = loading == null ? "" : `reading metrics: ${Math.floor(loading * 100)} %`;
+}
+
+function drawConstants(found) {
+  const number = (value) => String(Number(value.toPrecision(4)));
+  const text = found.map((same) => same.map(([run, chart]) => Object.entries(chart.constant)
+    .map(([name, value]) => `${name} ${number(value)}`).join(", ") + (compared.length ? ` (${run})` : "")).join(", ")).join(", ");
+  put($("constants"), text && `Constant: ${text}`);
 }
 
 // -- logs ----------------------------------------------------------------------------------------

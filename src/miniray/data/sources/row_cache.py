@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from miniray.data.filter.store import cache_folder
 from miniray.data.locations import Blocks, cumulate
-from miniray.data.observers import preparing, report_preparation
+from miniray.data.observers import cache_hooks, preparing, report_preparation
 from miniray.data.sources.base import BLOCK_BYTES, Source, parse_bytes
 from miniray.errors import DataError
 
@@ -69,7 +69,10 @@ class RowCache:
                 lock = self._lock_entry(path, source)
             os.utime(path)
             try:
-                return CachedSource(source, path, lock)
+                cached = CachedSource(source, path, lock)
+                for hook in cache_hooks:
+                    hook(str(path.absolute()), path.stat().st_size)
+                return cached
             except (OSError, pa.ArrowException, ValueError) as error:
                 # Damaged. Only a process that is its single user may delete it.
                 try:

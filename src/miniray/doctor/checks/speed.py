@@ -53,17 +53,17 @@ def _behind(case: Case) -> Iterator[Finding]:
     idle = [f for f in behind if f.record.step == 0]
     shown = idle or behind
     what = "never entered the loop" if idle else "fell behind"
-    first = shown[0]
+    first, reached = shown[0], shown[0].record.global_step
     yield Finding(
         code="behind",
         severity=Severity.SLOW,
-        title=f"{named(f.rank for f in shown)} {what}: step {first.record.step}, the others at "
-        f"{usual:.0f}",
+        title=f"{named(f.rank for f in shown)} {what}: step {reached}, the others at "
+        f"{usual + reached - first.record.step:.0f}",
         ranks=tuple(f.rank for f in shown),
         evidence=tuple(positions(shown)),
         cause="The ranks do not wait for each other, and this one does not keep up.",
         fix="look at where it is, above, and at its log",
-        step=first.record.step,
+        step=reached,
         site=first.place,
     )
 

@@ -24,7 +24,7 @@ from miniray.train.lockstep.loop import (
 )
 from miniray.train.lockstep.mesh import gather_full, load_tensors, share_buffers
 from miniray.train.lockstep.rank import RankContext, WorkerTraits
-from miniray.train.lockstep.schedule import Action, Agreement
+from miniray.train.lockstep.schedule import Agreement
 from miniray.train.lockstep.status import EVALUATION
 from miniray.train.optimizer_steps import create_autocast
 from miniray.train.pretrained import SavedFiles, write_model
@@ -37,6 +37,8 @@ from miniray.train.workers.batches.plan import Window
 
 class ReplicatedModel:
     """A ``Replica`` by torch's DistributedDataParallel, around the worker ``user``."""
+
+    logs_samples = True
 
     def __init__(
         self, user: Any, traits: WorkerTraits, settings: RankSettings, context: RankContext
@@ -353,7 +355,7 @@ class ReplicatedModel:
             self._grad_norm = torch.nn.utils.clip_grad_norm_(
                 [*self._iter_parameters()], self.settings.clip_norm
             )
-        elif self.logs_next_step:
+        elif self.context.is_next_step_logged(self.count_epoch_steps()):
             self.scaler.unscale_(optimizer)
             gradients = [p.grad for p in self._iter_parameters() if p.grad is not None]
             self._grad_norm = torch.nn.utils.get_total_norm(gradients)
@@ -395,14 +397,6 @@ class ReplicatedModel:
 
     def _iter_parameters(self) -> Iterator[Any]:
         return itertools.chain(*(model.module.parameters() for model in self._synced.values()))
-
-    @property
-    def logs_next_step(self) -> bool:
-        """Whether the step under way is logged."""
-        state = self.context.state
-        is_last = state.step_in_epoch + 1 == self.count_epoch_steps()
-        actions = self.settings.step_schedule.get_actions(state.step + 1)
-        return Action.LOG in actions or is_last or state.step + 1 == self.context.until
 
     def autocast(self) -> Any:
         """Return a context in which the model computes with ``precision``."""

@@ -75,6 +75,10 @@ class Replica(Protocol):
     def checks_losses(self) -> bool:
         """Whether a loss that is NaN or infinite ends the run."""
 
+    @property
+    def logs_samples(self) -> bool:
+        """Whether log records contain this rank's samples. Of ranks that share them, one does."""
+
     def prepare(self) -> dict[str, Any]:
         """Check the user's objects and return what the driver compares; before ranks wait."""
 
@@ -214,7 +218,7 @@ class StepLoop:
 
     def _report(self, step_in_epoch: int) -> EpochReport:
         self._position = self.state.state_dict()
-        if self._log_means.samples:
+        if self.state.step > self._window_step:
             self._post_log()
         return EpochReport(
             self.state.step,
@@ -259,7 +263,7 @@ class StepLoop:
         window = LogWindow(
             self.state.step,
             self.state.epoch,
-            self._log_means.sums(),
+            self._log_means.sums() if self.replica.logs_samples else {},
             {**self.replica.get_facts(), **measure_memory(self.context.device)},
             int(self._tokens),
             self.state.step - self._window_step,
@@ -271,6 +275,7 @@ class StepLoop:
 
     def _record(self, output: StepOutput) -> None:
         """Check the loss, now or soon, and add the metrics to the means."""
+        self._tokens = self._tokens + output.tokens  # the first stage has them, the last the loss
         if output.loss is None:
             return
         if self.context.recorder is not None:
@@ -281,7 +286,6 @@ class StepLoop:
                 self._check_losses()
         self._epoch_means.add(output.metrics, output.samples)
         self._log_means.add(output.metrics, output.samples)
-        self._tokens = self._tokens + output.tokens
 
     def _check_losses(self) -> None:
         unchecked, self._unchecked = self._unchecked, []

@@ -19,6 +19,7 @@ from miniray.errors import CheckpointError
 from miniray.train.lockstep import process_group
 from miniray.train.lockstep.arena import SnapshotWriter, measure_slot
 from miniray.train.lockstep.options import RunFacts
+from miniray.train.lockstep.schedule import Action
 from miniray.train.lockstep.status import HeartbeatSender
 from miniray.train.run.state import RankState
 from miniray.train.torch_worker import TorchWorker
@@ -128,8 +129,16 @@ class RankContext:
         self.status.epoch, self.status.step = epoch, -1
         if self.recorder is not None:
             self.recorder.tell_epoch(epoch)
+            self.recorder.set_global_step(self.state.step)
             done = self.state.step_in_epoch
             self.recorder.note(steps_before_epoch=self.recorder.step_number - done)
+
+    def is_next_step_logged(self, steps_per_epoch: int | None) -> bool:
+        """Return whether there is a log record at the end of the step under way."""
+        state = self.state
+        is_last = state.step_in_epoch + 1 == steps_per_epoch
+        actions = self.facts.step_schedule.get_actions(state.step + 1)
+        return Action.LOG in actions or is_last or state.step + 1 == self.until
 
     def set_target(
         self, target: TrainTarget, start: RankState, steps_per_epoch: int | None

@@ -65,6 +65,7 @@ class Feed:
         self._target_ranks = [layout.rank(place.data, last, shard) for shard in shards]
         self._alone = layout.pipeline == layout.tensor == 1
         self._rank: int = dist.get_rank()
+        self.tokens: Any = 0  # of the batch that this rank loaded last
         self._under_way: list[tuple[Any, Any]] = []  # what was sent, and the tensor it is sent from
 
     @property
@@ -90,6 +91,7 @@ class Feed:
             if item is None:
                 return 0, (), None
             inputs, target = split_batch(item)
+            self.tokens = parts.count_tokens(item)
             return len(target), inputs, target
         return _END, (), None
 

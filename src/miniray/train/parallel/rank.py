@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import math
@@ -48,9 +49,11 @@ class PartReplica:
         self.job, self.layout, self.context = job, job.layout, context
         self.place = job.layout.place(context.rank)
         self.checks_losses = job.on_nonfinite == "error"
+        self.logs_samples = self.place.tensor == 0
         self.samples = Samples(job, self.place)
         self.part: Any = None
         self._count = 0  # samples of the current step
+        self._gradient_norm: float | None = None  # of the last step, if it is logged or clipped
         self._times: list[tuple[float, float]] = []  # busy and total seconds of each step
         self._last_step: tuple[list[Any], float] = ([], 0.0)  # the last one with a whole batch
         self._seconds = 0.0  # of all steps of the epoch, with loading
@@ -66,6 +69,7 @@ class PartReplica:
         if self.context.rank == 0:
             with samples.random():
                 plan = planning.make_plan(self.job, samples.loader, device)
+            plan = dataclasses.replace(plan, steps=samples.steps)
         return {"plan": plan}
 
     def wrap(self, agreed: Plan) -> int | None:
@@ -84,7 +88,7 @@ class PartReplica:
         stages = agreed.stages
         last = 0 if stages is None else stages.holder(len(stages.sizes) - 1)
         self._feed = Feed(layout, self.place, last, device)
-        return self.samples.steps
+        return agreed.steps
 
     def _set_work(self, work: str) -> None:
         self.context.status.set_phase(work)
@@ -134,7 +138,8 @@ class PartReplica:
         if self._count:
             loss = self.part.runner.train(self._count, self.plan.batch_size, inputs, target)
         self.record.end()
-        return StepOutput(loss, {"loss": loss}, self._count)
+        tokens = self._feed.tokens if self._count else 0
+        return StepOutput(loss, {"loss": loss}, self._count, tokens)
 
     def backward(self, loss: Any, weight: float) -> None:
         """Do nothing: ``forward`` has run the backward passes."""
@@ -145,13 +150,16 @@ class PartReplica:
         if layout.data > 1:
             data = self.mesh.get_group("data")
             average_over_copies(part.parameters, self._count, data, self.context.device)
-        if self.job.clip_norm is not None:
-            clip(
+        self._gradient_norm = None
+        clip_norm = self.job.clip_norm
+        if clip_norm is not None or self.context.is_next_step_logged(self.plan.steps):
+            self._gradient_norm = compute_gradient_norm(
                 part.parameters,
-                self.job.clip_norm,
                 self.mesh.get_group("tensor") if layout.tensor > 1 else None,
                 self.mesh.get_group("pipeline") if layout.pipeline > 1 else None,
             )
+            if clip_norm is not None and self._gradient_norm > clip_norm:
+                scale_gradients(part.parameters, clip_norm / (self._gradient_norm + 1e-6))
 
     def step_optimizer(self) -> None:
         self.part.optimizer.step()
@@ -179,7 +187,10 @@ class PartReplica:
         }
 
     def get_facts(self) -> dict[str, float]:
-        return {"lr": float(self.part.optimizer.param_groups[0]["lr"])}
+        facts = {"lr": float(self.part.optimizer.param_groups[0]["lr"])}
+        if self._gradient_norm is not None:
+            facts["grad_norm"] = self._gradient_norm
+        return facts
 
     def configure_scheduler(self, total_steps: int | None) -> None:
         """Do nothing: ``lr_scheduler=`` creates the scheduler."""
@@ -311,10 +322,12 @@ def average_over_copies(parameters: Iterable[Any], samples: int, group: Any, dev
             gradient.copy_(part.view_as(gradient).div_(total))
 
 
-def clip(parameters: Iterable[Any], most: float, tensor_group: Any, pipeline_group: Any) -> None:
-    """Scale gradients so that the norm of all of them, on all ranks, is ``most`` at the most.
+def compute_gradient_norm(
+    parameters: Iterable[Any], tensor_group: Any, pipeline_group: Any
+) -> float:
+    """Return the norm of the gradients of all ranks together.
 
-    A collective of both groups (None: there is nobody else).
+    A collective of both groups. A group is None if it has one rank.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     device = local(gradients[0]).device if gradients else torch.device("cpu")
@@ -331,10 +344,14 @@ def clip(parameters: Iterable[Any], most: float, tensor_group: Any, pipeline_gro
     total = cut + whole
     if pipeline_group is not None:
         dist.all_reduce(total, group=pipeline_group)
-    norm = math.sqrt(float(total))
-    if norm > most:
-        for gradient in gradients:
-            local(gradient).mul_(most / (norm + 1e-6))
+    return math.sqrt(float(total))
+
+
+def scale_gradients(parameters: Iterable[Any], factor: float) -> None:
+    """Multiply all gradients by a factor."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local(parameter.grad).mul_(factor)
 
 
 def _is_shard(tensor: Any) -> bool:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from miniray.core import startup
-from miniray.doctor import actors
+from miniray.core import session, startup
+from miniray.core.engine import Engine
+from miniray.doctor import actors, recorder
 
 #: Modules that the local engine imports once for all workers if the driver has imported the key.
 #: ``torch._dynamo`` takes as long to import as torch, and torch's optimizers import it.
@@ -77,6 +78,32 @@ class RankStream:
         return getattr(self._stream, name)
 
 
+def set_up_worker() -> Callable[[Any], None] | None:
+    """Prepare the process of a worker: its recorder, which also notes the use of the object store.
+
+    Called before the worker is created.
+    """
+    name_sections = actors.set_up()
+    current = recorder.current()
+    if current is not None and session.is_initialized():
+        current.gauges["object_store"] = ObjectStoreGauge(session.engine())
+    return name_sections
+
+
+class ObjectStoreGauge:
+    """Measures what the object store uses: memory, the most so far, its limit, and disk."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._peak = engine, 0
+
+    def __call__(self) -> tuple[int, int, int, int] | None:
+        usage = self._engine.measure_object_store()
+        if usage is None:
+            return None
+        self._peak = max(self._peak, usage.memory_bytes)
+        return usage.memory_bytes, self._peak, usage.limit_bytes, usage.disk_bytes
+
+
 def set_up_rank() -> Callable[[Any], None] | None:
     """Prepare the process of a rank: its output, its progress bars, its recorder.
 
@@ -94,7 +121,7 @@ def set_up_rank() -> Callable[[Any], None] | None:
     sys.stdout = RankStream(sys.stdout, mark, log)
     sys.stderr = RankStream(sys.stderr, mark, log)
     tame_tqdm(int(rank))
-    return actors.set_up()
+    return set_up_worker()
 
 
 def tame_tqdm(rank: int) -> None:

@@ -27,6 +27,7 @@ class Plan:
     tensor: Any
     batch_size: int
     sample: Any  # one micro-batch of inputs; what the split model's output is compared on
+    steps: int | None = None  # of an epoch, if known
 
     def tables(self) -> list[str]:
         return [plan.table() for plan in (self.stages, self.tensor) if plan is not None]

@@ -127,6 +127,7 @@ class NewSteps:
     def __init__(self, run: LoggedRun) -> None:
         self._tracker = StepTracker(run.reached)
         self._restarts = run.restarts
+        self._repeats = 0  # decreases of the step since a record with the restarts of ranks
         self._behind = run.reached is not None  # whether a decrease has been counted
 
     def select(self, position: int, numbers: Mapping[str, float]) -> dict[str, float]:
@@ -135,14 +136,18 @@ class NewSteps:
         After a restart, they include the number of restarts so far.
         """
         if self._tracker.is_repeated(position, numbers):
-            self._restarts += not self._behind
+            if not self._behind:
+                self._restarts += 1
+                self._repeats += 1
             self._behind = True
             return {}
         self._behind = False
         known = self._tracker.names_at(position)
         self._tracker.move_to(position, numbers)
         new = {name: value for name, value in numbers.items() if name not in known}
-        self._restarts += int(new.pop(RESTARTS, 0))  # of ranks, in this record
+        if RESTARTS in new:  # of ranks, in this epoch
+            self._restarts += max(0, int(new.pop(RESTARTS)) - self._repeats)
+            self._repeats = 0
         return {**new, RESTARTS: self._restarts} if self._restarts else new
 
 

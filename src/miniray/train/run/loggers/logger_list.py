@@ -53,6 +53,7 @@ class LoggerList:
         self._system: SystemMetrics | None = None
         self._logs_steps = False
         self._step: int | None = None  # of the latest record that has one
+        self._scores: set[str] = set()  # names of the scores that were logged at that step
 
     def open(self, run: RunDirectory, kwargs: Mapping[str, Any]) -> None:
         """Start to log a run, or continue it.
@@ -64,7 +65,7 @@ class LoggerList:
         self._run, self._lines = run, JSONLines(run)
         if not self._entries:
             return
-        self._system, self._step = SystemMetrics(), None
+        self._system, self._step, self._scores = SystemMetrics(), None, set()
         info = run.read_run()
         attempts = info.get("attempts", [])
         restarts = sum(attempt.get("state") != "finished" for attempt in attempts)
@@ -99,12 +100,15 @@ class LoggerList:
     def log(self, record: Mapping[str, Any]) -> None:
         """Write the record of an epoch, which has an ``epoch`` and may have a global ``step``.
 
-        If steps are logged too, loggers get the means over the epoch as ``epoch_...``.
+        If steps are logged too, loggers get the means over the epoch as ``epoch_...``, and each
+        score of a step once.
         """
         assert self._lines is not None
         self._lines.log(get_step(record), record["epoch"], record)
         if self._logs_steps:
-            record = {_name_epoch_metric(name): value for name, value in record.items()}
+            known = self._scores if get_step(record) in (None, self._step) else set()
+            kept = {name: value for name, value in record.items() if name not in known}
+            record = {_name_epoch_metric(name): value for name, value in kept.items()}
         self._log(record)
 
     def log_step(self, record: Mapping[str, Any]) -> None:
@@ -120,7 +124,9 @@ class LoggerList:
             metrics = {**record, **self._system.sample()}
             step = get_step(record)
             # Between records with steps, one without them belongs to the latest step.
-            self._step = self._step if step is None else step
+            if step not in (None, self._step):
+                self._step, self._scores = step, set()
+            self._scores |= {name for name in record if _is_score(name)}
             for entry in list(self._entries):
                 self._call(entry, "log", self._step, record["epoch"], metrics)
 
@@ -163,8 +169,12 @@ class LoggerList:
 
 
 def _name_epoch_metric(name: str) -> str:
-    is_shared = name in ("step", "epoch", "seconds", "restarts") or name.startswith("val_")
+    is_shared = name in ("step", "epoch", "seconds", "restarts") or _is_score(name)
     return name if is_shared else f"epoch_{name}"
+
+
+def _is_score(name: str) -> bool:
+    return name.startswith("val_")
 
 
 def _name_loggers(loggers: list[Logger]) -> list[_Entry]:
