@@ -92,7 +92,7 @@ PASSED = {
     "num_worker": TRAINERS,
     "every_n_train_steps": (*TRAINERS, Checkpoint),
     "gradient_accumulation_steps": (DDPTrainer, DataParallelTrainer, PipelineParallelTrainer),
-    "accumulate": (DataParallelTrainer,),
+    "accumulate": (GRPOTrainer,),
     "batch_size": (PipelineParallelTrainer, GRPOTrainer, ParquetDataset),
     "learning_rate": (DDPTrainer, GRPOTrainer, GRPOConfig),
     "max_tokens": (DDPTrainer, DataLoader, GRPOTrainer, GRPOConfig, Sampling),
