@@ -9,6 +9,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from miniray.train import Callback, DDPTrainer
+from miniray.train.callbacks import Checkpoint
 from tests.train.ddp_for_tests import make_data
 
 ROWS = 57
@@ -52,6 +53,14 @@ class Noisy:
     def validation_step(self, batch, batch_idx):
         x, y = batch
         return {"loss": functional.cross_entropy(self.model(x), y)}
+
+
+class EveryCheckpoint(Checkpoint):
+    """Leaves out no checkpoint: steps of tests take less time than writing one."""
+
+    def save_if_due(self, trainer):
+        trainer.checkpointer.wait()
+        super().save_if_due(trainer)
 
 
 class Watch(Callback):

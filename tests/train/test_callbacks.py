@@ -35,7 +35,7 @@ class Trainer:
     def history(self):
         return self.state.history
 
-    def save_checkpoint(self, epoch):
+    def save_checkpoint(self, epoch, background=False):
         return self.checkpoints.save(epoch, {"history": self.history})
 
     def call_workers(self, method, *args, epoch=None):

@@ -1,5 +1,6 @@
 """Real faults while checkpoints are written: full disks, SIGKILL, readers at the same time."""
 
+import contextlib
 import errno
 import os
 import resource
@@ -28,20 +29,28 @@ def run(code, *arguments, timeout=50):
     return done.stdout
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 1 MiB of its own."""
-    disk = tmp_path / "disk"
+@contextlib.contextmanager
+def mount_disk(disk, size):
+    """Mount a small file system at ``disk``; skip the test without the right to do so."""
     disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
     try:
         mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
     except FileNotFoundError:
         mounted = False
     if not mounted:
         pytest.skip("no right to mount a file system")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB of its own."""
+    with mount_disk(tmp_path / "disk", "1m") as disk:
+        yield disk
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -22,7 +22,13 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from tests.train.ddp_for_tests import Looper, Stepper  # noqa: E402
-from tests.train.steps_for_tests import Noisy, Watch, check_equal, run  # noqa: E402
+from tests.train.steps_for_tests import (  # noqa: E402
+    EveryCheckpoint,
+    Noisy,
+    Watch,
+    check_equal,
+    run,
+)
 from tests.train.workers_for_tests import Counter  # noqa: E402
 
 STEPS = 8  # per epoch of ``Noisy`` on two ranks
@@ -87,7 +93,7 @@ def test_length_is_either_epochs_or_steps(length):
 
 
 def test_best_checkpoint_of_a_run_inside_an_epoch():
-    callbacks = Checkpoint(every_steps=2, keep_last=1, keep_best=True, monitor="val_loss")
+    callbacks = EveryCheckpoint(every_steps=2, keep_last=1, keep_best=True, monitor="val_loss")
     with make(callbacks=callbacks, eval_every_steps=2) as trainer:
         result = trainer.train(steps=7)
         scores = {r["step"]: r["val_loss"] for r in trainer.run.read_steps() if "val_loss" in r}
@@ -162,7 +168,7 @@ def test_interrupted_and_resumed_run_has_the_bits_of_a_whole_one(
 
 def test_run_that_raised_resumes_from_the_step_of_its_checkpoint():
     whole = run("whole", {"epochs": 2})
-    callbacks = [Checkpoint(every_steps=3), Interrupt(3)]
+    callbacks = [EveryCheckpoint(every_steps=3), Interrupt(3)]
     with make(run_dir="parts", callbacks=callbacks) as trainer, pytest.raises(InterruptedError_):
         trainer.train(epochs=2)
     at = trainer.state.step
@@ -220,7 +226,7 @@ def test_checkpoints_and_evaluations_every_few_steps():
         def on_evaluate_end(self, step, scores, **kwargs):
             hooks.append(step)
 
-    callbacks = [Checkpoint(every=10, every_steps=3, keep_last=None), watch]
+    callbacks = [EveryCheckpoint(every=10, every_steps=3, keep_last=None), watch]
     options = {"worker": Noisy, "seed": 5, "progress": False, "run_dir": "watched"}
     with Hooked(2, callbacks=callbacks, eval_every_steps=4, **options) as trainer:
         result = trainer.train(epochs=2)
@@ -282,10 +288,10 @@ def test_checkpoint_by_the_clock_is_of_one_step_on_all_ranks():
             trainer.should_stop = len(names(trainer)) > 0
 
     class Recording(DDPTrainer):
-        def save_checkpoint(self, epoch=None):
+        def save_checkpoint(self, epoch=None, **options):
             steps = self.call_workers("get_step")
             saved.append(({int(step) for step in steps}, self.state.step))
-            return super().save_checkpoint(epoch)
+            return super().save_checkpoint(epoch, **options)
 
     callbacks = [Checkpoint(every=10, every_minutes=0.3 / 60), Saved()]
     options = {"worker": Slow, "progress": False, "callbacks": callbacks}
@@ -471,7 +477,9 @@ def test_workers_know_the_length_of_the_run_and_build_schedules():
 
 
 def test_schedule_of_a_resumed_run_ends_at_its_total():
-    with make(worker=Scheduled, run_dir="half", callbacks=Checkpoint(every_steps=3)) as trainer:
+    with make(
+        worker=Scheduled, run_dir="half", callbacks=EveryCheckpoint(every_steps=3)
+    ) as trainer:
         trainer.callbacks.append(Interrupt(3))
         with pytest.raises(InterruptedError_):
             trainer.train(epochs=1)

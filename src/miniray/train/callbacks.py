@@ -136,8 +136,17 @@ class Checkpoint(Callback):
             self._save(trainer)
 
     def save_if_due(self, trainer: Any) -> None:
-        """Save inside an epoch, if ``every_steps`` or ``every_minutes`` asks for it."""
-        if self._is_due(trainer):
+        """Save inside an epoch, if ``every_steps`` or ``every_minutes`` asks for it.
+
+        If the last checkpoint is still being written, this one is left out.
+        """
+        if not self._is_due(trainer):
+            return
+        if trainer.checkpointer.is_writing():
+            event = {"event": "checkpoint_skipped", "step": trainer.state.step}
+            trainer.session.append_event(event)
+            self._saved_at = time.monotonic()
+        else:
             self._save(trainer)
 
     def is_time_due(self) -> bool:
@@ -151,7 +160,7 @@ class Checkpoint(Callback):
         return at_step or self.is_time_due()
 
     def _save(self, trainer: Any) -> None:
-        trainer.save_checkpoint(trainer.epoch - 1)
+        trainer.save_checkpoint(trainer.epoch - 1, background=True)
         self._saved_step, self._saved_at = trainer.state.step, time.monotonic()
 
     def on_train_end(self, trainer: Any, history: Any, **kwargs: Any) -> None:

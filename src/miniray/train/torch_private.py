@@ -12,6 +12,16 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 
+def get_shard_offset(tensor: Any) -> list[int]:
+    """Return where this rank's part of a ``DTensor`` starts in the whole tensor.
+
+    Private name, seen in torch 2.8 and 2.13: ``__create_chunk_list__``, by which DTensor describes
+    its parts to ``torch.distributed.checkpoint``.
+    """
+    chunks = tensor.__create_chunk_list__()
+    return list(chunks[0].offsets) if chunks else [0] * tensor.dim()
+
+
 class PinnedDDP(DistributedDataParallel):  # type: ignore[misc]
     """DistributedDataParallel whose gradient buckets never change.
 

@@ -30,6 +30,7 @@ from miniray.train.callbacks import (
     find_checkpoint_steps,
 )
 from miniray.train.options import IN_WORKER_HINTS, WORKER_HINTS, RunOptions, check_resume, warn
+from miniray.train.run.checkpoint_format import LateState
 from miniray.train.run.checkpoint_store import CheckpointStore
 from miniray.train.run.checkpointer import Checkpointer
 from miniray.train.run.directory import RunDirectory
@@ -561,10 +562,13 @@ class BaseTrainer:
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    def save_checkpoint(self, epoch: int | None = None) -> Path:
+    def save_checkpoint(self, epoch: int | None = None, *, background: bool = False) -> Path:
         """Write a checkpoint of the last completed epoch or step, and return its path.
 
-        Inside ``train_epoch``, ``epoch`` says that the running epoch counts as completed.
+        Args:
+            epoch: Inside ``train_epoch``, says that the running epoch counts as completed.
+            background: Write it while training continues. An earlier one that is being written is
+                waited for. If writing fails, warn instead of raising an error.
         """
         if self.checkpointer.store is None or self._group is None:
             raise RuntimeError(NO_WORKERS)
@@ -576,7 +580,13 @@ class BaseTrainer:
                 "or save_final_model() for the current weights"
             )
         self.state.number_record()
-        return self.checkpointer.save(dataclasses.replace(self.state, epoch=done))
+        late = self._keep_state() if background else None
+        state = dataclasses.replace(self.state, epoch=done)
+        return self.checkpointer.save(state, background=background, late=late)
+
+    def _keep_state(self) -> LateState | None:
+        """Let workers keep their state for a checkpoint; None to read it at once."""
+        return None
 
     def load_checkpoint(self, path: str | Path = "latest") -> int:
         """Restore a checkpoint, now or when ``train`` starts the workers, and return its epoch.

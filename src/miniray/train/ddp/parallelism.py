@@ -12,6 +12,7 @@ from miniray.train.lockstep.group import LockstepGroup
 from miniray.train.lockstep.parallelism import RunSettings
 from miniray.train.lockstep.snapshot import Keep
 from miniray.train.run.result import TrainResult
+from miniray.train.run.tensors.shards import merge_shards
 from miniray.train.workers.aggregate import aggregate
 from miniray.train.workers.evaluate import combine, cut
 from miniray.train.workers.shards import DataRef
@@ -111,6 +112,11 @@ class DataParallelism:
 
     def merge_shared(self, parts: Sequence[Any]) -> Any:
         return parts[0]
+
+    def merge_local(self, shared: Any, own: Sequence[Any]) -> tuple[Any, Any]:
+        state = {**shared, **merge_shards(own)}
+        weights = {**shared.get("weights", {}), **state.pop("weights")}
+        return weights, state
 
     def describe_part(self, rank: int) -> str | None:
         del rank

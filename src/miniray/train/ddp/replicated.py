@@ -386,29 +386,27 @@ class ReplicatedModel:
         return self.epoch_data.has_position or hasattr(self.user.train_loader, "state_dict")
 
     def get_local_state(self) -> tuple[Any, Any]:
-        """Return parameters and optimizers, and this rank's buffers.
+        """Return weights and optimizers, and this rank's buffers.
 
         Inside an epoch, running statistics are those of each rank's own batches.
         """
-        owned = parts.stateful(self.user)
+        owned, model = parts.stateful(self.user), self._whole_model()
+        weights = model.state_dict()
+        names = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+        mine = {name: weights.pop(name) for name in names if name in weights}
         shared = {
-            "parameters": {key: p.detach() for key, p in self._iter_named_parameters()},
+            "weights": dict(weights),
             "parts": {name: self.get_part_state(part) for name, part in owned.items()},
             **self._get_progress(),
         }
-        return shared, dict(self._iter_buffers())
+        return shared, {"weights": mine, "buffers": dict(self._iter_buffers())}
 
     def load_local_state(self, shared: Any, own: Any) -> None:
-        load_tensors(self._iter_named_parameters(), shared["parameters"])
-        load_tensors(self._iter_buffers(), own)
+        self._whole_model().load_state_dict({**shared["weights"], **own["weights"]})
+        load_tensors(self._iter_buffers(), own["buffers"])
         for name, part in parts.stateful(self.user).items():
             self.load_part_state(part, shared["parts"][name])
         self._load_progress(shared)
-
-    def _iter_named_parameters(self) -> Iterator[tuple[str, Any]]:
-        for name, module in self.modules.items():
-            for key, parameter in module.named_parameters():
-                yield f"{name}.{key}", parameter
 
     def _iter_buffers(self) -> Iterator[tuple[str, Any]]:
         for name, module in self.modules.items():
@@ -453,6 +451,9 @@ class ReplicatedModel:
     def use_synced_models(self) -> None:
         """Give the worker its models with averaged gradients."""
         vars(self.user).update(self._synced)
+
+    def get_window(self) -> dict[str, Any]:
+        return {}
 
 
 def get_scheduler_interval(worker: Any, default: str = "epoch") -> str | None:

@@ -26,9 +26,9 @@ from miniray.train.lockstep.mesh import (
     load_local_optimizer,
     load_tensors,
     load_weights,
-    local,
     make_mesh,
     shard_optimizer_values,
+    take_part,
 )
 from miniray.train.lockstep.rank import WorkerTraits
 from miniray.train.pretrained import SavedFiles, write_model
@@ -96,14 +96,14 @@ class ShardedReplica(ReplicatedModel):
     def get_local_state(self) -> tuple[Any, Any]:
         """Return the position, and this rank's shards of parameters and optimizers."""
         own = {
-            "parameters": {k: local(p).detach() for k, p in self._iter_named_parameters()},
+            "weights": {k: take_part(v) for k, v in self.user.model.state_dict().items()},
             "buffers": dict(self._iter_buffers()),
             "parts": {k: _get_local(part) for k, part in parts.stateful(self.user).items()},
         }
         return self._get_progress(), own
 
     def load_local_state(self, shared: Any, own: Any) -> None:
-        load_tensors(self._iter_named_parameters(), own["parameters"])
+        load_tensors(self.user.model.state_dict().items(), own["weights"])
         load_tensors(self._iter_buffers(), own["buffers"])
         for name, part in parts.stateful(self.user).items():
             _load_local(part, own["parts"][name])

@@ -242,8 +242,11 @@ class SnapshotArena:
         ]
         return max(set.intersection(*steps), default=None)
 
-    def read(self, step: int) -> Snapshot:
-        """Return a step's state. Its arrays are copies.
+    def read(self, step: int, *, copy: bool = True) -> Snapshot:
+        """Return a step's state.
+
+        Without ``copy``, an array that one rank has written as a whole is in the arena's memory. It
+        changes when that rank overwrites the slot.
 
         Raises:
             KeyError: Some rank hasn't committed this step.
@@ -252,7 +255,7 @@ class SnapshotArena:
         for buffer in self._buffers:
             committed = dict(self._iter_committed(buffer, self.num_slots))
             slots.append(committed[step])
-        return _assemble(step, slots)
+        return _assemble(step, slots, copy)
 
     def clear(self) -> None:
         """Mark all slots as empty. No rank may be writing."""
@@ -269,7 +272,7 @@ class SnapshotArena:
 
     @staticmethod
     def _iter_committed(buffer: SharedBuffer, num_slots: int) -> Iterator[tuple[int, memoryview]]:
-        memory = buffer.map(writable=False)
+        memory = buffer.map()  # torch warns about arrays that are read-only
         size = buffer.size // num_slots
         for slot in range(num_slots):
             view = memory[slot * size : (slot + 1) * size]
@@ -284,15 +287,15 @@ class SnapshotArena:
                 yield step, view
 
 
-def _assemble(step: int, slots: Sequence[memoryview]) -> Snapshot:
+def _assemble(step: int, slots: Sequence[memoryview], copy: bool) -> Snapshot:
     """Put the state together from one slot of each rank."""
     indexes = []
     for view in slots:
         _, _, _, index_bytes, _, data_bytes = _HEADER.unpack_from(view)
         start = _PAGE + data_bytes
         indexes.append(json.loads(bytes(view[start : start + index_bytes])))
-    shared = _Arrays()
-    own = [_Arrays() for _ in slots]
+    shared = _Arrays(copy)
+    own = [_Arrays(copy) for _ in slots]
     for view, index, arrays in zip(slots, indexes, own, strict=True):
         for part, name, dtype, shape, nbytes, start, stop, offset in index["pieces"]:
             data = np.frombuffer(view, np.uint8, stop - start, _PAGE + offset)
@@ -307,16 +310,20 @@ def _assemble(step: int, slots: Sequence[memoryview]) -> Snapshot:
 class _Arrays:
     """Arrays by name, filled piece by piece. ``decode`` reads them like those of a file."""
 
-    def __init__(self) -> None:
+    def __init__(self, copy: bool) -> None:
+        self._copy = copy
         self._bytes: dict[str, Any] = {}
         self._types: dict[str, tuple[str, list[int]]] = {}
 
     def add(
         self, name: str, dtype: str, shape: list[int], nbytes: int, start: int, data: Any
     ) -> None:
+        self._types[name] = (dtype, shape)
+        if not self._copy and len(data) == nbytes:
+            self._bytes[name] = data
+            return
         if name not in self._bytes:
             self._bytes[name] = np.empty(nbytes, np.uint8)
-            self._types[name] = (dtype, shape)
         self._bytes[name][start : start + len(data)] = data
 
     def numpy(self, name: str) -> Any:

@@ -30,7 +30,12 @@ from miniray.train.lockstep.monitor import HeartbeatMonitor, Verdict
 from miniray.train.lockstep.options import choose_backend
 from miniray.train.lockstep.process_group import GroupHost
 from miniray.train.lockstep.schedule import Action
-from miniray.train.lockstep.snapshot import Keep, RankSnapshots, StepSnapshots
+from miniray.train.lockstep.snapshot import (
+    CheckpointMemory,
+    Keep,
+    RankSnapshots,
+    StepSnapshots,
+)
 from miniray.train.lockstep.status import LogReader
 from miniray.train.run.progress import StepBar
 from miniray.train.run.step_log import LogWindow
@@ -288,6 +293,18 @@ class LockstepGroup:
             "open_snapshots", lambda rank: (buffers[rank], num_slots, measure)
         )
         return float(max(seconds))
+
+    def keep_state(self, memory: CheckpointMemory) -> bool:
+        """Let the ranks copy their state to ``memory``; return False if there isn't enough."""
+        for _ in range(2):
+            is_reserved = memory.is_reserved(self.count)
+            if not is_reserved and not memory.reserve(self.call_ranks("measure_state")):
+                return False
+            assigned = partial(memory.get_arguments, self.handles)
+            if all(self.call_ranks("keep_state", assigned)):
+                return True
+            memory.close()  # the state has grown
+        return False
 
     def leave(self) -> None:
         """Let the ranks leave the process group, if they can. In this process they always can."""

@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from miniray.errors import CheckpointError
+from miniray.train.run.tensors.shards import create_shard, is_shard
+from miniray.train.torch_private import get_shard_offset
 
 
 def make_mesh(device: Any, sizes: Mapping[str, int]) -> Any:
@@ -42,6 +44,13 @@ def stages_through_host(device: Any) -> bool:
 def local(tensor: Any) -> Any:
     """Return this rank's part of a tensor that may be sharded."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def take_part(tensor: Any) -> Any:
+    """Return this rank's part of a tensor: a shard if it is sharded. No collective and no copy."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    return create_shard(local(tensor).detach(), tensor.shape, get_shard_offset(tensor))
 
 
 def gather_full(tensor: Any) -> Any:
@@ -124,7 +133,7 @@ def _get_shards(parameter: Any, values: Mapping[str, Any]) -> dict[str, Any]:
             layout = (value.shape, value.placements)
             if layout != (parameter.shape, getattr(parameter, "placements", None)):
                 raise CheckpointError(f"the optimizer's {key!r} isn't sharded like its parameter")
-            value = {"shard": local(value).detach()}
+            value = take_part(value)
         found[key] = value
     return found
 
@@ -132,7 +141,7 @@ def _get_shards(parameter: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 def _restore_shards(parameter: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for key, value in values.items():
-        if isinstance(value, Mapping):
+        if is_shard(value):
             shard = value["shard"].to(local(parameter).device, copy=True)
             value = DTensor.from_local(
                 shard,
@@ -149,10 +158,11 @@ def _restore_shards(parameter: Any, values: Mapping[str, Any]) -> dict[str, Any]
 
 
 def load_tensors(targets: Iterable[tuple[str, Any]], values: Mapping[str, Any]) -> None:
-    """Copy this rank's values into tensors of the same names."""
+    """Copy this rank's values, which ``take_part`` returned, into tensors of the same names."""
     with torch.no_grad():
         for name, target in targets:
-            local(target).copy_(values[name])
+            value = values[name]
+            local(target).copy_(value["shard"] if is_shard(value) else value)
 
 
 def shard_like(target: Any, value: Any) -> Any:

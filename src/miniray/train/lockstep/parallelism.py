@@ -55,6 +55,12 @@ class Parallelism(Protocol):
     def merge_shared(self, parts: Sequence[Any]) -> Any:
         """Return the state that all ranks share from their ``gather_shared``."""
 
+    def merge_local(self, shared: Any, own: Sequence[Any]) -> tuple[Any, Any]:
+        """Return the whole weights and the state that all ranks share, as above.
+
+        The arguments are the two parts of ``Replica.get_local_state``, the second one by rank.
+        """
+
     def describe_part(self, rank: int) -> str | None:
         """Return what part of the model is lost with a rank; None if all ranks hold the same."""
 

@@ -188,6 +188,7 @@ class RankActor:
         self._replica: Any = None
         self._loop: Any = None
         self._writer: SnapshotWriter | None = None
+        self._keeper: SnapshotWriter | None = None  # for checkpoints
         self._steps_per_epoch: int | None = None
 
     @staticmethod
@@ -302,6 +303,10 @@ class RankActor:
         """Return how much memory a snapshot needs, once the optimizer has its state."""
         if not self._replica.has_position:
             return SnapshotNeed(0, "the train_loader can't start inside an epoch")
+        return self.measure_state()
+
+    def measure_state(self) -> SnapshotNeed:
+        """Return how much memory the state of this rank needs."""
         context = self._context
         try:
             shared, own = self._get_local_state()
@@ -326,6 +331,21 @@ class RankActor:
             start = time.perf_counter()
             self._save_snapshot()
         return time.perf_counter() - start
+
+    def keep_state(self, buffer: SharedBuffer | None) -> bool:
+        """Copy the state to a buffer, from which the driver writes a checkpoint.
+
+        Args:
+            buffer: This rank's; None for that of the last call.
+
+        Returns:
+            False if the state has outgrown the buffer.
+        """
+        context = self._context
+        if buffer is not None:
+            self._keeper = SnapshotWriter(buffer, 1, context.rank, context.world_size)
+        assert self._keeper is not None
+        return self._keeper.save(context.state.step, *self._get_local_state())
 
     def _save_snapshot(self) -> None:
         context = self._context

@@ -177,6 +177,51 @@ def _merge_positions(positions: Sequence[Any]) -> dict[str, Any] | None:
     from miniray.data import merge_states
 
     return positions[0] if positions[0]["rank"] is None else merge_states(positions)
+class CheckpointMemory:
+    """Shared memory for the state of one step, from which the driver writes a checkpoint."""
+
+    def __init__(self) -> None:
+        self._arena = SnapshotArena(num_slots=1)
+        self._buffers: list[SharedBuffer] = []
+        self._owners: dict[int, Any] = {}  # the actors that have the buffers
+        self._has_warned = False
+
+    def reserve(self, needs: Sequence[SnapshotNeed]) -> bool:
+        """Reserve memory for all ranks; return whether there is enough. If not, warn once."""
+        self.close()
+        problem = next((need.problem for need in needs if need.problem), None)
+        if problem is not None:
+            return False  # the state can't be stored at all, as the checkpoint will say
+        try:
+            self._buffers = self._arena.reserve([need.nbytes for need in needs])
+        except ObjectStoreFullError as error:
+            if not self._has_warned:
+                warn(f"Ranks wait while checkpoints are written: {error}")
+            self._has_warned = True
+            return False
+        return True
+
+    def is_reserved(self, count: int) -> bool:
+        """Return whether there is memory for this number of ranks."""
+        return len(self._buffers) == count
+
+    def get_arguments(self, ranks: Sequence[Any], rank: int) -> tuple[SharedBuffer | None]:
+        """Return the arguments of ``keep_state`` for a rank: its buffer, unless it has it."""
+        if self._owners.get(rank) is ranks[rank]:
+            return (None,)
+        self._owners[rank] = ranks[rank]
+        return (self._buffers[rank],)
+
+    def read(self) -> Snapshot:
+        """Return the state that all ranks have written. Its arrays are overwritten by the next."""
+        step = self._arena.find_newest_step()
+        assert step is not None
+        return self._arena.read(step, copy=False)
+
+    def close(self) -> None:
+        """Free the memory once no rank uses it."""
+        self._arena.close()
+        self._buffers, self._owners = [], {}
 
 
 class StepSnapshots:

@@ -32,7 +32,13 @@ from miniray.train.lockstep.options import (
 from miniray.train.lockstep.parallelism import Parallelism, RunSettings
 from miniray.train.lockstep.rank import RankActor
 from miniray.train.lockstep.schedule import Action, StepSchedule
-from miniray.train.lockstep.snapshot import Keep, RankSnapshots, StepSnapshots
+from miniray.train.lockstep.snapshot import (
+    CheckpointMemory,
+    Keep,
+    RankSnapshots,
+    StepSnapshots,
+)
+from miniray.train.run.checkpoint_format import LateState
 from miniray.train.run.checkpointer import Part
 from miniray.train.run.step_log import LogWindow
 from miniray.train.steps import StepActions, StepOptions
@@ -40,8 +46,11 @@ from miniray.train.trainer import BaseTrainer
 from miniray.train.workers.budget import FailureBudget, WorldSize
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from typing_extensions import Unpack
 
+    from miniray.train.lockstep.arena import Snapshot
     from miniray.train.lockstep.loop import EpochReport
     from miniray.train.options import RunKwargs
 
@@ -113,6 +122,7 @@ class LockstepTrainer(BaseTrainer):
             write=self.loggers.log_step,
             emit=self._emit,
         )
+        self._checkpoint_memory = CheckpointMemory()
         self._has_requested_pause = False
         self._resumed_steps: int | None = None  # of an epoch that other ranks began
 
@@ -350,6 +360,33 @@ class LockstepTrainer(BaseTrainer):
         """Return the state that all ranks share, merged."""
         return self._parallelism.merge_shared(self._get_ranks().call("gather_shared"))
 
+    def _keep_state(self) -> LateState | None:
+        """Copy the ranks' state to shared memory, from which a thread writes a checkpoint."""
+        self.checkpointer.wait()  # it may be reading the memory
+        group, memory = self._get_ranks(), self._checkpoint_memory
+        can = session.engine().capabilities
+        if not (can.processes and can.shared_memory):
+            return None
+        if not group.run(partial(group.keep_state, memory), keep=Keep.NOTHING):
+            return None
+
+        def read(directory: Path) -> dict[str, Any]:
+            del directory
+            return self._convert(memory.read())
+
+        return LateState(("weights", "workers", self._kind), read)
+
+    def _convert(self, snapshot: Snapshot) -> dict[str, Any]:
+        """Return the parts of a checkpoint that ranks hold, from a snapshot of all of them."""
+        own = snapshot.own
+        local = [state["local"] for state in own]
+        weights, shared = self._parallelism.merge_local(snapshot.shared, local)
+        if own[0]["weights"] is not None:  # the worker's own
+            weights = own[0]["weights"]
+        states = [state["state"] for state in own]
+        workers = {"count": len(own), "states": states}
+        return {"weights": [weights], "workers": workers, self._kind: shared}
+
     def _load_shared(self, shared: Any) -> None:
         shared = miniray.put(shared)
         self._get_ranks().call("load_shared", lambda _: (shared,), keep=Keep.ALL)
@@ -375,3 +412,4 @@ class LockstepTrainer(BaseTrainer):
         if group is not None:
             group.close()
             group.step_snapshots.close()
+        self._checkpoint_memory.close()

@@ -21,10 +21,12 @@ from miniray.train.lockstep.loop import check_scheduler
 from miniray.train.lockstep.mesh import (
     gather_full,
     gather_optimizer_values,
+    get_local_optimizer,
+    load_local_optimizer,
     load_tensors,
     load_weights,
-    local,
     shard_optimizer_values,
+    take_part,
 )
 from miniray.train.lockstep.status import is_consequence
 from miniray.train.parallel.plan.job import Job, Place
@@ -72,13 +74,9 @@ class Part:
     def optimizer_state(self) -> dict[str, Any]:
         """``{"groups": settings, "state": {name: numbers}}``, in one piece; as ``weights``."""
         names = self._names()
-        groups = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in self.optimizer.param_groups
-        ]
         numbers = self.optimizer.state.items()
         return {
-            "groups": groups,
+            "groups": self._get_groups(),
             "state": {names[p]: gather_optimizer_values(v) for p, v in numbers},
         }
 
@@ -101,16 +99,56 @@ class Part:
                 )
 
     def get_local(self) -> dict[str, Any]:
-        """Return the parameters and buffers of this rank as they are, by stage and name."""
-        return {key: local(tensor).detach() for key, tensor in self._iter_tensors()}
+        """Return this rank's parts of weights, buffers and the optimizer. No collective."""
+        weights = {
+            stage: {name: take_part(value) for name, value in module.state_dict().items()}
+            for stage, module in self.modules.items()
+        }
+        saved, names = get_local_optimizer(self.optimizer), self._list_names()
+        return {
+            "weights": weights,
+            "buffers": dict(self._iter_buffers()),
+            "optimizer": {
+                "groups": self._get_groups(),
+                "state": {names[i]: values for i, values in saved["state"].items()},
+            },
+        }
 
     def load_local(self, saved: Mapping[str, Any]) -> None:
-        load_tensors(self._iter_tensors(), saved)
-
-    def _iter_tensors(self) -> Iterator[tuple[str, Any]]:
+        """Restore ``get_local`` of the same rank in the same layout."""
         for stage, module in self.modules.items():
-            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                yield f"{stage}.{name}", tensor
+            load_tensors(module.state_dict().items(), saved["weights"][stage])
+        load_tensors(self._iter_buffers(), saved["buffers"])
+        optimizer = saved["optimizer"]
+        numbers = {
+            i: optimizer["state"][name]
+            for i, name in self._list_names().items()
+            if name in optimizer["state"]
+        }
+        groups = [
+            {**settings, "params": group["params"]}
+            for settings, group in zip(
+                optimizer["groups"], self.optimizer.state_dict()["param_groups"], strict=True
+            )
+        ]
+        load_local_optimizer(self.optimizer, {"state": numbers, "param_groups": groups})
+
+    def _iter_buffers(self) -> Iterator[tuple[str, Any]]:
+        for stage, module in self.modules.items():
+            for name, buffer in module.named_buffers():
+                yield f"{stage}.{name}", buffer
+
+    def _get_groups(self) -> list[dict[str, Any]]:
+        return [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+
+    def _list_names(self) -> dict[int, str]:
+        """Return the names of the parameters by their number in the optimizer's state."""
+        names = self._names()
+        owned = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return {i: names[p] for i, p in enumerate(owned) if p in names}
 
     def _names(self) -> dict[Any, str]:
         return {p: name for m in self.modules.values() for name, p in m.named_parameters()}

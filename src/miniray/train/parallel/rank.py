@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from miniray.train.lockstep.loop import MicroBatch, StepLoop, StepOutput
 from miniray.train.lockstep.mesh import (
-    get_local_optimizer,
-    load_local_optimizer,
     local,
     make_mesh,
     share_buffers,
@@ -281,13 +279,12 @@ class PartReplica:
         """Return nothing that all ranks share, and this rank's stages or shards."""
         part, position = self.part, self.context.state.state_dict()
         scheduler = None if part.scheduler is None else part.scheduler.state_dict()
-        own = {"weights": part.get_local(), "scheduler": scheduler, "position": position}
-        return None, {**own, "optimizer": get_local_optimizer(part.optimizer)}
+        own = {"scheduler": scheduler, "position": position, "seed": self.job.seed}
+        return None, {**own, **part.get_local()}
 
     def load_local_state(self, shared: Any, own: Any) -> None:
         part = self.part
-        part.load_local(own["weights"])
-        load_local_optimizer(part.optimizer, own["optimizer"])
+        part.load_local(own)
         if part.scheduler is not None:
             part.scheduler.load_state_dict(own["scheduler"])
         self.context.state.load_state_dict(own["position"])

@@ -19,6 +19,7 @@ from miniray.train.parallel.plan.job import Job, Layout
 from miniray.train.parallel.plan.schedules import SCHEDULES
 from miniray.train.parallel.timeline import ParallelResult
 from miniray.train.run.result import TrainResult
+from miniray.train.run.tensors.shards import merge_shards
 from miniray.train.workers.evaluate import combine
 
 if TYPE_CHECKING:
@@ -190,6 +191,13 @@ class ModelSplit:
         optimizer = {"groups": found[0]["optimizer"]["groups"], "state": numbers}
         stages = None if self.plan.stages is None else self.plan.stages.state()
         return {**found[0], "optimizer": optimizer, "stages": stages}
+
+    def merge_local(self, shared: Any, own: Sequence[Any]) -> tuple[Any, Any]:
+        del shared
+        state = merge_shards(own)
+        weights = self.merge_weights([state.pop("weights")])
+        del state["buffers"]
+        return weights, self.merge_shared([state])
 
     def describe(self) -> dict[str, Any]:
         return {

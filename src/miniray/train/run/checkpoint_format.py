@@ -15,10 +15,10 @@ import re
 import shutil
 import stat
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from miniray.checks import check_int
 from miniray.files import sync_directory
@@ -68,38 +68,74 @@ class CheckpointInfo:
 # -- writing -------------------------------------------------------------------------------------
 
 
-@dataclass
-class Contents:
-    """What is to be written: the JSON, the arrays by file, and the manifest's facts."""
+class LateState(NamedTuple):
+    """Parts of the state that are read when a checkpoint is written.
 
-    epoch: int
-    metrics: dict[str, float]
-    body: bytes
-    groups: dict[str, dict[str, tensorfile.Entry]]
-    serial: int = 0
-    step: int | None = None
+    Attributes:
+        names: Their names.
+        read: Returns them by name. The argument is the directory that is being written.
+    """
+
+    names: Sequence[str]
+    read: Callable[[Path], Mapping[str, Any]]
+
+
+class Contents:
+    """What is to be written: the JSON, the arrays by file, and the manifest's facts.
+
+    Args:
+        epoch: Number of the epoch.
+        state: The state, encoded at once.
+        allow_pickle: Pickle values that have no other form.
+        copy: Copy all arrays of ``state``, so that the caller may change them.
+        late: Further parts of the state.
+
+    Raises:
+        CheckpointError: A value has no form on disk; the error has the path to it.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        state: Mapping[str, Any],
+        *,
+        allow_pickle: bool,
+        copy: bool,
+        late: LateState | None = None,
+    ) -> None:
+        self.epoch, self.metrics = epoch, _metrics(state)
+        self.serial, self.step = 0, None
+        names = (*state, *(() if late is None else late.names))
+        self._names = dict(zip(names, _group_names(names), strict=True))  # name → file
+        self._encoder = Encoder(allow_pickle=allow_pickle, copy=copy)
+        self._keys: list[Any] = []
+        self._values: list[Any] = []
+        self._late = late
+        self._encode(state)
+
+    def _encode(self, state: Mapping[str, Any]) -> None:
+        for key, value in state.items():
+            self._keys.append(self._encoder.encode(key, "keys"))
+            self._values.append(self._encoder.encode(value, self._names[key], (key,)))
+
+    def complete(self, directory: Path) -> bytes:
+        """Read what is left of the state, and return the JSON."""
+        late, self._late = self._late, None
+        if late is not None:
+            self._encoder.copies = False
+            self._encode(late.read(directory))
+        body = {"keys": self._keys, "values": self._values}
+        return json.dumps(body, allow_nan=False).encode()
+
+    @property
+    def groups(self) -> Mapping[str, Mapping[str, tensorfile.Entry]]:
+        """The arrays by file and name."""
+        return self._encoder.groups
 
     @property
     def nbytes(self) -> int:
-        arrays = sum(e.nbytes for group in self.groups.values() for e in group.values())
-        return arrays + len(self.body)
-
-
-def encode_state(
-    epoch: int, state: Mapping[str, Any], *, allow_pickle: bool, copy: bool
-) -> Contents:
-    """Make the contents; ``copy`` so that the caller may go on and change its arrays.
-
-    Raises ``CheckpointError`` with the path to what has no form on disk.
-    """
-    encoder = Encoder(allow_pickle=allow_pickle, copy=copy)
-    keys = [encoder.encode(key, "keys") for key in state]
-    values = [
-        encoder.encode(value, group, (key,))
-        for group, (key, value) in zip(_group_names(state), state.items(), strict=True)
-    ]
-    body = json.dumps({"keys": keys, "values": values}, allow_nan=False).encode()
-    return Contents(epoch, _metrics(state), body, encoder.groups)
+        """Size of the arrays."""
+        return sum(e.nbytes for group in self.groups.values() for e in group.values())
 
 
 def write_checkpoint(path: Path, contents: Contents) -> None:
@@ -108,9 +144,10 @@ def write_checkpoint(path: Path, contents: Contents) -> None:
     _writing.add(partial)
     try:
         partial.mkdir()
+        body = contents.complete(partial)
         for group, entries in contents.groups.items():
             tensorfile.write(partial / f"{group}.safetensors", entries, None)
-        (partial / "state.json").write_bytes(contents.body)
+        (partial / "state.json").write_bytes(body)
         names = [*(f"{group}.safetensors" for group in contents.groups), "state.json"]
         sums = {name: _measure_file(partial / name) for name in names}
         (partial / "manifest.json").write_bytes(_manifest(contents, sums))
@@ -155,10 +192,10 @@ def _checksum(content: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
 
 
-def _group_names(state: Mapping[str, Any]) -> list[str]:
+def _group_names(keys: Iterable[Any]) -> list[str]:
     """A file name for each part of the state: its key where that can be one."""
     names: list[str] = []
-    for i, key in enumerate(state):
+    for i, key in enumerate(keys):
         fits = isinstance(key, str) and re.fullmatch(r"[A-Za-z0-9_]{1,64}", key)
         # Some file systems do not tell upper from lower case.
         taken = str(key).lower() in (name.lower() for name in names)

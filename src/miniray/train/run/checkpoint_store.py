@@ -33,8 +33,8 @@ from miniray.train.run.checkpoint_format import (
     CHECKPOINT_NAME,
     CheckpointInfo,
     Contents,
+    LateState,
     discard_checkpoint,
-    encode_state,
     inspect_checkpoint,
     read_checkpoint,
     remove_leftovers,
@@ -86,7 +86,7 @@ class CheckpointStore:
         # A checkpoint is newer than all copies, also if this machine has none of them.
         copies = [] if storage is None else list_copies(storage)
         self._last_serial = max((copy.serial for copy in copies), default=0)
-        self._has_copy_failed = False
+        self._has_copy_failed = self._has_write_failed = False
         self.loaded: Path | None = None
         self.configure(keep_last=keep_last, keep_best=keep_best)
         self._writer: threading.Thread | None = None
@@ -100,29 +100,89 @@ class CheckpointStore:
 
     # -- writing ----------------------------------------------------------------------------------
 
-    def save(self, epoch: int, state: Mapping[str, Any], *, step: int | None = None) -> Path:
+    def save(
+        self,
+        epoch: int,
+        state: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        late: LateState | None = None,
+    ) -> Path:
         """Write a checkpoint and drop the ones that are no longer wanted; returns where it is.
 
-        ``step`` is the number of completed steps of the run, if the epoch isn't complete.
+        ``step`` is the number of completed steps of the run, if the epoch isn't complete. ``late``
+        are parts of the state that are read when they are written.
 
         Raises ``CheckpointError`` where ``state`` holds something that has no form on disk (the
         path to it is named) and where writing fails; then nothing has changed. An earlier
         checkpoint of the same epoch is replaced once the new one is complete.
         """
+        path, contents = self._prepare(epoch, state, step, late, copy=self.background)
+        if self.background:
+            self._start_writer(self._write_aside, path, contents)
+        else:
+            self._write(path, contents)
+        return path
+
+    def save_or_warn(
+        self,
+        epoch: int,
+        state: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        late: LateState | None = None,
+        on_failure: Callable[[], None],
+    ) -> Path:
+        """Write a checkpoint in a thread, and return its future path at once.
+
+        If writing fails, the earlier checkpoints are unchanged, ``on_failure`` is called, and the
+        store warns, once until it succeeds again.
+        """
+        path, contents = self._prepare(epoch, state, step, late, copy=True)
+
+        def write(path: Path, contents: Contents) -> None:
+            try:
+                self._write(path, contents)
+            except CheckpointError as error:
+                on_failure()
+                if not self._has_write_failed:
+                    warn(f"{error}. Training continues.")
+                self._has_write_failed = True
+            else:
+                self._has_write_failed = False
+
+        self._start_writer(write, path, contents)
+        return path
+
+    def is_writing(self) -> bool:
+        """Return whether a checkpoint is being written in the background."""
+        return self._writer is not None and self._writer.is_alive()
+
+    def _prepare(
+        self,
+        epoch: int,
+        state: Mapping[str, Any],
+        step: int | None,
+        late: LateState | None,
+        *,
+        copy: bool,
+    ) -> tuple[Path, Contents]:
+        """Wait for the checkpoint that is being written, and return what to write where."""
         epoch = check_int("epoch", epoch, 0)
         self.wait()
-        contents = encode_state(epoch, state, allow_pickle=self.allow_pickle, copy=self.background)
+        contents = Contents(epoch, state, allow_pickle=self.allow_pickle, copy=copy, late=late)
         contents.step = None if step is None else check_int("step", step, 1)
         path, contents.serial = self._next(epoch, contents.step)
-        if not self.background:
-            self._write(path, contents)
-            return path
+        return path, contents
+
+    def _start_writer(
+        self, write: Callable[[Path, Contents], None], path: Path, contents: Contents
+    ) -> None:
         # Not a daemon: at the end of the program the interpreter waits for it.
         self._writer = threading.Thread(
-            target=self._write_aside, args=(path, contents), name="miniray-checkpoint", daemon=False
+            target=write, args=(path, contents), name="miniray-checkpoint", daemon=False
         )
         self._writer.start()
-        return path
 
     def wait(self) -> None:
         """Wait for a background write; raises ``CheckpointError`` if it failed (once)."""

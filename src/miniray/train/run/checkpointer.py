@@ -18,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from miniray.errors import CheckpointError
 from miniray.train.options import RunOptions, warn
+from miniray.train.run.checkpoint_format import LateState
 from miniray.train.run.checkpoint_store import CheckpointStore, check_keeping
 from miniray.train.run.records import simplify
 from miniray.train.run.state import TrainState
@@ -135,25 +136,53 @@ class Checkpointer:
 
     # -- writing ----------------------------------------------------------------------------------
 
-    def save(self, state: TrainState) -> Path:
-        """Write a checkpoint of the run at ``state``, and return its path."""
+    def save(
+        self, state: TrainState, *, background: bool = False, late: LateState | None = None
+    ) -> Path:
+        """Write a checkpoint of the run at ``state``, and return its path.
+
+        Args:
+            state: The position.
+            background: Write it in a thread, after the one that is being written. If that fails,
+                warn.
+            late: Parts that are read when they are written.
+        """
         assert self.store is not None
+        names = () if late is None else late.names
         contents = {
             "format": _FORMAT,
             "kind": self.kind,
             "metrics": simplify(state.metrics),
             "state": state.state_dict(),
-            **{name: part.state_dict() for name, part in self._parts.items()},
+            **{name: p.state_dict() for name, p in self._parts.items() if name not in names},
         }
-        if state.step_in_epoch:
-            path = self.store.save(state.epoch, contents, step=state.step)
-        else:
-            path = self.store.save(state.epoch - 1, contents)
-        self._position = (state.epoch, state.step)
+        step = state.step if state.step_in_epoch else None
+        epoch = state.epoch if state.step_in_epoch else state.epoch - 1
+        position = (state.epoch, state.step)
+        if background:
+
+            def forget() -> None:
+                self._position = None
+
+            self.wait()
+            self._position = position
+            return self.store.save_or_warn(epoch, contents, step=step, late=late, on_failure=forget)
+        path = self.store.save(epoch, contents, step=step, late=late)
+        self._position = position
         return path
+
+    def is_writing(self) -> bool:
+        """Return whether a checkpoint is being written in the background."""
+        return self.store is not None and self.store.is_writing()
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written in the background."""
+        if self.store is not None:
+            self.store.wait()
 
     def is_saved(self, state: TrainState) -> bool:
         """Return whether the checkpoint that was saved or loaded last is of this position."""
+        self.wait()
         return self._position == (state.epoch, state.step)
 
     # -- reading ----------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ class Encoder:
     def __init__(self, *, allow_pickle: bool = False, copy: bool = False) -> None:
         self.groups: dict[str, dict[str, Entry]] = {}
         self._allow_pickle = allow_pickle
-        self._copy = copy
+        self.copies = copy
         self._stored: dict[Any, list[Any]] = {}  # identity of an array → its reference
         self._alive: list[Any] = []  # whose identities are in use above
         self._open: set[int] = set()  # containers being encoded: one inside itself is a cycle
@@ -123,7 +123,7 @@ class Encoder:
         key = ("numpy", *where) if value.size else id(value)
         if key not in self._stored:
             self._alive.append(value)
-            kept = np.array(value, order="C", subok=False) if self._copy else np.asarray(value)
+            kept = np.array(value, order="C", subok=False) if self.copies else np.asarray(value)
             name = value.dtype.name
             if name in NUMPY_TYPES and value.dtype.isnative:
                 self._stored[key] = self._store(Entry(name, value.shape, kept), group, path)
@@ -140,7 +140,7 @@ class Encoder:
         if key not in self._stored:
             self._alive.append(value)
             kept = value.detach()
-            if self._copy:
+            if self.copies:
                 kept = kept.clone() if kept.device.type == "cpu" else kept.cpu()
             name = str(value.dtype).removeprefix("torch.")
             shape = tuple(value.shape)
