@@ -59,10 +59,10 @@ def own_handler(monkeypatch):
     signal.signal(signal.SIGTERM, previous)
 
 
-def train(name, resume="auto", grace_seconds=25, **kwargs):
-    with DDPTrainer(
-        2, worker=Signaling, name=name, seed=3, progress=False, grace_seconds=grace_seconds
-    ) as trainer:
+def train(name, resume="auto", grace_seconds=25, trainer_options=None, **kwargs):
+    options = {"seed": 3, "progress": False, "grace_seconds": grace_seconds}
+    options |= trainer_options or {}
+    with DDPTrainer(2, worker=Signaling, name=name, **options) as trainer:
         trainer.train(epochs=3, resume=resume, **kwargs)
         weights = trainer.model_weights()
         return [weights[key].numpy().tobytes() for key in sorted(weights)], trainer
@@ -143,6 +143,21 @@ def test_rank_that_hangs_is_stopped_after_grace_seconds(own_handler):
     state = read_state("hung")
     assert (state["state"], state["step"]) == ("preempted", STEPS)
     assert "takes longer than 2 s" in state["error"]["message"]
+
+
+def test_newest_snapshot_is_saved_if_a_rank_hangs(own_handler):
+    """The checkpoint is of an earlier step than that of the signal, and no bit differs."""
+    options = {"max_failures": 1, "snapshot_every": 1}
+    with pytest.raises(SystemExit):
+        args = {"driver": os.getpid(), "number": signal.SIGTERM, "hangs": True}
+        train("hung", grace_seconds=2, trainer_options=options, **args)
+    state = read_state("hung")
+    assert (state["state"], state["step"]) == ("preempted", STEPS + 2)
+    assert os.listdir("runs/hung/checkpoints") == [f"epoch-00000001-step-{STEPS + 2:08d}"]
+    resumed, trainer = train("hung")
+    whole, uninterrupted = train("whole")
+    assert resumed == whole
+    assert [r["loss"] for r in trainer.history] == [r["loss"] for r in uninterrupted.history]
 
 
 def test_rank_in_this_process_pauses_too(own_handler):

@@ -283,7 +283,7 @@ class BaseTrainer:
             self.session.pass_on_preemption(),
             contextlib.closing(self.loggers),
             self.session.record_attempt(
-                self.shutdown, self.checkpointer.find_newest, self._request_stop, self.state
+                self._stop, self.checkpointer.find_newest, self._request_stop, self.state
             ) as attempt,
         ):
             self._open_run(resume, is_auto)
@@ -622,6 +622,10 @@ class BaseTrainer:
         self.session.append_event({"event": event, "message": text})
 
     # -- the end ----------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        """Stop the workers after an error or a signal."""
+        self.shutdown()
 
     def shutdown(self) -> None:
         """Stop the workers, and the engine if a trainer started it. Safe to call twice."""

@@ -95,6 +95,17 @@ class RankSnapshots:
         if self._local is not None:
             own = _resize_own(self._local.own, count)
             self._local = self._local._replace(own=own)
+    def get_parts(
+        self, convert: Callable[[Snapshot], tuple[Any, Any, Sequence[Any]]]
+    ) -> tuple[Any, Any, Sequence[Any]]:
+        """Return the weights, the shared state and the states of the ranks.
+
+        ``convert`` does this for a state from shared memory.
+        """
+        if self._local is not None:
+            return convert(self._local)
+        assert self._state is not None
+        return self._state["weights"], self._state["shared"], self._state["own"]
 
     def clear(self) -> None:
         self.step = self._state = self._local = None

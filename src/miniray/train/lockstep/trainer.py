@@ -372,20 +372,27 @@ class LockstepTrainer(BaseTrainer):
 
         def read(directory: Path) -> dict[str, Any]:
             del directory
-            return self._convert(memory.read())
+            return self._name_parts(*self._convert(memory.read()))
 
-        return LateState(("weights", "workers", self._kind), read)
+        return LateState(self._names_of_ranks, read)
 
-    def _convert(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Return the parts of a checkpoint that ranks hold, from a snapshot of all of them."""
+    @property
+    def _names_of_ranks(self) -> tuple[str, ...]:
+        """The parts of checkpoints that ranks hold."""
+        return "weights", "workers", self._kind
+
+    def _name_parts(self, weights: Any, shared: Any, own: Sequence[Any]) -> dict[str, Any]:
+        workers = {"count": len(own), "states": list(own)}
+        return dict(zip(self._names_of_ranks, ([weights], workers, shared), strict=True))
+
+    def _convert(self, snapshot: Snapshot) -> tuple[Any, Any, Sequence[Any]]:
+        """Return the whole weights, the shared state and the ranks' states of a snapshot."""
         own = snapshot.own
         local = [state["local"] for state in own]
         weights, shared = self._parallelism.merge_local(snapshot.shared, local)
         if own[0]["weights"] is not None:  # the worker's own
             weights = own[0]["weights"]
-        states = [state["state"] for state in own]
-        workers = {"count": len(own), "states": states}
-        return {"weights": [weights], "workers": workers, self._kind: shared}
+        return weights, shared, [state["state"] for state in own]
 
     def _load_shared(self, shared: Any) -> None:
         shared = miniray.put(shared)
@@ -403,6 +410,29 @@ class LockstepTrainer(BaseTrainer):
             self._resumed_steps = self._get_ranks().call("count_epoch_steps")[0]
 
     # -- the end ----------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        if self._group is not None and self.session.signals.is_overdue:
+            with self.session.printing_errors("the newest snapshot is not in a checkpoint of"):
+                self._save_newest_snapshot()
+        super()._stop()
+
+    def _save_newest_snapshot(self) -> None:
+        """Write a checkpoint of the newest snapshot: ranks didn't reach the end of their step."""
+        group = self._get_ranks()
+        group.stop()
+        newest = group.step_snapshots.take_newest(group.snapshots.step)
+        if newest is not None:
+            group.snapshots.set_local(newest)
+        if group.snapshots.is_empty:
+            return
+        weights, shared, own = group.snapshots.get_parts(self._convert)
+        position = shared["position"]
+        self.state.epoch, self.state.step = position["epoch"], position["step"]
+        self.state.step_in_epoch = position["step_in_epoch"]
+        if self.state.step and not self.checkpointer.is_saved(self.state):
+            parts = self._name_parts(weights, shared, own)
+            self.checkpointer.save(self.state, late=LateState(tuple(parts), lambda _: parts))
 
     def shutdown(self) -> None:
         group = None if self._group is None else self._get_ranks()

@@ -178,9 +178,9 @@ class RunSession:
     ) -> Iterator[Attempt]:
         """Record how the code inside ends, in ``run.json`` and the report.
 
-        If it raises, call ``stop()``, which stops the workers, and print the name of the
-        checkpoint that ``find_checkpoint()`` returns. The error of the code takes precedence over
-        errors of writing, which are printed.
+        If it raises, call ``stop()``, which stops the workers and may save a later step, and print
+        the name of the checkpoint that ``find_checkpoint()`` returns. The error of the code takes
+        precedence over errors of writing, which are printed.
 
         Signals that end the run are handled inside; see ``StopSignals``. ``on_signal(name)`` is
         called if the code can finish its step or epoch.
@@ -211,7 +211,11 @@ class RunSession:
             with self.printing_errors("its end is not in"):
                 if self.run is not None:
                     self._record_failure(self.run, error, state.step)
+            step = state.step
             stop()
+            with self.printing_errors("its end is not in"):
+                if self.run is not None and state.step != step:  # a checkpoint of a snapshot
+                    self._record_failure(self.run, error, state.step)
             with self.printing_errors("how its workers ended is not in"):
                 if self.run is not None:
                     from miniray.train.workers.exits import record_ends  # only after a failure

@@ -43,11 +43,12 @@ class StopSignals:
     Attributes:
         number: The signal that ends the run; None while there is none.
         is_late: The run was stopped before it finished its step or epoch.
+        is_overdue: That was at the end of ``grace_seconds``, not by a second signal.
     """
 
     def __init__(self, grace_seconds: float, *, verbose: bool = True) -> None:
         self.number: signal.Signals | None = None
-        self.is_late = False
+        self.is_late = self.is_overdue = False
         self._limit = max(grace_seconds - _RESERVE_S, grace_seconds / 2)
         self._verbose = verbose
         self._on_stop: Callable[[], None] = lambda: None
@@ -69,7 +70,7 @@ class StopSignals:
         Args:
             on_stop: Called in a signal handler after the first signal in ``finish_in_order``.
         """
-        self.number, self.is_late = None, False
+        self.number, self.is_late, self.is_overdue = None, False, False
         self._can_finish = self._must_raise = self._is_stopping = False
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -182,6 +183,7 @@ class StopSignals:
                 main = threading.main_thread().ident
                 assert main is not None
                 assert self.number is not None
+                self.is_overdue = not self._is_stopping
                 signal.pthread_kill(main, self.number)
                 number = self._events.get()  # from the handler, or from the end
             if number is None:
