@@ -580,7 +580,7 @@ class BaseTrainer:
                 "or save_final_model() for the current weights"
             )
         self.state.number_record()
-        late = self._keep_state() if background else None
+        late = self._keep_state()
         state = dataclasses.replace(self.state, epoch=done)
         return self.checkpointer.save(state, background=background, late=late)
 

@@ -36,6 +36,10 @@ class DataParallelism:
         compiler = ("torch._dynamo.convert_frame",) if self.settings.compile else ()
         return ("tqdm.std", f"miniray.train.ddp.{kind}", *compiler)
 
+    @property
+    def is_sharded(self) -> bool:
+        return self.settings.shard == "full"
+
     def prepare(
         self, group: LockstepGroup, settings: RunSettings
     ) -> tuple[Sequence[Mapping[str, Any]], Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -385,7 +385,7 @@ class ReplicatedModel:
             return False
         return self.epoch_data.has_position or hasattr(self.user.train_loader, "state_dict")
 
-    def get_local_state(self) -> tuple[Any, Any]:
+    def get_local_state(self, take: Callable[[Any], Any]) -> tuple[Any, Any]:
         """Return weights and optimizers, and this rank's buffers.
 
         Inside an epoch, running statistics are those of each rank's own batches.

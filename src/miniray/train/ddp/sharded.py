@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from miniray.train.lockstep.mesh import (
     load_weights,
     make_mesh,
     shard_optimizer_values,
-    take_part,
 )
 from miniray.train.lockstep.rank import WorkerTraits
 from miniray.train.pretrained import SavedFiles, write_model
@@ -93,12 +92,12 @@ class ShardedReplica(ReplicatedModel):
         shared = self.get_shared()
         return None if self.context.rank else shared
 
-    def get_local_state(self) -> tuple[Any, Any]:
+    def get_local_state(self, take: Callable[[Any], Any]) -> tuple[Any, Any]:
         """Return the position, and this rank's shards of parameters and optimizers."""
         own = {
-            "weights": {k: take_part(v) for k, v in self.user.model.state_dict().items()},
+            "weights": {k: take(v) for k, v in self.user.model.state_dict().items()},
             "buffers": dict(self._iter_buffers()),
-            "parts": {k: _get_local(part) for k, part in parts.stateful(self.user).items()},
+            "parts": {k: _get_local(part, take) for k, part in parts.stateful(self.user).items()},
         }
         return self._get_progress(), own
 
@@ -169,10 +168,10 @@ class ShardedEvaluation(ReplicaEvaluation):
         return means.sums()
 
 
-def _get_local(part: Any) -> dict[str, Any]:
+def _get_local(part: Any, take: Callable[[Any], Any]) -> dict[str, Any]:
     """Return the state of a scheduler, or this rank's part of an optimizer's state."""
     if isinstance(part, torch.optim.Optimizer):
-        return get_local_optimizer(part)
+        return get_local_optimizer(part, take)
     state: dict[str, Any] = part.state_dict()
     return state
 

@@ -306,6 +306,12 @@ class LockstepGroup:
             memory.close()  # the state has grown
         return False
 
+    def save_shards(self, directory: Path) -> list[Any]:
+        """Let the ranks write their parts of a checkpoint; return what ``save_shards`` returns."""
+        for path in directory.iterdir():  # of ranks that were lost while they wrote
+            path.unlink()
+        return self.call_ranks("save_shards", lambda _: (directory.resolve(),))
+
     def leave(self) -> None:
         """Let the ranks leave the process group, if they can. In this process they always can."""
         if not miniray.is_initialized():

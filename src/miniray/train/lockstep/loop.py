@@ -131,14 +131,15 @@ class Replica(Protocol):
     def has_position(self) -> bool:
         """Whether this rank's loader can start inside an epoch."""
 
-    def get_local_state(self) -> tuple[Any, Any]:
+    def get_local_state(self, take: Callable[[Any], Any]) -> tuple[Any, Any]:
         """Return the state that all ranks share, and what only this rank has. No collective.
 
-        The tensors are those in use: the caller copies them before the next step.
+        The tensors are those in use: the caller copies them before the next step. ``take`` returns
+        what is stored of a tensor that may be sharded.
         """
 
     def load_local_state(self, shared: Any, own: Any) -> None:
-        """Restore ``get_local_state`` of the same rank in the same layout."""
+        """Restore ``get_local_state(take_part)`` of the same rank in the same layout."""
 
 
 class StepLoop:

@@ -7,7 +7,7 @@ on the layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -105,13 +105,15 @@ def shard_optimizer_values(parameter: Any, values: Mapping[str, Any]) -> dict[st
     }
 
 
-def get_local_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimizer's ``state_dict`` with this rank's shard of each sharded tensor.
+def get_local_optimizer(
+    optimizer: torch.optim.Optimizer, take: Callable[[Any], Any] = take_part
+) -> dict[str, Any]:
+    """Return the optimizer's ``state_dict`` with what ``take`` returns for sharded tensors.
 
     No collective. Raise ``CheckpointError`` if a tensor isn't sharded like its parameter.
     """
     saved, owned = optimizer.state_dict(), _list_parameters(optimizer)
-    numbers = {i: _get_shards(owned[i], values) for i, values in saved["state"].items()}
+    numbers = {i: _get_shards(owned[i], values, take) for i, values in saved["state"].items()}
     return {**saved, "state": numbers}
 
 
@@ -126,14 +128,16 @@ def _list_parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _get_shards(parameter: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+def _get_shards(
+    parameter: Any, values: Mapping[str, Any], take: Callable[[Any], Any]
+) -> dict[str, Any]:
     found = {}
     for key, value in values.items():
         if isinstance(value, DTensor):
             layout = (value.shape, value.placements)
             if layout != (parameter.shape, getattr(parameter, "placements", None)):
                 raise CheckpointError(f"the optimizer's {key!r} isn't sharded like its parameter")
-            value = take_part(value)
+            value = take(value)
         found[key] = value
     return found
 

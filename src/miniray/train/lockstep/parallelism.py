@@ -36,6 +36,10 @@ class Parallelism(Protocol):
     def modules(self) -> Sequence[str]:
         """Modules that ranks import. The local engine imports them once for all ranks."""
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no rank has the whole model."""
+
     def prepare(
         self, group: LockstepGroup, settings: RunSettings
     ) -> tuple[Sequence[Mapping[str, Any]], Any]:

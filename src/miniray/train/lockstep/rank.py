@@ -30,9 +30,12 @@ from miniray.train.workers.group import filter_kwargs
 from miniray.train.workers.shards import TrainData, give_data
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from miniray.core import SharedBuffer
     from miniray.train.lockstep.loop import EpochReport
     from miniray.train.run.state import TrainTarget
+    from miniray.train.run.tensors.distributed import SavedShards
 
 
 class SnapshotNeed(NamedTuple):
@@ -359,7 +362,9 @@ class RankActor:
             )
 
     def _get_local_state(self) -> tuple[Any, dict[str, Any]]:
-        shared, local = self._replica.get_local_state()
+        from miniray.train.lockstep.mesh import take_part  # it imports torch
+
+        shared, local = self._replica.get_local_state(take_part)
         weights = None
         if "get_weights" in self._traits.own_methods:  # may be more than the model
             weights = self._user.get_weights()
@@ -373,6 +378,16 @@ class RankActor:
             self._user.set_weights(own["weights"])
         self.set_state(own["state"])
         self._loop.load_window(own["window"])
+
+    def save_shards(self, directory: Path) -> tuple[SavedShards, Any]:
+        """Write this rank's part of the state to a directory, and return the rest. A collective."""
+        from miniray.train.run.tensors.distributed import save_shards
+
+        shared, local = self._replica.get_local_state(lambda tensor: tensor.detach())
+        self._context.status.set_phase("checkpoint")
+        saved = save_shards(directory, {"shared": shared, "local": local})
+        self._context.status.set_phase("idle")
+        return saved, self.get_state()
 
     def write_pretrained(self, directory: str | None, send_files: bool) -> Any:
         """Write a Hugging Face model to a directory. A collective if the model is sharded."""

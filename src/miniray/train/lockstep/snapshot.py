@@ -95,6 +95,7 @@ class RankSnapshots:
         if self._local is not None:
             own = _resize_own(self._local.own, count)
             self._local = self._local._replace(own=own)
+
     def get_parts(
         self, convert: Callable[[Snapshot], tuple[Any, Any, Sequence[Any]]]
     ) -> tuple[Any, Any, Sequence[Any]]:
@@ -188,6 +189,8 @@ def _merge_positions(positions: Sequence[Any]) -> dict[str, Any] | None:
     from miniray.data import merge_states
 
     return positions[0] if positions[0]["rank"] is None else merge_states(positions)
+
+
 class CheckpointMemory:
     """Shared memory for the state of one step, from which the driver writes a checkpoint."""
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import miniray
 from miniray.core import session
+from miniray.errors import CheckpointError
 from miniray.tracebacks import hides_frames
 from miniray.train.lockstep.group import TRAIN_EPOCH, LockstepGroup
 from miniray.train.lockstep.options import (
@@ -361,20 +362,46 @@ class LockstepTrainer(BaseTrainer):
         return self._parallelism.merge_shared(self._get_ranks().call("gather_shared"))
 
     def _keep_state(self) -> LateState | None:
-        """Copy the ranks' state to shared memory, from which a thread writes a checkpoint."""
+        """Copy the ranks' state to shared memory, from which a thread writes a checkpoint.
+
+        If ranks share no memory, each writes its part itself, unless one has the whole model.
+        """
         self.checkpointer.wait()  # it may be reading the memory
         group, memory = self._get_ranks(), self._checkpoint_memory
-        can = session.engine().capabilities
-        if not (can.processes and can.shared_memory):
+        can, names = session.engine().capabilities, self._names_of_ranks
+        if not can.processes:
             return None
+        if not can.shared_memory:
+            is_sharded = self._parallelism.is_sharded
+            return LateState(names, self._save_shards, at_once=True) if is_sharded else None
         if not group.run(partial(group.keep_state, memory), keep=Keep.NOTHING):
             return None
 
-        def read(directory: Path) -> dict[str, Any]:
+        def read(directory: Path) -> tuple[Mapping[str, Any], Sequence[str]]:
             del directory
-            return self._name_parts(*self._convert(memory.read()))
+            return self._name_parts(*self._convert(memory.read())), ()
 
-        return LateState(self._names_of_ranks, read)
+        return LateState(names, read)
+
+    def _save_shards(self, directory: Path) -> tuple[Mapping[str, Any], Sequence[str]]:
+        """Let the ranks write their parts to a directory that all of them see."""
+        group = self._get_ranks()
+        found = group.run(partial(group.save_shards, directory), keep=Keep.NOTHING)
+        saved, own = [shards for shards, _ in found], [state for _, state in found]
+        for shards in saved:
+            if shards.problem is not None:
+                raise CheckpointError(shards.problem, entry=str(directory))
+        files = [shards.file for shards in saved if shards.file is not None]
+        for rank, shards in enumerate(saved):
+            if shards.file is not None and not (directory / shards.file).is_file():
+                raise CheckpointError(
+                    f"rank {rank} has written {shards.file}, which the driver doesn't see. The run "
+                    "directory must be on a file system that all machines share",
+                    entry=str(directory / shards.file),
+                )
+        local = [shards.state["local"] for shards in saved]
+        weights, shared = self._parallelism.merge_local(saved[0].state["shared"], local)
+        return self._name_parts(weights, shared, own), files
 
     @property
     def _names_of_ranks(self) -> tuple[str, ...]:
@@ -432,7 +459,7 @@ class LockstepTrainer(BaseTrainer):
         self.state.step_in_epoch = position["step_in_epoch"]
         if self.state.step and not self.checkpointer.is_saved(self.state):
             parts = self._name_parts(weights, shared, own)
-            self.checkpointer.save(self.state, late=LateState(tuple(parts), lambda _: parts))
+            self.checkpointer.save(self.state, late=LateState(tuple(parts), lambda _: (parts, ())))
 
     def shutdown(self) -> None:
         group = None if self._group is None else self._get_ranks()

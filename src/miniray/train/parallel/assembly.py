@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from miniray.train.lockstep.mesh import (
     load_tensors,
     load_weights,
     shard_optimizer_values,
-    take_part,
 )
 from miniray.train.lockstep.status import is_consequence
 from miniray.train.parallel.plan.job import Job, Place
@@ -98,13 +97,13 @@ class Part:
                     shard_optimizer_values(parameter, values)
                 )
 
-    def get_local(self) -> dict[str, Any]:
+    def get_local(self, take: Callable[[Any], Any]) -> dict[str, Any]:
         """Return this rank's parts of weights, buffers and the optimizer. No collective."""
         weights = {
-            stage: {name: take_part(value) for name, value in module.state_dict().items()}
+            stage: {name: take(value) for name, value in module.state_dict().items()}
             for stage, module in self.modules.items()
         }
-        saved, names = get_local_optimizer(self.optimizer), self._list_names()
+        saved, names = get_local_optimizer(self.optimizer, take), self._list_names()
         return {
             "weights": weights,
             "buffers": dict(self._iter_buffers()),

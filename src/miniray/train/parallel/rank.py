@@ -8,7 +8,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -275,12 +275,12 @@ class PartReplica:
     def has_position(self) -> bool:
         return not self.samples.loads or self.samples.windows is not None
 
-    def get_local_state(self) -> tuple[Any, Any]:
+    def get_local_state(self, take: Callable[[Any], Any]) -> tuple[Any, Any]:
         """Return nothing that all ranks share, and this rank's stages or shards."""
         part, position = self.part, self.context.state.state_dict()
         scheduler = None if part.scheduler is None else part.scheduler.state_dict()
         own = {"scheduler": scheduler, "position": position, "seed": self.job.seed}
-        return None, {**own, **part.get_local()}
+        return None, {**own, **part.get_local(take)}
 
     def load_local_state(self, shared: Any, own: Any) -> None:
         part = self.part

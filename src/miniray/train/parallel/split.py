@@ -136,6 +136,10 @@ class ModelSplit:
             words.append(f"copy {place.data} of the model")
         return ", ".join(words) or "the model"
 
+    @property
+    def is_sharded(self) -> bool:
+        return True
+
     def prepare(
         self, group: LockstepGroup, settings: RunSettings
     ) -> tuple[Sequence[Mapping[str, Any]], Any]:

@@ -15,7 +15,7 @@ import re
 import shutil
 import stat
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,8 @@ from miniray.checks import check_int
 from miniray.files import sync_directory
 from miniray.train.run import records
 from miniray.train.run.tensors import tensorfile
-from miniray.train.run.tensors.encoding import Encoder, decode
+from miniray.train.run.tensors.encoding import ArraySource, Encoder, decode
+from miniray.train.run.tensors.shards import SHARDS, ShardFiles, is_shard_file
 
 FORMAT = "miniray-checkpoint-1"
 MANIFEST = "manifest.json"
@@ -73,11 +74,14 @@ class LateState(NamedTuple):
 
     Attributes:
         names: Their names.
-        read: Returns them by name. The argument is the directory that is being written.
+        read: Returns them by name, and the names of files that it has added to the directory that
+            is being written, which is its argument.
+        at_once: Whether ``read`` has to be called before ``save`` returns.
     """
 
     names: Sequence[str]
-    read: Callable[[Path], Mapping[str, Any]]
+    read: Callable[[Path], tuple[Mapping[str, Any], Sequence[str]]]
+    at_once: bool = False
 
 
 class Contents:
@@ -110,7 +114,8 @@ class Contents:
         self._encoder = Encoder(allow_pickle=allow_pickle, copy=copy)
         self._keys: list[Any] = []
         self._values: list[Any] = []
-        self._late = late
+        self.late = late
+        self.added: Sequence[str] = ()  # files
         self._encode(state)
 
     def _encode(self, state: Mapping[str, Any]) -> None:
@@ -120,10 +125,11 @@ class Contents:
 
     def complete(self, directory: Path) -> bytes:
         """Read what is left of the state, and return the JSON."""
-        late, self._late = self._late, None
+        late, self.late = self.late, None
         if late is not None:
             self._encoder.copies = False
-            self._encode(late.read(directory))
+            state, self.added = late.read(directory)
+            self._encode(state)
         body = {"keys": self._keys, "values": self._values}
         return json.dumps(body, allow_nan=False).encode()
 
@@ -140,27 +146,41 @@ class Contents:
 
 def write_checkpoint(path: Path, contents: Contents) -> None:
     """Write aside, flush, rename to ``path``. If anything raises, nothing is left of it."""
-    partial = _create_aside_path(path)
-    _writing.add(partial)
-    try:
-        partial.mkdir()
+    with _open_aside(path) as partial:
         body = contents.complete(partial)
         for group, entries in contents.groups.items():
             tensorfile.write(partial / f"{group}.safetensors", entries, None)
         (partial / "state.json").write_bytes(body)
-        names = [*(f"{group}.safetensors" for group in contents.groups), "state.json"]
+        arrays = (f"{group}.safetensors" for group in contents.groups)
+        names = [*arrays, "state.json", *contents.added]
         sums = {name: _measure_file(partial / name) for name in names}
         (partial / "manifest.json").write_bytes(_manifest(contents, sums))
         for name in (*names, "manifest.json"):
             records.flush(partial / name)
         sync_directory(partial)
         os.rename(partial, path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    finally:
         _writing.discard(partial)
     sync_directory(path.parent)
+
+
+def begin_checkpoint(path: Path, contents: Contents) -> None:
+    """Read what is left of the state before ``write_checkpoint`` is called in a thread."""
+    with _open_aside(path) as partial:
+        contents.complete(partial)
+
+
+@contextlib.contextmanager
+def _open_aside(path: Path) -> Iterator[Path]:
+    """Create a directory aside, if it doesn't exist. Delete it if the code inside raises."""
+    partial = _create_aside_path(path)
+    _writing.add(partial)
+    try:
+        partial.mkdir(exist_ok=True)
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        _writing.discard(partial)
+        raise
 
 
 def _measure_file(path: Path) -> dict[str, Any]:
@@ -333,13 +353,15 @@ def read_checkpoint(checkpoint: CheckpointInfo, *, allow_pickle: bool) -> dict[s
     with _open_regular(checkpoint.path / "state.json") as file:
         body = json.loads(file.readall())
     with contextlib.ExitStack() as stack:
-        groups = {
-            name.removesuffix(".safetensors"): stack.enter_context(
-                tensorfile.TensorFile(checkpoint.path / name)
-            )
+        files = {
+            name: stack.enter_context(tensorfile.TensorFile(checkpoint.path / name))
             for name in checkpoint.files
             if name.endswith(".safetensors")
         }
+        groups: dict[str, ArraySource] = {
+            name.removesuffix(".safetensors"): file for name, file in files.items()
+        }
+        groups[SHARDS] = ShardFiles(f for name, f in files.items() if is_shard_file(name))
         keys = decode(body["keys"], groups)
         values = decode(body["values"], groups, allow_pickle=allow_pickle)
     return dict(zip(keys, values, strict=True))

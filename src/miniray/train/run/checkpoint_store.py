@@ -17,12 +17,13 @@ removes. Reading checks every byte. Nothing is unpickled unless asked for.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import os
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from miniray.train.run.checkpoint_format import (
     CheckpointInfo,
     Contents,
     LateState,
+    begin_checkpoint,
     discard_checkpoint,
     inspect_checkpoint,
     read_checkpoint,
@@ -118,6 +120,7 @@ class CheckpointStore:
         checkpoint of the same epoch is replaced once the new one is complete.
         """
         path, contents = self._prepare(epoch, state, step, late, copy=self.background)
+        self._begin(path, contents)
         if self.background:
             self._start_writer(self._write_aside, path, contents)
         else:
@@ -141,18 +144,24 @@ class CheckpointStore:
         path, contents = self._prepare(epoch, state, step, late, copy=True)
 
         def write(path: Path, contents: Contents) -> None:
-            try:
+            with self._warn_of_failure(on_failure):
                 self._write(path, contents)
-            except CheckpointError as error:
-                on_failure()
-                if not self._has_write_failed:
-                    warn(f"{error}. Training continues.")
-                self._has_write_failed = True
-            else:
                 self._has_write_failed = False
 
-        self._start_writer(write, path, contents)
+        with self._warn_of_failure(on_failure):
+            self._begin(path, contents)
+            self._start_writer(write, path, contents)
         return path
+
+    @contextlib.contextmanager
+    def _warn_of_failure(self, on_failure: Callable[[], None]) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            on_failure()
+            if not self._has_write_failed:
+                warn(f"{error}. Training continues.")
+            self._has_write_failed = True
 
     def is_writing(self) -> bool:
         """Return whether a checkpoint is being written in the background."""
@@ -174,6 +183,25 @@ class CheckpointStore:
         contents.step = None if step is None else check_int("step", step, 1)
         path, contents.serial = self._next(epoch, contents.step)
         return path, contents
+
+    def _begin(self, path: Path, contents: Contents) -> None:
+        """Let workers write their part now, if they write it themselves."""
+        if contents.late is None or not contents.late.at_once:
+            return
+        try:
+            self._open_directory()
+            begin_checkpoint(path, contents)
+        except (OSError, CheckpointError) as error:  # not the loss of a worker
+            raise self._report_failure(path, contents, error) from error
+
+    def _open_directory(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(self.directory)
+
+    def _report_failure(self, path: Path, contents: Contents, error: Exception) -> CheckpointError:
+        wrapped = self._write_error(path, contents.nbytes, error)
+        self._tell({"event": "checkpoint_failed", "path": str(path), "reason": str(wrapped)})
+        return wrapped
 
     def _start_writer(
         self, write: Callable[[Path, Contents], None], path: Path, contents: Contents
@@ -224,13 +252,10 @@ class CheckpointStore:
 
     def _write(self, path: Path, contents: Contents) -> None:
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(self.directory)
+            self._open_directory()
             write_checkpoint(path, contents)
         except Exception as error:
-            wrapped = self._write_error(path, contents.nbytes, error)
-            self._tell({"event": "checkpoint_failed", "path": str(path), "reason": str(wrapped)})
-            raise wrapped from error
+            raise self._report_failure(path, contents, error) from error
         self._prune(path)
         if self.storage is not None:
             self._copy(path, self.storage)

@@ -22,7 +22,7 @@ import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -42,6 +42,13 @@ class ArraySource(Protocol):
     def numpy(self, name: str) -> Any: ...
 
     def torch(self, name: str) -> Any: ...
+
+
+class StoredTensor(NamedTuple):
+    """A tensor that is in a file already."""
+
+    group: str
+    name: str
 
 
 class Encoder:
@@ -77,6 +84,8 @@ class Encoder:
             return {"$complex": [self.encode(x, group, path) for x in (value.real, value.imag)]}
         if kind in (bytes, bytearray):
             return self._bytes(value, group, path)
+        if kind is StoredTensor:
+            return {"$tensor": list(value)}
         if kind in _CONTAINERS:
             return self._container(value, group, path)
         if isinstance(value, np.generic) and _storable(value.dtype):
