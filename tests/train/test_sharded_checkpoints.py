@@ -129,6 +129,7 @@ def test_missing_part_is_damage(no_shared_memory):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.xdist_group("ray")
 def test_checkpoints_of_ray_load_on_one_machine_and_back(on_ray):
     stopped, _ = train_ddp("run", 2, 11)
@@ -160,6 +161,7 @@ class Killed(Noisy):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize("shard", ["none", "full"])
 def test_lost_rank_on_ray_costs_at_most_a_checkpoint_interval(on_ray, tmp_path, shard):

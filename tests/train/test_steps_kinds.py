@@ -16,6 +16,7 @@ from torch.nn import functional  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 from torch.utils.data.distributed import DistributedSampler  # noqa: E402
 
+from tests.train.ddp_for_tests import make_data  # noqa: E402
 from tests.train.steps_for_tests import ROWS, Augmented, Noisy, check_equal, run  # noqa: E402
 
 
@@ -87,15 +88,20 @@ class Sampled(Noisy):
 
 
 class Stateful(Noisy):
-    """Has a loader of torchdata that knows its position."""
+    """Has a loader of torchdata that knows its position.
 
-    def __init__(self, worker_id):
+    It doesn't seed its processes for each batch, so only the main process may draw noise.
+    """
+
+    def __init__(self, worker_id, loader_workers=0):
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         super().__init__(worker_id)
-        data = Augmented()
+        data = make_data(ROWS) if loader_workers else Augmented()
         sampler = DistributedSampler(data, self.world_size, self.rank)
-        self.train_loader = StatefulDataLoader(data, batch_size=4, sampler=sampler)
+        self.train_loader = StatefulDataLoader(
+            data, batch_size=4, sampler=sampler, num_workers=loader_workers
+        )
 
 
 @pytest.mark.timeout(120)
@@ -107,6 +113,7 @@ class Stateful(Noisy):
         pytest.param(OwnShard, {"loader_workers": 2}, marks=pytest.mark.slow),
         pytest.param(Sampled, {}, marks=pytest.mark.slow),
         pytest.param(Stateful, {}, marks=pytest.mark.slow),
+        pytest.param(Stateful, {"loader_workers": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_loaders_that_miniray_does_not_plan(worker, train_options):
