@@ -223,9 +223,17 @@ def test_trainer_trains_and_evaluates_on_each_row_once(kind, worker, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:resuming a run of")
-@pytest.mark.parametrize(("kind", "before", "after"), [("parquet", 2, 3), ("torch loader", 2, 1)])
-def test_checkpoint_inside_an_epoch_contains_the_position(kind, before, after, tmp_path):
-    options = make(kind, tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "before", "after", "shard"),
+    [
+        ("parquet", 2, 3, "none"),
+        ("torch loader", 2, 1, "none"),
+        pytest.param("parquet", 3, 2, "full", marks=pytest.mark.slow),
+        pytest.param("torch loader", 2, 3, "full", marks=pytest.mark.slow),
+    ],
+)
+def test_checkpoint_inside_an_epoch_contains_the_position(kind, before, after, shard, tmp_path):
+    options = {**make(kind, tmp_path), "shard": shard}
     with create(tmp_path, before, **options) as trainer:
         trainer.train(steps=3)
         trainer.save_checkpoint()

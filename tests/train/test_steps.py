@@ -148,6 +148,7 @@ class Interrupt(Callback):
             pytest.param(ranks, {"accumulate": n}, {"loader_workers": k}, marks=pytest.mark.slow)
             for ranks, n, k in [(2, 1, 0), (2, 1, 2), (3, 3, 2), (4, 1, 0), (4, 3, 2)]
         ),
+        pytest.param(2, {"precision": "fp16"}, {}, marks=pytest.mark.slow),  # with a scaler
         pytest.param(2, {"uneven": "pad"}, {}, marks=pytest.mark.slow),
         pytest.param(2, {"uneven": "drop"}, {}, marks=pytest.mark.slow),
     ],

@@ -399,6 +399,7 @@ class BaseTrainer:
 
     def _save_for_resume(self) -> None:
         """Write a checkpoint of the current position, unless it exists."""
+        self.checkpointer.wait()
         if self.state.step and not self.checkpointer.is_saved(self.state):
             with self.session.printing_errors("its last step is not in a checkpoint of"):
                 self.save_checkpoint()

@@ -457,6 +457,7 @@ class LockstepTrainer(BaseTrainer):
         position = shared["position"]
         self.state.epoch, self.state.step = position["epoch"], position["step"]
         self.state.step_in_epoch = position["step_in_epoch"]
+        self.checkpointer.wait()
         if self.state.step and not self.checkpointer.is_saved(self.state):
             parts = self._name_parts(weights, shared, own)
             self.checkpointer.save(self.state, late=LateState(tuple(parts), lambda _: (parts, ())))

@@ -181,8 +181,10 @@ class Checkpointer:
             self.store.wait()
 
     def is_saved(self, state: TrainState) -> bool:
-        """Return whether the checkpoint that was saved or loaded last is of this position."""
-        self.wait()
+        """Return whether the checkpoint that was saved or loaded last is of this position.
+
+        It may still be being written.
+        """
         return self._position == (state.epoch, state.step)
 
     # -- reading ----------------------------------------------------------------------------------
