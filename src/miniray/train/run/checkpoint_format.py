@@ -108,7 +108,8 @@ class Contents:
         late: LateState | None = None,
     ) -> None:
         self.epoch, self.metrics = epoch, _metrics(state)
-        self.serial, self.step = 0, None
+        self.serial = 0
+        self.step: int | None = None
         names = (*state, *(() if late is None else late.names))
         self._names = dict(zip(names, _group_names(names), strict=True))  # name → file
         self._encoder = Encoder(allow_pickle=allow_pickle, copy=copy)
