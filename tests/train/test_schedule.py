@@ -13,11 +13,9 @@ pytest.importorskip("torch")
 
 
 def test_schedule_returns_each_action_at_its_multiples() -> None:
-    schedule = StepSchedule(log_every=4, eval_every=6, checkpoint_every=5, snapshot_every=3)
+    schedule = StepSchedule(log_every=4, snapshot_every=3)
     due = {step: schedule.get_actions(step) for step in range(1, 13)}
     assert [s for s in due if Action.LOG in due[s]] == [1, 4, 8, 12]
-    assert [s for s in due if Action.EVALUATE in due[s]] == [6, 12]
-    assert [s for s in due if Action.CHECKPOINT in due[s]] == [5, 10]
     assert [s for s in due if Action.SNAPSHOT in due[s]] == [3, 6, 9, 12]
     assert due[7] is Action.NONE
 
@@ -45,7 +43,7 @@ class Member:
         def request() -> tuple[Action, int]:
             nonlocal asked
             asked += 1
-            return (Action.CHECKPOINT, step) if asked == 3 else (Action.NONE, 0)
+            return (Action.STOP, step) if asked == 3 else (Action.NONE, 0)
 
         agreement = Agreement(rank == 0, 0, request, interval=0.02)
         broadcasts = 0
@@ -80,6 +78,6 @@ def test_ranks_agree_at_the_same_step_with_few_messages() -> None:
     agreed, broadcasts = results[0]
     assert [result for result, _ in results] == [agreed] * 3
     ((step, action, argument),) = agreed
-    assert (action, argument) == (Action.CHECKPOINT, step)
+    assert (action, argument) == (Action.STOP, step)
     assert {count for _, count in results} == {broadcasts}
     assert broadcasts < 100

@@ -408,6 +408,11 @@ class ReplicatedModel:
             self.load_part_state(part, shared["parts"][name])
         self._load_progress(shared)
 
+    def _iter_named_parameters(self) -> Iterator[tuple[str, Any]]:
+        for name, module in self.modules.items():
+            for key, parameter in module.named_parameters():
+                yield f"{name}.{key}", parameter
+
     def _iter_buffers(self) -> Iterator[tuple[str, Any]]:
         for name, module in self.modules.items():
             for key, buffer in module.named_buffers():

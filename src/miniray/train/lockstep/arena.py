@@ -1,6 +1,6 @@
 """Snapshots of the ranks' state in shared memory that the driver owns.
 
-Each rank has a buffer with two or more slots and copies its part of the state into one of them
+Each rank has a buffer with one or two slots and copies its part of the state into one of them
 after an optimizer step. The memory outlives the ranks, so a restart continues from the newest step
 that every rank has committed, and the driver can write a checkpoint while the ranks train on. It
 disappears with the driver: after the driver's death, the checkpoints on disk count.
@@ -14,7 +14,7 @@ index                 JSON: the structure of the state, and where each array is
 ====================  =============================================================================
 
 The phase is ``WRITING`` while a rank writes and ``COMMITTED`` afterwards, so a rank that is killed
-in between leaves a slot that is ignored. A ``KEPT`` slot isn't overwritten before ``release``.
+in between leaves a slot that is ignored.
 
 The state of a rank has two parts. ``shared`` is equal on all ranks: rank r of n copies only the
 r-th n-th of its bytes. ``own`` belongs to that rank.
@@ -51,7 +51,6 @@ class SlotPhase(enum.IntEnum):
     EMPTY = 0
     WRITING = 1
     COMMITTED = 2
-    KEPT = 3
 
 
 class Snapshot(NamedTuple):
@@ -126,8 +125,8 @@ def measure_slot(shared: Any, own: Any, rank: int, world_size: int) -> int:
 class SnapshotWriter:
     """Copies a rank's state into its buffer.
 
-    All ranks of a group must save, keep and release the same steps in the same order: each chooses
-    the slot by this history alone.
+    All ranks of a group must save the same steps in the same order: each chooses the slot by this
+    history alone.
     """
 
     def __init__(self, buffer: SharedBuffer, num_slots: int, rank: int, world_size: int) -> None:
@@ -135,15 +134,14 @@ class SnapshotWriter:
         self._slot_bytes = buffer.size // num_slots
         self._rank, self._world_size = rank, world_size
         self._steps = [-1] * num_slots  # step by slot; -1: nothing complete
-        self._kept: set[int] = set()  # slots
 
-    def save(self, step: int, shared: Any, own: Any, *, keep: bool = False) -> bool:
-        """Write a snapshot into the oldest slot that isn't kept.
+    def save(self, step: int, shared: Any, own: Any) -> bool:
+        """Write a snapshot into the oldest slot.
 
         Returns:
             False if the state has outgrown the slots. Then nothing was written.
         """
-        slot = self._choose_slot()
+        slot = min(range(len(self._steps)), key=self._steps.__getitem__)
         layout = _Layout(shared, own, self._rank, self._world_size)
         index = layout.index()
         if _PAGE + layout.data_bytes + len(index) > self._slot_bytes:
@@ -159,25 +157,9 @@ class SnapshotWriter:
         checksum = zlib.crc32(index)
         header = (_MAGIC, SlotPhase.WRITING, step, len(index), checksum, layout.data_bytes)
         memory[: _HEADER.size] = _HEADER.pack(*header)
-        _set_phase(memory, SlotPhase.KEPT if keep else SlotPhase.COMMITTED)
+        _set_phase(memory, SlotPhase.COMMITTED)
         self._steps[slot] = step
-        if keep:
-            self._kept.add(slot)
         return True
-
-    def release(self, step: int) -> None:
-        """Allow a kept snapshot to be overwritten."""
-        for slot in [slot for slot in self._kept if self._steps[slot] == step]:
-            self._kept.discard(slot)
-            _set_phase(self._memory[slot * self._slot_bytes :], SlotPhase.COMMITTED)
-
-    def has_free_slot(self) -> bool:
-        """Return whether a snapshot can be kept and another slot is left for the next ones."""
-        return len(self._kept) < len(self._steps) - 1
-
-    def _choose_slot(self) -> int:
-        free = [slot for slot in range(len(self._steps)) if slot not in self._kept]
-        return min(free, key=self._steps.__getitem__)
 
 
 def _set_phase(memory: memoryview, phase: SlotPhase) -> None:
@@ -204,7 +186,7 @@ class SnapshotArena:
     """The buffers of all ranks, in the driver. See the module.
 
     Args:
-        num_slots: Snapshots per rank. Two suffice unless some are kept for checkpoints.
+        num_slots: Snapshots per rank. With two, one is always complete.
     """
 
     def __init__(self, num_slots: int = 2) -> None:
@@ -280,7 +262,7 @@ class SnapshotArena:
             start = _PAGE + data_bytes
             if (
                 magic == _MAGIC
-                and phase in (SlotPhase.COMMITTED, SlotPhase.KEPT)
+                and phase == SlotPhase.COMMITTED
                 and start + index_bytes <= size
                 and zlib.crc32(view[start : start + index_bytes]) == checksum
             ):

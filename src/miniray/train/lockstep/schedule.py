@@ -18,18 +18,10 @@ class Action(enum.IntFlag):
 
     NONE = 0
     LOG = enum.auto()
-    EVALUATE = enum.auto()
     SNAPSHOT = enum.auto()
-    CHECKPOINT = enum.auto()
     STOP = enum.auto()
-    #: A snapshot that the driver has written to disk may be overwritten.
-    RELEASE = enum.auto()
     #: The argument is the number of steps between two snapshots from now on.
     INTERVAL = enum.auto()
-
-
-#: Actions whose snapshot is kept until the driver has written it to disk.
-KEEP = Action.CHECKPOINT | Action.STOP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +30,10 @@ class StepSchedule:
 
     Attributes:
         log_every: Steps between two log records. The first step is logged too.
-        eval_every: Steps between two evaluations; None for none inside an epoch.
-        checkpoint_every: Steps between two checkpoints; None for none inside an epoch.
         snapshot_every: Steps between two snapshots; None for none inside an epoch.
     """
 
     log_every: int = 10
-    eval_every: int | None = None
-    checkpoint_every: int | None = None
     snapshot_every: int | None = None
 
     def get_actions(self, step: int) -> Action:
@@ -53,10 +41,6 @@ class StepSchedule:
         action = Action.NONE
         if step == 1 or step % self.log_every == 0:
             action |= Action.LOG
-        if self.eval_every and step % self.eval_every == 0:
-            action |= Action.EVALUATE
-        if self.checkpoint_every and step % self.checkpoint_every == 0:
-            action |= Action.CHECKPOINT
         if self.snapshot_every and step % self.snapshot_every == 0:
             action |= Action.SNAPSHOT
         return action

@@ -72,7 +72,7 @@ class Part:
 
     def optimizer_state(self) -> dict[str, Any]:
         """``{"groups": settings, "state": {name: numbers}}``, in one piece; as ``weights``."""
-        names = self._names()
+        names = self.names()
         numbers = self.optimizer.state.items()
         return {
             "groups": self._get_groups(),
@@ -89,7 +89,7 @@ class Part:
             )
         for group, settings in zip(mine, saved["groups"], strict=True):
             group.update({k: v for k, v in settings.items() if k not in _OF_THE_LAYOUT})
-        for parameter, name in self._names().items():
+        for parameter, name in self.names().items():
             values = saved["state"].get(name)
             if values is not None:
                 # Not what was saved itself: optimizers change their numbers in place.
@@ -145,11 +145,12 @@ class Part:
 
     def _list_names(self) -> dict[int, str]:
         """Return the names of the parameters by their number in the optimizer's state."""
-        names = self._names()
+        names = self.names()
         owned = [p for group in self.optimizer.param_groups for p in group["params"]]
         return {i: names[p] for i, p in enumerate(owned) if p in names}
 
-    def _names(self) -> dict[Any, str]:
+    def names(self) -> dict[Any, str]:
+        """Return the name of each parameter in the whole model."""
         return {p: name for m in self.modules.values() for name, p in m.named_parameters()}
 
 
