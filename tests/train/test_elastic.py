@@ -292,6 +292,19 @@ def test_shrink_inside_an_epoch_with_each_kind_of_data(options):
 
 
 @pytest.mark.slow
+def test_rank_lost_after_the_group_has_grown_costs_no_row():
+    """The new rank dies in its first step, and the group restarts from the state it grew from."""
+    kills = [(3, 1, 8)] * 2 + [(3, 2, 11)]
+    with create(callbacks=[Checkpoint(every_steps=11)], snapshot_every=3) as trainer:
+        trainer.train(epochs=2, kills=kills)
+        changes, failures = read_changes(trainer), trainer.failures
+        check_equal_weights(trainer)
+    assert changes == [(3, 2, 6, 4), (2, 3, 11, 6)]
+    assert failures == 3
+    assert count_rows(read_steps()) == sorted([*range(ROWS)] * 2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [False, True])
 def test_workers_with_train_epoch_repeat_the_epoch_on_fewer_ranks(tokens):
     """The position of batches by tokens differs between ranks, and is merged."""
