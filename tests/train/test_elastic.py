@@ -416,11 +416,20 @@ def test_resources_are_waited_for():
     rooms[:] = [1]
     with pytest.raises(TooFewRanksError):
         world.shrink(2, 1, 6)
+    assert world.grow(3) == 2  # what was free is taken
 
 
 @pytest.mark.parametrize(
     ("request_", "expected"),
-    [((0, 0), None), ((1, 0), 5), ((2, 0), 2), ((0, 1), 2), ((0.1, 0.5), 4), ((0, 0.4), 4), ((4, 1), 0)],
+    [
+        ((0, 0), None),
+        ((1, 0), 5),
+        ((2, 0), 2),
+        ((0, 1), 2),
+        ((0.1, 0.5), 4),
+        ((0, 0.4), 4),
+        ((4, 1), 0),
+    ],
 )
 def test_room_counts_actors_that_fit_on_a_node(request_, expected):
     nodes = [{"CPU": 3.0, "GPU": 2.0}, {"CPU": 2.0}, {"memory": 1.0}]
