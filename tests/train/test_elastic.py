@@ -44,6 +44,9 @@ def _in_empty_folder(tmp_path, monkeypatch):
     """As everywhere, but the engine keeps running."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(budget, "PLACEMENT_TIMEOUT_S", 0.5)
+    yield
+    while others:
+        miniray.kill(others.pop())
 
 
 class Numbers(torch_data.Dataset):
@@ -103,7 +106,7 @@ class Loop(Line):
             self.training_step(batch, index)["loss"].backward()
             self.optimizer.step()
             rows += len(batch["x"])
-            self.die((self.world_size, self.rank, epoch))
+            self.die((self.world_size, self.rank, "epoch", epoch))
         return {"num_samples": rows}
 
 
@@ -115,12 +118,25 @@ class Sharding(Line):
         self.train_loader = torch_data.DataLoader(rows, batch_size=2)
 
 
-@miniray.remote(num_cpus=1)
+@miniray.remote
 class Other:
     """A different user of the engine's CPUs."""
 
     def ping(self):
         return True
+
+
+others = []
+
+
+class Occupy(Callback):
+    """Lets an actor take ``num_cpus`` as soon as ranks die."""
+
+    def __init__(self, num_cpus):
+        self.num_cpus = num_cpus
+
+    def on_train_start(self, trainer, **kwargs):
+        others.append(Other.options(num_cpus=self.num_cpus).remote())
 
 
 class Mark(Callback):
@@ -224,16 +240,13 @@ def test_shrink_and_grow_deliver_each_row_once():
 
 
 def test_missing_resources_shrink_the_group_until_they_are_back():
-    class Occupy(Callback):
-        def on_train_start(self, trainer, **kwargs):
-            self.other = Other.remote()  # gets the CPU of the rank that dies
-
+    class OccupyAtFirst(Occupy):
         def on_epoch_end(self, trainer, epoch, result, **kwargs):
             if epoch == 0:
-                miniray.kill(self.other)
+                miniray.kill(others.pop())
                 eventually(lambda: miniray.available_resources()["CPU"] == 1)
 
-    options = {"callbacks": [Occupy()], "resources_per_worker": {"num_cpus": 1}}
+    options = {"callbacks": [OccupyAtFirst(1)], "resources_per_worker": {"num_cpus": 1}}
     with create(min_workers=2, snapshot_every=None, **options) as trainer:
         trainer.train(epochs=2, kills=[(3, 0, 4)])
         changes = read_changes(trainer)
@@ -246,18 +259,13 @@ def test_missing_resources_shrink_the_group_until_they_are_back():
 
 
 def test_too_few_resources_for_min_workers_raise_the_error_of_the_lost_rank():
-    class Occupy(Callback):
-        def on_train_start(self, trainer, **kwargs):
-            self.other = Other.options(num_cpus=2).remote()
-
-    occupy = Occupy()
-    options = {"callbacks": [occupy], "resources_per_worker": {"num_cpus": 1}}
+    options = {"callbacks": [Occupy(2)], "resources_per_worker": {"num_cpus": 1}}
     with create(min_workers=2, **options) as trainer, pytest.raises(ActorDiedError) as failure:
         trainer.train(epochs=1, kills=[(3, 2, 4)])
     assert (failure.value.rank, failure.value.signal, failure.value.step) == (2, "SIGKILL", 4)
     assert trainer.failures == 1
     assert [event["event"] for event in trainer.run.read_events()][-1] == "worker_failed"
-    assert miniray.get(occupy.other.ping.remote())
+    assert miniray.get(others[0].ping.remote())
 
 
 @pytest.mark.slow
@@ -284,19 +292,31 @@ def test_shrink_inside_an_epoch_with_each_kind_of_data(options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [{"worker": Loop}, {"data": None, "batch_size": None}],
-    ids=["train_epoch", "batches by tokens"],
-)
-def test_without_known_steps_an_epoch_is_repeated(options):
-    """The means of an epoch that is repeated don't count."""
-    kill = (2, 1, 1) if "worker" in options else (2, 1, 7)
-    with create(2, **options) as trainer:
-        result = trainer.train(epochs=3, kills=[kill] * 2, tokens="worker" not in options)
-        changes = read_changes(trainer)
+def test_rank_lost_after_the_group_has_grown_costs_no_row():
+    """The new rank dies in its first step, and the group restarts from the state it grew from."""
+    kills = [(3, 1, 8)] * 2 + [(3, 2, 11)]
+    with create(callbacks=[Checkpoint(every_steps=11)], snapshot_every=3) as trainer:
+        trainer.train(epochs=2, kills=kills)
+        changes, failures = read_changes(trainer), trainer.failures
         check_equal_weights(trainer)
-    assert [(before, after) for before, after, _, _ in changes] == [(2, 1), (1, 2)]
+    assert changes == [(3, 2, 6, 4), (2, 3, 11, 6)]
+    assert failures == 3
+    assert count_rows(read_steps()) == sorted([*range(ROWS)] * 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [False, True])
+def test_workers_with_train_epoch_repeat_the_epoch_on_fewer_ranks(tokens):
+    """The position of batches by tokens differs between ranks, and is merged."""
+    options = {"data": None, "batch_size": None} if tokens else {}
+    options |= {"worker": Loop, "resources_per_worker": {"num_cpus": 1}, "callbacks": [Occupy(2)]}
+    with create(2, **options) as trainer:
+        result = trainer.train(epochs=3, kills=[(2, 1, "epoch", 1)], tokens=tokens)
+        changes = read_changes(trainer)
+    assert [change[:2] for change in changes] == [(2, 1)]
+    assert changes[0][2] == result.history[0]["step"]
+    assert trainer.run.read_run()["world_size"] == 1
+    assert [path.name for path in trainer.run.path.glob("ranks/*.box")] == ["0.box"]
     assert [record["num_samples"] for record in result.history] == [ROWS] * 3
 
 
@@ -342,9 +362,10 @@ def test_invalid_options_raise_before_anything_starts(trainer, options, error):
         trainer(3, **options)
 
 
-def test_loader_that_cannot_be_divided_again_is_an_error():
-    with create(2, worker=Sharding) as trainer, pytest.raises(ValueError, match="min_workers"):
-        trainer.train(epochs=1)
+@pytest.mark.parametrize("options", [{"worker": Sharding}, {"data": None, "batch_size": None}])
+def test_loader_that_cannot_be_divided_again_is_an_error(options):
+    with create(2, **options) as trainer, pytest.raises(ValueError, match="min_workers"):
+        trainer.train(epochs=1, tokens=True)
 
 
 @pytest.mark.parametrize(
@@ -395,11 +416,20 @@ def test_resources_are_waited_for():
     rooms[:] = [1]
     with pytest.raises(TooFewRanksError):
         world.shrink(2, 1, 6)
+    assert world.grow(3) == 2  # what was free is taken
 
 
 @pytest.mark.parametrize(
     ("request_", "expected"),
-    [((0, 0), None), ((1, 0), 5), ((2, 0), 2), ((0, 1), 2), ((0.1, 0.5), 4), ((4, 1), 0)],
+    [
+        ((0, 0), None),
+        ((1, 0), 5),
+        ((2, 0), 2),
+        ((0, 1), 2),
+        ((0.1, 0.5), 4),
+        ((0, 0.4), 4),
+        ((4, 1), 0),
+    ],
 )
 def test_room_counts_actors_that_fit_on_a_node(request_, expected):
     nodes = [{"CPU": 3.0, "GPU": 2.0}, {"CPU": 2.0}, {"memory": 1.0}]

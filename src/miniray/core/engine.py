@@ -156,14 +156,22 @@ def count_room(
 
     None if they reserve nothing.
     """
-    request = {kind: n for kind, n in (("CPU", num_cpus), ("GPU", num_gpus)) if n}
-    if not request:
-        return None
-    # Amounts are decimal fractions: 0.3 / 0.1 must be 3.
-    return sum(
-        min(int(node.get(kind, 0) / amount + 1e-6) for kind, amount in request.items())
-        for node in nodes
-    )
+    counts = []
+    for node in nodes:
+        rooms = [_divide(node.get("CPU", 0), num_cpus)] if num_cpus else []
+        if num_gpus:
+            whole, rest = divmod(node.get("GPU", 0), 1)
+            # Shares of a GPU that an actor gets are of a single one.
+            parts = [whole] if num_gpus >= 1 else [*[1.0] * int(whole), rest]
+            rooms.append(sum(_divide(part, num_gpus) for part in parts))
+        if not rooms:
+            return None
+        counts.append(min(rooms))
+    return sum(counts)
+
+
+def _divide(available: float, amount: float) -> int:
+    return int(available / amount + 1e-6)  # decimal fractions: 0.3 / 0.1 is 3
 
 
 class Engine(abc.ABC):

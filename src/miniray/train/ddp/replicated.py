@@ -91,7 +91,6 @@ class ReplicatedModel:
             ],
             "steps": has_steps,
             "planned": self.epoch_data is not None and self.epoch_data.has_position,
-            "divisible": self.epoch_data is None or self.epoch_data.is_divisible,
             "batches": data.length(self.user.train_loader) if has_steps else None,
             "own_methods": self.traits.own_methods,
             "val_loader": getattr(self.user, "val_loader", None) is not None,

@@ -249,7 +249,7 @@ class LockstepGroup:
         try:
             self.leave()
             self.stop()
-            self._start_from_snapshot(max(self.count, self.world.wait_for_room(wanted)))
+            self._start_from_snapshot(self.world.grow(wanted))
         finally:
             self._is_restarting = False
         self._report_resize()

@@ -108,7 +108,7 @@ class WorldSize:
         if loss is not None and loss == self._last_loss:
             count, loss = max(self._fewest, count - 1), None
         self._last_loss = loss
-        placed = self.wait_for_room(count)
+        placed = self._wait_for_room(count)
         if placed < self._fewest:
             raise TooFewRanksError
         return placed
@@ -120,7 +120,14 @@ class WorldSize:
         larger = count + (missing if room is None else min(room, missing))
         return larger if larger > count else None
 
-    def wait_for_room(self, count: int) -> int:
+    def grow(self, count: int) -> int:
+        """Return the number of ranks to start, up to ``count``. Call it while none is running.
+
+        Other programs may have taken resources since ``find_larger``.
+        """
+        return max(self._fewest or count, self._wait_for_room(count))
+
+    def _wait_for_room(self, count: int) -> int:
         """Wait until ``count`` ranks can be placed. Return how many can be placed in the end."""
         deadline = time.monotonic() + PLACEMENT_TIMEOUT_S
         while True:

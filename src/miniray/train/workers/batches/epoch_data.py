@@ -98,11 +98,6 @@ class EpochData:
         """Return the number of rows in a step of all ranks; None if the loader decides on it."""
         return math.prod(self._describe_layout()) if self.has_position else None
 
-    @property
-    def is_divisible(self) -> bool:
-        """Whether the rest of an epoch can be divided again, for a different number of ranks."""
-        return self.has_position or isinstance(self.loader, DataLoader)
-
     # -- an epoch ---------------------------------------------------------------------------------
 
     def start(self, state: RankState) -> tuple[Iterator[tuple[int, Any]], list[Window] | None, Any]:
