@@ -1,4 +1,4 @@
-"""Train with DDP on Parquet files. Each rank reads its own rows; nothing passes through the driver.
+"""Train with DDP on Parquet files. Each rank reads its own rows of the files.
 
 python examples/ddp_parquet.py                    # 2 workers, files in a temporary directory
 python examples/ddp_parquet.py --workers 4

@@ -53,7 +53,7 @@ class Callback:
     def on_evaluate_end(
         self, trainer: Any, step: int, scores: dict[str, Any], **kwargs: Any
     ) -> None:
-        """Called after an evaluation inside of an epoch (``eval_every_steps``)."""
+        """Called after an evaluation inside an epoch (``eval_every_steps``)."""
 
     def on_worker_replaced(self, trainer: Any, worker_id: int) -> None:
         """Called when a replacement has the shard and weights of the lost worker.
@@ -172,12 +172,13 @@ class Checkpoint(Callback):
 
 @suggest_options()
 class EarlyStopping(Callback):
-    """Ends the run after ``patience`` epochs in which ``monitor`` has not improved.
+    """End the run after ``patience`` epochs without an improvement of ``monitor``.
 
-    Improved means: better than the best by more than ``min_delta``; NaN is no improvement. Sets
-    ``trainer.should_stop`` and says why in ``trainer.stop_reason`` and in the last record of the
-    history. Epochs without the metric (it may come from an evaluation every few epochs) do not
-    count; one that never came is warned of. ``mode``: see ``Checkpoint``.
+    An improvement is a value that is better than the best one by more than ``min_delta``. NaN isn't
+    an improvement. The callback sets ``trainer.should_stop``, and stores the reason in
+    ``trainer.stop_reason`` and in the last record of the history. Epochs without the metric don't
+    count, for example if it is evaluated every few epochs. If no epoch has the metric, a warning is
+    shown. See ``Checkpoint`` for ``mode``.
     """
 
     def __init__(
@@ -241,10 +242,10 @@ class EarlyStopping(Callback):
 
 @suggest_options()
 class LRSchedule(Callback):
-    """Calls ``set_lr(schedule(epoch))`` on every worker before each epoch.
+    """Call ``set_lr(schedule(epoch))`` on every worker before each epoch.
 
-    Workers without ``set_lr`` are refused at the start of training with ``TypeError``. ``lr`` is
-    the current value; a worker that replaces another begins with it.
+    If a worker doesn't implement ``set_lr``, ``TypeError`` is raised when training starts. ``lr``
+    is the current value. A replacement of a worker starts with this value.
     """
 
     def __init__(self, schedule: Callable[[int], float]) -> None:

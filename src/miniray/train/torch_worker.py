@@ -31,21 +31,24 @@ from miniray.train.workers.group import filter_kwargs
 
 
 class TorchWorker:
-    """See the module. What a worker has:
+    """Base class of workers that train a torch model.
+
+    Subclasses set the following attributes in ``setup`` and implement ``training_step``.
 
     Attributes:
-        model: a module; several models go into one ``torch.nn.ModuleDict``.
-        optimizer: its optimizer. Further optimizers and learning rate schedulers may be attributes
-            of any name; all of them are saved. One named ``scheduler`` is stepped every epoch, a
-            ``ReduceLROnPlateau`` by the worker's mean loss.
-        train_loader: a ``DataLoader`` over all the training data; every worker trains on its own
-            rows of it. Without ``load_data_shard`` of its own the worker's loader must be one whose
-            rows can be dealt out: a dataset with a length, shuffled or in order.
-        val_loader: the same for ``evaluate()`` without data; optional.
+        model: A module. To train several models, use a ``torch.nn.ModuleDict``.
+        optimizer: The optimizer of the model. Additional optimizers and learning rate schedulers
+            can be attributes of any name and are saved as well. A scheduler named ``scheduler`` is
+            stepped after every epoch, or after every step if ``scheduler_interval = "step"``. A
+            ``ReduceLROnPlateau`` receives the worker's mean loss.
+        train_loader: A ``DataLoader`` over the complete training data. Each worker trains on its
+            own rows. Unless the worker implements ``load_data_shard``, the loader must use a
+            dataset with a length, shuffled or in order.
+        val_loader: The same for ``evaluate()`` without data. Optional.
 
     If one of them is missing, ``TypeError`` names it before training starts. If the trainer
     reserved a GPU for the worker, the model is moved to it. Batches are moved to the device of the
-    model, tensors inside tuples, lists and dicts too.
+    model, including tensors inside tuples, lists and dicts.
     """
 
     model: Any
@@ -61,13 +64,16 @@ class TorchWorker:
         self.setup(**filter_kwargs(inspect.signature(self.setup), given))
 
     def setup(self) -> None:
-        """Make model, optimizer and loaders. Gets ``worker_id`` and what of ``train()``'s keyword
-        arguments it asks for by name. An ``__init__`` of your own does as well."""
+        """Create the model, the optimizer and the loaders.
+
+        ``setup`` receives ``worker_id`` and the keyword arguments of ``train()`` that its signature
+        accepts. Subclasses can implement ``__init__`` instead.
+        """
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """The loss of a batch, or a dict with ``loss`` and other numbers that are means over it.
+        """Return the loss of a batch, or a dict with ``loss`` and other means over the batch.
 
-        One that takes the batch alone does as well.
+        The parameter ``batch_idx`` is optional.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must have training_step(self, batch, batch_idx), returning the "
@@ -75,9 +81,9 @@ class TorchWorker:
         )
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Like ``training_step``, for ``evaluate``; a value may be a pair ``(sum, count)``.
+        """Return metrics of a batch for ``evaluate``. A value may be a pair ``(sum, count)``.
 
-        Unless overridden it is the training step, without gradients.
+        By default, call ``training_step`` without gradients.
         """
         return parts.step_of(self.training_step)(batch, batch_idx)
 
@@ -100,10 +106,11 @@ class TorchWorker:
         self._step_options = options
 
     def load_data_shard(self, shard_id: int, num_shards: int, data: Any = None) -> None:
-        """Train on ``data``, a loader the trainer was given (``data=``) and has cut already; else
-        keep the rows ``shard_id``, ``shard_id + num_shards``, … of ``train_loader``.
+        """Train on ``data`` or on a shard of ``train_loader``.
 
-        A worker without one that trains in its own way is let be.
+        ``data`` is a loader that the trainer has sharded (``data=``). Without it, keep the rows
+        ``shard_id``, ``shard_id + num_shards``, … of ``train_loader``. A worker that implements
+        ``train_epoch`` and has no loader isn't changed.
         """
         if data is not None:
             self.train_loader = data
@@ -116,7 +123,7 @@ class TorchWorker:
         self.train_loader = parts.shard(loader, shard_id, num_shards)
 
     def train_epoch(self, epoch: int) -> dict[str, Any]:
-        """A step for every batch; returns means over the samples, and ``num_samples``."""
+        """Train on every batch, and return means over the samples and ``num_samples``."""
         model, loader = self._part("model"), self._part("train_loader")
         self._part("optimizer")
         model.train()
@@ -136,7 +143,7 @@ class TorchWorker:
         return result
 
     def evaluate(self, data: Any = None, shard_id: int = 0, num_shards: int = 1) -> dict[str, Any]:
-        """Sums and counts over ``data`` (a dataset, rows, or columns), else over ``val_loader``."""
+        """Return sums and counts over ``data`` (a dataset, rows or columns) or ``val_loader``."""
         import torch
 
         if data is None:
@@ -159,12 +166,12 @@ class TorchWorker:
         return means.sums()
 
     def get_weights(self) -> dict[str, Any]:
-        """The model's parameters and buffers, in host memory."""
+        """Return the parameters and buffers of the model in host memory."""
         weights: dict[str, Any] = to_host(self._part("model").state_dict())
         return weights
 
     def set_weights(self, weights: dict[str, Any]) -> None:
-        """Take over what ``get_weights`` of another worker gave."""
+        """Set the parameters and buffers of the model to the result of ``get_weights``."""
         self._part("model").load_state_dict(weights)
 
     def _write_pretrained(
@@ -174,13 +181,13 @@ class TorchWorker:
         return write_model(self, self._part("model"), directory, send_files, weights)
 
     def set_lr(self, lr: float) -> None:
-        """Let all optimizers go on with this learning rate (``LRSchedule``)."""
+        """Set the learning rate of all optimizers. Called by ``LRSchedule``."""
         for optimizer in parts.stateful(self, optimizers_only=True).values():
             for group in optimizer.param_groups:
                 group["lr"] = lr
 
     def get_state(self) -> dict[str, Any]:
-        """What going on exactly needs besides the weights: optimizers, random numbers, loader."""
+        """Return the state of optimizers, schedulers, random numbers and the loader."""
         return {
             "parts": {name: part.state_dict() for name, part in parts.stateful(self).items()},
             "scaler": {} if self._steps is None else self._steps.scaler.state_dict(),
@@ -189,7 +196,9 @@ class TorchWorker:
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from ``get_state``. Raises ``ValueError`` where the worker has other parts now."""
+        """Restore a state of ``get_state``. Raise ``ValueError`` if the worker has different
+        parts.
+        """
         mine = parts.stateful(self)
         if set(mine) != set(state["parts"]):
             raise ValueError(

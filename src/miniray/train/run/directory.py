@@ -89,12 +89,13 @@ class RunDirectory:
         *,
         root: str | os.PathLike[str] = "runs",
     ) -> RunDirectory:
-        """Make the directory of a new run: ``run_dir``, else ``root/name``, else one by the time.
+        """Create the directory of a new run: ``run_dir``, or ``root/name``, or a name with the
+        time.
 
-        Without a name it is ``<prefix>-<YYYYmmdd-HHMMSS>``, with ``-2`` and so on for runs of the
-        same second. Another run is never overwritten: a directory that holds one is refused with
-        ``FileExistsError``, unless it failed before it had trained an epoch: then this is its next
-        attempt. A name that is no plain folder name is a ``ValueError``.
+        The default name is ``<prefix>-<YYYYmmdd-HHMMSS>``, with ``-2`` and so on for runs that
+        start in the same second. If the directory already contains a run, ``FileExistsError`` is
+        raised, unless that run failed before it had trained an epoch. In this case, the new run is
+        its next attempt. If ``name`` isn't the name of a directory, ``ValueError`` is raised.
         """
         check_name(name)
         if run_dir is not None:
@@ -257,9 +258,9 @@ class RunDirectory:
         return run
 
     def status(self) -> str:
-        """The state in ``run.json``, or ``died`` where its process is gone, or ``unknown``.
+        """Return the state in ``run.json``, ``died`` if its process has ended, or ``unknown``.
 
-        Of a run on another machine one only knows what it wrote.
+        For a run on a different machine, only the recorded state is known.
         """
         return get_state(self.read_run())
 
@@ -274,15 +275,15 @@ class RunDirectory:
         records.append_record(self.metrics_file, record)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All whole lines; a torn last one is passed over."""
+        """Return all complete lines. An incomplete last line is ignored."""
         return records.read_records(self.metrics_file)
 
     def truncate_metrics(self, epoch: int) -> int:
-        """Take back the lines of epochs after ``epoch``, which are about to be done again.
+        """Remove the lines of epochs after ``epoch``, which will be trained again.
 
-        They are moved to ``metrics.discarded.jsonl`` and the move is an event, so the history still
-        says what happened. Lines without an epoch stay. Returns how many went. A process killed in
-        here leaves ``metrics.jsonl`` as it was, or truncated; never in between.
+        The lines are moved to ``metrics.discarded.jsonl``, and the move is recorded as an event.
+        Lines without an epoch are kept. Return the number of lines that were moved. If the process
+        is killed during the call, ``metrics.jsonl`` is either unchanged or truncated.
         """
         self._acquire()
         self._num_attempts = None  # the caller continues from what the last attempt left
@@ -301,7 +302,7 @@ class RunDirectory:
         return len(dropped)
 
     def rewind(self, epoch: int, step: int, history: Iterable[Mapping[str, Any]]) -> None:
-        """Let the records end at a position to which the run goes back.
+        """Truncate the records at a position to which the run returns.
 
         Args:
             epoch: Number of completed epochs.
@@ -340,11 +341,11 @@ class RunDirectory:
             replace_atomically(self.steps_file, lines)
 
     def append_event(self, event: Mapping[str, Any]) -> None:
-        """Add a line to ``events.jsonl``, with the time. ``event["event"]`` says what happened."""
+        """Add a line to ``events.jsonl``, with the time. ``event["event"]`` is the type."""
         records.append_record(self.events_file, {"time": runfile.now(), **event})
 
     def read_events(self) -> list[dict[str, Any]]:
-        """What happened beside the epochs, oldest first: failures, restarts, checkpoints."""
+        """Return failures, restarts, checkpoints and other events, oldest first."""
         return records.read_records(self.events_file)
 
     def __repr__(self) -> str:

@@ -25,9 +25,10 @@ _NOT_A_SCORE = ("epoch", "seconds", "num_samples", "synced")
 
 
 def better_direction(metric: str, mode: str = "auto") -> str:
-    """``"max"`` where the name has a word such as accuracy, f1 or reward, else ``"min"``.
+    """Return ``"max"`` if the name has a word such as accuracy, f1 or reward, else ``"min"``.
 
-    Unless ``mode`` says which; ``ValueError`` where it is neither of them nor ``"auto"``.
+    If ``mode`` is ``"min"`` or ``"max"``, return it. Raise ``ValueError`` for other values than
+    ``"auto"``.
     """
     if mode not in ("auto", "min", "max"):
         raise ValueError(f'mode must be "auto", "min" or "max", not {mode!r}')
@@ -45,18 +46,20 @@ class Best(NamedTuple):
 
 
 class TrainResult(Mapping[str, Any]):
-    """The result of a run. As a mapping it is the last epoch's metrics: ``result["loss"]``.
+    """The result of a run. A mapping of the metrics of the last epoch: ``result["loss"]``.
 
     Attributes:
-        history: one dict of metrics for each epoch, oldest first, whole run (earlier calls of
-            ``train()`` and what was resumed included).
-        metrics: the last epoch's; empty where no epoch was trained.
-        best: metric → ``Best(value, epoch)`` for every number in the history. Lowest is best, but
-            highest for names with a word such as accuracy, f1 or reward (``better_direction``).
-            NaN is never best. ``best_epoch`` lets you say it yourself.
-        epochs: how many were done in the whole run; ``wall_time``: seconds this ``train()`` took.
-        sync: what the parameter server counted; empty without one.
-        run_dir: where everything is on disk; ``checkpoint``: the newest one, or None.
+        history: One dict of metrics per epoch, oldest first, for the whole run, including earlier
+            calls of ``train()`` and resumed epochs.
+        metrics: Metrics of the last epoch. Empty if no epoch was trained.
+        best: Metric → ``Best(value, epoch)`` for every number in the history. The lowest value is
+            best, except for names with a word such as accuracy, f1 or reward
+            (``better_direction``). NaN is never best. To choose the direction, use ``best_epoch``.
+        epochs: Number of epochs of the whole run.
+        wall_time: Seconds that this ``train()`` took.
+        sync: Stats of the parameter server. Empty without one.
+        run_dir: The run directory.
+        checkpoint: Path of the newest checkpoint, or None.
     """
 
     def __init__(
@@ -87,9 +90,9 @@ class TrainResult(Mapping[str, Any]):
                     self.best[metric] = Best(value, self.history[place].get("epoch", place))
 
     def best_epoch(self, metric: str, mode: str = "auto") -> dict[str, Any]:
-        """The metrics of the epoch where ``metric`` was lowest (``"min"``) or highest (``"max"``).
+        """Return the metrics of the epoch with the lowest or highest value of ``metric``.
 
-        ``KeyError`` where no epoch has a number for it.
+        Raise ``KeyError`` if no epoch has a number for it.
         """
         best = self._best(metric, mode)
         if best is None:
@@ -143,11 +146,11 @@ class TrainResult(Mapping[str, Any]):
     # -- looking at it -----------------------------------------------------------------------------
 
     def plot(self, path: str | Path | None = None, metrics: Sequence[str] | None = None) -> Path:
-        """Draw a curve for each metric over the epochs; returns the picture's path.
+        """Draw a curve of each metric over the epochs, and return the path of the image.
 
-        ``path`` is ``curves.png`` in the run directory by default; its ending chooses the format.
-        Epochs where a value is NaN or infinite are marked at the foot. ``ImportError`` without
-        matplotlib, ``ValueError`` where there is nothing to draw.
+        ``path`` is ``curves.png`` in the run directory by default. Its suffix selects the format.
+        Epochs with NaN or infinite values are marked at the bottom. Raise ``ImportError`` without
+        matplotlib, and ``ValueError`` if there is nothing to draw.
         """
         try:
             from matplotlib.figure import Figure  # not pyplot: no window, no global state
@@ -190,11 +193,11 @@ class TrainResult(Mapping[str, Any]):
         axes.grid(alpha=0.3)
 
     def report(self, path: str | Path | None = None) -> Path:
-        """Write the run as one self-contained page (default: ``report.html`` beside it)."""
+        """Write the report of the run, by default to ``report.html`` in the run directory."""
         return write_report(self.run_dir, path)
 
     def to_frame(self) -> pandas.DataFrame:
-        """The history as a pandas table, a row an epoch. ``ImportError`` without pandas."""
+        """Return the history as a pandas table, one row per epoch. Requires pandas."""
         try:
             import pandas
         except ImportError:

@@ -29,10 +29,10 @@ RESERVED = ("partial", "nonfinite")
 
 
 def aggregate(results: Sequence[Any]) -> dict[str, Any]:
-    """One result from the workers', which are in order of worker ids. See the module for the rule.
+    """Combine the results of the workers, in order of worker ids. See the module for the rules.
 
-    Raises ``TypeError`` naming the worker where a result is no dict with text keys; ``ValueError``
-    where ``num_samples`` is no number of samples or a reserved name is used.
+    Raise ``TypeError`` with the worker if a result isn't a dict with string keys. Raise
+    ``ValueError`` if ``num_samples`` isn't a number of samples, or a reserved name is used.
     """
     if not results:
         raise ValueError("there are no results to aggregate")
