@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from miniray.checks import check_int, check_options, get_options
@@ -185,9 +185,9 @@ class DataParallelTrainer(BaseTrainer):
 
     # -- workers ----------------------------------------------------------------------------------
 
-    def _create_group(self) -> WorkerGroup:
+    def _create_group(self, cls: Callable[..., WorkerGroup] = WorkerGroup) -> WorkerGroup:
         self.sync.start_at(self.epoch)
-        return super()._create_group()
+        return super()._create_group(cls)
 
     # -- the model, checkpoints -------------------------------------------------------------------
 

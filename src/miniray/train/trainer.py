@@ -160,6 +160,11 @@ class BaseTrainer:
         return self._group.handles if self._group is not None else []
 
     @property
+    def counts_only_steps(self) -> bool:
+        """Whether each epoch is one step, as with ``PPOTrainer`` and ``GRPOTrainer``."""
+        return self._unit == "step"
+
+    @property
     def epoch(self) -> int:
         """Number of completed epochs."""
         return self.state.epoch
@@ -208,8 +213,9 @@ class BaseTrainer:
     def on_step_end(self, step: int, metrics: dict[str, Any], **kwargs: Any) -> None:
         """Called at the logging interval with means over the last steps, while workers train.
 
-        Only trainers that count steps call it, such as ``DDPTrainer``. ``step`` is the number of
-        completed steps of the run. Don't call workers here. Set ``should_stop`` to end the run at
+        Only trainers that count steps call it, such as ``DDPTrainer``. ``PPOTrainer`` and
+        ``GRPOTrainer`` call it after each step. ``step`` is the number of completed steps of the
+        run. Don't call workers here. Set ``should_stop`` to end the run at
         one of the next steps.
         """
 
@@ -315,7 +321,9 @@ class BaseTrainer:
                     event = {"event": "stopped", "epoch": epoch, "reason": self.stop_reason}
                     self.session.append_event(event)
                     why = f": {self.stop_reason}" if self.stop_reason else ""
-                    where = f"step {state.step}" if state.step_in_epoch else f"{self._unit} {epoch}"
+                    where = f"{self._unit} {epoch}"
+                    if state.step_in_epoch or self.counts_only_steps:
+                        where = f"step {state.step}"
                     progress.note(f"stopped after {where}{why}")
                     break
 
@@ -342,6 +350,8 @@ class BaseTrainer:
             return
         state.end_epoch(epoch, record)
         try:
+            if self.counts_only_steps:
+                self._emit("on_step_end", state.step, record)
             self._emit("on_epoch_end", epoch, record)
         except BaseException:
             with self.session.printing_errors("its last epoch is not in"):
@@ -406,7 +416,7 @@ class BaseTrainer:
 
     def _check_steps(self, steps: int | None) -> None:
         """Raise ``TypeError`` for a length or an option that needs to know the workers' steps."""
-        every = None if self._unit == "step" else find_checkpoint_steps(self.callbacks)
+        every = None if self.counts_only_steps else find_checkpoint_steps(self.callbacks)
         asked = {"train(steps=...)": steps, "Checkpoint(every_steps=...)": every}
         names = [name for name, value in asked.items() if value is not None]
         if names and not self._counts_steps:
@@ -468,9 +478,9 @@ class BaseTrainer:
             self._loaded = None
         self._check_target()
 
-    def _create_group(self) -> WorkerGroup:
+    def _create_group(self, cls: Callable[..., WorkerGroup] = WorkerGroup) -> WorkerGroup:
         """Return the group that creates the workers, calls them and replaces lost ones."""
-        return WorkerGroup(
+        return cls(
             count=self.num_workers,
             create=self._create,
             setups=[*self._setups, CallbackSetup(self, self.callbacks)],

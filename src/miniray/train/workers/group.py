@@ -282,7 +282,8 @@ class WorkerGroup:
 
     def recover(self, error: Exception, worker_id: int, method: str, epoch: int | None) -> None:
         """Replace the worker that raised ``error``, or raise the error with its context."""
-        is_repairing = False
+        is_repairing, start = False, time.monotonic()
+        failed = method
         while True:
             if not is_loss(error):
                 raise add_worker_context(
@@ -300,6 +301,14 @@ class WorkerGroup:
                 break
             except ReplacementLostError as lost:
                 error, method, is_repairing = lost.error, lost.method, True
+        self.report_replacement(worker_id, error, failed, epoch, time.monotonic() - start)
+
+    def report_replacement(
+        self, worker_id: int, error: Exception, method: str, epoch: int | None, seconds: float
+    ) -> None:
+        """Record that a worker was replaced after ``error`` in a call of ``method``."""
+        del method, seconds
+        what = {"worker": worker_id, "epoch": epoch, "reason": str(error)}
         self.on_event({"event": "worker_replaced", **what})
 
     def replace(self, worker_id: int) -> None:
