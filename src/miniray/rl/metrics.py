@@ -31,7 +31,7 @@ RESERVED = frozenset(
     (
         *_MEANS, *_COUNTS, *_LEFT_OUT, _SKIPPED_UPDATES, *(f"{name}_seconds" for name in _SECONDS),
         "counts", "range", "timing", "kl_coef", "tokens_per_second", "step_seconds", "step",
-        "num_steps", "epoch", "seconds", "synced", "restarts",
+        "epoch", "seconds", "synced", "restarts",
     )
 )  # fmt: skip
 
