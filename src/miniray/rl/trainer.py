@@ -36,7 +36,7 @@ from miniray.tracebacks import hides_frames
 from miniray.train.run.checkpointer import Part
 from miniray.train.run.result import TrainResult
 from miniray.train.trainer import BaseTrainer
-from miniray.train.workers.group import NO_WORKERS, WorkerGroup
+from miniray.train.workers.group import NO_WORKERS
 from miniray.train.workers.sync import SyncPolicy
 
 if TYPE_CHECKING:
@@ -178,7 +178,8 @@ class RLTrainer(BaseTrainer):
         self.sync: SyncPolicy | GradientGroup
         if sync == "grad":
             can_restart = self.options.max_failures > 0
-            self.sync = GradientGroup(group_backend, group_timeout, can_restart=can_restart)
+            gradients = GradientGroup(group_backend, group_timeout, can_restart=can_restart)
+            self.sync, self._group_class = gradients, partial(GradientWorkers, gradients=gradients)
         else:
             averaging = SyncPolicy(self.num_workers, **sync_options)
             self.checkpointer.register(
@@ -289,11 +290,6 @@ class RLTrainer(BaseTrainer):
         is_step = method == "train_epoch" and epoch is not None
         step = epoch + 1 if is_step and epoch is not None else self.state.step
         return group.call_and_keep(method, lambda _: args, kwargs, epoch, step)
-
-    def _create_group(self, cls: Callable[..., WorkerGroup] = WorkerGroup) -> WorkerGroup:
-        if isinstance(self.sync, GradientGroup):
-            cls = partial(GradientWorkers, gradients=self.sync)
-        return super()._create_group(cls)
 
     def get_sync_stats(self) -> dict[str, Any]:
         """Return the statistics of the parameter server. {} with ``sync="grad"``."""

@@ -99,7 +99,7 @@ class BaseTrainer:
     required_methods: Sequence[str] = ()
     #: Worker methods that receive the keyword arguments of ``train()``.
     _kwargs_methods: Sequence[str] = (
-        *("__init__", "setup", "load_data_shard", "train_epoch", "evaluate"),
+        *("__init__", "setup", "load_data_shard", "train_epoch", "train_steps", "evaluate"),
     )
     #: Keyword arguments of ``train()`` that the trainer uses itself.
     _own_kwargs: Sequence[str] = ()
@@ -138,6 +138,7 @@ class BaseTrainer:
         #: Returns the class of the result, and its fields that a subclass adds.
         self._get_result_fields: Callable[[], tuple[type[TrainResult], Mapping[str, Any]]]
         self._get_result_fields = lambda: (TrainResult, {})
+        self._group_class: Callable[..., WorkerGroup] = WorkerGroup
         self._group: WorkerGroup | None = None
         self._resume = self.options.resume
         self._loaded: dict[str, Any] | None = None  # a checkpoint to restore when workers exist
@@ -422,8 +423,8 @@ class BaseTrainer:
         if names and not self._counts_steps:
             raise TypeError(
                 f"{names[0]} of {type(self).__name__} needs workers that train step by step: with "
-                "train_epoch, the steps are the workers' own. Pass epochs, or use DDPTrainer and "
-                "workers with training_step"
+                "train_epoch, the steps are the workers' own. Pass epochs, or use DDPTrainer with "
+                "training_step or DataParallelTrainer with train_steps"
             )
 
     def _check_target(self) -> None:
@@ -478,9 +479,9 @@ class BaseTrainer:
             self._loaded = None
         self._check_target()
 
-    def _create_group(self, cls: Callable[..., WorkerGroup] = WorkerGroup) -> WorkerGroup:
+    def _create_group(self) -> WorkerGroup:
         """Return the group that creates the workers, calls them and replaces lost ones."""
-        return cls(
+        return self._group_class(
             count=self.num_workers,
             create=self._create,
             setups=[*self._setups, CallbackSetup(self, self.callbacks)],

@@ -37,7 +37,11 @@ NO_WORKERS = "there are no workers before train(), and none after shutdown()"
 _ID_NAMES = ("worker_id", "rank", "id")
 
 #: Methods of ``WorkerActor`` and the user's methods that they call, which errors name.
-USER_METHODS = {"assign_data": "load_data_shard", "train_on_shard": "train_epoch"}
+USER_METHODS = {
+    "assign_data": "load_data_shard",
+    "train_on_shard": "train_epoch",
+    "train_steps_on_shard": "train_steps",
+}
 
 Handle = ActorHandle[Any]
 
