@@ -151,9 +151,7 @@ class WorkerEpoch:
         parts.load_loader_state(loader, {**now[1], "running": False})
         parts.set_random_state(now[0])
 
-    def count_steps(
-        self, loader: Any, epoch: int, start: int, accumulate: int = 1
-    ) -> int | None:
+    def count_steps(self, loader: Any, epoch: int, start: int, accumulate: int = 1) -> int | None:
         """Return the number of steps of an epoch that is at step ``start``; None if unknown."""
         if self._count is not None and epoch == self.epoch and start:
             return self._count
@@ -169,7 +167,7 @@ class WorkerEpoch:
     # -- steps ------------------------------------------------------------------------------------
 
     def iter_steps(self, stop: int | None) -> Iterator[tuple[int, list[Any]]]:
-        """Yield the batches of each step before ``stop`` or to the end, after their first number."""
+        """Yield the first number and the batches of each step before ``stop``, or to the end."""
         began = time.monotonic()
         while not self.is_complete and (stop is None or self.step < stop):
             assert self._batches is not None
