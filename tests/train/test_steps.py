@@ -424,12 +424,12 @@ def test_step_options_need_a_training_step(length, options):
 
 def test_step_options_of_workers_that_average_weights():
     trainer = DataParallelTrainer(1, worker=Counter, progress=False)
-    with pytest.raises(TypeError, match="DDPTrainer"):
+    with pytest.raises(TypeError, match="train_steps"):
         trainer.train(steps=3)
     trainer = DataParallelTrainer(
         1, worker=Counter, progress=False, callbacks=[Checkpoint(every_steps=2)]
     )
-    with pytest.raises(TypeError, match="training_step"):
+    with pytest.raises(TypeError, match="train_steps"):
         trainer.train(epochs=3)
     assert trainer.run is None
 

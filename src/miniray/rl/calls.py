@@ -119,10 +119,6 @@ class Worker(ABC):
         """Rewards on held-out prompts."""
 
     @abstractmethod
-    def host_group(self, world_size: int, **options: Any) -> ProcessGroupSpec:
-        """Open the store of a process group for all workers, in this one."""
-
-    @abstractmethod
     def join_group(self, spec: ProcessGroupSpec) -> None:
         """From now on, add up gradients with the other workers."""
 
@@ -211,9 +207,20 @@ class Worker(ABC):
         """Take up another worker's place in the data: loaders that allow it share out anew."""
         self.source.load_state_dict(state)
 
-    def ping(self) -> int:
-        """Answers when it is not busy, and is alive."""
-        return self.rank
+    def get_snapshot(self, is_source: bool) -> dict[str, Any]:
+        """Return all that a restart after a step needs.
+
+        Weights and optimizer are equal on all workers: only the source returns them.
+        """
+        shared = {"weights": self.get_weights(), "optimizer": self.get_optimizer()}
+        return {"shared": shared if is_source else None, "own": self.get_state()}
+
+    def load_snapshot(self, source: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Restore the snapshots of the source and of this worker, learning rates included."""
+        shared = source["shared"]
+        self.set_weights(shared["weights"])
+        self.optimizer.load_state_dict(shared["optimizer"])
+        self.set_state(own["own"])
 
     @abstractmethod
     def _frozen_copy(self) -> Any:

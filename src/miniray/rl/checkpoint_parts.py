@@ -7,33 +7,39 @@ once, and so is the optimizer if all workers are equal.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import miniray
 from miniray.rl.sources import place_of_all
 from miniray.train.workers.group import WorkerGroup
 
-#: Returns the handles of the current workers.
-GetWorkers = Callable[[], Sequence[Any]]
+#: Returns the current ``WorkerGroup``, which replaces workers that are lost meanwhile.
+GetGroup = Callable[[], Any]
+
+
+def _send_to_all(group: Any, method: str, value: Any) -> Any:
+    """Call ``method(value)`` on all workers, and return the ref that was sent."""
+    ref = miniray.put(value)
+    group.map(method, dict.fromkeys(range(len(group.handles)), ref))
+    return ref
 
 
 class SourcePart:
     """The position in the prompts, as the part ``source``."""
 
-    def __init__(self, get_workers: GetWorkers) -> None:
-        self._get_workers = get_workers
+    def __init__(self, get_group: GetGroup) -> None:
+        self._get_group = get_group
 
     def state_dict(self) -> dict[str, Any]:
         """Return one position for all workers, and their number."""
-        workers = self._get_workers()
-        place = place_of_all(miniray.get([worker.get_source.remote() for worker in workers]))
-        return {"place": place, "num_workers": len(workers)}
+        places = self._get_group().call("get_source", lambda _: (), {})
+        return {"place": place_of_all(places), "num_workers": len(places)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position, unless the workers' own states contain it."""
-        workers = self._get_workers()
-        place, is_other_size = state["place"], state["num_workers"] != len(workers)
+        group = self._get_group()
+        place, is_other_size = state["place"], state["num_workers"] != len(group.handles)
         if "loader" not in place or not (is_other_size or place.get("to_all")):
             return
         if place["loader"] is None:  # all workers read and drop as many steps as were trained
@@ -45,19 +51,19 @@ class SourcePart:
                 f"skipped: {place['apart']}",
                 stacklevel=2,
             )
-        miniray.get([worker.set_source.remote(place) for worker in workers])
+        group.call("set_source", lambda _: (place,), {})
 
 
 class ReferencePart:
     """The reference model, as the part ``reference``; also a ``WorkerSetup`` for replacements.
 
     Args:
-        get_workers: Returns the workers.
+        get_group: Returns the workers.
         keep: Keep the weights in the object store, for replacements.
     """
 
-    def __init__(self, get_workers: GetWorkers, *, keep: bool) -> None:
-        self._get_workers, self._keep = get_workers, keep
+    def __init__(self, get_group: GetGroup, *, keep: bool) -> None:
+        self._get_group, self._keep = get_group, keep
         self._kept: Any = None
 
     def start(self, group: WorkerGroup) -> None:
@@ -75,12 +81,11 @@ class ReferencePart:
 
     def state_dict(self) -> Any:
         """Return the weights of the reference model; None if there is none."""
-        return miniray.get(self._get_workers()[0].get_reference.remote())
+        return miniray.get(self._get_group().ref_of(0, "get_reference"))
 
     def load_state_dict(self, weights: Any) -> None:
         """Set the reference model of all workers."""
-        ref = miniray.put(weights)
-        miniray.get([worker.set_reference.remote(ref) for worker in self._get_workers()])
+        ref = _send_to_all(self._get_group(), "set_reference", weights)
         if self._kept is not None and weights is not None:
             self._kept = ref
 
@@ -88,14 +93,13 @@ class ReferencePart:
 class OptimizerPart:
     """The optimizer of workers that are equal, as the part ``optimizer``."""
 
-    def __init__(self, get_workers: GetWorkers) -> None:
-        self._get_workers = get_workers
+    def __init__(self, get_group: GetGroup) -> None:
+        self._get_group = get_group
 
     def state_dict(self) -> Any:
         """Return the state of the optimizer of worker 0."""
-        return miniray.get(self._get_workers()[0].get_optimizer.remote())
+        return miniray.get(self._get_group().ref_of(0, "get_optimizer"))
 
     def load_state_dict(self, state: Any) -> None:
         """Set it on all workers."""
-        ref = miniray.put(state)
-        miniray.get([worker.set_optimizer.remote(ref) for worker in self._get_workers()])
+        _send_to_all(self._get_group(), "set_optimizer", state)

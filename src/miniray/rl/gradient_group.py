@@ -1,80 +1,159 @@
-"""``GradientGroup``: workers that sum their gradients in every step, so their weights are equal."""
+"""Workers that sum their gradients in every step (``sync="grad"``), so their weights are equal.
+
+No worker is replaced alone: the others are in a collective that can't complete. If a worker is
+lost, all workers restart within ``max_failures``, continue with the state after the last step, and
+repeat the call. A lost worker therefore costs the step that was running.
+
+The state is kept in the engine's object store, which outlives the workers. The weights and the
+optimizer, which all workers have, are kept once. The store of the process group is in the driver,
+so that the workers that are left can name the missing ones.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import miniray
 from miniray.checks import check_number
 from miniray.core import session
-from miniray.errors import ActorDiedError, CapabilityError, TaskError
-from miniray.train.workers.group import NO_WORKERS, WorkerGroup, add_worker_context
+from miniray.doctor.findings import named
+from miniray.errors import CapabilityError, MinirayError, WorkerTimeoutError
+from miniray.train.lockstep.failure import describe_loss, find_root_cause
+from miniray.train.lockstep.process_group import GroupHost
+from miniray.train.workers.budget import is_loss
+from miniray.train.workers.group import (
+    NO_WORKERS,
+    ReplacementLostError,
+    WorkerGroup,
+    add_worker_context,
+    end,
+)
 
-#: Seconds in which a worker that is alive and idle answers.
-_PING_TIMEOUT_S = 5.0
+_CAUSE_TIMEOUT_S = 5.0  # for the cause to arrive after its first consequence
+_STOP_TIMEOUT_S = 5.0  # for calls of stopped workers to fail
+
+
+@dataclasses.dataclass(frozen=True)
+class _Snapshot:
+    """The state of all workers after a step, in the object store.
+
+    Attributes:
+        step: Number of completed steps.
+        states: What ``get_snapshot`` of each worker returned. That of worker 0 includes the weights
+            and the optimizer.
+    """
+
+    step: int
+    states: Sequence[Any]
 
 
 class GradientGroup:
-    """The process group of the workers of a trainer with ``sync="grad"``.
+    """The process group of the workers, and the state from which they restart.
 
-    It is a ``WorkerSetup``. Lost workers aren't replaced: the others can't continue without their
-    gradients.
+    It is a ``WorkerSetup``.
 
     Args:
         backend: ``"gloo"`` or ``"nccl"``.
         timeout: Limit in seconds for a collective.
+        can_restart: Whether lost workers may be replaced, so the state is kept.
     """
 
     #: All workers have the same weights.
     is_in_sync = True
 
-    def __init__(self, backend: str, timeout: float) -> None:
-        self._backend = backend
+    def __init__(self, backend: str, timeout: float, *, can_restart: bool) -> None:
+        self._backend, self._can_restart = backend, can_restart
         self._timeout = check_number("group_timeout", timeout, 0, open_low=True)
-        self._group: WorkerGroup | None = None
+        self._group: GradientWorkers | None = None
+        self._host: GroupHost | None = None
+        self._has_joined = False
+        self._snapshot: _Snapshot | None = None
+
+    # -- workers ----------------------------------------------------------------------------------
 
     def start(self, group: WorkerGroup) -> None:
-        """Copy the weights of worker 0 to all workers, and let them join the process group.
+        """Let all workers join the process group, and copy the weights of worker 0 to all.
 
         Raises:
             CapabilityError: The engine can't run several workers at the same time.
         """
+        assert isinstance(group, GradientWorkers)
         self._group = group
-        first = group.handles[0].get_weights.remote()
-        miniray.get([worker.set_weights.remote(first) for worker in group.handles[1:]])
-        if len(group.handles) == 1:
-            return
-        engine = session.engine().name
-        if engine == "inline":
-            raise CapabilityError(
-                'sync="grad" with more than one worker needs workers that run at the same time: '
-                'use backend="local" or "ray", or sync="weights", or one worker'
-            )
-        opened = group.handles[0].host_group.remote(
-            len(group.handles),
-            other_machines=engine == "ray",
-            backend=self._backend,
-            timeout=self._timeout,
-        )
-        spec = miniray.get(opened)
-        group.call("join_group", lambda _: (spec,), {})
+        if len(group.handles) > 1:
+            if not session.engine().capabilities.processes:
+                raise CapabilityError(
+                    'sync="grad" with more than one worker needs workers that run at the same '
+                    'time: use backend="local" or "ray", or sync="weights", or one worker'
+                )
+            self._open_host(group)
+            # Workers that restart meanwhile get a new store.
+            group.call("join_group", lambda _: (self._get_spec(),), {})
+            self._has_joined = True
+        while not self.keep(0):
+            pass
+        first = group.ref_of(0, "get_weights")
+        group.map("set_weights", dict.fromkeys(range(1, len(group.handles)), first))
 
     def set_up(self, group: WorkerGroup, worker_id: int) -> None:
-        """Do nothing: ``max_failures`` is 0 with ``sync="grad"``."""
+        """Do nothing: ``restart`` prepares all workers at the same time."""
 
-    def raise_if_dead(self, step: int) -> None:
-        """Raise the error of a worker that crashed, in place of the errors that it caused."""
+    def _open_host(self, group: WorkerGroup) -> None:
+        self._host = GroupHost(
+            len(group.handles),
+            backend=self._backend,
+            name="rl",
+            timeout=self._timeout,
+            other_machines=session.engine().capabilities.multi_node,
+        )
+
+    def _get_spec(self) -> Any:
+        assert self._host is not None
+        return self._host.spec
+
+    def restart(self, group: GradientWorkers) -> None:
+        """Prepare new workers in the place of all others: join, and restore the kept state."""
+        if self._host is not None:
+            self._host.close()
+            self._open_host(group)
+        if self._has_joined:
+            group.prepare("join_group", lambda _: (self._get_spec(),))
+        if self._snapshot is not None:
+            states = self._snapshot.states
+            group.prepare("load_snapshot", lambda i: (states[0], states[i]))
+
+    # -- state ------------------------------------------------------------------------------------
+
+    @property
+    def kept_step(self) -> int | None:
+        """Number of completed steps in the kept state; None if nothing is kept."""
+        return None if self._snapshot is None else self._snapshot.step
+
+    def keep(self, step: int, method: str = "get_snapshot", epoch: int | None = None) -> bool:
+        """Keep the state of all workers after ``step`` steps, unless the next loss ends the run.
+
+        Args:
+            step: Number of completed steps.
+            method: The call that has changed the state, for errors.
+            epoch: Its epoch.
+
+        Returns:
+            False if a worker was lost meanwhile. All workers are back at the state before.
+        """
         group = self._group
-        assert group is not None
-        refs = {worker.ping.remote(): i for i, worker in enumerate(group.handles)}
-        ready, _ = miniray.wait(list(refs), num_returns=len(refs), timeout=_PING_TIMEOUT_S)
-        for ref in ready:
-            try:
-                miniray.get(ref)
-            except ActorDiedError as error:
-                if not isinstance(error, TaskError):
-                    told = add_worker_context(error, refs[ref], "train_epoch", step, group.unit)
-                    raise told from None
+        if group is None or not self._can_restart or not session.engine().capabilities.processes:
+            return True
+        if group.budget.is_spent:
+            self._snapshot = None
+            return True
+        refs = group.try_to_get_refs("get_snapshot", lambda i: (i == 0,), method, epoch)
+        if refs is None:
+            return False
+        self._snapshot = _Snapshot(step, refs)
+        return True
 
     def get_weights(self) -> Any:
         """Return the weights of worker 0, which all workers have."""
@@ -91,5 +170,168 @@ class GradientGroup:
         return {}
 
     def stop(self) -> None:
-        """Forget the workers, which were stopped."""
-        self._group = None
+        """Close the store and drop the state, after the workers were stopped."""
+        host, self._host = self._host, None
+        self._group, self._snapshot, self._has_joined = None, None, False
+        if host is not None:
+            host.close()
+
+
+@dataclasses.dataclass(eq=False)
+class GradientWorkers(WorkerGroup):
+    """The workers of a ``GradientGroup``, which restart together.
+
+    Attributes:
+        gradients: Lets new workers join each other, and keeps the state.
+    """
+
+    gradients: GradientGroup = dataclasses.field(kw_only=True)
+    _unanswered: list[Any] = dataclasses.field(default_factory=list)
+
+    def call_some(
+        self,
+        worker_ids: Iterable[int],
+        submit: Callable[[int], Any],
+        method: str,
+        epoch: int | None = None,
+    ) -> dict[int, Any]:
+        """Call some workers. If one is lost, restart all and repeat the calls of all."""
+        worker_ids = list(worker_ids)
+        while True:
+            results, failure = self._attempt(worker_ids, submit, self.outcome)
+            if failure is None:
+                return results
+            worker_id, error = failure
+            self.recover(error, worker_id, method, epoch)
+
+    def call_and_keep(
+        self,
+        method: str,
+        arguments: Callable[[int], tuple[Any, ...]],
+        kwargs: Mapping[str, Any],
+        epoch: int | None,
+        step: int,
+    ) -> list[Any]:
+        """Call all workers, and keep their state after ``step`` steps; return the results."""
+        while True:
+            results = self.call(method, arguments, kwargs, epoch)
+            if self.gradients.keep(step, method, epoch):
+                return results
+
+    def try_to_get_refs(
+        self,
+        getter: str,
+        arguments: Callable[[int], tuple[Any, ...]],
+        method: str,
+        epoch: int | None,
+    ) -> list[Any] | None:
+        """Call ``getter`` of all workers and return refs to the results.
+
+        If a worker is lost, restart all and return None. For errors, ``method`` was called.
+        """
+
+        def get_ref(ref: Any) -> Any:
+            session.engine().peek(ref)  # raises the error of the call
+            return ref
+
+        count = len(self.handles)
+        refs, failure = self._attempt(range(count), self._create_submit(getter, arguments), get_ref)
+        if failure is None:
+            return [refs[worker_id] for worker_id in range(count)]
+        worker_id, error = failure
+        self.recover(error, worker_id, method, epoch)
+        return None
+
+    def prepare(self, method: str, arguments: Callable[[int], tuple[Any, ...]]) -> None:
+        """Call all new workers during a restart.
+
+        Raises:
+            ReplacementLostError: A new worker is lost too.
+        """
+        submit = self._create_submit(method, arguments)
+        _, failure = self._attempt(range(len(self.handles)), submit, self.outcome)
+        if failure is None:
+            return
+        worker_id, error = failure
+        if is_loss(error):
+            raise ReplacementLostError(error, method) from None
+        raise add_worker_context(error, worker_id, method, None) from error.__cause__
+
+    def _create_submit(
+        self, method: str, arguments: Callable[[int], tuple[Any, ...]]
+    ) -> Callable[[int], Any]:
+        return lambda worker_id: self.submit(worker_id, method, *arguments(worker_id))
+
+    def _attempt(
+        self, worker_ids: Sequence[int], submit: Callable[[int], Any], get: Callable[[Any], Any]
+    ) -> tuple[dict[int, Any], tuple[int, Exception] | None]:
+        """Call workers once; return the results, or the worker that failed first and its error."""
+        pending = {submit(worker_id): worker_id for worker_id in worker_ids}
+        results: dict[int, Any] = {}
+        failures: dict[int, Exception] = {}
+        limit = None if self.timeout is None else time.monotonic() + self.timeout
+        while pending:
+            left = None if limit is None else max(0.0, limit - time.monotonic())
+            ready = miniray.wait(list(pending), timeout=left)[0]
+            if not ready:
+                break
+            for ref in ready:
+                worker_id = pending.pop(ref)
+                try:
+                    results[worker_id] = get(ref)
+                except Exception as error:  # user code raises anything; ``recover`` raises it again
+                    failures[worker_id] = error
+            if find_root_cause(failures) is not None:
+                break
+            if failures:  # of workers that lost a different one, whose end may not be known yet
+                until = time.monotonic() + _CAUSE_TIMEOUT_S
+                limit = until if limit is None else min(limit, until)
+        self._unanswered += pending
+        if not pending and not failures:
+            return results, None
+        cause = find_root_cause(failures)
+        if cause is None and pending:
+            late = sorted(pending.values())
+            text = f"{named(late)} did not answer"
+            text += ", and the others lost it" if failures else f" in {self.timeout:g} s"
+            cause = late[0], WorkerTimeoutError(text)
+        return results, cause or next(iter(failures.items()))
+
+    # -- failure ----------------------------------------------------------------------------------
+
+    def replace(self, worker_id: int) -> None:
+        """Stop all workers, create new ones and restore the kept state."""
+        self._stop_workers()
+        self.budget.settle()
+        self.start()
+        self.gradients.restart(self)
+        for setup in self.setups:
+            for new_id in range(self.count):
+                setup.set_up(self, new_id)
+
+    def report_replacement(
+        self, worker_id: int, error: Exception, method: str, epoch: int | None, seconds: float
+    ) -> None:
+        """Record what was lost, and for how long nothing was trained."""
+        if isinstance(error, MinirayError):
+            error.add_fields(rank=worker_id)
+        resumed_at = self.gradients.kept_step
+        died_at = epoch + 1 if method == "train_epoch" and epoch is not None else None
+        event: dict[str, Any] = {"event": "ranks_restarted", "epoch": epoch, "reason": str(error)}
+        event |= {"rank": worker_id, "died_at_step": died_at, "resumed_at_step": resumed_at}
+        event |= {"seconds": seconds, "lost_steps": 0 if died_at is None else 1}
+        event["message"] = describe_loss(error, died_at, resumed_at, seconds)
+        self.on_event(event)
+
+    def _stop_workers(self) -> None:
+        for worker in self.handles:
+            end(worker)
+        self.handles.clear()
+        unanswered, self._unanswered = self._unanswered, []
+        for ref in unanswered if miniray.is_initialized() else ():
+            with contextlib.suppress(Exception):  # the engine logs errors that nothing reads
+                miniray.get(ref, timeout=_STOP_TIMEOUT_S)
+
+    def stop(self) -> None:
+        """Stop all workers."""
+        self._stop_workers()

@@ -14,7 +14,7 @@ Quad = tuple[float, float, float, float]
 #: Means over sequences, tokens or updates, in the order of a step's line.
 _MEANS = (
     "loss", "policy_loss", "value_loss", "kl", "entropy", "clip_fraction", "dual_clip_fraction",
-    "value_clip_fraction", "approx_kl", "grad_norm", "flat_groups", "response_tokens",
+    "value_clip_fraction", "approx_kl", "grad_norm", "lr", "flat_groups", "response_tokens",
 )  # fmt: skip
 _RANGES = ("reward", "response_tokens")
 _COUNTS = ("prompts", "sequences", "tokens")
@@ -30,7 +30,8 @@ _SECONDS = ("data", "rollout", "reward", "log_prob", "update")
 RESERVED = frozenset(
     (
         *_MEANS, *_COUNTS, *_LEFT_OUT, _SKIPPED_UPDATES, *(f"{name}_seconds" for name in _SECONDS),
-        "counts", "range", "timing", "kl_coef", "tokens_per_second", "epoch", "seconds", "synced",
+        "counts", "range", "timing", "kl_coef", "tokens_per_second", "step_seconds", "step",
+        "epoch", "seconds", "synced", "restarts",
     )
 )  # fmt: skip
 

@@ -10,13 +10,14 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import miniray
-from miniray.checks import check_choice, show_options
+from miniray.checks import check_choice, check_int, show_options
 from miniray.data.plan.shard import split_evenly
-from miniray.errors import NoTokensError, PeerLostError
+from miniray.errors import NoTokensError
 from miniray.rl.calls import Setup, Worker
 from miniray.rl.checkpoint_parts import OptimizerPart, ReferencePart, SourcePart
 from miniray.rl.config import (
@@ -27,7 +28,7 @@ from miniray.rl.config import (
     PPOConfig,
     Sampling,
 )
-from miniray.rl.gradient_group import GradientGroup
+from miniray.rl.gradient_group import GradientGroup, GradientWorkers
 from miniray.rl.metrics import pool, record
 from miniray.rl.options import check_trainer_kwargs, get_hints, split_trainer_kwargs
 from miniray.rl.sources import check_rows, has_batches, steps_per_pass
@@ -59,7 +60,7 @@ class RLTrainer(BaseTrainer):
         sampling: how responses are generated; ``eval_sampling`` how in evaluations (by default the
             same, but always the most likely token).
         tokenizer: goes with a model as ``policy``; an object, or a function that makes it.
-        eval_data: held-out rows for ``evaluate`` and ``eval_interval``, as for ``data``.
+        eval_data: held-out rows for ``evaluate`` and ``eval_every_steps``, as for ``data``.
         sync: ``"grad"``: workers sum up gradients and are always equal. ``"weights"``: each learns
             on its own, and a parameter server combines their weights every ``sync_interval`` steps.
         optimizer: called with the parameters, in groups where ``critic_lr`` is set; AdamW with
@@ -72,12 +73,15 @@ class RLTrainer(BaseTrainer):
         device, precision: ``"auto"``, ``"cpu"``, ``"cuda"``; ``"fp32"``, or ``"bf16"`` autocast.
         group_backend: ``"gloo"``, or ``"nccl"`` where every worker has a GPU of its own.
         group_timeout: seconds workers wait for each other with ``sync="grad"``.
+        eval_every_steps: Evaluate on ``eval_data`` after every N steps. ``eval_interval`` is the
+            same, because the epochs of other trainers are steps here.
         **options: The options of ``RunOptions``. With ``sync="weights"``, also ``sync_interval``,
             ``sync_strategy``, ``initial_sync`` and the options of the strategy; see
             ``DataParallelTrainer``.
 
-    An exception on one worker ends the run and names it; with ``sync="grad"`` so does the death of
-    one, since the others cannot go on without its gradients: resume from the last checkpoint.
+    An exception on one worker ends the run with an error that names the worker. A worker that
+    crashes or hangs is replaced within ``max_failures``. With ``sync="grad"``, all workers restart
+    then and repeat the step, and the result is the same as without the loss.
     """
 
     config_class: type[Algorithm]
@@ -108,6 +112,7 @@ class RLTrainer(BaseTrainer):
         precision: Literal["fp32", "bf16"] = "fp32",
         group_backend: Literal["gloo", "nccl"] = "gloo",
         group_timeout: float = 1800.0,
+        eval_every_steps: int | None = None,
         **options: Unpack[RLKwargs],
     ) -> None:
         config = self.config_class() if config is None else config
@@ -135,6 +140,11 @@ class RLTrainer(BaseTrainer):
         )
         check_trainer_kwargs(type(self), sync, options, self._option_hints)
         run_options, sync_options = split_trainer_kwargs(options)
+        if eval_every_steps is not None:
+            if run_options.get("eval_interval"):
+                raise ValueError("pass either eval_every_steps or eval_interval, not both")
+            check_int("eval_every_steps", eval_every_steps, 1, " or None")
+            run_options["eval_interval"] = eval_every_steps
         super().__init__(num_workers, worker=self.worker_class, **run_options)
         prompts = config.prompts_per_step
         if prompts is None and not has_batches(data):
@@ -143,11 +153,6 @@ class RLTrainer(BaseTrainer):
             raise ValueError(
                 f"prompts_per_step={prompts} is less than the {num_workers} workers: some would "
                 "have nothing to do in any step"
-            )
-        if sync == "grad" and self.options.max_failures:
-            raise ValueError(
-                'max_failures needs sync="weights": workers that sum up gradients cannot go on '
-                "without one of them. Save checkpoints and resume instead"
             )
         if sync_options.pop("mode", "sync") != "sync":
             raise ValueError(
@@ -172,7 +177,9 @@ class RLTrainer(BaseTrainer):
         self._adaptive = None if kl.target is None else AdaptiveKL(kl.coef, kl.target, kl.horizon)
         self.sync: SyncPolicy | GradientGroup
         if sync == "grad":
-            self.sync = GradientGroup(group_backend, group_timeout)
+            can_restart = self.options.max_failures > 0
+            gradients = GradientGroup(group_backend, group_timeout, can_restart=can_restart)
+            self.sync, self._group_class = gradients, partial(GradientWorkers, gradients=gradients)
         else:
             averaging = SyncPolicy(self.num_workers, **sync_options)
             self.checkpointer.register(
@@ -181,15 +188,13 @@ class RLTrainer(BaseTrainer):
             self.sync = averaging
         # Only workers that can be replaced need the reference model again.
         can_replace = self.options.max_failures > 0 and config.kl.coef > 0
-        self._reference = ReferencePart(lambda: self.workers, keep=can_replace)
+        self._reference = ReferencePart(self._get_group, keep=can_replace)
         self._setups += [self.sync, self._reference]
         self.checkpointer.register("rl", Part(self._get_run_state, self._load_run_state))
-        self.checkpointer.register("source", SourcePart(lambda: self.workers), in_workers=True)
+        self.checkpointer.register("source", SourcePart(self._get_group), in_workers=True)
         self.checkpointer.register("reference", self._reference, in_workers=True)
         if sync == "grad":  # the optimizers are equal: one is enough for any number of workers
-            self.checkpointer.register(
-                "optimizer", OptimizerPart(lambda: self.workers), in_workers=True
-            )
+            self.checkpointer.register("optimizer", OptimizerPart(self._get_group), in_workers=True)
 
     # -- the run -----------------------------------------------------------------------------------
 
@@ -202,12 +207,13 @@ class RLTrainer(BaseTrainer):
         resume: bool | str | Path | None = None,
         **kwargs: Any,
     ) -> TrainResult:
-        """Train for ``steps`` more steps and return the result of the run.
+        """Train for ``steps`` and return the result of the run.
 
         Args:
             epochs: Not supported: the length of a run is its number of steps, each of which samples
                 new responses. The error says how many steps make one pass over the prompts.
-            steps: Number of steps to train, in addition to those already trained.
+            steps: Number of steps: in addition to those already trained, or with ``resume`` the
+                total of the run.
             resume: See ``BaseTrainer.train``.
             **kwargs: Passed to the hooks, and to ``create_worker`` of a subclass, that accept them.
 
@@ -236,19 +242,16 @@ class RLTrainer(BaseTrainer):
         return self._factory.get_class().remote(worker_id, self._setup_ref)
 
     def train_epoch(self, epoch: int, **kwargs: Any) -> dict[str, Any]:
-        """A step on every worker; returns their numbers as one."""
+        """Train a step on all workers, and return their combined metrics."""
         began = time.perf_counter()
         kl_coef = self.config.kl.coef if self._adaptive is None else self._adaptive.coefficient
-        try:
-            made = self.call_workers(
-                "train_epoch", epoch, epoch=epoch, seed=self._run_seed, kl_coef=kl_coef
-            )
-        except PeerLostError:
-            if isinstance(self.sync, GradientGroup):
-                self.sync.raise_if_dead(epoch)
-            raise
+        budget = self._get_group().budget
+        failures = budget.failures
+        made = self.call_workers(
+            "train_epoch", epoch, epoch=epoch, seed=self._run_seed, kl_coef=kl_coef
+        )
         pooled = pool(made)
-        line: dict[str, Any] = record(pooled)
+        line: dict[str, Any] = {"step": epoch + 1, **record(pooled)}
         if line["counts"]["tokens"] == 0 and self._setup.on_error != "skip":
             raise NoTokensError(
                 f"step {epoch} has no token to learn from on any worker: all prompts were left out "
@@ -256,7 +259,10 @@ class RLTrainer(BaseTrainer):
                 'empty; on_error="skip" goes on to the next step',
                 step=epoch,
             )
-        line["tokens_per_second"] = line["counts"]["tokens"] / (time.perf_counter() - began)
+        line["step_seconds"] = time.perf_counter() - began
+        line["tokens_per_second"] = line["counts"]["tokens"] / line["step_seconds"]
+        if budget.failures > failures:
+            line["restarts"] = budget.failures - failures
         if self.config.kl.coef > 0:
             line["kl_coef"] = kl_coef
         if self._adaptive is not None and "kl" in pooled:
@@ -268,7 +274,22 @@ class RLTrainer(BaseTrainer):
     def _finish_epoch(self, epoch: int, result: dict[str, Any]) -> None:
         if isinstance(self.sync, SyncPolicy):
             result["synced"] = self.sync.settle(epoch)
+        self.state.report_step(epoch + 1)
+        before = set(result)
         super()._finish_epoch(epoch, result)
+        scores = {name: value for name, value in result.items() if name not in before}
+        if scores:
+            self._emit("on_evaluate_end", epoch + 1, scores)
+
+    def call_workers(
+        self, method: str, /, *args: Any, epoch: int | None = None, **kwargs: Any
+    ) -> list[Any]:
+        group = self._get_group()
+        if not isinstance(group, GradientWorkers):
+            return super().call_workers(method, *args, epoch=epoch, **kwargs)
+        is_step = method == "train_epoch" and epoch is not None
+        step = epoch + 1 if is_step and epoch is not None else self.state.step
+        return group.call_and_keep(method, lambda _: args, kwargs, epoch, step)
 
     def get_sync_stats(self) -> dict[str, Any]:
         """Return the statistics of the parameter server. {} with ``sync="grad"``."""
@@ -298,7 +319,10 @@ class RLTrainer(BaseTrainer):
             low, high = split_evenly(len(data), i, count)
             return (i, count, [data[k] for k in range(low, high)], low)
 
-        made = self._group.call("evaluate", arguments, {})
+        if isinstance(self._group, GradientWorkers):  # a policy may draw random numbers
+            made = self._group.call_and_keep("evaluate", arguments, {}, None, self.state.step)
+        else:
+            made = self._group.call("evaluate", arguments, {})
         scores = record(pool(made))
         for name in ("counts", "timing", "range"):
             scores.pop(name)
@@ -322,6 +346,8 @@ class RLTrainer(BaseTrainer):
                 f"the checkpoint was made with sync={before!r}, this trainer has {now!r}"
             )
         super()._restore(loaded)
+        while isinstance(self.sync, GradientGroup) and not self.sync.keep(self.state.step):
+            self.checkpointer.restore(loaded, lambda: list(self.workers))
 
     def _get_run_state(self) -> dict[str, Any]:
         return {

@@ -96,14 +96,6 @@ class RLWorker(Worker):
     def _adamw(self, parameters: Sequence[Any]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=self.config.lr, weight_decay=0.0)
 
-    def host_group(self, world_size: int, **options: Any) -> group.ProcessGroupSpec:
-        """Open the store of a process group for all workers; it ends with this one.
-
-        A worker that is lost ends such a run: there is nobody whom the store must outlive.
-        """
-        self._host = group.GroupHost(world_size, name="rl", **options)
-        return self._host.spec
-
     def join_group(self, spec: group.ProcessGroupSpec) -> None:
         """From now on, add up gradients with the other workers."""
         group.leave()
@@ -146,6 +138,8 @@ class RLWorker(Worker):
                 on_error=self.setup.on_error,
             )
             made = updater.update(rollouts, kl_coef, step, seed, self._temperature())
+        if (rate := self._get_lr()) is not None:
+            metrics.add("lr", rate)
         metrics.total("sequences", len(rollouts))
         metrics.total("tokens", int(rollouts.mask.sum()))
         metrics.extend("response_tokens", rollouts.mask.sum(-1).tolist())
@@ -237,6 +231,12 @@ class RLWorker(Worker):
         _tell(scores, metrics)
 
     # -- parts -------------------------------------------------------------------------------------
+
+    def _get_lr(self) -> float | None:
+        """Return the learning rate of the first parameters; None if the optimizer has none."""
+        groups = getattr(self.optimizer, "param_groups", None)
+        rate = groups[0].get("lr") if groups else None
+        return None if rate is None else float(rate)
 
     def _generate(self, rows: Sequence[Row], seeds: Sequence[int], sampling: Sampling) -> Generated:
         if not rows:

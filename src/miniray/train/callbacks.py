@@ -83,7 +83,9 @@ class Checkpoint(Callback):
     """Saves a checkpoint every ``every`` epochs, and at the end of the run.
 
     Args:
-        every: Number of epochs between two checkpoints.
+        every: Number of epochs between two checkpoints. Default: 1. PPO and GRPO trainers count
+            steps in place of epochs; with ``every_steps`` or ``every_minutes``, their default is
+            None, which leaves out these checkpoints.
         keep_last: How many of the newest to keep. None keeps all. By default, the trainer's
             ``keep_last``.
         keep_best: Also keep the best one by ``monitor``: the lowest with ``mode="min"``, the
@@ -98,7 +100,7 @@ class Checkpoint(Callback):
 
     def __init__(
         self,
-        every: int = 1,
+        every: int | None = None,
         keep_last: int | EllipsisType | None = ...,
         keep_best: bool = False,
         monitor: str = "loss",
@@ -107,7 +109,7 @@ class Checkpoint(Callback):
         every_steps: int | None = None,
         every_minutes: float | None = None,
     ) -> None:
-        self.every = check_int("every", every, 1)
+        self.every = None if every is None else check_int("every", every, 1)
         self.keep_last = keep_last
         self.keep_best = (
             (monitor, better_direction(monitor, mode))
@@ -132,7 +134,9 @@ class Checkpoint(Callback):
         self._saved_step, self._saved_at = trainer.state.step, time.monotonic()
 
     def on_epoch_end(self, trainer: Any, epoch: int, result: dict[str, Any], **kwargs: Any) -> None:
-        if (epoch + 1) % self.every == 0 or self._is_due(trainer):
+        has_interval = self.every_steps is not None or self.every_minutes is not None
+        every = self.every or (None if has_interval and trainer.counts_only_steps else 1)
+        if (every is not None and (epoch + 1) % every == 0) or self._is_due(trainer):
             self._save(trainer)
 
     def save_if_due(self, trainer: Any) -> None:

@@ -11,6 +11,10 @@ from miniray.ps.strategies.base import strategy_names, strategy_options
 from miniray.train.optimizer_steps import OptimizerOptions
 from miniray.train.options import RunOptions
 from miniray.train.run.result import TrainResult
+from miniray.train.run.state import TrainTarget
+from miniray.train.segments import SegmentLoop
+from miniray.train.steps import StepActions, StepOptions, check_optional_int
+from miniray.train.torch_worker import trains_steps
 from miniray.train.trainer import BaseTrainer
 from miniray.train.workers.actor import WorkerActor
 from miniray.train.workers.aggregate import aggregate
@@ -51,10 +55,17 @@ class DataParallelTrainer(BaseTrainer):
         on_nonfinite: If the weights of a worker contain NaN or infinity, raise (``"error"``) or
             leave out the worker (``"skip"``).
         staleness_power: With ``mode="async"``, how much less stale weights count.
+        log_every: Number of steps between two log records, which come at most once per second.
+        eval_every_steps: Also evaluate after every N steps of the run.
+        sync_every_steps: Sync after every N steps of the run, in place of ``sync_interval``.
         **kwargs: The options of ``RunOptions``, and those of the strategy.
 
     An epoch is reported as synced only if it was: the trainer waits for each sync, and an error in
     it ends the run.
+
+    Steps are counted for workers with ``train_steps(epoch, start, stop)``, which ``TorchWorker``
+    has. ``train(steps=...)``, ``eval_every_steps``, ``sync_every_steps`` and
+    ``Checkpoint(every_steps=...)`` need it.
     """
 
     required_methods = REQUIRED_METHODS
@@ -77,9 +88,14 @@ class DataParallelTrainer(BaseTrainer):
         clip_norm: float | None = None,
         on_nonfinite: Literal["error", "skip"] = "error",
         staleness_power: float = 0.0,
+        log_every: int = 10,
+        eval_every_steps: int | None = None,
+        sync_every_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
         check_mode(mode, staleness, data)
+        step_options = StepOptions(log_every=log_every, eval_every_steps=eval_every_steps)
+        check_optional_int("sync_every_steps", sync_every_steps)
         check_trainer_options(type(self), sync_strategy, kwargs, self._option_hints)
         self._step_options = OptimizerOptions(
             precision=precision, accumulate=accumulate, clip_norm=clip_norm
@@ -103,6 +119,20 @@ class DataParallelTrainer(BaseTrainer):
             self.sync = SyncPolicy(self.num_workers, **sync_options)
         given = TrainData.create(data, val_data, batch_size, self.num_workers)
         self._feed = DataFeed(given) if given else None
+        self._steps = StepActions(
+            step_options,
+            self.state,
+            self.callbacks,
+            self.num_workers,
+            evaluate=self._evaluate_for_record,
+            write=self.loggers.log_step,
+            emit=self._emit,
+        )
+        self._sync_every_steps = sync_every_steps
+        self._segments = SegmentLoop(
+            self.state, self._steps, self.sync, self._feed, sync_every_steps
+        )
+        self._has_steps: bool | None = None  # of the workers, once they exist
         if data is not None:
             self._own_kwargs = ("batch_size",)
         self._factory.preloaded = ("miniray.train.torch_worker",)
@@ -165,10 +195,60 @@ class DataParallelTrainer(BaseTrainer):
         if isinstance(self.sync, AsyncSync):
             assert self._target.epochs is not None
             return aggregate(self.sync.finish(epoch, self._target.epochs, kwargs))
-        result = aggregate(self.call_workers("train_epoch", epoch, epoch=epoch, **kwargs))
-        if self.sync.is_due(epoch):
+        if self._trains_steps():
+            result = self._segments.train(
+                self._get_group(), epoch, kwargs, self._target, act=self._act
+            )
+        else:
+            result = aggregate(self.call_workers("train_epoch", epoch, epoch=epoch, **kwargs))
+        if self._is_sync_due(epoch):
             self.sync_parameters(epoch)
         return result
+
+    def _is_sync_due(self, epoch: int) -> bool:
+        if self.state.step_in_epoch:  # the run stops inside the epoch
+            return False
+        if self._sync_every_steps is not None:
+            return self._segments.is_sync_due()
+        return self.sync.is_due(epoch)
+
+    def _act(self, result: Mapping[str, Any]) -> bool:
+        """Act between two segments of an epoch; return whether to stop."""
+        if self.session.signals.number is None:  # else time is short
+            self._steps.act(self, result)
+        return self.should_stop
+
+    def _trains_steps(self) -> bool:
+        """Return whether the workers have ``train_steps``, and no other way to train an epoch."""
+        if self._has_steps is None:
+            group = self._get_group()
+            self._has_steps = group.has("train_steps")
+            if self._has_steps and group.has("_has_own_loop"):
+                self._has_steps = not any(group.call("_has_own_loop", lambda _: (), {}))
+        return self._has_steps
+
+    def _check_steps(self, steps: int | None) -> None:
+        cls = None if self._factory.cls is None else self._factory.cls._spec.cls
+        can = self.sync.mode == "sync" and (cls is None or trains_steps(cls))
+        self._check_step_options(TrainTarget(steps=steps), can)
+
+    def _check_target(self) -> None:
+        self._check_step_options(self._target, self.sync.mode == "sync" and self._trains_steps())
+
+    def _check_step_options(self, target: TrainTarget, can_count: bool) -> None:
+        """Raise ``TypeError`` for an option that needs steps, if workers have none."""
+        requested = self._steps.list_requested(target)
+        if self._sync_every_steps is not None:
+            requested.append("sync_every_steps")
+        if not requested or can_count:
+            return
+        if self.sync.mode != "sync":
+            raise TypeError(f'{requested[0]} needs mode="sync": no worker waits for a step')
+        raise TypeError(
+            f"{requested[0]} of {type(self).__name__} needs workers with train_steps(epoch, start, "
+            "stop), such as a TorchWorker without its own train_epoch. With train_epoch alone, the "
+            "steps are the workers' own"
+        )
 
     def call_workers(
         self, method: str, /, *args: Any, epoch: int | None = None, **kwargs: Any
@@ -181,12 +261,17 @@ class DataParallelTrainer(BaseTrainer):
         result["synced"] = self.sync.settle(epoch)
         if self._feed is not None:
             self._feed.end_epoch()
+        before = set(result)
         super()._finish_epoch(epoch, result)
+        scores = {name: value for name, value in result.items() if name not in before}
+        result.update(self._steps.evaluate_if_due(scores))
 
     # -- workers ----------------------------------------------------------------------------------
 
     def _create_group(self) -> WorkerGroup:
         self.sync.start_at(self.epoch)
+        self._has_steps = None
+        self._segments.restore()
         return super()._create_group()
 
     # -- the model, checkpoints -------------------------------------------------------------------
@@ -199,6 +284,24 @@ class DataParallelTrainer(BaseTrainer):
         self.sync.pause()  # what asynchronous workers push now is newer than the checkpoint
         self.sync.start_at(self.epoch)
         super()._restore(loaded)
+        self._segments.restore()
+        is_other_size = loaded["workers"]["count"] != self.num_workers
+        if self.state.step_in_epoch and is_other_size and not loaded.get("data"):
+            self._restart_epoch()
+        if len(loaded["weights"] or ()) > 1:
+            self.sync.start_epoch()  # the workers' weights differ
+
+    def _restart_epoch(self) -> None:
+        """Go back to the start of the epoch: the workers' new shards have other rows."""
+        epoch_start = self.state.step - self.state.step_in_epoch
+        text = (
+            f"the checkpoint of step {self.state.step} is inside an epoch, whose rows are sharded "
+            f"again: training continues at the start of this epoch, step {epoch_start}. Data of "
+            "miniray.data as data= would continue with the remaining rows"
+        )
+        self._warn_of_change("epoch_restarted", text)
+        self.state.step, self.state.step_in_epoch = epoch_start, 0
+        self.session.directory.truncate_steps(epoch_start)
 
     def _get_shared_weights(self) -> list[Any] | None:
         """Return the weights that all workers have. None inside an epoch, or if they differ."""

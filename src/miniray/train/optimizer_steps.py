@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from miniray.checks import check_choice, check_int, check_number
@@ -93,19 +92,27 @@ class OptimizerSteps:
         self._device_type = "cpu" if device is None else torch.device(device).type
         is_scaled = options.precision == "fp16"
         self.scaler = torch.amp.GradScaler(self._device_type, enabled=is_scaled)
-        self._has_gradients = False  # of earlier batches of the step
+        self._norm: Any = None
 
     @property
     def _scheduler_interval(self) -> str | None:
         return parts.get_scheduler_interval(self._worker)
 
-    def iter_batches(self, loader: Iterable[Any]) -> Iterator[WeightedBatch]:
-        """Yield the batches of an epoch. The last step can have fewer than ``accumulate``."""
-        batches = iter(loader)
-        while window := list(itertools.islice(batches, self._options.accumulate)):
-            counts = [parts.length(batch) for batch in window]
-            for number, (batch, count) in enumerate(zip(window, counts, strict=True), 1):
-                yield WeightedBatch(batch, count / sum(counts), number == len(window))
+    @property
+    def accumulate(self) -> int:
+        """Batches per optimizer step. The last step of an epoch can have fewer."""
+        return self._options.accumulate
+
+    def start_step(self) -> None:
+        """Clear the gradients. ``optimize`` of the worker does it otherwise."""
+        if self._options.given:
+            self._worker.optimizer.zero_grad()
+
+    def weigh_batches(self, window: Sequence[Any]) -> Iterator[WeightedBatch]:
+        """Yield the batches of a step."""
+        counts = [parts.length(batch) for batch in window]
+        for number, (batch, count) in enumerate(zip(window, counts, strict=True), 1):
+            yield WeightedBatch(batch, count / sum(counts), number == len(window))
 
     def autocast(self) -> Any:
         """Return a context in which the model computes with ``precision``."""
@@ -117,9 +124,6 @@ class OptimizerSteps:
         if not self._options.given:
             worker.optimize(loss)
         else:
-            if not self._has_gradients:
-                worker.optimizer.zero_grad()
-            self._has_gradients = True
             self.scaler.scale(loss * weight).backward()
             if is_last:
                 self._step()
@@ -131,6 +135,11 @@ class OptimizerSteps:
         if self._scheduler_interval == "epoch":
             parts.step_scheduler(self._worker.scheduler, loss)
 
+    def measure(self) -> dict[str, float]:
+        """Return learning rate, gradient norm and memory after a step."""
+        found = parts.measure_step(self._worker.model, self._worker.optimizer)
+        return found if self._norm is None else {**found, "grad_norm": float(self._norm)}
+
     def _step(self) -> None:
         import torch
 
@@ -138,10 +147,10 @@ class OptimizerSteps:
         if self._options.clip_norm is not None:
             self.scaler.unscale_(optimizer)
             parameters = self._worker.model.parameters()
-            torch.nn.utils.clip_grad_norm_(parameters, self._options.clip_norm)
+            norm = torch.nn.utils.clip_grad_norm_(parameters, self._options.clip_norm)
+            self._norm = norm  # before clipping; reading it would wait for a GPU
         self.scaler.step(optimizer)
         self.scaler.update()
-        self._has_gradients = False
 
 
 def create_autocast(precision: str, device_type: str) -> Any:

@@ -101,7 +101,10 @@ class TorchWorker:
     def set_step_options(self, options: OptimizerOptions) -> None:
         """Set how ``train_epoch`` takes optimizer steps."""
         cls = type(self)
-        if (cls.train_epoch, cls.optimize) != (TorchWorker.train_epoch, TorchWorker.optimize):
+        if any(
+            getattr(cls, name) is not getattr(TorchWorker, name)
+            for name in ("train_epoch", "train_steps", "optimize")
+        ):
             raise create_ignored_error(options, cls.__name__)
         self._step_options = options
 
@@ -115,7 +118,7 @@ class TorchWorker:
         if data is not None:
             self.train_loader = data
             return
-        own_loop = type(self).train_epoch is not TorchWorker.train_epoch
+        own_loop = not trains_steps(type(self))
         if own_loop and not hasattr(self, "train_loader"):
             return
         loader = self._part("train_loader")
@@ -123,24 +126,65 @@ class TorchWorker:
         self.train_loader = parts.shard(loader, shard_id, num_shards)
 
     def train_epoch(self, epoch: int) -> dict[str, Any]:
+<<<<<<< HEAD
         """Train on every batch, and return means over the samples and ``num_samples``."""
+=======
+        """Train a step for each batch; return means over the samples, and ``num_samples``."""
+        result = self.train_steps(epoch)
+        del result["num_steps"]
+        return result
+
+    def train_steps(self, epoch: int, start: int = 0, stop: int | None = None) -> dict[str, Any]:
+        """Train the steps ``start`` to ``stop - 1`` of an epoch, or all that are left.
+
+        ``DataParallelTrainer`` calls it several times per epoch, and logs, evaluates, saves or
+        stops in between. The weights are the same as after one call of ``train_epoch``.
+
+        Returns:
+            The means over the samples of the epoch so far, ``num_samples``, and ``num_steps``, the
+            completed steps of the epoch. It is less than ``stop`` if the epoch has ended.
+        """
+>>>>>>> rlsteps
         model, loader = self._part("model"), self._part("train_loader")
         self._part("optimizer")
         model.train()
-        set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
-        means, steps = parts.Means(), self._get_steps()
+        steps, progress = self._get_steps(), self._get_progress()
+        progress.open(loader, epoch, start, steps.accumulate)
+        was_complete = progress.is_complete
         device, step = parts.device_of(model), parts.step_of(self.training_step)
-        for batch_idx, (batch, weight, is_last) in enumerate(steps.iter_batches(loader)):
-            batch = parts.moved(batch, device)
-            with steps.autocast():
-                values = parts.as_dict(step(batch, batch_idx), "training_step")
-            steps.train_on(values["loss"], weight, is_last)
-            means.add(values, parts.length(batch))
-        result = means.means()
-        steps.end_epoch(result.get("loss"))
-        return result
+        for first, window in progress.iter_steps(stop):
+            steps.start_step()
+            batches = steps.weigh_batches(window)
+            for batch_idx, (batch, weight, is_last) in enumerate(batches, first):
+                batch = parts.moved(batch, device)
+                with steps.autocast():
+                    values = parts.as_dict(step(batch, batch_idx), "training_step")
+                steps.train_on(values["loss"], weight, is_last)
+                progress.add(values, parts.length(batch), parts.count_tokens(batch))
+        result = progress.means.means()
+        if progress.is_complete and not was_complete:
+            steps.end_epoch(result.get("loss"))
+        return {**result, "num_steps": progress.step}
+
+    def _has_own_loop(self) -> bool:
+        """Return whether a subclass trains epochs in its own way, not with ``train_steps``."""
+        return not trains_steps(type(self))
+
+    def _get_progress(self) -> Any:
+        """Return the position in the epoch. ``__init__`` of a subclass may not call this one."""
+        from miniray.train.workers.batches.worker_epoch import WorkerEpoch
+
+        return vars(self).setdefault("_progress", WorkerEpoch())
+
+    def count_steps(self, epoch: int, start: int = 0) -> int | None:
+        """Return the steps of an epoch whose next step is ``start``; None if they aren't known."""
+        loader, accumulate = self._part("train_loader"), self._get_steps().accumulate
+        count: int | None = self._get_progress().count_steps(loader, epoch, start, accumulate)
+        return count
+
+    def take_log(self) -> Any:
+        """Return the metrics of the steps since the last call, as a ``LogWindow``."""
+        return self._get_progress().take_window(self._get_steps().measure())
 
     def evaluate(self, data: Any = None, shard_id: int = 0, num_shards: int = 1) -> dict[str, Any]:
         """Return sums and counts over ``data`` (a dataset, rows or columns) or ``val_loader``."""
@@ -156,7 +200,8 @@ class TorchWorker:
         means = parts.Means()
         device, step = parts.device_of(model), parts.step_of(self.validation_step)
         try:
-            with torch.no_grad(), self._get_steps().autocast():
+            # Training continues with the random numbers it had before.
+            with torch.no_grad(), parts.keep_random_state(), self._get_steps().autocast():
                 for batch_idx, batch in enumerate(loader):
                     batch = parts.moved(batch, device)
                     values = parts.as_dict(step(batch, batch_idx), "validation_step")
@@ -187,12 +232,18 @@ class TorchWorker:
                 group["lr"] = lr
 
     def get_state(self) -> dict[str, Any]:
+<<<<<<< HEAD
         """Return the state of optimizers, schedulers, random numbers and the loader."""
+=======
+        """What going on exactly needs besides the weights: optimizers, random numbers, loader."""
+        progress = self._get_progress()
+>>>>>>> rlsteps
         return {
             "parts": {name: part.state_dict() for name, part in parts.stateful(self).items()},
             "scaler": {} if self._steps is None else self._steps.scaler.state_dict(),
             "random": parts.random_state(),
-            "loader": parts.loader_state(getattr(self, "train_loader", None)),
+            "loader": progress.get_loader_state(getattr(self, "train_loader", None)),
+            "epoch": progress.state_dict(),
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -210,6 +261,8 @@ class TorchWorker:
         if scaler := state.get("scaler"):
             self._get_steps().scaler.load_state_dict(scaler)
         parts.load_loader_state(getattr(self, "train_loader", None), state["loader"])
+        if "epoch" in state:
+            self._get_progress().load_state_dict(state["epoch"])
         parts.set_random_state(state["random"])
 
     def _get_steps(self) -> OptimizerSteps:
@@ -227,3 +280,11 @@ class TorchWorker:
             if (device := find_device()) != "cpu":
                 found.to(device)
         return found
+
+
+def trains_steps(worker_class: type) -> bool:
+    """Return whether ``train_steps`` of a class trains what its ``train_epoch`` does."""
+    train_steps = getattr(worker_class, "train_steps", None)
+    if train_steps is not TorchWorker.train_steps:
+        return train_steps is not None
+    return getattr(worker_class, "train_epoch", None) is TorchWorker.train_epoch

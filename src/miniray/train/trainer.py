@@ -100,7 +100,7 @@ class BaseTrainer:
     required_methods: Sequence[str] = ()
     #: Worker methods that receive the keyword arguments of ``train()``.
     _kwargs_methods: Sequence[str] = (
-        *("__init__", "setup", "load_data_shard", "train_epoch", "evaluate"),
+        *("__init__", "setup", "load_data_shard", "train_epoch", "train_steps", "evaluate"),
     )
     #: Keyword arguments of ``train()`` that the trainer uses itself.
     _own_kwargs: Sequence[str] = ()
@@ -139,6 +139,7 @@ class BaseTrainer:
         #: Returns the class of the result, and its fields that a subclass adds.
         self._get_result_fields: Callable[[], tuple[type[TrainResult], Mapping[str, Any]]]
         self._get_result_fields = lambda: (TrainResult, {})
+        self._group_class: Callable[..., WorkerGroup] = WorkerGroup
         self._group: WorkerGroup | None = None
         self._resume = self.options.resume
         self._loaded: dict[str, Any] | None = None  # a checkpoint to restore when workers exist
@@ -159,6 +160,11 @@ class BaseTrainer:
     def workers(self) -> list[Any]:
         """The workers' handles, by worker id. They change when a worker is replaced."""
         return self._group.handles if self._group is not None else []
+
+    @property
+    def counts_only_steps(self) -> bool:
+        """Whether each epoch is one step, as with ``PPOTrainer`` and ``GRPOTrainer``."""
+        return self._unit == "step"
 
     @property
     def epoch(self) -> int:
@@ -209,8 +215,9 @@ class BaseTrainer:
     def on_step_end(self, step: int, metrics: dict[str, Any], **kwargs: Any) -> None:
         """Called at the logging interval with means over the last steps, while workers train.
 
-        Only trainers that count steps call it, such as ``DDPTrainer``. ``step`` is the number of
-        completed steps of the run. Don't call workers here. Set ``should_stop`` to end the run at
+        Only trainers that count steps call it, such as ``DDPTrainer``. ``PPOTrainer`` and
+        ``GRPOTrainer`` call it after each step. ``step`` is the number of completed steps of the
+        run. Don't call workers here. Set ``should_stop`` to end the run at
         one of the next steps.
         """
 
@@ -316,7 +323,9 @@ class BaseTrainer:
                     event = {"event": "stopped", "epoch": epoch, "reason": self.stop_reason}
                     self.session.append_event(event)
                     why = f": {self.stop_reason}" if self.stop_reason else ""
-                    where = f"step {state.step}" if state.step_in_epoch else f"{self._unit} {epoch}"
+                    where = f"{self._unit} {epoch}"
+                    if state.step_in_epoch or self.counts_only_steps:
+                        where = f"step {state.step}"
                     progress.note(f"stopped after {where}{why}")
                     break
 
@@ -343,6 +352,8 @@ class BaseTrainer:
             return
         state.end_epoch(epoch, record)
         try:
+            if self.counts_only_steps:
+                self._emit("on_step_end", state.step, record)
             self._emit("on_epoch_end", epoch, record)
         except BaseException:
             with self.session.printing_errors("its last epoch is not in"):
@@ -408,14 +419,14 @@ class BaseTrainer:
 
     def _check_steps(self, steps: int | None) -> None:
         """Raise ``TypeError`` for a length or an option that needs to know the workers' steps."""
-        every = None if self._unit == "step" else find_checkpoint_steps(self.callbacks)
+        every = None if self.counts_only_steps else find_checkpoint_steps(self.callbacks)
         asked = {"train(steps=...)": steps, "Checkpoint(every_steps=...)": every}
         names = [name for name, value in asked.items() if value is not None]
         if names and not self._counts_steps:
             raise TypeError(
                 f"{names[0]} of {type(self).__name__} needs workers that train step by step: with "
-                "train_epoch, the steps are the workers' own. Pass epochs, or use DDPTrainer and "
-                "workers with training_step"
+                "train_epoch, the steps are the workers' own. Pass epochs, or use DDPTrainer with "
+                "training_step or DataParallelTrainer with train_steps"
             )
 
     def _check_target(self) -> None:
@@ -472,7 +483,7 @@ class BaseTrainer:
 
     def _create_group(self) -> WorkerGroup:
         """Return the group that creates the workers, calls them and replaces lost ones."""
-        return WorkerGroup(
+        return self._group_class(
             count=self.num_workers,
             create=self._create,
             setups=[*self._setups, CallbackSetup(self, self.callbacks)],

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import psutil
 import torch
 
 from miniray.doctor.instrument_training import observe_loss
@@ -265,7 +264,7 @@ class StepLoop:
             self.state.step,
             self.state.epoch,
             self._log_means.sums() if self.replica.logs_samples else {},
-            {**self.replica.get_facts(), **measure_memory(self.context.device)},
+            {**self.replica.get_facts(), **parts.measure_memory(self.context.device)},
             int(self._tokens),
             self.state.step - self._window_step,
             now - self._window_start,
@@ -323,14 +322,6 @@ class StepLoop:
         self._log_means.load_state_dict(state["means"])
         self._tokens, self._window_step = state["tokens"], state["step"]
         self._window_start = time.monotonic() - state["seconds"]
-
-
-def measure_memory(device: Any) -> dict[str, float]:
-    """Return the memory of this process and its GPU, in MB."""
-    found = {"memory_mb": psutil.Process().memory_info().rss / 1e6}
-    if device.type == "cuda":
-        found["gpu_memory_mb"] = torch.cuda.max_memory_allocated(device) / 1e6
-    return found
 
 
 def check_scheduler(scheduler: Any, name: str) -> None:

@@ -58,6 +58,16 @@ class WorkerActor:
         result = train(epoch, *args, **filter_kwargs(inspect.signature(train), kwargs))
         return result, self.get_shard_state()
 
+    def train_steps_on_shard(
+        self, epoch: int, start: int, stop: int | None, **kwargs: Any
+    ) -> tuple[Any, dict[str, Any] | None]:
+        """Call ``train_steps``. Return its result and the state of the shard afterwards."""
+        if self._stream is not None:
+            self._stream.set_epoch(epoch)
+        train = self.user.train_steps
+        result = train(epoch, start, stop, **filter_kwargs(inspect.signature(train), kwargs))
+        return result, self.get_shard_state()
+
     def get_shard_state(self) -> dict[str, Any] | None:
         """Return the position in the shard. None if it has none."""
         if self._shard is None:

@@ -77,7 +77,10 @@ class DataFeed:
     ) -> list[Any]:
         """Call ``train_epoch`` on all workers, and return the results by worker id."""
         assert self._group is not None
-        answers = self._group.call("train_on_shard", lambda _: args, kwargs, epoch)
+        return self.take_states(self._group.call("train_on_shard", lambda _: args, kwargs, epoch))
+
+    def take_states(self, answers: Sequence[tuple[Any, Mapping[str, Any] | None]]) -> list[Any]:
+        """Keep the states of the shards after training, and return the results, by worker id."""
         self._states = [state for _, state in answers]
         self._trained = True
         return [result for result, _ in answers]

@@ -37,7 +37,11 @@ NO_WORKERS = "there are no workers before train(), and none after shutdown()"
 _ID_NAMES = ("worker_id", "rank", "id")
 
 #: Methods of ``WorkerActor`` and the user's methods that they call, which errors name.
-USER_METHODS = {"assign_data": "load_data_shard", "train_on_shard": "train_epoch"}
+USER_METHODS = {
+    "assign_data": "load_data_shard",
+    "train_on_shard": "train_epoch",
+    "train_steps_on_shard": "train_steps",
+}
 
 Handle = ActorHandle[Any]
 
@@ -282,7 +286,8 @@ class WorkerGroup:
 
     def recover(self, error: Exception, worker_id: int, method: str, epoch: int | None) -> None:
         """Replace the worker that raised ``error``, or raise the error with its context."""
-        is_repairing = False
+        is_repairing, start = False, time.monotonic()
+        failed = method
         while True:
             if not is_loss(error):
                 raise add_worker_context(
@@ -300,6 +305,14 @@ class WorkerGroup:
                 break
             except ReplacementLostError as lost:
                 error, method, is_repairing = lost.error, lost.method, True
+        self.report_replacement(worker_id, error, failed, epoch, time.monotonic() - start)
+
+    def report_replacement(
+        self, worker_id: int, error: Exception, method: str, epoch: int | None, seconds: float
+    ) -> None:
+        """Record that a worker was replaced after ``error`` in a call of ``method``."""
+        del method, seconds
+        what = {"worker": worker_id, "epoch": epoch, "reason": str(error)}
         self.on_event({"event": "worker_replaced", **what})
 
     def replace(self, worker_id: int) -> None:

@@ -334,6 +334,30 @@ def step_scheduler(scheduler: Any, loss: float | None) -> None:
         scheduler.step(loss)
 
 
+def measure_step(model: Any, optimizer: Any) -> dict[str, float]:
+    """Return learning rate, gradient norm and memory after a step."""
+    import torch
+
+    group = optimizer.param_groups[0]
+    found = {"lr": float(group["lr"])} if "lr" in group else {}
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if gradients:
+        found["grad_norm"] = float(torch.nn.utils.get_total_norm(gradients))
+    device = device_of(model)
+    return {**found, **measure_memory(torch.device("cpu") if device is None else device)}
+
+
+def measure_memory(device: Any) -> dict[str, float]:
+    """Return the memory of this process and its GPU, in MB."""
+    import psutil
+    import torch
+
+    found = {"memory_mb": psutil.Process().memory_info().rss / 1e6}
+    if device.type == "cuda":
+        found["gpu_memory_mb"] = torch.cuda.max_memory_allocated(device) / 1e6
+    return found
+
+
 # -- what is saved ---------------------------------------------------------------------------------
 
 

@@ -132,8 +132,9 @@ class EpochData:
             loader_state = parts.loader_state(self.loader, has_position=False)
             self._start_state = {"random": parts.random_state(), "loader": loader_state}
         else:
-            parts.set_random_state(self._start_state["random"])
+            # Processes of the loader that were running draw random numbers when they start.
             parts.load_loader_state(self.loader, self._start_state["loader"])
+            parts.set_random_state(self._start_state["random"])
 
     def _seek(self, epoch: int, done: int) -> None:
         """Let the loader start at a number of steps after the base."""

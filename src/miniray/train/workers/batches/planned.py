@@ -128,8 +128,8 @@ def take_share(
     shuffle = isinstance(loader.sampler, RandomSampler) and not overfits
     batches = PlannedBatches(plan, rank, shuffle, seed)
     if type(loader.dataset) is TensorDataset:  # draws no random numbers
-        return _replace_parts(loader, batch_sampler=batches)
-    return _replace_parts(loader, batch_sampler=batches, dataset=SeededDataset(loader.dataset))
+        return replace_parts(loader, batch_sampler=batches)
+    return replace_parts(loader, batch_sampler=batches, dataset=SeededDataset(loader.dataset))
 
 
 def shard_data(loader: Any, rank: int, world_size: int) -> Any:
@@ -148,7 +148,7 @@ def shard_data(loader: Any, rank: int, world_size: int) -> Any:
         shard.prepare()  # a filter or a cache build can take long, so not between barriers
     if shard is data:
         return loader
-    return _replace_parts(loader, dataset=shard) if is_torch else shard
+    return replace_parts(loader, dataset=shard) if is_torch else shard
 
 
 def planned(loader: Any) -> PlannedBatches | None:
@@ -157,7 +157,7 @@ def planned(loader: Any) -> PlannedBatches | None:
     return batches if isinstance(batches, PlannedBatches) else None
 
 
-def _replace_parts(loader: Any, **changes: Any) -> Any:
+def replace_parts(loader: Any, **changes: Any) -> Any:
     """Return the same loader with other parts. Keep what a subclass does besides loading."""
     own = copy.copy(loader)
     # A loader doesn't allow the assignment. Its running processes (persistent_workers) have the

@@ -29,6 +29,11 @@ def derive_seed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
+def draw_seed() -> int:
+    """Return a seed from torch's generator of the CPU."""
+    return int(torch.empty((), dtype=torch.int64).random_())
+
+
 class SeededDataset:
     """A map-style dataset whose batches are loaded with the seed that their indices carry.
 

@@ -1,0 +1,174 @@
+"""``SegmentLoop``: trains epochs of workers with ``train_steps`` in segments.
+
+The workers train a segment of an epoch on their own. Between two segments, the driver logs,
+evaluates, saves, syncs or stops. The workers keep their loaders open, so this changes no weights.
+
+Workers whose shards have fewer batches than others have nothing to do in the last segment. The step
+of the run is that of the worker with the most batches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from miniray.core import session
+from miniray.train.run.records import number
+from miniray.train.run.step_log import LogWindow
+from miniray.train.workers.aggregate import aggregate
+
+if TYPE_CHECKING:
+    from miniray.train.run.state import TrainState, TrainTarget
+    from miniray.train.steps import StepActions
+    from miniray.train.workers.data import DataFeed
+    from miniray.train.workers.group import WorkerGroup
+    from miniray.train.workers.sync import SyncPolicy
+
+#: Seconds between two pauses if no option asks for one: then a signal can end the run.
+_PAUSE_S = 1.0
+
+
+class SegmentLoop:
+    """Trains epochs in segments; see the module.
+
+    Args:
+        state: The position of the run.
+        steps: Acts between two segments.
+        sync: Combines the weights.
+        feed: The data of the trainer; None if the workers load their own.
+        sync_every: Steps between two syncs; None to sync after epochs.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        steps: StepActions,
+        sync: SyncPolicy,
+        feed: DataFeed | None,
+        sync_every: int | None,
+    ) -> None:
+        self._state, self._steps, self._sync, self._feed = state, steps, sync, feed
+        self._sync_every = sync_every
+        self._step_seconds: float | None = None
+        self._handles: list[Any] | None = None  # of workers that have trained to this step
+
+    def is_sync_due(self) -> bool:
+        """Return whether ``sync_every`` asks for a sync at this step."""
+        return bool(self._sync_every) and self._state.step % (self._sync_every or 1) == 0
+
+    def restore(self) -> None:
+        """Note that all workers are at the position of the run."""
+        self._handles = None
+
+    def train(
+        self,
+        group: WorkerGroup,
+        epoch: int,
+        kwargs: Mapping[str, Any],
+        target: TrainTarget,
+        *,
+        act: Callable[[Mapping[str, Any]], bool],
+    ) -> dict[str, Any]:
+        """Train an epoch, or the part of it up to the target; return the aggregated results.
+
+        ``act(result)`` is called between two segments. It returns whether to stop.
+        """
+        kwargs = {k: v for k, v in kwargs.items() if k not in ("epoch", "start", "stop")}
+        state, steps = self._state, self._steps
+        epoch_start = state.step - state.step_in_epoch
+        count = self._count_steps(group, epoch)
+        while True:
+            start, began = state.step_in_epoch, time.monotonic()
+            due = steps.find_pause(target, count, [self._sync_every])
+            pause = steps.find_pause(target, count, [self._sync_every, self._choose_pause()])
+            stop = None if pause is None else pause - epoch_start
+            results = self._train_segment(group, epoch, start, stop, kwargs)
+            done = max(self._take_steps(i, result) for i, result in enumerate(results))
+            is_complete = stop is None or done < stop
+            state.report_step(epoch_start + done, 0 if is_complete else done)
+            if done > start:
+                self._step_seconds = (time.monotonic() - began) / (done - start)
+            self._log(group, at_once=is_complete or state.step == due)
+            result = {"step": state.step, **aggregate(results)}
+            if is_complete:
+                return result
+            if self.is_sync_due():
+                self._sync.sync(epoch)
+                self._sync.settle(epoch)
+            if act(result) or target.is_reached(state):
+                return result
+
+    def _count_steps(self, group: WorkerGroup, epoch: int) -> int | None:
+        """Return the steps of an epoch of the worker with the most; None if they aren't known."""
+        if not group.has("count_steps"):
+            return None
+        start = self._state.step_in_epoch
+        counts = group.call("count_steps", lambda _: (epoch, start), {})
+        return None if None in counts else max(counts)
+
+    def _choose_pause(self) -> int | None:
+        """Return the number of steps between two pauses for logging and for signals.
+
+        There are none if the workers share a process: its random numbers would depend on them.
+        """
+        if not session.engine().capabilities.processes:
+            return None
+        if self._step_seconds is None:
+            return 1
+        steps, every = max(1, int(_PAUSE_S / self._step_seconds)), self._steps.options.log_every
+        return steps - steps % every if steps > every else steps
+
+    # -- segments ---------------------------------------------------------------------------------
+
+    def _train_segment(
+        self,
+        group: WorkerGroup,
+        epoch: int,
+        start: int,
+        stop: int | None,
+        kwargs: Mapping[str, Any],
+    ) -> list[Any]:
+        """Train a segment on all workers, and return the results by worker id."""
+        if self._handles is None or not start:
+            self._handles = list(group.handles)
+        known, synced = self._handles, self._find_synced_step(start)
+        method = "train_steps" if self._feed is None else "train_steps_on_shard"
+
+        def submit(worker_id: int) -> Any:
+            # A replacement has the weights of the last sync, and trains what came after it.
+            is_known = group.handles[worker_id] is known[worker_id]
+            first = start if is_known else synced
+            return group.submit(worker_id, method, epoch, first, stop, **kwargs)
+
+        self._sync.start_epoch()
+        answers = group.call_some(range(group.count), submit, method, epoch)
+        self._handles = list(group.handles)
+        results = [answers[worker_id] for worker_id in range(group.count)]
+        return results if self._feed is None else self._feed.take_states(results)
+
+    def _find_synced_step(self, start: int) -> int:
+        """Return the step of this epoch after which the weights were synced."""
+        if not self._sync_every:
+            return 0
+        return max(0, start - self._state.step % self._sync_every)
+
+    def _take_steps(self, worker_id: int, result: Any) -> int:
+        """Remove ``num_steps`` from the result of a worker and return it."""
+        steps = number(result.pop("num_steps", None)) if isinstance(result, dict) else None
+        if steps is None:
+            raise TypeError(
+                f"worker {worker_id}: train_steps(epoch, start, stop) must return a dict of "
+                "results with num_steps, the number of completed steps of the epoch, not "
+                f"{result!r:.200}"
+            )
+        return int(steps)
+
+    def _log(self, group: WorkerGroup, *, at_once: bool) -> None:
+        """Log what the workers have trained since the last record."""
+        state, logs = self._state, self._steps.logs
+        is_due = at_once or state.step == 1 or state.step % self._steps.options.log_every == 0
+        if is_due and group.has("take_log"):
+            windows: Sequence[LogWindow] = group.call("take_log", lambda _: (), {})
+            logs.add(window._replace(step=state.step, epoch=state.epoch) for window in windows)
+        self._steps.log(at_once=at_once)
