@@ -68,6 +68,33 @@ def test_cancelling_what_is_done_does_nothing(engine):
     assert miniray.get(actor.call.remote()) == 2
 
 
+@miniray.remote
+def block(gate):
+    gate.announce()
+    gate.wait()
+
+
+@miniray.remote
+def borrow(gate):
+    """Return refs that the process of this task owns."""
+    return [miniray.put(3), block.remote(gate)]
+
+
+@pytest.mark.slow_on_ray
+def test_cancelling_by_a_ref_from_a_different_process(engine, tmp_path):
+    needs(engine, "concurrent", "processes")
+    gate = Gate(tmp_path)
+    value, running = miniray.get(borrow.remote(gate))
+    miniray.cancel(value)  # it is done: this changes nothing
+    assert miniray.get(value) == 3
+    miniray.cancel(value)
+    eventually(gate.arrived)
+    miniray.cancel(running)
+    with pytest.raises(TaskCancelledError):
+        miniray.get(running, timeout=20)
+    gate.open()
+
+
 def test_cancelling_a_running_task(engine, tmp_path):
     needs(engine, "concurrent", "processes")
     gate = Gate(tmp_path)

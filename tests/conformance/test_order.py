@@ -4,6 +4,7 @@ On async and threaded actors, calls overtake those that wait for an argument.
 """
 
 import asyncio
+import os
 import threading
 
 import pytest
@@ -236,3 +237,53 @@ def test_an_overtaken_call_keeps_its_actor_alive(engine, tmp_path, Door):
     del door
     gate.open()
     assert miniray.get(waiting, timeout=30) == "late"
+
+
+@miniray.remote
+class Fragile:
+    """Ends in its ``__init__`` if ``fails``."""
+
+    def __init__(self, fails=False):
+        if fails:
+            raise ValueError("no such file")
+
+    def take(self, value):
+        return value
+
+    def crash(self):
+        os._exit(1)
+
+
+@pytest.mark.slow_on_ray
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_the_first_call_fails_if_the_actor_dies_before_its_argument_is_ready(
+    engine, tmp_path, concurrency
+):
+    """The caller had no connection to the actor yet, so it didn't notice that the actor died."""
+    needs(engine, "processes")
+    gate = Gate(tmp_path)
+    argument = late.remote(gate)
+    fragile = Fragile.options(max_concurrency=concurrency)
+    killed, broken = fragile.remote(), fragile.remote(fails=True)
+    calls = [killed.take.remote(argument), broken.take.remote(argument)]
+    miniray.kill(killed)
+    for call in calls:
+        with pytest.raises(ActorDiedError):
+            miniray.get(call, timeout=20)
+    gate.open()
+
+
+@pytest.mark.slow_on_ray
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_a_waiting_call_fails_if_the_actor_dies_after_a_restart(engine, tmp_path, concurrency):
+    needs(engine, "processes")
+    gate = Gate(tmp_path)
+    actor = Fragile.options(max_restarts=1, max_concurrency=concurrency).remote()
+    with pytest.raises(ActorDiedError):
+        miniray.get(actor.crash.remote())
+    call = actor.take.remote(late.remote(gate))
+    miniray.kill(actor, no_restart=False)
+    miniray.kill(actor)
+    with pytest.raises(ActorDiedError):
+        miniray.get(call, timeout=20)
+    gate.open()

@@ -147,6 +147,7 @@ class ActorClient:
     def _pump(self) -> None:
         """Send queued calls until one isn't ready."""
         with self._lock:
+            self._watch()
             while self._queue and not self._locating:
                 call = self._queue[0]
                 if self._death is not None:
@@ -175,6 +176,21 @@ class ActorClient:
                     call.fail(self.node, OSError(error.errno, text))
                 self._queue.popleft()
             self._release_if_idle()
+
+    def _watch(self) -> None:
+        """Connect to the process while calls wait, so that they fail if the process dies."""
+        waits = self._queue or self._overtakable
+        if not waits or self._channel is not None or self._locating or self._death is not None:
+            return
+        try:
+            channel = self._channel = Channel(self.node, self.proc, self.sequential, self)
+        except Closed:
+            self._locate([])
+        except OSError:  # no descriptor left, which is reported when a call is sent
+            return
+        else:
+            if self.proc in self.node.dead:  # it died while this connected
+                channel.lost()
 
     def took(self, channel: Channel) -> None:
         if not channel.pending:

@@ -24,7 +24,7 @@ from miniray.core.local.calls import Call, LocalGenerator, fill_arguments
 from miniray.core.local.dispatch import Dispatcher
 from miniray.core.local.executors import current_call
 from miniray.core.local.mapped import Stored
-from miniray.core.local.node import Node
+from miniray.core.local.node import Node, owner_of
 from miniray.core.local.objects import BLOB, FAILED, PENDING, PLAIN, Blob, Entry, LocalRef
 from miniray.core.local.peers import DRIVER, RECALL
 from miniray.core.local.shared_memory import SharedMemory
@@ -34,7 +34,13 @@ from miniray.core.options import Options
 from miniray.core.refs import ActorHandle, ObjectRef, ObjectRefGenerator
 from miniray.core.serialize import pack
 from miniray.core.specs import ClassSpec, FunctionSpec
-from miniray.errors import GetTimeoutError, NotSerializableError, SessionEndedError, TaskError
+from miniray.errors import (
+    GetTimeoutError,
+    NotSerializableError,
+    ObjectLostError,
+    SessionEndedError,
+    TaskError,
+)
 
 
 class LocalEngine(Engine):
@@ -254,12 +260,21 @@ class LocalEngine(Engine):
     ) -> None:
         self._check()
         if isinstance(ref, LocalGenerator):
-            origin: Any = ref.state.origin
-        else:
-            entry = self._entry(ref)
-            origin = entry.origin if entry.state == PENDING else None
-            if origin == "fetching" or entry.parent is not None:
-                raise ValueError("only the process that made the call can cancel it")
+            self._cancel_call(ref.state.origin, force, recursive)
+            return
+        entry = self._entry(ref)
+        if entry.parent is None:
+            self.cancel_owned(entry, force, recursive)
+        elif entry.state == PENDING:
+            with contextlib.suppress(ObjectLostError):  # the owner is gone, and the call with it
+                meta = (entry.id, force, recursive)
+                self.node.ask_and_wait(owner_of(entry.id), "cancel", meta)
+
+    def cancel_owned(self, entry: Entry, force: bool, recursive: bool) -> None:
+        """Cancel the call of this process that resolves ``entry``, unless it has ended."""
+        self._cancel_call(entry.origin if entry.state == PENDING else None, force, recursive)
+
+    def _cancel_call(self, origin: tuple[Any, Any] | None, force: bool, recursive: bool) -> None:
         if origin is None:
             return
         client, call = origin

@@ -46,6 +46,7 @@ class Node(Peers):
         )
         self._asked_when_idle: list[Reply] = []
         self.answers["value"] = self._answer_value
+        self.answers["cancel"] = self._answer_cancel
         self.answers["when_idle"] = lambda _, __, ___, reply: self._asked_when_idle.append(reply)
 
     def crashed(self, error: MinirayError) -> None:
@@ -157,6 +158,14 @@ class Node(Peers):
                 reply((entry.state, None), [entry.value])
 
         entry.add_waiter(send)
+
+    def _answer_cancel(self, _: int, meta: Any, __: list[Blob], reply: Reply) -> None:
+        """Cancel the call of this process that resolves an object, for a borrower."""
+        id, force, recursive = meta
+        entry = self.find(id)
+        if isinstance(entry, Entry):
+            self.engine.cancel_owned(entry, force, recursive)
+        reply(None, ())
 
     # -- receiving shared things ------------------------------------------------------------------
 
