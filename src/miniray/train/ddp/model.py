@@ -15,6 +15,7 @@ import torch
 
 from miniray.errors import WeightsMismatchError
 from miniray.train.torch_private import PinnedDDP
+from miniray.train.workers import torch_utils as parts
 
 
 class SyncedModel(PinnedDDP):
@@ -52,6 +53,51 @@ class SyncedModel(PinnedDDP):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+def find(user: Any, name: str) -> torch.nn.Module:
+    """Return the model that is attribute ``name`` of a worker. Raise ``TypeError`` without one."""
+    module = getattr(user, name, None)
+    if isinstance(module, torch.nn.Module) and any(p.requires_grad for p in module.parameters()):
+        return module
+    found = [k for k, v in vars(user).items() if isinstance(v, torch.nn.Module)]
+    there = f"it has: {', '.join(found)}" if found else "it has no torch module at all"
+    raise TypeError(
+        f"{type(user).__name__}.{name} must be a torch.nn.Module with parameters to "
+        f"train, made in __init__ or load_data_shard ({there}); "
+        'DDPTrainer(models=("generator", "discriminator")) takes others'
+    )
+
+
+def check_optimizers(user: Any, modules: Mapping[str, torch.nn.Module]) -> None:
+    """Raise ``ValueError`` if an optimizer trains parameters whose gradients aren't averaged.
+
+    These are of a model that was replaced later, or of one that isn't named in ``models``.
+    """
+    known = {parameter for module in modules.values() for parameter in module.parameters()}
+    names = " and ".join(f"self.{name}" for name in modules)
+    for name, optimizer in parts.stateful(user, optimizers_only=True).items():
+        trained = {p for group in optimizer.param_groups for p in group["params"]}
+        others = {p for p in trained - known if p.requires_grad}
+        if not others:
+            continue
+        owners = [
+            key
+            for key, module in vars(user).items()
+            if isinstance(module, torch.nn.Module) and others & set(module.parameters())
+        ]
+        if not owners and not trained & known:
+            raise ValueError(
+                f"self.{name} has no parameter of {names}, which would not be trained by it; "
+                "make the optimizer after the model is what it will be"
+            )
+        whose = f" but of self.{' and self.'.join(owners)}" if owners else ""
+        hint = f", or pass models={(*modules, *owners)!r}" if owners else ""
+        raise ValueError(
+            f"self.{name} has parameters that are not {names}'s{whose}: their gradients would "
+            "not be averaged, and the workers' copies drift apart. Make them a part of "
+            f"self.{next(iter(modules))}{hint}"
+        )
 
 
 def wrap(module: Any, device: Any, compile: Any, options: Mapping[str, Any]) -> SyncedModel:

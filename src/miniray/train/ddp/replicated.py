@@ -13,10 +13,12 @@ from torch.distributed.algorithms.join import Join
 
 from miniray.doctor import sites
 from miniray.ps import to_host
+from miniray.train.ddp import loaders
 from miniray.train.ddp import model as models
 from miniray.train.ddp.checks import RankSettings, create_parts_error, read_output
+from miniray.train.ddp.evaluation import ReplicaEvaluation
+from miniray.train.ddp.user_loop import UserLoop
 from miniray.train.lockstep.loop import (
-    EpochReport,
     MicroBatch,
     StepLoop,
     StepOutput,
@@ -25,14 +27,12 @@ from miniray.train.lockstep.loop import (
 from miniray.train.lockstep.mesh import gather_full, load_tensors, share_buffers
 from miniray.train.lockstep.rank import RankContext, WorkerTraits
 from miniray.train.lockstep.schedule import Agreement
-from miniray.train.lockstep.status import EVALUATION
 from miniray.train.optimizer_steps import create_autocast
 from miniray.train.pretrained import SavedFiles, write_model
 from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers import torch_utils as parts
 from miniray.train.workers.batches import planned as data
 from miniray.train.workers.batches.epoch_data import EpochData
-from miniray.train.workers.batches.plan import Window
 
 
 class ReplicatedModel:
@@ -55,6 +55,10 @@ class ReplicatedModel:
         self._forwards: dict[str, int] = {}  # before the current step
         self._step_counts: dict[str, int] = {}  # by optimizer
         self._grad_norm: Any = None  # of the last step, if it is logged or clipped
+        self._evaluation = self._create_evaluation()
+
+    def _create_evaluation(self) -> ReplicaEvaluation:
+        return ReplicaEvaluation(self)
 
     @property
     def checks_losses(self) -> bool:
@@ -65,23 +69,19 @@ class ReplicatedModel:
 
     def prepare(self) -> dict[str, Any]:
         """Check models, optimizers and loaders, and take this rank's share of the data."""
-        self.modules = {name: self._find_module(name) for name in self.settings.models}
+        settings = self.settings
+        self.modules = {name: models.find(self.user, name) for name in settings.models}
         self.context.device = self._place_models()
         if self.traits.has_steps:
             self.site = sites.definition_site(self.user.training_step)
             self._training_step = parts.step_of(self.user.training_step)
-            self._take_loader()
+            self.epoch_data = loaders.open_loader(self.user, self.traits, settings, self.context)
             self.scheduler_interval = get_scheduler_interval(self.user)
-            enabled = self.settings.precision == "fp16"
+            enabled = settings.precision == "fp16"
             self.scaler = torch.amp.GradScaler(self.context.device.type, enabled=enabled)
-        elif self.traits.gets_loader:
-            self._share_loader()
-        elif not self.traits.shards_data and hasattr(self.user, "train_loader"):
-            share = data.shard_data(
-                self.user.train_loader, self.context.rank, self.context.world_size
-            )
-            self.user.train_loader = share
-        self._check_optimizers()
+        else:
+            loaders.share_loader(self.user, self.traits, settings, self.context)
+        models.check_optimizers(self.user, self.modules)
         has_steps = self.traits.has_steps
         return {
             "models": [
@@ -97,20 +97,6 @@ class ReplicatedModel:
             "val_loader": getattr(self.user, "val_loader", None) is not None,
         }
 
-    def _find_module(self, name: str) -> Any:
-        module = getattr(self.user, name, None)
-        if isinstance(module, torch.nn.Module) and any(
-            p.requires_grad for p in module.parameters()
-        ):
-            return module
-        found = [k for k, v in vars(self.user).items() if isinstance(v, torch.nn.Module)]
-        there = f"it has: {', '.join(found)}" if found else "it has no torch module at all"
-        raise TypeError(
-            f"{type(self.user).__name__}.{name} must be a torch.nn.Module with parameters to "
-            f"train, made in __init__ or load_data_shard ({there}); "
-            'DDPTrainer(models=("generator", "discriminator")) takes others'
-        )
-
     def _place_models(self) -> Any:
         """Return the device; workers with their own epoch loop have chosen one already."""
         if not self.traits.has_steps:
@@ -119,80 +105,6 @@ class ReplicatedModel:
         for module in self.modules.values():
             module.to(device)
         return device
-
-    def _take_loader(self) -> None:
-        user, settings = self.user, self.settings
-        for needed in ("train_loader", "optimizer"):
-            if getattr(user, needed, None) is None:
-                raise TypeError(
-                    f"{type(user).__name__} has training_step() but no self.{needed}; make it in "
-                    "__init__ (or in load_data_shard)"
-                )
-        data.check_loader(user.train_loader, "self.train_loader")
-        self._share_loader()
-        self.epoch_data = EpochData(
-            user.train_loader,
-            self.context.rank,
-            self.context.world_size,
-            accumulate=settings.accumulate,
-            uneven=settings.uneven,
-            limit=settings.limit_train_batches,
-            touch=self._touch,
-        )
-        if getattr(user, "val_loader", None) is not None:
-            data.check_loader(user.val_loader, "self.val_loader")
-
-    def _touch(self) -> None:
-        self.context.status.touch()
-
-    def _share_loader(self) -> None:
-        user, settings = self.user, self.settings
-        user.train_loader = data.take_share(
-            user.train_loader,
-            self.context.rank,
-            self.context.world_size,
-            accumulate=settings.accumulate,
-            uneven=settings.uneven,
-            seed=settings.seed,
-            sharded=self.traits.shards_data,
-            limit=settings.limit_train_batches,
-            overfits=settings.overfits,
-        )
-        if settings.overfits and data.planned(user.train_loader) is None:
-            raise ValueError(
-                "overfit_batches= needs a self.train_loader that miniray shards: a DataLoader over "
-                "all samples, in order or shuffled. Other loaders choose their batches themselves"
-            )
-
-    def _check_optimizers(self) -> None:
-        """Raise ``ValueError`` if an optimizer trains parameters whose gradients aren't averaged.
-
-        These are of a model that was replaced later, or of one that isn't named in ``models``.
-        """
-        known = set(self._whole_model().parameters())
-        names = " and ".join(f"self.{name}" for name in self.modules)
-        for name, optimizer in parts.stateful(self.user, optimizers_only=True).items():
-            trained = {p for group in optimizer.param_groups for p in group["params"]}
-            others = {p for p in trained - known if p.requires_grad}
-            if not others:
-                continue
-            owners = [
-                key
-                for key, module in vars(self.user).items()
-                if isinstance(module, torch.nn.Module) and others & set(module.parameters())
-            ]
-            if not owners and not trained & known:
-                raise ValueError(
-                    f"self.{name} has no parameter of {names}, which would not be trained by it; "
-                    "make the optimizer after the model is what it will be"
-                )
-            whose = f" but of self.{' and self.'.join(owners)}" if owners else ""
-            hint = f", or pass models={(*self.modules, *owners)!r}" if owners else ""
-            raise ValueError(
-                f"self.{name} has parameters that are not {names}'s{whose}: their gradients would "
-                "not be averaged, and the workers' copies drift apart. Make them a part of "
-                f"self.{next(iter(self.modules))}{hint}"
-            )
 
     # -- together ---------------------------------------------------------------------------------
 
@@ -253,38 +165,8 @@ class ReplicatedModel:
         batches, windows, last = self.epoch_data.start(self.context.state)
         if windows is None:
             limit = self.settings.limit_train_batches
-            return self._iter_batches(itertools.islice(batches, limit))
-        return self._iter_windows(batches, windows, last)
-
-    def _iter_windows(
-        self, batches: Iterator[tuple[int, Any]], windows: Iterable[Window], last: Any
-    ) -> Iterator[Iterator[MicroBatch]]:
-        """Yield the micro-batches of each step. If a rank has none left, it repeats its last."""
-
-        def load(weights: Window) -> Iterator[MicroBatch]:
-            nonlocal last
-            status, step = self.context.status, self.context.state.step_in_epoch
-            for index, weight in enumerate(weights):
-                status.set_phase("data", step=step)
-                item = next(batches, None) if weight else last
-                if item is None:
-                    raise RuntimeError(
-                        f"rank {self.context.rank} ran out of data at step {step}: its loader gave "
-                        "fewer batches than its len() says"
-                    )
-                last = number, batch = item
-                yield MicroBatch(number, batch, weight, index == len(weights) - 1)
-
-        return map(load, windows)
-
-    def _iter_batches(self, batches: Iterator[tuple[int, Any]]) -> Iterator[list[MicroBatch]]:
-        """Yield one step per batch, until this rank has no more."""
-        for step in itertools.count():
-            self.context.status.set_phase("data", step=step)
-            item = next(batches, None)
-            if item is None:
-                return
-            yield [MicroBatch(*item)]
+            return loaders.iter_batches(self.context, itertools.islice(batches, limit))
+        return loaders.iter_windows(self.context, batches, windows, last)
 
     @contextlib.contextmanager
     def epoch_context(self) -> Iterator[None]:
@@ -556,28 +438,8 @@ class ReplicatedModel:
 
     # -- evaluation -------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def evaluation_context(self) -> Iterator[None]:
-        """Give the worker its plain models, which wait for no other rank.
-
-        Ranks may have different numbers of samples in an evaluation, or none.
-        """
-        vars(self.user).update(self.modules)
-        training = {name: module.training for name, module in self.modules.items()}
-        if "evaluate" not in self.traits.own_methods:
-            self._whole_model().eval()
-        self.context.status.set_phase(EVALUATION, step=-1)
-        try:
-            with self.autocast() if self.traits.has_steps else contextlib.nullcontext():
-                yield
-        finally:
-            self.context.status.set_phase("idle")
-            self._use_synced_models()
-            for name, is_training in training.items():
-                self.modules[name].train(is_training)
-
-    def _use_synced_models(self) -> None:
-        vars(self.user).update(self._synced)
+    def evaluation_context(self) -> contextlib.AbstractContextManager[None]:
+        return self._evaluation.open()
 
     def evaluate(
         self,
@@ -586,80 +448,11 @@ class ReplicatedModel:
         num_shards: int = 1,
         max_batches: int | None = None,
     ) -> dict[str, Any]:
-        """Return sums and counts over ``data``, by default this rank's part of ``val_loader``.
+        return self._evaluation.run(data, shard_id, num_shards, max_batches)
 
-        ``max_batches`` is ``limit_val_batches`` by default, or all of ``data``.
-        """
-        if data is None and max_batches is None:
-            max_batches = self.settings.limit_val_batches
-        batches = self._load_evaluation(data, shard_id, num_shards)
-        return self._evaluate_batches(batches, max_batches)
-
-    def _load_evaluation(self, data: Any, shard_id: int, num_shards: int) -> Any:
-        if data is not None:
-            return parts.loader_over(data, getattr(self.user, "train_loader", None))
-        loader = getattr(self.user, "val_loader", None)
-        if loader is None:
-            name = type(self.user).__name__
-            raise TypeError(f"{name}.setup() (or __init__) must set self.val_loader")
-        return parts.shard(loader, shard_id, num_shards)
-
-    def _evaluate_batches(self, batches: Iterable[Any], most: int | None) -> dict[str, Any]:
-        means, step = parts.Means(), self.validation_step
-        with torch.no_grad():
-            for number, batch in enumerate(itertools.islice(batches, most)):
-                self.context.status.touch()  # a slow loader doesn't hang
-                batch = parts.moved(batch, self.context.device)
-                means.add(self._validate(step, batch, number), parts.length(batch))
-        return means.sums()
-
-    def _validate(self, step: Any, batch: Any, number: int) -> dict[str, Any]:
-        values = parts.as_dict(step(batch, number), "validation_step")
-        return {**self.context.log.take(), **values}
-
-    @property
-    def validation_step(self) -> Any:
-        method = getattr(self.user, "validation_step", None)
-        return parts.step_of(self.user.training_step if method is None else method)
-
-
-class UserLoop:
-    """Trains epochs with the worker's own ``train_epoch``."""
-
-    def __init__(self, replica: ReplicatedModel) -> None:
-        self.replica = replica
-
-    def run(self, epoch: int, until: int | None = None) -> EpochReport:
-        """Train one epoch. ``until`` isn't supported: the steps are the user's own."""
-        replica, context, user = self.replica, self.replica.context, self.replica.user
-        context.barrier("before-epoch")
-        context.status.set_phase("train_epoch")
-        names = list(replica.modules)
-        is_joined = replica.settings.uneven == "join" and context.world_size > 1 and len(names) == 1
-        before = replica.count_steps()
-        synced = [getattr(user, name) for name in names]
-        if replica.traits.gets_loader:
-            data.set_epoch(user.train_loader, epoch)
-        with Join(synced, enable=is_joined, divide_by_initial_world_size=False):
-            result = user.train_epoch(epoch)
-        steps = replica.count_steps()
-        for name in names:
-            if not getattr(user, name).forwards and steps:
-                raise create_parts_error("train_epoch()", name)
-        context.count_step(steps=max(0, steps - before))
-        if is_joined:
-            replica.catch_up()
-        context.status.set_phase("end of the epoch")
-        context.barrier("epoch-end")
-        replica.end_epoch()
-        context.state.end_epoch()
-        return EpochReport(context.state.step, result)
-
-    def get_means(self) -> dict[str, Any]:
-        return {}
-
-    def load_means(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: the worker computes its own means."""
+    def use_synced_models(self) -> None:
+        """Give the worker its models with averaged gradients."""
+        vars(self.user).update(self._synced)
 
 
 def get_scheduler_interval(worker: Any, default: str = "epoch") -> str | None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from miniray.train.ddp.evaluation import ReplicaEvaluation
 from miniray.train.ddp.replicated import ReplicatedModel
 from miniray.train.lockstep.mesh import (
     gather_full,
@@ -54,47 +55,11 @@ class ShardedReplica(ReplicatedModel):
         model = _shard(self.user.model, context.device, context.world_size, optimizers)
         return {"model": model}
 
-    @contextlib.contextmanager
-    def evaluation_context(self) -> Iterator[None]:
-        with super().evaluation_context():
-            try:
-                yield
-            finally:
-                for part in self.user.model.modules():
-                    if isinstance(part, FSDPModule):
-                        part.reshard()
+    def _create_evaluation(self) -> ReplicaEvaluation:
+        return ShardedEvaluation(self)
 
-    def _use_synced_models(self) -> None:
+    def use_synced_models(self) -> None:
         """Do nothing: the worker has the model itself."""
-
-    def _load_evaluation(self, data: Any, shard_id: int, num_shards: int) -> Any:
-        if data is not None and not len(data):
-            return ()
-        return super()._load_evaluation(data, shard_id, num_shards)
-
-    def _evaluate_batches(self, batches: Any, most: int | None) -> dict[str, Any]:
-        """Evaluate together with all ranks.
-
-        A rank that has fewer batches repeats one of them, or uses one of its training batches,
-        without counting the result.
-        """
-        device = self.context.device
-        own = len(batches) if most is None else min(len(batches), most)
-        count = torch.tensor([own], device=device)
-        dist.all_reduce(count, op=dist.ReduceOp.MAX)
-        found_here = _pad(itertools.islice(batches, own))
-        means, step, batch = parts.Means(), self.validation_step, None
-        with torch.no_grad():
-            for number, found in zip(range(int(count)), found_here, strict=False):
-                self.context.status.touch()  # a slow loader doesn't hang
-                if found is not None:
-                    batch = parts.moved(found, device)
-                elif batch is None:
-                    batch = parts.moved(_load_any_batch(self.user), device)
-                values = self._validate(step, batch, number)
-                if found is not None:
-                    means.add(values, parts.length(batch))
-        return means.sums()
 
     # -- state: whole on rank 0 and nothing on other ranks. Collectives. ---------------------------
 
@@ -163,6 +128,45 @@ class ShardedReplica(ReplicatedModel):
             }
             state = {**state, "state": numbers}
         super().load_part_state(part, state)
+
+
+class ShardedEvaluation(ReplicaEvaluation):
+    """Evaluates a sharded model. All ranks take part in every batch."""
+
+    def close(self) -> None:
+        super().close()
+        for part in self.user.model.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+    def load(self, data: Any, shard_id: int, num_shards: int) -> Any:
+        if data is not None and not len(data):
+            return ()
+        return super().load(data, shard_id, num_shards)
+
+    def add_batches(self, batches: Any, most: int | None) -> dict[str, Any]:
+        """Evaluate together with all ranks.
+
+        A rank that has fewer batches repeats one of them, or uses one of its training batches,
+        without counting the result.
+        """
+        device = self.context.device
+        own = len(batches) if most is None else min(len(batches), most)
+        count = torch.tensor([own], device=device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        found_here = _pad(itertools.islice(batches, own))
+        means, step, batch = parts.Means(), self.validation_step, None
+        with torch.no_grad():
+            for number, found in zip(range(int(count)), found_here, strict=False):
+                self.context.status.touch()  # a slow loader doesn't hang
+                if found is not None:
+                    batch = parts.moved(found, device)
+                elif batch is None:
+                    batch = parts.moved(_load_any_batch(self.user), device)
+                values = self.validate(step, batch, number)
+                if found is not None:
+                    means.add(values, parts.length(batch))
+        return means.sums()
 
 
 def _get_local(part: Any) -> dict[str, Any]:
