@@ -93,6 +93,7 @@ class OptimizerSteps:
         self._device_type = "cpu" if device is None else torch.device(device).type
         is_scaled = options.precision == "fp16"
         self.scaler = torch.amp.GradScaler(self._device_type, enabled=is_scaled)
+        self._has_gradients = False  # of earlier batches of the step
 
     @property
     def _scheduler_interval(self) -> str | None:
@@ -116,6 +117,9 @@ class OptimizerSteps:
         if not self._options.given:
             worker.optimize(loss)
         else:
+            if not self._has_gradients:
+                worker.optimizer.zero_grad()
+            self._has_gradients = True
             self.scaler.scale(loss * weight).backward()
             if is_last:
                 self._step()
@@ -137,7 +141,7 @@ class OptimizerSteps:
             torch.nn.utils.clip_grad_norm_(parameters, self._options.clip_norm)
         self.scaler.step(optimizer)
         self.scaler.update()
-        optimizer.zero_grad()
+        self._has_gradients = False
 
 
 def create_autocast(precision: str, device_type: str) -> Any:
