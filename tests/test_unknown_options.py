@@ -95,7 +95,7 @@ PASSED = {
     "val_check_interval": (DDPTrainer, DataParallelTrainer),
     "log_every_n_steps": (DDPTrainer, DataParallelTrainer),
     "gradient_accumulation_steps": (DDPTrainer, DataParallelTrainer, PipelineParallelTrainer),
-    "accumulate": (DataParallelTrainer,),
+    "accumulate": (GRPOTrainer,),
     "batch_size": (GRPOTrainer, ParquetDataset),
     "learning_rate": (DDPTrainer, GRPOTrainer, GRPOConfig),
     "max_tokens": (DDPTrainer, DataLoader, GRPOTrainer, GRPOConfig, Sampling),

@@ -14,7 +14,6 @@ from miniray.train.data_parallel import (
     find_strategies,
 )
 from miniray.train.options import RunKwargs, RunOptions
-from miniray.train.trainer import BaseTrainer
 
 if TYPE_CHECKING:
     from miniray.ps import Strategy
@@ -40,6 +39,12 @@ class RLKwargs(RunKwargs, total=False):
     tau: float
     num_byzantine: int
     num_selected: int
+
+
+#: Options of ``DataParallelTrainer`` that RL trainers have with ``sync="weights"``.
+_SYNC_OPTIONS = frozenset(
+    ("sync_interval", "sync_strategy", "initial_sync", "on_nonfinite", "staleness_power")
+)
 
 
 def get_hints(config: type[Algorithm]) -> Mapping[str, str]:
@@ -73,12 +78,13 @@ def check_trainer_kwargs(
     """Raise ``TypeError`` for an option that the trainer doesn't have with this ``sync``."""
     if sync != "grad":
         strategy = kwargs.get("sync_strategy", "average")
-        check_trainer_options(trainer, strategy, kwargs, hints)
+        others = get_options(DataParallelTrainer) - get_options(trainer) - _SYNC_OPTIONS - {"mode"}
+        not_here = dict.fromkeys(others, "Pass it to DataParallelTrainer.")
+        check_trainer_options(trainer, strategy, kwargs, {**not_here, **hints})
         return
-    of_weights = get_options(DataParallelTrainer) - get_options(BaseTrainer) - {"data", "mode"}
     known = (get_options(trainer) - set(hints)) | {"mode"}
     unknown = [name for name in kwargs if name not in known]
-    uses = {**dict.fromkeys(of_weights, ""), **find_strategies(unknown)}
+    uses = {**dict.fromkeys(_SYNC_OPTIONS, ""), **find_strategies(unknown)}
     needs_weights = {name: f'It needs sync="weights". {use}'.strip() for name, use in uses.items()}
     check_options(trainer.__name__, unknown, known, {**needs_weights, **hints})
 
