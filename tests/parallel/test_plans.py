@@ -258,7 +258,7 @@ def test_what_cannot_be_trained_is_refused_with_what_would_fit():
     ):
         planned(make_layers, microbatches=3)
     with pytest.raises(
-        ValueError, match=r"9 stages .* for 8 layers: .*; at most 8 workers would fit"
+        ValueError, match=r"9 stages .* for 8 layers: .* at most 8 workers would fit"
     ):
         planned(make_layers, layout=Layout(pipeline=9))
     with pytest.raises(
@@ -324,10 +324,10 @@ def test_a_weight_that_two_modules_have_is_cut_by_no_plan():
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"data": {0: 1}.keys}, "data= has a dict_keys, which cannot be dealt out to 2 copies"),
+        ({"data": {0: 1}.keys}, "data= has a dict_keys, which can't be sharded on 2 copies"),
         (
             {"data": DataLoader(range(8), batch_sampler=[[0], [1]])},
-            r"data= has a batch sampler of its own \(list\), which cannot be dealt out to 2 copies",
+            r"data= has a batch sampler of its own \(list\), which can't be sharded on 2 copies",
         ),
         ({"val_data": 3}, "val_data= must be a torch DataLoader"),
         (
@@ -375,7 +375,7 @@ def test_arguments_of_a_pipeline_that_make_no_sense(options, message):
         ({"num_workers": 4, "tensor_parallel": 3}, "does not divide num_workers=4; 1, 2, 4 would"),
         ({"split": "layers", "tensor_parallel": 2}, "cuts no layer"),
         ({"split": "rows"}, 'split must be "tensor" or "layers"'),
-        ({"loss": nn.Bilinear(4, 4, 1)}, "loss= has parameters, which nobody would train"),
+        ({"loss": nn.Bilinear(4, 4, 1)}, "loss= has trainable parameters, but only model"),
         ({"tensor_parallel": 2, "parallel": {"tensor": 2}}, "pass one of them"),
     ],
 )

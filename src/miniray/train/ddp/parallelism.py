@@ -69,8 +69,8 @@ class DataParallelism:
         results = [report.metrics for report in reports]
         if self._steps_are_ours and not any(result["num_samples"] for result in results):
             raise RuntimeError(
-                "no rank's loader gave a batch in this epoch. A generator can be gone through once "
-                "only: let self.train_loader be something that begins anew with every iter()"
+                "no rank's loader gave a batch in this epoch. A generator can be iterated only "
+                "once: set self.train_loader to an iterable that starts again with every iter()"
             )
         return aggregate(results)
 

@@ -170,7 +170,7 @@ class ReplicatedModel:
 
     @contextlib.contextmanager
     def epoch_context(self) -> Iterator[None]:
-        """If the number of steps isn't known, keep ranks company that have more batches.
+        """If the number of steps isn't known, support ranks that have more batches than others.
 
         Gradients are averaged over the ranks that still have batches.
         """

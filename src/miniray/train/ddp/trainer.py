@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @suggest_options(DATA_HINTS)
 class DDPTrainer(LockstepTrainer):
-    """Trains one model on several workers with gradients averaged in every step.
+    """Train one model on several workers with gradients averaged in every step.
 
     The worker has ``self.model``, ``self.optimizer``, ``self.train_loader`` and a
     ``training_step(batch, batch_idx)`` that returns the loss (a mean over the batch) or a dict with
@@ -34,11 +34,11 @@ class DDPTrainer(LockstepTrainer):
     pass averages gradients, and nothing else changes.
 
     Args:
-        num_workers: how many. ``batch_size`` of the loader is per worker.
-        worker: a class, decorated with ``@miniray.remote`` or not; or override ``create_worker``.
-        shard: ``"none"``: every worker has the whole model. ``"full"``: each keeps its part of
-            weights, gradients and optimizer state, and gets the rest of a layer while it computes
-            that layer (torch's FSDP); for workers with ``training_step``.
+        num_workers: Number of workers. ``batch_size`` of the loader is per worker.
+        worker: A class, decorated with ``@miniray.remote`` or not; or override ``create_worker``.
+        shard: ``"none"``: every worker has the whole model. ``"full"``: each keeps a shard of
+            weights, gradients and optimizer state, and gathers the rest of a layer while it
+            computes that layer (torch's FSDP); for workers with ``training_step``.
         data: The training data: a torch ``Dataset`` or ``DataLoader``, a dataset or loader of
             ``miniray.data``, or a Hugging Face dataset. Each worker gets the loader over its own
             rows as ``self.train_loader``, or the shard as ``data`` of its ``load_data_shard``. The
@@ -46,21 +46,21 @@ class DDPTrainer(LockstepTrainer):
         val_data: The same for ``evaluate``, as ``self.val_loader``.
         batch_size: Rows per batch of each worker, if ``data`` has no batch size.
             ``train(batch_size=)`` wins.
-        uneven: what to do when samples do not divide by workers. ``"join"``: every sample once,
-            weighted so that each counts the same; workers that run out early keep the others
-            company. ``"pad"``: some samples twice. ``"drop"``: some not at all. ``"error"``:
-            raise ``ValueError``.
-        accumulate: micro-batches in an optimizer step.
+        uneven: Behavior if the number of samples isn't divisible by the number of workers.
+            ``"join"``: every sample once, weighted so that each counts the same; workers that run
+            out early repeat a batch with a weight of 0. ``"pad"``: some samples twice. ``"drop"``:
+            skip some. ``"error"``: raise ``ValueError``.
+        accumulate: Micro-batches per optimizer step.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"`` (with a gradient scaler).
-        clip_norm: largest norm of the gradients of all parameters together.
-        compile: ``torch.compile`` the model: True, a backend's name, or a dict of its options.
+        clip_norm: Maximum norm of the gradients of all parameters together.
+        compile: ``torch.compile`` the model: True, the name of a backend, or a dict of options.
         on_nonfinite: ``"error"``: a loss that is NaN or infinite ends the run; or ``"ignore"``.
-        models: attributes of the worker to average gradients of; for loops of one's own.
-        group_backend: ``"gloo"``, ``"nccl"``, or ``"auto"``: NCCL where each worker has a GPU of
-            its own, else gloo.
-        hang_timeout: seconds in which no rank moves and the one that is waited for is idle; then
-            the run ends and says which, and where. None: no limit.
-        timeout: seconds the ranks wait for one another in a collective or barrier at most.
+        models: Attributes of the worker whose gradients are averaged, for custom loops.
+        group_backend: ``"gloo"``, ``"nccl"``, or ``"auto"``: NCCL if each worker has a separate
+            GPU, else gloo.
+        hang_timeout: Seconds without progress of any rank after which the run ends with an error
+            that names the rank that the others wait for. None: no limit.
+        timeout: Seconds that ranks wait for each other in a collective or barrier.
         max_failures: Restarts of all ranks after one dies or hangs. Then the driver keeps the state
             after each epoch, and the ranks write snapshots.
         min_workers: Continue on fewer workers, at least this many, if a lost rank can't be placed
@@ -72,13 +72,13 @@ class DDPTrainer(LockstepTrainer):
         snapshot_every: Steps between two snapshots inside an epoch, from which ranks restart.
             ``"auto"`` chooses an interval at which copies take 0.5 % of the time at most. None: a
             lost rank costs the steps since the last epoch or pause.
-        log_every: steps between two log records.
-        eval_every_steps: steps between two evaluations.
-        limit_train_batches, limit_val_batches: largest number of batches per rank, in an epoch and
+        log_every: Steps between two log records.
+        eval_every_steps: Steps between two evaluations.
+        limit_train_batches, limit_val_batches: Maximum number of batches per rank, in an epoch and
             in an evaluation of ``val_loader``.
-        overfit_batches: train on the same batches in every epoch, this many per rank, in order.
+        overfit_batches: Train on the same batches in every epoch, this many per rank, in order.
         find_unused_parameters, bucket_cap_mb, broadcast_buffers, gradient_as_bucket_view,
-            static_graph: go to DistributedDataParallel.
+            static_graph: Options of DistributedDataParallel.
 
     All other arguments are those of ``BaseTrainer``.
     """

@@ -1,5 +1,5 @@
-"""Models split over workers: by layers (pipeline), inside of layers (tensor), and with copies.
+"""Models split over workers: by layers (pipeline), within layers (tensor), and with replicas.
 
-The schedules, the sharded tensors and the collectives are torch's. What is here says what goes
-where, measures it, feeds it, saves it, and finds the cause when it fails.
+The schedules, the sharded tensors and the collectives are torch's. This package plans the split,
+measures the layers, loads and sends batches, saves the model, and reports the cause of a failure.
 """

@@ -1,9 +1,9 @@
-"""Batches for the ranks of one copy of the model: one rank loads, the others are sent their part.
+"""Batches for the ranks of one replica: one rank loads them and sends the others their part.
 
-The rank with the first stage loads. It sends the inputs to the shards of that stage and the targets
-to those of the last one, which need not be able to load the data, and cannot come to see other
-samples than the inputs' (a loader that crops at random would give every rank another crop). All
-ranks are told how many samples a batch has, also that there are no more.
+The rank with the first stage loads. It sends the inputs to the shards of that stage, and the
+targets to those of the last one. So these don't need access to the data, and targets always match
+the inputs (a loader that crops at random would return a different crop on every rank). All ranks
+receive the number of samples of each batch, and the end of the epoch.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], Any]:
 
 
 class Feed:
-    """The way from one rank's loader to the others of its copy of the model.
+    """Sends batches from the rank that loads to the others of its replica.
 
-    ``last`` is where in the pipeline the last stage is. A collective: it makes groups.
+    ``last`` is the place of the last stage in the pipeline. Creating it is a collective.
     """
 
     def __init__(self, layout: Layout, place: Place, last: int, device: Any) -> None:
@@ -73,10 +73,10 @@ class Feed:
         return self._rank == self.source
 
     def batches(self, items: Iterator[Any] | None) -> Iterator[tuple[int, Any, Any]]:
-        """(samples, inputs, target) until the source has no more; what is not needed is None.
+        """Yield samples, inputs and target of each batch. Values that aren't needed are None.
 
-        ``items``: on the source, its batches, or None in place of a batch that only other copies
-        have: then ``samples`` is 0.
+        ``items`` are the batches on the source. None takes the place of a batch that only other
+        replicas have, whose number of samples is 0.
         """
         while True:
             batch = self._next(items) if self.loads else None
@@ -86,7 +86,7 @@ class Feed:
             yield count, inputs, target
 
     def _next(self, items: Any) -> Any:
-        """(samples, inputs, target) on the rank that loads."""
+        """Return samples, inputs and target of the next batch on the rank that loads."""
         for item in items:
             if item is None:
                 return 0, (), None
@@ -102,7 +102,7 @@ class Feed:
         return self._receive() if batch is None else self._send(*batch)
 
     def _send(self, count: int, inputs: Any, target: Any) -> tuple[int, Any, Any]:
-        """Sent while this rank computes: it waits for the batch before to have arrived only."""
+        """Send a batch while this rank computes. Waits until the previous batch has arrived."""
         for work, _ in self._under_way:
             work.wait()
         header = torch.tensor([count, len(inputs)], device=self.device)
@@ -138,7 +138,7 @@ def send_tensor(value: Any, rank: int) -> None:
 
 
 def start_sending(value: Any, rank: int) -> list[tuple[Any, Any]]:
-    """The same without waiting: (work, the tensor it is sent from, which must be kept) each."""
+    """Start ``send_tensor``. Return each work with its tensor, which must be kept until the end."""
     shape = list(value.shape)
     head = [_DTYPES.index(value.dtype), len(shape), *shape]
     head += [0] * (_MOST_DIMENSIONS + 2 - len(head))
@@ -150,7 +150,7 @@ def start_sending(value: Any, rank: int) -> list[tuple[Any, Any]]:
 
 
 def recv_tensor(rank: int, device: Any) -> Any:
-    """The tensor that ``rank`` has sent."""
+    """Return the tensor that ``rank`` has sent."""
     lands = torch.device("cpu") if stages_through_host(device) else device
     head = torch.empty(_MOST_DIMENSIONS + 2, dtype=torch.int64, device=lands)
     dist.recv(head, rank)

@@ -1,4 +1,4 @@
-"""``ModelParallelTrainer``: every layer cut over workers, or layers dealt out to them."""
+"""``ModelParallelTrainer``: every layer sharded over workers, or whole layers on each worker."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     {**SPLIT_HINTS, "schedule": "Pass it to PipelineParallelTrainer."}, extends=ModelParts
 )
 class ModelParallelTrainer(LockstepTrainer):
-    """Trains a model whose weights are cut over workers, all of which work on the same batch.
+    """Train a model whose weights are sharded over workers, which compute the same batch together.
 
     Args:
-        num_workers: how many; ``tensor_parallel`` of them share a copy of the model, and the
-            others, if any, have further copies, which get other samples.
-        model: any ``nn.Module``, or a function that returns one. The function is called on every
+        num_workers: Number of workers. ``tensor_parallel`` of them share a replica of the model.
+            The others, if any, have further replicas, which get different samples.
+        model: Any ``nn.Module``, or a function that returns one. The function is called on every
             worker, with the same random numbers.
-        tensor_parallel: into how many parts layers are cut; all workers by default.
-        plan: ``{"layers.*.attn.q": "colwise", "layers.*.attn.out": "rowwise"}``: ``*`` stands for
-            one part of a name, ``**`` for several; styles are ``"colwise"``, ``"rowwise"``,
-            ``"colwise_gather"`` and ``"replicate"``; see
-            ``miniray.train.parallel.plan.tensor_plan``. Without it, a plan is derived from the
-            kinds and names of the modules. The plan is printed, and a model that computes
-            something else with it is refused before training.
-        split: ``"tensor"``; or ``"layers"`` for models that cannot be cut so: each worker gets some
-            of the layers and waits while the others work. It saves memory and no time; a
-            ``PipelineParallelTrainer`` saves both.
+        tensor_parallel: Number of shards of each layer. By default, the number of workers.
+        plan: How each module is sharded, such as ``{"layers.*.attn.q": "colwise",
+            "layers.*.attn.out": "rowwise"}``. ``*`` stands for one part of a name, ``**`` for
+            several. Styles are ``"colwise"``, ``"rowwise"``, ``"colwise_gather"`` and
+            ``"replicate"``; see ``miniray.train.parallel.plan.tensor_plan``. By default, a plan is
+            derived from the types and names of the modules. The plan is printed. If the sharded
+            model computes a different output, ``train`` raises ``ValueError`` before training.
+        split: ``"tensor"``, or ``"layers"`` for models whose layers can't be sharded: each worker
+            gets some of the layers and waits while the others compute. This saves memory, but no
+            time; a ``PipelineParallelTrainer`` saves both.
         parallel: ``{"data": 2, "tensor": 2}`` instead of ``tensor_parallel``.
         loss, optimizer, data, val_data, batch_size, metrics, microbatches, lr_scheduler, clip_norm,
             memory_limit: see ``PipelineParallelTrainer``.

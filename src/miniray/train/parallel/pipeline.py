@@ -1,4 +1,4 @@
-"""``PipelineParallelTrainer``: a model in stages, one or more a worker, microbatches in flight."""
+"""``PipelineParallelTrainer``: a model in stages, one or more per worker."""
 
 from __future__ import annotations
 
@@ -19,39 +19,43 @@ if TYPE_CHECKING:
 
 @suggest_options(SPLIT_HINTS, extends=ModelParts)
 class PipelineParallelTrainer(LockstepTrainer):
-    """Trains a model that is cut into stages, one or more on each worker.
+    """Train a model that is divided into stages, one or more on each worker.
 
-    The gradients are those of the mean over the whole batch, as on one worker. What the ranks need
-    is given as parts, not as a worker class: no worker has the whole model.
+    The gradients are those of the mean over the whole batch, as on one worker. Pass the parts of
+    the training instead of a worker class, because no worker has the whole model.
 
     Args:
-        num_workers: how many; all of them are places in the pipeline, unless ``parallel`` is given.
-        model: a list of layers (each takes the output of the one before), or of functions that make
-            them, which then are built only where they are needed; an ``nn.Sequential``; any module
-            that torch can trace, which is cut between the members of its longest list of modules;
-            or a function that returns one of these.
+        num_workers: Number of workers. All of them are places in the pipeline, unless ``parallel``
+            is passed.
+        model: A list of layers (each takes the output of the previous one), or of functions that
+            return them and are called only where the layer is needed; an ``nn.Sequential``; any
+            module that torch can trace, which is divided between the members of its longest list
+            of modules; or a function that returns one of these.
         loss: ``loss(output, target)``, a mean over samples.
-        optimizer: a function of a list of parameters, ``lambda ps: torch.optim.Adam(ps)``. It is
-            called on every worker with the parameters there.
+        optimizer: A function of a list of parameters, ``lambda ps: torch.optim.Adam(ps)``. It is
+            called on every worker with the parameters of this worker.
         data: The training data, of a kind that ``DDPTrainer`` accepts, or a function that returns
             it. A batch is ``(input, ..., target)``, or a dict of columns of which the last one is
             the target. Only workers with the first stage load it.
-        batch_size: Rows per batch of each copy of the model, if ``data`` is a dataset.
+        batch_size: Rows per batch of each replica of the model, if ``data`` is a dataset.
             ``train(batch_size=)`` wins.
-        val_data: the same for ``evaluate`` and ``eval_interval``; ``metrics``: functions of output
-            and target besides the loss, ``{"accuracy": ...}``, means over samples.
+        val_data: The same for ``evaluate`` and ``eval_interval``.
+        metrics: Functions of output and target besides the loss, such as ``{"accuracy": ...}``.
+            They return means over samples.
         schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero_bubble"``; see
-            ``miniray.train.parallel.plan.schedules`` for what each is.
-        microbatches: into how many parts a batch is cut; they must be equal.
-        stages_per_worker: for ``"interleaved"``, 2 by default.
-        layers_per_stage: how many layers each stage gets. By default the layers are measured and
-            cut so that the slowest stage is as quick as possible.
-        memory_limit: bytes a worker may use for weights, gradients, an optimizer with two numbers
-            a weight, and activations; a cut that needs more is not considered.
-        parallel: ``{"data": 2, "pipeline": 2, "tensor": 1}``: copies of the pipeline, and shards of
-            its layers; the product is ``num_workers``. ``plan``: see ``ModelParallelTrainer``.
-        lr_scheduler: a function of the optimizer; it is stepped after each epoch.
-        clip_norm: largest norm of the gradients of all parameters together.
+            ``miniray.train.parallel.plan.schedules``.
+        microbatches: Number of equal parts of a batch.
+        stages_per_worker: Stages per worker with ``"interleaved"``, 2 by default.
+        layers_per_stage: Number of layers of each stage. By default, the layers are measured, and
+            the slowest stage is as fast as possible.
+        memory_limit: Bytes that a worker may use for weights, gradients, an optimizer with two
+            numbers per weight, and activations.
+        parallel: ``{"data": 2, "pipeline": 2, "tensor": 1}``: replicas of the pipeline, its stages,
+            and shards of its layers. The product is ``num_workers``.
+        plan: How layers are sharded; see ``ModelParallelTrainer``.
+        lr_scheduler: A function that returns the scheduler of an optimizer. It is stepped after
+            each epoch.
+        clip_norm: Maximum norm of the gradients of all parameters together.
         on_nonfinite, group_backend, hang_timeout, timeout, max_failures,
             snapshot_every: see ``DDPTrainer``.
 

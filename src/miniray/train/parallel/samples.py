@@ -1,4 +1,4 @@
-"""The samples of one copy of the model, on the rank that loads them."""
+"""The samples of one replica of the model, on the rank that loads them."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def make_loader(
         )
     if not evaluates and isinstance(made, Iterator):
         raise TypeError(
-            f"{argument}= gives a {type(made).__name__}, which has batches for one epoch only; let "
-            "it be something that begins anew with every iter(), as a DataLoader does"
+            f"{argument}= gives a {type(made).__name__}, which has batches for one epoch only. "
+            "Pass an iterable that starts again with every iter(), such as a DataLoader"
         )
     if isinstance(made, Iterable) and not rows:
         return made
@@ -58,19 +58,19 @@ def make_loader(
 
 
 def check_can_be_cut(loader: Any, argument: str, copies: int) -> None:
-    """``TypeError`` for batches that cannot be dealt out to copies of the model."""
+    """Raise ``TypeError`` if the batches can't be sharded among replicas of the model."""
     what = f"a {type(loader).__name__}"
     if isinstance(loader, DataLoader):
         what = parts.describe_custom_sampling(loader)
     if what:
         raise TypeError(
-            f"{argument}= has {what}, which cannot be dealt out to {copies} copies of the model; "
-            "pass a torch DataLoader over a dataset with a length, in order or shuffled"
+            f"{argument}= has {what}, which can't be sharded on {copies} copies of the model. Pass "
+            "a torch DataLoader over a dataset with a length, in order or shuffled"
         )
 
 
 def evaluation_share(loader: Any, copy: int, copies: int) -> Any:
-    """The part of an evaluation that one copy of the model does: every row is in one part."""
+    """Return the shard of ``loader`` that one replica evaluates. Every row is in one shard."""
     if copies == 1:
         return loader
     check_can_be_cut(loader, "val_data", copies)
@@ -81,7 +81,7 @@ def evaluation_share(loader: Any, copy: int, copies: int) -> Any:
 
 
 class RandomNumbers:
-    """Random numbers of the loader's own, so that loading does not shift the model's."""
+    """Separate random numbers for the loader, so that loading doesn't change the model's."""
 
     def __init__(self, seed: int) -> None:
         self.state = torch.Generator().manual_seed(seed).get_state()
@@ -98,9 +98,9 @@ class RandomNumbers:
 
 
 class Samples:
-    """A copy's loader, and random numbers of its own for it.
+    """The loader of a replica, and separate random numbers for it.
 
-    ``loads`` is False on ranks that are sent their part; all they have is the random numbers.
+    ``loads`` is False on ranks that receive their part. They have the random numbers only.
     """
 
     def __init__(self, job: Job, place: Place) -> None:
@@ -111,11 +111,11 @@ class Samples:
         self.windows: Any = None
 
     def open(self) -> None:
-        """Make the loader and cut it to this copy's samples; refuses one that cannot be cut."""
+        """Create the loader and shard it. Raise ``TypeError`` if it can't be sharded."""
         if not self.loads:
             return
         copies, later = self.job.layout.data, self.job.val_data
-        if later is not None and not callable(later):  # what a function makes is seen when it does
+        if later is not None and not callable(later):  # a function is called when it is needed
             evaluation_share(make_loader(later, "val_data", 1, evaluates=True), 0, copies)
         with self.random():
             loader = make_loader(self.job.data, "data", self.job.batch_size)
@@ -135,7 +135,7 @@ class Samples:
 
     @property
     def steps(self) -> int | None:
-        """Of an epoch, where that is known."""
+        """Number of steps of an epoch, if it is known."""
         return None if self.windows is None else len(self.windows)
 
     def batches(
@@ -173,7 +173,7 @@ class Samples:
         return items()
 
     def evaluation(self, data: Any, batch_size: int) -> Iterator[Any] | None:
-        """This copy's batches of ``data``, or of ``val_data``. None where others load."""
+        """Return this replica's batches of ``data`` or ``val_data``; None if another rank loads."""
         if not self.loads:
             return None
         given = self.job.val_data if data is None else data
@@ -181,7 +181,7 @@ class Samples:
         return self._draw_batches(evaluation_share(loader, self.copy, self.job.layout.data))
 
     def _draw_batches(self, loader: Any) -> Iterator[Any]:
-        """The loader's batches, made with random numbers of their own."""
+        """Return the batches of the loader, drawn with separate random numbers."""
         with self.random():
             batches = iter(loader)
 
@@ -196,7 +196,7 @@ class Samples:
         return draw()
 
     def set_order(self, seed: int) -> None:
-        """Go on with the order of samples that a run with ``seed`` has."""
+        """Continue with the order of samples of a run with ``seed``."""
         own = sharing.planned(self.loader)
         if own is not None:
             own.seed = seed

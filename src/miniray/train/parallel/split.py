@@ -31,7 +31,7 @@ class ModelWorker:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelParts:
-    """What the ranks train, as options of a trainer; see ``PipelineParallelTrainer``."""
+    """The parts of a training as options of a trainer; see ``PipelineParallelTrainer``."""
 
     model: Any = None
     loss: Callable[[Any, Any], Any] | None = None
@@ -70,7 +70,7 @@ class ModelSplit:
         peaks = [r["peak_activations"] for r in results]
         summary["peak_activation_bytes"] = max(peaks)
         if layout.pipeline > 1:
-            # One copy and one shard speak for all: the others do the same at the same time.
+            # One replica and one shard: the others do the same at the same time.
             row = [results[layout.rank(0, place, 0)] for place in range(layout.pipeline)]
             stages = self.plan.stages
             summary["bubble"] = timeline.measure_bubble(row)
@@ -87,9 +87,9 @@ class ModelSplit:
         return summary
 
     def _on_one_clock(self, row: list[Mapping[str, Any]]) -> list[Any]:
-        """The workers' spans since the first of them began; since each began, on several machines.
+        """Return the workers' spans since the first one began, or since each began on its machine.
 
-        There is one such clock for all processes of a machine, but not for all machines.
+        The processes of a machine share this clock. Different machines don't.
         """
         first = min(r["began"] for r in row)
         shifts = [r["began"] - first if self._one_machine else 0.0 for r in row]
@@ -241,8 +241,8 @@ def create_split(
 def _check_gpus(backend: str) -> None:
     if backend == "gloo":
         raise ValueError(
-            "workers that share a GPU, or talk over gloo, cannot cut layers that are on it: "
-            "torch's sharded tensors need NCCL there. Give each worker a GPU of its own "
-            '(resources_per_worker={"num_gpus": 1}) or none at all, or deal out whole layers '
+            "workers that share a GPU, or communicate with gloo, can't shard layers on GPUs: "
+            "torch's sharded tensors need NCCL there. Give each worker a separate GPU "
+            '(resources_per_worker={"num_gpus": 1}) or none, or assign whole layers '
             '(split="layers", or a pipeline)'
         )

@@ -1,8 +1,8 @@
-"""A worker's stages and the schedule they run in; torch does the work, this records it.
+"""The stages of a worker and their schedule. torch runs them, and this module records the steps.
 
-A batch of the usual size runs in the schedule the user chose. One of another size, the last of an
-epoch, cannot use the buffers that were made for that: it runs in a plain schedule of its own with
-as many microbatches as divide it. The gradients are those of the mean over the batch either way.
+A batch of the usual size runs in the schedule that the user chose. The last batch of an epoch can
+have a different size, for which torch's buffers don't fit: it runs in a plain schedule with as many
+microbatches as divide it. In both cases, the gradients are those of the mean over the batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from miniray.train.workers import torch_utils as parts
 
 
 class StepRecord:
-    """What happened in the step at hand: spans, and activations that are kept."""
+    """Spans of the current step, and the activations that are kept in it."""
 
     def __init__(self, at_work: Callable[[str], None], waiting: Callable[[str], None]) -> None:
         self._at_work, self._waiting = at_work, waiting
@@ -47,7 +47,7 @@ class StepRecord:
         self.wall = time.perf_counter() - self.began
 
     def run(self, kind: str, stage: int, microbatch: int, what: Callable[[], Any]) -> Any:
-        """Do one piece of work, noting when, and where this worker is meanwhile."""
+        """Run one piece of work. Record when it ran, and report where this worker is."""
         where = f"stage {stage} {_SHORT[kind]} mb {microbatch}"
         self._at_work(where)
         begin = time.perf_counter() - self.began
@@ -61,7 +61,7 @@ class StepRecord:
         return result
 
     def forward(self, stage: int, microbatch: int, module: Any, what: Callable[[], Any]) -> Any:
-        """``run`` it, noting also what is kept for the way back, where that is to be measured."""
+        """Call ``run``, and measure the activations that are kept for backward if requested."""
 
         def measured() -> Any:
             with SavedBytes(list(module.parameters())) as saved:
@@ -77,7 +77,7 @@ class StepRecord:
 
 
 def _add_stage_context(error: Exception, where: str) -> Exception:
-    """The error of the user's layer, which torch wraps into one of its own, saying where it was."""
+    """Return the error of the user's layer, which torch wraps, with the stage and microbatch."""
     if "failed to run forward" in str(error) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     if hasattr(error, "add_note"):  # since Python 3.11
@@ -89,19 +89,20 @@ _SHORT = {"forward": "fwd", "backward": "bwd", "weights": "wgt"}
 
 
 class RecordedStage(PipelineStage):  # type: ignore[misc]
-    """torch's stage, which also says what it does and when."""
+    """torch's stage, which also records its work."""
 
     record: StepRecord
-    _done_at_once: frozenset[int] = frozenset()  # microbatches whose weights are through already
+    _done_at_once: frozenset[int] = frozenset()  # microbatches whose weights have gradients already
 
     def _get_init_p2p_neighbors_ops(self) -> Any:
-        """Connects neighbours, for NCCL. gloo's are, and it refuses to send to the rank itself."""
+        """Connect neighbors for NCCL. gloo connects all ranks, and can't send to its own rank."""
         is_gloo = dist.get_backend(self.group) == "gloo"
         return [] if is_gloo else super()._get_init_p2p_neighbors_ops()
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        """Until torch 2.13 shapes are found by a pass over zeros, which must leave nothing behind:
-        no random numbers drawn by dropout, no running statistics.
+        """Find shapes with a pass over zeros (until torch 2.13).
+
+        Random numbers and running statistics are restored afterwards.
         """
         with torch.random.fork_rng(), preserve_state(self.submod):
             return super()._prepare_forward_infra(*args, **kwargs)
@@ -114,10 +115,10 @@ class RecordedStage(PipelineStage):  # type: ignore[misc]
         return self.record.forward(self.stage_index, fwd_chunk_id, self.submod, work)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Of inputs alone where the schedule wants that, of all where no input needs a gradient.
+        """Compute the gradients of inputs only if the schedule asks for it, or else of all.
 
-        torch finds weights on the way from the inputs. Where all stages before are frozen there is
-        no such way, and the weights would be left out without a word.
+        torch finds weights on the path from the inputs. If all earlier stages are frozen, no such
+        path exists, and torch would silently skip the weights.
         """
         if not kwargs.get("full_backward", True) and not self.is_first:
             _, inputs = self.fwd_cache[bwd_chunk_id]
@@ -141,17 +142,17 @@ class RecordedStage(PipelineStage):  # type: ignore[misc]
 
 
 def _copy_if_view(tensor: Any) -> Any:
-    """A tensor that is no view of another: zero-bubble schedules detach outputs in place.
+    """Return a tensor that isn't a view: zero-bubble schedules detach outputs in place.
 
-    A Linear gives a view wherever its input has more than two dimensions.
+    A Linear returns a view if its input has more than two dimensions.
     """
     return tensor.clone() if isinstance(tensor, torch.Tensor) and tensor._is_view() else tensor
 
 
 class ThroughHost(torch.nn.Module):  # type: ignore[misc]
-    """A stage on a GPU that takes and gives tensors in host memory: gloo sends from nowhere else.
+    """A stage on a GPU whose inputs and outputs are in host memory, from which gloo sends.
 
-    The last one's output stays where it is, for the loss.
+    The output of the last stage stays on the GPU, for the loss.
     """
 
     def __init__(self, module: torch.nn.Module, device: Any, is_last: bool) -> None:
@@ -164,11 +165,11 @@ class ThroughHost(torch.nn.Module):  # type: ignore[misc]
 
 
 class PipelineRunner:
-    """The stages of one worker. All workers of a copy of the model must make the same calls.
+    """The stages of one worker. All workers of a replica of the model must make the same calls.
 
     Args:
-        modules: {stage: its module}.
-        ranks: the global rank that holds each stage, of this copy of the model and this shard.
+        modules: The modules by stage.
+        ranks: The global rank that holds each stage of this replica and shard.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class PipelineRunner:
         self._schedules: dict[int, Any] = {}  # by the number of samples
 
     def train(self, count: int, usual: int, inputs: Any, target: Any) -> Any:
-        """Forward and back of a batch of ``count`` samples; the loss where the last stage is."""
+        """Train a batch of ``count`` samples. Return the loss on the rank with the last stage."""
         schedule = self._schedule(count, usual=count == usual)
         losses: list[Any] = []
         given: dict[str, Any] = {"return_outputs": False}
@@ -217,7 +218,7 @@ class PipelineRunner:
         return self._schedules[count]
 
     def forward(self, inputs: Any, count: int) -> Any:
-        """The model's output where the last stage is, else None; any number of samples."""
+        """Return the output of the model on the rank with the last stage, else None."""
         del count
         return self._through(self.modules, inputs)
 
@@ -237,17 +238,16 @@ class PipelineRunner:
 
 
 class TracedRunner(PipelineRunner):
-    """Stages that torch has traced, which do for ever what they did when they were traced.
+    """Stages that torch has traced, with the mode and the number of samples of the trace.
 
-    With dropout, with the batch's own statistics, with as many samples. So evaluations go through
-    stages traced for them, when the first one needs them, with the same weights, micro-batch by
-    micro-batch; the last one is filled up with copies of a sample.
+    They always use dropout and the statistics of the batch. So evaluations use stages that are
+    traced for them, with the same weights. The last microbatch is padded with copies of a sample.
     """
 
     _evaluating: Any = None
 
     def trace_with(self, layers: Callable[[], Any], sample: Any) -> None:
-        """``layers`` makes the model as a row of layers, for micro-batches like ``sample``."""
+        """Set the function that returns the layers, for microbatches like ``sample``."""
         self._layers, self._sample = layers, sample
 
     def forward(self, inputs: Any, count: int) -> Any:
@@ -264,12 +264,12 @@ class TracedRunner(PipelineRunner):
 
 
 def _rows(values: Any, low: int, size: int) -> Any:
-    """``size`` of them from ``low`` on; the last one again where there are fewer."""
+    """Return ``size`` rows from ``low`` on. If there are fewer, repeat the last one."""
     return values[torch.arange(low, low + size).clamp(max=len(values) - 1)]
 
 
 class WholeRunner:
-    """A model that is not cut into stages. ``microbatches`` are gone through one by one."""
+    """A model in one stage, which computes the microbatches one after the other."""
 
     def __init__(
         self, model: torch.nn.Module, microbatches: int, loss: Any, record: StepRecord

@@ -1,4 +1,4 @@
-"""What each worker did when: the pipeline's timeline, its bubble, its picture, the run's result."""
+"""The timeline of a pipeline: its spans, its bubble, a plot, and the result of the run."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Span(NamedTuple):
 
 
 def busy_seconds(spans: Sequence[Span]) -> float:
-    """The time in which a worker computes."""
+    """Return the time in which a worker computes."""
     return sum(span.end - span.begin for span in spans)
 
 
 def bubble(busy: Sequence[float], wall: Sequence[float]) -> float:
-    """The share of the workers' time in which they wait: 1 − Σ busy / (workers × the slowest)."""
+    """Return the share of time in which workers wait: 1 − Σ busy / (workers × the slowest)."""
     longest = max(wall, default=0.0)
     return 1.0 - sum(busy) / (len(busy) * longest) if longest else 0.0
 
 
 def save(run_dir: Path, record: Mapping[str, Any]) -> None:
-    """Keep a step's timeline in the run's directory, in place of the one before."""
+    """Write the timeline of a step to the run directory, in place of the previous one."""
     records.replace_text(run_dir / FILE, json.dumps(record))
 
 
@@ -52,7 +52,10 @@ def load(run_dir: Path) -> dict[str, Any]:
 
 
 def draw(record: Mapping[str, Any], target: Path) -> Path:
-    """A row a worker, a box a microbatch, numbered. ``ImportError`` without matplotlib."""
+    """Draw one row per worker and one numbered box per microbatch, and return the path.
+
+    Raises ``ImportError`` without matplotlib.
+    """
     try:
         from matplotlib.figure import Figure  # not pyplot: no window, no global state
     except ImportError:
@@ -92,7 +95,7 @@ def draw(record: Mapping[str, Any], target: Path) -> Path:
 
 
 def measure_bubble(results: Sequence[Mapping[str, Any]]) -> float | None:
-    """The mean bubble over an epoch's steps of one copy's workers; None where there was none."""
+    """Return the mean bubble of the steps of one replica; None if no step was recorded."""
     steps = zip(*(result["times"] for result in results), strict=False)  # (busy, wall) of each
     found = [bubble(*zip(*times, strict=True)) for times in steps]
     return sum(found) / len(found) if found else None
@@ -102,8 +105,8 @@ class ParallelResult(TrainResult):
     """See ``TrainResult``.
 
     Attributes:
-        plan: the tables of what went where.
-        peak_activation_bytes: kept for the backward pass, at most, by each worker of a pipeline.
+        plan: Tables of the stages and shards.
+        peak_activation_bytes: Largest size of the activations that each worker of a pipeline kept.
     """
 
     def __init__(
@@ -115,19 +118,19 @@ class ParallelResult(TrainResult):
 
     @property
     def bubble(self) -> float | None:
-        """The share of time workers waited in the last epoch; None without a pipeline."""
+        """Share of time in which workers waited in the last epoch; None without a pipeline."""
         return self.metrics.get("bubble")
 
     @property
     def bubble_formula(self) -> float | None:
-        """What the bubble would be, were all stages equally long and sending for nothing."""
+        """Bubble of stages that take equally long, if sending took no time."""
         return self.metrics.get("bubble_formula")
 
     def plot_pipeline(self, path: str | Path | None = None) -> Path:
-        """Draw which worker did which microbatch when in the last step; returns where it is.
+        """Plot the microbatches of all workers in the last step, and return the path of the image.
 
-        ``path`` is ``pipeline.png`` in the run directory by default. ``ImportError`` without
-        matplotlib, ``ValueError`` where the run had no pipeline.
+        ``path`` is ``pipeline.png`` in the run directory by default. Raises ``ImportError`` without
+        matplotlib, and ``ValueError`` if the run had no pipeline.
         """
         target = Path(path) if path is not None else self.run_dir / "pipeline.png"
         return draw(load(self.run_dir), target)

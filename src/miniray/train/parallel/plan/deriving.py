@@ -1,8 +1,8 @@
-"""A plan of tensor parallelism for a model that comes without one.
+"""Derive a plan of tensor parallelism from the names and the order of modules.
 
-Pairs of colwise and rowwise where modules have the names or the order of an MLP or of attention
-with separate projections, rows of the vocabulary for embeddings, colwise_gather for other Linear
-layers that divide, nothing for the rest.
+MLPs and attention with separate projections get pairs of colwise and rowwise. Embeddings are
+sharded by rows of the vocabulary. Other Linear layers get colwise_gather if their size is divisible
+by the number of shards. All other modules are replicated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ELEMENTWISE = (
 
 
 def derive(model: nn.Module, shards: int) -> tuple[dict[str, str], dict[str, str]]:
-    """(styles by module, heads to divide): see the module."""
+    """Return styles by module and the heads to divide; see the module."""
     styles: dict[str, str] = {}
     tied = tied_modules(model)
     for name, module in model.named_modules():
@@ -71,7 +71,7 @@ def derive(model: nn.Module, shards: int) -> tuple[dict[str, str], dict[str, str
 def _named_pairs(
     children: Mapping[str, nn.Module], module: nn.Module, shards: int
 ) -> list[tuple[list[str], str]]:
-    """(first, last) by names that are known for an MLP or attention."""
+    """Return the first and last modules that have the names of an MLP or attention."""
     linear = {key for key, child in children.items() if isinstance(child, nn.Linear)}
     pairs: list[tuple[list[str], str]] = []
     for first, end in _MLP_NAMES:
@@ -87,7 +87,7 @@ def _named_pairs(
 
 
 def _row_pairs(module: nn.Module) -> list[tuple[list[str], str]]:
-    """Linear, something elementwise, Linear: in an nn.Sequential the order is known."""
+    """Return pairs of Linear layers of an nn.Sequential with only elementwise ones between."""
     if not isinstance(module, nn.Sequential):
         return []
     pairs: list[tuple[list[str], str]] = []
@@ -105,7 +105,7 @@ def _row_pairs(module: nn.Module) -> list[tuple[list[str], str]]:
 
 
 def heads_to_divide(model: nn.Module, styles: Mapping[str, str], shards: int) -> dict[str, str]:
-    """{module: attribute}: attention whose projections are cut has so many heads fewer here."""
+    """Return the attribute with the number of heads of each attention module that is sharded."""
     found: dict[str, str] = {}
     for name, style in styles.items():
         parent, _, child = name.rpartition(".")

@@ -1,9 +1,9 @@
-"""The job of a split model: what is trained, and which rank does what of it.
+"""The job of a split model: what is trained, and the part of each rank.
 
-Copies of the model × stages × shards of a layer, in this order. Rank ``r`` of a layout of d copies,
-p stages and t shards is shard ``r % t`` of the stages that place ``r // t % p`` holds, of copy
-``r // (t · p)``. So shards of one layer are neighbours, who talk most, and copies are farthest
-apart.
+A layout has replicas of the model × stages × shards of a layer, in this order. Rank ``r`` of a
+layout of d replicas, p places and t shards is shard ``r % t`` of the stages at place
+``r // t % p`` of replica ``r // (t · p)``. So the shards of a layer, which communicate most, are
+neighbors, and replicas are farthest apart.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SPLIT_HINTS: Mapping[str, str] = {
 
 
 class Place(NamedTuple):
-    """Where a rank stands in the layout."""
+    """Position of a rank in the layout."""
 
     data: int
     pipeline: int
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How many copies of the model, places in the pipeline, and shards of each layer there are."""
+    """Numbers of replicas of the model, places in the pipeline, and shards of each layer."""
 
     data: int = 1
     pipeline: int = 1
@@ -69,15 +69,15 @@ class Layout:
         return (data * self.pipeline + pipeline) * self.tensor + tensor
 
     def copy_ranks(self, data: int) -> list[int]:
-        """The ranks that hold one copy of the model together."""
+        """Return the ranks that hold one replica of the model together."""
         size = self.pipeline * self.tensor
         return list(range(data * size, (data + 1) * size))
 
 
 def read_layout(parallel: Mapping[str, Any] | None, num_workers: int, default: str) -> Layout:
-    """The layout that ``parallel`` means; without it all workers go into ``default``.
+    """Return the layout of ``parallel``. Without it, all workers belong to ``default``.
 
-    ``ValueError`` where the product is not the number of workers, saying what would fit.
+    Raises ``ValueError`` if the product isn't the number of workers.
     """
     if parallel is None:
         return Layout(**{default: num_workers})
@@ -100,9 +100,9 @@ def read_layout(parallel: Mapping[str, Any] | None, num_workers: int, default: s
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job(RunFacts):
-    """What every rank is told; see ``PipelineParallelTrainer`` and ``ModelParallelTrainer``.
+    """Settings of all ranks; see ``PipelineParallelTrainer`` and ``ModelParallelTrainer``.
 
-    ``TypeError`` or ``ValueError`` for what nobody can train.
+    Raises ``TypeError`` or ``ValueError`` for invalid ones.
     """
 
     model: Any
@@ -160,7 +160,8 @@ def _check(job: Job) -> None:
         raise TypeError(f"loss= must be a function of output and target, not a class: {made}()")
     if any(p.requires_grad for p in getattr(job.loss, "parameters", list)()):
         raise ValueError(
-            "loss= has parameters, which nobody would train: let the last layer have them"
+            "loss= has trainable parameters, but only model parameters are optimized. Move them "
+            "into the last layer"
         )
     for name in ("loss", "optimizer", "lr_scheduler"):
         value = getattr(job, name)

@@ -1,10 +1,10 @@
-"""A user's model as a row of layers that can be built one by one.
+"""A user's model as a sequence of layers that can be built separately.
 
-A list of layers, or of functions that make them, is a row already, and so is ``nn.Sequential``. Any
-other module is traced by torch (``torch.distributed.pipelining.pipeline``) and cut between the
-members of its longest list of submodules; what comes before goes to the first stage, what comes
-after to the last. Names of weights are those of the model in one piece: of a list, as in
-``nn.Sequential(*layers)``.
+Lists of layers, lists of functions that return layers, and ``nn.Sequential`` are used as they are.
+Any other module is traced by torch (``torch.distributed.pipelining.pipeline``) and divided between
+the members of its longest list of submodules. Modules before this list belong to the first stage,
+modules after it to the last. Weights have their names in the whole model; those of a list are named
+as in ``nn.Sequential(*layers)``.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import nn
 
 @contextlib.contextmanager
 def seed_context(seed: int) -> Iterator[None]:
-    """Inside, torch's random numbers begin at ``seed``; outside nothing has changed."""
+    """Return a context with torch's random numbers seeded. They are restored at its end."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
 
 
 def build_model(model: Any, seed: int) -> Any:
-    """What the user gave as the model, made now if it was a function. Equal on all ranks."""
+    """Return the model, or the result of the function that was passed. Equal on all ranks."""
     if isinstance(model, (nn.Module, list, tuple)):
         return model
     with seed_context(seed):
@@ -43,7 +43,7 @@ def build_model(model: Any, seed: int) -> Any:
 
 
 def read_layers(model: Any, seed: int) -> ListedLayers | TracedLayers:
-    """``model`` as a row of layers. ``TypeError`` for what is none and cannot be cut."""
+    """Return ``model`` as a sequence of layers. Raise ``TypeError`` if it can't be divided."""
     built = build_model(model, seed)
     if isinstance(built, nn.Sequential):
         return ListedLayers(list(built._modules), list(built), seed)
@@ -53,7 +53,7 @@ def read_layers(model: Any, seed: int) -> ListedLayers | TracedLayers:
 
 
 def whole_model(model: Any, seed: int) -> nn.Module:
-    """``model`` as one module, with the names its weights have in checkpoints."""
+    """Return ``model`` as one module, with the names that its weights have in checkpoints."""
     built = build_model(model, seed)
     if isinstance(built, nn.Module):
         return built
@@ -61,8 +61,8 @@ def whole_model(model: Any, seed: int) -> nn.Module:
     return layers.row(0, len(layers))
 
 
-class Row(nn.Sequential):  # type: ignore[misc]
-    """Layers that follow one another; the first may take several inputs."""
+class LayerSequence(nn.Sequential):  # type: ignore[misc]
+    """Layers that follow one another. The first can have several inputs."""
 
     def forward(self, *inputs: Any) -> Any:
         for layer in self:
@@ -71,7 +71,7 @@ class Row(nn.Sequential):  # type: ignore[misc]
 
 
 class ListedLayers:
-    """Layers that follow one another. ``names`` are those of their weights' first part."""
+    """Layers that follow one another. ``names`` are the first parts of their weights' names."""
 
     traced = False
 
@@ -92,7 +92,7 @@ class ListedLayers:
         return len(self._layers)
 
     def build(self, index: int) -> Any:
-        """Layer ``index``; if it is made by a function, with a seed of its own."""
+        """Return layer ``index``. A function that returns it is called with a separate seed."""
         layer = self._layers[index]
         if isinstance(layer, nn.Module):
             return layer
@@ -106,18 +106,18 @@ class ListedLayers:
         return built
 
     def weights_of(self, index: int) -> list[tuple[str, Any]]:
-        """Names and weights of a layer that is there already and so may share them with others."""
+        """Return names and weights of a layer that exists, and so can share them with others."""
         layer = self._layers[index]
         if not isinstance(layer, nn.Module):
             return []
         return list(layer.named_parameters(prefix=self.names[index]))
 
-    def row(self, low: int, high: int) -> Row:
-        """Layers [low, high), with the names their weights have in the whole model."""
-        return Row(OrderedDict((self.names[i], self.build(i)) for i in range(low, high)))
+    def row(self, low: int, high: int) -> LayerSequence:
+        """Return layers [low, high), with the names of their weights in the whole model."""
+        return LayerSequence(OrderedDict((self.names[i], self.build(i)) for i in range(low, high)))
 
     def stages(self, bounds: Sequence[tuple[int, int]], wanted: Sequence[int], sample: Any) -> Any:
-        """{stage: its module} for the stages in ``wanted``; no other layer is built."""
+        """Return the modules of the stages in ``wanted``. No other layer is built."""
         del sample
         return {stage: self.row(*bounds[stage]) for stage in wanted}
 
@@ -133,7 +133,7 @@ class TracedLayers:
         if len(found) < 2:
             raise TypeError(
                 f"{type(model).__name__} has no list of layers to cut between; pass the layers as "
-                "a list, or use nn.Sequential or nn.ModuleList inside of the model"
+                "a list, or use nn.Sequential or nn.ModuleList in the model"
             )
         self.names = [f"{name}.{key}" if name else key for key in found]
 
@@ -144,9 +144,9 @@ class TracedLayers:
         return self.model.get_submodule(self.names[index])
 
     def weights_of(self, index: int) -> list[tuple[str, Any]]:
-        """Names and weights of a layer; with the first one those before it, the last those after.
+        """Return names and weights of a layer.
 
-        Before and after is where they are defined in the model.
+        The first layer includes the weights that the model defines before it, the last those after.
         """
         return self._weights[index]
 
@@ -167,10 +167,10 @@ class TracedLayers:
         sample: Any,
         training: bool = True,
     ) -> Any:
-        """{stage: its module}, as torch has cut the model for micro-batches like ``sample``.
+        """Return the modules of stages that torch has traced for microbatches like ``sample``.
 
-        What it does is fixed with it: another number of samples fails, and dropout goes on, or
-        stays away, whatever mode the module is in.
+        They work for this number of samples only, and always use dropout or never, whatever the
+        mode of the module.
         """
         from torch.distributed.pipelining import SplitPoint, pipeline
 
@@ -204,7 +204,7 @@ class TracedLayers:
         sample: Any,
         device: Any,
     ) -> Any:
-        """``modules`` as they compute in evaluations: the same weights, cut for that."""
+        """Return stages with the weights of ``modules``, traced for evaluations."""
         # A copy: the user's module may have weights in common with ``modules``, on their device.
         whole = TracedLayers(copy.deepcopy(self.model).cpu())
         stages = whole.stages(bounds, list(modules), sample, training=False)
@@ -227,7 +227,7 @@ def _weights(module: nn.Module) -> dict[str, Any]:
 
 
 def _check_chain(pipe: Any, model: str) -> None:
-    """Refuse a model in which a stage needs more than the one before it gives: one tensor."""
+    """Raise ``TypeError`` if a stage needs more than the one tensor of the previous stage."""
     before: Any = None
     for node in pipe.split_gm.graph.nodes:
         if node.op != "call_module":

@@ -1,8 +1,8 @@
-"""What each layer costs: time for a micro-batch forward and back, weights, activations kept.
+"""Costs of layers: time of a microbatch forward and backward, weights, kept activations.
 
-Measured once, on one rank, with a micro-batch of the user's data, before anything is split. The
-layers are left as they were: no gradient, no running statistic, no random number has changed. A
-layer whose output is not one tensor is refused here, and so is a loss that is no number.
+They are measured once, on one rank, with a microbatch of the user's data, before anything is split.
+Gradients, running statistics and random numbers of the layers don't change. A layer whose output
+isn't one tensor, or a loss that isn't one number, raises ``TypeError``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REPEATS = 3
 
 @dataclasses.dataclass(frozen=True)
 class LayerCost:
-    """One layer. ``seconds``: of a micro-batch, forward and back; ``activations``: bytes kept."""
+    """Costs of a layer: ``seconds`` of a microbatch in both directions, bytes of activations."""
 
     name: str
     parameters: int
@@ -34,9 +34,9 @@ class LayerCost:
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):  # type: ignore[misc]
-    """Counts the bytes that autograd keeps for the backward pass of what runs inside.
+    """Counts the bytes that autograd keeps for backward passes of the code in its context.
 
-    Every storage counts once. ``known`` are tensors that exist anyway, the weights.
+    Every storage counts once. ``known`` are tensors that exist anyway, such as weights.
     """
 
     def __init__(self, known: Sequence[torch.Tensor] = ()) -> None:
@@ -59,7 +59,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):  # type: ignore[misc
 
 
 def _plain(tensor: Any) -> Any:
-    """This rank's part of a DTensor; and the tensor that a collective will fill."""
+    """Return this rank's part of a DTensor, or the tensor that a collective will fill."""
     mine = local(tensor)
     return getattr(mine, "elem", mine)
 
@@ -71,7 +71,7 @@ def _storage(tensor: Any) -> int:
 def measure(
     layers: ListedLayers | TracedLayers, inputs: Sequence[Any], target: Any, loss: Any, device: Any
 ) -> list[LayerCost]:
-    """The cost of every layer; see the module. Raises ``TypeError`` for what cannot be trained."""
+    """Return the cost of every layer. Raise ``TypeError`` if one can't be trained."""
     with torch.random.fork_rng():
         if isinstance(layers, TracedLayers):
             costs, output = _measure_traced(layers, inputs, device)
@@ -107,7 +107,7 @@ def _measure_listed(
         shapes = [tuple(value.shape) for value in (*values, *layer.parameters())]
         alike.setdefault(f"{layer!r} {shapes}", []).append(index)
         values = (output,)
-    # Layers that are alike take equally long: what one of them took more, something else took.
+    # Equal layers take equally long. Differences are noise.
     for indices in alike.values():
         best = min(costs[i].seconds for i in indices)
         for i in indices:
@@ -129,7 +129,7 @@ def _time_once(layer: nn.Module, values: tuple[Any, ...], device: Any) -> float:
 def _measure_traced(
     layers: TracedLayers, inputs: Sequence[Any], device: Any
 ) -> tuple[list[LayerCost], Any]:
-    """Times of the layers inside of the whole; its beginning and end go to the first and last."""
+    """Measure the layers in the whole model. Its start and end count for the first and last."""
     model = layers.model.to(device)
     began: dict[str, float] = {}
     ended: dict[str, float] = {}
@@ -179,7 +179,7 @@ def _cost(name: str, weights: Sequence[Any], seconds: float, activations: int) -
 
 
 def check_output(output: Any, what: str) -> None:
-    """Refuse an output that is not one tensor: nothing else can be sent to the next stage."""
+    """Raise ``TypeError`` unless the output is one tensor, which can be sent to the next stage."""
     if not isinstance(output, torch.Tensor):
         raise TypeError(
             f"{what} must return one tensor, which is what stages send to one another; it returned "
@@ -189,7 +189,7 @@ def check_output(output: Any, what: str) -> None:
 
 
 def check_value(value: Any) -> None:
-    """Refuse what a loss has returned and nothing can be trained by."""
+    """Raise ``TypeError`` unless a loss is a number that depends on the model."""
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
         what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
         raise TypeError(
@@ -200,7 +200,7 @@ def check_value(value: Any) -> None:
 
 @contextlib.contextmanager
 def preserve_state(module: nn.Module) -> Iterator[None]:
-    """Afterwards the module's buffers and mode are what they were."""
+    """Restore the buffers and the mode of the module at the end of the context."""
     training, kept = module.training, {k: b.clone() for k, b in module.named_buffers()}
     try:
         yield

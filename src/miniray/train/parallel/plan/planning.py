@@ -1,4 +1,4 @@
-"""What rank 0 finds out before the ranks meet: batch size, costs, plans; and what it refuses."""
+"""Plan on rank 0, before the ranks join the process group: batch size, costs, stages, shards."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from miniray.train.workers.batches.planned import planned
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What rank 0 has found out and all ranks go by."""
+    """The plan of rank 0, which all ranks use."""
 
     stages: Any
     tensor: Any
     batch_size: int
-    sample: Any  # one micro-batch of inputs; what the split model's output is compared on
+    sample: Any  # inputs of one microbatch, on which the sharded model is compared
     steps: int | None = None  # of an epoch, if known
 
     def tables(self) -> list[str]:
@@ -34,7 +34,7 @@ class Plan:
 
 
 def make_plan(job: Job, loader: Any, device: Any) -> Plan:
-    """Look at a batch, measure the layers, decide. Raises what is wrong with the user's input."""
+    """Load a batch, measure the layers and plan. Raise an error for invalid parts of the user."""
     with torch.no_grad():  # for the recorder: no epoch of training
         first = next(iter(loader), None)
     if first is None:
@@ -78,7 +78,7 @@ def _check_microbatches(job: Job, batch_size: int) -> None:
 
 
 def _check_shared(layers: Any, stages: StagePlan) -> None:
-    """Refuse a weight that several stages have: each would train a copy of its own."""
+    """Raise ``ValueError`` for a weight of several stages: each would train a separate copy."""
     holders: dict[int, tuple[int, str]] = {}
     for stage, (low, high) in enumerate(stages.bounds):
         for index in range(low, high):
@@ -87,8 +87,8 @@ def _check_shared(layers: Any, stages: StagePlan) -> None:
                 if other != stage:
                     raise ValueError(
                         f"{first} and {name} are one weight, in stages {other} and {stage}, which "
-                        "would each train a copy of their own; let each layer have its own, keep "
-                        "both in one stage (layers_per_stage=), or cut the layers instead "
+                        "would each train a separate copy. Use separate weights, keep both layers "
+                        "in one stage (layers_per_stage=), or shard the layers instead "
                         "(ModelParallelTrainer)"
                     )
 
@@ -110,7 +110,7 @@ def _check_traced(job: Job, loader: Any, batch_size: int) -> None:
 
 
 def _check_model(model: nn.Module, sample: Any, target: Any, loss: Any) -> None:
-    """One forward pass: what comes out must be a tensor, and the loss of it a number."""
+    """Raise ``TypeError`` unless the model returns a tensor, and its loss is a number."""
     with torch.random.fork_rng(), preserve_state(model):
         output = model(*sample)
         check_output(output, f"the model ({type(model).__name__})")

@@ -1,12 +1,12 @@
-"""The schedules by name: torch's class, stages a worker, who holds which, what bubble to expect.
+"""The schedules by name: torch's class, stages per worker, their workers, the expected bubble.
 
 ======================  ==========================  ===============================================
 ``schedule=``           torch's class               bubble of p workers and m microbatches
 ======================  ==========================  ===============================================
 ``"gpipe"``             ``ScheduleGPipe``           (p−1) / (m+p−1)
 ``"1f1b"``              ``Schedule1F1B``            the same, with p microbatches in memory, not m
-``"interleaved"``       ``ScheduleInterleaved1F1B`` (p−1) / (v·m+p−1) with v stages a worker
-``"zero_bubble"``       ``ScheduleZBVZeroBubble``   0, where forward, input and weight gradients
+``"interleaved"``       ``ScheduleInterleaved1F1B`` (p−1) / (v·m+p−1) with v stages per worker
+``"zero_bubble"``       ``ScheduleZBVZeroBubble``   0, if forward, input and weight gradients
                                                     take equally long and sending costs nothing
 ======================  ==========================  ===============================================
 
@@ -21,7 +21,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """One of the schedules. ``fixed``: stages a worker must have, or None for a free choice."""
+    """One of the schedules. ``fixed`` is the number of stages per worker; None: any number."""
 
     name: str
     torch_class: str
@@ -30,25 +30,25 @@ class Schedule:
     shape: str = "loop"
 
     def stages_of(self, place: int, places: int, per_worker: int) -> list[int]:
-        """The stages that a worker holds, in order."""
+        """Return the stages of a worker, in order."""
         if self.shape == "v":  # down and up again: the first worker has the first and the last
             return [place, 2 * places - 1 - place]
         return [place + turn * places for turn in range(per_worker)]
 
     def holder(self, stage: int, places: int) -> int:
-        """The place of the worker that holds ``stage``."""
+        """Return the place of the worker that holds ``stage``."""
         if self.shape == "v" and stage >= places:
             return 2 * places - 1 - stage
         return stage % places
 
     def bubble(self, places: int, microbatches: int, per_worker: int) -> float:
-        """The expected share of time in which workers wait; see the module."""
+        """Return the expected share of time in which workers wait; see the module."""
         if self.shape == "v" or places == 1:
             return 0.0
         return (places - 1) / (per_worker * microbatches + places - 1)
 
     def in_flight(self, place: int, places: int, microbatches: int, per_worker: int) -> int:
-        """For how many microbatches, counted in stages, a worker keeps activations at most."""
+        """Return for how many microbatches, counted per stage, a worker keeps activations."""
         if self.name == "gpipe":
             return microbatches
         if self.name == "1f1b":
@@ -59,7 +59,7 @@ class Schedule:
         return min(per_worker * microbatches, warm_up + 1)
 
     def problem(self, places: int, microbatches: int) -> str | None:
-        """Why this number of microbatches cannot be, with what could; None where it can."""
+        """Return why a number of microbatches isn't possible, or None if it is."""
         if self.name == "1f1b" and microbatches < places:
             return (
                 f'schedule="1f1b" needs at least as many microbatches as stages: {places}, not '
@@ -76,10 +76,10 @@ class Schedule:
         return None
 
     def make(self, stages: list[Any], microbatches: int, loss: Any, usual: bool) -> Any:
-        """torch's schedule object over this worker's stages.
+        """Return torch's schedule of this worker's stages.
 
-        A plain one where the batch has not its ``usual`` size: fewer microbatches can be made of
-        it, and most schedules need a certain number.
+        If the batch doesn't have its ``usual`` size, return a plain schedule: such a batch can have
+        fewer microbatches, and most schedules need a certain number.
         """
         from torch.distributed.pipelining import schedules
 
@@ -101,5 +101,5 @@ SCHEDULES = {
 
 
 def divisor_up_to(number: int, most: int) -> int:
-    """The largest divisor of ``number`` that is not above ``most``."""
+    """Return the largest divisor of ``number`` that is at most ``most``."""
     return next(d for d in range(min(number, most), 0, -1) if number % d == 0)

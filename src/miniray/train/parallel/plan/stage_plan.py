@@ -1,5 +1,4 @@
-"""What goes where: layers cut into stages so that the slowest is as quick as can be, and the tables
-that say so."""
+"""Divide layers into stages so that the slowest stage is as fast as possible, and print tables."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ _TRAINED = 4
 
 @dataclasses.dataclass(frozen=True)
 class StagePlan:
-    """The stages of a pipeline: how many layers each has, and what they were measured to cost."""
+    """The stages of a pipeline: the number of layers of each, and their measured costs."""
 
     sizes: list[int]
     costs: list[LayerCost]
@@ -53,11 +52,11 @@ class StagePlan:
         return f"layer {names[0]}" if len(names) == 1 else f"layers {names[0]}-{names[-1]}"
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the plan, so that a resumed run is cut the same way."""
+        """Return the part of the plan that checkpoints contain, so that resumed runs use it."""
         return {"sizes": list(self.sizes), "places": self.places, "per_worker": self.per_worker}
 
     def table(self) -> str:
-        """What each stage holds and is expected to cost, for people."""
+        """Return a table of the layers and expected costs of each stage."""
         whole = sum(cost.seconds for cost in self.costs) or 1.0
         rows = []
         for stage, (low, high) in enumerate(self.bounds):
@@ -109,8 +108,8 @@ def plan_stages(
         layers = plural(len(costs), "layer")
         advice = f"at most {plural(most, 'worker')}" if most else layers
         raise ValueError(
-            f"{count} stages ({layout.pipeline} workers × {per_worker} a worker) for "
-            f"{layers}: every stage needs a layer of its own; {advice} would fit, or a "
+            f"{count} stages ({layout.pipeline} workers × {per_worker} per worker) for "
+            f"{layers}: every stage needs at least one layer; {advice} would fit, or a "
             "model in more, smaller layers"
         )
     if layers_per_stage is not None:
@@ -170,11 +169,11 @@ def cut_evenly(
     stages: int,
     fits: Callable[[int, int], bool] = lambda low, high: True,
 ) -> list[int] | None:
-    """How many layers each stage gets, in order, every stage at least one.
+    """Return the number of layers of each stage, at least one, or None if that isn't possible.
 
-    The largest sum of ``costs`` in a stage is as small as possible; of several ways the one with
-    the smallest sum of squares, which also evens out the other stages. ``fits(low, high)`` says
-    whether layers [low, high) may be one stage. None where there is no way at all.
+    The largest sum of ``costs`` in a stage is as small as possible. If several divisions have the
+    same sum, choose the one with the smallest sum of squares, which also balances the other stages.
+    ``fits(low, high)`` returns whether layers [low, high) may be one stage.
     """
     count = len(costs)
     total = [0.0]
@@ -213,10 +212,10 @@ def even_out(
     holder: Callable[[int], int],
     fits: Callable[[int, int], bool] = lambda low, high: True,
 ) -> list[int]:
-    """Move layers between neighbouring stages as long as the busiest worker gets less to do.
+    """Move layers between neighboring stages as long as the busiest worker gets less work.
 
-    For workers with several stages: ``holder(stage)`` is whose it is. Of moves that give the
-    busiest worker equally much, the one with the smaller largest stage is made.
+    For workers with several stages; ``holder(stage)`` is the worker of a stage. If several moves
+    leave the busiest worker with the same work, choose the one with the smallest largest stage.
     """
 
     def score(candidate: Sequence[int]) -> tuple[float, float]:
@@ -245,7 +244,7 @@ def even_out(
 
 
 def stage_bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """[low, high) of the layers of each stage."""
+    """Return the range [low, high) of the layers of each stage."""
     bounds, low = [], 0
     for size in sizes:
         bounds.append((low, low + size))
@@ -254,7 +253,7 @@ def stage_bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned: words to the left, numbers to the right."""
+    """Format a table with words aligned to the left and numbers to the right."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     right = [all(row[i][:1].isdigit() for row in rows) for i in range(len(head))]
     lines = []

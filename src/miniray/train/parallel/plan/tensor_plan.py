@@ -1,13 +1,12 @@
-"""Which weights are cut, and how: the plan of tensor parallelism.
+"""The plan of tensor parallelism: which weights are sharded, and how.
 
-A plan says for each module how torch cuts its weight: ``"colwise"`` (each worker computes some of
-the outputs), ``"rowwise"`` (each takes some of the inputs, and the results are added),
-``"colwise_gather"`` (some of the outputs, which all then get), ``"replicate"``. A pair of colwise
-and rowwise needs one sum over the workers; colwise_gather needs no partner and is right for any
-Linear.
+A plan has a style for each module: ``"colwise"`` (each worker computes some of the outputs),
+``"rowwise"`` (each worker uses some of the inputs, and the results are added), ``"colwise_gather"``
+(each worker computes some of the outputs, which are gathered) or ``"replicate"``. A pair of colwise
+and rowwise needs one all-reduce. ``"colwise_gather"`` works for any Linear without a partner.
 
-Without a plan one is derived (``deriving``). Before training the split model's output is compared
-with the whole one's, so a wrong guess is an error and not a wrong model.
+By default, a plan is derived (``deriving``). Before training, the output of the sharded model is
+compared with that of the whole one, so a wrong plan raises an error.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ STYLES = ("colwise", "rowwise", "colwise_gather", "replicate")
 
 @dataclasses.dataclass(frozen=True)
 class TensorPlan:
-    """Styles by module name, heads to divide, and bytes by parameter: (in all, a worker)."""
+    """Styles by module, heads to divide, and bytes of each parameter: in total and per worker."""
 
     styles: dict[str, str]
     heads: dict[str, str]
@@ -46,19 +45,19 @@ class TensorPlan:
         return sum(whole for whole, _ in self.bytes.values())
 
     def within(self, names: Collection[str]) -> TensorPlan:
-        """The part of the plan for the modules of one stage."""
+        """Return the part of the plan for the modules of one stage."""
         styles = {name: style for name, style in self.styles.items() if name in names}
         heads = {name: attribute for name, attribute in self.heads.items() if name in names}
         return dataclasses.replace(self, styles=styles, heads=heads)
 
     def table(self) -> str:
-        """What went where, with bytes a worker."""
+        """Return a table of the styles, with bytes per worker."""
         rows = []
         grouped: dict[tuple[str, str], list[int]] = {}
         for name, (whole, mine) in self.bytes.items():
             module, _, _ = name.rpartition(".")
             style = self.styles.get(module, "replicate")
-            # Blocks that are alike are one line.
+            # Equal blocks are one line.
             key = (re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module) or name, style)
             sums = grouped.setdefault(key, [0, 0, 0])
             sums[0] += whole
@@ -76,10 +75,10 @@ class TensorPlan:
 
 
 def make_plan(model: nn.Module, given: Mapping[str, Any] | None, shards: int) -> TensorPlan:
-    """The plan for ``model``: the user's, checked, or a derived one.
+    """Return the user's plan for ``model`` after checking it, or a derived one.
 
-    ``ValueError`` for a name that no module has, a style that is none, or a size that does not
-    divide, each with what would fit.
+    Raises ``ValueError`` for a name without a module, an unknown style, or a size that isn't
+    divisible by the number of shards. The error lists what would fit.
     """
     heads: dict[str, str] = {}
     if given is None:
@@ -105,7 +104,7 @@ def _is_cut(style: str, kind: str, owner: nn.Module) -> bool:
     return kind == "weight" or style.startswith("colwise")
 
 
-# -- a plan of the user's --------------------------------------------------------------------------
+# -- plans of users --------------------------------------------------------------------------------
 
 
 def _read(model: nn.Module, given: Mapping[str, Any], shards: int) -> dict[str, str]:
@@ -131,7 +130,7 @@ def _read(model: nn.Module, given: Mapping[str, Any], shards: int) -> dict[str, 
             if name in tied and style != "replicate":
                 raise ValueError(
                     f"plan[{pattern!r}]: {name} shares its weight with another module, and each "
-                    'would train a part of its own; leave it "replicate"'
+                    'would train a separate shard. Leave it "replicate"'
                 )
             styles[name] = style
     return styles
@@ -147,7 +146,7 @@ def _check(module: nn.Module, name: str, style: str, shards: int) -> None:
     else:
         raise ValueError(
             f"plan[{name!r}]: only Linear and Embedding can be cut, and it is a "
-            f"{type(module).__name__}; name the layers inside of it"
+            f"{type(module).__name__}; name the layers within it"
         )
     length = getattr(module, cut)
     if length % shards:
@@ -163,9 +162,9 @@ def _check(module: nn.Module, name: str, style: str, shards: int) -> None:
 
 
 def apply_plan(model: nn.Module, plan: TensorPlan, mesh: Any) -> None:
-    """Cut the weights of ``model`` over ``mesh``, in place. A collective.
+    """Shard the weights of ``model`` over ``mesh``, in place. A collective.
 
-    All ranks must have the same weights before: each keeps its part of its own.
+    All ranks must have the same weights before: each keeps its shard of them.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
@@ -192,7 +191,7 @@ def apply_plan(model: nn.Module, plan: TensorPlan, mesh: Any) -> None:
 
 
 def check_same(whole: torch.Tensor, split: torch.Tensor, plan: TensorPlan) -> None:
-    """Refuse a plan whose model computes something else."""
+    """Raise ``ValueError`` if the sharded model computes a different output."""
     if whole.shape == split.shape and torch.allclose(whole, split, rtol=1e-3, atol=1e-4):
         return
     how = "the derived plan" if plan.derived else "this plan"
