@@ -61,12 +61,16 @@ def images():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shuffle", ["False", "window", "global"])
-@pytest.mark.parametrize("form", ["pandas", "hugging face", "small pages", "stream"])
+@pytest.mark.parametrize("form", ["pandas", "hugging face", "small pages", "small files", "stream"])
 def test_anonymous_memory_stays_within_budget_and_60_mb(tmp_path, images, form, shuffle):
     """The first pass of a global order includes building the row cache."""
     path = tmp_path / ("x.arrow" if form == "stream" else "x.parquet")
-    if form == "pandas":
+    if form == "pandas":  # one row group
         pq.write_table(images, path)
+    elif form == "small files":
+        path.mkdir()
+        for start in range(0, 6000, 5):
+            pq.write_table(images.slice(start, 5), path / f"{start:04}.parquet")
     elif form == "hugging face":
         pq.write_table(images, path, row_group_size=1000)
     elif form == "small pages":

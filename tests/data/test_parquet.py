@@ -210,6 +210,23 @@ def test_blocks_are_read_in_any_order(tmp_path, monkeypatch, rows):
         assert found == list(range(first, first + count))
 
 
+@pytest.mark.parametrize(("limit", "expected"), [(2_000_000, 40), (100, 10)])
+def test_small_blocks_are_decoded_at_once(tmp_path, monkeypatch, limit, expected):
+    """Large ones are decoded in four parts, which takes less memory."""
+    sizes = []
+    original = pq.ParquetFile.iter_batches
+
+    def iter_batches(self, batch_size, **options):
+        sizes.append(batch_size)
+        return original(self, batch_size, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", iter_batches)
+    monkeypatch.setattr("miniray.data.sources.parquet._BATCH_BYTES", limit)
+    path = write_parquet(tmp_path / "x.parquet", range(80), rows=40)
+    assert [row["id"] for row in ParquetDataset(path)] == list(range(80))
+    assert sizes == [expected] * 2
+
+
 def test_window_that_does_not_fit_raises(tmp_path):
     path = write_parquet(tmp_path / "x.parquet", range(1000), rows=1000, payload=1000)
     with pytest.raises(ValueError, match=r"Pass memory_budget=\d+ or more.*window_bytes="):

@@ -389,7 +389,7 @@ def test_arguments_of_a_split_model_that_make_no_sense(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr_scheduler": 3}, "lr_scheduler= must be a function, not 3"),
+        ({"scheduler": 3}, "scheduler= must be a function, not 3"),
         ({"loss": nn.MSELoss}, r"function of output and target, not a class: MSELoss\(\)"),
         (
             {"optimizer": torch.optim.SGD([torch.ones(1)], lr=1)},

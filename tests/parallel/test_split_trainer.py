@@ -48,7 +48,7 @@ def test_a_run_goes_on_with_the_same_bits_and_on_another_layout(engine, tmp_path
     engine()
     shuffled = torch.utils.data.DataLoader(make_data().dataset, batch_size=8, shuffle=True)
     halving = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
-    options = {"model": with_dropout, "data": shuffled, "lr_scheduler": halving}
+    options = {"model": with_dropout, "data": shuffled, "scheduler": halving}
     with pipeline(**options) as trainer:
         trainer.train(1)
         trainer.train(1)

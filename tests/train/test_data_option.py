@@ -149,7 +149,7 @@ def read_epoch(ranks, epoch, first_step=0):
     return [x for rank in steps for step in rank for x in step]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_row_is_delivered_once(kind, workers, tmp_path):
     ranks = open_ranks(make(kind, tmp_path), workers)

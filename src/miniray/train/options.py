@@ -171,7 +171,7 @@ class ParallelKwargs(LockstepKwargs, total=False):
     val_data: Any
     batch_size: int | None
     metrics: Mapping[str, Callable[[Any, Any], Any]] | None
-    lr_scheduler: Callable[[Any], Any] | None
+    scheduler: Callable[[Any], Any] | None
     layers_per_stage: Sequence[int] | None
     memory_limit: float | None
 

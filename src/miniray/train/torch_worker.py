@@ -126,10 +126,7 @@ class TorchWorker:
         self.train_loader = parts.shard(loader, shard_id, num_shards)
 
     def train_epoch(self, epoch: int) -> dict[str, Any]:
-<<<<<<< HEAD
         """Train on every batch, and return means over the samples and ``num_samples``."""
-=======
-        """Train a step for each batch; return means over the samples, and ``num_samples``."""
         result = self.train_steps(epoch)
         del result["num_steps"]
         return result
@@ -144,7 +141,6 @@ class TorchWorker:
             The means over the samples of the epoch so far, ``num_samples``, and ``num_steps``, the
             completed steps of the epoch. It is less than ``stop`` if the epoch has ended.
         """
->>>>>>> rlsteps
         model, loader = self._part("model"), self._part("train_loader")
         self._part("optimizer")
         model.train()
@@ -232,12 +228,8 @@ class TorchWorker:
                 group["lr"] = lr
 
     def get_state(self) -> dict[str, Any]:
-<<<<<<< HEAD
         """Return the state of optimizers, schedulers, random numbers and the loader."""
-=======
-        """What going on exactly needs besides the weights: optimizers, random numbers, loader."""
         progress = self._get_progress()
->>>>>>> rlsteps
         return {
             "parts": {name: part.state_dict() for name, part in parts.stateful(self).items()},
             "scaler": {} if self._steps is None else self._steps.scaler.state_dict(),

@@ -29,6 +29,7 @@ from miniray.data.sources.validation import (
 from miniray.errors import DataError
 
 _OPEN_FILES = 4  # per thread
+_BATCH_BYTES = 2_000_000  # blocks up to this size are decoded at once, others in four parts
 _TAIL_BYTES = 1 << 14  # read at once; most footers are shorter
 #: Keys by which object stores distinguish versions of a file.
 _VERSIONS = ("ETag", "etag", "generation", "LastModified", "last_modified", "mtime")
@@ -80,6 +81,7 @@ class ParquetSource(FileSource):
         opened = _OpenFile(path)
         try:
             metadata, schema = opened.metadata, opened.schema
+            check_names(schema)
             rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
             groups = read_chunks(opened.footer)
             leaves = list(_iter_leaves(schema, self._columns, metadata.num_columns))
@@ -112,6 +114,8 @@ class ParquetSource(FileSource):
         front = int(self._run_fronts[block])
         first = int(found.first_row - self.list_blocks().first_row[front])
         batch_rows = int(self.list_blocks().rows[front])
+        if self.list_blocks().nbytes[front] > _BATCH_BYTES:
+            batch_rows = max(1, batch_rows // 4)  # pyarrow's pages and the block are held at once
         try:
             opened = self._open(found.file, names)
             batch = opened.read(found.run, first, found.rows, batch_rows)
@@ -219,7 +223,7 @@ class _OpenFile:
             self.size = size
             self.mark = f"{size}-{hashlib.blake2b(footer, digest_size=8).hexdigest()}"
             metadata = None
-            if footer:  # otherwise pyarrow raises the error
+            if footer and is_remote(path):  # don't request it again
                 end = len(footer).to_bytes(4, "little") + b"PAR1"
                 metadata = pq.read_metadata(pa.BufferReader(footer + end))
             self.footer = footer
@@ -232,7 +236,6 @@ class _OpenFile:
                 pre_buffer=False,
             )
             self.metadata, self.schema = self.reader.metadata, self.reader.schema_arrow
-            check_names(self.schema)
         except FileNotFoundError as error:
             raise DataError(f"File {path} no longer exists.", path) from error
         except _READ_ERRORS as error:
@@ -290,7 +293,6 @@ class _OpenFile:
         cursor, self._cursor = self._cursor, None
         if cursor is None or cursor.group != group or cursor.row > first:
             cursor = None  # release its pages before the next ones are decoded
-            batch_rows = max(1, batch_rows // 4)
             batches = self.reader.iter_batches(
                 batch_rows, row_groups=[group], columns=self._names, use_threads=False
             )

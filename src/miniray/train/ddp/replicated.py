@@ -456,9 +456,6 @@ class ReplicatedModel:
         """Give the worker its models with averaged gradients."""
         vars(self.user).update(self._synced)
 
-    def get_window(self) -> dict[str, Any]:
-        return {}
-
 
 def get_scheduler_interval(worker: Any, default: str = "epoch") -> str | None:
     """Return when ``worker.scheduler`` is stepped, ``"epoch"`` or ``"step"``; None without one."""

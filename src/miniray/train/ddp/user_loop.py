@@ -50,5 +50,8 @@ class UserLoop:
     def get_means(self) -> dict[str, Any]:
         return {}
 
+    def get_window(self) -> dict[str, Any]:
+        return {}
+
     def load_means(self, state: Mapping[str, Any]) -> None:
         """Do nothing: the worker computes its own means."""

@@ -164,8 +164,8 @@ def assemble(
     modules = runner.modules.values()
     parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
     optimizer = _make_optimizer(job, plan, parameters, device)
-    scheduler = None if job.lr_scheduler is None else job.lr_scheduler(optimizer)
-    check_scheduler(scheduler, "lr_scheduler=")
+    scheduler = None if job.scheduler is None else job.scheduler(optimizer)
+    check_scheduler(scheduler, "scheduler=")
     # Shards of one layer draw the same numbers: what is not cut must stay the same on all.
     torch.manual_seed(job.seed + 7919 * (place.data * job.layout.pipeline + place.pipeline))
     return Part(runner, parameters, optimizer, scheduler)

@@ -38,7 +38,7 @@ class ModelParallelTrainer(LockstepTrainer):
             gets some of the layers and waits while the others compute. This saves memory, but no
             time; a ``PipelineParallelTrainer`` saves both.
         parallel: ``{"data": 2, "tensor": 2}`` instead of ``tensor_parallel``.
-        loss, optimizer, data, val_data, batch_size, metrics, microbatches, lr_scheduler, clip_norm,
+        loss, optimizer, data, val_data, batch_size, metrics, microbatches, scheduler, clip_norm,
             memory_limit: see ``PipelineParallelTrainer``.
 
     All other arguments are those of ``PipelineParallelTrainer`` and ``BaseTrainer``.

@@ -53,7 +53,7 @@ class PipelineParallelTrainer(LockstepTrainer):
         parallel: ``{"data": 2, "pipeline": 2, "tensor": 1}``: replicas of the pipeline, its stages,
             and shards of its layers. The product is ``num_workers``.
         plan: How layers are sharded; see ``ModelParallelTrainer``.
-        lr_scheduler: A function that returns the scheduler of an optimizer. It is stepped after
+        scheduler: A function that returns the scheduler of an optimizer. It is stepped after
             each epoch.
         clip_norm: Maximum norm of the gradients of all parameters together.
         on_nonfinite, group_backend, hang_timeout, timeout, max_failures,

@@ -191,7 +191,7 @@ class PartReplica:
         return facts
 
     def configure_scheduler(self, total_steps: int | None) -> None:
-        """Do nothing: ``lr_scheduler=`` creates the scheduler."""
+        """Do nothing: ``scheduler=`` creates the scheduler."""
 
     def create_agreement(self) -> Agreement:
         context = self.context

@@ -41,7 +41,7 @@ class ModelParts:
     val_data: Any = None
     batch_size: int | None = None
     metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None
-    lr_scheduler: Callable[[Any], Any] | None = None
+    scheduler: Callable[[Any], Any] | None = None
     layers_per_stage: Sequence[int] | None = None
     memory_limit: float | None = None
 

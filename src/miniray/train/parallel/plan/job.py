@@ -28,6 +28,7 @@ SPLIT_HINTS: Mapping[str, str] = {
     "train_data": "Pass data=.",
     "train_loader": "Pass data=.",
     "val_loader": "Pass val_data=.",
+    "lr_scheduler": "Use scheduler=.",
     "accumulate": "Use microbatches=.",
     "gradient_accumulation_steps": "Use microbatches=.",
     "accumulate_grad_batches": "Use microbatches=.",
@@ -112,7 +113,7 @@ class Job(RunFacts):
     layout: Layout
     val_data: Any = None
     batch_size: int | None = None
-    lr_scheduler: Callable[[Any], Any] | None = None
+    scheduler: Callable[[Any], Any] | None = None
     metrics: Mapping[str, Callable[[Any, Any], Any]] = dataclasses.field(default_factory=dict)
     schedule: str = "gpipe"
     microbatches: int = 1
@@ -163,7 +164,7 @@ def _check(job: Job) -> None:
             "loss= has trainable parameters, but only model parameters are optimized. Move them "
             "into the last layer"
         )
-    for name in ("loss", "optimizer", "lr_scheduler"):
+    for name in ("loss", "optimizer", "scheduler"):
         value = getattr(job, name)
         if value is not None and not callable(value):
             like = " of parameters, like partial(Adam, lr=0.001)" * (name == "optimizer")
