@@ -6,8 +6,8 @@ no steps, the timeline uses the phases that the server observed when it polled t
 
 A timeline records, at several moments, the cumulative time that the rank has spent in each
 category. To compute the time spent in a category during an interval, subtract the value at the
-start of the interval from the value at its end. The result remains correct if some of the moments
-in between are deleted.
+start of the interval from the value at its end. The result is still correct if some of these
+values are deleted.
 """
 
 from __future__ import annotations

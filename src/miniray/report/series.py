@@ -203,11 +203,10 @@ def find_unit(metrics: Sequence[Mapping[str, Any]]) -> str:
 def merge_records(
     epochs: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Return the records of epochs and of steps in the order of their steps.
+    """Return the records of epochs and steps, ordered by step.
 
-    The records of steps have the same metrics at more points than those of epochs, which have
-    means over the epoch. Of the latter, only other metrics are kept, and the scores of evaluations
-    at a different step.
+    Step records have the same metrics as epoch records at more points. Epoch records therefore
+    contribute only metrics that no step record has, and scores of evaluations at other steps.
     """
     if not steps:
         return list(epochs)
