@@ -31,7 +31,7 @@ class Policy(Protocol):
     """
 
     def generate(self, rows: Sequence[Row], seeds: Sequence[int], sampling: Sampling) -> Generated:
-        """A response for each row. What is random in it should come from the row's seed."""
+        """Generate a response for each row. Take all random numbers from the row's seed."""
         ...
 
     def log_probs(self, batch: MicroBatch) -> Tensor | tuple[Tensor, Tensor]:

@@ -285,8 +285,8 @@ TensorBoard = TensorBoardLogger
 class CallbackStates:
     """The states of callbacks, as a part of checkpoints.
 
-    Each callback receives the state of the next one of its type, because a resumed run may have
-    other callbacks.
+    States are matched to callbacks by type and then by order, because a resumed run may have
+    different callbacks.
     """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:

@@ -32,7 +32,7 @@ class PinnedDDP(DistributedDataParallel):  # type: ignore[misc]
 
     This class regroups when the model is wrapped, in reverse order of the parameters. No forward or
     backward pass is needed, so buffers, gradients, random numbers and hooks aren't touched. With
-    ``find_unused_parameters`` torch never regroups.
+    ``find_unused_parameters``, torch doesn't regroup the buckets.
 
     Private names, seen in torch 2.11 and 2.13: ``_build_params_for_reducer``, and
     ``_push_all_rebuilt_params`` and ``_rebuild_buckets`` of ``reducer``, which torch itself calls

@@ -148,7 +148,10 @@ class FilterRun:
         return self._looked[1]
 
     def _pass(self, todo: list[WorkItem], done: dict[WorkItem, Bits]) -> int:
-        """Evaluate or find items, from a different one in each rank. Return the evaluated rows."""
+        """Evaluate or look up work items, and return the number of evaluated rows.
+
+        Each rank starts at a different item, so ranks share the work.
+        """
         start = self._rank * len(todo) // self._world_size
         open_parts = [part for part in todo[start:] + todo[:start] if part not in done]
         if self._threads == 1:

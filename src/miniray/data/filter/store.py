@@ -115,7 +115,7 @@ def _unfinished(path: Path) -> str:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove files of killed writers of ``path``, whose lock the caller holds."""
+    """Remove temporary files of killed writers of ``path``. The caller holds its lock."""
     for left in path.parent.glob(f"{_unfinished(path)}*"):
         left.unlink(missing_ok=True)
 

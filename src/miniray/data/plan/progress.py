@@ -32,7 +32,7 @@ _KEYS = (*_SHARED_KEYS, "rank", "taken", "alone")
 
 
 class Progress:
-    """Progress of an epoch of ``n`` rows over any history of world sizes."""
+    """Progress of an epoch of ``n`` rows, whose world size may have changed any number of times."""
 
     def __init__(self, n: int, split: Split, history: Sequence[Stage] = ()) -> None:
         self.n, self.split = n, split

@@ -72,7 +72,7 @@ def find(user: Any, name: str) -> torch.nn.Module:
 def check_optimizers(user: Any, modules: Mapping[str, torch.nn.Module]) -> None:
     """Raise ``ValueError`` if an optimizer trains parameters whose gradients aren't averaged.
 
-    These are of a model that was replaced later, or of one that isn't named in ``models``.
+    This happens if a model was replaced after its optimizer was created, or isn't in ``models``.
     """
     known = {parameter for module in modules.values() for parameter in module.parameters()}
     names = " and ".join(f"self.{name}" for name in modules)

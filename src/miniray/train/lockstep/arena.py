@@ -125,8 +125,8 @@ def measure_slot(shared: Any, own: Any, rank: int, world_size: int) -> int:
 class SnapshotWriter:
     """Copies a rank's state into its buffer.
 
-    All ranks of a group must save the same steps in the same order: each chooses the slot by this
-    history alone.
+    All ranks of a group must save the same steps in the same order, because each rank overwrites
+    its oldest slot.
     """
 
     def __init__(self, buffer: SharedBuffer, num_slots: int, rank: int, world_size: int) -> None:

@@ -198,7 +198,7 @@ class RunDirectory:
         return self._num_attempts not in (None, len(attempts))
 
     def _put_ranks_aside(self) -> None:
-        """What ranks of the attempt before left: of more than there are now, some would stay."""
+        """Archive the records of the previous attempt, which may have had more ranks."""
         for box in (self.path / "ranks").glob("*.box"):
             _archive_box(box)
 

@@ -4,11 +4,10 @@ Every ``sync_interval`` epochs, a worker pushes its weights to the server and pu
 server. It never waits for the others, so a slow worker delays only itself. With ``staleness=n``, a
 worker that is more than n syncs ahead of the slowest waits.
 
-Every worker trains every epoch once. An epoch ends, with its results and hooks, when the last
-worker has completed it, so hooks run at the pace of the slowest worker. ``train(epochs)`` returns
-when all workers have completed all epochs. Before a checkpoint and an evaluation, every worker
-finishes its epoch. A checkpoint contains the position of each worker, so no epoch is trained twice
-after a resume.
+Every worker trains every epoch once. When the slowest worker has completed an epoch, the trainer
+aggregates the results of that epoch and calls the hooks. ``train(epochs)`` returns when all workers
+have completed all epochs. Before a checkpoint and an evaluation, every worker finishes its epoch. A
+checkpoint contains the position of each worker, so no epoch is trained twice after a resume.
 
 The replacement of a lost worker starts with the weights of the server and repeats the epoch.
 Results depend on the order of pushes, so runs aren't bit-identical.

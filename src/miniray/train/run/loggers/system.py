@@ -23,7 +23,7 @@ class SystemMetrics:
         self._next = 0.0
 
     def sample(self) -> dict[str, float]:
-        """Return the metrics by name; {} within a second after the last sample."""
+        """Return the metrics by name, or {} if the last sample is less than a second old."""
         if time.monotonic() < self._next:
             return {}
         self._next = time.monotonic() + _INTERVAL_S

@@ -1,3 +1,3 @@
-"""The batches of an epoch for each worker: plan, seeds, shards of loaders, position."""
+"""Batches of each worker: plans, seeds, shards of loaders, and positions inside an epoch."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``WorkerEpoch``: the batches of one worker's epoch, which it trains in one call or in several.
 
-The loader stays open between two calls, so an epoch in parts has the same bits as a whole one. A
+The loader stays open between calls, so training an epoch in parts gives bit-identical results. A
 worker that was restored inside an epoch starts its loader again:
 
 - Torch loaders with torch's samplers start at the position. Each batch carries a seed for random
