@@ -31,7 +31,7 @@ _CONSEQUENCE_TYPES = {
     "DistStoreError",
     "PeerLostError",
 }
-#: Errors of gloo have no type of their own, but name the place in its code. Without it, the
+#: Errors of gloo have no type, but name the place in its code. Without it, the
 #: connection is the user's: to a database, for example.
 _CONSEQUENCE_TEXT = re.compile(
     r"gloo/\S+:\d+\].*(peer|connect|broken pipe|timed? ?out|read error|write error|i/o)"

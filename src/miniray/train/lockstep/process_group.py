@@ -136,7 +136,7 @@ def join(spec: ProcessGroupSpec, rank: int) -> Any:
 
     Raises ``GroupError`` naming the ranks that did not come within ``spec.timeout``, and where the
     rank is taken or this process is in a group already, and ``PeerLostError`` if a rank is lost
-    meanwhile. Then this process is in no group.
+    before all have joined. Then this process is in no group.
     """
     import torch.distributed as dist
 
@@ -190,7 +190,7 @@ def join(spec: ProcessGroupSpec, rank: int) -> Any:
 def is_connection_error(error: BaseException) -> bool:
     """Return whether torch raised ``error`` because a different rank is gone or doesn't answer.
 
-    Errors of gloo have no type of their own, but they name their file in C++. Other errors about
+    Errors of gloo have no special type, but they name their file in C++. Other errors about
     connections, such as those of user code, don't count.
     """
     is_torchs = any(cls.__name__ == "DistError" for cls in type(error).__mro__)
