@@ -299,7 +299,7 @@ def render_memory(run: Run) -> Markup:
 
 
 def _render_storage(run: Run) -> Markup:
-    """Return a table of what snapshots, the object store, checkpoints and the row cache use."""
+    """Return a table of the memory and the disk space that other parts of the run use."""
     rows = [
         [use.part, use.place, size(use.nbytes), use.details or None]
         for use in measure_storage(run.record, run.events)
