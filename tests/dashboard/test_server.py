@@ -386,7 +386,7 @@ def test_hang_lists_waiting_and_missing_ranks(root, ranks, start):
     assert {row["rank"]: row["severity"] for row in state["ranks"]} == {0: "", 1: "stuck", 2: ""}
     (wait,) = state["waits"]
     assert wait["waiting"] == [0, 2]
-    assert [missing["rank"] for missing in wait["missing"]] == [1]
+    assert [missing["ranks"] for missing in wait["missing"]] == [[1]]
     assert wait["what"].startswith("all_reduce SUM (4,) float32 at train.py:16")
     found = client.json("/api/stack?run=hung&rank=1", "POST")
     functions = [frame["function"] for frame in found["threads"][0]["frames"]]

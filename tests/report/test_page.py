@@ -266,6 +266,18 @@ def test_curves_of_a_trainer_show_steps_and_number_epochs_from_1(make_run):
     assert "1 to 2" not in page.text
 
 
+def test_steps_of_reinforcement_learning_are_not_called_epochs(make_run, ranks):
+    lines = [{"epoch": e, "step": e + 1, "reward": e / 4} for e in range(3)]
+    folder = make_run(metrics=lines, config={"trainer": "GRPOTrainer", "unit": "step"})
+    ranks.start(one_rank, folder, 0)
+    ranks.wait()
+    page = write_page(folder)
+    assert "steps 3" in page.text
+    assert "reward 0.5 best, step 3" in page.text
+    assert page.sections["epochs"].startswith("Steps step reward 1 0 2 0.25 3 0.5")
+    assert "epoch" not in page.sections["ranks"].partition("rank 0")[0]
+
+
 def test_single_values_are_text(make_run):
     lines = [{"epoch": e, "loss": 1.0 + e} for e in range(3)]
     lines[1]["restarts"] = 1

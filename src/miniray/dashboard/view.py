@@ -5,14 +5,14 @@ The most severe finding comes first, and the ranks that are affected by a findin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from miniray.doctor import render
 from miniray.doctor.diagnose import Diagnosis
 from miniray.doctor.facts import Case, Facts
-from miniray.doctor.findings import Severity, plain
+from miniray.doctor.findings import Severity, conjugated, plain
 from miniray.doctor.hang import awaited_by, on_gpu
 from miniray.doctor.model import Site, ThreadStack
 from miniray.doctor.sites import is_users
@@ -105,17 +105,24 @@ def list_waits(case: Case) -> list[dict[str, Any]]:
                 "what": first.wait.describe(),
                 "seconds": round(max(0.0, first.now - first.wait.since), 1),
                 "waiting": sorted(facts.rank for facts in members),
-                "missing": [
-                    {"rank": rank, "doing": _describe_activity(case.ranks.get(rank))}
-                    for rank in sorted(missing - {facts.rank for facts in members})
-                ],
+                "missing": _group_by_activity(
+                    case, sorted(missing - {facts.rank for facts in members})
+                ),
             }
         )
     return sorted(found, key=lambda wait: -float(str(wait["seconds"])))
 
 
-def _describe_activity(facts: Facts | None) -> str:
-    return "hasn't started" if facts is None else facts.doing()
+def _group_by_activity(case: Case, ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the ranks with the same activity, and a sentence about them."""
+    groups: dict[str, list[int]] = {}
+    for rank in ranks:
+        facts = case.ranks.get(rank)
+        groups.setdefault("has not started" if facts is None else facts.doing(), []).append(rank)
+    return [
+        {"ranks": members, "doing": conjugated(doing, len(members))}
+        for doing, members in groups.items()
+    ]
 
 
 def _rank_row(facts: Facts, severity: str, first: int) -> dict[str, Any]:

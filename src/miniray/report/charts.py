@@ -125,7 +125,9 @@ def _render_rank_charts(run: Run) -> list[Markup]:
         for attempt, points in attempts.items():
             part = f", attempt {attempt + 1}" if len(attempts) > 1 else ""
             losses.append(Curve(f"rank {rank.rank}{part}", points))
-    charts = [render_chart("loss by rank", losses, "step", y_label="loss")] if losses else []
+    # A step of reinforcement learning has several optimizer steps.
+    word = "optimizer step" if run.has_steps_as_epochs else "step"
+    charts = [render_chart("loss by rank", losses, word, y_label="loss")] if losses else []
     return charts + [
         render_chart(f"{name} by rank", members, run.axis, y_label=name)
         for name, members in extract_rank_curves(run.records, run.world_size).items()
@@ -141,6 +143,8 @@ def render_epochs(run: Run) -> Markup:
         return Markup()
     rows = [flatten(record) for record in sample_evenly(run.epochs, _MOST_ROWS)]
     keys = list(dict.fromkeys(key for row in rows for key in row))
+    if run.has_steps_as_epochs and "step" in keys:
+        keys = [key for key in keys if key != "epoch"]  # which is the same
     simple = (bool, int, float)
     cells = [[v if isinstance(v := row.get(key), simple) else None for key in keys] for row in rows]
     note = ""

@@ -299,7 +299,7 @@ def render_memory(run: Run) -> Markup:
 
 
 def _render_storage(run: Run) -> Markup:
-    """Return a table of what snapshots, the object store, checkpoints and the row cache use."""
+    """Return a table of the memory and the disk space that other parts of the run use."""
     rows = [
         [use.part, use.place, size(use.nbytes), use.details or None]
         for use in measure_storage(run.record, run.events)
@@ -331,7 +331,8 @@ def render_ranks(run: Run) -> Markup:
         loss = None if rank.loss is None else float(rank.loss)
         phase = rank.section.name if rank.section is not None else rank.phase.name
         epoch = None if rank.epoch < 0 else run.number_epoch({"epoch": rank.epoch})["epoch"]
-        rows.append([f"rank {rank.rank}", state, epoch, rank.global_step or None,
+        place = [None, epoch] if run.has_steps_as_epochs else [epoch, rank.global_step or None]
+        rows.append([f"rank {rank.rank}", state, *place,
                      rank.samples or None, loss, phase or None, rank.attempt or None,
                      size(rank.peak_rss), f"{rank.host}:{rank.pid}"])  # fmt: skip
     nothing = [tag("b", "no record", cls="bad"), *[None] * (len(head) - 2)]

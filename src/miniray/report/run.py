@@ -151,6 +151,11 @@ class Run(RunEntry):
         found, unit = find_unit(self.metrics), self.config.get("unit")
         return unit if found == "epoch" and isinstance(unit, str) else found
 
+    @property
+    def has_steps_as_epochs(self) -> bool:
+        """Whether each epoch of the trainer is a step of the run, as in reinforcement learning."""
+        return self.config.get("unit") == "step"
+
     @cached_property
     def axis(self) -> str:
         """The title of the x axis of the curves: the global step if the run has one."""

@@ -14,7 +14,7 @@ from miniray.runs import files
 
 
 class StorageUse(NamedTuple):
-    """What one part of a run uses."""
+    """Memory or disk space that one part of a run uses."""
 
     part: str  #: such as "checkpoints"
     place: str  #: "shared memory" or "disk"
@@ -23,7 +23,7 @@ class StorageUse(NamedTuple):
 
 
 def measure_storage(run: RunRecord, events: Sequence[Mapping[str, Any]]) -> list[StorageUse]:
-    """Return what snapshots, the object store, checkpoints and the row cache use.
+    """Return the use of snapshots, the object store, checkpoints and the row cache.
 
     Parts that aren't in use are omitted. If the run has ended, its memory has been freed, and the
     values are the last ones before its end.

@@ -155,7 +155,9 @@ def _format_event_details(event: Mapping[str, Any]) -> str:
         if event.get(key):
             return _first_line(str(event[key]))
     known = ("time", "event", "worker", "epoch")
-    return ", ".join(f"{k} {v}" for k, v in event.items() if k not in known)
+    shown = {k: v for k, v in event.items() if k not in known}
+    shown["bytes"] = _format_bytes(event.get("bytes"))
+    return ", ".join(f"{k} {v}" for k, v in shown.items() if v is not None)
 
 
 def _first_line(text: str, most: int = 160) -> str:

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-#: Bytes of a file that is read whole, such as ``run.json``.
+#: Largest size of a file that is read whole, such as ``run.json``.
 MAX_FILE_BYTES = 16 << 20
-#: Bytes of a line in a ``.jsonl`` file, and of all its lines.
+#: Largest size of a line in a ``.jsonl`` file, and of the whole file.
 MAX_LINE_BYTES = 4 << 20
 MAX_LINES_BYTES = 1 << 30
 #: Levels of nested JSON.
@@ -97,7 +97,7 @@ def _children(value: Any) -> Iterator[Any]:
 
 
 def from_json(value: Any) -> Any:
-    """Convert a parsed value back to what was written: ``"NaN"`` and the like become numbers."""
+    """Convert a parsed value back to what was written: ``"NaN"`` becomes a number, for example."""
     if isinstance(value, str):
         if value in NUMBER_WORDS:
             return NUMBER_WORDS[value]

@@ -245,15 +245,9 @@ function drawWaits(now) {
       h("p", { className: "quiet" }, "in ", h("code", { textContent: wait.what }), `, ${duration(wait.seconds)}`)),
     h("div", { className: "arrow", textContent: "→" }),
     wait.missing.length
-      ? h("ul", {}, ...sameDoing(wait.missing).map(([doing, ranks]) => h("li", {}, ...ranks.map(chip), ` ${doing}`)))
+      ? h("ul", {}, ...wait.missing.map(({ doing, ranks }) => h("li", {}, ...ranks.map(chip), ` ${doing}`)))
       : h("p", { className: "quiet", textContent: "all ranks have entered the call, which is still in progress" }))));
   if (focused) [...$("waits").querySelectorAll("button")].find((node) => node.textContent === focused)?.focus();
-}
-
-function sameDoing(missing) {
-  const groups = new Map();
-  for (const { rank, doing } of missing) groups.set(doing, [...(groups.get(doing) ?? []), rank]);
-  return [...groups];
 }
 
 // -- ranks and timelines ------------------------------------------------------------------------
@@ -565,9 +559,13 @@ function drawCharts() {
 
 function drawConstants(found) {
   const number = (value) => String(Number(value.toPrecision(4)));
-  const text = found.map((same) => same.map(([run, chart]) => Object.entries(chart.constant)
-    .map(([name, value]) => `${name} ${number(value)}`).join(", ") + (compared.length ? ` (${run})` : "")).join(", ")).join(", ");
-  put($("constants"), text && `Constant: ${text}`);
+  const describe = (chart) => Object.entries(chart.constant).map(([name, value]) => `${name} ${number(value)}`).join(", ");
+  const texts = found.flatMap((same) => {
+    const values = [...new Set(same.map(([, chart]) => describe(chart)))];
+    const everywhere = values.length === 1 && same.length === 1 + compared.length;
+    return everywhere ? values : same.map(([run, chart]) => `${describe(chart)} (${run})`);
+  });
+  put($("constants"), texts.length ? `Constant: ${texts.join(", ")}` : "");
 }
 
 // -- logs ----------------------------------------------------------------------------------------
