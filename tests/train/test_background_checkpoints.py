@@ -215,6 +215,7 @@ def test_full_disk_is_a_warning_and_the_checkpoint_before_is_kept(small_disk):
     assert len(failed) <= 2  # the disk that is full is the one with the events
 
 
+@pytest.mark.slow
 def test_time_that_ranks_wait_does_not_depend_on_the_disk(monkeypatch):
     """A disk that takes a second for a checkpoint doesn't cost the run a second."""
     write = checkpoint_store.write_checkpoint

@@ -119,6 +119,7 @@ def test_rank_that_cannot_write_is_a_warning_and_the_checkpoint_before_is_kept(n
     assert (len(failed), len(warned)) == (2, 1)
 
 
+@pytest.mark.slow
 def test_missing_part_is_damage(no_shared_memory):
     stopped, _ = train_ddp("run", 2, 8)
     manifest = stopped / "manifest.json"
