@@ -140,14 +140,14 @@ def test_another_run_with_the_same_filter_in_the_same_folder_does_not_take_the_p
 
 
 def test_a_rank_that_comes_when_the_others_have_just_ended_only_reads(parquet_folder, monkeypatch):
-    folder_of = index.index_folder
+    folder_of = index.choose_folder
 
     def others_end_now(beside):
-        monkeypatch.setattr(index, "index_folder", folder_of)
+        monkeypatch.setattr(index, "choose_folder", folder_of)
         filtered(parquet_folder).prepare()  # after this rank has looked, before it begins
         return folder_of(beside)
 
-    monkeypatch.setattr(index, "index_folder", others_end_now)
+    monkeypatch.setattr(index, "choose_folder", others_end_now)
     dataset = filtered(parquet_folder).prepare()
     assert len(dataset) == sum(i % 3 == 0 for i in set(calls))
     assert len(calls) == len(set(calls))
@@ -372,7 +372,7 @@ def test_the_same_filter_is_the_same_in_another_process():
 
 def test_a_filter_that_cannot_be_known_asks_for_a_name(parquet_folder):
     stream = (i for i in range(3))
-    with pytest.raises(DataError, match=r"uses a generator that cannot be pickled.*filter_id="):
+    with pytest.raises(DataError, match=r"uses a generator that can.t be pickled.*filter_id="):
         len(ParquetDataset(parquet_folder, filter=lambda row: stream is not None))
     found = ParquetDataset(parquet_folder, filter=lambda row: stream is not None, filter_id="all")
     assert len(found) == 237
@@ -413,7 +413,7 @@ def test_a_folder_that_is_not_writable_falls_back_to_the_cache(parquet_folder, t
 def test_an_index_that_is_there_needs_no_right_to_write(parquet_folder, monkeypatch):
     len(filtered(parquet_folder))
     calls.clear()
-    monkeypatch.setattr(index, "index_folder", None)
+    monkeypatch.setattr(index, "choose_folder", None)
     assert len(filtered(parquet_folder)) == 79
     assert calls == []
 

@@ -214,7 +214,7 @@ class TestFields:
         dataset = RLHFDataset(twenty, tokenizer, config)
         assert dataset[9]["index"] == 9
         with pytest.raises(
-            RowError, match=r"row 10: .*16 tokens, and max_prompt_length is 15"
+            RowError, match=r"row 10: .*16 tokens, but max_prompt_length is 15"
         ) as e:
             dataset[10]
         assert (e.value.file, e.value.row) == (twenty, 10)

@@ -173,7 +173,7 @@ def test_iterable_style_resumes(whole):
 
 
 def test_the_rank_of_the_process_group_is_taken(whole, tmp_path):
-    with pytest.raises(ValueError, match="no process group"):
+    with pytest.raises(ValueError, match="There is no process group"):
         ShardSampler(TorchDataset(whole))
     with pytest.raises(ValueError, match="both rank and world_size"):
         ShardSampler(TorchDataset(whole), rank=0)

@@ -1,8 +1,8 @@
 """Datasets and samplers for torch's loader: Lightning, Accelerate, plain DDP.
 
 - ``TorchDataset`` and ``ShardSampler``: map style, in place of ``DistributedSampler``.
-- ``TorchIterableDataset``: for loaders with worker processes, which share the rank's rows.
-- ``LightningLoader``: our own loader in the hands of a trainer that counts its batches.
+- ``TorchIterableDataset``: for loaders with worker processes, which divide the rank's rows.
+- ``LightningLoader``: a loader of ``miniray.data`` for a trainer that counts its batches.
 """
 
 from __future__ import annotations
@@ -244,26 +244,26 @@ class LightningLoader:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's, with the number of batches that the epoch has had."""
+        """Return the state of the loader, with the number of batches of the epoch so far."""
         state = self.loader.state_dict()
         epoch, count = self._delivered
         return {**state, "batches": count if epoch == state["epoch"] else 0}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a ``state_dict``, also one taken on another number of ranks."""
+        """Resume from a ``state_dict`` of any number of ranks."""
         self.loader.load_state_dict(state)
         self._before = self._delivered = int(state["epoch"]), int(state["batches"])
 
 
 def _find_process_group(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
-        raise ValueError("give both rank and world_size, or none of them")
+        raise ValueError("Pass both rank and world_size, or neither.")
     if rank is not None and world_size is not None:
         return rank, world_size
     found = find_rank()
     if found is not None:
         return found
     raise ValueError(
-        "there is no process group to ask for the rank: call init_process_group first, or pass rank"
-        " and world_size"
+        "There is no process group, so the rank isn't known. Call init_process_group first, or pass"
+        " rank= and world_size=."
     )

@@ -1,8 +1,7 @@
-"""Where a worker's prompts come from: a list that all workers have, or a loader of its own.
+"""The prompts of a worker: from a list that all workers have, or from a separate loader.
 
-A dataset or loader of ``miniray.data`` is sharded: each worker reads its own rows of the files.
-
-Either goes on for ever, epoch after epoch, and says where it is so that a run can be resumed.
+A dataset or loader of ``miniray.data`` is sharded: each worker reads only its rows of the files.
+Sources repeat their data epoch after epoch, and have a state from which a run can be resumed.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from miniray.train.workers.torch_utils import is_shardable
 
 Row = Mapping[str, Any]
 
-#: A worker's number summed over those with which it goes through the data.
+#: Returns the sum of a number over the workers that finish an epoch of the data together.
 Total = Callable[[int], int]
 
 
 class ListSource:
-    """Rows of a list: shuffled by seed and epoch, cut into steps, each step shared out by rank.
+    """Rows of a list, shuffled by seed and epoch. The rows of each step are divided by rank.
 
-    What all workers together get in a step does not depend on how many they are, and follows from
-    the step's number alone. The last step of an epoch may be smaller, also empty for some ranks.
+    The rows of a step follow from its number and don't depend on the number of workers. The last
+    step of an epoch can be smaller, and empty for some ranks.
     """
 
     def __init__(self, rows: Sequence[Row], per_step: int, rank: int, world_size: int) -> None:
@@ -41,7 +40,7 @@ class ListSource:
         self._rank, self._world = rank, world_size
 
     def rows(self, step: int, seed: int, total: Total = int) -> list[Row]:
-        """This worker's prompts of a step; steps are asked for in order."""
+        """Return this worker's prompts of a step. Call it for the steps in order."""
         count = len(self._rows)
         epoch, part = divmod(step, math.ceil(count / self._per_step))
         order = np.random.default_rng([seed, epoch]).permutation(count)
@@ -53,19 +52,21 @@ class ListSource:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass  # it follows from the step
+        pass  # the position follows from the step
 
 
 class LoaderSource:
-    """A loader that the user's ``make_loader(rank, world_size)`` made in this worker.
+    """A shard of ``miniray.data``, or a loader that ``make_loader(rank, world_size)`` returned.
 
-    It yields batches, each a step's prompts of this worker: lists of rows, or, of a loader with a
-    ``batch_size``, dicts of columns. Or it yields single rows, of which ``per_step`` make a step.
-    If ``all_per_step`` is set, the batches of all workers must have that many rows altogether.
-    At its end it gives nothing until the loaders of all workers are at theirs, so that an epoch has
-    each row once; then it is iterated again, after ``set_epoch(epoch)`` if it has that. Without
-    ``state_dict`` and ``load_state_dict``, or in the place of a worker that died, it gets where it
-    was by reading the steps before and dropping them, which is exact if it is deterministic.
+    The loader yields the prompts of this worker for one step: a list of rows, or, if it has a
+    ``batch_size``, a dict of columns. Or it yields rows, of which each step takes ``per_step``. If
+    ``all_per_step`` is set, the batches of all workers must have that many rows together.
+
+    At its end, the loader returns no rows until the loaders of all workers are at their end, so
+    that each row comes once per epoch. Then it is iterated again, after ``set_epoch(epoch)`` if it
+    has this method. Without ``state_dict`` and ``load_state_dict``, or in the place of a lost
+    worker, it returns to its position by dropping the earlier steps, which is exact if the loader
+    is deterministic.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class LoaderSource:
 
     def rows(self, step: int, seed: int, total: Total = int) -> list[Row]:
         for _ in range(step - self._step):
-            self._take(int)  # catching up, while the others wait
+            self._take(int)  # drop earlier steps, while the others wait
         self._step = step + 1
         rows = self._take(total)
         if self._all_per_step is not None:
@@ -122,7 +123,7 @@ class LoaderSource:
         return rows
 
     def _rows_left(self) -> list[Row]:
-        """The next of this epoch; none at its end."""
+        """Return the next rows of this epoch, or none at its end."""
         rows: list[Row] = []
         for item in self._items():
             if not _is_row(item, self._loader):
@@ -142,7 +143,7 @@ class LoaderSource:
             self._used += 1
             yield item
         if not self._used:
-            raise ValueError(f"{self._name} is empty: it gave no prompt at all")
+            raise ValueError(f"{self._name} is empty: it returned no prompts")
         self._iterator, self._ended = None, True
 
     def state_dict(self) -> dict[str, Any]:
@@ -170,15 +171,15 @@ Source = ListSource | LoaderSource
 
 
 def _is_of_one(loader: Mapping[str, Any]) -> bool:
-    """Whether a loader's state says nothing of the other workers: ``place_of_all`` does."""
+    """Return whether the state of a loader is valid for one worker only."""
     return bool(loader.get("alone"))
 
 
 def place_of_all(places: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One place in the data that any number of workers can take up, from those of all workers.
+    """Return one position in the data for any number of workers, from those of all workers.
 
-    Loaders that are not of ``miniray.data`` must know what to do with the state of the first.
-    ``apart`` says why workers that never wait for each other have none in common.
+    Loaders of other libraries get the state of the first worker. ``apart`` is the reason if workers
+    that never wait for each other have no common position.
     """
     place = dict(places[0])
     loaders: list[Any] = [place.get("loader") for place in places]
@@ -221,9 +222,9 @@ def steps_per_pass(data: Sequence[Any], per_step: int | None) -> int:
 
 
 def held_out(data: Any, rank: int, world_size: int) -> Iterator[tuple[int, Row]]:
-    """This worker's part of the rows to evaluate on, numbered; each once over all workers.
+    """Yield this worker's rows to evaluate on, with their numbers. Every row is on one worker.
 
-    A list's rows have the same numbers on any number of workers.
+    The numbers of rows of a list or dataset don't depend on the number of workers.
     """
     if is_shardable(data) and not has_batches(data):
         shard = data.shard(rank, world_size)
@@ -239,12 +240,12 @@ def held_out(data: Any, rank: int, world_size: int) -> Iterator[tuple[int, Row]]
 
 
 def _is_row(item: Any, loader: Any) -> bool:
-    """Whether a loader gave one row, and not a batch: torch's has a ``batch_size`` of None then."""
+    """Return whether a loader yields rows. Then torch's loader has a ``batch_size`` of None."""
     return isinstance(item, Mapping) and getattr(loader, "batch_size", None) is None
 
 
 def rows_of(batch: Any) -> list[Any]:
-    """The rows of a batch, which is a list of them or a dict of columns."""
+    """Return the rows of a batch, which is a list of rows or a dict of columns."""
     if not isinstance(batch, Mapping):
         return list(batch)
     lengths = {name: len(column) for name, column in batch.items()}
@@ -285,7 +286,7 @@ def check_data(name: str, data: Any) -> None:
 
 
 def check_rows(name: str, data: Any, otherwise: str = "") -> None:
-    """Refuse what is no list of rows, or nothing that can be used like one."""
+    """Raise an error unless ``data`` is a nonempty list of rows, or can be used like one."""
     if isinstance(data, (str, bytes, Mapping)) or not (
         hasattr(data, "__len__") and hasattr(data, "__getitem__")
     ):
@@ -297,10 +298,10 @@ def check_rows(name: str, data: Any, otherwise: str = "") -> None:
 
 
 def called_with(name: str, function: Callable[..., Any], *arguments: str) -> None:
-    """Refuse a function that cannot take these: its workers would find out, one after the other."""
+    """Raise ``TypeError`` if a function can't be called with these arguments."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # written in C: it does not say
+    except (TypeError, ValueError):  # written in C: the signature isn't known
         return
     try:
         signature.bind(*arguments)

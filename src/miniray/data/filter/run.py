@@ -75,10 +75,10 @@ class FilterRun:
         known: dict[int, Bits] = {}
         if self._name is not None:
             beside = self._source.find_folder(0) if self._names else None
-            for folder in store.known_folders(beside):
-                known.update(self._known(folder / f"{self._name}.idx"))
+            for folder in store.list_folders(beside):
+                known.update(self._read_known(folder / f"{self._name}.idx"))
             if len(known) < len(self._names):
-                folder = store.index_folder(beside)
+                folder = store.choose_folder(beside)
                 self._path = folder / f"{self._name}.idx"
                 self._parts_folder = folder / f"{self._name}.parts"
         if len(known) < len(self._names):
@@ -86,7 +86,7 @@ class FilterRun:
                 known = self._run(known)
         return join_bits([known[file] for file in range(len(self._names))], self._rows)
 
-    def _known(self, path: Path | None = None) -> dict[int, Bits]:
+    def _read_known(self, path: Path | None = None) -> dict[int, Bits]:
         """Return the answers of an index, without those of files that have changed."""
         entries = store.read(path or self._path)
         known = {}
@@ -111,15 +111,15 @@ class FilterRun:
                     self._make_parts_folder()
                     if self._is_joined():
                         self._remove_parts()  # this rank could have created the directory again
-                        return self._known()
-                finished = self._pass(todo, done)
+                        return self._read_known()
+                finished = self._evaluate_items(todo, done)
                 counted += finished
                 if not finished and len(done) < len(todo):
                     time.sleep(_POLL)
         finally:
             if bar is not None:
                 bar.close()
-        found = {**known, **self._joined(todo, done)}
+        found = {**known, **self._join_items(todo, done)}
         if self._name is not None:
             self._save(found)
         if bar is not None:
@@ -144,10 +144,10 @@ class FilterRun:
             return False
         stamp = found.st_ino, found.st_mtime_ns
         if self._looked[0] != stamp:
-            self._looked = stamp, len(self._known()) == len(self._names)
+            self._looked = stamp, len(self._read_known()) == len(self._names)
         return self._looked[1]
 
-    def _pass(self, todo: list[WorkItem], done: dict[WorkItem, Bits]) -> int:
+    def _evaluate_items(self, todo: list[WorkItem], done: dict[WorkItem, Bits]) -> int:
         """Evaluate or look up work items, and return the number of evaluated rows.
 
         Each rank starts at a different item, so ranks share the work.
@@ -155,17 +155,17 @@ class FilterRun:
         start = self._rank * len(todo) // self._world_size
         open_parts = [part for part in todo[start:] + todo[:start] if part not in done]
         if self._threads == 1:
-            return sum(self._try(part, done) for part in open_parts)
+            return sum(self._evaluate_item(part, done) for part in open_parts)
         with ThreadPoolExecutor(self._threads) as pool:
             try:
-                return sum(pool.map(lambda part: self._try(part, done), open_parts))
+                return sum(pool.map(lambda part: self._evaluate_item(part, done), open_parts))
             except BaseException:  # a row that fails, or Ctrl-C: stop the other threads
                 self._filter.stopped = True
                 raise
 
-    def _try(self, part: WorkItem, done: dict[WorkItem, Bits]) -> int:
+    def _evaluate_item(self, part: WorkItem, done: dict[WorkItem, Bits]) -> int:
         if self._name is None:
-            self._note(part, self._filter.evaluate(part, None), done)
+            self._add_answer(part, self._filter.evaluate(part, None), done)
             return part.rows
         block, start, _ = part.pieces[0]
         path = self._parts_folder / f"{self._identities[part.file]}-{block}-{start}.part"
@@ -186,7 +186,7 @@ class FilterRun:
                 # If the directory is gone, a different rank has joined all items.
                 if not isinstance(error.__cause__, FileNotFoundError):
                     raise
-            self._note(part, bits, done)
+            self._add_answer(part, bits, done)
             return part.rows
 
     def _is_stuck(self, lock: Path) -> bool:
@@ -205,16 +205,16 @@ class FilterRun:
         entry = store.read(path).get("part")
         if entry is None or entry[:2] != (self._identities[part.file], part.rows):
             return False
-        self._note(part, entry[2], done)
+        self._add_answer(part, entry[2], done)
         return True
 
-    def _note(self, part: WorkItem, bits: Bits, done: dict[WorkItem, Bits]) -> None:
+    def _add_answer(self, part: WorkItem, bits: Bits, done: dict[WorkItem, Bits]) -> None:
         done[part] = bits
         report_preparation()
         if self._bar is not None:
             self._bar.update(part.rows)
 
-    def _joined(self, parts: Sequence[WorkItem], done: dict[WorkItem, Bits]) -> dict[int, Bits]:
+    def _join_items(self, parts: Sequence[WorkItem], done: dict[WorkItem, Bits]) -> dict[int, Bits]:
         by_file: dict[int, list[np.ndarray[Any, Any]]] = {}
         for part in parts:
             unpacked = np.unpackbits(done[part], count=part.rows, bitorder="little")
@@ -233,7 +233,7 @@ class FilterRun:
         """Add the answers to the index, which can have those of other files, and clean up."""
         with store.claim(self._path.with_suffix(".lock"), wait=True):
             store.remove_unfinished(self._path)
-            if len(self._known()) < len(self._names):
+            if len(self._read_known()) < len(self._names):
                 entries = store.read(self._path)
                 for file, bits in found.items():
                     entry = (self._identities[file], self._rows[file], bits)

@@ -29,7 +29,7 @@ _MAGIC = b"miniray-filter-1\n"
 _FOLDER, _CACHED = ".miniray", "filters"
 
 
-def cache_folder() -> Path:
+def get_cache_folder() -> Path:
     """Return the directory for caches of all kinds."""
     given = os.environ.get("MINIRAY_CACHE")
     if given:
@@ -38,13 +38,13 @@ def cache_folder() -> Path:
     return Path(base) / "miniray"
 
 
-def known_folders(beside: str | None) -> list[Path]:
+def list_folders(beside: str | None) -> list[Path]:
     """Return the directories that can contain an index of data in the directory ``beside``."""
     here = [] if beside is None else [Path(beside) / _FOLDER]
-    return [*here, cache_folder() / _CACHED]
+    return [*here, get_cache_folder() / _CACHED]
 
 
-def index_folder(beside: str | None) -> Path:
+def choose_folder(beside: str | None) -> Path:
     """Return the directory to which to write an index of data in the directory ``beside``.
 
     If that isn't writable, warn and return the cache directory.
@@ -58,13 +58,13 @@ def index_folder(beside: str | None) -> Path:
                 return folder
         except OSError as error:
             if error.errno not in _NOT_WRITABLE:
-                raise _failed(folder, error) from error
+                raise _create_write_error(folder, error) from error
             reason = error
-    folder = cache_folder() / _CACHED
+    folder = get_cache_folder() / _CACHED
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _failed(folder, error) from error
+        raise _create_write_error(folder, error) from error
     if reason is not None:
         warnings.warn(
             f"the filter's answers are kept in {folder}: {beside} is not writable"
@@ -75,7 +75,7 @@ def index_folder(beside: str | None) -> Path:
     return folder
 
 
-def _failed(path: Path, error: OSError) -> DataError:
+def _create_write_error(path: Path, error: OSError) -> DataError:
     return DataError(
         f"the filter's index could not be written to {path}: {error.strerror}. Nothing torn is"
         " left; make room and start again (what is finished is kept), or set MINIRAY_CACHE to"
@@ -104,7 +104,7 @@ def write(
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise _failed(path, error) from error
+        raise _create_write_error(path, error) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -152,7 +152,7 @@ def claim(path: Path, *, wait: bool = False) -> Iterator[bool]:
         if error.errno == errno.ENOENT:  # the directory of work items has been removed
             yield False
             return
-        raise _failed(path, error) from error
+        raise _create_write_error(path, error) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -49,7 +49,7 @@ class ProcessPool:
         return ProcessPoolExecutor(
             1,
             mp_context=multiprocessing.get_context("spawn"),
-            initializer=_begin,
+            initializer=_init_process,
             initargs=self._arguments,
         )
 
@@ -63,7 +63,7 @@ class ProcessPool:
         try:
             for attempt in range(1, _ATTEMPTS + 1):
                 try:
-                    return executor.submit(_apply, rows).result()
+                    return executor.submit(_transform_rows, rows).result()
                 except BrokenProcessPool as error:
                     lost = error
                     executor = self._replace(executor)
@@ -116,34 +116,34 @@ class ProcessPool:
             executor.shutdown(cancel_futures=True)
 
 
-def _begin(pickled: bytes, end: connection.Connection) -> None:
+def _init_process(pickled: bytes, end: connection.Connection) -> None:
     global _transform
     parent = multiprocessing.parent_process()
     assert parent is not None
-    watch = threading.Thread(target=_end_with, args=([parent.sentinel, end],), daemon=True)
+    watch = threading.Thread(target=_exit_with, args=([parent.sentinel, end],), daemon=True)
     watch.start()
     _transform = pickle.loads(pickled)
 
 
-def _end_with(ends: list[int | connection.Connection]) -> None:
+def _exit_with(ends: list[int | connection.Connection]) -> None:
     # Other workers keep the queues of the pool open, so these don't show its end. The message is
     # never read, so that all workers receive it.
     connection.wait(ends)
     os._exit(1)
 
 
-def _apply(rows: list[Any]) -> list[tuple[Any, BaseException | None]]:
+def _transform_rows(rows: list[Any]) -> list[tuple[Any, BaseException | None]]:
     assert _transform is not None
     found: list[tuple[Any, BaseException | None]] = []
     for row in rows:
         try:
             found.append((_transform(row), None))
         except Exception as error:  # user code can raise anything
-            found.append((None, _that_travels(error)))
+            found.append((None, _make_picklable(error)))
     return found
 
 
-def _that_travels(error: Exception) -> Exception:
+def _make_picklable(error: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # a user's __reduce__ or __init__ can raise anything

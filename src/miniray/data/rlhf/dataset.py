@@ -22,7 +22,7 @@ from miniray.data.datasets import ParquetDataset
 from miniray.data.loader.loader import DataLoader
 from miniray.data.plan.selection import Selection
 from miniray.data.rlhf.config import RLHFConfig, read_config
-from miniray.data.rlhf.prompt import PromptEncoder, build_messages, cut, lazy_image, rgb
+from miniray.data.rlhf.prompt import PromptEncoder, build_messages, lazy_image, rgb, truncate
 from miniray.data.sources.base import select_columns
 from miniray.errors import DataError, RowError
 
@@ -109,8 +109,8 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
             seed=seed,
             shuffle=False if order == "file" else order,
             filter=self._fits if filters else None,
-            filter_columns=self._filter_columns_wanted() if filters else None,
-            filter_id=self.encoder.identity(*self._made_by()) if filters else None,
+            filter_columns=self._find_filter_columns() if filters else None,
+            filter_id=self.encoder.identity(*self._list_prompt_methods()) if filters else None,
             filter_workers=self.config.filter_overlong_prompts_workers or 1,
             memory_budget=self.config.memory_budget,
         )
@@ -179,13 +179,13 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
         # Also without images, so that all rows of a batch have the same fields.
         if self.processor is not None and config.return_multi_modal_inputs:
             found["multi_modal_inputs"] = inputs
-        ids = cut(ids, limit, config.truncation)
+        ids = truncate(ids, limit, config.truncation)
         padding = limit - len(ids)
         input_ids = torch.tensor([self._pad_id()] * padding + ids, dtype=torch.long)
         mask = torch.tensor([0] * padding + [1] * len(ids), dtype=torch.long)
         found["input_ids"], found["attention_mask"] = input_ids, mask
         found["position_ids"] = self.position_ids(input_ids, mask, inputs)
-        found["raw_prompt_ids"] = cut(raw_ids, limit, config.truncation)
+        found["raw_prompt_ids"] = truncate(raw_ids, limit, config.truncation)
         if config.return_full_prompt:
             found["full_prompts"] = text
 
@@ -237,12 +237,12 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
         return length <= self.config.max_prompt_length
 
     @classmethod
-    def _made_by(cls) -> tuple[Callable[..., Any], ...]:
+    def _list_prompt_methods(cls) -> tuple[Callable[..., Any], ...]:
         """Return the methods that create a prompt, which subclasses can override."""
         return cls.build_messages, cls.images_of
 
-    def _filter_columns_wanted(self) -> list[str] | None:
-        if self._made_by() != RLHFDataset._made_by():
+    def _find_filter_columns(self) -> list[str] | None:
+        if self._list_prompt_methods() != RLHFDataset._list_prompt_methods():
             return None  # all: an overridden method can use any
         # Without a processor, images have no tokens and aren't read.
         return [self.config.prompt_key] if self.processor is None else None

@@ -43,18 +43,19 @@ def lazy_image(value: Any) -> Any:
 
 
 def rgb(image: Any) -> Any:
-    """Decoded, with three channels."""
-    if image.mode.startswith("I;16"):  # which Pillow would cut off at 255, and not scale
+    """Return a decoded image with three channels."""
+    if image.mode.startswith("I;16"):  # Pillow would clip the values at 255 instead of scaling
         image = image.point(lambda value: value / 256, "L")
     return image.convert("RGB")
 
 
 def build_messages(prompt: Any, images: Sequence[Any], *, structured: bool) -> list[dict[str, Any]]:
-    """Chat messages, with ``<image>`` in the text replaced by the images, one after the other.
+    """Return chat messages with the placeholders ``<image>`` replaced by the images, in order.
 
-    ``structured``: content becomes a list of ``{"type": "image", ...}`` and ``{"type": "text",
-    ...}``, which processors want; without, text stays as it is. Refuses a prompt that has not as
-    many placeholders as images.
+    With ``structured``, the content becomes a list of ``{"type": "image", ...}`` and ``{"type":
+    "text", ...}``, which processors need. Otherwise, the text doesn't change.
+
+    Raises ``DataError`` if the numbers of placeholders and images differ.
     """
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -70,10 +71,10 @@ def build_messages(prompt: Any, images: Sequence[Any], *, structured: bool) -> l
     if not (structured and images):
         return [dict(message) for message in prompt]
     left = iter(images)
-    return [{**message, "content": _parts(message["content"], left)} for message in prompt]
+    return [{**message, "content": _split_content(message["content"], left)} for message in prompt]
 
 
-def _parts(content: Any, images: Any) -> Any:
+def _split_content(content: Any, images: Any) -> Any:
     if not isinstance(content, str):
         return content
     parts: list[dict[str, Any]] = []
@@ -87,7 +88,7 @@ def _parts(content: Any, images: Any) -> Any:
     return parts
 
 
-def cut(ids: list[int], limit: int, how: str) -> list[int]:
+def truncate(ids: list[int], limit: int, how: str) -> list[int]:
     """Return at most ``limit`` tokens: the last ones, the first ones, or both ends."""
     if len(ids) <= limit:
         return ids
@@ -99,9 +100,9 @@ def cut(ids: list[int], limit: int, how: str) -> list[int]:
         head = limit // 2
         return ids[:head] + ids[len(ids) - (limit - head) :]
     raise DataError(
-        f"the prompt has {len(ids)} tokens, and max_prompt_length is {limit}. Raise it, leave such"
-        " rows out with filter_overlong_prompts=True, or cut them with truncation='left', 'right'"
-        " or 'middle'"
+        f"The prompt has {len(ids)} tokens, but max_prompt_length is {limit}. Raise it, skip such"
+        " rows with filter_overlong_prompts=True, or truncate them with truncation='left',"
+        " 'right' or 'middle'."
     )
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from miniray.data.filter.store import cache_folder
+from miniray.data.filter.store import get_cache_folder
 
 _VERSION = 1
 _THREADS = 16
@@ -45,7 +45,7 @@ class MetadataIndex:
     """
 
     def __init__(self, directory: Path | None = None, min_files: int = _MIN_FILES) -> None:
-        self._directory = cache_folder() / "metadata" if directory is None else directory
+        self._directory = get_cache_folder() / "metadata" if directory is None else directory
         self._min_files = min_files
 
     def load(

@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
 
-from miniray.data.filter.store import cache_folder
+from miniray.data.filter.store import get_cache_folder
 from miniray.data.locations import Blocks, cumulate
 from miniray.data.observers import cache_hooks, preparing, report_preparation
 from miniray.data.sources.base import BLOCK_BYTES, Source, parse_bytes
@@ -57,7 +57,7 @@ class RowCache:
     def __init__(
         self, directory: str | os.PathLike[str] | None = None, max_bytes: int | str = "50GB"
     ) -> None:
-        self.directory = cache_folder() / "rows" if directory is None else Path(directory)
+        self.directory = get_cache_folder() / "rows" if directory is None else Path(directory)
         self.max_bytes = parse_bytes(max_bytes, "max_bytes")
 
     def open(self, source: Source) -> CachedSource:
