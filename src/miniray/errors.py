@@ -46,6 +46,7 @@ __all__ = [
     "SyncError",
     "TaskCancelledError",
     "TaskError",
+    "WeightsDivergedError",
     "WeightsMismatchError",
     "WorkerCrashedError",
     "WorkerLostError",
@@ -325,6 +326,14 @@ class WeightsMismatchError(MinirayError, ValueError):
 
     ``worker`` is the index of the worker, and ``entry`` is the name of the weight. No weights were
     combined.
+    """
+
+
+class WeightsDivergedError(MinirayError, RuntimeError):
+    """Ranks that hold the same weights have different ones. No checkpoint was written.
+
+    ``rank`` differs from most other ranks, or from rank 0 if there are two. ``entry`` is the name
+    of its first parameter that differs, and ``step`` is the number of completed steps.
     """
 
 

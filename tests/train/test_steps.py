@@ -560,6 +560,7 @@ class OwnRows(Rows):
 @pytest.mark.parametrize("worker", [Rows, OwnRows])
 def test_limits_are_batches_per_rank(worker):
     limits = {"limit_train_batches": 3, "limit_val_batches": 1, "eval_interval": 2}
+    limits["sanity_batches"] = 0
     with make(worker=worker, accumulate=2, **limits) as trainer:
         result = trainer.train(epochs=2)
         found = trainer.call_workers("get_rows")

@@ -574,8 +574,10 @@ class BaseTrainer:
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    def save_checkpoint(self, epoch: int | None = None, *, background: bool = False) -> Path:
+    def save_checkpoint(self, epoch: int | None = None, *, background: bool = False) -> Path | None:
         """Write a checkpoint of the last completed epoch or step, and return its path.
+
+        The path is None if a subclass writes none, as ``DDPTrainer`` with ``on_divergence="warn"``.
 
         Args:
             epoch: Inside ``train_epoch``, says that the running epoch counts as completed.

@@ -2,11 +2,15 @@
 
 If a rank is lost or doesn't answer, the others fail too, a moment later or earlier, in whatever
 call they are. Their errors are consequences and aren't shown.
+
+A rank may also fail without an error, by weights that differ from those of its replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from miniray.doctor.findings import named
 from miniray.errors import ActorDiedError, BarrierTimeoutError, MinirayError, WorkerTimeoutError
@@ -78,6 +82,41 @@ def describe_loss(
     when = "" if died_at is None else f" at step {died_at}"
     where = "start over" if resumed_at is None else f"continue at step {resumed_at}"
     return f"{who} {what}{when}; all ranks restarted in {seconds:.2f} s and {where}"
+
+
+class Divergence(NamedTuple):
+    """A rank whose weights differ from those of other ranks that should hold the same."""
+
+    rank: int
+    parameters: list[str]
+
+    def describe(self, step: int) -> str:
+        more = len(self.parameters) - 1
+        others = f" and {more} more" if more else ""
+        return (
+            f"rank {self.rank} has different weights than the other ranks after step {step}: "
+            f"parameter {self.parameters[0]!r}{others}. No checkpoint was written. Check for code "
+            "that changes parameters or gradients on some ranks only"
+        )
+
+
+def find_divergence(
+    checksums: Sequence[Mapping[str, int]], replicas: Iterable[Sequence[int]]
+) -> Divergence | None:
+    """Return a rank that differs from most of its replicas, or from the first of two.
+
+    Args:
+        checksums: By rank and parameter.
+        replicas: Groups of ranks that should hold the same weights.
+    """
+    for ranks in replicas:
+        found = collections.Counter(tuple(checksums[rank].items()) for rank in ranks)
+        expected = dict(found.most_common(1)[0][0])  # the first one of equals
+        for rank in ranks:
+            names = [n for n, value in checksums[rank].items() if value != expected[n]]
+            if names:
+                return Divergence(rank, names)
+    return None
 
 
 def find_root_cause(failures: Mapping[int, Exception]) -> tuple[int, Exception] | None:

@@ -130,6 +130,12 @@ class Replica(Protocol):
     def has_position(self) -> bool:
         """Whether this rank's loader can start inside an epoch."""
 
+    def check_validation(self, max_batches: int) -> None:
+        """Validate on a few batches, and discard the scores. No state may change."""
+
+    def get_checksums(self) -> dict[str, int]:
+        """Return a checksum of each parameter, to compare with other ranks."""
+
     def get_local_state(self, take: Callable[[Any], Any]) -> tuple[Any, Any]:
         """Return the state that all ranks share, and what only this rank has. No collective.
 

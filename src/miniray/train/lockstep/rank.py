@@ -283,6 +283,11 @@ class RankActor:
         """Return the state that all ranks share: optimizers, position, data order. See above."""
         return self._replica.gather_shared()
 
+    def get_checksums(self) -> dict[str, int]:
+        """Return a checksum of each parameter that this rank holds."""
+        checksums: dict[str, int] = self._replica.get_checksums()
+        return checksums
+
     def load_shared(self, shared: Any) -> None:
         self._replica.load_shared(shared)
 
@@ -415,6 +420,12 @@ class RankActor:
                     scores = self._replica.evaluate(*args, **filter_kwargs(accepts, kwargs))
             self._context.log.take()  # of a method that returned its metrics
             return scores
+
+    def check_validation(self, max_batches: int) -> None:
+        """Validate on a few batches, and discard the scores."""
+        with self._replica.evaluation_context():
+            self._replica.check_validation(max_batches)
+        self._context.log.take()
 
     def get_weights(self) -> Any:
         if "get_weights" in self._traits.own_methods:

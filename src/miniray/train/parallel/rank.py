@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from miniray.train.lockstep.loop import MicroBatch, StepLoop, StepOutput
 from miniray.train.lockstep.mesh import (
+    compute_checksums,
     local,
     make_mesh,
     share_buffers,
@@ -230,6 +231,10 @@ class PartReplica:
                     means.add({k: f(output, target) for k, f in functions.items()}, count)
         return means.sums()
 
+    def check_validation(self, max_batches: int) -> None:
+        with parts.preserve_state(self.part.modules.values(), self.samples.job.val_data):
+            self.evaluate(None, max_batches)
+
     # -- state ------------------------------------------------------------------------------------
 
     def get_weights(self) -> dict[int, dict[str, Any]]:
@@ -263,6 +268,9 @@ class PartReplica:
             "seed": self.job.seed,
             "position": position,
         }
+
+    def get_checksums(self) -> dict[str, int]:
+        return compute_checksums((name, p) for p, name in self.part.names().items())
 
     def load_shared(self, shared: Any) -> None:
         self.part.load_optimizer(shared["optimizer"])

@@ -39,6 +39,7 @@ _ID_NAMES = ("worker_id", "rank", "id")
 #: Methods of ``WorkerActor`` and the user's methods that they call, which errors name.
 USER_METHODS = {
     "assign_data": "load_data_shard",
+    "check_validation": "validation_step",
     "train_on_shard": "train_epoch",
     "train_steps_on_shard": "train_steps",
 }
