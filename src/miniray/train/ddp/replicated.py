@@ -263,9 +263,12 @@ class ReplicatedModel:
         if self.scheduler_interval == "step":
             self.user.scheduler.step()
 
-    def end_epoch(self) -> None:
+    def share_buffers(self) -> None:
         if self.context.world_size > 1:
             share_buffers(self.modules.values())
+
+    def end_epoch(self) -> None:
+        self.share_buffers()
         if self.scheduler_interval == "epoch":
             self.user.scheduler.step()
 

@@ -111,6 +111,9 @@ class Replica(Protocol):
     def step_optimizer(self) -> None:
         """Update the parameters."""
 
+    def share_buffers(self) -> None:
+        """Give all replicas the buffers of the first, such as running statistics. A collective."""
+
     def end_epoch(self) -> None:
         """Share buffers, and step a scheduler that goes by epochs."""
 
@@ -173,7 +176,7 @@ class StepLoop:
         """
         self.context.until = until
         if self._is_after(until):  # a restart from a snapshot of this very step
-            return self._report(self.state.step_in_epoch)
+            return self._pause()
         if self._steps is None or self._position != self.state.state_dict():
             self._open_epoch()
         elif not self._log_means.samples:
@@ -182,7 +185,7 @@ class StepLoop:
         for micro_batches in self._steps:
             self._run_step(micro_batches)
             if self._act() or self.state.step == until:
-                return self._report(self.state.step_in_epoch)
+                return self._pause()
         self._check_losses()
         self._close_epoch()
         report = self._report(0)
@@ -221,6 +224,14 @@ class StepLoop:
         self.context.status.set_phase("end of the epoch")
         self.context.barrier("epoch-end")
         self.replica.end_epoch()
+
+    def _pause(self) -> EpochReport:
+        """Return to the driver inside an epoch.
+
+        What it does next, such as an evaluation, is of one model: that of a checkpoint.
+        """
+        self.replica.share_buffers()
+        return self._report(self.state.step_in_epoch)
 
     def _report(self, step_in_epoch: int) -> EpochReport:
         self._position = self.state.state_dict()

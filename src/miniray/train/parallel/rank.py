@@ -163,10 +163,13 @@ class PartReplica:
     def step_optimizer(self) -> None:
         self.part.optimizer.step()
 
-    def end_epoch(self) -> None:
+    def share_buffers(self) -> None:
         if self.layout.data > 1:  # all copies continue with the buffers of the first
             source = self.layout.rank(0, self.place.pipeline, self.place.tensor)
             share_buffers(self.part.modules.values(), source, self.mesh.get_group("data"))
+
+    def end_epoch(self) -> None:
+        self.share_buffers()
         if self.part.scheduler is not None:
             self.part.scheduler.step()
 
@@ -204,10 +207,13 @@ class PartReplica:
 
     @contextlib.contextmanager
     def evaluation_context(self) -> Iterator[None]:
+        training = [(module, module.training) for module in self.part.modules.values()]
         self.part.train(False)
         self.context.status.set_phase(EVALUATION, step=-1)
         before = self.samples.random.state
         yield
+        for module, is_training in training:  # an epoch may be under way
+            module.train(is_training)
         self.samples.random.state = before
         self.context.status.set_phase("idle")
 
