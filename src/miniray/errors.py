@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from miniray import tracebacks
+from miniray.counting import format_epoch
 from miniray.exception_pickling import PickledException, get_parts, rebuild_exception, to_picklable
 
 __all__ = [
@@ -447,8 +448,9 @@ class TaskError(MinirayError):
             while isinstance(inner.cause, TaskError):  # passed through a chain of calls
                 inner = inner.cause
             return f"{inner.actor} (pid {inner.pid})"
-        when = [f"{name} {fields[name]}" for name in ("epoch", "step") if fields[name] is not None]
-        return ", ".join([place, *when])
+        epoch, step = fields["epoch"], fields["step"]
+        parts = [place] if epoch is None else [place, format_epoch(epoch)]
+        return ", ".join(parts if step is None else [*parts, f"step {step}"])
 
     def __reduce__(self) -> tuple[Any, ...]:
         cause = None if self.cause is None else PickledException(self.cause)

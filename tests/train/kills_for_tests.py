@@ -231,7 +231,7 @@ def create_trainer(kind, world_size, plan, **options):
         "lr_scheduler": plan.create_scheduler,
         "data": lambda: DataLoader(Noisy(STEPS * 8, plan), batch_size=8, shuffle=True),
         "val_data": make_val_data,
-        "microbatches": 2 * world_size if kind == "pipeline" else 2,
+        "microbatches": 4 if kind == "pipeline" else 2,
     }
     if kind == "tensor":
         return ModelParallelTrainer(world_size, model=make_model, **common)

@@ -12,6 +12,7 @@ import collections
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from miniray.counting import format_epoch
 from miniray.doctor.findings import named
 from miniray.errors import ActorDiedError, BarrierTimeoutError, MinirayError, WorkerTimeoutError
 from miniray.train.lockstep.monitor import Verdict
@@ -128,10 +129,17 @@ def find_root_cause(failures: Mapping[int, Exception]) -> tuple[int, Exception] 
 
 
 def add_rank_context(
-    error: Exception, rank: int, epoch: int | None, position: RankPosition | None
+    error: Exception,
+    rank: int,
+    epoch: int | None,
+    position: RankPosition | None,
+    epochs: int | None = None,
 ) -> Exception:
-    """Return ``error`` with rank, epoch and step in its text and fields; of the same types."""
-    when = "" if epoch is None else f" in epoch {epoch}"
+    """Return ``error`` with rank, epoch and step in its text and fields; of the same types.
+
+    ``epochs`` is the number of epochs at the end of the run, if it is known.
+    """
+    when = "" if epoch is None else f" in {format_epoch(epoch, epochs)}"
     step = (
         position.step
         if position is not None and position.epoch == epoch and position.step >= 0

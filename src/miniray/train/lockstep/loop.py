@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from miniray.counting import format_epoch
 from miniray.doctor.instrument_training import observe_loss
 from miniray.train.lockstep.schedule import Action, Agreement
 from miniray.train.run.step_log import LogWindow
@@ -310,8 +311,9 @@ class StepLoop:
             value = loss.item()
             if value - value != 0:
                 raise FloatingPointError(
-                    f"the loss is {value} on rank {self.context.rank} at step {step} of epoch "
-                    f'{self.state.epoch}; on_nonfinite="ignore" would train on with it'
+                    f"the loss is {value} on rank {self.context.rank} at step {step} of "
+                    f"{format_epoch(self.state.epoch)}; "
+                    'on_nonfinite="ignore" would train on with it'
                 )
 
     def get_means(self) -> dict[str, Any]:

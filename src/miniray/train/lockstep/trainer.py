@@ -313,6 +313,7 @@ class LockstepTrainer(BaseTrainer):
             on_restored=self._return_to_step,
             on_replaced=self._call_on_replaced,
             on_poll=self._on_poll,
+            get_epochs=lambda: self._target.epochs,
             on_resized=self._on_resized,
             world=self._world,
         )
