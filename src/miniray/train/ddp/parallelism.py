@@ -104,8 +104,9 @@ class DataParallelism:
         rows = [(None, None) if data is None else cut(data, rank, count) for rank in range(count)]
         is_sharded = self.settings.shard == "full"
         ranks = [rank for rank, (_, samples) in enumerate(rows) if samples != 0 or is_sharded]
+        is_together = data is None and not self._has_own_evaluate
         scores = group.call_ranks(
-            "evaluate",
+            "evaluate_together" if is_together else "evaluate",
             lambda rank: () if data is None else (rows[rank][0],),
             lambda rank: {**kwargs, "shard_id": rank, "num_shards": count},
             epoch,

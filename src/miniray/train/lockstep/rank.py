@@ -406,6 +406,11 @@ class RankActor:
             return self._user.load_data_shard(*args, **kwargs)
         return None  # the samples are planned step by step when the rank is prepared
 
+    def evaluate_together(self, **kwargs: Any) -> Any:
+        """Evaluate on the validation data, which all ranks do at the same time."""
+        self._context.barrier("before-evaluation")
+        return self.evaluate(**kwargs)
+
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate by the user's own ``evaluate``, or by ``validation_step``.
 

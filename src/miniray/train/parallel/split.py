@@ -113,9 +113,12 @@ class ModelSplit:
         del kwargs
         if data is None and self.job.val_data is None:
             raise TypeError("there is nothing to evaluate on: pass data=, or val_data= before")
-        given = miniray.put(data) if data is not None else None
+        method: str = "evaluate_together"
+        arguments: tuple[Any, ...] = ()
+        if data is not None:
+            method, arguments = "evaluate", (miniray.put(data),)
         attempt = partial(
-            group.call_ranks, "evaluate", lambda _: (given,), epoch=epoch, reports_progress=True
+            group.call_ranks, method, lambda _: arguments, epoch=epoch, reports_progress=True
         )
         results = group.run(attempt, epoch=epoch, keep=Keep.OWN)
         mine = [

@@ -41,6 +41,7 @@ _ID_NAMES = ("worker_id", "rank", "id")
 USER_METHODS = {
     "assign_data": "load_data_shard",
     "check_validation": "validation_step",
+    "evaluate_together": "evaluate",
     "train_on_shard": "train_epoch",
     "train_steps_on_shard": "train_steps",
 }
