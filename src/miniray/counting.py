@@ -9,8 +9,8 @@ def format_epoch(epoch: int, epochs: int | None = None, unit: str = "epoch") -> 
     Args:
         epoch: Index of the epoch.
         epochs: Number of epochs at the end of the run, if it is known.
-        unit: What the trainer counts in place of epochs. The number of a step is always that of
-            the steps before it.
+        unit: The unit that the trainer counts in place of epochs. A step is numbered by the steps
+            that were completed before it.
     """
     if unit != "epoch":
         return f"{unit} {epoch}"

@@ -1,4 +1,4 @@
-"""What workers print: each line starts with ``[Rank r/N]``, once, whatever wrote it."""
+"""Each line of a worker's output starts with ``[Rank r/N]``, once, whatever wrote it."""
 
 import os
 import sys
