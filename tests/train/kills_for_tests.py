@@ -228,7 +228,7 @@ def create_trainer(kind, world_size, plan, **options):
     common |= {
         "loss": functional.cross_entropy,
         "optimizer": plan.create_optimizer,
-        "lr_scheduler": plan.create_scheduler,
+        "scheduler": plan.create_scheduler,
         "data": lambda: DataLoader(Noisy(STEPS * 8, plan), batch_size=8, shuffle=True),
         "val_data": make_val_data,
         "microbatches": 4 if kind == "pipeline" else 2,
