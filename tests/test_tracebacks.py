@@ -285,7 +285,7 @@ def test_ddp_rank(tmp_path, monkeypatch, golden):
             shown = re.sub(r"Worker\.\w+ failed", "Worker.METHOD failed", normalize(text))
             golden("traceback_ddp.txt", shown)
             assert (caught.value.rank, caught.value.step) == (1, 0)
-        assert normalize(text).splitlines()[-1].startswith("Rank 1, epoch 0, step 0: File ")
+        assert normalize(text).splitlines()[-1].startswith("Rank 1, epoch 1, step 0: File ")
     assert counts[0] <= 20
     assert counts[1] > 60
 

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from miniray import tracebacks
+from miniray.counting import format_epoch
 from miniray.exception_pickling import PickledException, get_parts, rebuild_exception, to_picklable
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "SyncError",
     "TaskCancelledError",
     "TaskError",
+    "WeightsDivergedError",
     "WeightsMismatchError",
     "WorkerCrashedError",
     "WorkerLostError",
@@ -328,6 +330,14 @@ class WeightsMismatchError(MinirayError, ValueError):
     """
 
 
+class WeightsDivergedError(MinirayError, RuntimeError):
+    """Ranks that hold the same weights have different ones. No checkpoint was written.
+
+    ``rank`` differs from most other ranks, or from rank 0 if there are two. ``entry`` is the name
+    of its first parameter that differs, and ``step`` is the number of completed steps.
+    """
+
+
 class NonFiniteWeightsError(MinirayError, ValueError):
     """The weights of a worker contain NaN or Inf. No weights were combined.
 
@@ -438,8 +448,9 @@ class TaskError(MinirayError):
             while isinstance(inner.cause, TaskError):  # passed through a chain of calls
                 inner = inner.cause
             return f"{inner.actor} (pid {inner.pid})"
-        when = [f"{name} {fields[name]}" for name in ("epoch", "step") if fields[name] is not None]
-        return ", ".join([place, *when])
+        epoch, step = fields["epoch"], fields["step"]
+        parts = [place] if epoch is None else [place, format_epoch(epoch)]
+        return ", ".join(parts if step is None else [*parts, f"step {step}"])
 
     def __reduce__(self) -> tuple[Any, ...]:
         cause = None if self.cause is None else PickledException(self.cause)

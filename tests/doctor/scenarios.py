@@ -135,7 +135,7 @@ FAULTS = {
         (0, 1),
         None,
         "set_epoch_forgotten.py:10",
-        ("epoch 1", "epoch 0", "set_epoch"),
+        ("epoch 2", "epoch 1", "set_epoch"),
     ),
     "models_differ": Scenario(
         "models-differ", (1,), None, "models_differ.py:9", ("rank 1 has 4", "rank 0 has 2")

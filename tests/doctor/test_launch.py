@@ -98,6 +98,7 @@ Path(f"env-{rank}.json").write_text(json.dumps({name: os.environ[name] for name 
 Path(f"argv-{rank}.json").write_text(json.dumps([sys.argv, __name__, __file__, sys.path[0]]))
 print("started")
 print(f"[Rank {rank}/2] labelled already")
+print(f"[Rank {rank}/9] of a trainer")
 print("to stderr", file=sys.stderr)
 doctor.barrier("both")
 doctor.step(loss=0.5, batch_size=8)
@@ -112,7 +113,8 @@ doctor.step(loss=0.5, batch_size=8)
         log = (tmp_path / "run" / "ranks" / f"{rank}.log").read_text()
         label = f"[Rank {rank}/2]"
         lines = sorted(log.splitlines())
-        assert lines == [f"{label} labelled already", f"{label} started", f"{label} to stderr"]
+        texts = ("labelled already", "started", "to stderr")
+        assert lines == [*(f"{label} {text}" for text in texts), f"[Rank {rank}/9] of a trainer"]
         script = str(tmp_path / "train.py")
         expected = [[script, "--epochs", "3", "--nproc", "9"], "__main__", script, str(tmp_path)]
         assert json.loads((tmp_path / f"argv-{rank}.json").read_text()) == expected

@@ -141,7 +141,9 @@ def faulty(how, calls):
 def test_a_stage_that_dies_is_named_and_after_a_restart_nothing_is_lost(engine):
     engine()
     options = {"model": faulty("die", 30), "layers_per_stage": [4, 5]}
-    with pytest.raises(ActorDiedError, match=r"stage 1 \(layers 4-8\): rank 1 in epoch 1") as error:
+    with pytest.raises(
+        ActorDiedError, match=r"stage 1 \(layers 4-8\): rank 1 in epoch 2 of"
+    ) as error:
         pipeline(**options).train(2)
     assert error.value.rank == 1
     assert "Connection" not in str(error.value)
@@ -213,7 +215,7 @@ def test_a_part_of_the_model_that_is_lost_outside_of_an_epoch_costs_no_bit(engin
 
 def test_an_error_in_a_layer_is_the_error_of_the_run_and_says_where(engine):
     engine()
-    with pytest.raises(KeyError, match=r"(?s)rank 1 in epoch 0.*a bad layer") as error:
+    with pytest.raises(KeyError, match=r"(?s)rank 1 in epoch 1.*a bad layer") as error:
         pipeline(model=faulty("raise", 10), layers_per_stage=[4, 5]).train(1)
     assert "stage 1 fwd mb" in str(error.value) or not hasattr(error.value, "add_note")
     assert "Connection" not in str(error.value)
@@ -235,7 +237,7 @@ def test_a_loss_that_is_no_number_ends_the_run(engine):
     def broken(output, target):
         return loss(output, target) + (float("nan") if len(target) == 1 else 0.0)
 
-    with pytest.raises(FloatingPointError, match="the loss is nan on rank 1 at step 5 of epoch 0"):
+    with pytest.raises(FloatingPointError, match="the loss is nan on rank 1 at step 5 of epoch 1"):
         pipeline(loss=broken, data=make_data(41)).train(1)
 
 

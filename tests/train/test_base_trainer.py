@@ -263,7 +263,7 @@ def test_an_exception_in_a_worker_says_which_and_when_and_ends_the_run():
         trainer.train(epochs=5)
     error = caught.value
     assert (error.worker, error.epoch) == (1, 2)
-    assert "worker 1 in epoch 2: Failing.train_epoch" in str(error)
+    assert "worker 1 in epoch 3 of 5: Failing.train_epoch" in str(error)
     assert 'raise KeyError("missing column")' in str(error)
     assert not miniray.is_initialized()
     run = json.loads((trainer.run.path / "run.json").read_text())
@@ -279,7 +279,7 @@ def test_callbacks_see_the_trainer_and_may_stop_it(capsys):
 
     with Recording(1, backend="inline", callbacks=[Stop()]) as trainer:
         assert trainer.train(epochs=10).epochs == 2
-        assert capsys.readouterr().err.splitlines()[-1] == "stopped after epoch 1: enough"
+        assert capsys.readouterr().err.splitlines()[-1] == "stopped after epoch 2 of 10: enough"
         run = json.loads((trainer.run.path / "run.json").read_text())
         assert run["stop_reason"] == "enough"
         assert trainer.train(epochs=1).epochs == 3

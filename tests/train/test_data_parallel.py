@@ -266,7 +266,7 @@ class Broken(Counter.__wrapped__):
 )
 def test_what_a_sync_finds_wrong_is_said_with_its_epoch(wrong, kind, text):
     trainer = DataParallelTrainer(2, worker=Broken, backend="inline", progress=False)
-    with trainer, pytest.raises(kind, match=f"^sync in epoch 1: worker 1: {text}") as caught:
+    with trainer, pytest.raises(kind, match=f"^sync in epoch 2 of 2: worker 1: {text}") as caught:
         trainer.train(epochs=2, wrong=wrong)
     assert getattr(caught.value, "workers", (1,)) == (1,)
 
@@ -275,7 +275,10 @@ def test_what_a_strategy_raises_is_said_with_its_epoch():
     trainer = CounterTrainer(2, 1, "weighted", backend="inline", progress=False)
     trainer.set_worker_weight(0, 0)
     trainer.set_worker_weight(1, 0)
-    with trainer, pytest.raises(ValueError, match=r"^sync in epoch 0: Server.sync_from_workers"):
+    with (
+        trainer,
+        pytest.raises(ValueError, match=r"^sync in epoch 1 of 1: Server"),
+    ):
         trainer.train(epochs=1)
 
 

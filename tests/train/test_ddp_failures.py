@@ -49,10 +49,10 @@ def train(how, epochs=2, at=(0, 2), hang_timeout=50.0, progress=False, **options
 @pytest.mark.parametrize(
     ("how", "kind", "message"),
     [
-        ("fail", KeyError, r"rank 1 in epoch 0, step 2: (.|\n)*a bad row"),
+        ("fail", KeyError, r"rank 1 in epoch 1 of 2, step 2: (.|\n)*a bad row"),
         ("lose_database", RuntimeError, "the database timed out"),
-        ("die", ActorDiedError, r"rank 1 in epoch 0, step 2: .* killed by SIGKILL"),
-        ("exit", ActorDiedError, r"rank 1 in epoch 0, step 2: .* exited with code 3"),
+        ("die", ActorDiedError, r"rank 1 in epoch 1 of 2, step 2: .* killed by SIGKILL"),
+        ("exit", ActorDiedError, r"rank 1 in epoch 1 of 2, step 2: .* exited with code 3"),
     ],
 )
 def test_what_goes_wrong_in_a_rank_is_the_error_of_the_run(engine, how, kind, message):
@@ -122,9 +122,9 @@ def test_a_rank_that_hangs_is_named_with_its_place(engine, tmp_path, scale):
         train("hang", hang_timeout=4 * scale)
     text = str(failure.value)
     assert text.startswith("rank 1 has not moved, and the others wait for it\n")
-    assert "rank 1 is in forward, epoch 0, step 2" in text
+    assert "rank 1 is in forward, epoch 1, step 2" in text
     assert "the line that hangs" in text
-    assert "rank 0 is in backward, epoch 0, step 2" in text
+    assert "rank 0 is in backward, epoch 1, step 2" in text
     assert (failure.value.rank, failure.value.epoch, failure.value.step) == (1, 0, 2)
     assert "STUCK: rank 1" in text
     (kept,) = tmp_path.glob("runs/*/doctor.txt")
@@ -142,8 +142,8 @@ def test_a_rank_that_hangs_in_an_evaluation_is_named_too(engine):
     engine()
     options = {"worker": StuckValidating, "progress": False, "hang_timeout": 4 * TIME_SCALE}
     with pytest.raises(WorkerTimeoutError, match="rank 1 has not moved") as failure:
-        DDPTrainer(2, eval_interval=1, **options).train(epochs=1)
-    assert "rank 1 is in evaluation, epoch 0, for" in str(failure.value)
+        DDPTrainer(2, eval_interval=1, sanity_batches=0, **options).train(epochs=1)
+    assert "rank 1 is in evaluation, epoch 1, for" in str(failure.value)
     assert "the line that hangs" in str(failure.value)
     assert (failure.value.rank, failure.value.epoch) == (1, 0)
 
@@ -187,7 +187,7 @@ def test_a_rank_that_is_stopped_is_said_to_be(engine):
     ("how", "kind", "message"),
     [
         ("skip", TypeError, r"on rank 0 must return the loss.*A rank cannot leave out a step"),
-        ("nan", FloatingPointError, "the loss is nan on rank 0 at step 2 of epoch 0"),
+        ("nan", FloatingPointError, "the loss is nan on rank 0 at step 2 of epoch 1"),
         ("leave_out", RuntimeError, r"no gradient for 0.weight, 0.bias, 2.weight at step 2"),
         ("parts_only", RuntimeError, r"training_step\(\) must call self.model\(...\) itself"),
     ],

@@ -60,8 +60,8 @@ def test_a_barrier_names_who_is_missing_and_where(host):
         with pytest.raises(BarrierTimeoutError) as failure:
             first.barrier("before-iteration")
         text = str(failure.value)
-        assert "barrier 'before-iteration' of epoch 4 waited 0.2 s in vain for rank 1 of 2" in text
-        assert re.search(r"rank 1 is in forward, epoch 4, step 3, for ([5-9]|[1-9]\d) s", text)
+        assert "barrier 'before-iteration' of epoch 5 waited 0.2 s in vain for rank 1 of 2" in text
+        assert re.search(r"rank 1 is in forward, epoch 5, step 3, for ([5-9]|[1-9]\d) s", text)
         assert "test_ddp_parts.py" in text  # its stack: here, one thread is both
         error = failure.value
         assert (error.name, error.missing) == ("before-iteration", (1,))
@@ -158,7 +158,7 @@ def test_the_bar_of_steps_comes_when_all_ranks_are_in_the_loop(monkeypatch):
     bar.update(places(0, -1))  # rank 1 is still before the barrier
     assert terminal.getvalue() == ""
     bar.update(places(3, 3))
-    assert "epoch 2" in terminal.getvalue()
+    assert "epoch 3" in terminal.getvalue()
     assert "/10" in terminal.getvalue()
     bar.close()
     bar.close()

@@ -50,11 +50,11 @@ def run(tmp_path, kind, how, **options):
 def test_an_exception_is_named_with_its_line_and_the_others_are_no_causes(tmp_path):
     (other, guilty), judgement = run(tmp_path, ValueError, "raise")
     assert (guilty.kind, guilty.type) == ("exception", "ValueError")
-    assert guilty.message == "row 17 is bad (in epoch 1)\nand so is the next"
+    assert guilty.message == "row 17 is bad (in epoch 2)\nand so is the next"
     assert (os.path.basename(guilty.site.file), guilty.site.line) == ("test_ending.py", LINE)
     assert "ValueError: row 17 is bad" in guilty.traceback
     assert other.by_launcher
-    assert "rank 1 raised ValueError: row 17 is bad (in epoch 1)" in judgement.verdict
+    assert "rank 1 raised ValueError: row 17 is bad (in epoch 2)" in judgement.verdict
     assert f"test_ending.py:{LINE}" in judgement.verdict
 
 
@@ -72,7 +72,7 @@ def test_one_that_hung_is_said_to_have_given_no_result(tmp_path):
         tmp_path, WorkerTimeoutError, "stop", worker_timeout=5 * TIME_SCALE
     )
     assert guilty.type == "WorkerTimeoutError"
-    assert "worker 1, train_epoch() in epoch 1: gave no result in 2 s" in guilty.message
+    assert "worker 1, train_epoch() in epoch 2 of 3: gave no result in 2 s" in guilty.message
     assert judgement.verdict.startswith("FAILED: rank 1 raised WorkerTimeoutError")
 
 

@@ -90,7 +90,7 @@ def test_a_replacement_is_said_aloud(tmp_path, capfd):
 def test_without_failures_to_spare_the_run_ends_with_one_error_and_no_process(tmp_path):
     before = processes()
     trainer = make(tmp_path, "kill")
-    with pytest.raises(ActorDiedError, match=r"worker 1, train_epoch\(\) in epoch 2.*SIGKILL") as e:
+    with pytest.raises(ActorDiedError, match=r"worker 1, train_epoch\(\) in epoch 3.*SIGKILL") as e:
         trainer.train(epochs=4)
     error = e.value
     assert (error.worker, error.epoch, error.signal, error.exit_code) == (1, 2, "SIGKILL", None)
@@ -108,14 +108,14 @@ def test_without_failures_to_spare_the_run_ends_with_one_error_and_no_process(tm
 def test_a_worker_that_hangs_is_named(tmp_path):
     before = processes()
     trainer = make(tmp_path, "stop", worker_timeout=5 * TIME_SCALE)
-    with pytest.raises(WorkerTimeoutError, match=r"worker 1, train_epoch\(\) in epoch 2"):
+    with pytest.raises(WorkerTimeoutError, match=r"worker 1, train_epoch\(\) in epoch 3"):
         trainer.train(epochs=4)
     assert processes() <= before
 
 
 def test_exceptions_are_not_failures_to_be_repeated(tmp_path):
     trainer = make(tmp_path, "raise", max_failures=5)
-    with pytest.raises(ValueError, match="worker 1 in epoch 2"):
+    with pytest.raises(ValueError, match="worker 1 in epoch 3"):
         trainer.train(epochs=4)
 
 

@@ -26,18 +26,18 @@ def lines(epochs, start=0, **options):
 def test_elsewhere_it_is_a_line_an_epoch():
     found = lines(3)
     assert len(found) == 3
-    assert re.fullmatch(r"epoch 1/3  loss=1  \[\S+ s/epoch, \d:\d\d left\]", found[0])
-    assert found[2].startswith("epoch 3/3  loss=0.3333  [")
+    assert re.fullmatch(r"epoch 1 of 3  loss=1  \[\S+ s/epoch, \d:\d\d left\]", found[0])
+    assert found[2].startswith("epoch 3 of 3  loss=0.3333  [")
 
 
 def test_a_run_that_goes_on_counts_on():
-    assert lines(2, start=5)[0].startswith("epoch 6/7")
+    assert lines(2, start=5)[0].startswith("epoch 6 of 7")
 
 
 def test_long_runs_write_about_a_hundred_lines():
     found = lines(1000)
     assert len(found) == 100
-    assert found[-1].startswith("epoch 1000/1000")
+    assert found[-1].startswith("epoch 1000 of 1000")
 
 
 def test_off_is_off():
@@ -60,7 +60,7 @@ def test_progress_counts_on_after_its_stream_is_closed():
     stream = io.StringIO()
     progress = Progress(0, 3, stream=stream)
     progress.update(0, {})
-    assert stream.getvalue().startswith("epoch 1/3")
+    assert stream.getvalue().startswith("epoch 1 of 3")
     stream.close()
     progress.update(1, {})
     progress.update(2, {})

@@ -178,12 +178,9 @@ def check_recovery(world_size, places, loaders=0, every=EVERY, epochs=2, **optio
     return restarts
 
 
-@pytest.mark.parametrize(
-    ("world_size", "phase", "loaders"),
-    [(2, "forward", 2), (3, "snapshot", 0), (2, "data", 0), (3, "optimizer", 0)],
-)
-def test_a_kill_costs_at_most_the_steps_since_the_last_snapshot(world_size, phase, loaders):
-    check_recovery(world_size, {phase: STEPS + 6}, loaders)
+def test_a_kill_with_loader_processes_costs_the_steps_since_the_last_snapshot():
+    """``test_kills`` has the other phases."""
+    check_recovery(2, {"forward": STEPS + 6}, loaders=2)
 
 
 @pytest.mark.slow
@@ -199,11 +196,13 @@ def test_a_kill_in_any_phase(world_size, phase, loaders, step):
     check_recovery(world_size, {phase: step}, loaders)
 
 
+@pytest.mark.slow
 def test_two_kills_in_a_row():
     first, second = check_recovery(2, {"forward": 8, "backward": 9})
     assert (first["resumed_at_step"], second["resumed_at_step"]) == (6, 6)
 
 
+@pytest.mark.slow
 def test_a_kill_in_an_evaluation_inside_an_epoch_costs_no_step():
     """The state at the pause is newer than the snapshot of the same step."""
     options = {"trainer_options": {"eval_every_steps": 6}}
@@ -223,13 +222,8 @@ def test_a_kill_before_a_pause_that_a_snapshot_has_reached():
     assert restart["resumed_at_step"] == 6
 
 
-@pytest.mark.parametrize(
-    ("phase", "step"),
-    [
-        ("backward", 8),
-        *[pytest.param(p, s, marks=pytest.mark.slow) for p, s in [("snapshot", 9), ("data", 17)]],
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("phase", "step"), [("backward", 8), ("snapshot", 9), ("data", 17)])
 def test_shards_restart_from_their_own_snapshots(phase, step):
     check_recovery(2, {phase: step}, trainer_options={"shard": "full"}, norm=False)
 
@@ -280,7 +274,8 @@ def train_split(kind, kills=0, step=0, **options):
         return losses, trainer.model_weights(), trainer.run.read_events()
 
 
-@pytest.mark.parametrize("kind", ["pipeline", pytest.param("tensor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pipeline", "tensor"])
 def test_split_models_restart_from_their_own_snapshots(kind):
     losses, weights, _ = train_split(kind)
     found, weights_then, events = train_split(kind, kills=2, step=2 * (STEPS + 5))

@@ -218,4 +218,4 @@ def test_the_newest_run_is_that_of_the_same_worker(capsys):
     train(Noisy)
     again = train(Counter, 2, resume=True)
     assert (again.run_dir, again.epochs) == (first.run_dir, 2)
-    assert f"resuming {first.run_dir} after epoch 1\n" in capsys.readouterr().err
+    assert f"resuming {first.run_dir} after epoch 1 of 2\n" in capsys.readouterr().err

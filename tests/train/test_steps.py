@@ -5,6 +5,7 @@ import time
 import pytest
 
 import miniray
+from miniray.doctor.reader import read_box
 from miniray.errors import CheckpointError
 from miniray.train import (
     Callback,
@@ -527,6 +528,21 @@ def test_values_that_workers_log():
     assert "rows" not in result
 
 
+def test_evaluation_inside_an_epoch_has_its_own_barrier_and_logs_metrics():
+    """``self.log`` in ``validation_step`` adds a metric, limited to one batch per rank."""
+    watch = Watch()
+    limits = {"limit_val_batches": 1, "eval_every_steps": 2, "overfit_batches": 3}
+    with make(worker=Scheduled, callbacks=watch, **limits) as trainer:
+        trainer.train(epochs=2)
+        ranks = [read_box(trainer.run.path / "ranks" / f"{rank}.box") for rank in range(2)]
+    assert [step for step, _ in watch.scores] == [2, 4, 6]  # the last one at the end of an epoch
+    assert [scores["val_rows"] for _, scores in watch.scores] == [4.0] * 3
+    assert [scores["val_num_samples"] for _, scores in watch.scores] == [8] * 3
+    for box in ranks:
+        names = [event.name for event in box.events if event.kind == "barrier"]
+        assert names.count("before-evaluation") == 3
+
+
 # -- limits ----------------------------------------------------------------------------------------
 
 
@@ -560,6 +576,7 @@ class OwnRows(Rows):
 @pytest.mark.parametrize("worker", [Rows, OwnRows])
 def test_limits_are_batches_per_rank(worker):
     limits = {"limit_train_batches": 3, "limit_val_batches": 1, "eval_interval": 2}
+    limits["sanity_batches"] = 0
     with make(worker=worker, accumulate=2, **limits) as trainer:
         result = trainer.train(epochs=2)
         found = trainer.call_workers("get_rows")

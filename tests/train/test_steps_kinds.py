@@ -7,7 +7,12 @@ import pytest
 import miniray
 from miniray.data import DataLoader as OwnLoader
 from miniray.data import IndexedDataset
-from miniray.train import Checkpoint, ModelParallelTrainer, PipelineParallelTrainer
+from miniray.train import (
+    Checkpoint,
+    ModelParallelTrainer,
+    PipelineParallelTrainer,
+    RunDirectory,
+)
 
 torch = pytest.importorskip("torch")
 
@@ -125,6 +130,14 @@ def test_loaders_that_miniray_does_not_plan(worker, train_options):
 # -- parts of the model ----------------------------------------------------------------------------
 
 
+class Normed(Noisy):
+    """Has running statistics, which differ between ranks inside an epoch."""
+
+    def __init__(self, worker_id):
+        super().__init__(worker_id, rows=56)  # no batch of one row
+        self.model.insert(1, nn.BatchNorm1d(16))
+
+
 def create_layers():
     torch.manual_seed(3)
     layers = [nn.Linear(4, 32), nn.Tanh(), nn.Dropout(0.2), nn.Linear(32, 32), nn.Tanh()]
@@ -162,6 +175,27 @@ def test_trainers_whose_ranks_hold_parts(trainer, options):
     if trainer is not None:
         options = {**SPLIT, **options, "trainer": partial(create_trainer, trainer)}
     check_resume(5, **options)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options"),
+    [
+        pytest.param(None, {"worker": Normed}, marks=pytest.mark.slow),
+        (PipelineParallelTrainer, {"model": create_list, "microbatches": 2}),
+        pytest.param(ModelParallelTrainer, {"model": create_layers}, marks=pytest.mark.slow),
+    ],
+    ids=["replicated", "pipeline", "tensor"],
+)
+def test_evaluation_inside_an_epoch_changes_no_bit(trainer, options):
+    """The model has dropout, so it must train again after an evaluation."""
+    if trainer is not None:
+        val_data = DataLoader(make_data(9), batch_size=4)
+        split = {**SPLIT, "val_data": val_data, "trainer": partial(create_trainer, trainer)}
+        options = {**split, **options}
+    evaluated = run("evaluated", {"epochs": 1}, **options, eval_every_steps=2)
+    check_equal(evaluated, run("plain", {"epochs": 1}, **options))
+    steps = RunDirectory("evaluated").read_steps()
+    assert [r["step"] for r in steps if "val_loss" in r] == [*range(2, evaluated[0] + 1, 2)]
 
 
 # -- log records of ranks that hold parts ----------------------------------------------------------

@@ -141,9 +141,11 @@ def _row(run: Run) -> dict[str, str]:
 
 
 def _epochs(run: Run) -> str:
-    """Return the number of completed epochs. Metrics number epochs from 0."""
-    last = run.last_metrics().get("epoch")
-    return str(last + 1) if isinstance(last, int) else ""
+    """Return the number of completed epochs, as ``2 of 3``. Metrics number epochs from 0."""
+    last, total = run.last_metrics().get("epoch"), run.config.get("epochs")
+    if not isinstance(last, int):
+        return ""
+    return f"{last + 1} of {total}" if type(total) is int and total > last else str(last + 1)
 
 
 def _ago(moment: float | None) -> str:

@@ -25,6 +25,9 @@ SEED = "MINIRAY_SEED"
 #: Not the workers' own but one for the whole run; every process of it has it in its environment.
 RUN_SEED = "MINIRAY_RUN_SEED"
 SET_UP = "MINIRAY_SET_UP"
+#: Starts each line of the process's output in the driver, in place of name and process id. The
+#: process may have written it already.
+LABEL = "MINIRAY_OUTPUT_LABEL"
 #: Modules, space between them, that the local engine loads once for all workers, before it forks.
 PRELOAD = "MINIRAY_PRELOAD"
 #: A static method of a wrapper, called with the user's object before that object's ``__init__``.

@@ -93,7 +93,7 @@ class Diagnosis:
             "read_at": self.run.read_at,
             "world_size": self.run.world_size,
             "missing": list(self.run.missing),
-            "ranks": [_rank_json(facts) for facts in self.case],
+            "ranks": [_rank_json(facts, self.case.run.epochs) for facts in self.case],
             "findings": [finding.to_json() for finding in self.findings],
             "notes": [finding.to_json() for finding in self.notes],
             "stacks": {
@@ -111,7 +111,7 @@ class Diagnosis:
         }
 
 
-def _rank_json(facts: Facts) -> dict[str, Any]:
+def _rank_json(facts: Facts, epochs: int | None) -> dict[str, Any]:
     record = facts.record
     gpu = record.gpu
     return {
@@ -120,7 +120,7 @@ def _rank_json(facts: Facts) -> dict[str, Any]:
         "host": record.host,
         "launcher": record.launcher,
         "state": facts.state,
-        "line": render.step_line(record),
+        "line": render.step_line(record, epochs),
         "step": record.global_step,
         "epoch": record.epoch,
         "batch_size": record.batch_size,

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
+from miniray.counting import format_epoch
 from miniray.doctor.findings import seconds
 from miniray.doctor.model import COLLECTIVE, DESTROY, Exit, RankRecord, RunRecord, Site, ThreadStack
 from miniray.doctor.sites import is_users
@@ -261,7 +262,10 @@ class Case:
         epochs = [r.epoch for r in records] or [-1]
         word, done = ("step", steps) if any(steps) or max(epochs) < 0 else ("epoch", epochs)
         low, high = min(done), max(done)
-        return f"{word} {low}" if low == high else f"{word}s {low}–{high}"
+        if word == "epoch" and low == high:
+            return format_epoch(low, self.run.epochs)
+        first = 1 if word == "epoch" else 0  # files count epochs from 0, and completed steps
+        return f"{word} {low}" if low == high else f"{word}s {low + first}–{high + first}"
 
     @cached_property
     def members(self) -> Mapping[str, frozenset[int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -24,6 +25,8 @@ from miniray.doctor.waiting import is_consequence
 from miniray.errors import BoxError
 
 _MAX_LINE = 65536
+#: A rank has labeled the line itself, or a trainer has that runs in this process.
+_LABEL = re.compile(r"\[Rank \d+/\d+\] ")
 
 
 class Rank:
@@ -268,7 +271,7 @@ class Output:
 def _labelled(label: str, line: bytes) -> str:
     """A line with its label; of the states of a progress bar, the last."""
     text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
-    return f"{text}\n" if text.startswith(label) else f"{label} {text}\n"
+    return f"{text}\n" if _LABEL.match(text) else f"{label} {text}\n"
 
 
 def _signal_name(number: int) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+from miniray.counting import format_epoch
 from miniray.doctor.facts import Facts
 from miniray.doctor.findings import Finding, Severity, named, plural, they
 from miniray.doctor.model import LOADER, Event, Loader
@@ -290,7 +291,7 @@ def _counts(p: Progress) -> str:
     if p.inside and not p.trains:
         count = f"not yet all of {plural(p.planned, 'batch')}"
     return (
-        f"rank {record.rank}: {count}{site} in epoch {p.loader.passes - 1}, "
+        f"rank {record.rank}: {count}{site} in {format_epoch(p.loader.passes - 1)}, "
         f"{plural(p.backwards, 'backward')}; {p.facts.doing()}"
     )
 

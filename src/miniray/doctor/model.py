@@ -313,6 +313,13 @@ class RunRecord:
         return max([said if isinstance(said, int) else 0, *claimed])
 
     @property
+    def epochs(self) -> int | None:
+        """Number of epochs at the end of the run of a trainer, if it is known."""
+        config = self.run.get("config")
+        found = config.get("epochs") if isinstance(config, Mapping) else None
+        return found if type(found) is int else None
+
+    @property
     def missing(self) -> tuple[int, ...]:
         """Ranks that never wrote a box."""
         return tuple(rank for rank in range(self.world_size) if rank not in self.ranks)

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from miniray.counting import format_epoch
 from miniray.doctor.facts import Case, Facts
 from miniray.doctor.findings import Finding, Severity, named, numbers, plural, size
 from miniray.doctor.model import RankRecord, Site
@@ -141,10 +142,13 @@ def distributed(record: RankRecord) -> str:
     return f"available, not initialized{alone}"
 
 
-def step_line(record: RankRecord) -> str:
-    """P5's line: ``[Rank 2/4] Step 100, Batch size: 8``; ``Epoch 3`` where no steps are known."""
+def step_line(record: RankRecord, epochs: int | None = None) -> str:
+    """P5's line: ``[Rank 2/4] Step 100, Batch size: 8``; ``Epoch 3 of 5`` where no steps are known.
+
+    ``epochs`` is the number of epochs at the end of the run, if it is known.
+    """
     if record.in_epochs:
-        return f"{record.label} Epoch {record.epoch}"
+        return f"{record.label} {format_epoch(record.epoch, epochs).capitalize()}"
     # A loop without a loader says nothing of its batches, which is not that they are empty.
     size_ = record.batch_size if record.batch_size or record.batches or record.samples else "?"
     return f"{record.label} Step {record.global_step}, Batch size: {size_}"
@@ -157,7 +161,7 @@ def rank_table(case: Case, width: int = 80) -> Table:
 
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
     chosen = _chosen(case)
-    rows = [(_row(facts), _row_style(facts)) for facts in chosen]
+    rows = [(_row(facts, case.run.epochs), _row_style(facts)) for facts in chosen]
     for rank in case.never_started[:4]:
         label = f"[Rank {rank}/{case.run.world_size}]"
         rows.append(((label, "missing", "never started", "", "", "", ""), ""))
@@ -204,7 +208,7 @@ def _chosen(case: Case) -> Sequence[Facts]:
     return sorted(order[:_MOST_RANKS], key=lambda f: f.rank)
 
 
-def _row(facts: Facts) -> tuple[str, ...]:
+def _row(facts: Facts, epochs: int | None) -> tuple[str, ...]:
     record = facts.record
     phase, since = record.phase.name or "start", record.phase.since
     if facts.wait is not None:
@@ -217,7 +221,7 @@ def _row(facts: Facts) -> tuple[str, ...]:
     if record.in_epochs:
         phase, age = ("", "") if phase == "start" else (phase, age)
         samples = samples if record.samples else ""
-    return step_line(record), facts.state, phase[:20], age, samples, loss, size(record.rss)
+    return step_line(record, epochs), facts.state, phase[:20], age, samples, loss, size(record.rss)
 
 
 def _count(value: int) -> str:

@@ -155,10 +155,12 @@ class LockstepKwargs(RunKwargs, total=False):
     timeout: float
     log_every: int
     eval_every_steps: int | None
+    sanity_batches: int
     snapshot_every: int | Literal["auto"] | None
     limit_train_batches: int | None
     limit_val_batches: int | None
     overfit_batches: int | None
+    on_divergence: Literal["error", "warn"]
 
 
 class ParallelKwargs(LockstepKwargs, total=False):

@@ -24,12 +24,15 @@ class StepOptions:
 
     log_every: int = 10
     eval_every_steps: int | None = None
+    sanity_batches: int = 2
     limit_train_batches: int | None = None
     limit_val_batches: int | None = None
     overfit_batches: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "log_every", check_int("log_every", self.log_every, 1))
+        sanity = check_int("sanity_batches", self.sanity_batches, 0)
+        object.__setattr__(self, "sanity_batches", sanity)
         for name in ("eval_every_steps", *_LIMITS):
             object.__setattr__(self, name, check_optional_int(name, getattr(self, name)))
         if self.overfit_batches is not None and self.limit_train_batches is not None:
@@ -39,6 +42,11 @@ class StepOptions:
     def train_limit(self) -> int | None:
         """Batches of an epoch per rank; None for all."""
         return self.overfit_batches or self.limit_train_batches
+
+    @property
+    def sanity_limit(self) -> int:
+        """Validation batches per rank before the first step."""
+        return min(self.sanity_batches, self.limit_val_batches or self.sanity_batches)
 
     @property
     def overfits(self) -> bool:

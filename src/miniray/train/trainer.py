@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import miniray
 from miniray.checks import check_int, suggest_options
 from miniray.core import session
+from miniray.counting import format_epoch
 from miniray.doctor.runfile import mask_secrets
 from miniray.tracebacks import hides_frames
 from miniray.train import pretrained
@@ -293,8 +294,7 @@ class BaseTrainer:
                 self._stop, self.checkpointer.find_newest, self._request_stop, self.state
             ) as attempt,
         ):
-            self._open_run(resume, is_auto)
-            self._target = TrainTarget.create(epochs, steps, is_total, self.state)
+            self._open_run(resume, is_auto, partial(TrainTarget.create, epochs, steps, is_total))
             self._start_workers()
             if is_total and self._target.is_reached(self.state):
                 self._print_complete()
@@ -323,11 +323,16 @@ class BaseTrainer:
                     event = {"event": "stopped", "epoch": epoch, "reason": self.stop_reason}
                     self.session.append_event(event)
                     why = f": {self.stop_reason}" if self.stop_reason else ""
-                    where = f"{self._unit} {epoch}"
-                    if state.step_in_epoch or self.counts_only_steps:
-                        where = f"step {state.step}"
-                    progress.note(f"stopped after {where}{why}")
+                    progress.note(f"stopped after {self._describe_position()}{why}")
                     break
+
+    def _describe_position(self) -> str:
+        """Return the last completed step or epoch for people, such as ``epoch 2 of 3``."""
+        if self.state.step_in_epoch or self.counts_only_steps:
+            return f"step {self.state.step}"
+        if self._unit != "epoch":
+            return f"{self._unit} {self.epoch}"
+        return format_epoch(self.epoch - 1, self._target.epochs)
 
     def _run_epoch(self, epoch: int, progress: Progress) -> None:
         """Train an epoch, or the part of it up to the target, and record the result."""
@@ -443,19 +448,25 @@ class BaseTrainer:
             names = [name for name in self._kwargs if name not in self._own_kwargs]
             check_train_kwargs(self, names, methods, options, self._train_hints)
 
-    def _open_run(self, resume: bool | str | Path, is_auto: bool) -> None:
+    def _open_run(
+        self,
+        resume: bool | str | Path,
+        is_auto: bool,
+        create_target: Callable[[TrainState], TrainTarget],
+    ) -> None:
         """Start the engine, go to the position of the checkpoint, and open the run directory."""
         self.session.start_engine()
         if resume:
             self.load_checkpoint("latest" if resume is True else resume)
         else:
             self.checkpointer.check_unused()
+        self._target = create_target(self.state)
         run = self.session.open(restart=is_auto)
         self.checkpointer.open(run.checkpoints)
         self.session.write_description(self._describe())
         self.loggers.open(run, self._kwargs)
         if resume and self.options.progress:
-            print(f"resuming {run.path} after {self._unit} {self.epoch}", file=sys.stderr)
+            print(f"resuming {run.path} after {self._describe_position()}", file=sys.stderr)
 
     def _describe(self) -> dict[str, Any]:
         """Return the configuration of the run for ``run.json``."""
@@ -465,6 +476,7 @@ class BaseTrainer:
             "backend": session.engine().name,
             "num_workers": self.num_workers,
             "seed": self.options.seed,
+            **self._target.to_dict(),
             "kwargs": {key: repr(value) for key, value in kwargs.items()},
         }
 
@@ -492,6 +504,7 @@ class BaseTrainer:
             timeout=self.options.worker_timeout,
             on_event=self.session.append_event,
             unit=self._unit,
+            get_epochs=lambda: self._target.epochs,
             get_kwargs=lambda: self._kwargs,
         )
 
@@ -574,8 +587,10 @@ class BaseTrainer:
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    def save_checkpoint(self, epoch: int | None = None, *, background: bool = False) -> Path:
+    def save_checkpoint(self, epoch: int | None = None, *, background: bool = False) -> Path | None:
         """Write a checkpoint of the last completed epoch or step, and return its path.
+
+        The path is None if a subclass writes none, as ``DDPTrainer`` with ``on_divergence="warn"``.
 
         Args:
             epoch: Inside ``train_epoch``, says that the running epoch counts as completed.

@@ -36,8 +36,9 @@ class _Pipe:
 
 
 class _Worker:
-    def __init__(self, name: str, path: str) -> None:
+    def __init__(self, name: str, path: str, label: str) -> None:
         self.name = name
+        self.label = label
         self.path = path
         self.pid = 0
         self.file: BinaryIO = open(path, "ab", buffering=0)
@@ -67,11 +68,15 @@ class LogReader:
             self._waker.close()
             raise
 
-    def add(self, proc: int, name: str) -> tuple[int, int]:
-        """The write ends (stdout, stderr) for a new worker."""
+    def add(self, proc: int, name: str, label: str = "") -> tuple[int, int]:
+        """Return the write ends (stdout, stderr) for a new worker.
+
+        ``label`` starts each line that is shown, unless the line has it. By default, that is the
+        worker's name and process id.
+        """
         with self._lock:
             safe = re.sub(r"[^\w.-]", "_", name)[:_MAX_NAME]
-            worker = _Worker(name, os.path.join(self.directory, f"{safe}-{proc}.log"))
+            worker = _Worker(name, os.path.join(self.directory, f"{safe}-{proc}.log"), label)
             self._workers[proc] = worker
             writers = []
             for is_error in (False, True):
@@ -185,11 +190,13 @@ class LogReader:
         if not self._to_terminal:
             return
         target = sys.stderr if pipe.is_error else sys.stdout
-        prefix = f"({worker.name} pid={worker.pid})"
+        label = worker.label
+        prefix = label or f"({worker.name} pid={worker.pid})"
         if _is_terminal(target) and not os.environ.get("NO_COLOR"):
             prefix = f"\033[36m{prefix}\033[0m"
         # Whole lines in one piece, so that those of several processes never mix.
-        text = "".join(f"{prefix} {text}\n" for text in texts)
+        own = f"{label} " if label else ""
+        text = "".join(f"{prefix} {text.removeprefix(own)}\n" for text in texts)
         self._output.append((pipe.is_error, text))
 
     def close(self) -> None:

@@ -93,7 +93,9 @@ class Processes:
             zygote = self._zygote or self.use(Zygote())
             if not self._free_slots:
                 raise OSError(errno.EAGAIN, f"{len(self.workers)} run already")
-            out_fd, err_fd = self.logs.add(worker.proc, worker.name)
+            out_fd, err_fd = self.logs.add(
+                worker.proc, worker.name, worker.env.get(startup.LABEL, "")
+            )
         except OSError as error:
             why = f"{worker.name} could not be started: {limits.describe_reached(error)}"
             self.node.post(lambda: self._on_exit(worker, 0, why))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from miniray.counting import format_epoch
 from miniray.doctor import samples
 from miniray.doctor.dataset_check import (
     EACH_ITS_SHARE,
@@ -149,7 +150,7 @@ def _average_together(case: Case, one: Facts, two: Facts) -> bool:
 
 def _first_ids(given: SamplePass) -> str:
     shown = ", ".join(map(str, given.ids[:8]))
-    return f"epoch {given.epoch}, {given.count} samples: {shown}{', …' * (given.count > 8)}"
+    return f"{format_epoch(given.epoch)}, {given.count} samples: {shown}{', …' * (given.count > 8)}"
 
 
 def _same_order(case: Case) -> Iterator[Finding]:
@@ -168,8 +169,8 @@ def _same_order(case: Case) -> Iterator[Finding]:
         return
     _, loader, before, again = guilty[0]
     ranks = tuple(f.rank for f, *_ in guilty)
-    title = f"epoch {again.epoch} has epoch {before.epoch}'s order on {named(ranks)}: set_epoch "
-    title += "forgotten"
+    first, second = format_epoch(before.epoch), format_epoch(again.epoch)
+    title = f"{second} has {first}'s order on {named(ranks)}: set_epoch forgotten"
     cause = ONE_ORDER
     fix = SET_EPOCH
     calls = f"set_epoch called {loader.set_epoch_calls} times in {loader.passes} epochs, "

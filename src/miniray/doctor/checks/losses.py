@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from miniray.counting import format_epoch
 from miniray.doctor.facts import Case
 from miniray.doctor.findings import Finding, Severity, named
 from miniray.doctor.model import NonFinite, RankRecord
@@ -53,7 +54,7 @@ def _non_finite(case: Case) -> Iterator[Finding]:
 def _when(found: NonFinite | None) -> str:
     """By its step; where nobody saw one (a worker without torch), by its epoch."""
     assert found is not None
-    return f"step {found.step}" if found.step else f"epoch {found.epoch}"
+    return f"step {found.step}" if found.step else format_epoch(found.epoch)
 
 
 def _order(record: RankRecord) -> tuple[int, int, float]:

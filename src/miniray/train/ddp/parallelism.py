@@ -29,6 +29,8 @@ class DataParallelism:
     ) -> None:
         self.settings, self._data, self._is_elastic = settings, data, is_elastic
         self._steps_are_ours = self._has_own_evaluate = False
+        #: Whether all ranks have a validation step and data for it.
+        self.can_validate = False
 
     @property
     def modules(self) -> Sequence[str]:
@@ -62,6 +64,7 @@ class DataParallelism:
         facts = group.call_ranks("prepare_rank", lambda i: (i, count, rank_settings))
         self._steps_are_ours = facts[0]["steps"]
         self._has_own_evaluate = "evaluate" in facts[0]["own_methods"]
+        self.can_validate = all(fact["validates"] and fact["val_loader"] for fact in facts)
         if settings.eval_interval and not self._has_own_evaluate:
             checks.check_val_loader(facts, settings.eval_interval)
         if self._is_elastic:
@@ -101,8 +104,9 @@ class DataParallelism:
         rows = [(None, None) if data is None else cut(data, rank, count) for rank in range(count)]
         is_sharded = self.settings.shard == "full"
         ranks = [rank for rank, (_, samples) in enumerate(rows) if samples != 0 or is_sharded]
+        is_together = data is None and not self._has_own_evaluate
         scores = group.call_ranks(
-            "evaluate",
+            "evaluate_together" if is_together else "evaluate",
             lambda rank: () if data is None else (rows[rank][0],),
             lambda rank: {**kwargs, "shard_id": rank, "num_shards": count},
             epoch,
@@ -121,6 +125,9 @@ class DataParallelism:
         state = {**shared, **merge_shards(own)}
         weights = {**shared.get("weights", {}), **state.pop("weights")}
         return weights, state
+
+    def list_replicas(self, count: int) -> list[list[int]]:
+        return [[*range(count)]] if self.settings.shard == "none" else []
 
     def describe_part(self, rank: int) -> str | None:
         del rank

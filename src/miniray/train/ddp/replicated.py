@@ -24,8 +24,13 @@ from miniray.train.lockstep.loop import (
     StepOutput,
     check_scheduler,
 )
-from miniray.train.lockstep.mesh import gather_full, load_tensors, share_buffers
-from miniray.train.lockstep.rank import RankContext, WorkerTraits
+from miniray.train.lockstep.mesh import (
+    compute_checksums,
+    gather_full,
+    load_tensors,
+    share_buffers,
+)
+from miniray.train.lockstep.rank import RankContext, WorkerTraits, defines
 from miniray.train.lockstep.schedule import Agreement
 from miniray.train.optimizer_steps import create_autocast
 from miniray.train.pretrained import SavedFiles, write_model
@@ -93,8 +98,19 @@ class ReplicatedModel:
             "planned": self.epoch_data is not None and self.epoch_data.has_position,
             "batches": data.length(self.user.train_loader) if has_steps else None,
             "own_methods": self.traits.own_methods,
+            "validates": self._has_validation(),
             "val_loader": getattr(self.user, "val_loader", None) is not None,
         }
+
+    def _has_validation(self) -> bool:
+        """Return whether ``evaluate`` calls the worker's ``validation_step``, or its training step.
+
+        The latter is what ``TorchWorker`` does.
+        """
+        user = type(self.user)
+        is_own = defines(user, "validation_step") or defines(user, "training_step")
+        has_own_evaluate = "evaluate" in self.traits.own_methods
+        return is_own and hasattr(user, "validation_step") and not has_own_evaluate
 
     def _place_models(self) -> Any:
         """Return the device; workers with their own epoch loop have chosen one already."""
@@ -247,9 +263,12 @@ class ReplicatedModel:
         if self.scheduler_interval == "step":
             self.user.scheduler.step()
 
-    def end_epoch(self) -> None:
+    def share_buffers(self) -> None:
         if self.context.world_size > 1:
             share_buffers(self.modules.values())
+
+    def end_epoch(self) -> None:
+        self.share_buffers()
         if self.scheduler_interval == "epoch":
             self.user.scheduler.step()
 
@@ -327,6 +346,15 @@ class ReplicatedModel:
 
     def gather_shared(self) -> dict[str, Any] | None:
         return None if self.context.rank else self.get_shared()
+
+    def get_checksums(self) -> dict[str, int]:
+        ignored = {
+            f"{name}.{key}"
+            for name, module in self.modules.items()
+            for key in getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        }
+        parameters = self._iter_named_parameters()
+        return compute_checksums((k, p) for k, p in parameters if k not in ignored)
 
     def _whole_model(self) -> Any:
         model = self.modules.get("model") if len(self.modules) == 1 else None
@@ -451,6 +479,11 @@ class ReplicatedModel:
         max_batches: int | None = None,
     ) -> dict[str, Any]:
         return self._evaluation.run(data, shard_id, num_shards, max_batches)
+
+    def check_validation(self, max_batches: int) -> None:
+        context = self.context
+        with parts.preserve_state(self.modules.values(), self.user.val_loader):
+            self.evaluate(None, context.rank, context.world_size, max_batches)
 
     def use_synced_models(self) -> None:
         """Give the worker its models with averaged gradients."""

@@ -55,6 +55,9 @@ class DDPTrainer(LockstepTrainer):
         clip_norm: Maximum norm of the gradients of all parameters together.
         compile: ``torch.compile`` the model: True, the name of a backend, or a dict of options.
         on_nonfinite: ``"error"``: a loss that is NaN or infinite ends the run; or ``"ignore"``.
+        on_divergence: ``"error"``: with every checkpoint, ranks compare checksums of their weights,
+            and ``WeightsDivergedError`` ends the run if they differ; or ``"warn"``, which only
+            leaves out that checkpoint. With ``shard="full"`` there is nothing to compare.
         models: Attributes of the worker whose gradients are averaged, for custom loops.
         group_backend: ``"gloo"``, ``"nccl"``, or ``"auto"``: NCCL if each worker has a separate
             GPU, else gloo.
@@ -74,6 +77,9 @@ class DDPTrainer(LockstepTrainer):
             lost rank costs the steps since the last epoch or pause.
         log_every: Steps between two log records.
         eval_every_steps: Steps between two evaluations.
+        sanity_batches: Batches of ``val_loader`` per rank on which ``validation_step`` runs before
+            the first step of a run, so that an error in it is raised at once. The scores are
+            discarded, and the run has the same bits as without. 0: none.
         limit_train_batches, limit_val_batches: Maximum number of batches per rank, in an epoch and
             in an evaluation of ``val_loader``.
         overfit_batches: Train on the same batches in every epoch, this many per rank, in order.

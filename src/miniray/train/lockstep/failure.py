@@ -2,12 +2,17 @@
 
 If a rank is lost or doesn't answer, the others fail too, a moment later or earlier, in whatever
 call they are. Their errors are consequences and aren't shown.
+
+A rank may also fail without an error, by weights that differ from those of its replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
+from miniray.counting import format_epoch
 from miniray.doctor.findings import named
 from miniray.errors import ActorDiedError, BarrierTimeoutError, MinirayError, WorkerTimeoutError
 from miniray.train.lockstep.monitor import Verdict
@@ -80,6 +85,41 @@ def describe_loss(
     return f"{who} {what}{when}; all ranks restarted in {seconds:.2f} s and {where}"
 
 
+class Divergence(NamedTuple):
+    """A rank whose weights differ from those of other ranks that should hold the same."""
+
+    rank: int
+    parameters: list[str]
+
+    def describe(self, step: int) -> str:
+        more = len(self.parameters) - 1
+        others = f" and {more} more" if more else ""
+        return (
+            f"rank {self.rank} has different weights than the other ranks after step {step}: "
+            f"parameter {self.parameters[0]!r}{others}. No checkpoint was written. Check for code "
+            "that changes parameters or gradients on some ranks only"
+        )
+
+
+def find_divergence(
+    checksums: Sequence[Mapping[str, int]], replicas: Iterable[Sequence[int]]
+) -> Divergence | None:
+    """Return a rank that differs from most of its replicas, or from the first of two.
+
+    Args:
+        checksums: By rank and parameter.
+        replicas: Groups of ranks that should hold the same weights.
+    """
+    for ranks in replicas:
+        found = collections.Counter(tuple(checksums[rank].items()) for rank in ranks)
+        expected = dict(found.most_common(1)[0][0])  # the first one of equals
+        for rank in ranks:
+            names = [n for n, value in checksums[rank].items() if value != expected[n]]
+            if names:
+                return Divergence(rank, names)
+    return None
+
+
 def find_root_cause(failures: Mapping[int, Exception]) -> tuple[int, Exception] | None:
     """Return rank and error of the first failure that isn't a consequence of a different one."""
     for rank, error in failures.items():
@@ -89,10 +129,17 @@ def find_root_cause(failures: Mapping[int, Exception]) -> tuple[int, Exception] 
 
 
 def add_rank_context(
-    error: Exception, rank: int, epoch: int | None, position: RankPosition | None
+    error: Exception,
+    rank: int,
+    epoch: int | None,
+    position: RankPosition | None,
+    epochs: int | None = None,
 ) -> Exception:
-    """Return ``error`` with rank, epoch and step in its text and fields; of the same types."""
-    when = "" if epoch is None else f" in epoch {epoch}"
+    """Return ``error`` with rank, epoch and step in its text and fields; of the same types.
+
+    ``epochs`` is the number of epochs at the end of the run, if it is known.
+    """
+    when = "" if epoch is None else f" in {format_epoch(epoch, epochs)}"
     step = (
         position.step
         if position is not None and position.epoch == epoch and position.step >= 0

@@ -128,6 +128,7 @@ class LockstepGroup:
         on_resized: Called with the number of ranks before a restart that has changed it.
         on_poll: Called with new log windows while an epoch runs.
         world: Decides how many ranks restart.
+        get_epochs: Returns the number of epochs at the end of the run, for people.
         keep_initial: The state to keep after the start, to restart from.
     """
 
@@ -152,6 +153,7 @@ class LockstepGroup:
     on_poll: Callable[[list[LogWindow]], None]
     on_resized: Callable[[int], None] = lambda before: None
     world: WorldSize = dataclasses.field(default_factory=WorldSize)
+    get_epochs: Callable[[], int | None] = lambda: None
     keep_initial: Keep = Keep.ALL
     handles: list[Any] = dataclasses.field(default_factory=list)
     #: Optimizer steps of an epoch; None if it isn't known.
@@ -472,7 +474,8 @@ class LockstepGroup:
     ) -> None:
         """Wait until all ranks have answered, or until it is known that some won't."""
         monitor, pending, notice_s = self._monitor, answers.pending, self.hang_timeout
-        bar = StepBar(epoch or 0, self.steps_per_epoch, reports_progress and self.shows_progress)
+        shows_bar = reports_progress and self.shows_progress
+        bar = StepBar(epoch or 0, self.steps_per_epoch, shows_bar, self.get_epochs())
         start = answered = time.monotonic()
         give_up: float | None = None
         with contextlib.closing(bar):
@@ -539,7 +542,7 @@ class LockstepGroup:
             )
         rank, error = cause
         position = positions[rank] if positions and method == TRAIN_EPOCH else None
-        return self._add_part(add_rank_context(error, rank, epoch, position))
+        return self._add_part(add_rank_context(error, rank, epoch, position, self.get_epochs()))
 
     def _add_part(self, error: Exception) -> Exception:
         """Add to the error of a lost rank what part of the model it held."""

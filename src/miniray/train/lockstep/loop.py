@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from miniray.counting import format_epoch
 from miniray.doctor.instrument_training import observe_loss
 from miniray.train.lockstep.schedule import Action, Agreement
 from miniray.train.run.step_log import LogWindow
@@ -111,6 +112,9 @@ class Replica(Protocol):
     def step_optimizer(self) -> None:
         """Update the parameters."""
 
+    def share_buffers(self) -> None:
+        """Give all replicas the buffers of the first, such as running statistics. A collective."""
+
     def end_epoch(self) -> None:
         """Share buffers, and step a scheduler that goes by epochs."""
 
@@ -129,6 +133,12 @@ class Replica(Protocol):
     @property
     def has_position(self) -> bool:
         """Whether this rank's loader can start inside an epoch."""
+
+    def check_validation(self, max_batches: int) -> None:
+        """Validate on a few batches, and discard the scores. No state may change."""
+
+    def get_checksums(self) -> dict[str, int]:
+        """Return a checksum of each parameter, to compare with other ranks."""
 
     def get_local_state(self, take: Callable[[Any], Any]) -> tuple[Any, Any]:
         """Return the state that all ranks share, and what only this rank has. No collective.
@@ -167,7 +177,7 @@ class StepLoop:
         """
         self.context.until = until
         if self._is_after(until):  # a restart from a snapshot of this very step
-            return self._report(self.state.step_in_epoch)
+            return self._pause()
         if self._steps is None or self._position != self.state.state_dict():
             self._open_epoch()
         elif not self._log_means.samples:
@@ -176,7 +186,7 @@ class StepLoop:
         for micro_batches in self._steps:
             self._run_step(micro_batches)
             if self._act() or self.state.step == until:
-                return self._report(self.state.step_in_epoch)
+                return self._pause()
         self._check_losses()
         self._close_epoch()
         report = self._report(0)
@@ -215,6 +225,14 @@ class StepLoop:
         self.context.status.set_phase("end of the epoch")
         self.context.barrier("epoch-end")
         self.replica.end_epoch()
+
+    def _pause(self) -> EpochReport:
+        """Return to the driver inside an epoch.
+
+        What it does next, such as an evaluation, is of one model: that of a checkpoint.
+        """
+        self.replica.share_buffers()
+        return self._report(self.state.step_in_epoch)
 
     def _report(self, step_in_epoch: int) -> EpochReport:
         self._position = self.state.state_dict()
@@ -293,8 +311,9 @@ class StepLoop:
             value = loss.item()
             if value - value != 0:
                 raise FloatingPointError(
-                    f"the loss is {value} on rank {self.context.rank} at step {step} of epoch "
-                    f'{self.state.epoch}; on_nonfinite="ignore" would train on with it'
+                    f"the loss is {value} on rank {self.context.rank} at step {step} of "
+                    f"{format_epoch(self.state.epoch)}; "
+                    'on_nonfinite="ignore" would train on with it'
                 )
 
     def get_means(self) -> dict[str, Any]:

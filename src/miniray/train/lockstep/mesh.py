@@ -19,6 +19,9 @@ from miniray.errors import CheckpointError
 from miniray.train.run.tensors.shards import create_shard, is_shard
 from miniray.train.torch_private import get_shard_offset
 
+#: Integer types by size in bytes, to read the bits of numbers of any type.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def make_mesh(device: Any, sizes: Mapping[str, int]) -> Any:
     """Return a mesh of all ranks, in their order. A collective: every rank creates every group."""
@@ -167,6 +170,19 @@ def load_tensors(targets: Iterable[tuple[str, Any]], values: Mapping[str, Any]) 
         for name, target in targets:
             value = values[name]
             local(target).copy_(value["shard"] if is_shard(value) else value)
+
+
+def compute_checksums(parameters: Iterable[tuple[str, Any]]) -> dict[str, int]:
+    """Return a checksum of this rank's part of each parameter: the sum of its bits as integers."""
+    names: list[str] = []
+    sums: list[torch.Tensor] = []
+    for name, parameter in parameters:
+        values = local(parameter).detach().reshape(-1)
+        bits = values.view(_INTEGERS.get(values.element_size(), torch.uint8))
+        names.append(name)
+        total = bits.sum(dtype=torch.int64)
+        sums.append(total.to(sums[0].device) if sums else total)
+    return dict(zip(names, torch.stack(sums).tolist() if sums else (), strict=True))
 
 
 def shard_like(target: Any, value: Any) -> Any:

@@ -45,6 +45,10 @@ class Parallelism(Protocol):
     ) -> tuple[Sequence[Mapping[str, Any]], Any]:
         """See ``LockstepGroup.prepare``."""
 
+    @property
+    def can_validate(self) -> bool:
+        """Whether all ranks have a validation step and data for it, once they are prepared."""
+
     def summarize(self, reports: Sequence[EpochReport]) -> dict[str, Any]:
         """Return the result of an epoch from the reports of the ranks."""
 
@@ -64,6 +68,9 @@ class Parallelism(Protocol):
 
         The arguments are the two parts of ``Replica.get_local_state``, the second one by rank.
         """
+
+    def list_replicas(self, count: int) -> list[list[int]]:
+        """Return the groups of ranks that hold the same weights; of ``count`` ranks."""
 
     def describe_part(self, rank: int) -> str | None:
         """Return what part of the model is lost with a rank; None if all ranks hold the same."""

@@ -283,6 +283,11 @@ class RankActor:
         """Return the state that all ranks share: optimizers, position, data order. See above."""
         return self._replica.gather_shared()
 
+    def get_checksums(self) -> dict[str, int]:
+        """Return a checksum of each parameter that this rank holds."""
+        checksums: dict[str, int] = self._replica.get_checksums()
+        return checksums
+
     def load_shared(self, shared: Any) -> None:
         self._replica.load_shared(shared)
 
@@ -401,6 +406,11 @@ class RankActor:
             return self._user.load_data_shard(*args, **kwargs)
         return None  # the samples are planned step by step when the rank is prepared
 
+    def evaluate_together(self, **kwargs: Any) -> Any:
+        """Evaluate on the validation data, which all ranks do at the same time."""
+        self._context.barrier("before-evaluation")
+        return self.evaluate(**kwargs)
+
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate by the user's own ``evaluate``, or by ``validation_step``.
 
@@ -415,6 +425,12 @@ class RankActor:
                     scores = self._replica.evaluate(*args, **filter_kwargs(accepts, kwargs))
             self._context.log.take()  # of a method that returned its metrics
             return scores
+
+    def check_validation(self, max_batches: int) -> None:
+        """Validate on a few batches, and discard the scores."""
+        with self._replica.evaluation_context():
+            self._replica.check_validation(max_batches)
+        self._context.log.take()
 
     def get_weights(self) -> Any:
         if "get_weights" in self._traits.own_methods:

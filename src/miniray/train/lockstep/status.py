@@ -20,6 +20,7 @@ import time
 import traceback
 from typing import Any
 
+from miniray.counting import format_epoch
 from miniray.data import observers
 from miniray.doctor.layout import PREPARING
 from miniray.errors import BarrierTimeoutError, MinirayError, PeerLostError, TaskError
@@ -63,12 +64,12 @@ class RankPosition:
     stack: str = ""
 
     def describe(self) -> str:
-        """``rank 1 is in forward, epoch 0, step 3, for 61 s``"""
+        """``rank 1 is in forward, epoch 1, step 3, for 61 s``"""
         where = (
             f"rank {self.rank} is {'' if self.phase.startswith('after ') else 'in '}{self.phase}"
         )
         if self.epoch >= 0:
-            where += f", epoch {self.epoch}"
+            where += f", {format_epoch(self.epoch)}"
         if self.step >= 0:
             where += f", step {self.step}"
         return f"{where}, for {self.seconds:.0f} s"
@@ -157,8 +158,9 @@ class HeartbeatSender:
             ranks = ", ".join(map(str, missing))
             shown = "\n".join(format_position(positions[rank]) for rank in missing)
             raise BarrierTimeoutError(
-                f"barrier {name!r} of epoch {self.epoch} waited {self.limit:g} s in vain for rank"
-                f"{'s' if len(missing) > 1 else ''} {ranks} of {self._spec.world_size}\n{shown}",
+                f"barrier {name!r} of {format_epoch(self.epoch)} waited {self.limit:g} s in vain "
+                f"for rank{'s' if len(missing) > 1 else ''} {ranks} of {self._spec.world_size}\n"
+                f"{shown}",
                 name,
                 tuple(missing),
                 rank=self.rank,

@@ -18,12 +18,15 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import miniray
+from miniray.checks import check_choice
 from miniray.core import session
-from miniray.errors import CheckpointError
+from miniray.errors import CheckpointError, WeightsDivergedError
 from miniray.tracebacks import hides_frames
+from miniray.train.lockstep.failure import Divergence, find_divergence
 from miniray.train.lockstep.group import TRAIN_EPOCH, LockstepGroup
 from miniray.train.lockstep.options import (
     check_engine,
@@ -39,6 +42,7 @@ from miniray.train.lockstep.snapshot import (
     RankSnapshots,
     StepSnapshots,
 )
+from miniray.train.options import warn
 from miniray.train.run.checkpoint_format import LateState
 from miniray.train.run.checkpointer import Part
 from miniray.train.run.step_log import LogWindow
@@ -77,10 +81,12 @@ class LockstepTrainer(BaseTrainer):
         timeout: float = 600.0,
         log_every: int = 10,
         eval_every_steps: int | None = None,
+        sanity_batches: int = 2,
         snapshot_every: int | Literal["auto"] | None = "auto",
         limit_train_batches: int | None = None,
         limit_val_batches: int | None = None,
         overfit_batches: int | None = None,
+        on_divergence: Literal["error", "warn"] = "error",
         **options: Unpack[RunKwargs],
     ) -> None:
         check_options(
@@ -91,9 +97,12 @@ class LockstepTrainer(BaseTrainer):
             group_backend=group_backend,
         )
         self._snapshot_every = check_snapshot_every(snapshot_every)
+        check_choice("on_divergence", on_divergence, ("error", "warn"))
+        self._on_divergence = on_divergence
         step_options = StepOptions(
             log_every=log_every,
             eval_every_steps=eval_every_steps,
+            sanity_batches=sanity_batches,
             limit_train_batches=limit_train_batches,
             limit_val_batches=limit_val_batches,
             overfit_batches=overfit_batches,
@@ -210,6 +219,21 @@ class LockstepTrainer(BaseTrainer):
                 "train_loader that has a length. With train_epoch, the steps are the workers' own"
             )
 
+    def _start_workers(self) -> None:
+        super()._start_workers()
+        if not self.state.step and not self._target.is_reached(self.state):
+            self._check_validation()
+
+    def _check_validation(self) -> None:
+        """Validate on a few batches, so that an error doesn't wait for the first evaluation."""
+        group, batches = self._get_ranks(), self._steps.options.sanity_limit
+        if not batches or not self._parallelism.can_validate:
+            return
+        attempt = partial(
+            group.call_ranks, "check_validation", lambda _: (batches,), reports_progress=True
+        )
+        group.run(attempt, keep=Keep.NOTHING)
+
     def _finish_epoch(self, epoch: int, result: dict[str, Any]) -> None:
         before = set(result)
         super()._finish_epoch(epoch, result)
@@ -289,6 +313,7 @@ class LockstepTrainer(BaseTrainer):
             on_restored=self._return_to_step,
             on_replaced=self._call_on_replaced,
             on_poll=self._on_poll,
+            get_epochs=lambda: self._target.epochs,
             on_resized=self._on_resized,
             world=self._world,
         )
@@ -354,6 +379,32 @@ class LockstepTrainer(BaseTrainer):
         described = {**super()._describe(), **self._parallelism.describe()}
         limits = self._steps.options.describe_limits()
         return {**described, "clip_norm": self.clip_norm, **limits}
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def save_checkpoint(self, epoch: int | None = None, *, background: bool = False) -> Path | None:
+        """Write a checkpoint as ``BaseTrainer`` does, if all replicas have the same weights.
+
+        Raises:
+            WeightsDivergedError: They differ. With ``on_divergence="warn"``, warn and return None.
+        """
+        found = self._find_divergence() if self._group is not None else None
+        if found is None:
+            return super().save_checkpoint(epoch, background=background)
+        step, name = self.state.step, found.parameters[0]
+        message = found.describe(step)
+        event = {"event": "weights_diverged", "rank": found.rank, "parameter": name, "step": step}
+        self.session.append_event({**event, "message": message})
+        if self._on_divergence == "error":
+            raise WeightsDivergedError(message, rank=found.rank, entry=name, step=step)
+        warn(message)
+        return None
+
+    def _find_divergence(self) -> Divergence | None:
+        """Compare the weights of ranks that should hold the same."""
+        group = self._get_ranks()
+        replicas = [r for r in self._parallelism.list_replicas(group.count) if len(r) > 1]
+        return find_divergence(group.call("get_checksums"), replicas) if replicas else None
 
     # -- state ------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from miniray.train.lockstep.loop import MicroBatch, StepLoop, StepOutput
 from miniray.train.lockstep.mesh import (
+    compute_checksums,
     local,
     make_mesh,
     share_buffers,
@@ -162,10 +163,13 @@ class PartReplica:
     def step_optimizer(self) -> None:
         self.part.optimizer.step()
 
-    def end_epoch(self) -> None:
+    def share_buffers(self) -> None:
         if self.layout.data > 1:  # all copies continue with the buffers of the first
             source = self.layout.rank(0, self.place.pipeline, self.place.tensor)
             share_buffers(self.part.modules.values(), source, self.mesh.get_group("data"))
+
+    def end_epoch(self) -> None:
+        self.share_buffers()
         if self.part.scheduler is not None:
             self.part.scheduler.step()
 
@@ -203,10 +207,13 @@ class PartReplica:
 
     @contextlib.contextmanager
     def evaluation_context(self) -> Iterator[None]:
+        training = [(module, module.training) for module in self.part.modules.values()]
         self.part.train(False)
         self.context.status.set_phase(EVALUATION, step=-1)
         before = self.samples.random.state
         yield
+        for module, is_training in training:  # an epoch may be under way
+            module.train(is_training)
         self.samples.random.state = before
         self.context.status.set_phase("idle")
 
@@ -229,6 +236,10 @@ class PartReplica:
                 if output is not None:
                     means.add({k: f(output, target) for k, f in functions.items()}, count)
         return means.sums()
+
+    def check_validation(self, max_batches: int) -> None:
+        with parts.preserve_state(self.part.modules.values(), self.samples.job.val_data):
+            self.evaluate(None, max_batches)
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -263,6 +274,9 @@ class PartReplica:
             "seed": self.job.seed,
             "position": position,
         }
+
+    def get_checksums(self) -> dict[str, int]:
+        return compute_checksums((name, p) for p, name in self.part.names().items())
 
     def load_shared(self, shared: Any) -> None:
         self.part.load_optimizer(shared["optimizer"])

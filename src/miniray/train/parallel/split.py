@@ -58,6 +58,10 @@ class ModelSplit:
         self._one_machine = True
         self._epoch_record: dict[str, Any] = {}
 
+    @property
+    def can_validate(self) -> bool:
+        return self.job.val_data is not None
+
     def summarize(self, reports: Sequence[EpochReport]) -> dict[str, Any]:
         layout = self.layout
         told = [r.metrics for i, r in enumerate(reports) if not layout.place(i).tensor]
@@ -109,9 +113,12 @@ class ModelSplit:
         del kwargs
         if data is None and self.job.val_data is None:
             raise TypeError("there is nothing to evaluate on: pass data=, or val_data= before")
-        given = miniray.put(data) if data is not None else None
+        method: str = "evaluate_together"
+        arguments: tuple[Any, ...] = ()
+        if data is not None:
+            method, arguments = "evaluate", (miniray.put(data),)
         attempt = partial(
-            group.call_ranks, "evaluate", lambda _: (given,), epoch=epoch, reports_progress=True
+            group.call_ranks, method, lambda _: arguments, epoch=epoch, reports_progress=True
         )
         results = group.run(attempt, epoch=epoch, keep=Keep.OWN)
         mine = [
@@ -120,6 +127,13 @@ class ModelSplit:
             if not self.layout.place(rank).tensor and len(sums) > 1
         ]
         return combine(mine)
+
+    def list_replicas(self, count: int) -> list[list[int]]:
+        by_part: dict[tuple[int, int], list[int]] = {}
+        for rank in range(count):
+            _, stage, shard = self.layout.place(rank)
+            by_part.setdefault((stage, shard), []).append(rank)
+        return [*by_part.values()]
 
     def describe_part(self, rank: int) -> str | None:
         """Return the part of a rank, such as ``stage 1 (layers 3-5)``."""

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from miniray.counting import format_epoch
 from miniray.train.run.records import number
 
 if TYPE_CHECKING:
@@ -145,7 +146,8 @@ class Progress(Steps):
     def _line(self, note: str) -> str:
         each = (time.monotonic() - self.began) / self.done
         left = each * (self.count - self.done)
-        text = f"{self._one} {self._end - self.count + self.done}/{self._end}  {note}".rstrip()
+        done = self._end - self.count + self.done
+        text = f"{self._one} {done} of {self._end}  {note}".rstrip()
         return f"{text}  [{each:.3g} s/{self._one}, {_clock(left)} left]"
 
 
@@ -294,8 +296,10 @@ class StepBar:
     before the first step.
     """
 
-    def __init__(self, epoch: int, steps: int | None, enabled: bool) -> None:
-        self._epoch, self._steps = epoch, steps
+    def __init__(
+        self, epoch: int, steps: int | None, enabled: bool, epochs: int | None = None
+    ) -> None:
+        self._epoch, self._steps, self._epochs = epoch, steps, epochs
         self._enabled = enabled and sys.stderr is not None and sys.stderr.isatty()
         self._bar: Any = None
 
@@ -308,7 +312,7 @@ class StepBar:
                 return
             self._bar = _bar_class()(
                 total=self._steps,
-                desc=f"epoch {self._epoch}",
+                desc=format_epoch(self._epoch, self._epochs),
                 unit=" steps",
                 leave=False,
                 position=1,

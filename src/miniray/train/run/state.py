@@ -173,6 +173,10 @@ class TrainTarget:
         assert steps is not None
         return cls(steps=steps if is_total else state.step + steps)
 
+    def to_dict(self) -> dict[str, int]:
+        """Return the number of epochs or steps, for ``run.json``."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+
     def describe(self, unit: str) -> str:
         """Return the length of the run, such as ``3 epochs``."""
         return f"{self.steps} steps" if self.epochs is None else f"{self.epochs} {unit}s"

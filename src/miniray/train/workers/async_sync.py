@@ -216,7 +216,7 @@ class AsyncSync(SyncPolicy):
                 error = cause
             else:
                 raise add_error_context(
-                    error, f"worker {step.worker} in epoch {step.epoch}"
+                    error, f"worker {step.worker} in {self._workers.format_epoch(step.epoch)}"
                 ) from None
         self._workers.recover(error, step.worker, method, step.epoch)
         self._train(step.worker)

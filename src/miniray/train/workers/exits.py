@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from miniray.counting import format_epoch
 from miniray.doctor import layout, runfile, sites
 from miniray.doctor.box import Box
 from miniray.errors import MinirayError, TaskError
@@ -58,7 +59,9 @@ def _exception(error: BaseException) -> dict[str, Any]:
     if isinstance(cause, TaskError):
         kind, _, message = last.partition(": ")
     if isinstance(error, TaskError):
-        where = [f"{n} {vars(error)[n]}" for n in ("epoch", "step") if n in vars(error)]
+        fields = vars(error)
+        where = [format_epoch(fields["epoch"])] if "epoch" in fields else []
+        where += [f"step {fields['step']}"] if "step" in fields else []
         first, line_break, rest = message.partition("\n")
         message = f"{first} (in {', '.join(where)}){line_break}{rest}" if where else message
     return {

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import miniray
 from miniray.core import session
 from miniray.core.remote import ActorClass, ActorHandle, CallSpec
+from miniray.counting import format_epoch
 from miniray.errors import (
     GetTimeoutError,
     MinirayError,
@@ -39,6 +40,8 @@ _ID_NAMES = ("worker_id", "rank", "id")
 #: Methods of ``WorkerActor`` and the user's methods that they call, which errors name.
 USER_METHODS = {
     "assign_data": "load_data_shard",
+    "check_validation": "validation_step",
+    "evaluate_together": "evaluate",
     "train_on_shard": "train_epoch",
     "train_steps_on_shard": "train_steps",
 }
@@ -163,6 +166,7 @@ class WorkerGroup:
         timeout: Limit in seconds for one call. None: no limit.
         on_event: Called with a dict for each failure and replacement.
         unit: Unit of epochs in errors: an epoch or a step.
+        get_epochs: Returns the number of epochs at the end of the run, for errors.
         get_kwargs: Returns the keyword arguments of ``train()``.
     """
 
@@ -174,6 +178,7 @@ class WorkerGroup:
     timeout: float | None
     on_event: Callable[[dict[str, Any]], None]
     unit: str = "epoch"
+    get_epochs: Callable[[], int | None] = lambda: None
     get_kwargs: Callable[[], Mapping[str, Any]] = dict
     handles: list[Handle] = dataclasses.field(default_factory=list)
 
@@ -290,16 +295,14 @@ class WorkerGroup:
         failed = method
         while True:
             if not is_loss(error):
-                raise add_worker_context(
-                    error, worker_id, method, epoch, self.unit
-                ) from error.__cause__
+                raise self._add_context(error, worker_id, method, epoch) from error.__cause__
             if isinstance(error, GetTimeoutError):
                 error = WorkerTimeoutError(f"gave no result in {self.timeout:g} s")
             decision = self.budget.decide(error, is_repairing=is_repairing)
             what = {"worker": worker_id, "epoch": epoch, "reason": str(error)}
             self.on_event({"event": "worker_failed", **what})
             if decision is Decision.RAISE:
-                raise add_worker_context(error, worker_id, method, epoch, self.unit) from None
+                raise self._add_context(error, worker_id, method, epoch) from None
             try:
                 self.replace(worker_id)
                 break
@@ -314,6 +317,15 @@ class WorkerGroup:
         del method, seconds
         what = {"worker": worker_id, "epoch": epoch, "reason": str(error)}
         self.on_event({"event": "worker_replaced", **what})
+
+    def _add_context(
+        self, error: Exception, worker_id: int, method: str, epoch: int | None
+    ) -> Exception:
+        return add_worker_context(error, worker_id, method, epoch, self.unit, self.get_epochs())
+
+    def format_epoch(self, epoch: int) -> str:
+        """Return the position of an epoch in the run, such as ``epoch 2 of 3``."""
+        return format_epoch(epoch, self.get_epochs(), self.unit)
 
     def replace(self, worker_id: int) -> None:
         """Stop a worker, create a new one in its place and set it up."""
@@ -342,10 +354,15 @@ def end(actor: Handle) -> None:
 
 
 def add_worker_context(
-    error: Exception, worker_id: int, method: str, epoch: int | None, unit: str = "epoch"
+    error: Exception,
+    worker_id: int,
+    method: str,
+    epoch: int | None,
+    unit: str = "epoch",
+    epochs: int | None = None,
 ) -> Exception:
     """Return ``error`` with worker, method and epoch in message and fields; types are kept."""
-    when = "" if epoch is None else f" in {unit} {epoch}"
+    when = "" if epoch is None else f" in {format_epoch(epoch, epochs, unit)}"
     call = "" if isinstance(error, TaskError) else f", {USER_METHODS.get(method, method)}()"
     told = add_error_context(error, f"worker {worker_id}{call}{when}")
     if isinstance(told, MinirayError):

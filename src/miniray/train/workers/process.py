@@ -1,6 +1,6 @@
 """Environment and output of a trainer's worker process.
 
-A rank's output is flushed line by line, starts with ``[Rank r/N]`` and is also written to
+A worker's output is flushed line by line, starts with ``[Rank r/N]`` and is also written to
 ``ranks/<r>.log`` in the run directory. This starts before the user's object is created: what its
 ``__init__`` prints is included, and a logging handler created there keeps the stream that it finds.
 """
@@ -31,8 +31,14 @@ def environment(
     return {
         **actors.environment(run_dir, worker_id, num_workers),
         startup.SET_UP: set_up,
+        startup.LABEL: format_label(worker_id, num_workers),
         startup.PRELOAD: " ".join([*preloaded, *actors.MODULES, *modules]),
     }
+
+
+def format_label(rank: int | str, world_size: int | str) -> str:
+    """Return what starts each line of output."""
+    return f"[Rank {rank}/{world_size}]"
 
 
 #: Lines that Ray prints for its own display of a worker's output, which knows them by these.
@@ -79,10 +85,11 @@ class RankStream:
 
 
 def set_up_worker() -> Callable[[Any], None] | None:
-    """Prepare the process of a worker: its recorder, which also notes the use of the object store.
+    """Prepare the process of a worker: its output, and its recorder.
 
-    Called before the worker is created.
+    Called before the worker is created. The recorder also notes the use of the object store.
     """
+    _label_output()
     name_sections = actors.set_up()
     current = recorder.current()
     if current is not None and session.is_initialized():
@@ -105,23 +112,27 @@ class ObjectStoreGauge:
 
 
 def set_up_rank() -> Callable[[Any], None] | None:
-    """Prepare the process of a rank: its output, its progress bars, its recorder.
+    """Prepare the process of a rank: its progress bars, and what every worker has."""
+    tame_tqdm(int(os.environ[actors.RANK]))
+    return set_up_worker()
 
-    Called before the worker is created. If the run directory doesn't exist, because this is a
-    different machine than the driver's, the output is marked and not copied.
+
+def _label_output() -> None:
+    """Label the lines of this process's output, and copy them to the run directory.
+
+    They aren't copied if the directory doesn't exist, because this is a different machine than the
+    driver's.
     """
     run_dir, rank, world_size = (
         os.environ[name] for name in (actors.RUN_DIR, actors.RANK, actors.WORLD_SIZE)
     )
-    mark, log = f"[Rank {rank}/{world_size}]", None
+    label, log = format_label(rank, world_size), None
     if os.access(run_dir, os.W_OK):
         folder = Path(run_dir) / "ranks"
         folder.mkdir(exist_ok=True)
         log = open(folder / f"{rank}.log", "a", buffering=1, encoding="utf-8")
-    sys.stdout = RankStream(sys.stdout, mark, log)
-    sys.stderr = RankStream(sys.stderr, mark, log)
-    tame_tqdm(int(rank))
-    return set_up_worker()
+    sys.stdout = RankStream(sys.stdout, label, log)
+    sys.stderr = RankStream(sys.stderr, label, log)
 
 
 def tame_tqdm(rank: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import miniray
 from miniray.checks import check_bool, check_int
 from miniray.core import session
+from miniray.counting import format_epoch
 from miniray.errors import MinirayError
 from miniray.ps import Strategy, create_parameter_server
 from miniray.ps.create import check_parameter_server
@@ -141,7 +142,7 @@ class SyncPolicy:
         self._is_in_sync = stats["num_syncs"] > self._num_syncs or self._was_repaired
         self._num_syncs, self._was_repaired = stats["num_syncs"], False
         if stats["last_error"] and stats["failed_syncs"] > self._num_repaired:
-            text = f"sync in epoch {epoch} failed: {stats['last_error']}"
+            text = f"sync in {format_epoch(epoch)} failed: {stats['last_error']}"
             raise MinirayError(text, epoch=epoch)
         return self._is_in_sync
 

@@ -78,7 +78,9 @@ def _add_context(error: Exception, group: WorkerGroup, epoch: int | None) -> Exc
     cause = getattr(error, "cause", None)
     if isinstance(cause, (NonFiniteWeightsError, WeightsMismatchError)):
         error = cause
-    told = add_error_context(error, "sync" if epoch is None else f"sync in {group.unit} {epoch}")
+    told = add_error_context(
+        error, "sync" if epoch is None else f"sync in {group.format_epoch(epoch)}"
+    )
     if isinstance(told, MinirayError):
         told.add_fields(**{group.unit: epoch})
     return told

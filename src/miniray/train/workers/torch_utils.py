@@ -9,7 +9,7 @@ import inspect
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from numbers import Number
 from typing import Any
 
@@ -391,6 +391,22 @@ def keep_random_state() -> Iterator[None]:
         yield
     finally:
         set_random_state(state)
+
+
+@contextlib.contextmanager
+def preserve_state(modules: Iterable[Any], loader: Any) -> Iterator[None]:
+    """Restore random numbers, the modules' buffers and the loader's generator at the end."""
+    owners = list(modules)
+    buffers = [{k: b.clone() for k, b in module.named_buffers()} for module in owners]
+    generator = getattr(loader, "generator", None)
+    before = None if generator is None else generator.get_state()
+    with keep_random_state():
+        yield
+    for module, values in zip(owners, buffers, strict=True):
+        for name, buffer in module.named_buffers():
+            buffer.copy_(values[name])
+    if generator is not None:
+        generator.set_state(before)
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:

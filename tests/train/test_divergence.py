@@ -1,0 +1,172 @@
+"""Ranks whose weights differ are found with the next checkpoint."""
+
+import warnings
+from functools import partial
+
+import pytest
+
+import miniray
+from miniray.errors import WeightsDivergedError
+from miniray.train import (
+    Checkpoint,
+    DDPTrainer,
+    PipelineParallelTrainer,
+)
+from miniray.train.lockstep.failure import find_divergence
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+
+from miniray.train.lockstep.mesh import compute_checksums  # noqa: E402
+from tests.train.ddp_for_tests import Stepper, make_data  # noqa: E402
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _engine():
+    """One engine for all: its first worker loads torch for the others."""
+    miniray.init(backend="local", num_workers=4)
+    yield
+    miniray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path, monkeypatch):
+    """As everywhere, but the engine keeps running."""
+    monkeypatch.chdir(tmp_path)
+
+
+class Drifting(Stepper):
+    """On one rank, one number of one parameter changes before the fourth step."""
+
+    def __init__(self, worker_id, victim=1, ignored=False):
+        super().__init__(worker_id)
+        self.victim = victim
+        if ignored:
+            self.model._ddp_params_and_buffers_to_ignore = ["2.bias"]
+
+    def training_step(self, batch, batch_idx):
+        if self.rank == self.victim and self.global_step == 3:
+            with torch.no_grad():
+                self.model.module[2].bias[1] += 1e-4
+        return super().training_step(batch, batch_idx)
+
+
+def make(num_workers=2, **options):
+    checkpoint = Checkpoint(every_steps=2, keep_last=None)
+    options = {"worker": Drifting, "progress": False, "callbacks": checkpoint, **options}
+    return DDPTrainer(num_workers, **options)
+
+
+def list_checkpoints(trainer):
+    return [info.path.name for info in trainer.checkpoints.list()]
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "victim"), [(2, 1), (3, 0), pytest.param(3, 2, marks=pytest.mark.slow)]
+)
+def test_rank_parameter_and_step_of_a_divergence(num_workers, victim):
+    with make(num_workers) as trainer, pytest.raises(WeightsDivergedError) as caught:
+        trainer.train(epochs=1, victim=victim)
+    error = caught.value
+    assert (error.rank, error.entry, error.step) == (victim, "model.2.bias", 4)
+    assert error.code == "weights-diverged"
+    assert list_checkpoints(trainer) == ["epoch-00000000-step-00000002"]
+    (event,) = [e for e in trainer.run.read_events() if e["event"] == "weights_diverged"]
+    assert (event["rank"], event["parameter"], event["step"]) == (victim, "model.2.bias", 4)
+    assert trainer.run.status() == "failed"
+
+
+def test_with_warn_only_checkpoints_are_left_out():
+    with (
+        make(on_divergence="warn") as trainer,
+        pytest.warns(UserWarning, match=r"rank 1.*model\.2\.bias"),
+    ):
+        trainer.train(steps=6)
+    assert trainer.state.step == 6
+    assert list_checkpoints(trainer) == ["epoch-00000000-step-00000002"]
+    steps = {e["step"] for e in trainer.run.read_events() if e["event"] == "weights_diverged"}
+    assert steps == {4, 6}
+
+
+def test_equal_ranks_and_ignored_parameters_are_saved():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with make() as trainer:
+            trainer.train(steps=4, victim=None)
+            assert len(list_checkpoints(trainer)) == 2
+        with make() as trainer:
+            trainer.train(steps=4, ignored=True)
+            assert len(list_checkpoints(trainer)) == 2
+
+
+@pytest.mark.slow
+def test_shards_have_no_replicas_to_compare():
+    with make(shard="full") as trainer:
+        trainer.train(steps=4, victim=None)
+        assert len(list_checkpoints(trainer)) == 2
+
+
+class Changing(nn.Module):
+    """Changes its weight on rank 3 in the third step of two microbatches."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.left = nn.Parameter(torch.ones(8)), 6
+
+    def forward(self, x):
+        if x.requires_grad and dist.is_initialized() and dist.get_rank() == 3:
+            self.left -= 1
+            if self.left == 0:
+                self.weight.data += 1e-6
+        return x * self.weight
+
+
+def create_layers():
+    torch.manual_seed(1)
+    return [nn.Linear(4, 8), nn.Tanh(), Changing(), nn.Linear(8, 3)]
+
+
+def test_copies_of_a_pipeline_are_compared():
+    trainer = PipelineParallelTrainer(
+        4,
+        model=create_layers,
+        layers_per_stage=[2, 2],
+        parallel={"data": 2, "pipeline": 2},
+        microbatches=2,
+        data=DataLoader(make_data(64), batch_size=8),
+        loss=functional.cross_entropy,
+        optimizer=partial(torch.optim.Adam, lr=1e-2),
+        callbacks=Checkpoint(every_steps=2, keep_last=None),
+        progress=False,
+    )
+    with trainer, pytest.raises(WeightsDivergedError) as caught:
+        trainer.train(epochs=2)
+    assert (caught.value.rank, caught.value.entry, caught.value.step) == (3, "2.weight", 4)
+    assert list_checkpoints(trainer) == ["epoch-00000000-step-00000002"]
+
+
+def test_rank_that_most_others_differ_from():
+    same, other = {"a": 1, "b": 2}, {"a": 1, "b": 3}
+    assert find_divergence([same, same, same], [[0, 1, 2]]) is None
+    assert find_divergence([same, other], [[0, 1]]) == (1, ["b"])
+    assert find_divergence([other, same, same], [[0, 1, 2]]) == (0, ["b"])
+    assert find_divergence([same, other, same, other], [[0, 2], [1, 3]]) is None
+    assert find_divergence([same, same, same, other], [[0, 2], [1, 3]]) == (3, ["b"])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.complex128]
+)
+def test_checksum_changes_with_one_number(dtype):
+    values = torch.arange(12).reshape(3, 4).to(dtype)
+    before = compute_checksums([("a", values), ("b", values.t()), ("empty", values[:0])])
+    assert before["a"] == before["b"]
+    values[1, 2] += 1
+    after = compute_checksums([("a", values)])
+    assert after["a"] != before["a"]
