@@ -330,8 +330,6 @@ class BaseTrainer:
         """Return the last completed step or epoch for people, such as ``epoch 2 of 3``."""
         if self.state.step_in_epoch or self.counts_only_steps:
             return f"step {self.state.step}"
-        if self._unit != "epoch":
-            return f"{self._unit} {self.epoch}"
         return format_epoch(self.epoch - 1, self._target.epochs)
 
     def _run_epoch(self, epoch: int, progress: Progress) -> None:
