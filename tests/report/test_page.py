@@ -286,7 +286,10 @@ def test_single_values_are_text(make_run):
 
 
 def test_storage_is_listed(make_run, ranks):
-    events = [{"event": "snapshots_started", "bytes": 8_000_000, "every": 3}]
+    events = [
+        {"event": "snapshots_started", "bytes": 8_000_000, "every": 3},
+        {"event": "checkpoint_memory_reserved", "bytes": 4_000_000},
+    ]
     folder = make_run(metrics=[{"epoch": 0, "loss": 1.0}], events=events)
     for name in ("epoch-00000001", "epoch-00000002"):
         (folder / "checkpoints" / name).mkdir(parents=True)
@@ -297,6 +300,7 @@ def test_storage_is_listed(make_run, ranks):
     found = measure_storage(report.read(folder).record, report.read(folder).events)
     assert [(use.part, use.place, use.nbytes) for use in found] == [
         ("snapshots", "shared memory", 8_000_000),
+        ("copies for checkpoints", "shared memory", 4_000_000),
         ("object store", "shared memory", 7_000_000),
         ("object store", "disk", 1_000_000),
         ("checkpoints", "disk", 500_000),

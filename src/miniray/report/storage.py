@@ -51,10 +51,17 @@ def format_storage(found: Sequence[StorageUse]) -> str:
 
 
 def _measure_snapshots(events: Sequence[Mapping[str, Any]]) -> Iterator[StorageUse]:
-    kinds = ("snapshots_started", "snapshots_disabled")
-    last = next((event for event in reversed(events) if event.get("event") in kinds), None)
-    if last is not None and last["event"] == "snapshots_started":
-        yield StorageUse("snapshots", "shared memory", int(to_float(last.get("bytes")) or 0))
+    sizes: dict[str, int] = {}
+    for event in events:
+        nbytes = int(to_float(event.get("bytes")) or 0)
+        if event.get("event") == "snapshots_started":
+            sizes["snapshots"] = nbytes
+        elif event.get("event") == "snapshots_disabled":
+            sizes.pop("snapshots", None)
+        elif event.get("event") == "checkpoint_memory_reserved":
+            sizes["copies for checkpoints"] = nbytes
+    for part, nbytes in sizes.items():
+        yield StorageUse(part, "shared memory", nbytes)
 
 
 def _measure_object_store(run: RunRecord) -> Iterator[StorageUse]:

@@ -300,8 +300,10 @@ class LockstepGroup:
         """Let the ranks copy their state to ``memory``; return False if there isn't enough."""
         for _ in range(2):
             is_reserved = memory.is_reserved(self.count)
-            if not is_reserved and not memory.reserve(self.call_ranks("measure_state")):
-                return False
+            if not is_reserved:
+                if not memory.reserve(self.call_ranks("measure_state")):
+                    return False
+                self.on_event({"event": "checkpoint_memory_reserved", "bytes": memory.nbytes})
             assigned = partial(memory.get_arguments, self.handles)
             if all(self.call_ranks("keep_state", assigned)):
                 return True

@@ -215,6 +215,11 @@ class CheckpointMemory:
             return False
         return True
 
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes reserved."""
+        return self._arena.nbytes
+
     def is_reserved(self, count: int) -> bool:
         """Return whether there is memory for this number of ranks."""
         return len(self._buffers) == count
