@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from tests.train.ddp_for_tests import make_data  # noqa: E402
 from tests.train.segments_for_tests import Noisy, Watch  # noqa: E402
-from tests.train.steps_for_tests import check_equal  # noqa: E402
+from tests.train.steps_for_tests import EveryCheckpoint, check_equal  # noqa: E402
 
 pytestmark = pytest.mark.timeout(240)  # many processes, and the machine may be busy
 
@@ -62,7 +62,7 @@ def names(trainer):
 
 def test_pauses_change_no_bit():
     watch = Watch()
-    callbacks = [Checkpoint(every=10, every_steps=3, keep_last=None), watch]
+    callbacks = [EveryCheckpoint(every=10, every_steps=3, keep_last=None), watch]
     with make(callbacks=callbacks, eval_every_steps=4, sync_interval=2, log_every=2) as trainer:
         result = trainer.train(epochs=2)
         saved = names(trainer)
