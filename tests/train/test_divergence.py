@@ -8,7 +8,6 @@ import pytest
 import miniray
 from miniray.errors import WeightsDivergedError
 from miniray.train import (
-    Checkpoint,
     DDPTrainer,
     PipelineParallelTrainer,
 )
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 from miniray.train.lockstep.mesh import compute_checksums  # noqa: E402
 from tests.train.ddp_for_tests import Stepper, make_data  # noqa: E402
+from tests.train.steps_for_tests import EveryCheckpoint  # noqa: E402
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -58,7 +58,7 @@ class Drifting(Stepper):
 
 
 def make(num_workers=2, **options):
-    checkpoint = Checkpoint(every_steps=2, keep_last=None)
+    checkpoint = EveryCheckpoint(every_steps=2, keep_last=None)
     options = {"worker": Drifting, "progress": False, "callbacks": checkpoint, **options}
     return DDPTrainer(num_workers, **options)
 
@@ -142,7 +142,7 @@ def test_copies_of_a_pipeline_are_compared():
         data=DataLoader(make_data(64), batch_size=8),
         loss=functional.cross_entropy,
         optimizer=partial(torch.optim.Adam, lr=1e-2),
-        callbacks=Checkpoint(every_steps=2, keep_last=None),
+        callbacks=EveryCheckpoint(every_steps=2, keep_last=None),
         progress=False,
     )
     with trainer, pytest.raises(WeightsDivergedError) as caught:
