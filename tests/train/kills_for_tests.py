@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from miniray.train import (
     Callback,
-    Checkpoint,
     DDPTrainer,
     ModelParallelTrainer,
     PipelineParallelTrainer,
 )
 from miniray.train.lockstep import arena
 from miniray.train.workers.context import WorkerContext
+from tests.train.steps_for_tests import EveryCheckpoint
 
 KINDS = ("ddp", "full", "pipeline", "tensor")
 PHASES = (
@@ -203,7 +203,7 @@ class KillInCheckpoint(Callback):
 
 
 def create_trainer(kind, world_size, plan, **options):
-    checkpoint = Checkpoint(every_steps=ACTION_EVERY, keep_last=None)
+    checkpoint = EveryCheckpoint(every_steps=ACTION_EVERY, keep_last=None)
     common = {
         "seed": 5,
         "progress": False,

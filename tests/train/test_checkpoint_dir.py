@@ -36,9 +36,10 @@ def _empty_memory():
 
 
 class Trainer(DataParallelTrainer):
-    """Calls ``hook`` before each epoch."""
+    """Calls ``hook`` before each epoch, when the checkpoint of the last one is written."""
 
     def on_epoch_start(self, epoch, **kwargs):
+        self.checkpointer.wait()
         self.hook(epoch)
 
 

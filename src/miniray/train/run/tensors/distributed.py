@@ -25,7 +25,7 @@ from miniray.train.run.tensors.shards import PLACES, SHARDS, get_shard_file
 
 
 class SavedShards(NamedTuple):
-    """What a rank has written.
+    """The files and the state of a rank after ``save_shards``.
 
     Attributes:
         state: The state, with a ``StoredTensor`` in place of each tensor.
