@@ -89,6 +89,8 @@ def test_ranks_train_while_a_checkpoint_is_written(monkeypatch):
         run("resumed", {"epochs": 2}, train_options={"resume": f"run/checkpoints/{found[0]}"}),
         whole,
     )
+    (reserved,) = read_events(trainer, "checkpoint_memory_reserved")
+    assert reserved["bytes"] > 4096
 
 
 @pytest.mark.parametrize("shard", ["none", pytest.param("full", marks=pytest.mark.slow)])
