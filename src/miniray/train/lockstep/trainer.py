@@ -193,14 +193,14 @@ class LockstepTrainer(BaseTrainer):
         """Return a function that lets all ranks train to the next pause or the end of the epoch."""
         group = self._get_ranks()
 
-        def attempt() -> list[EpochReport]:
-            until = self._find_pause()  # a restart may change the number of steps of the epoch
-            arguments = (epoch, until, group.step_snapshots.every, self._target)
-            return group.call_ranks(
-                TRAIN_EPOCH, lambda _: arguments, epoch=epoch, reports_progress=True
-            )
+        def get_arguments(rank: int) -> tuple[Any, ...]:
+            del rank
+            # A restart may change the number of steps of the epoch, and so the next pause.
+            return epoch, self._find_pause(), group.step_snapshots.every, self._target
 
-        return attempt
+        return partial(
+            group.call_ranks, TRAIN_EPOCH, get_arguments, epoch=epoch, reports_progress=True
+        )
 
     # -- inside an epoch --------------------------------------------------------------------------
 
