@@ -1,6 +1,6 @@
 """Compare what a rank that is killed costs miniray and other frameworks.
 
-    python benchmarks/recovery.py [--quick] [--only miniray,torchrun] [--json PATH] [--markdown]
+    python benchmarks/recovery.py [--quick] [--only miniray,torchrun] [--peer-pairs 5] [--json PATH]
 
 Each of ``recovery_scripts/`` trains the CNN of ``train.py`` (1 M parameters) with DDP on two ranks,
 batches of 64 per rank, one thread per process. Three measurements:
@@ -28,6 +28,7 @@ import itertools
 import math
 import os
 import random
+import signal
 import statistics
 import struct
 import subprocess
@@ -264,12 +265,12 @@ def measure_interval(name: str, repetitions: int, say: Say) -> dict[str, Any]:
 
 
 def measure_overhead(
-    names: list[str], every: dict[str, int], pairs: int, say: Say
+    pairs: dict[str, int], every: dict[str, int], say: Say
 ) -> dict[str, list[list[float]]]:
     """Return pairs of step times, with and without protection, by peer."""
-    found: dict[str, list[list[float]]] = {name: [] for name in names}
-    for number in range(pairs):
-        for name in names:
+    found: dict[str, list[list[float]]] = {name: [] for name in pairs}
+    for number in range(max(pairs.values())):
+        for name in [name for name, count in pairs.items() if number < count]:
             # A whole number of intervals, so that each run has its share of checkpoints.
             interval = every[name] if PEERS[name].writes_checkpoints else 1
             steps = WARM_UP + interval * math.ceil(MEASURED / interval)
@@ -282,7 +283,7 @@ def measure_overhead(
                 pair[index] = _again(script, steps, interval, say).measure_step()
             found[name].append(pair)
             say(
-                f"{number + 1}/{pairs}  {PEERS[name].title}: {1e3 * pair[0]:.3f} ms with, "
+                f"{number + 1}/{pairs[name]}  {PEERS[name].title}: {1e3 * pair[0]:.3f} ms with, "
                 f"{1e3 * pair[1]:.3f} without: {100 * (pair[0] / pair[1] - 1):+.2f} %"
             )
     return found
@@ -350,6 +351,7 @@ def summarize(names: list[str], found: Samples) -> list[Line]:
             "recovered": f"{attempts - sum(recovery['failed'])} of {attempts}",
             "overhead without failures": _percent(overhead),
             "95 % interval": f"{_percent(low)} to {_percent(high)}",
+            "pairs of runs": str(len(found["overhead"][name])),
         }
         for title, cell in cells.items():
             rows.setdefault(title, []).append(cell)
@@ -396,13 +398,19 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one pair and two kills per peer")
     parser.add_argument("--only", metavar="PEERS", help=f"comma-separated: {', '.join(PEERS)}")
     parser.add_argument("--pairs", type=int, default=20, metavar="N", help="for the overhead")
+    parser.add_argument("--peer-pairs", type=int, metavar="N", help="for that of peers")
     parser.add_argument("--kills", type=int, default=10, metavar="N", help="of each peer")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     parser.add_argument("--json", type=Path, metavar="PATH")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     arguments = parser.parse_args()
     names = choose(parser, arguments.only)
-    pairs, kills = (1, 2) if arguments.quick else (arguments.pairs, arguments.kills)
+    peer_pairs = arguments.pairs if arguments.peer_pairs is None else arguments.peer_pairs
+    kills = 2 if arguments.quick else arguments.kills
+    pairs = {name: arguments.pairs if name == "miniray" else peer_pairs for name in names}
+    if arguments.quick:
+        pairs = dict.fromkeys(names, 1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no process of a peer is left
     started = common.stamp()
 
     def say(text: str) -> None:
@@ -413,7 +421,7 @@ def main() -> None:
     found = {
         "interval": intervals,
         "recovery": measure_recovery(names, every, kills, arguments.seed, say),
-        "overhead": measure_overhead(names, every, pairs, say),
+        "overhead": measure_overhead(pairs, every, say),
     }
     lines = summarize(names, found)
     columns = [*(PEERS[name].title for name in names), "miniray to the best"]
