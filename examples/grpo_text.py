@@ -86,7 +86,8 @@ def main(steps: int, workers: int, warm_up: int) -> None:
     print(
         f"{first['sorted']:.0%} -> {last['sorted']:.0%}; held-out prompts: {scores['sorted']:.0%}"
     )
-    shown = ["reward", "sorted", "val_reward", "entropy"]
+    evaluated = ["val_reward"] if result.epochs >= 10 else []
+    shown = ["reward", "sorted", *evaluated, "entropy"]
     print("curve:", result.plot(result.run_dir / "reward.png", metrics=shown))
     print("report:", result.report())
 
