@@ -123,7 +123,8 @@ class LockstepGroup:
         shows_progress: Show a bar over the steps of an epoch.
         describe_part: Returns what is lost with a rank, or None if all ranks hold the same.
         on_event: Called with each event of the run.
-        on_restored: Called after a restart with the step that training continues at.
+        on_restored: Called after a restart with the step that training continues at, and the log
+            windows that the ranks had posted since the last ``read_logs``.
         on_replaced: Called with each rank after a restart.
         on_resized: Called with the number of ranks before a restart that has changed it.
         on_poll: Called with new log windows while an epoch runs.
@@ -148,7 +149,7 @@ class LockstepGroup:
     shows_progress: bool
     describe_part: Callable[[int], str | None]
     on_event: Callable[[dict[str, Any]], None]
-    on_restored: Callable[[int | None], None]
+    on_restored: Callable[[int | None, list[LogWindow]], None]
     on_replaced: Callable[[int], None]
     on_poll: Callable[[list[LogWindow]], None]
     on_resized: Callable[[int], None] = lambda before: None
@@ -159,6 +160,7 @@ class LockstepGroup:
     #: Optimizer steps of an epoch; None if it isn't known.
     steps_per_epoch: int | None = None
     _logs: LogReader | None = None
+    _unread_logs: list[LogWindow] = dataclasses.field(default_factory=list)
     _host: GroupHost | None = None
     _monitor: HeartbeatMonitor | None = None
     _is_broken: bool = False
@@ -230,7 +232,8 @@ class LockstepGroup:
             is_resized = len(buffers) != count  # each rank has a part of the state
             if not is_resized or self.step_snapshots.reserve(self.call_ranks("measure_snapshot")):
                 self._open_buffers(measure=False)
-        self.on_restored(self.snapshots.step)
+        windows, self._unread_logs = self._unread_logs, []
+        self.on_restored(self.snapshots.step, windows)
         for rank in range(count):
             self.on_replaced(rank)
 
@@ -339,11 +342,12 @@ class LockstepGroup:
         for ref in unanswered if miniray.is_initialized() else ():
             with contextlib.suppress(Exception):
                 miniray.get(ref, timeout=_STOP_TIMEOUT_S)
+        self._unread_logs += self.read_logs()
         self.close()
 
     def close(self) -> None:
         """Close the store at which the ranks met, after they have ended."""
-        host, self._host = self._host, None
+        host, self._host, self._logs = self._host, None, None
         if host is not None:
             host.close()
 

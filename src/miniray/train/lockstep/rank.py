@@ -359,6 +359,7 @@ class RankActor:
         context = self._context
         assert self._writer is not None
         context.status.set_phase("snapshot")
+        context.status.flush_logs()  # a restart doesn't repeat these steps
         if not self._writer.save(context.state.step, *self._get_local_state()):
             self._loop.save_snapshot = None
             print(

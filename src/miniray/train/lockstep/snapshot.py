@@ -271,6 +271,11 @@ class StepSnapshots:
     def num_slots(self) -> int:
         return self._arena.num_slots
 
+    @property
+    def newest_step(self) -> int | None:
+        """The step of the newest snapshot of all ranks."""
+        return self._arena.find_newest_step()
+
     def reserve(self, needs: Sequence[SnapshotNeed]) -> bool:
         """Reserve memory for all ranks; return whether there is enough.
 

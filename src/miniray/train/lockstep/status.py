@@ -204,6 +204,14 @@ class HeartbeatSender:
             self._logs.clear()
         return taken
 
+    def flush_logs(self, store: Any = None) -> None:
+        """Post all queued log windows now."""
+        with self._logs_lock:
+            while self._logs:
+                key = f"{self._spec.name}/log/{self.rank}/{self._logs_posted}"
+                (store or self._store).set(key, json.dumps(self._logs.popleft()))
+                self._logs_posted += 1
+
     def take_request(self) -> tuple[int, int]:
         """Return the newest request of the driver, once: an action and a number that goes with it.
 
@@ -215,11 +223,7 @@ class HeartbeatSender:
     def _exchange(self, store: Any) -> None:
         """Post log windows, and read the driver's request on rank 0."""
         name = self._spec.name
-        with self._logs_lock:
-            while self._logs:
-                window = self._logs.popleft()
-                store.set(f"{name}/log/{self.rank}/{self._logs_posted}", json.dumps(window))
-                self._logs_posted += 1
+        self.flush_logs(store)
         if not self.rank and store.check([f"{name}/request"]):
             self._request = json.loads(store.get(f"{name}/request"))
             store.delete_key(f"{name}/request")

@@ -242,6 +242,9 @@ class LockstepTrainer(BaseTrainer):
 
     def _on_poll(self, windows: list[LogWindow]) -> None:
         """Log what ranks have reported, and ask them to pause if a checkpoint is due."""
+        newest = self._get_ranks().step_snapshots.newest_step
+        # Without snapshots, that is the last pause, at which a record ends.
+        self._steps.logs.restart_step = math.inf if newest is None else newest
         self._steps.log(windows)
         self._tune_snapshots(windows)
         is_due = self.should_stop or self._steps.is_checkpoint_due()
@@ -324,12 +327,14 @@ class LockstepTrainer(BaseTrainer):
         is_possible = self._budget.max_failures > 0 and can.processes and can.shared_memory
         return self._snapshot_every if is_possible else None
 
-    def _return_to_step(self, step: int | None) -> None:
+    def _return_to_step(self, step: int | None, windows: list[LogWindow]) -> None:
         """Forget the records of steps that are trained again after a restart.
 
-        Without a snapshot (None), that is after the last step that was reported.
+        Without a snapshot (None), that is after the last step that was reported. ``windows`` are
+        those that weren't read before.
         """
         step = self.state.step if step is None else step
+        self._steps.logs.add(windows)
         self._steps.logs.restart(step)
         self.session.directory.truncate_steps(step)
         self._has_requested_pause = False  # the request is lost with the ranks

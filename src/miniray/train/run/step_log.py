@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -41,12 +43,18 @@ class LogMerger:
 
     Args:
         world_size: Number of ranks.
+
+    Attributes:
+        restart_step: A restart continues from this step or a later one. Windows of records after it
+            are kept. By default, records end where a restart can begin.
     """
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._waiting: dict[int, list[LogWindow]] = {}  # by step, until all ranks have reported
         self._merged: list[list[LogWindow]] = []
+        self._recorded: list[list[list[LogWindow]]] = []  # of steps after ``restart_step``
+        self.restart_step = math.inf
         self._last_record: float | None = None
 
     def resize(self, world_size: int) -> None:
@@ -69,6 +77,8 @@ class LogMerger:
         if self._merged and (at_once or now - (self._last_record or 0.0) >= 1 / _RATE):
             taken.append(self._merged)
             self._merged, self._last_record = [], now
+        recorded = [*self._recorded, *taken]
+        self._recorded = [found for found in recorded if found[-1][0].step > self.restart_step]
         return [merge_windows(merged) for merged in taken]
 
     def complete(self) -> None:
@@ -77,9 +87,16 @@ class LogMerger:
         self._waiting.clear()
 
     def restart(self, step: int) -> None:
-        """Drop incomplete windows, and those after ``step``, from which training continues."""
+        """Drop incomplete windows, and those after ``step``, from which training continues.
+
+        Records of later steps are written again. Steps up to ``step`` that they covered aren't
+        repeated, so their windows are kept for the next record.
+        """
         self._waiting.clear()
-        self._merged = [windows for windows in self._merged if windows[0].step <= step]
+        removed = [found for found in self._recorded if found[-1][0].step > step]
+        candidates = itertools.chain(*removed, self._merged)
+        self._merged = [windows for windows in candidates if windows[0].step <= step]
+        self._recorded.clear()
 
 
 def merge_windows(merged: list[list[LogWindow]]) -> dict[str, Any]:
