@@ -236,6 +236,11 @@ class Dataset(ABC):
         """Whether each epoch has a different order."""
 
     @property
+    def has_fixed_shares(self) -> bool:
+        """Whether each rank has the same number of rows in all epochs."""
+        return not self.is_shuffled or self._find_group_start is None
+
+    @property
     def epoch(self) -> int:
         """Current epoch, from 0."""
         return self._epoch
@@ -408,17 +413,20 @@ class Dataset(ABC):
         """Return the positions of this rank's rows at ``indices``, padding included."""
         return self._assign().find_positions(np.asarray(indices, dtype=np.int64))
 
-    def iter_windows(self) -> Iterator[Window]:
-        """Yield this rank's rows in order, with the blocks to hold for them."""
+    def iter_windows(self, skip: int = 0) -> Iterator[Window]:
+        """Yield this rank's rows in order, with the blocks to hold for them.
+
+        The first ``skip`` rows are left out.
+        """
         assignment = self._assign()
         order = self._current_order()
         if assignment.step == 1:
-            for start, stop in assignment.iter_intervals():
+            for start, stop in assignment.iter_intervals(skip):
                 for low, high in order.iter_ranges(start, stop):
                     yield self._create_window(np.arange(low, high))
-            rest = assignment.count
+            rest = max(skip, assignment.count)
         else:
-            rest = 0
+            rest = skip
         for first in range(rest, assignment.length, _ITERATION_ROWS):
             indices = np.arange(first, min(assignment.length, first + _ITERATION_ROWS))
             yield self._create_window(assignment.find_positions(indices))

@@ -103,6 +103,7 @@ class DataLoader:
         self.skipped = Skipped()
         self._running: weakref.ref[LoaderIterator] | None = None
         self._pool: Any = None
+        self._skip = (0, 0)  # rows and batches that the next loop leaves out
         if self.batch_by:
             dataset.set_chunk_rest(self._find_chunk_rest)
 
@@ -182,18 +183,41 @@ class DataLoader:
         if tokens is None:
             rows = len(self.dataset)
             return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
-        count, total = 0, len(self.dataset)
+        return sum(self.count_chunk_batches())
+
+    def count_chunk_batches(self) -> Iterator[int]:
+        """Yield the number of batches by tokens in each chunk of rows. Reads their lengths."""
+        tokens, total = self._create_tokens(), len(self.dataset)
+        assert tokens is not None
         buffer = BlockBuffer(self.dataset.sources, self.memory_budget // 2, tokens.columns)
         for start in range(0, total, tokens.chunk_rows):
             indices = np.arange(start, min(total, start + tokens.chunk_rows))
             positions = self.dataset.find_positions(indices)
             locations = self.dataset.locate(positions)
-            count += len(tokens.cut(buffer.read_rows(locations), positions, locations))
-        return count
+            yield len(tokens.cut(buffer.read_rows(locations), positions, locations))
+
+    def skip_batches(self, batches: int, chunks: int = 0) -> None:
+        """Let the next loop leave out batches that this rank has had, and nothing else change.
+
+        A loaded state divides the rest of the epoch among the ranks again. With batches by tokens
+        or groups, they then get different rows.
+
+        Args:
+            batches: Number of batches.
+            chunks: Number of chunks before them, with batches by tokens.
+        """
+        if self.batch_by:
+            self._skip = (chunks * self._bucket_rows, batches)
+        else:
+            self._skip = (batches * self.batch_size, 0)
 
     def __iter__(self) -> LoaderIterator:
         self._end_iteration(is_displaced=True)
         self.dataset.start_pass()
+        skip, self._skip = self._skip, (0, 0)
+        if any(skip):
+            taken = list(skip) if skip[1] else skip[0]
+            self.dataset.record_taken(taken, alone=self.batch_by is not None)
         for observer in observers:
             observer.on_pass_start(self, self.dataset.epoch)
         decoder = Decoder(
@@ -210,6 +234,7 @@ class DataLoader:
             decoder,
             batch_size=None if self.batch_by else self.batch_size,
             tokens=self._create_tokens(),
+            skip=skip,
             drop_last=self.drop_last,
             prefetch=self.prefetch,
             workers=self.decode_workers,

@@ -64,6 +64,7 @@ class BatchStream:
         tokens: Cuts chunks of rows into batches.
         drop_last: Leave out a last batch that isn't full.
         prefetch: Batches to decode ahead. 0 uses only the consumer's thread.
+        skip: Rows to leave out, and batches after them. With ``tokens``, the rows are whole chunks.
         workers: Threads that decode, at least one if ``prefetch``.
         memory_budget: Half of it is for blocks, half for decoded batches.
     """
@@ -75,12 +76,14 @@ class BatchStream:
         *,
         batch_size: int | None,
         tokens: TokenBatches | None,
+        skip: tuple[int, int],
         drop_last: bool,
         prefetch: int,
         workers: int,
         memory_budget: int,
     ) -> None:
         self._dataset, self._decoder, self._tokens = dataset, decoder, tokens
+        self._skip = skip
         self._chunk_rows = tokens.chunk_rows if tokens is not None else batch_size or 1
         self._drop_last, self._prefetch = drop_last, prefetch
         self._limit_bytes = memory_budget // 2
@@ -139,7 +142,7 @@ class BatchStream:
         at once, so that they don't keep its blocks in memory.
         """
         buffer, sources = self.buffer, self._dataset.sources
-        windows = self._dataset.iter_windows()
+        windows = self._dataset.iter_windows(self._skip[0])
         upcoming = next(windows, None)
         loading: Future[bool] | None = None
         parts: list[tuple[Any, Locations]] = []
@@ -166,29 +169,30 @@ class BatchStream:
             yield _join_parts(parts, sources)
 
     def _gather_batches(self) -> Generator[EncodedBatch, None, None]:
-        total, size = len(self._dataset), self._chunk_rows
+        skip, size = self._skip[0], self._chunk_rows
+        total = len(self._dataset) - skip
         count = total // size if self._drop_last else -(-total // size)
-        if not count:
+        if count <= 0:
             return
         with contextlib.closing(self._gather_chunks(size)) as chunks:
             for number, (rows, locations) in enumerate(chunks, 1):
                 # Count full batches, so that the state of a rank with a short last batch is valid
                 # for all ranks.
-                yield EncodedBatch(rows, locations, number * size, number == count)
+                yield EncodedBatch(rows, locations, skip + number * size, number == count)
                 if number == count:
                     return
 
     def _gather_token_batches(self, tokens: TokenBatches) -> Generator[EncodedBatch, None, None]:
-        total, start = len(self._dataset), 0
+        total, (start, skipped) = len(self._dataset), self._skip
         for rows, locations in self._gather_chunks(tokens.chunk_rows):
             stop = start + len(locations)
             positions = self._dataset.find_positions(np.arange(start, stop))
             batches = tokens.cut(rows, positions, locations)
-            for number, indices in enumerate(batches, 1):
+            for number, indices in enumerate(batches[skipped:], skipped + 1):
                 taken: Any = stop if number == len(batches) else [start, number]
                 encoded, found = take_rows(rows, indices), locations.take(indices)
                 yield EncodedBatch(encoded, found, taken, taken == total)
-            start = stop
+            start, skipped = stop, 0
 
     # -- decoding --------------------------------------------------------------------------------
 

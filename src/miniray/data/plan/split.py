@@ -85,9 +85,9 @@ class Assignment:
         indices = np.where(indices < self.count, indices, 0)
         return self.remaining.find_positions(self.first + indices * self.step)
 
-    def iter_intervals(self) -> Iterator[tuple[int, int]]:
-        """Yield the rank's positions as intervals; only for contiguous shares."""
-        return self.remaining.slice(self.first, self.first + self.count)
+    def iter_intervals(self, start: int = 0) -> Iterator[tuple[int, int]]:
+        """Yield the rank's positions from ``start`` on; only for contiguous shares."""
+        return self.remaining.slice(self.first + start, self.first + self.count)
 
 
 class Split(ABC):

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch.distributed as dist
+
 from miniray.train.ddp.checks import RankSettings
 from miniray.train.lockstep.loop import MicroBatch
 from miniray.train.lockstep.rank import RankContext, WorkerTraits
@@ -44,7 +46,15 @@ def open_loader(
         uneven=settings.uneven,
         limit=settings.limit_train_batches,
         touch=touch,
+        exchange=_gather_counts,
     )
+
+
+def _gather_counts(count: int) -> list[int]:
+    """Return the numbers of all ranks. A collective."""
+    counts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, count)
+    return counts
 
 
 def share_loader(

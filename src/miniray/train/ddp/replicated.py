@@ -36,7 +36,6 @@ from miniray.train.optimizer_steps import create_autocast
 from miniray.train.pretrained import SavedFiles, write_model
 from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers import torch_utils as parts
-from miniray.train.workers.batches import planned as data
 from miniray.train.workers.batches.epoch_data import EpochData
 
 
@@ -95,8 +94,8 @@ class ReplicatedModel:
                 for parameter, shape, dtype in models.signature(module)
             ],
             "steps": has_steps,
-            "planned": self.epoch_data is not None and self.epoch_data.has_position,
-            "batches": data.length(self.user.train_loader) if has_steps else None,
+            "planned": self.epoch_data is not None and self.epoch_data.is_planned,
+            "batches": None if self.epoch_data is None else self._count_batches(),
             "own_methods": self.traits.own_methods,
             "validates": self._has_validation(),
             "val_loader": getattr(self.user, "val_loader", None) is not None,
@@ -111,6 +110,11 @@ class ReplicatedModel:
         is_own = defines(user, "validation_step") or defines(user, "training_step")
         has_own_evaluate = "evaluate" in self.traits.own_methods
         return is_own and hasattr(user, "validation_step") and not has_own_evaluate
+
+    def _count_batches(self) -> int | None:
+        """Return this rank's batches in the epoch that the run is in."""
+        assert self.epoch_data is not None
+        return self.epoch_data.count_batches(self.settings.position.get("epoch", 0))
 
     def _place_models(self) -> Any:
         """Return the device; workers with their own epoch loop have chosen one already."""
@@ -133,11 +137,8 @@ class ReplicatedModel:
         if self.epoch_data is None:
             return None
         if agreed is not None:
-            limit = self.settings.limit_train_batches
-            self.epoch_data.set_counts(
-                [count if limit is None else min(count, limit) for count in agreed]
-            )
-        return self.epoch_data.count_steps()
+            self.epoch_data.set_counts(agreed)
+        return self.epoch_data.count_steps() if self.epoch_data.has_equal_epochs else None
 
     def count_epoch_steps(self) -> int | None:
         return None if self.epoch_data is None else self.epoch_data.count_steps()
@@ -459,9 +460,10 @@ class ReplicatedModel:
         return {"loader": parts.loader_state(getattr(self.user, "train_loader", None))}
 
     def load_data_state(self, state: Mapping[str, Any]) -> None:
-        parts.load_loader_state(getattr(self.user, "train_loader", None), state["loader"])
         if self.epoch_data is not None:
-            self.epoch_data.load_start_state(state.get("start"))
+            self.epoch_data.load_own_state(state)
+        else:
+            parts.load_loader_state(getattr(self.user, "train_loader", None), state["loader"])
 
     def set_lr(self, lr: float) -> None:
         TorchWorker.set_lr(self.user, lr)

@@ -157,8 +157,10 @@ class LockstepGroup:
     get_epochs: Callable[[], int | None] = lambda: None
     keep_initial: Keep = Keep.ALL
     handles: list[Any] = dataclasses.field(default_factory=list)
-    #: Optimizer steps of an epoch; None if it isn't known.
+    #: Optimizer steps of each epoch; None if they aren't known or differ.
     steps_per_epoch: int | None = None
+    #: Whether the ranks know the steps of an epoch when they start it.
+    knows_steps: bool = False
     _logs: LogReader | None = None
     _unread_logs: list[LogWindow] = dataclasses.field(default_factory=list)
     _host: GroupHost | None = None
@@ -198,6 +200,7 @@ class LockstepGroup:
         self._logs = LogReader(self._host.store, self._host.spec)
         arguments = (self._host.spec, agreed, len(machines) == 1)
         self.steps_per_epoch = self.call_ranks("join_group", lambda _: arguments)[0]
+        self.knows_steps = self.call_ranks("count_epoch_steps")[0] is not None
         self._is_broken = False
 
     def _restart(self, lost: Exception, epoch: int | None, epoch_start: int | None) -> None:

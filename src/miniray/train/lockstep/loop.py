@@ -83,13 +83,16 @@ class Replica(Protocol):
         """Check the user's objects and return what the driver compares; before ranks wait."""
 
     def wrap(self, agreed: Any) -> int | None:
-        """Connect the model with the other ranks'; return the steps of an epoch, if known."""
+        """Connect the model with the other ranks'; return the steps of each epoch, if known."""
 
     def start_epoch(self) -> Iterator[Iterable[MicroBatch]]:
         """Start the loader and return the micro-batches of each step that is left of the epoch.
 
-        The position is ``context.state``. No collective.
+        The position is ``context.state``. Ranks may exchange how many batches they have.
         """
+
+    def count_epoch_steps(self) -> int | None:
+        """Return the steps of the epoch under way, if they are known."""
 
     def epoch_context(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager around the steps of an epoch."""
@@ -176,16 +179,16 @@ class StepLoop:
         The last step of an epoch doesn't count for ``until``: the epoch ends with it.
         """
         self.context.until = until
-        if self._is_after(until):  # a restart from a snapshot of this very step
-            return self._pause()
         if self._steps is None or self._position != self.state.state_dict():
             self._open_epoch()
         elif not self._log_means.samples:
             self._window_start = time.monotonic()  # without the pause
         assert self._steps is not None
+        if self._is_pause(until):  # a restart from a snapshot of this very step
+            return self._pause()
         for micro_batches in self._steps:
             self._run_step(micro_batches)
-            if self._act() or self.state.step == until:
+            if self._act() or self._is_pause(until):
                 return self._pause()
         self._check_losses()
         self._close_epoch()
@@ -194,8 +197,10 @@ class StepLoop:
         self._epoch_means = parts.Means()
         return report
 
-    def _is_after(self, until: int | None) -> bool:
-        return bool(until is not None and self.state.step_in_epoch and self.state.step >= until)
+    def _is_pause(self, until: int | None) -> bool:
+        step = self.state.step_in_epoch
+        is_due = until is not None and step and self.state.step >= until
+        return bool(is_due and step != self.replica.count_epoch_steps())
 
     def set_snapshot_interval(self, steps: int | None) -> None:
         """Write a snapshot after every ``steps`` steps of the run, or none inside epochs."""

@@ -217,7 +217,7 @@ class RankActor:
     def join_group(
         self, spec: process_group.ProcessGroupSpec, agreed: Any, one_machine: bool
     ) -> int | None:
-        """Join the process group; return the number of steps of an epoch, if it is known."""
+        """Join the process group; return the number of steps of each epoch, if it is known."""
         facts = self._context.facts
         start = type(self._context.state)(**facts.position)
         self._context.join(spec, one_machine)

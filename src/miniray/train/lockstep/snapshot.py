@@ -150,6 +150,15 @@ def resize_states(states: Sequence[Any], count: int) -> list[Any]:
     return resized
 
 
+def share_positions(states: Sequence[Any], count: int) -> Sequence[Any]:
+    """Return the states for ranks of a different number than the run that saved them.
+
+    If loaders of ``miniray.data`` have their own positions, none of these is valid for these ranks.
+    """
+    loaders = [(state["rank"].get("loader") or {"own": None})["own"] for state in states]
+    return states if _merge_positions(loaders) is None else resize_states(states, count)
+
+
 def _resize_own(own: Sequence[Any], count: int) -> list[Any]:
     """Convert what snapshots in shared memory have of each rank, like ``resize_states``."""
     states = resize_states([mine["state"] for mine in own], count)

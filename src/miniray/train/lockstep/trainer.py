@@ -41,6 +41,7 @@ from miniray.train.lockstep.snapshot import (
     Keep,
     RankSnapshots,
     StepSnapshots,
+    share_positions,
 )
 from miniray.train.options import warn
 from miniray.train.run.checkpoint_format import LateState
@@ -134,7 +135,6 @@ class LockstepTrainer(BaseTrainer):
         )
         self._checkpoint_memory = CheckpointMemory()
         self._has_requested_pause = False
-        self._resumed_steps: int | None = None  # of an epoch that other ranks began
 
     def _allow_fewer_workers(self, min_workers: int) -> None:
         """Let the run continue on fewer workers; see ``min_workers`` of ``DDPTrainer``.
@@ -175,7 +175,6 @@ class LockstepTrainer(BaseTrainer):
             self._tune_snapshots(windows)
             result = {"step": self.state.step, **self._parallelism.summarize(reports)}
             if not reports[0].step_in_epoch:
-                self._resumed_steps = None
                 break
             self._has_requested_pause = False
             if group.step_snapshots.is_pending:
@@ -195,7 +194,6 @@ class LockstepTrainer(BaseTrainer):
 
         def get_arguments(rank: int) -> tuple[Any, ...]:
             del rank
-            # A restart may change the number of steps of the epoch, and so the next pause.
             return epoch, self._find_pause(), group.step_snapshots.every, self._target
 
         return partial(
@@ -205,15 +203,14 @@ class LockstepTrainer(BaseTrainer):
     # -- inside an epoch --------------------------------------------------------------------------
 
     def _find_pause(self) -> int | None:
-        """Return the next step at which the driver acts; None if that is the end of the epoch."""
+        """Return the next step at which the driver acts. Ranks leave it out if it is the last."""
         ranks = self._get_ranks()
-        steps_per_epoch = self._resumed_steps or ranks.steps_per_epoch
-        is_pending = ranks.step_snapshots.is_pending and steps_per_epoch is not None
-        return self._steps.find_pause(self._target, steps_per_epoch, [1] if is_pending else [])
+        is_pending = ranks.step_snapshots.is_pending and ranks.knows_steps
+        return self._steps.find_pause(self._target, None, [1] if is_pending else [])
 
     def _check_target(self) -> None:
         requested = self._steps.list_requested(self._target)
-        if requested and self._get_ranks().steps_per_epoch is None:
+        if requested and not self._get_ranks().knows_steps:
             raise TypeError(
                 f"{', '.join(requested)} needs workers with training_step(batch, batch_idx) and a "
                 "train_loader that has a length. With train_epoch, the steps are the workers' own"
@@ -343,7 +340,6 @@ class LockstepTrainer(BaseTrainer):
         """Continue the epoch on a different number of ranks, and report it."""
         group, step = self._get_ranks(), self._get_ranks().snapshots.step
         self._steps.logs.resize(group.count)
-        self._resumed_steps = group.call_ranks("count_epoch_steps")[0]
         self.session.directory.change_world_size(group.count)
         step = self.state.step if step is None else step
         size: int | None = group.call_ranks("count_global_batch")[0]
@@ -484,13 +480,13 @@ class LockstepTrainer(BaseTrainer):
     def _restore(self, loaded: dict[str, Any]) -> None:
         # The parts are restored one by one. Ranks that restart meanwhile have all of them.
         group, states = self._get_ranks(), loaded["workers"]["states"]
+        if loaded["workers"]["count"] != group.count:
+            states = share_positions(states, group.count)
+            loaded = {**loaded, "workers": {**loaded["workers"], "states": states}}
         step = loaded["state"]["step"]
         group.snapshots.set(step, loaded["weights"][0], loaded[self._kind], states)
         group.step_snapshots.clear()
         super()._restore(loaded)
-        self._resumed_steps = None
-        if self.state.step_in_epoch and loaded["workers"]["count"] != group.count:
-            self._resumed_steps = self._get_ranks().call("count_epoch_steps")[0]
 
     # -- the end ----------------------------------------------------------------------------------
 

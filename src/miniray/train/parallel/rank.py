@@ -94,6 +94,10 @@ class PartReplica:
         if self.context.recorder is not None:
             self.context.recorder.set_work(work)
 
+    def count_epoch_steps(self) -> int | None:
+        steps: int | None = self.plan.steps
+        return steps
+
     def create_loop(self) -> StepLoop:
         """Return the loop that trains epochs."""
         return StepLoop(self, self.context)

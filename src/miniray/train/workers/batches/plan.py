@@ -128,16 +128,17 @@ class EpochPlan:
 
 
 def create_counted_windows(
-    counts: Sequence[int], rank: int, accumulate: int, uneven: str
+    counts: Sequence[int], rank: int, accumulate: int, uneven: str, *, is_rest: bool = False
 ) -> list[Window]:
     """Windows where every rank brings batches of its own, ``counts`` of them.
 
     Each counts the same within a window: how many samples they have is not known beforehand.
-    ``ValueError`` names the ranks where ``counts`` differ and that is not wanted.
+    ``ValueError`` names the ranks where ``counts`` differ and that is not wanted. In the rest of an
+    epoch (``is_rest``), ranks may have nothing to do.
     """
     fewest, most = min(counts), max(counts)
     shown = ", ".join(f"rank {r} has {count}" for r, count in enumerate(counts))
-    if fewest == 0:
+    if fewest == 0 and not is_rest:
         raise ValueError(f"{shown} batches: every rank needs at least one")
     if fewest != most:
         if uneven == "error":
