@@ -75,9 +75,9 @@ def test_losses_of_workers_without_torch_are_looked_at(tmp_path):
         findings = diagnose(trainer.run.path).findings
     (finding,) = findings
     assert (finding.code, finding.ranks) == ("non-finite-loss", (1,))
-    assert re.findall(r"epoch (\d+) \((\w+)\)", finding.title) == [("2", "NaN")]
-    (evidence,) = finding.evidence  # two epochs of rank 1, of which epoch 2 is the first
-    assert re.findall(r"\d+", evidence) == ["1", "2", "2"]
+    assert re.findall(r"epoch (\d+) \((\w+)\)", finding.title) == [("3", "NaN")]
+    (evidence,) = finding.evidence  # two epochs of rank 1, of which the third epoch is the first
+    assert re.findall(r"\d+", evidence) == ["1", "2", "3"]
     assert finding.site.function == "train_epoch"
     assert "averaged" in finding.cause
 

@@ -26,6 +26,7 @@ from tests.parallel.split_for_tests import (  # noqa: E402
     one_process,
 )
 from tests.time_scale import with_real_limits  # noqa: E402
+from tests.train.ddp_for_tests import read_events  # noqa: E402
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -196,7 +197,7 @@ def test_a_part_of_the_model_that_is_lost_outside_of_an_epoch_costs_no_bit(engin
         with trainer:
             result = trainer.train(2)
             told = [(record["loss"], record["val_loss"]) for record in result.history]
-            return told, trainer.model_weights(), trainer.run.read_events()
+            return told, trainer.model_weights(), read_events(trainer)
 
     told, weights, _ = train()
     # Weights are asked for when the ranks have met, after the epoch, and for the checkpoint.

@@ -9,7 +9,7 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("PIL")
 
 #: Of a step's line: how long it took, and nothing else.
-TIMES = {"timing", "seconds", "tokens_per_second", "picture_seconds"}
+TIMES = {"timing", "seconds", "step_seconds", "tokens_per_second", "picture_seconds"}
 
 
 @pytest.fixture(scope="module")

@@ -255,3 +255,9 @@ def run_ranks(
         return miniray.get(calls, timeout=50)
     finally:
         host.close()
+
+
+def read_events(trainer):
+    """Return the events of the run, without those about memory."""
+    events = trainer.run.read_events()
+    return [event for event in events if event["event"] != "checkpoint_memory_reserved"]

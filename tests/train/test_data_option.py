@@ -213,7 +213,8 @@ def create(tmp_path, workers, **options):
 @pytest.mark.parametrize("kind", ["parquet", "torch dataset"])
 def test_trainer_trains_and_evaluates_on_each_row_once(kind, worker, tmp_path):
     options = make(kind, tmp_path)
-    with create(tmp_path, 2, worker=worker, val_data=options["data"], **options) as trainer:
+    options |= {"val_data": options["data"], "sanity_batches": 0}
+    with create(tmp_path, 2, worker=worker, **options) as trainer:
         trainer.train(epochs=2)
         trainer.evaluate()
         trained, evaluated, sizes = collect(trainer)

@@ -23,6 +23,7 @@ from tests.train.ddp_for_tests import (  # noqa: E402
     Stepper,
     apart,
     one_process,
+    read_events,
 )
 
 
@@ -243,7 +244,7 @@ def test_a_rank_killed_while_a_checkpoint_is_taken_up_is_a_failure_like_others(e
         result = trainer.train(epochs=2, resume=True, marker="gone-wrong")
     losses, _ = one_process(32, 8, epochs=2)
     assert [record["loss"] for record in result.history] == pytest.approx(losses, abs=1e-5)
-    failed, restarted = trainer.run.read_events()
+    failed, restarted = read_events(trainer)
     assert (failed["event"], failed["worker"]) == ("worker_failed", 1)
     assert "SIGKILL" in failed["reason"]
     assert restarted["event"] == "ranks_restarted"

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from torch import distributed, nn  # noqa: E402
 
-from tests.train.ddp_for_tests import SEED, Stepper  # noqa: E402
+from tests.train.ddp_for_tests import SEED, Stepper, read_events  # noqa: E402
 
 pytestmark = pytest.mark.timeout(120)  # processes start slowly on a machine that is busy
 
@@ -95,7 +95,7 @@ def run(kind=Busy, epochs=2, shard="none", callbacks=(), max_failures=0, **kwarg
         result = trainer.train(epochs=epochs, **kwargs)
         keys = ("loss", "val_loss", "val_num_samples", "met")
         told = [tuple(record.get(key) for key in keys) for record in result.history]
-        return told, trainer.model_weights(), trainer.run.read_events()
+        return told, trainer.model_weights(), read_events(trainer)
 
 
 def train_undisturbed(folder, shard):

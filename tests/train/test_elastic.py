@@ -328,6 +328,7 @@ def test_rank_lost_in_an_evaluation_shrinks_it():
             return {"row": batch["x"].mean()}
 
     options = {"worker": Validating, "val_data": Numbers(), "eval_interval": 1}
+    options["sanity_batches"] = 0  # in which it would die too
     with create(**options) as trainer:
         result = trainer.train(epochs=1, kills=[(3, 2, -1)] * 2)
         changes = read_changes(trainer)

@@ -152,7 +152,8 @@ def train(trainer):
 @pytest.mark.parametrize("worker", [Line, Loop, PlainLoop])
 def test_ddp_trainer_trains_and_evaluates_on_each_row_once(worker, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trainer = DDPTrainer(num_workers=2, worker=worker, progress=False, seed=1)
+    options = {"sanity_batches": 0, "progress": False, "seed": 1}
+    trainer = DDPTrainer(num_workers=2, worker=worker, **options)
     train(trainer)
     for record in read_run(trainer.run.path):
         assert (record.loaders[0].replicas, record.loaders[0].passes) == (2, 2)

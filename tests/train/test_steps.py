@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
-from tests.train.ddp_for_tests import Looper, Stepper  # noqa: E402
+from tests.train.ddp_for_tests import Looper, Stepper, read_events  # noqa: E402
 from tests.train.steps_for_tests import (  # noqa: E402
     EveryCheckpoint,
     Noisy,
@@ -315,7 +315,7 @@ def test_stop_in_a_hook_ends_the_run_inside_the_epoch():
         assert 1 <= trainer.state.step < 5000
         assert result["complete"] is False
         assert names(trainer) == [f"epoch-00000000-step-{trainer.state.step:08d}"]
-        assert [e["event"] for e in trainer.run.read_events()] == ["stopped"]
+        assert [event["event"] for event in read_events(trainer)] == ["stopped"]
     assert watch.steps[-1][0] == trainer.state.step
 
 

@@ -38,6 +38,9 @@ class Group:
         self.handles = [object() for _ in range(count)]
         self.found = list(found)
 
+    def format_epoch(self, epoch):
+        return f"{self.unit} {epoch}"
+
     def call(self, method, args, kwargs, epoch):
         for worker in self.found.pop(0):
             self.handles[worker] = object()
